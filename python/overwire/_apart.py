@@ -8,8 +8,6 @@ from typing import Any
 
 from .errors import ArgumentError
 
-__all__ = ["apart"]
-
 Place = Sequence[Any]  # address, bytes, and what else there may be
 
 

@@ -20,8 +20,6 @@ from typing import Any
 
 from .plumbing import parse_size
 
-__all__ = ["main"]
-
 _WAYS = ("mapped", "collective", "none")
 
 _DOC = """Loads a model by several processes of a torch.distributed group together: whole on each, and

@@ -33,8 +33,6 @@ from typing import Any
 from ._bench_saves import measure_saves, show_save
 from .plumbing import parse_size
 
-__all__ = ["main"]
-
 Load = Callable[[], dict[str, Any]]
 Make = Callable[[str, str], Load]  # of a file and a device
 Case = tuple[str, str]  # of a name to load by, and a file

@@ -28,8 +28,6 @@ import overwire as ow
 from .distributed import shard_range
 from .plumbing import read_floor
 
-__all__ = ["main"]
-
 dist: Any = torch.distributed  # its types hide half of it
 
 _SLOTS = 2 << 20  # pinned bytes of each thread of a floor

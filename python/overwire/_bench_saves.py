@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__ = ["measure_saves", "show_save"]
-
 Tensors = dict[str, Any]
 Wait = Callable[[], Any]
 Save = Callable[[Tensors, str], Wait | None]  # returns when the tensors may change; the rest is waited for

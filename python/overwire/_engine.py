@@ -27,28 +27,6 @@ if TYPE_CHECKING:
 
     from ._requests import Program
 
-__all__ = [
-    "FREE_ENDED",
-    "FREE_NOW",
-    "JobNumber",
-    "ModelNumber",
-    "TAKE_ALL",
-    "TAKE_LAST",
-    "TAKE_NEXT",
-    "TAKE_RAW",
-    "buffer_of",
-    "cli",
-    "core",
-    "forked",
-    "handle",
-    "is_loaded",
-    "main",
-    "open_library",
-    "program",
-    "raw",
-    "release",
-]
-
 # How a job is taken from, and a handle is freed: see gosrc/bind/binding.
 TAKE_ALL, TAKE_NEXT, TAKE_RAW, TAKE_LAST = 0, 1, 2, 4
 FREE_NOW, FREE_ENDED = 0, 1

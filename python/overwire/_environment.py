@@ -6,8 +6,6 @@ import os
 
 from ._tables import SETTINGS, STORES
 
-__all__ = ["adopt_nyacomp", "environment", "engine_text", "settings", "truth"]
-
 _adopted = False
 
 # Variables that a store may need, by their names and by the beginnings of names.

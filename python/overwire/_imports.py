@@ -7,8 +7,6 @@ import _signal  # type: ignore[import-not-found]
 import os
 import sys
 
-__all__ = ["Undisturbed", "imported", "pause_collector", "resume_collector", "skip_at_exit"]
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable

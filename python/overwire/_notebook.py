@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-__all__ = ["Facts", "block", "largest", "size", "table", "tensors"]
-
 T = TypeVar("T")
 
 #: Rows of a table; more would make a notebook slow.

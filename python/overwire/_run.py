@@ -11,8 +11,6 @@ import os
 import sys
 from typing import NoReturn
 
-__all__ = ["run"]
-
 # The exit statuses of the command line.
 _USAGE, _NOT_FOUND = 2, 3
 

@@ -13,8 +13,6 @@ import sys
 from .errors import OverwireError
 from .plumbing import is_torch_model, local, plain_models
 
-__all__ = ["main"]
-
 # The exit statuses of the command line.
 _STATUSES = {
     "FormatError": 1,

@@ -11,8 +11,6 @@ from typing import Any
 from ._imports import imported
 from ._tables import BITS
 
-__all__ = ["CALLED", "PACKED", "named", "nbytes", "packed_shape"]
-
 # Types with several elements in a byte: no framework indexes them by element.
 PACKED = frozenset(name for name, bits in BITS.items() if bits < 8)
 

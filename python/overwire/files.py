@@ -17,8 +17,6 @@ from typing import Any
 
 from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError, OutOfMemoryError
 
-__all__ = ["TORCH_ENDINGS", "folders_of", "may_be_torch", "number_of", "read_file", "regular"]
-
 # Bytes read at once: a moment, between which Ctrl-C is heard.
 _STEP = 8 << 20
 

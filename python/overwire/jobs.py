@@ -36,19 +36,6 @@ if TYPE_CHECKING:
         write_ns: int
         publish_ns: int
 
-__all__ = [
-    "Job",
-    "Landed",
-    "LastReport",
-    "heed",
-    "last_report",
-    "log",
-    "progress_of",
-    "sentence",
-    "shown",
-    "time_limit",
-]
-
 log = logging.getLogger("overwire")
 
 # Seconds between two readings for a watcher.

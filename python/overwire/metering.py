@@ -22,8 +22,6 @@ from ._engine import forked, is_loaded
 
 log = logging.getLogger("overwire")
 
-__all__ = ["CacheMetrics", "Metrics", "VerbMetrics", "metrics", "note"]
-
 # Stages of a report, and its counters of each in nanoseconds, summed over workers.
 _STAGES = {
     "read": ("read_ns",),

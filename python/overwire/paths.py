@@ -7,8 +7,6 @@ from typing import Any
 
 from .errors import ArgumentError
 
-__all__ = ["is_file", "is_remote", "local", "path_of"]
-
 
 def is_remote(uri: str) -> bool:
     """Whether a path has a scheme that is not file://."""

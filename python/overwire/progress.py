@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from .errors import ArgumentError
 
-__all__ = ["Progress", "ProgressLike", "Watcher", "watch"]
-
 
 class Progress(NamedTuple):
     """One reading: tensor bytes (not stored ones) and tensors, done and total.

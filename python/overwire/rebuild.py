@@ -18,8 +18,6 @@ from typing import Any
 from .bundles.budget import Budget
 from .errors import ArgumentError, FormatError
 
-__all__ = ["array", "dtype", "scalar", "spec_of"]
-
 #: A dtype as data: numpy's text ("<f4", "O", "<M8[ns]"), an ml_dtypes name, or
 #: a list of fields (name, spec, shape).
 Spec = str | list[Any]

@@ -28,8 +28,6 @@ from .paths import local
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
 
-__all__ = ["FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "remove_objects", "write_bytes"]
-
 # How long a read may keep Ctrl-C waiting, in milliseconds.
 _SLICE_MS = 50
 

@@ -32,8 +32,6 @@ from ..errors import FormatError, UntrustedPickleError
 from .budget import ATTRIBUTE, LONGEST, Budget, attributes
 from .tensors import REBUILDERS, subclassed
 
-__all__ = ["AllowList", "Guard"]
-
 # Immutable types (their attributes cannot be set), which call nothing.
 _BUILTINS = "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple"
 _TYPES: dict[tuple[str, str], Any] = {

@@ -15,8 +15,6 @@ from typing import Any
 
 from ..errors import FormatError, UntrustedPickleError
 
-__all__ = ["ATTRIBUTE", "LONGEST", "Budget", "attributes"]
-
 # Bytes that an attribute takes in a dict; letters of a name in a message.
 ATTRIBUTE = 100
 LONGEST = 200

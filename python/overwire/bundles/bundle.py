@@ -41,8 +41,6 @@ from .landing import DEVICES, ORDER, Landing, devices_of
 from .opening import DIGEST, MOST_PICKLE, open_pair
 from .turns import turn_of
 
-__all__ = ["compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"]
-
 
 @overload
 def compress_pickle(

@@ -12,8 +12,6 @@ from ..frameworks.choose import frame_for
 from ..jobs import Job
 from ..model.opened import Model, prepare
 
-__all__ = ["DEVICES", "Landing", "ORDER", "devices_of"]
-
 # Metadata of a container: the names of its blobs in their order, and the device of
 # each, one per line (one line: of all). Files contain these keys: never change them.
 ORDER = "overwire.blobs"

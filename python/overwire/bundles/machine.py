@@ -18,8 +18,6 @@ from typing import Any
 from ..errors import FormatError
 from .allowlist import AllowList
 
-__all__ = ["Machine"]
-
 _STOP, _MEMOIZE, _BINGET, _BININT1 = (code[0] for code in (pickle.STOP, pickle.MEMOIZE, pickle.BINGET, pickle.BININT1))
 
 

@@ -28,8 +28,6 @@ from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import frame_for
 from ..frameworks.frame import Bytes
 
-__all__ = ["Blob", "TensorPickler", "dump"]
-
 
 class Blob(NamedTuple):
     """Bytes to be stored: a torch storage or the base of numpy arrays, and the

@@ -18,8 +18,6 @@ from typing import Any
 from ..errors import FormatError
 from .budget import Budget, attributes
 
-__all__ = ["REBUILDERS", "check_extent", "subclassed", "tensor_v3"]
-
 # Sizes, strides and offsets in bytes stay below, wherever torch multiplies them.
 _LIMIT = 1 << 62
 _DIMS = 64

@@ -39,8 +39,6 @@ from .budget import Budget
 from .machine import Machine
 from .unpickling import careful, inside
 
-__all__ = ["TorchFile", "is_torch_file", "opened"]
-
 #: The most bytes of a pickle without its tensors.
 _MOST = 256 << 20
 

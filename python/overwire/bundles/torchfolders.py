@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ..model.options import Level, StorageOptions
     from ..model.sources import SourceLike
 
-__all__ = ["convert", "is_torch_model", "plain_models"]
-
 #: Names of weights in a folder, by libraries that save no others beside them.
 _WEIGHTS = re.compile(r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)([-.].*)?\.bin")
 #: What trainers save beside weights.

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from ..errors import ArgumentError
 from ..jobs import log
 
-__all__ = ["turn_of"]
-
 # Lock files that threads of this process have, or wait for: device, inode, and the thread.
 _taken: set[tuple[int, int, int]] = set()
 

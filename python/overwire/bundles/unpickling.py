@@ -16,8 +16,6 @@ from .budget import Budget
 from .machine import Machine
 from .tensors import tensor_v3
 
-__all__ = ["Blobs", "careful", "inside", "load", "load_plain"]
-
 
 class Blobs(Protocol):
     """The bytes beside a pickle, by blob number."""

@@ -20,8 +20,6 @@ import torch
 
 from ..errors import OutOfMemoryError
 
-__all__ = ["Offer", "Spot", "find_block", "host_memory", "map_buffers", "offer_buffers"]
-
 # What one thread allocates at once.
 _STEP = 64 << 20
 

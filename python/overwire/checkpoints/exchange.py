@@ -24,8 +24,6 @@ from ..frameworks.joined import JoinedTensor
 from .buffers import Spot, find_block, map_buffers, offer_buffers
 from .schedule import Block, Duty, Entry, Round
 
-__all__ = ["Copy", "Exchange", "Gathered", "copy_blocks"]
-
 #: A place in a tensor, and the block that belongs there.
 Copy = tuple[torch.Tensor, torch.Tensor]
 

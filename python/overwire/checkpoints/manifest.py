@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, FormatError, NotSupportedError
 
-__all__ = ["LIMIT", "NAME", "TRAINING", "Manifest", "Part", "decode", "encode"]
-
 #: The file's name.
 NAME = "checkpoint.json"
 

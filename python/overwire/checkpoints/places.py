@@ -27,8 +27,6 @@ from ..paths import is_remote, local
 from ..stores import remove_objects, write_bytes
 from .manifest import LIMIT, NAME, TRAINING, decode
 
-__all__ = ["INDEX", "Place", "read_manifest"]
-
 #: The index of each of the two folders.
 INDEX = "model.safetensors.index.json"
 

@@ -37,8 +37,6 @@ from ..verbs.open import safe_open
 from .places import read_manifest
 from .rewriting import rewrite_object
 
-__all__ = ["CheckpointReader"]
-
 
 class CheckpointReader(StorageReader):
     """Reads a checkpoint that `CheckpointWriter` has written, for `dcp.load`.

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["rewrite_object"]
-
 
 class _Pickler(pickle.Pickler):
     # Refuses objects whose attributes hide a method of their class.

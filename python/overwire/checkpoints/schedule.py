@@ -21,8 +21,6 @@ from .manifest import TRAINING, Manifest, Part, paths_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Block", "Duty", "Entry", "Round", "schedule"]
-
 
 @dataclass(frozen=True)
 class Block:

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from ..errors import NotSupportedError
 from .buffers import host_memory
 
-__all__ = ["CheckpointStager"]
-
 # Copies of tensors begin at multiples of this many bytes.
 _ALIGNED = 256
 

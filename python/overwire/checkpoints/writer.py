@@ -27,8 +27,6 @@ from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Place
 from .schedule import Duty, Entry, Round, schedule
 
-__all__ = ["CheckpointWriter"]
-
 # Files that a rank writes at once: file systems let one writer at a time into a file.
 _AT_ONCE = 4
 

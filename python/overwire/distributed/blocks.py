@@ -19,8 +19,6 @@ from .group import Members, Unmapped, verb
 from .load import REQUEST, GroupLoad, Wants
 from .meeting import meet, open_files
 
-__all__ = ["SHARE", "BlockLoad", "Blocks", "meet_to_load", "shares_reading"]
-
 _WORDS = REQUEST // 8
 
 # Of the ring; half as much memory as a group's load takes, since an engine counts on its

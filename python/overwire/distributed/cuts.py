@@ -10,8 +10,6 @@ from ..dtypes import PACKED, packed_shape
 from ..frameworks.frame import Frame
 from ..model.opened import WHOLE, Row
 
-__all__ = ["ALL", "Cutting", "Task", "shard_range", "torch_shape"]
-
 #: The ranges of a whole tensor.
 ALL = (0, WHOLE, 0, WHOLE)
 

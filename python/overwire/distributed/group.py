@@ -33,8 +33,6 @@ from .._verbs import knobs
 from ..errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, NotSupportedError, OverwireError
 from ..frameworks.choose import device_number
 
-__all__ = ["Members", "Unmapped", "agree", "current", "exchange_setting", "host_name", "members_of", "verb"]
-
 _T = TypeVar("_T")
 
 # Bytes that each rank brings to a meeting, and of all of them; what is longer takes a second

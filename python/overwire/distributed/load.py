@@ -31,21 +31,6 @@ if TYPE_CHECKING:
     from .._requests import RelayRequest
     from ..model.opened import Model
 
-__all__ = [
-    "BUFFERS",
-    "FEW",
-    "REQUEST",
-    "SHARE",
-    "GroupLoad",
-    "Situation",
-    "Wants",
-    "carrier_of",
-    "fits",
-    "mapped_share",
-    "pack_requests",
-    "share_of_rank",
-]
-
 log = logging.getLogger("overwire")
 
 #: The most bytes of a piece that a rank reads: a chunk fits, and what lies between it and the next.

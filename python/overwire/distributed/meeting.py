@@ -19,8 +19,6 @@ from ..errors import ArgumentError, CorruptError
 from . import group as ranks
 from .group import Members
 
-__all__ = ["OpenFiles", "meet", "open_files"]
-
 
 class OpenFiles(NamedTuple):
     """What a rank has open. space: in which paths mean the same. files: of each model its

@@ -15,8 +15,6 @@ from ..model.sources import SourceLike
 from .group import current
 from .tensors import TensorLoad, open_load
 
-__all__ = ["GroupStream"]
-
 
 class GroupStream(Iterator[tuple[str, Any]]):
     """`stream` over a process group. Making it is collective, and so is every step, and

@@ -33,8 +33,6 @@ from .group import Members, Unmapped, verb
 from .load import GroupLoad, Wants, pack_requests
 from .meeting import meet, open_files
 
-__all__ = ["ShardLike", "TensorLoad", "open_load", ]
-
 # Tensor bytes of a window of a stream that has no budget, where ranks do not map each other's
 # memory.
 _WINDOW = 1 << 30

@@ -9,8 +9,6 @@ from ..dtypes import nbytes
 from ..errors import ArgumentError, NotSupportedError
 from .frame import Frame
 
-__all__ = ["BytesFrame"]
-
 
 class BytesFrame(Frame):
     """The frame of no framework; see `frame.Frame`. No tensor is cast by it or belongs to it.

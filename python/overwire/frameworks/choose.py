@@ -14,8 +14,6 @@ from .._imports import Undisturbed, imported
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import ODD, Columns, Frame
 
-__all__ = ["check_device", "check_dtype", "columns_of", "device_number", "frame_for", "frame_of"]
-
 _NAMES = {
     "pt": "torch",
     "torch": "torch",

@@ -14,8 +14,6 @@ from .._tables import FLOATS
 from ..dtypes import nbytes
 from ..errors import NotSupportedError
 
-__all__ = ["ODD", "Bytes", "Columns", "Frame", "View", "check_empty", "overlaps_itself"]
-
 
 class Bytes(NamedTuple):
     """A tensor's bytes as they are saved: contiguous, on the host, or on the

@@ -9,8 +9,6 @@ from ..errors import ArgumentError
 from .choose import frame_of
 from .frame import Bytes
 
-__all__ = ["JoinedTensor"]
-
 
 class JoinedTensor:
     """Tensors of the host whose rows, one after the other, are those of the tensor that is saved.

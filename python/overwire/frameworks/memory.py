@@ -18,20 +18,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ..errors import ArgumentError, NotSupportedError
 from .frame import overlaps_itself
 
-__all__ = [
-    "Part",
-    "address_of",
-    "check_memory",
-    "check_shape",
-    "check_writable",
-    "identity_of",
-    "is_distributed",
-    "is_ready",
-    "local_part",
-    "storage_of",
-    "write",
-]
-
 # What has memory if its address says so.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -16,8 +16,6 @@ from ..dtypes import CALLED, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Bytes, Frame, View, check_empty
 
-__all__ = ["SAVED", "NumpyFrame", "hold"]
-
 # Those of ml_dtypes, and numpy's own.
 _EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {
     "F4": "float4_e2m1fn"

@@ -12,8 +12,6 @@ from ..dtypes import CALLED, nbytes
 from ..errors import ArgumentError, NotSupportedError
 from .frame import Bytes
 
-__all__ = ["TensorSpec"]
-
 _NAMES = {called: name for name, called in CALLED.items()}
 
 

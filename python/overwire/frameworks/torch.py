@@ -23,8 +23,6 @@ from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryE
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
 from .memory import check_memory, check_shape, is_ready
 
-__all__ = ["SAVED", "TorchFrame", "describe_all", "settle", "settled", "torch_dtype"]
-
 # The function in C, where it has this name: of what torch wraps around it we
 # need nothing, and it costs a quarter more.
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)

@@ -14,8 +14,6 @@ from .options import parse_size
 if TYPE_CHECKING:
     from .._requests import LoadOutlook, LoadProspect
 
-__all__ = ["fit", "outlook"]
-
 
 def outlook(
     model: Model,

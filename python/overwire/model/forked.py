@@ -24,8 +24,6 @@ from .opened import Model
 from .sources import resolve
 from .storage import storage
 
-__all__ = ["ForkedModel", "is_compressed", "original", "refuse_compressed"]
-
 # The longest header that the format allows.
 _HEADER = 100_000_000
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from ..errors import SliceError
 
-__all__ = ["Entry", "Plan", "plan"]
-
 #: One entry of an index into the block: an int, a normalised slice, or None
 #: for a new dimension.
 Entry = int | slice | None

@@ -12,8 +12,6 @@ from ..jobs import log
 if TYPE_CHECKING:
     from .._requests import PreloadAnswer
 
-__all__ = ["join", "started", "written"]
-
 _started = False
 
 

@@ -12,8 +12,6 @@ import weakref
 from ..paths import local
 from .opened import Model
 
-__all__ = ["Kept", "forget", "keep"]
-
 
 class Kept:
     """A file that is open, as verbs take it for a source. It is closed when the last

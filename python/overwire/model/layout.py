@@ -27,29 +27,6 @@ from ..jobs import shown
 from ..paths import is_remote
 from .reading import read_bytes
 
-__all__ = [
-    "FOLDERS",
-    "NYACOMP",
-    "OWN",
-    "MetaRow",
-    "container_of",
-    "containers_of",
-    "store_containers_of",
-    "lock_of",
-    "meta_of",
-    "meta_rows",
-    "not_beside",
-    "place_of",
-    "previous_of",
-    "preload_uris",
-    "read_meta",
-    "refuse_urls",
-    "remote_containers_in",
-    "remote_containers_of",
-    "rivals_of",
-    "second_container_of",
-]
-
 OWN, NYACOMP = "tensors", "nya"
 #: The folders beside a pickle that may have its container, in the order in which they are looked into.
 FOLDERS = (OWN, NYACOMP)

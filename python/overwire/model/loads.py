@@ -10,8 +10,6 @@ from .._imports import pause_collector, resume_collector
 from ..frameworks.frame import Frame
 from ..jobs import Job
 
-__all__ = ["Load", "many_objects"]
-
 # At this many tensors in the engine's memory, they are taken over while the rest
 # arrives, not afterwards; the pause for more to arrive, in seconds.
 _CROWD = 2000

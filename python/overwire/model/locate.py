@@ -12,8 +12,6 @@ from . import layout
 from .opened import Model
 from .reading import read
 
-__all__ = ["uris_of"]
-
 # A manifest, and a pickle without its tensors.
 _MANIFEST = 1 << 24
 _PICKLE_ENDINGS = (".pkl", ".pickle", ".pth", ".pt")

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from .._engine import ModelNumber
     from .._requests import LoadRequest, OpenRequest
 
-__all__ = ["Model", "opening", "Request", "Row", "WHOLE", "prepare", "wholes"]
-
 #: What is wanted: (tensor, destination, lo0, hi0, lo1, hi1); a destination of 0
 #: lets the engine allocate.
 Request = tuple[int, int, int, int, int, int]

@@ -18,34 +18,6 @@ if TYPE_CHECKING:
 
     from ..frameworks.spec import TensorSpec
 
-__all__ = [
-    "ArrayName",
-    "BytesName",
-    "DTypeLike",
-    "DeviceLike",
-    "FrameworkName",
-    "Level",
-    "LoadOptions",
-    "ModuleOptions",
-    "OpenOptions",
-    "PinnedOptions",
-    "Placement",
-    "PlanOptions",
-    "ReadWay",
-    "ShardLike",
-    "StorageOptions",
-    "StreamOptions",
-    "TensorLike",
-    "TorchName",
-    "check_choice",
-    "check_options",
-    "check_storage",
-    "check_switches",
-    "parse_size",
-    "setting",
-    "spell_out",
-]
-
 #: "cpu", "cuda", "cuda:1", a torch.device, or the number of a GPU.
 DeviceLike = Union[str, int, "torch.device"]
 

@@ -14,8 +14,6 @@ from .sources import SourceLike
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["LoadPlan", "PlannedFile", "PlannedOffload", "PlannedTensor", "plan"]
-
 
 @dataclass(frozen=True)
 class PlannedTensor:

@@ -12,8 +12,6 @@ from ..jobs import Job, heed
 from ..paths import is_file, is_remote, local, path_of
 from .storage import storage
 
-__all__ = ["read", "read_bytes"]
-
 
 def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, storage_options: Any = None) -> bytes:
     """The bytes of one whole file: a path or a URI.

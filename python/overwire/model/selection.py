@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from ..errors import ArgumentError
 from .options import Placement, check_choice
 
-__all__ = ["Experts", "experts"]
-
 # `model.layers.3.mlp.experts.17.up_proj.weight`; `shared_experts.0` is none.
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(?:.*\.)?([^.]+)$")
 

@@ -14,8 +14,6 @@ from ..errors import ArgumentError
 from ..files import number_of
 from ..paths import local
 
-__all__ = ["SourceLike", "check_source", "named", "resolve"]
-
 
 class BinaryFile(Protocol):
     """A file that is open for reading in binary mode."""

@@ -16,7 +16,6 @@ from .options import check_storage
 if TYPE_CHECKING:
     from .._requests import FormatAccess
 
-__all__ = ["storage"]
 
 def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes: bool = False) -> FormatAccess:
     """What a request says about reaching its URIs: {} for local paths. options: see

@@ -14,8 +14,6 @@ import torch
 
 from ..errors import NotSupportedError
 
-__all__ = ["Record", "bring", "is_away", "record_of", "send_away"]
-
 _RECORD = "_overwire_away"  # in the parameter's __dict__ while it is away: its Record
 
 # Attributes and methods whose answers depend on the shape, which the empty memory lacks.

@@ -12,8 +12,6 @@ from ..frameworks.memory import check_memory
 from ..frameworks.torch import SAVED
 from ..verbs.sleeping import _fills_extent
 
-__all__ = ["Block", "Weight", "can_store", "cut_model", "find_blocks", "weights_of"]
-
 # A module with more of a model's bytes than this share is cut where it has lists of modules.
 # The engine, which plans by names alone, has both numbers, too.
 _LARGEST_SHARE = 1 / 16

@@ -18,8 +18,6 @@ from .blocks import Block, cut_model
 from .offload import Offloaded, _Away
 from .stored import decode_tensor, encode_block
 
-__all__ = ["Hosted", "HostedWeight", "listed_blocks"]
-
 
 class HostedWeight(NamedTuple):
     """A parameter by the module that has it, and its values, for which `can_store` holds."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .ring import Ring
     from .stored import StoredBlock
 
-__all__ = ["Offloaded", "offload", "stream_blocks"]
-
 
 class _Away(NamedTuple):
     # A block that is streamed: what is stored of it, what its weights answer while they

@@ -25,8 +25,6 @@ from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
 from .stored import CHUNK, StoredBlock, decode_on_host
 
-__all__ = ["Ring"]
-
 
 class Hold(NamedTuple):
     """One run of a block: its thread, the frame that is on that thread's stack as long as it

@@ -18,10 +18,6 @@ from .. import codecs, gpu
 from ..errors import DeviceError, OutOfMemoryError
 from ..frameworks.torch import SAVED, _errors_of
 
-__all__ = [
-    "CHUNK", "HostMemory", "Place", "StoredBlock", "decode_on_host", "decode_tensor", "encode_block", "place_tensors",
-]  # fmt: skip
-
 _ALIGN = 256
 #: Content bytes of a chunk of a stream.
 CHUNK = 1 << 20

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from ..errors import CorruptError, FormatError, NotSupportedError
 from .sums import crc32c
 
-__all__ = ["Container", "StoredChunk", "Tensor", "parse"]
-
 Bytes = NDArray[np.uint8]
 
 # Section 5: code -> name and bits.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NAMES", "__version__"]
-
 #: The public names of the whole package.
 NAMES: tuple[str, ...] = ()
 __version__: str = "0"

@@ -16,8 +16,6 @@ from ..errors import ArgumentError, OverwireError
 from .container import BITS
 from .read import files_of, safe_open
 
-__all__ = ["decompress", "inspect", "main"]
-
 
 def inspect(source: str | os.PathLike[str]) -> dict[str, Any]:
     """What is in a file, or in the safetensors files of a folder: of each its format, metadata and

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from ..errors import CorruptError, MissingPackageError
 
-__all__ = ["decode"]
-
 Bytes = NDArray[np.uint8]
 
 _ELEMENTS = {1: (1, False), 2: (2, False), 3: (4, False), 4: (8, False), 5: (2, True), 6: (4, True), 7: (8, True)}

@@ -16,8 +16,6 @@ from . import planes, x16
 from .container import Container, Tensor, parse
 from .sums import crc32c
 
-__all__ = ["files_of", "load_file", "safe_open"]
-
 Bytes = NDArray[np.uint8]
 
 # Chunks of about this size together are decoded at once: enough lanes for numpy, and memory that the

@@ -12,8 +12,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["crc32c"]
-
 _POLYNOMIAL = 0x82F63B78
 _WIDTHS = (2048, 256, 32)  # words of a row
 

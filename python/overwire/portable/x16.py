@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from ..errors import CorruptError
 
-__all__ = ["Chunk", "decode"]
-
 Bytes = NDArray[np.uint8]
 
 # By transform: bits of an element, whether there is a palette, bits of a symbol value, and

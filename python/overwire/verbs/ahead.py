@@ -15,8 +15,6 @@ from ..frameworks.frame import Frame
 from ..model.loads import Load
 from ..model.opened import WHOLE, Model
 
-__all__ = ["Block", "ReadAhead"]
-
 #: Ranges (lo, hi) of the first two dimensions, and the shape of what they cut out.
 Block = tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]
 

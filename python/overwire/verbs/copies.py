@@ -10,8 +10,6 @@ from ..frameworks.choose import frame_of
 from ..frameworks.frame import Bytes, overlaps_itself
 from .states import described
 
-__all__ = ["place_tensor", "settle_devices", "write_back"]
-
 
 def settle_devices(devices: Iterable[int]) -> None:
     """Waits for what is queued on the current stream of each GPU."""

@@ -27,20 +27,6 @@ from .states import State, batches, hosted, pair, same_names, tensors_of
 if TYPE_CHECKING:
     from .._requests import DeltaFile, DeltaMerge, DeltaSave, DeltaTensors
 
-__all__ = [
-    "Delta",
-    "DeltaReport",
-    "DeltaRow",
-    "Diff",
-    "apply_delta",
-    "chain_of",
-    "diff",
-    "load_on",
-    "merge_deltas",
-    "open_delta",
-    "save_delta",
-]
-
 #: A delta: its path or URI, its bytes, or one that is open.
 DeltaLike = Union[str, "os.PathLike[str]", bytes, bytearray, memoryview, "Delta"]
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from .._requests import DigestsRequest, FilesRequest
 
-__all__ = ["compare", "digest"]
-
 
 @overload
 def digest(tensors: Mapping[str, Any] | torch.nn.Module, *, timeout: float | None = None) -> dict[str, str]: ...

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__all__ = ["of_ranks"]
-
 
 def of_ranks(options: Mapping[str, Any], device: Any) -> AbstractContextManager[Any]:
     """For a verb's look at its arguments: what that raises is raised on all ranks of the

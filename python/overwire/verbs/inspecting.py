@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from .._requests import ConvertRequest, VerifyRequest
 
-__all__ = ["doctor", "inspect", "rewrite", "verify"]
-
 
 def _uris_of(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
     uris, keep = resolve(source)

@@ -19,20 +19,6 @@ from ..model.budget import fit
 from ..model.opened import WHOLE, Model, Request, Row
 from ..progress import Watcher
 
-__all__ = [
-    "Target",
-    "fill",
-    "in_place",
-    "land",
-    "landing",
-    "place_of",
-    "place_target",
-    "put",
-    "single",
-    "states_of",
-    "table_of",
-]
-
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-__all__ = ["load_file"]
-
 
 @overload
 def load_file(

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-__all__ = ["load_model", "save_model"]
-
 # The last part of the name under which a state dict has what `get_extra_state` returns.
 EXTRA = "_extra_state"
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from ..model.forked import ForkedModel
 
-__all__ = ["TensorSlice", "safe_open"]
-
 
 if TYPE_CHECKING:
     T = TypeVar("T", default=Any)  # what the framework's tensors are

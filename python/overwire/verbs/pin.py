@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-__all__ = ["Pinned", "empty_cache", "pin"]
-
 
 def empty_cache() -> None:
     """Frees the device and pinned memory that the engine keeps for the next load: about

@@ -40,8 +40,6 @@ from ..progress import Progress
 if TYPE_CHECKING:
     from .._requests import FormatAccess
 
-__all__ = ["Preload", "honour_nyacomp", "preload", "start_from_environment"]
-
 
 class Preload:
     """A running preload. Dropping the object does not stop it."""

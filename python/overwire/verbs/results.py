@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
 
-__all__ = ["Comparison", "Diagnosis", "Inspection", "Verification"]
-
 Format = Literal["overwire", "safetensors", "tensors"]
 
 

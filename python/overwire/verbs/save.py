@@ -26,8 +26,6 @@ from .saving import After, Saving, begin, settle
 if TYPE_CHECKING:
     from .._requests import SaveRequest
 
-__all__ = ["bytes_of_plain", "notes_of", "save_bytes", "save_file", "stage_bytes"]
-
 #: Formats whose names a safetensors file should not bear: other programs would take it for theirs.
 _OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pkl", ".pt", ".pth")
 

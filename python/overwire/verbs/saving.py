@@ -16,8 +16,6 @@ from ..paths import is_file, is_remote, path_of
 from ..progress import Progress
 from .reports import Report
 
-__all__ = ["After", "Saving", "begin", "settle"]
-
 _lock = threading.RLock()  # a signal handler may come while this thread has it
 _last: dict[str, Saving] = {}  # by path: what runs, or failed and no one knows
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from .._requests import PrepareRequest, SleepRequest
     from ..model.options import DeviceLike
 
-__all__ = ["Asleep", "SleepMemory", "prepare_sleep", "sleep"]
-
 
 class _Sleeper(NamedTuple):
     # One tensor: a view that keeps its storage, and where it is on the device.

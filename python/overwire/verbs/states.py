@@ -13,8 +13,6 @@ from ..frameworks.frame import Bytes
 from ..model.opened import Model
 from ..model.options import StorageOptions
 
-__all__ = ["State", "batches", "described", "hosted", "pair", "same_names", "tensors_of"]
-
 #: Bytes of the tensors of each side that files give at once, unless one is larger.
 BATCH = 1 << 30
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-__all__ = ["stream"]
-
 
 @overload
 def stream(

@@ -14,8 +14,6 @@ from ..progress import Progress, Watcher
 if TYPE_CHECKING:
     from .._requests import PlanWindow
 
-__all__ = ["Windows", "windows_of"]
-
 
 def windows_of(chosen: Sequence[int], windows: Iterable[PlanWindow]) -> list[tuple[list[int], int]]:
     """The tensors of each window that the engine divides a model into, and their bytes."""

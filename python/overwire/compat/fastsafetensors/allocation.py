@@ -6,9 +6,6 @@ import threading
 import weakref
 from typing import Any
 
-__all__ = ["SharedDeviceAllocation", "live_allocation_bytes", "live_allocation_count", "track"]
-
-
 # References to what backs memory, and how much; by identity: what they refer to need not be
 # hashable. No lock: memory may be freed by a collection in the middle of anything, and each
 # step here is one.

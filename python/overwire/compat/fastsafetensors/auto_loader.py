@@ -11,8 +11,6 @@ from .loader import BaseSafeTensorsFileLoader, SafeTensorsFileLoader
 from .parallel_loader import PipelineParallel
 from .threefs_loader import ThreeFSLoader
 
-__all__ = ["AutoLoader"]
-
 logger = init_logger("overwire")
 
 # By name in this module, where either may be replaced.

@@ -17,12 +17,6 @@ from .frames import TensorFrame as TensorFrame
 from .frameworks import FrameworkOpBase, TensorBase
 from .st_types import Device, DeviceType, DType, converts
 
-__all__ = [
-    "SafeTensorsMetadata", "SingleGroup", "TensorFrame", "get_device_numa_node", "init_logger", "is_cuda",
-    "is_debug", "is_gpu_found",
-    "resolve_cudart_lib_name", "resolve_runtime_lib_name", "set_debug",
-]  # fmt: skip
-
 #: The longest header that the format allows, in bytes.
 MAX_HEADER = 100_000_000
 

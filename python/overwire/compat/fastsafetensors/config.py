@@ -12,8 +12,6 @@ from overwire.plumbing import regular
 
 from .common import init_logger
 
-__all__ = ["CONFIG_ENV_VAR", "DEFAULT_CONFIG_PATH", "LoaderConfig", "load_config"]
-
 CONFIG_ENV_VAR = "FASTSAFETENSORS_CONFIG"
 DEFAULT_CONFIG_PATH = "fastsafetensors.json"
 logger = init_logger("overwire")

@@ -16,16 +16,6 @@ from typing import Any
 import overwire
 from overwire.plumbing import regular
 
-__all__ = [
-    "close_gds", "cpp_metrics", "cpu_free", "cpu_malloc", "cufile_version", "gds_device_buffer", "gds_file_handle",
-    "gds_file_reader",
-    "get_alignment_size", "get_cpp_metrics", "get_device_pci_bus", "get_gil_release", "gpu_free", "gpu_malloc",
-    "init_gds",
-    "is_cuda_found", "is_cufile_found", "is_gds_supported", "is_hip_found", "load_library_functions",
-    "memcpy_h2d_async",
-    "nogds_file_reader", "read_buffer", "set_debug_log", "set_gil_release", "set_numa_node",
-]  # fmt: skip
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]

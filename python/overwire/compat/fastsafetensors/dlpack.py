@@ -9,8 +9,6 @@ from overwire import codecs
 from .allocation import SharedDeviceAllocation
 from .st_types import Device, DeviceType, DType, stand_in
 
-__all__ = ["from_cuda_buffer"]
-
 # DLPack's codes, by the type or by its first letter.
 _CODES = {"BF16": 4, "BOOL": 6, "C64": 5, "F": 2, "I": 0, "U": 1}
 

@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable
 from re import Pattern
 
-__all__ = ["DEFAULT_EXPERT_PATTERN", "expert_parallel_filter", "expert_parallel_filter_from_env", "owned_expert_range"]
-
 #: Finds the expert's number.
 DEFAULT_EXPERT_PATTERN: Pattern[str] = re.compile(r"\.experts\.(\d+)\.")
 

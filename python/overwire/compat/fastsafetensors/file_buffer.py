@@ -10,8 +10,6 @@ from .frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
 from .st_types import Device, DType
 from .tensor_factory import LazyTensorFactory
 
-__all__ = ["FilesBufferOnDevice"]
-
 
 class FilesBufferOnDevice:
     """Tensors of the files of all ranks. With a group of several ranks all of

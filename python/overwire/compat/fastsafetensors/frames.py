@@ -7,8 +7,6 @@ from typing import Any
 
 from .st_types import DType
 
-__all__ = ["TensorFrame", "dense_strides"]
-
 
 def dense_strides(shape: list[int]) -> list[int]:
     """The strides of a tensor in C order, in elements."""

@@ -15,8 +15,6 @@ from .frameworks import get_framework_op
 from .st_types import DType
 from .tensor_factory import LazyTensorFactory
 
-__all__ = ["BaseSafeTensorsFileLoader", "SafeTensorsFileLoader", "fastsafe_open"]
-
 _BLOCK = 16 << 30
 
 

@@ -12,8 +12,6 @@ from .config import check_producers
 from .file_buffer import FilesBufferOnDevice
 from .loader import BaseSafeTensorsFileLoader, SafeTensorsFileLoader
 
-__all__ = ["BudgetInfeasibleError", "ParallelLoader", "PipelineParallel"]
-
 
 class BudgetInfeasibleError(ValueError):
     """No batch is small enough for the memory that was allowed."""

@@ -23,14 +23,6 @@ from .common import MAX_HEADER, SafeTensorsMetadata
 from .frameworks import TensorBase, get_framework_op
 from .st_types import DType
 
-__all__ = [
-    "KEY_SHARD_COUNT", "KEY_SHARD_INDEX", "KEY_SHARD_SET", "FillFn", "ParallelSaver", "ShardMetadataFn", "ShardPlan",
-    "ShardSetError",
-    "WriteEntry", "per_entry_fill", "plain_entry", "plan_shards", "save_sharded", "shard_paths", "tensor_fill",
-    "validate_shard_set",
-    "write_shards",
-]  # fmt: skip
-
 KEY_SHARD_INDEX = "fst.shard.index"
 KEY_SHARD_COUNT = "fst.shard.count"
 KEY_SHARD_SET = "fst.shard.set"

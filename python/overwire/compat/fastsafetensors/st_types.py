@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["DTYPE_SIZES", "DType", "Device", "DeviceType"]
-
 
 class DeviceType(Enum):
     CPU = "cpu"

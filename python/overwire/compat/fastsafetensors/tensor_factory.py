@@ -14,8 +14,6 @@ from .copier.base import CopierInterface, DummyDeviceBuffer, EngineCopier
 from .frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
 from .st_types import Device, DType, converts
 
-__all__ = ["LazyTensorFactory"]
-
 
 class LazyTensorFactory:
     """rank: whose file it is. copier: None on all other ranks. names: the tensors

@@ -10,8 +10,6 @@ from .common import set_debug
 from .loader import BaseSafeTensorsFileLoader
 from .parallel_loader import PipelineParallel
 
-__all__ = ["ParallelThreeFSLoader", "ThreeFSLoader"]
-
 
 class ThreeFSLoader(BaseSafeTensorsFileLoader):
     """mount_point: of 3FS; entries, io_depth, buffer_size: passed to the reader."""

@@ -16,8 +16,6 @@ from .devices import HOST, gpu_memory
 from .dtypes import BYTE, Kind, kind_of, numpy_dtype, typestr
 from .enums import ArrayBufferKind
 
-__all__ = ["Array", "BatchArray", "as_array", "as_arrays", "from_dlpack"]
-
 # Formats of memoryview; what has none is shown as bytes.
 _FORMATS = {
     (0, 8): "b", (0, 16): "h", (0, 32): "i", (0, 64): "q",

@@ -16,8 +16,6 @@ from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBack
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Codec", "CompressConfig", "DecompressConfig", "backends"]
-
 # Each option and the type that it takes.
 _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "algorithm": str,

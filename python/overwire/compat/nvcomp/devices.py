@@ -5,8 +5,6 @@ from __future__ import annotations
 from ... import codecs, gpu
 from . import streams
 
-__all__ = ["HOST", "gpu_memory"]
-
 HOST = (1, 0)
 
 

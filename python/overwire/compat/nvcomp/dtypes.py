@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["BYTE", "Kind", "elements", "integers_name", "kind_of", "numpy_dtype", "safetensors_name", "typestr"]
-
 Kind = tuple[int, int, int]
 
 #: What results are unless it is said: |i1, as nvCOMP's.

@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = [
-    "ArrayBufferKind",
-    "BitcompMode",
-    "BitshuffleMode",
-    "BitstreamKind",
-    "CascadedCoarseGrainedEncoding",
-    "CascadedFineGrainedEncoding",
-    "CascadedMode",
-    "CascadedTerminalCodec",
-    "ChecksumPolicy",
-    "DecompressBackend",
-    "ExecutionPolicy",
-]
-
 
 class _Number(Enum):
     """A member is equal to itself alone, and hashes and converts as its number."""

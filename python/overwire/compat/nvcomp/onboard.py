@@ -12,8 +12,6 @@ from .arrays import Array, Later
 from .dtypes import BYTE, Kind
 from .placing import check_out
 
-__all__ = ["decode", "encode", "shape_of"]
-
 # Contents of one stream: bytes, bytes of a chunk, and the algorithm.
 Shape = tuple[int, int, str]
 

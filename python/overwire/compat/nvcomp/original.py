@@ -19,8 +19,6 @@ from ... import gpu
 from ...errors import DeviceError, NotSupportedError, OverwireError
 from .arrays import Array, BatchArray
 
-__all__ = ["ALGORITHMS", "Original", "backend", "hinted", "usable"]
-
 #: What nvCOMP alone encodes and decodes.
 ALGORITHMS = ("ANS", "Bitcomp")
 

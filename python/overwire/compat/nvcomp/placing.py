@@ -11,8 +11,6 @@ from . import devices
 from .arrays import Array, BatchArray
 from .dtypes import Kind, elements
 
-__all__ = ["as_list", "check_dense", "check_out", "on_host", "place_result", "prepare_outputs", "span_of", "with_kind"]
-
 
 def as_list(source: Any) -> tuple[bool, list[Array]]:
     many = isinstance(source, (list, tuple))

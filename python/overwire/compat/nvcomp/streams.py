@@ -8,15 +8,6 @@ from typing import Any
 
 from ... import codecs, gpu
 
-__all__ = [
-    "CudaStream",
-    "check_device",
-    "current",
-    "set_device_allocator",
-    "set_host_allocator",
-    "set_pinned_allocator",
-]
-
 # The default, legacy and per-thread streams.
 _SPECIAL = (0, 1, 2)
 

@@ -25,8 +25,6 @@ from overwire.plumbing import ObjectReader, beside, imported, path_of, place_of,
 
 from . import hlif, manifests, settings
 
-__all__ = ["AsyncDecompressor", "CompressedFile", "batch_decompress", "compress", "decompress", "decompress_from_meta"]
-
 __version__ = overwire.__version__
 
 

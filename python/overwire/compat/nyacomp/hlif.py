@@ -22,8 +22,6 @@ import overwire
 from overwire import codecs
 from overwire.plumbing import regular
 
-__all__ = ["FORMATS", "RECOMPRESS", "Header", "decode", "parse", "sniff"]
-
 log = logging.getLogger("overwire")
 
 FORMATS = ("LZ4", "Snappy", "ANS", "GDeflate", "Cascaded", "Bitcomp", "Zstd", "Deflate", "Gzip")

@@ -19,23 +19,6 @@ from overwire.plumbing import MetaRow, load_plain, local, meta_rows, write_bytes
 
 from . import settings
 
-__all__ = [
-    "FOLDER",
-    "MERGE_INFO",
-    "META",
-    "Manifest",
-    "bins_fit",
-    "find",
-    "host_name",
-    "ints",
-    "read_csv",
-    "read_merge_info",
-    "read_metadata",
-    "to_csv",
-    "write",
-    "write_file",
-]
-
 FOLDER = "nya"
 META = "meta.csv"
 METADATA = "metadata.pkl"

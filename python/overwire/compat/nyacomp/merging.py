@@ -14,15 +14,6 @@ import overwire
 
 from . import partition, settings
 
-__all__ = [
-    "calculate_makespan",
-    "iterative_merge_tensors",
-    "merge_tensors",
-    "split_into_bins",
-    "split_tensors",
-    "tensor_size",
-]
-
 #: What a merged tensor may have unless it is said otherwise: servers of uploads
 #: commonly take no more.
 LIMIT = 500 << 20

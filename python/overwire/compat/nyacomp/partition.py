@@ -10,8 +10,6 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import lru_cache
 
-__all__ = ["ffd_binpack", "massage", "multifit_partition", "to_idx"]
-
 # Rounds of moving and swapping after the packing: each lowers the makespan or
 # the number of bins that have it, and soon none is left to be found.
 _ROUNDS = 1000

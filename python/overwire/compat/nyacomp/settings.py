@@ -13,8 +13,6 @@ import os
 
 from overwire import ArgumentError
 
-__all__ = ["PASSED_OVER", "check", "check_algo", "flag", "host", "number", "num_threads", "text"]
-
 log = logging.getLogger("overwire")
 
 _YES = frozenset({"1", "true", "yes", "on", "y", "t"})

@@ -8,8 +8,6 @@ from typing import Any
 from overwire.compat.safetensors import numpy, safe_open
 from overwire.compat.safetensors._frameworks import framework_of
 
-__all__ = ["functions"]
-
 
 def functions(module: str, framework: str, to_numpy: Callable[[Any], Any]) -> tuple[Callable[..., Any], ...]:
     """A framework's `save`, `save_file`, `load` and `load_file`, which are found by name in

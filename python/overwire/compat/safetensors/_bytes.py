@@ -11,8 +11,6 @@ import overwire
 
 from ._errors import SafetensorError, check, reading, writing
 
-__all__ = ["TensorSpec", "deserialize", "serialize", "serialize_file"]
-
 
 class TensorSpec(overwire.TensorSpec):
     """A dense tensor in host memory, by its address; see `overwire.TensorSpec`.

@@ -8,8 +8,6 @@ from typing import Any
 
 import overwire
 
-__all__ = ["SafetensorError", "check", "header_error", "not_contiguous", "reading", "writing"]
-
 _Base: Any = Exception
 with contextlib.suppress(ImportError):
     # `except` clauses on the package's class catch ours, too.

@@ -14,8 +14,6 @@ from ._errors import SafetensorError, check, reading
 from ._frameworks import Framework, framework_of
 from ._prefetch import Internal, PrefetchLoader, TensorMeta, rows_of_plan
 
-__all__ = ["PySafeSlice", "_safe_open_handle", "safe_open"]
-
 _DEVICES = ("cuda", "npu", "xpu", "xla", "mlu", "musa", "hpu")
 
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from ._errors import SafetensorError
 
-__all__ = ["Framework", "framework_of", "from_mlx", "to_paddle"]
-
 
 class Framework(NamedTuple):
     """native: what overwire loads. make: that as the framework's own tensor, on a

@@ -17,8 +17,6 @@ from overwire.plumbing import keep, prepare
 from ._errors import reading
 from ._files import safe_open
 
-__all__ = ["Ahead", "PlainFile", "Planned", "Slice", "ahead", "kept", "pass_on", "passed", "path_of", "ready"]
-
 # What the engine casts as it lands, bit for bit as torch does.
 _CASTS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 

@@ -22,8 +22,6 @@ from overwire.plumbing import forget, forked, is_compressed, keep, refuse_compre
 
 from . import _bytes, _files, _lazy
 
-__all__ = ["SafetensorsPatch", "patch_safetensors"]
-
 # What reads, by the original's modules. Each framework's module is there when
 # its framework is.
 _READERS = {

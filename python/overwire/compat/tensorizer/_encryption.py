@@ -7,8 +7,6 @@ import secrets
 
 from ...records import KeyDerivation, derive_key
 
-__all__ = ["DecryptionParams", "EncryptionParams"]
-
 _KEY_BYTES = 32
 _SALT_BYTES = 16
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["greedy_linear_partition", "linear_partition", "partition"]
-
 
 def _filled(weights: Sequence[int], most: int) -> Iterator[slice]:
     """Slices of at most the given size, each as long as possible."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-__all__ = ["TensorDeserializer"]
-
 # Tensors that read_tensors brings in at once, in bytes.
 _BATCH = 256 << 20
 

@@ -9,8 +9,6 @@ import mmap
 import os
 from typing import Any
 
-__all__ = ["has_fallocate", "prefault", "try_fallocate"]
-
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from . import _paths
 
-__all__ = ["flatten_structure", "key_value_iterator", "restructure"]
-
 _TensorPath = tuple[str | int, ...]
 
 

@@ -8,8 +8,6 @@ import functools
 import logging
 from pathlib import Path
 
-__all__ = ["get_max_pipe_size", "widen_new_pipes", "widen_pipe"]
-
 F_SETPIPE_SZ = 1031
 
 #: For systems where only new pipes can be widened; here it does nothing.

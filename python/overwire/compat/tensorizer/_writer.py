@@ -21,8 +21,6 @@ from ._types import TensorType, refuse_text
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TensorSerializer"]
-
 # What tensorizer leaves for the index. One that needs more gets more, where
 # that is known before the first tensor is written.
 _INDEX_BYTES = 256 * 1024

@@ -19,8 +19,6 @@ from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_saf
 from .. import options, weights
 from ..shared.slices import Attempt, by_slices
 
-__all__ = ["OverwireModelLoader"]
-
 log = logging.getLogger("sglang.overwire")
 
 _INDEX = "model.safetensors.index.json"

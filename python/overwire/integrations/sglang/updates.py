@@ -18,8 +18,6 @@ import torch
 from .. import weights
 from ..shared.updates import Places
 
-__all__ = ["LOADER", "load", "message"]
-
 log = logging.getLogger("sglang.overwire")
 
 #: The name of `load`, for SGLang's arguments.

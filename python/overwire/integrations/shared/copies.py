@@ -9,11 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "Copy", "Destinations", "Early", "Stored", "block_of", "elements", "load_copies", "memory_range", "request_of",
-    "spanned_elements", "view_in_shape",
-]  # fmt: skip
-
 #: Dtypes of several elements a byte, or of elements that end inside one.
 PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 

@@ -20,8 +20,6 @@ import torch
 from .copies import spanned_elements
 from .prepared import Refused
 
-__all__ = ["Describer", "Memory", "is_plain"]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _NAMED = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 _MANY = (list, tuple, set, frozenset, deque)

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Foreign", "files_of", "origins_of"]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _GROUPS = (tuple, list, set, frozenset)
 

@@ -19,8 +19,6 @@ from .copies import Copy, Stored, spanned_elements
 from .described import Memory
 from .prepared import Refused
 
-__all__ = ["Arriving", "Names", "Rows", "put_tensors", "restore_processed", "take_tensors"]
-
 # The most bytes that are loaded beside, for tensors with gaps.
 _MOST = 1 << 28
 

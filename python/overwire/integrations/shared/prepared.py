@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["KEY", "Kept", "Refused", "find_file", "folder_of", "keep_file", "note_refusal", "note_use", "remove_file"]
-
 #: Under which name the metadata of a container has what a file says about its model.
 KEY = "overwire.prepared"
 

@@ -31,8 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .copies import Copy, Destinations, Stored, memory_range
 from .sheets import Opening, Sheet
 
-__all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "open_source", "stand_ins"]
-
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _ITEM = _aten._local_scalar_dense.default

@@ -11,8 +11,6 @@ from typing import Any
 
 from .copies import elements
 
-__all__ = ["Opening", "SMALL", "Sheet"]
-
 #: The elements of a tensor that a loader gets with its data: scales, and shapes of packed matrices, which several
 #: tensors of a file bring to one parameter.
 SMALL = 2

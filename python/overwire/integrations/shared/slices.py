@@ -18,8 +18,6 @@ from . import copies, recording
 from .copies import Copy
 from .recording import Opened, Recorder, Unplannable
 
-__all__ = ["Attempt", "by_slices", "land_together"]
-
 #: The bytes of a part of a tensor's rows from which ranks that share the reading read it
 #: apart: a chunk at either end, which others may read too, counts for little then.
 APART = 32 << 20

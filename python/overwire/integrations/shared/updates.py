@@ -23,8 +23,6 @@ from . import copies
 from .copies import Copy, Stored, block_of, view_in_shape
 from .recording import Opened, Recorder, open_source, stand_ins
 
-__all__ = ["Incomplete", "Places"]
-
 
 class Incomplete(ValueError):
     """A push lacks weights of the model. Nothing was changed."""

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Coverage"]
-
 _QKV = frozenset("qkv")
 _EXPERT = frozenset(("w1", "w2", "w3"))
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_of", "likely_device", "tensor_ranks"]
-
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:
     """Where tensors are to land: where the model's parameters are, but those that are

@@ -17,8 +17,6 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from ..shared.origins import files_of
 from ..shared.prepared import Refused, fingerprint
 
-__all__ = ["CODE", "OPAQUE", "is_offloading", "name_of"]
-
 #: Code that moves weights, whatever the model.
 CODE = (
     "vllm.model_executor.parameter",

@@ -37,8 +37,6 @@ from .coverage import Coverage
 from .device import device_of, likely_device, tensor_ranks
 from .methods import COPIED
 
-__all__ = ["OverwireModelLoader"]
-
 # vLLM configures loggers of its own name only.
 log = init_logger("vllm.overwire")
 

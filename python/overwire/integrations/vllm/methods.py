@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["COPIED"]
-
 #: Methods whose loaders only copy, by the names that vLLM 0.32 and 0.33 give them. Each one was compared with vLLM's
 #: own load, parameter by parameter: `tests/engines/engines_quantised.py`, and the table in docs/vllm.md.
 COPIED = frozenset(

@@ -29,8 +29,6 @@ from ..shared.prepared import Damaged, Kept, Refused
 from .device import tensor_ranks
 from .identity import CODE, OPAQUE, name_of
 
-__all__ = ["Start", "begin_writing", "finish_writing"]
-
 log = init_logger("vllm.overwire")
 
 # What is to be written when the engine is up, and what writes it.

@@ -15,8 +15,6 @@ import torch
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.logger import init_logger
 
-__all__ = ["SleepBackend"]
-
 log = init_logger("vllm.overwire")
 
 _TAG = "weights"

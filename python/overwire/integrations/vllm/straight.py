@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["obstacle_of"]
-
 # Classes, by name, whose `process_weights_after_loading` leaves the bytes where they are, if
 # the parameters also look as they did when they were made.
 _METHODS = frozenset(("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"))

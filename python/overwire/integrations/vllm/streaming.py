@@ -18,8 +18,6 @@ from vllm.model_executor.offloader.base import NoopOffloader
 
 from .identity import is_offloading
 
-__all__ = ["HostedLayers", "hosted_layers", "refuse_changes", "refuse_config"]
-
 # What streams the layers of this process's models.
 _streams: weakref.WeakSet[Any] = weakref.WeakSet()
 

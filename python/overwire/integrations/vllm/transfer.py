@@ -32,8 +32,6 @@ from .coverage import Coverage
 from .device import device_of
 from .straight import obstacle_of
 
-__all__ = ["InitInfo", "TrainerEngine", "TrainerInit", "TransferEngine", "UpdateInfo"]
-
 log = init_logger("vllm.overwire")
 
 BACKEND = "overwire"

@@ -15,11 +15,6 @@ from ..common import SafeTensorsMetadata, is_cuda
 from ..frameworks import FrameworkOpBase, TensorBase
 from ..st_types import Device, DType, converts
 
-__all__ = [
-    "CopierConstructFunc", "CopierInterface", "DummyDeviceBuffer", "EngineCopier", "validated_byte_ranges",
-    "validated_chunk_allocation_size",
-]  # fmt: skip
-
 
 def _whole(value: Any, what: str) -> int:
     if isinstance(value, bool):

@@ -10,8 +10,6 @@ from ..st_types import Device
 from .base import CopierConstructFunc, EngineCopier
 from .registry import register_copier_constructor
 
-__all__ = ["GdsFileCopier", "new_gds_file_copier"]
-
 
 class GdsFileCopier(EngineCopier):
     """Loads by overwire. Plain files come to a GPU by GPUDirect Storage; where that

@@ -8,8 +8,6 @@ from ..st_types import Device
 from .base import CopierConstructFunc, EngineCopier
 from .registry import register_copier_constructor
 
-__all__ = ["NoGdsFileCopier", "new_nogds_file_copier"]
-
 
 class NoGdsFileCopier(EngineCopier):
     """Loads by overwire, which chooses how to read."""

@@ -11,15 +11,6 @@ from ..st_types import Device
 from .base import CopierConstructFunc as CopierConstructFunc
 from .base import CopierInterface
 
-__all__ = [
-    "CopierConstructFunc",
-    "CopierType",
-    "copier_class_of",
-    "create_copier_constructor",
-    "get_copier_class",
-    "register_copier_constructor",
-]
-
 CopierType = str
 
 _copier_registry: dict[str, Callable[..., CopierConstructFunc]] = {}

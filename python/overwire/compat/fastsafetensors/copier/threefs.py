@@ -11,9 +11,6 @@ from ..st_types import Device, DType
 from .base import CopierConstructFunc, CopierInterface
 from .registry import register_copier_constructor
 
-__all__ = ["ThreeFSFileCopier", "new_threefs_file_copier"]
-
-
 # What a GPU's file comes through, in bytes.
 _STAGE = 256 << 20
 

@@ -15,8 +15,6 @@ from ..st_types import Device, DType
 from .base import CopierConstructFunc, EngineCopier
 from .registry import register_copier_constructor
 
-__all__ = ["UnifiedMemCopier", "is_unified_memory_system", "new_unified_copier"]
-
 
 def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
     """Whether the GPU shares the host's memory, by the name that the framework gives

@@ -16,8 +16,6 @@ from ..st_types import Device, DType, stand_in
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FrameworkOpBase", "ProcessGroupBase", "TensorBase", "get_framework_op"]
-
 
 @dataclass
 class TensorBase(ABC):

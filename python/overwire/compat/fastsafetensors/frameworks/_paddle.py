@@ -23,8 +23,6 @@ from ..st_types import Device, DeviceType, DType
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
 from . import get_framework_op as by_name
 
-__all__ = ["PaddleOp", "PaddleProcessGroup", "PaddleTensor"]
-
 _NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16",
     "BF16": "bfloat16",

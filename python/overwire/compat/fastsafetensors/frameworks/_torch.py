@@ -22,11 +22,6 @@ from ..st_types import Device, DType
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
 from . import get_framework_op as by_name
 
-__all__ = [
-    "DTYPE_SIZES", "TorchOp", "TorchProcessGroup", "TorchTensor", "dtype_convert", "fst_dtype", "get_framework_op",
-    "need_workaround_dtypes",
-]  # fmt: skip
-
 # "F6" comes as its bytes. What this torch lacks is left out.
 _kinds = {dtype: torch.uint8 if dtype.bits == 6 else torch_dtype(dtype.value) for dtype in DType}
 dtype_convert: dict[DType, torch.dtype] = {dtype: kind for dtype, kind in _kinds.items() if kind is not None}

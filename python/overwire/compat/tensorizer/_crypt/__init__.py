@@ -12,8 +12,6 @@ from ....errors import CryptographyError as CryptographyError
 from . import _cgroup_cpu_count as _cgroup_cpu_count
 from . import _exceptions as _exceptions
 
-__all__ = ["CryptographyError", "available", "random_bytes"]
-
 #: Whether files can be encrypted and decrypted: always.
 available: bool = True
 

@@ -8,8 +8,6 @@ import os
 from fractions import Fraction
 from pathlib import Path
 
-__all__ = ["RoundingMode", "effective_cpu_count"]
-
 # Where a container finds its own limit: cgroup version 2, then version 1.
 _ONE = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/user.slice/cpu.max")
 _TWO = "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us"

@@ -3,5 +3,3 @@
 from __future__ import annotations
 
 from ....errors import CryptographyError as CryptographyError
-
-__all__ = ["CryptographyError"]
