@@ -150,6 +150,31 @@ def test_signatures_have_the_options(function: Any) -> None:
     assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
 
 
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (ow.save_file, options.SaveOptions),
+        (ow.save_model, options.SaveOptions),
+        (ow.save_bundle, options.BundleOptions),
+        (ow.compress, options.BundleOptions),
+        (ow.compress_pickle, options.BundleOptions),
+        (ow.load_bundle, options.UnpickleOptions),
+        (ow.load_compressed, options.UnpickleOptions),
+        (ow.load_compressed_pickle, options.UnpickleOptions),
+    ],
+)
+def test_signatures_of_saving_have_the_options(function: Any, kind: Any) -> None:
+    """They are shown by name, with the default that the function has, and another one is refused."""
+    shown = inspect.signature(function).parameters
+    assert kind.__optional_keys__ <= shown.keys()
+    assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
+    assert {"compress": True, "level": "default", "trust": False}.items() >= {
+        (name, one.default) for name, one in shown.items() if name in ("compress", "level", "trust")
+    }
+    with pytest.raises(TypeError, match="unexpected keyword argument 'compres'"):
+        function(STATE, "x.pkl", compres=True) if kind is not options.UnpickleOptions else function("x.pkl", compres=1)
+
+
 def test_what_to_write_instead(folder: Path) -> None:
     """Habits of other libraries are answered with what to write here."""
     for call, text in (

@@ -17,7 +17,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .._engine import open_library
 from .._imports import Undisturbed, imported
@@ -27,7 +27,15 @@ from ..frameworks.choose import check_device, frame_for
 from ..jobs import shown
 from ..model import layout
 from ..model.opened import Model, prepare
-from ..model.options import StorageOptions, check_switches, parse_size
+from ..model.options import (
+    BundleOptions,
+    StorageOptions,
+    UnpickleOptions,
+    check_options,
+    check_switches,
+    parse_size,
+    spell_out,
+)
 from ..model.reading import read
 from ..model.sources import SourceLike
 from ..model.storage import storage
@@ -41,43 +49,23 @@ from .landing import DEVICES, ORDER, Landing, devices_of
 from .opening import DIGEST, MOST_PICKLE, open_pair
 from .turns import turn_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @overload
 def compress_pickle(
-    obj: Any,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-    wait: Literal[True] = True,
-    max_memory: int | str | None = None,
+    obj: Any, path: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[BundleOptions]
 ) -> float: ...
 
 
 @overload
 def compress_pickle(
-    obj: Any,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-    wait: Literal[False],
-    max_memory: int | str | None = None,
+    obj: Any, path: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[BundleOptions]
 ) -> Saving: ...
 
 
-def compress_pickle(
-    obj: Any,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-    wait: bool = True,
-    max_memory: int | str | None = None,
-) -> float | Saving:
+def compress_pickle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
     """Saves any Python object, its tensors compressed beside its pickle.
 
     Everything that pickles is kept, bit for bit: torch tensors with their ties,
@@ -110,46 +98,23 @@ def compress_pickle(
     IOFailure, NotSupportedError for storages without bytes (meta), ArgumentError where a
     signal handler saves the very bundle whose save it interrupts.
     """
-    how = _How(layout.NYACOMP, {}, wait, max_memory, _list_container)
-    return _save_bundle(obj, path, how, compress=compress, progress=progress, storage_options=storage_options)
+    check_options("compress_pickle", options, BundleOptions)
+    return _save_bundle(obj, path, _How(layout.NYACOMP, {}, wait, _list_container), options)
 
 
 @overload
 def save_bundle(
-    obj: Any,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-    wait: Literal[True] = True,
-    max_memory: int | str | None = None,
+    obj: Any, path: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[BundleOptions]
 ) -> float: ...
 
 
 @overload
 def save_bundle(
-    obj: Any,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-    wait: Literal[False],
-    max_memory: int | str | None = None,
+    obj: Any, path: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[BundleOptions]
 ) -> Saving: ...
 
 
-def save_bundle(
-    obj: Any,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-    wait: bool = True,
-    max_memory: int | str | None = None,
-) -> float | Saving:
+def save_bundle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
     """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's
     state. It is `compress_pickle`, but its container lies in the folder `tensors` beside the
     pickle, and tensors in it have the names that they have in the object, as those of
@@ -159,46 +124,23 @@ def save_bundle(
     Returns stored / original tensor bytes, or, with wait=False, a `Saving`; raises what
     `compress_pickle` raises.
     """
-    how = _How(layout.OWN, _names_of_tensors(obj), wait, max_memory)
-    return _save_bundle(obj, path, how, compress=compress, progress=progress, storage_options=storage_options)
+    check_options("save_bundle", options, BundleOptions)
+    return _save_bundle(obj, path, _How(layout.OWN, _names_of_tensors(obj), wait), options)
 
 
 @overload
 def compress(
-    model: Any,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-    wait: Literal[True] = True,
-    max_memory: int | str | None = None,
+    model: Any, path: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[BundleOptions]
 ) -> float: ...
 
 
 @overload
 def compress(
-    model: Any,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-    wait: Literal[False],
-    max_memory: int | str | None = None,
+    model: Any, path: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[BundleOptions]
 ) -> Saving: ...
 
 
-def compress(
-    model: Any,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-    wait: bool = True,
-    max_memory: int | str | None = None,
-) -> float | Saving:
+def compress(model: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
     """`compress_pickle` for a torch module, a diffusers-like pipeline (an object
     with `.config` that names its modules) or a state dict, nested in any way.
 
@@ -207,19 +149,12 @@ def compress(
     `inspect` show them. Returns stored / original. Raises ArgumentError for a path in
     the place of the model: files are compressed by `convert`.
     """
-    how = _How(layout.NYACOMP, _names_in_model(model, path), wait, max_memory, _list_container)
-    return _save_bundle(model, path, how, compress=compress, progress=progress, storage_options=storage_options)
+    check_options("compress", options, BundleOptions)
+    how = _How(layout.NYACOMP, _names_in_model(model, path), wait, _list_container)
+    return _save_bundle(model, path, how, options)
 
 
-def load_compressed_pickle(
-    path: str | os.PathLike[str],
-    *,
-    trust: bool = False,
-    device: Any = None,
-    tensors: SourceLike | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-) -> Any:
+def load_compressed_pickle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
     """Loads what `compress_pickle` saved; reading and decoding continue while the
     pickle imports and builds. Joins a preload of the same bundle.
 
@@ -236,37 +171,28 @@ def load_compressed_pickle(
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
     """
-    return _load(path, (layout.NYACOMP, layout.OWN), trust, device, tensors, progress, storage_options)
+    check_options("load_compressed_pickle", options, UnpickleOptions)
+    return _load(path, (layout.NYACOMP, layout.OWN), **options)
 
 
-def load_compressed(
-    path: str | os.PathLike[str],
-    *,
-    trust: bool = False,
-    device: Any = None,
-    tensors: SourceLike | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-) -> Any:
+def load_compressed(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
     """Loads what `compress` saved: see `load_compressed_pickle`."""
-    return load_compressed_pickle(
-        path, trust=trust, device=device, tensors=tensors, progress=progress, storage_options=storage_options
-    )
+    check_options("load_compressed", options, UnpickleOptions)
+    return load_compressed_pickle(path, **options)
 
 
-def load_bundle(
-    path: str | os.PathLike[str],
-    *,
-    trust: bool = False,
-    device: Any = None,
-    tensors: SourceLike | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-) -> Any:
+def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
     """Loads what `save_bundle` saved: see `load_compressed_pickle`. Each of them loads what the
     other's twin saved, too; in a store this one looks into `tensors` first, that one into `nya`.
     """
-    return _load(path, (layout.OWN, layout.NYACOMP), trust, device, tensors, progress, storage_options)
+    check_options("load_bundle", options, UnpickleOptions)
+    return _load(path, (layout.OWN, layout.NYACOMP), **options)
+
+
+for _save_verb in (compress_pickle, save_bundle, compress):
+    spell_out(_save_verb, BundleOptions)
+for _load_verb in (load_compressed_pickle, load_compressed, load_bundle):
+    spell_out(_load_verb, UnpickleOptions)
 
 
 # -- saving
@@ -279,8 +205,7 @@ def save_listed(obj: Any, path: str | os.PathLike[str], compress: bool, is_model
     """`compress`, or `compress_pickle` where the object is no model, with other lists of the
     container than its meta.csv: lister writes them, before the pickle is in place."""
     names = _names_in_model(obj, path) if is_model else {}
-    how = _How(layout.NYACOMP, names, True, None, lister)
-    ratio = _save_bundle(obj, path, how, compress=compress, progress=None, storage_options=None)
+    ratio = _save_bundle(obj, path, _How(layout.NYACOMP, names, True, lister), {"compress": compress})
     assert not isinstance(ratio, Saving)
     return ratio
 
@@ -302,27 +227,26 @@ def _names_in_model(model: Any, path: str | os.PathLike[str]) -> dict[int, str]:
 
 
 class _How(NamedTuple):
-    # Where the container goes, what tensors are called in it, whether and how to wait, and
-    # what lists the container.
+    # Where the container goes, what tensors are called in it, whether to wait, and what lists the container.
     folder: str
     names: Mapping[int, str]
     wait: bool
-    max_memory: int | str | None
     lister: Lister = lambda *place: None
 
 
-def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, **options: Any) -> float | Saving:
-    # options: compress, progress and storage_options of `save_bytes`.
+def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dict[str, Any]) -> float | Saving:
+    # options: those of `BundleOptions`.
     with Undisturbed():
         from .pickling import described, dump
 
-    check_switches(compress=options["compress"], wait=how.wait)
-    check_progress(options["progress"])
-    parse_size(how.max_memory, "max_memory")
+    check_switches(compress=options.get("compress", True), wait=how.wait)
+    check_progress(options.get("progress"))
+    max_memory = options.pop("max_memory", None)
+    parse_size(max_memory, "max_memory")
     target = _target_of(path)
-    access = options["storage_options"]
+    access = options.get("storage_options")
     storage(access, [target])  # wrong ones are refused before anything is done
-    if how.wait and how.max_memory is not None:
+    if how.wait and max_memory is not None:
         raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
     data, blobs = dump(obj, how.names)
     remote = is_remote(target)
@@ -340,7 +264,7 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, **options: A
         one = _remote_place(target, data, how, access) if remote else _local_place(target, data, how, turn)
         if not how.wait:
             cleanup = turn.pop_all()
-            options |= {"like": one.like, "key": target, "max_memory": how.max_memory}
+            options |= {"like": one.like, "key": target, "max_memory": max_memory}
             return stage_bytes(tensors, one.container, metadata, one.publish, one.undo, cleanup.close, **options)
         try:
             report = save_bytes(tensors, one.container, metadata, like=one.like, **options)
@@ -550,11 +474,11 @@ def _names_of_tensors(model: Any) -> dict[int, str]:
 def _load(
     path: str | os.PathLike[str],
     folders: Sequence[str],
-    trust: bool,
-    device: Any,
-    tensors: SourceLike | None,
-    progress: ProgressLike,
-    storage_options: StorageOptions | None,
+    trust: bool = False,
+    device: Any = None,
+    tensors: SourceLike | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Any:
     # folders: where a store is asked for the container, in this order.
     check_switches(trust=trust)

@@ -203,9 +203,43 @@ class LoadOptions(StreamOptions, total=False):
     base: Any
 
 
+class SaveOptions(TypedDict, total=False):
+    """The options of `save_file` and `save_model`, which `save_file` explains."""
+
+    compress: bool
+    level: Level
+    digests: bool
+    max_shard_size: int | str | None
+    progress: ProgressLike
+    storage_options: StorageOptions | None
+    max_memory: int | str | None
+
+
+class BundleOptions(TypedDict, total=False):
+    """The options of `save_bundle`, `compress` and `compress_pickle`, which explains them."""
+
+    compress: bool
+    progress: ProgressLike
+    storage_options: StorageOptions | None
+    max_memory: int | str | None
+
+
+class UnpickleOptions(TypedDict, total=False):
+    """The options of `load_bundle` and its twins, which `load_compressed_pickle` explains."""
+
+    trust: bool
+    device: Any
+    tensors: Any
+    progress: ProgressLike
+    storage_options: StorageOptions | None
+
+
 for _kind in (LoadOptions, StorageOptions):
     _kind.__module__ = "overwire"  # where users find them
 
+
+# Options whose default is neither False nor None.
+_DEFAULTS = {"compress": True, "level": "default"}
 
 # Options of other libraries, and what stands for them here.
 _INSTEAD = {
@@ -223,7 +257,7 @@ def spell_out(function: Callable[..., Any], kind: Any) -> None:
     options = []
     for name, annotation in kind.__annotations__.items():
         text = getattr(annotation, "__forward_arg__", annotation)
-        default = False if text == "bool" else None
+        default = _DEFAULTS.get(name, False if text == "bool" else None)
         options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
     others = [one for one in here.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     function.__signature__ = here.replace(parameters=[*others, *options])  # type: ignore[attr-defined]

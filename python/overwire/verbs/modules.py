@@ -15,16 +15,15 @@ from ..model.budget import fit
 from ..model.opened import Model, opening
 from ..model.options import (
     DeviceLike,
-    Level,
     ModuleOptions,
-    StorageOptions,
+    SaveOptions,
     check_options,
     check_switches,
     parse_size,
     spell_out,
 )
 from ..model.sources import SourceLike, named
-from ..progress import ProgressLike, watch
+from ..progress import watch
 from .grouped import of_ranks
 from .into import ALL, Target, fill, in_place, place_target, put, single
 from .reports import Report
@@ -298,14 +297,8 @@ def save_model(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
-    compress: bool = True,
-    level: Level = "default",
-    digests: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
     wait: Literal[True] = True,
-    max_memory: int | str | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Report: ...
 
 
@@ -315,14 +308,8 @@ def save_model(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
-    compress: bool = True,
-    level: Level = "default",
-    digests: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
     wait: Literal[False],
-    max_memory: int | str | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Saving: ...
 
 
@@ -331,14 +318,8 @@ def save_model(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
-    compress: bool = True,
-    level: Level = "default",
-    digests: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
     wait: bool = True,
-    max_memory: int | str | None = None,
+    **options: Any,
 ) -> Report | Saving:
     """Saves a torch module's parameters and persistent buffers by name. What else its state
     dict has (`_extra_state`) is saved if it is a tensor, and left out if not.
@@ -349,6 +330,7 @@ def save_model(
 
     Other arguments, the report and errors are those of `save_file`.
     """
+    check_options("save_model", options, SaveOptions)
     frame_for("torch")
     import torch
 
@@ -357,6 +339,7 @@ def save_model(
     tensors = {
         name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
     }
+    compress = options.get("compress", True)
     check_switches(compress=compress, wait=wait)
     notes = notes_of(metadata or {})
     notes.setdefault("format", "pt")
@@ -369,17 +352,8 @@ def save_model(
             if first != name:
                 notes.setdefault(name, first)
                 del tensors[name]
-    how: dict[str, Any] = {
-        "compress": compress,
-        "level": level,
-        "digests": digests,
-        "max_shard_size": max_shard_size,
-        "progress": progress,
-        "storage_options": storage_options,
-        "max_memory": max_memory,
-    }
-    return (
-        save_file(tensors, path, notes, wait=True, **how)
-        if wait
-        else save_file(tensors, path, notes, wait=False, **how)
-    )
+    report: Report | Saving = save_file(tensors, path, notes, **{"wait": wait, **options})
+    return report
+
+
+spell_out(save_model, SaveOptions)

@@ -15,7 +15,17 @@ from ..frameworks.frame import Bytes
 from ..frameworks.joined import JoinedTensor
 from ..frameworks.spec import TensorSpec
 from ..jobs import Job
-from ..model.options import Level, StorageOptions, TensorLike, check_choice, check_switches, parse_size
+from ..model.options import (
+    Level,
+    SaveOptions,
+    StorageOptions,
+    TensorLike,
+    check_choice,
+    check_options,
+    check_switches,
+    parse_size,
+    spell_out,
+)
 from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local
@@ -24,6 +34,8 @@ from .reports import Report
 from .saving import After, Saving, begin, settle
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .._requests import SaveRequest
 
 #: Formats whose names a safetensors file should not bear: other programs would take it for theirs.
@@ -37,14 +49,8 @@ def save_file(
     metadata: Mapping[str, str] | None = None,
     *,
     filename: str | os.PathLike[str] | None = None,
-    compress: bool = True,
-    level: Level = "default",
-    digests: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
     wait: Literal[True] = True,
-    max_memory: int | str | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Report: ...
 
 
@@ -55,14 +61,8 @@ def save_file(
     metadata: Mapping[str, str] | None = None,
     *,
     filename: str | os.PathLike[str] | None = None,
-    compress: bool = True,
-    level: Level = "default",
-    digests: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
     wait: Literal[False],
-    max_memory: int | str | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Saving: ...
 
 
@@ -72,14 +72,8 @@ def save_file(
     metadata: Mapping[str, str] | None = None,
     *,
     filename: str | os.PathLike[str] | None = None,
-    compress: bool = True,
-    level: Level = "default",
-    digests: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
     wait: bool = True,
-    max_memory: int | str | None = None,
+    **options: Any,
 ) -> Report | Saving:
     """Saves torch tensors, numpy arrays or `TensorSpec`s (also mixed) by name.
 
@@ -136,12 +130,13 @@ def save_file(
     AccessError, IOFailure (a full disk), OutOfMemoryError (max_memory), and the error
     of a save to this path that no one has waited for.
     """
+    check_options("save_file", options, SaveOptions)
     path = named("save_file", path, filename, "path")
     if not isinstance(tensors, Mapping):
         advice = "; save_model saves a module" if hasattr(tensors, "state_dict") else ""
         advice = "; the tensors come first, then the path" if isinstance(tensors, (str, os.PathLike)) else advice
         raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}{advice}")
-    check_switches(compress=compress, digests=digests, wait=wait)
+    check_switches(compress=options.get("compress", True), digests=options.get("digests", False), wait=wait)
     target = local(path)
     if os.path.splitext(target)[1].lower() in _OTHERS:
         raise ArgumentError(
@@ -156,19 +151,16 @@ def save_file(
         except (ArgumentError, NotSupportedError) as error:
             name_tensor(error, name)
             raise
-    how: dict[str, Any] = {
-        "compress": compress,
-        "level": level,
-        "digests": digests,
-        "shard": parse_size(max_shard_size),
-        "progress": progress,
-        "storage_options": storage_options,
-    }
-    if wait:
-        if max_memory is not None:
-            raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
-        return save_bytes(descriptions, target, metadata, **how)
-    return stage_bytes(descriptions, target, metadata, max_memory=max_memory, **how)
+    max_memory = options.pop("max_memory", None)
+    options["shard"] = parse_size(options.pop("max_shard_size", None))
+    if not wait:
+        return stage_bytes(descriptions, target, metadata, max_memory=max_memory, **options)
+    if max_memory is not None:
+        raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
+    return save_bytes(descriptions, target, metadata, **options)
+
+
+spell_out(save_file, SaveOptions)
 
 
 def _describe_tensor(tensor: Any) -> Bytes:
