@@ -17,7 +17,6 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(?:.*\.)?([^.]+)$")
 _WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
 
-
 class Experts:
     """What `experts` returns: true for the names that the rank needs."""
 
