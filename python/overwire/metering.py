@@ -22,20 +22,8 @@ from ._engine import forked, is_loaded
 
 log = logging.getLogger("overwire")
 
-# Stages of a report, and its counters of each in nanoseconds, summed over workers.
-_STAGES = {
-    "read": ("read_ns",),
-    "answer": ("answer_ns",),
-    "turn": ("turn_ns",),
-    "check": ("check_ns",),
-    "decode": ("decode_ns",),
-    "wait": ("wait_ns",),
-    "plan": ("plan_ns",),
-    "encode": ("encode_ns",),
-    "hash": ("hash_ns",),
-    "write": ("write_ns",),
-    "publish": ("publish_ns",),
-}
+# Stages of a report, whose counters are in nanoseconds, summed over workers.
+_STAGES = "read answer turn check decode wait plan encode hash write publish".split()
 _KEPT = 256  # verbs whose reports wait to be added up
 
 _lock = threading.RLock()  # a signal handler may come while this thread has it
@@ -135,18 +123,13 @@ class Metrics(dict[str, VerbMetrics]):
         ]
         lines += _counter_lines("stage_seconds", "Seconds of workers, by what they did.", stages)
         one = self.cache
-        lines += _counter_lines(
-            "cache_objects", "Remote objects, by where they came from.", _rows_by_origin(one.hits, one.fetches)
-        )
-        lines += _counter_lines(
-            "cache_bytes", "Bytes of these objects.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)
-        )
-        lines += _counter_lines(
-            "cache_away", "Objects of the cache whose store could not be reached.", [({}, one.away)]
-        )
-        lines += _counter_lines(
-            "cache_evictions", "Objects that left the cache because of its limit.", [({}, one.evictions)]
-        )
+        for name, text, rows in (
+            ("cache_objects", "Remote objects, by where they came from.", _rows_by_origin(one.hits, one.fetches)),
+            ("cache_bytes", "Bytes of these objects.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)),
+            ("cache_away", "Objects of the cache whose store could not be reached.", [({}, one.away)]),
+            ("cache_evictions", "Objects that left the cache because of its limit.", [({}, one.evictions)]),
+        ):
+            lines += _counter_lines(name, text, rows)
         return "\n".join(lines) + "\n"
 
 
@@ -205,9 +188,8 @@ def _add_up() -> None:
         one.written += _number_of(report, "bytes_out")
         one.seconds += _number_of(report, "seconds")
         counters: Any = report.get("stages")
-        for stage, names in _STAGES.items() if isinstance(counters, dict) else ():
-            seconds = sum(_number_of(counters, name) for name in names) / 1e9
-            if seconds:
+        for stage in _STAGES if isinstance(counters, dict) else ():
+            if seconds := _number_of(counters, f"{stage}_ns") / 1e9:
                 one.stages[stage] = one.stages.get(stage, 0.0) + seconds
 
 

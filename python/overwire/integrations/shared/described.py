@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .copies import spanned_elements
+from .copies import memory_range
 from .prepared import Refused
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -45,7 +45,7 @@ class Memory:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Another tensor, which overlaps none."""
         if tensor.device.type != "meta" and tensor.numel():
-            memory, low, high = _span_of(tensor)
+            memory, low, high = memory_range(tensor)
             self._held.setdefault(memory, []).append((low, high, name))
 
     def __call__(self, view: torch.Tensor) -> tuple[str, int] | None:
@@ -53,20 +53,13 @@ class Memory:
         Refused if it lies in one in part."""
         if view.device.type == "meta" or not view.numel():
             return None
-        memory, low, high = _span_of(view)
+        memory, low, high = memory_range(view)
         for first, last, name in self._held.get(memory, ()):
             if first <= low and high <= last:
                 return name, low - first
             if first < high and low < last:
                 raise Refused(f"a tensor lies in part in the memory of {name}")
         return None
-
-
-def _span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    size = tensor.element_size()
-    low = int(tensor.storage_offset()) * size
-    count = tensor.numel() if tensor.is_contiguous() else spanned_elements(tensor.shape, tensor.stride())
-    return tensor.data_ptr() - low, low, low + count * size
 
 
 def is_plain(value: Any) -> bool:
