@@ -1,5 +1,5 @@
 """Write the Python side of the engine's tables: overwire/_verbs.py, _requests.py,
-_tables.py, _core.pyi, and the generated classes of errors.py.
+_tables.py, _core.pyi, verbs/results.py, and the generated classes of errors.py.
 
 Run by `make gen`; with a folder as the argument the files go there instead, as a test
 asks that compares them.
@@ -58,7 +58,7 @@ def main(out: Path) -> None:
     command = ["go", "build", "-tags=netgo,osusergo,nostores", "-o", str(tool), "./gosrc/bind/gen"]
     subprocess.run(command, cwd=ROOT, env=dict(os.environ, CGO_ENABLED="1"), check=True)
     try:
-        parts = ("verbs", "requests", "tables", "errors")
+        parts = ("verbs", "requests", "results", "tables", "errors")
         texts = {
             part: subprocess.run([tool, part], stdout=subprocess.PIPE, text=True, check=True).stdout for part in parts
         }
@@ -67,6 +67,8 @@ def main(out: Path) -> None:
     for part in ("verbs", "requests", "tables"):
         (out / f"_{part}.py").write_text(texts[part])
     (out / "_core.pyi").write_text(stub())
+    (out / "verbs").mkdir(exist_ok=True)
+    (out / "verbs" / "results.py").write_text(texts["results"])
     errors = (PACKAGE / "errors.py").read_text()
     errors, marks = re.subn(MARKS, lambda found: found[1] + texts["errors"] + "\n\n" + found[2], errors, flags=re.S)
     if marks != 1:

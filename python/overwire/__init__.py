@@ -76,7 +76,7 @@ if TYPE_CHECKING:
         open_delta,
         save_delta,
     )
-    from .verbs.digest import digest
+    from .verbs.digest import Comparison, digest
     from .verbs.inspecting import doctor, inspect, verify
     from .verbs.load import load_file
     from .verbs.modules import load_model, save_model
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from .verbs.pin import Pinned, empty_cache, pin
     from .verbs.preload import Preload, preload
     from .verbs.reports import Report
-    from .verbs.results import Comparison, Diagnosis, Inspection, Verification
+    from .verbs.results import Diagnosis, Inspection, Verification
     from .verbs.save import save_file
     from .verbs.saving import Saving
     from .verbs.sleeping import Asleep, SleepMemory, prepare_sleep, sleep
@@ -215,14 +215,14 @@ _HOMES = {
         "open_delta",
         "save_delta",
     ),
-    "verbs.digest": ("digest",),
+    "verbs.digest": ("Comparison", "digest"),
     "verbs.inspecting": ("doctor", "inspect", "verify"),
     "verbs.load": ("load_file",),
     "verbs.modules": ("load_model", "save_model"),
     "verbs.open": ("TensorSlice", "safe_open"),
     "verbs.pin": ("Pinned", "empty_cache", "pin"),
     "verbs.preload": ("Preload", "preload"),
-    "verbs.results": ("Comparison", "Diagnosis", "Inspection", "Verification"),
+    "verbs.results": ("Diagnosis", "Inspection", "Verification"),
     "verbs.reports": ("Report",),
     "verbs.save": ("save_file",),
     "verbs.saving": ("Saving",),

@@ -242,11 +242,11 @@ def write_records(
     }
     places = _verbs.write(spec, array("q", [r.pointer for r in new]).tobytes())["places"]
     is_encrypted = key is not None
-    written = []
+    rows = []
     for r, (at, data) in zip(new, places, strict=True):
-        described = (r.name, r.type, r.module, r.dtype, r.shape, at, data, r.nbytes)
-        written.append(Record(*described, b"", None, None, is_encrypted and r.nbytes > 0, derivation))
-    return written
+        fields = (r.name, r.type, r.module, r.dtype, r.shape, at, data, r.nbytes)
+        rows.append(Record(*fields, b"", None, None, is_encrypted and r.nbytes > 0, derivation))
+    return rows
 
 
 def _item_of(record: Record | NewRecord) -> RecordItem:

@@ -190,8 +190,8 @@ def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
 def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
     """Verbs, their types, dtypes, names and error classes come out of the engine's tables byte for byte."""
     tool(sys.executable, "gosrc/bind/gen_python.py", tmp_path)
-    written = sorted(path.name for path in tmp_path.iterdir())
-    assert written == ["_core.pyi", "_requests.py", "_tables.py", "_verbs.py", "errors.py"]
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py*"))
+    assert written == ["_core.pyi", "_requests.py", "_tables.py", "_verbs.py", "errors.py", "verbs/results.py"]
     for name in written:
         assert (tmp_path / name).read_text() == (ROOT / "python/overwire" / name).read_text(), f"{name}: run make gen"
 

@@ -2,6 +2,7 @@
 //
 //	go run ./gosrc/bind/gen verbs    python/overwire/_verbs.py: a function of each verb
 //	go run ./gosrc/bind/gen requests python/overwire/_requests.py: their types
+//	go run ./gosrc/bind/gen results  python/overwire/verbs/results.py: what inspect, verify and doctor return
 //	go run ./gosrc/bind/gen tables   python/overwire/_tables.py: the version, dtypes, casts, names of the environment
 //	go run ./gosrc/bind/gen errors   the classes of python/overwire/errors.py, between its two marks
 package main
@@ -21,9 +22,11 @@ import (
 )
 
 func main() {
-	parts := map[string]func() string{"verbs": verbs, "requests": types, "tables": tables, "errors": errors}
+	parts := map[string]func() string{
+		"verbs": verbs, "requests": types, "results": resultTypes, "tables": tables, "errors": errors,
+	}
 	if len(os.Args) != 2 || parts[os.Args[1]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: gen verbs | requests | tables | errors")
+		fmt.Fprintln(os.Stderr, "usage: gen verbs | requests | results | tables | errors")
 		os.Exit(2)
 	}
 	fmt.Print(parts[os.Args[1]]())

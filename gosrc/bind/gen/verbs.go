@@ -19,6 +19,9 @@ import (
 type classes struct {
 	texts map[string]string // by name
 	order []string          // names; what a class is made of comes before it
+
+	names, kinds, docs map[string]string // what differs from Go's: names, types of fields, docstrings
+	flat               bool              // embedded structs are no base classes
 }
 
 // of is a type in Python's notation.
@@ -53,16 +56,29 @@ func (c *classes) class(t reflect.Type, asked bool) string {
 	if pkg := path.Base(t.PkgPath()); pkg != "binding" {
 		name = strings.ToUpper(pkg[:1]) + pkg[1:] + name
 	}
+	if public := c.names[name]; public != "" {
+		name = public
+	}
 	if _, isKnown := c.texts[name]; isKnown {
 		return name
 	}
 	c.texts[name] = "" // it may contain itself
-	var bases, fields []string
-	keyword := false
+	bases, fields, keyword := c.fieldsOf(name, t, asked)
+	c.texts[name] = definition(name, c.docs[name], bases, fields, asked, keyword)
+	c.order = append(c.order, name)
+	return name
+}
+
+// fieldsOf is the base classes and the fields of a struct, and whether one of these is
+// called as a keyword of Python.
+func (c *classes) fieldsOf(name string, t reflect.Type, asked bool) (bases, fields []string, keyword bool) {
 	for i := range t.NumField() {
 		f := t.Field(i)
 		tag := f.Tag.Get("json")
-		if f.Anonymous {
+		if f.Anonymous && c.flat {
+			_, own, _ := c.fieldsOf(name, f.Type, asked)
+			fields = append(fields, own...)
+		} else if f.Anonymous {
 			bases = append(bases, c.class(f.Type, asked))
 		}
 		if f.Anonymous || !f.IsExported() || tag == "-" {
@@ -72,23 +88,30 @@ func (c *classes) class(t reflect.Type, asked bool) string {
 		if key == "" {
 			key = f.Name
 		}
-		kind := c.of(f.Type, asked)
-		if !asked && strings.HasPrefix(rest, "omit") {
-			kind = "NotRequired[" + kind + "]"
+		kind, isNarrowed := c.kinds[name+"."+key]
+		if isNarrowed && kind == "" {
+			continue
+		}
+		if full := c.of(f.Type, asked); !isNarrowed {
+			kind = full
+			if !asked && strings.HasPrefix(rest, "omit") {
+				kind = "NotRequired[" + kind + "]"
+			}
 		}
 		fields = append(fields, key+": "+kind)
 		keyword = keyword || key == "from"
 	}
-	c.texts[name] = definition(name, bases, fields, asked, keyword)
-	c.order = append(c.order, name)
-	return name
+	return bases, fields, keyword
 }
 
 // definition is a TypedDict; keyword: a field is called as a keyword of Python.
-func definition(name string, bases, fields []string, asked, keyword bool) string {
+func definition(name, doc string, bases, fields []string, asked, keyword bool) string {
 	var b strings.Builder
 	if keyword {
-		fmt.Fprintf(&b, "\n\n%s = TypedDict(\n    %q,\n    {\n", name, name)
+		if b.WriteString("\n\n"); doc != "" {
+			fmt.Fprintf(&b, "#: %s\n", doc)
+		}
+		fmt.Fprintf(&b, "%s = TypedDict(\n    %q,\n    {\n", name, name)
 		for _, f := range fields {
 			key, kind, _ := strings.Cut(f, ": ")
 			fmt.Fprintf(&b, "        %q: %q,\n", key, kind)
@@ -103,6 +126,12 @@ func definition(name string, bases, fields []string, asked, keyword bool) string
 		bases = append(bases, "total=False")
 	}
 	fmt.Fprintf(&b, "\n\nclass %s(%s):\n", name, strings.Join(bases, ", "))
+	if doc != "" {
+		if strings.Contains(doc, "\n") {
+			doc = strings.ReplaceAll(strings.ReplaceAll(doc+"\n", "\n", "\n    "), "\n    \n", "\n\n")
+		}
+		fmt.Fprintf(&b, "    \"\"\"%s\"\"\"\n\n", doc)
+	}
 	for _, f := range fields {
 		fmt.Fprintf(&b, "    %s\n", f)
 	}

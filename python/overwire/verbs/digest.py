@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from .. import _verbs
 from .._imports import imported
@@ -17,7 +17,6 @@ from ..frameworks.spec import TensorSpec
 from ..gpu import current_stream
 from ..jobs import Job, time_limit
 from ..progress import ProgressLike, watch
-from .results import Comparison
 from .states import tensors_of
 
 if TYPE_CHECKING:
@@ -58,6 +57,31 @@ def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str
     if tensors_by_name is None:
         return _digests_of([tensors], end=end)[0]
     return dict(zip(tensors_by_name, _digests_of(list(tensors_by_name.values()), tensors_by_name, end), strict=True))
+
+
+class Comparison(TypedDict):
+    """What `verify` returns of a file and tensors in memory.
+
+    differ: names of tensors whose bytes, dtype or shape are not the file's.
+    missing: names in the file that the model lacks.
+    surplus: names in the model that the file lacks, unless they are tied to one it has.
+    tensors: how many were compared. kept: how many by a digest that the file keeps.
+    bytes: of the file's tensors, decoded for the others. on_gpu: those of them that GPUs
+        have decoded.
+    """
+
+    ok: bool
+    differ: list[str]
+    missing: list[str]
+    surplus: list[str]
+    tensors: int
+    kept: int
+    bytes: int
+    on_gpu: int
+    seconds: float
+
+
+Comparison.__module__ = "overwire"  # where users find it
 
 
 def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) -> Comparison:

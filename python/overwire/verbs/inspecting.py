@@ -19,13 +19,14 @@ from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
 from .reports import Report
-from .results import Comparison, Diagnosis, Inspection, InspectionDict, Verification
+from .results import Diagnosis, Inspection, Verification
 from .save import notes_of
 
 if TYPE_CHECKING:
     import torch
 
     from .._requests import ConvertRequest, VerifyRequest
+    from .digest import Comparison
 
 
 def _uris_of(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
@@ -33,6 +34,56 @@ def _uris_of(source: SourceLike, options: Mapping[str, object] | None) -> tuple[
     if keep is None:
         uris = [uri for path in uris for uri in uris_of(path, options)]
     return uris, keep
+
+
+class InspectionDict(dict[str, Any]):
+    """What an `Inspection` is at run time: a dict that prints in one line, and in a
+    notebook as tables. Pickles and copies of it are plain dicts."""
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+    def __repr__(self) -> str:
+        every = self["totals"]["all"]
+        return (
+            f"Inspection({every['tensors']} tensors of {len(self['sources'])} files, bytes={every['bytes']}, "
+            f"stored={every['stored']}; a dict with the keys 'sources' and 'totals')"
+        )
+
+    def _repr_html_(self) -> str:
+        from .. import _notebook as html
+
+        every = self["totals"]["all"]
+        rows = [t for source in self["sources"] for t in source["tensors"]]
+        files = html.table(
+            "Files",
+            ("file", "format", "size", "tensors"),
+            ((s["uri"], s["format"], html.size(s["size"]), f"{len(s['tensors']):,}") for s in self["sources"]),
+            len(self["sources"]),
+        )
+        dtypes = html.table(
+            "Dtypes",
+            ("dtype", "tensors", "in memory", "stored", "ratio"),
+            (
+                (name, f"{t['tensors']:,}", *_sizes_of(html, t)) for name, t in self["totals"].items() if name != "all"
+            ),
+        )
+        tensors = html.table(
+            f"{len(rows):,} tensors, the largest first",
+            ("tensor", "dtype", "shape", "in memory", "stored", "ratio", "stored as"),
+            (
+                (t["name"], t["dtype"], t["shape"], *_sizes_of(html, t), t["coding"])
+                for t in html.largest(rows, lambda t: int(t["bytes"]))
+            ),
+            len(rows),
+            folded=True,
+        )
+        facts = zip(("in memory", "stored", "ratio"), _sizes_of(html, every), strict=True)
+        return html.block("Inspection", facts, files, dtypes, tensors)
+
+
+def _sizes_of(html: Any, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return html.size(row["bytes"]), html.size(row["stored"]), f"{row['ratio']:.3f}"
 
 
 def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions | None = None) -> Inspection:
