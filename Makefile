@@ -96,7 +96,7 @@ counts: ## lines and names of each package; lowers their ceilings, or raises the
 
 pylint: venv
 	$(PY) -m ruff check --quiet .
-	$(PY) -m mypy --strict python/overwire setup.py wheels gosrc/rig/workers docs/_site/docstrings.py docs/_site/checksite.py
+	$(PY) -m mypy --strict python/overwire setup.py wheels docs/_site/docstrings.py docs/_site/checksite.py
 fuzz: ## every fuzz target for FUZZTIME (10s), five at a time
 	.ci/fuzz
 pytest: $(BUILT) ## the Python tests
@@ -119,7 +119,7 @@ rig: ## build/bin/overwire-rig, the developers' benchmarks: see docs/benchmarks.
 plots: $(DOCS)/.ready ## docs/plots/*.svg from docs/plots/figures.json
 	$(DOCS)/bin/python docs/plots/draw.py
 bench: build rig ## every figure beside the floor of this machine and its goal
-	$(BIN)/overwire-rig --python $(PY)
+	$(BIN)/overwire-rig
 	$(PY) tests/benches/bench_binding.py
 
 docs: $(DOCS)/.ready ## build/docs/html: the site, from docs/ and the docstrings; needs no network once it is installed

@@ -81,15 +81,12 @@ func (r *Run) Loaded(path string, opt load.Options, fn func(*load.Model, [][]byt
 }
 
 // Same loads a file and compares it with what was saved.
-func (r *Run) Same(path string, in []save.Input) error { return r.SameRead(path, in, "") }
-
-// SameRead is Same with one way of reading.
-func (r *Run) SameRead(path string, in []save.Input, how string) error {
+func (r *Run) Same(path string, in []save.Input) error {
 	want := map[string]*save.Input{}
 	for i := range in {
 		want[in[i].Name] = &in[i]
 	}
-	return r.Loaded(path, load.Options{Read: how}, func(m *load.Model, data [][]byte) error {
+	return r.Loaded(path, load.Options{}, func(m *load.Model, data [][]byte) error {
 		if len(data) != len(in) {
 			return errs.New(errs.ErrEngine, "%s: %d tensors came back of %d", path, len(data), len(in))
 		}

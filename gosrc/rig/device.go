@@ -5,8 +5,10 @@ package main
 import (
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"time"
@@ -17,23 +19,18 @@ import (
 )
 
 // Parts are the values of Options.Only, in the order in which they are measured.
-// peers is left out unless it is named: loads by other libraries take longer than
-// all else.
-var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "net", "many", "kinds", "tensors", "peers"}
-
-// openDevice opens what Options.Device names.
-func (r *run) openDevice() error {
-	gpu, err := r.OpenDevice(r.opt.Device)
-	r.gpu, r.opt.Device = gpu, r.Report.Device.Name
-	return err
-}
+var Parts = []string{"floors", "kernel", "bf16", "net", "many", "kinds"}
 
 // measureDevice measures loads to a device. The parts are independent: one that fails
 // leaves a row that says so, and the others are measured; the first failure is
 // returned at the end.
-func (r *run) measureDevice() error {
-	if err := r.openDevice(); err != nil {
+func (r *run) measureDevice() (err error) {
+	if r.gpu, err = r.OpenDevice(r.opt.Device); err != nil {
 		return err
+	}
+	r.opt.Device = r.Report.Device.Name
+	if r.gpu != nil {
+		defer func() { _ = r.gpu.Trim() }()
 	}
 	r.touchAhead()
 	if err := r.MeasureFloors(); err != nil {
@@ -44,29 +41,17 @@ func (r *run) measureDevice() error {
 	}
 	r.runPart("floors", "floors of the device", r.deviceFloors)
 	r.runPart("kernel", "the decoder alone", r.measureKernels)
-	if r.isWanted("bf16") || r.isWanted("start") || r.isWanted("cold") || r.isWanted("net") {
+	if r.isWanted("bf16") || r.isWanted("net") {
 		r.runStep("bf16", "making the model", func() error {
 			return r.withModel("bf16", "llama-bf16", r.Size, r.measureLargeModel)
 		})
 	}
 	r.runPart("many", "making the model", func() error {
-		return r.withModel("many", "moe-bf16", r.Size/100*77, r.manySmall)
+		return r.withModel("many", "moe-bf16", r.Size/100*77, r.measureManySmall)
 	})
 	for _, kind := range []string{"fp16", "fp32", "fp8-e4m3"} {
 		r.runPart("kinds", "making the "+kind+" model", func() error {
-			return r.withModel("kinds", kind, r.Size/4, func(
-				m *model) {
-				r.measurePairs("kinds", m, []variant{packed}, 0)
-			})
-		})
-	}
-	r.runPart("tensors", "tensorizer's files", r.deviceTensors)
-	if slices.Contains(r.opt.Only, "peers") {
-		r.runStep("peers", "making the model", func() error {
-			return r.withModel("peers", "llama-bf16", r.Size, r.measureBeside)
-		})
-		r.runStep("peers", "making the model", func() error {
-			return r.withModel("peers", "moe-bf16", r.Size/100*77, r.measureBeside)
+			return r.withModel("kinds", kind, r.Size/4, func(m *model) { r.measureVariants("kinds", m, packed) })
 		})
 	}
 	if err := r.Stopped(); err != nil {
@@ -96,11 +81,10 @@ func (r *run) runStep(group, name string, fn func() error) {
 	if r.Stopped() != nil {
 		return
 	}
-	if time.Since(r.Began) > r.opt.Limit {
-		r.Missing(group, name, fmt.Sprintf("the %.0f s of this run were over", r.opt.Limit.Seconds()))
-		return
+	err := r.outOfTime()
+	if err == nil {
+		err = fn()
 	}
-	err := fn()
 	var lacking *lackingError
 	switch {
 	case err == nil || r.Stopped() != nil:
@@ -110,6 +94,17 @@ func (r *run) runStep(group, name string, fn func() error) {
 		r.Report.Failures = append(r.Report.Failures, fmt.Sprintf("%s, %s: %v", group, name, err))
 		r.Missing(group, name, "FAILED: "+errs.Message(err))
 	}
+}
+
+// outOfTime is the reason why nothing more is started.
+func (r *run) outOfTime() error {
+	if err := r.Stopped(); err != nil {
+		return err
+	}
+	if time.Since(r.Began) > r.opt.Limit && r.opt.Device != "" {
+		return lackError("the %.0f s of this run were over", r.opt.Limit.Seconds())
+	}
+	return nil
 }
 
 // A lackingError says why something cannot be measured on this machine.
@@ -126,7 +121,7 @@ type model struct {
 	tensors int
 	ratio   float64 // of the compressed files to those bytes
 	files   map[variant][]string
-	sums    string
+	sums    map[string]uint32 // CRC-32 by tensor
 }
 
 // A variant is how a model is stored.
@@ -163,10 +158,13 @@ func (r *run) makeModel(dir, group, kind string, size int64) (*model, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer freeMemory()
+	defer debug.FreeOSMemory() // after the weights are gone
 	made := time.Since(start).Seconds()
 	m := &model{kind: kind, bytes: total, tensors: len(in), files: map[variant][]string{},
-		sums: filepath.Join(dir, "sums.json")}
+		sums: map[string]uint32{}}
+	for _, t := range in {
+		m.sums[t.Name] = crc32.ChecksumIEEE(t.Data)
+	}
 	var stored int64
 	note := fmt.Sprintf("made at %.1f GB/s", measure.Rate(m.bytes, made))
 	for _, v := range []variant{plain, packed} {
@@ -194,9 +192,6 @@ func (r *run) makeModel(dir, group, kind string, size int64) (*model, error) {
 		}
 	}
 	m.ratio = float64(stored) / float64(m.bytes)
-	if err := r.writeSums(filepath.Join(kind, "sums.json"), in); err != nil {
-		return nil, err
-	}
 	r.Add(measure.Row{Group: group, Name: fmt.Sprintf("%.1f GB %s, %d tensors in %d files: stored / original",
 		float64(m.bytes)/1e9, kind, m.tensors, len(m.files[packed])),
 		Value: m.ratio, Unit: "x", Note: note})

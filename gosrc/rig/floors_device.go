@@ -7,7 +7,6 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"runtime/debug"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -16,17 +15,12 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/weights"
 )
-
-// freeMemory returns garbage to the system, for the processes that are measured
-// next.
-func freeMemory() { debug.FreeOSMemory() }
 
 // touchAhead touches as much memory as the run will use: in a new virtual machine
 // the first touch of a page is the host's work, a hundred times slower than later
@@ -315,41 +309,4 @@ func (r *run) acrossRate(n int64, times int) (float64, error) {
 		return time.Since(start).Seconds() / float64(times), nil
 	})
 	return measure.Rate(n, v), err
-}
-
-// directRead reads files around the page cache, in pieces of 1 MiB, and
-// returns the seconds.
-func (r *run) directRead(files []string, threads int) (float64, error) {
-	const piece = 1 << 20
-	type part struct {
-		f  *os.File
-		at int64
-	}
-	var parts []part
-	for _, name := range files {
-		f, err := openDirect(name)
-		if err != nil {
-			return 0, err
-		}
-		defer f.Close()
-		info, err := f.Stat()
-		if err != nil {
-			return 0, errs.New(errs.ErrIO, "%v", err)
-		}
-		for at := int64(0); at < info.Size(); at += piece {
-			parts = append(parts, part{f, at})
-		}
-	}
-	p, length, err := cpu.Map(int64(threads) * piece)
-	if err != nil {
-		return 0, err
-	}
-	defer cpu.Unmap(p, length)
-	buf := unsafe.Slice((*byte)(p), int64(threads)*piece)
-	measure.Touch(buf)
-	return measure.Timed(func() error {
-		return measure.Parallel(threads, int64(len(parts)), 1, func(w int, lo, _ int64) error {
-			return readDirect(parts[lo].f, buf[w*piece:(w+1)*piece], parts[lo].at)
-		})
-	})
 }

@@ -23,14 +23,13 @@ import (
 )
 
 const usageText = `overwire-rig measures overwire for those who work on it: every figure beside the
-floor of the same run, what the project wants of it, and what other libraries do.
+floor of the same run, and what the project wants of it.
 
 usage: overwire-rig [%s] [options]
        overwire-rig --device DEVICE [--only PARTS] [options]
 
 --device measures loads to a GPU (or, for comparison, to "cpu") and nothing
-else, in fresh processes; about 6 minutes, 35 GB of disk and 50 GB of memory.
-Parts, all of which but peers are measured: %s.
+else; about 3 minutes, 35 GB of disk and 50 GB of memory. Its parts: %s.
 Without it a run needs about twice --size in DIR and three times in memory.
 What fails or is not there has a row that says so.
 
@@ -118,8 +117,6 @@ func parseOptions(argv []string, stderr io.Writer) (opt Options, asJSON bool, er
 	f.IntVar(&opt.Repeat, "repeat", 0, "runs of each measurement (default 5)")
 	f.StringVar(&opt.Dir, "dir", "", "`folder` for temporary files")
 	f.IntVar(&opt.Threads, "threads", 0, "cores to use (default all)")
-	f.StringVar(&opt.Python, "python", "python3",
-		"interpreter that has overwire; \"\" leaves out the rows that need one")
 	f.BoolVar(&asJSON, "json", false, "print one JSON document for machines")
 	if len(argv) > 0 && !strings.HasPrefix(argv[0], "-") {
 		opt.What, argv = argv[0], argv[1:]

@@ -22,8 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// netDevice measures loads to the device over HTTP, in processes of their own, from
-// a server in this one, beside the rate of TCP alone over the loopback into memory
+// netDevice measures loads to the device over HTTP, from a server in this process, beside the rate of TCP alone over the loopback into memory
 // that is touched already.
 func (r *run) netDevice(m *model) error {
 	dir := filepath.Dir(filepath.Dir(m.files[plain][0]))
@@ -53,31 +52,15 @@ func (r *run) netDevice(m *model) error {
 			urls[v] = append(urls[v], s.URL()+string(v)+"/"+filepath.Base(f))
 		}
 	}
-	variants := []variant{packed, plain}
-	var tasks []task
-	for _, v := range variants {
-		tasks = append(tasks, task{"verify " + string(v), v,
-			append([]string{"verify", r.opt.Device, m.sums}, urls[v]...)})
-	}
-	for range r.Repeat {
-		for _, v := range variants {
-			tasks = append(tasks, task{string(v), v, append([]string{"load", r.opt.Device}, urls[v]...)})
-		}
-	}
-	all := r.taskTurns(m, tasks, nil)
-	for _, v := range variants {
-		o := all[string(v)]
-		for _, err := range []error{all["verify "+string(v)].err, o.err} {
-			if err != nil {
-				r.runStep("net", m.name(v)+" over HTTP", func() error { return err })
+	for _, v := range []variant{packed, plain} {
+		r.runStep("net", m.name(v)+" over HTTP", func() error {
+			if err := r.compareModel(m, urls[v]); err != nil {
+				return err
 			}
-		}
-		if len(o.results) == 0 || all["verify "+string(v)].err != nil {
-			continue
-		}
-		for _, w := range whichLoad {
-			row := measure.Row{Group: "net", Name: fmt.Sprintf("%s over HTTP: %s", m.name(v), w.name), Unit: "GB/s"}
-			o.setSpread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
+			row := measure.Row{Group: "net", Name: m.name(v) + " over HTTP", Unit: "GB/s"}
+			if err := r.timeLoads(&row, m, urls[v]); err != nil {
+				return err
+			}
 			row.Floor, row.FloorName = floor, name
 			if v == packed {
 				row.Floor, row.FloorName = floor/m.ratio, fmt.Sprintf("%s / %.3f", name, m.ratio)
@@ -85,30 +68,11 @@ func (r *run) netDevice(m *model) error {
 			} else {
 				r.goal(&row, ">= 0.85 of it", atLeast(row.Value, 0.85*row.Floor))
 			}
-			if w.name == "second load" {
-				row.Note += "; " + waitsText(o.results)
-			}
 			r.Add(row)
-		}
+			return nil
+		})
 	}
 	return nil
-}
-
-// waitsText says what the workers of the last loads waited for, on average.
-func waitsText(results []deviceResult) string {
-	st := results[len(results)-1].Stages
-	if st.Workers == 0 || st.WallNS == 0 {
-		return "no stages"
-	}
-	text := fmt.Sprintf("%d workers in %.0f ms:", st.Workers, float64(st.WallNS)/1e6)
-	for _, x := range []struct {
-		name string
-		ns   int64
-	}{{"a permit", st.PermitNS}, {"an answer", st.AnswerNS}, {"bytes", st.ReadNS}, {"checksums", st.CheckNS},
-		{"a slot", st.WaitNS}, {"submitting", st.DecodeNS}} {
-		text += fmt.Sprintf(" %s %.0f %%,", x.name, 100*float64(x.ns)/float64(st.Workers*st.WallNS))
-	}
-	return text[:len(text)-1]
 }
 
 // bestSlots is the rate of TCP and the link one after the other: a queue as loads
@@ -126,9 +90,13 @@ func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 		return 0, err
 	}
 	defer mem[0].Release()
-	total, err := sizeOf(files)
-	if err != nil {
-		return 0, err
+	var total int64
+	for _, name := range files {
+		info, err := os.Stat(name)
+		if err != nil {
+			return 0, errs.FromOS(err)
+		}
+		total += info.Size()
 	}
 	total = max(slot, total/slot*slot)
 	best := 0.0

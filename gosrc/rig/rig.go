@@ -1,11 +1,10 @@
-// The rig measures what overwire promises, for its developers: each figure beside
-// the floor of the same machine in the same run, beside its goal, and beside other
-// libraries. It is a program of its own and no part of the library: `make rig`
-// builds build/bin/overwire-rig.
+// The rig measures what the engine promises, for its developers: each figure beside
+// the floor of the same machine in the same run, and beside its goal. It is a program
+// of its own and no part of the library: `make rig` builds build/bin/overwire-rig.
 //
-// A figure is the median of several runs, in fresh processes where the process
-// matters; what needs Python is measured by the scripts in workers, which are
-// embedded in the program.
+// A figure is the median of several runs in this process. What a program in Python
+// sees, and other libraries, are measured by `overwire bench --device` and by
+// tests/benches.
 package main
 
 import (
@@ -20,12 +19,11 @@ import (
 )
 
 // Options choose what is measured. The zero value measures everything at the sizes
-// of docs/benchmarks.md and its pages, except what needs Python.
+// of docs/benchmarks.md and its pages.
 type Options struct {
 	measure.Options        // Size 0: 4 GB, to a device 16.06
 	What            string // one of Whats; "" or "all": each
 	File            string // real F32 weights for the codec rows, "" for none
-	Python          string // interpreter that has overwire; "": rows that need one are skipped
 	// Device, if not "", measures only loads to that device ("cuda", "cuda:1",
 	// "cpu"): the parts in Only, or all.
 	Device string
@@ -37,17 +35,15 @@ type Options struct {
 }
 
 // Whats are the values of Options.What.
-var Whats = []string{"all", "codec", "load", "cold", "many", "net", "tensors", "import"}
+var Whats = []string{"all", "codec", "load", "many", "net"}
 
 // run is one run of the rig.
 type run struct {
 	*measure.Run
 	opt Options
-	// For the rows of a device: the GPU, nil for the host; the threads of a load
-	// (0: the default); and rates by group and variant.
-	gpu     *cuda.Device
-	threads int
-	rates   map[string]float64
+	// For the rows of a device: the GPU, nil for the host, and the rates of the large model.
+	gpu   *cuda.Device
+	large map[variant]float64
 }
 
 // checkOptions refuses invalid options.
@@ -88,10 +84,7 @@ func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 		return measure.Report{}, err
 	}
 	defer m.Close()
-	r := &run{Run: m, opt: opt, threads: opt.Threads, rates: map[string]float64{}}
-	if err := r.unpackWorkers(); err != nil {
-		return r.Report, err
-	}
+	r := &run{Run: m, opt: opt, large: map[variant]float64{}}
 	if opt.Device != "" {
 		err := r.measureDevice()
 		return r.Finish(), err
@@ -100,12 +93,10 @@ func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 		name string
 		run  func() error
 	}{
-		{"floors", r.MeasureFloors}, {"codec", r.measureCodec}, {"load", r.measureLoads}, {"cold", r.measureCold},
-		{"many", r.many}, {"net", r.measureNet},
-		{"tensors", r.tensors},
-		{"import", r.measureImport},
+		{"floors", r.MeasureFloors}, {"codec", r.measureCodec}, {"load", r.measureLoads}, {"many", r.measureMany},
+		{"net", r.measureNet},
 	} {
-		if g.name != "floors" && opt.What != "all" && opt.What != g.name || g.name == "floors" && opt.What == "import" {
+		if g.name != "floors" && opt.What != "all" && opt.What != g.name {
 			continue
 		}
 		if err := g.run(); err != nil {

@@ -1,11 +1,11 @@
 #!/bin/bash
 # What a machine with an NVIDIA GPU shows of overwire: that it is right, then how
 # fast it is. Needs overwire and torch in PYTHON, the rig (`make rig`) in RIG for
-# the figures, pytest for the tests, compute-sanitizer and nvCOMP's wheels (in
+# the engine's figures, pytest for the tests, compute-sanitizer and nvCOMP's wheels (in
 # WHEELS) for what needs them.
 #
-#   tests/gpu/device_run.sh                      everything, 15 minutes at most
-#   tests/gpu/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench
+#   tests/gpu/device_run.sh                      everything, 20 minutes at most
+#   tests/gpu/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench python
 #   OUT=folder DIR=/dev/shm BENCH="--size 4GB" PYTHON=python3 tests/gpu/device_run.sh
 #
 # Every step has its own time limit and writes to OUT as it goes on; one that
@@ -56,14 +56,18 @@ sanitizer() {
     rm -r "$dir"
 }
 
-for name in ${*:-doctor tests sanitizer nvcomp bench}; do
+for name in ${*:-doctor tests sanitizer nvcomp bench python}; do
     case $name in
     doctor) step doctor 60 "$PYTHON" -m overwire doctor --measure ;;
     tests) tests ;;
     sanitizer) sanitizer ;;
     nvcomp) step nvcomp 120 "$PYTHON" cuda/lab/nvcomp_row.py ${WHEELS:+--wheels "$WHEELS"} ;;
     # shellcheck disable=SC2086 # BENCH are several words
-    bench) step bench 570 "$RIG" --python "$PYTHON" --device cuda --dir "$DIR" --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
+    bench) step bench 570 "$RIG" --device cuda --dir "$DIR" --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
+    python)
+        step loads 300 "$PYTHON" -m overwire bench --device cuda --dir "$DIR"
+        step starts 120 "$PYTHON" tests/benches/bench_start.py --device cuda --dir "$DIR"
+        ;;
     *) echo "no step is called $name" && failed="$failed $name" ;;
     esac
 done

@@ -5,7 +5,6 @@ package file
 
 import (
 	"errors"
-	"os"
 	"sync/atomic"
 	"unsafe"
 
@@ -99,14 +98,4 @@ func mincoreShare(fd int, off int64, pages int) (float64, bool) {
 		in += int(v & 1)
 	}
 	return float64(in) / float64(pages), true
-}
-
-// Resident is the share of a file that is in the page cache, for measurements;
-// ok is false where the kernel does not tell.
-func Resident(f *os.File) (share float64, ok bool) {
-	st, err := f.Stat()
-	if err != nil {
-		return 0, false
-	}
-	return residentShare(int(f.Fd()), 0, st.Size())
 }
