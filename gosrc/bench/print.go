@@ -12,8 +12,12 @@ import (
 // WriteHead prints what is measured, on which machine, and about how long that
 // takes.
 func WriteHead(w io.Writer, rep *measure.Report) {
-	for _, line := range machineLines(rep) {
-		fmt.Fprintln(w, line)
+	m := rep.Machine
+	fmt.Fprintf(w, "%s, %d cores, %s/%s, decoder %s\n", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder)
+	if rep.Device != nil {
+		for _, g := range rep.Device.Info {
+			fmt.Fprintf(w, "cuda:%d is %s, PCIe %d x%d\n", g.Index, g.Name, g.LinkGen, g.LinkWidth)
+		}
 	}
 	fmt.Fprintf(w, "this takes about %.0f s\n", max(1, rep.Estimate))
 }

@@ -5,15 +5,11 @@ package cli
 import (
 	"fmt"
 	"io"
-	"os"
-	"path/filepath"
 	"strings"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
-	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/weights"
@@ -28,8 +24,7 @@ to host memory or, with --device, to a GPU. Beside each load stands what memory
 or link allow here, measured in the same run. Bytes are compared before anything
 is timed. The first line estimates how long it takes. It needs a bit more than
 twice --size in the temporary folder and three times in memory, and loads from
-the page cache. --html writes a page, in one file that asks no server, with each
-figure as a bar beside its floor and, with --before, beside an earlier run's.
+the page cache.
 
 With --device cuda, and where torch is installed, rows follow of each name to
 load by (load_file, safe_open, bundles, the names of other libraries, and these
@@ -42,9 +37,8 @@ gen writes realistic weights as a plain safetensors file:
 ` + kindsText(),
 	example: `overwire bench
 overwire bench --device cuda --size 8GB --dir /dev/shm
-overwire bench --file model.safetensors --json > before.json
+overwire bench --file model.safetensors
 overwire bench --ranks auto --size 16GB --dir /dev/shm
-overwire bench --html bench.html --before before.json
 overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
 		{name: "size", value: "SIZE", size: true, doc: "tensor bytes to save and load (default 2GB), or to generate"},
@@ -54,8 +48,6 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
 		{name: "ranks", value: "N", doc: "measure loads by N processes together, one GPU each, or auto; with torch"},
 		{name: "faces", value: "NAMES", doc: "only names to load or save by that contain one of these, by commas"},
-		{name: "html", value: "FILE", doc: "write a page with the figures, too"},
-		{name: "before", value: "FILE", doc: "compare with what bench --json printed then, on the page"},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},
 		{name: "force", short: "f", doc: "gen: replace OUT if it exists"},
 		storageOption,
@@ -88,10 +80,6 @@ func (c *call) measure() error {
 	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"],
 		Options: measure.Options{Dir: c.opts["dir"], Size: c.size("size"), Repeat: c.number("repeat", 0),
 			Threads: c.threads(), Storage: c.storage}}
-	before, err := c.before()
-	if err != nil {
-		return err
-	}
 	if opt.File != "" { // what is wrong with it is said now
 		if _, err := save.Inspect(c.ctx, []string{opt.File}, c.storage); err != nil {
 			return err
@@ -112,44 +100,7 @@ func (c *call) measure() error {
 	if err != nil {
 		return err
 	}
-	out := c.opts["html"]
-	if out != "" {
-		if err := atomicfile.Write(c.ctx, out, bench.Page(&rep, before)); err != nil {
-			return err
-		}
-	}
-	return c.show(rep, func(w io.Writer) {
-		fmt.Fprintf(w, "%.0f s\n", rep.Seconds)
-		if out != "" {
-			fmt.Fprintf(w, "%s: open it in a browser\n", out)
-		}
-	})
-}
-
-// maxReport bounds the file that --before names.
-const maxReport = 1 << 20
-
-// before reads the report that --before names, or returns nil. It and the folder of
-// --html are checked before the measurement, which takes long.
-func (c *call) before() (*measure.Report, error) {
-	path, out := c.opts["before"], c.opts["html"]
-	if out != "" {
-		if info, err := os.Stat(filepath.Dir(out)); err != nil || !info.IsDir() {
-			return nil, usage("--html %s: %s is not a folder", out, filepath.Dir(out))
-		}
-	}
-	if path == "" {
-		return nil, nil
-	}
-	if out == "" {
-		return nil, usage("--before is for --html FILE, which shows both")
-	}
-	text, err := regular.Read(path, maxReport)
-	if err != nil {
-		return nil, errs.In("bench", path, err)
-	}
-	rep, err := bench.ReadReport(text)
-	return rep, errs.In("bench", path, err)
+	return c.show(rep, func(w io.Writer) { fmt.Fprintf(w, "%.0f s\n", rep.Seconds) })
 }
 
 // generate writes weights of a kind.

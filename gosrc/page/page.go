@@ -1,4 +1,4 @@
-// Package page makes one-file HTML pages and charts of what the command line reports:
+// Package page makes one-file HTML pages of what the command line reports:
 // they ask no server, and a text of a model is nowhere mark-up or script.
 package page
 

@@ -1,5 +1,4 @@
-"""The pages of `overwire inspect --html` (of a model, and of a trace) and `overwire bench --html`, as a person at a
-browser has them.
+"""The pages of `overwire inspect --html` (of a model, and of a trace), as a person at a browser has them.
 
 With mouse, keyboard and screen reader, in light and dark, in wide and narrow windows. The pictures stay in the test's
 folder.
@@ -178,22 +177,4 @@ def test_traces_of_a_gpu_and_hostile_names(browser: chromium.Chromium, tmp_path:
     for key in ["ArrowRight", "ArrowUp", *["ArrowDown"] * 17]:
         browser.press(key)
     assert browser.run("at('said').textContent").startswith("copies: copy, at ")
-    pictures(browser, page)
-
-
-def test_bench(browser: chromium.Chromium, tmp_path: Path) -> None:
-    """Each figure is a row of a table, with a bar beside its floor and an earlier run's."""
-    before, page = tmp_path / "before.json", tmp_path / "bench.html"
-    toy = ["bench", "--size", "8MB", "--repeat", "1", "--dir", str(tmp_path)]
-    before.write_text(run(*toy, "--json"))
-    run(*toy, "--html", str(page), "--before", str(before))
-    browser.view()
-    browser.open(page)
-    assert browser.requests == [page.resolve().as_uri()] and browser.errors == []
-    groups = dict.fromkeys(row["group"] for row in json.loads(before.read_text())["rows"])
-    assert browser.run("[...document.querySelectorAll('h2')].map(e => e.textContent)") == list(groups)
-    rows = len(json.loads(before.read_text())["rows"])
-    assert browser.run("document.querySelectorAll('.own').length") == rows
-    assert browser.run("document.querySelectorAll('.was').length") == rows
-    assert "before" in browser.run("document.querySelector('table').innerText")
     pictures(browser, page)

@@ -116,7 +116,7 @@ var mayImport = map[string][]string{
 	"measure": {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda",
 		"device/cuda/driver", "job", "tensor", "errs", "internal/..."},
 	"page":  {"save", "errs"},
-	"bench": {"page", "measure", "load", "save", "device/cuda", "job", "errs"},
+	"bench": {"measure", "load", "save", "device/cuda", "job", "errs"},
 	"cli": {"page", "format", "tensorizer", "load", "save", "delta", "plan", "preload", "bench", "measure", "weights",
 		"pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
