@@ -81,9 +81,10 @@ def test_starts_count_from_the_start_of_the_process(tmp_path: Path) -> None:
     assert 10 < row["first tensor there, no torch, s"] <= row["all there, no torch, s"] < 100
 
 
-def test_nvcomp_has_a_row_or_a_reason() -> None:
-    script = Path(__file__).parents[1] / "cuda/lab/nvcomp_row.py"
-    done = subprocess.run([sys.executable, script, "--json", "--size", "64MiB"], capture_output=True, text=True, check=False, timeout=200)
+def test_codecs_have_rows_or_a_reason() -> None:
+    """Without a GPU the bench of codecs says so; with one, X16 makes weights smaller."""
+    command = [sys.executable, ROOT / "tests/benches/bench_codecs.py", "--json", "--size", "64MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.get("missing") or all(0.6 < row["ratio"] < 0.75 and row["gb_s"] > 0 for row in found["rows"])
+    report = json.loads(done.stdout)
+    assert report.get("missing") or all(0.6 < row["ratio"] < 0.75 for row in report["rows"] if "X16" in row["what"])

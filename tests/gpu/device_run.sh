@@ -61,7 +61,7 @@ for name in ${*:-doctor tests sanitizer nvcomp bench python}; do
     doctor) step doctor 60 "$PYTHON" -m overwire doctor --measure ;;
     tests) tests ;;
     sanitizer) sanitizer ;;
-    nvcomp) step nvcomp 120 "$PYTHON" cuda/lab/nvcomp_row.py ${WHEELS:+--wheels "$WHEELS"} ;;
+    nvcomp) step nvcomp 120 "$PYTHON" tests/benches/bench_codecs.py ${WHEELS:+--wheels "$WHEELS"} ;;
     # shellcheck disable=SC2086 # BENCH are several words
     bench) step bench 570 "$RIG" --device cuda --dir "$DIR" --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
     python)

@@ -1,13 +1,15 @@
 """Codecs on a GPU through nvCOMP's API, ours beside nvCOMP's, in one run.
 
-    python cuda/lab/codecs_row.py [--size 1GiB] [--wheels FOLDER] [--json]
+    python tests/benches/bench_codecs.py [--size 1GiB] [--wheels FOLDER] [--json]
 
 X16 against nvCOMP's ANS `<f2` on the same bf16 weights; LZ4 and Snappy decoded
 by both from the very same streams, which nvCOMP wrote; and what one call costs,
 small batches with a config and an output of the caller's. Every decoder's bytes
 are compared with what went in before it is timed; rates are those of CUDA events
-around a run of calls, in bytes of content. Where nvCOMP is missing its columns
-are empty; without a GPU there is no row, and the exit status is 0.
+around a run of calls, in bytes of content. nvCOMP is NVIDIA's and not ours to hand
+on: it is used where its wheels (nvidia-nvcomp-cu13 and nvidia-libnvcomp-cu13, or
+-cu12) are installed, or lie in FOLDER, from where they are unpacked. Where it is
+missing its rows are left out; without a GPU there is none, and the exit status is 0.
 """
 
 from __future__ import annotations
@@ -15,13 +17,68 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from nvcomp_row import RUNS, nvcomp_module, rate, same, weights
+TIMES, RUNS = 10, 5
+
+
+def nvcomp_module(wheels: str | None, folder: str) -> Any:
+    if wheels is not None:
+        for wheel in Path(wheels).glob("nvidia_*nvcomp*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder)
+        sys.path.insert(0, folder)
+        # torch's wheels own the namespace "nvidia" already, if it was imported.
+        if "nvidia" in sys.modules:
+            sys.modules["nvidia"].__path__.append(folder + "/nvidia")
+    from nvidia import nvcomp
+
+    return nvcomp
+
+
+def weights(size: str, folder: str) -> Any:
+    """The bits of Llama-shaped bf16 weights as one tensor of float16 on the GPU,
+    because nvCOMP has a half type and no bf16."""
+    import overwire
+    import torch
+
+    path = f"{folder}/weights.safetensors"
+    command = [sys.executable, "-m", "overwire", "bench", "gen", "llama-bf16", "--size", size, path]
+    subprocess.run(command, check=True, capture_output=True)
+    tensors = overwire.load_file(path, device="cuda").values()
+    return torch.cat([tensor.reshape(-1).view(torch.float16) for tensor in tensors if tensor.dtype == torch.bfloat16])
+
+
+def rate(nbytes: int, work: Callable[[], Any], times: int = TIMES) -> tuple[float, float, float]:
+    """GB/s: median, lowest, highest of RUNS runs."""
+    import torch
+
+    rates = []
+    for _ in range(RUNS + 1):  # the first warms up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(times):
+            work()
+        end.record()
+        end.synchronize()
+        rates.append(nbytes * times / begin.elapsed_time(end) / 1e6)
+    del rates[0]
+    return statistics.median(rates), min(rates), max(rates)
+
+
+def same(a: Any, b: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize()
+    if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+        raise ValueError("other bytes came back")
 
 
 def each_call(work: Callable[[], Any], calls: int = 2000) -> tuple[float, float]:
@@ -89,11 +146,12 @@ def main() -> int:
     args = parser.parse_args()
     try:
         import torch
+
+        missing = "" if torch.cuda.is_available() else "no CUDA device"
     except ImportError:
-        print("not measured: torch is not installed")
-        return 0
-    if not torch.cuda.is_available():
-        print("not measured: no CUDA device")
+        missing = "torch is not installed"
+    if missing:
+        print(json.dumps({"missing": missing}) if args.json else f"not measured: {missing}")
         return 0
     import overwire.compat.nvcomp as ours
 
