@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import build
+from changes import list_fragments
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = "SHA256SUMS"
@@ -63,6 +64,7 @@ def unready(root: Path) -> list[str]:
     first, *entries = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", (root / "CHANGELOG.md").read_text(encoding="utf-8"), re.M | re.S)
     if first[0] != "Unreleased" or first[1].strip():
         wrong.append("CHANGELOG.md: Unreleased is not empty: its lines belong to the entry of this version")
+    wrong += [f"changes/{path.name} is not released: python wheels/changes.py" for path in list_fragments(root)]
     if not entries or not re.fullmatch(re.escape(version) + r" - \d{4}-\d\d-\d\d", entries[0][0]):
         wrong.append(f'CHANGELOG.md: the newest entry is not "## {version} - YEAR-MONTH-DAY"')
     placeholders = re.findall(r'^\w+ = "https://[^/"]*\.example/', (root / "pyproject.toml").read_text(encoding="utf-8"), re.M)

@@ -20,6 +20,8 @@ sys.path[:0] = [str(ROOT / "wheels")]
 
 import release  # noqa: E402
 
+import changes  # noqa: E402
+
 ENTRY = "# Changelog\n\n## Unreleased\n\n## 1.2.3 - 2026-01-31\n\n### Added\n\n- All.\n"
 
 
@@ -69,6 +71,58 @@ def test_what_is_not_committed_is_named(tree: Path) -> None:
 def test_the_changelog_has_its_entry(tree: Path, changelog: str, found: str) -> None:
     (tree / "CHANGELOG.md").write_text(changelog)
     assert any(found in fault for fault in release.unready(tree))
+
+
+def test_changes_of_the_project_have_their_form() -> None:
+    """Each file of changes/ has a kind and a sentence, and they join the changelog."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    own = [changes.read_fragment(path) for path in changes.list_fragments(ROOT)]
+    assert changes.join_changes(text, own, "9.9.9", "2099-01-01").count("## 9.9.9 - 2099-01-01\n") == 1
+
+
+def test_changes_join_the_changelog(tree: Path) -> None:
+    """Files become entries of their kinds beside what stands under Unreleased, older versions stay as they are, and the
+    files go; a release with one left is refused."""
+    old = ENTRY.replace("Unreleased\n", "Unreleased\n\n### Fixed\n\n- It.\n")
+    (tree / "CHANGELOG.md").write_text(old)
+    (tree / "changes").mkdir()
+    for name, line in {"README": "# x", "b": "Fixed: This: too.", "a": "Added: That.\n", "c": "Fixed: More."}.items():
+        (tree / "changes" / f"{name}.md").write_text(line)
+    assert [fault for fault in release.unready(tree) if "changes/a.md" in fault]
+    assert changes.main(["1.3.0", "2026-02-03"], tree) == 0
+    entry = "## 1.3.0 - 2026-02-03\n\n### Added\n\n- That.\n\n### Fixed\n\n- It.\n- This: too.\n- More.\n\n"
+    assert (tree / "CHANGELOG.md").read_text() == ENTRY.replace("## 1.2.3", entry + "## 1.2.3")
+    assert [path.name for path in (tree / "changes").iterdir()] == ["README.md"]
+    assert not [fault for fault in release.unready(tree) if "changes" in fault]
+
+
+@pytest.mark.parametrize(
+    "name, line, fault",
+    [
+        ("a.md", "Mended: It.", "a.md"),
+        ("a.md", "Fixed:", "a.md"),
+        ("a.md", "Fixed: It.\nAnd more.\n", "a.md"),
+        ("a.txt", "Fixed: It.", "a.txt"),
+        ("a.md", "Fixed: " + "x" * 231, "231"),
+        ("README.md", "", "nothing is unreleased"),
+    ],
+)
+def test_a_change_of_another_form_changes_nothing(
+    tree: Path, capsys: pytest.CaptureFixture[str], name: str, line: str, fault: str
+) -> None:
+    """The file is named, and neither it nor the changelog is touched."""
+    (tree / "changes").mkdir()
+    (tree / "changes" / name).write_text(line)
+    assert changes.main(["1.3.0"], tree) == 1 and fault in capsys.readouterr().err
+    assert (tree / "CHANGELOG.md").read_text() == ENTRY and (tree / "changes" / name).read_text() == line
+
+
+def test_a_first_release_has_only_what_it_adds() -> None:
+    """Before there is one, nothing can have changed for a user."""
+    first = "# Changelog\n\n## Unreleased\n\n### Added\n\n- All.\n"
+    assert "- All.\n- It.\n" in changes.join_changes(first, [("Added", "It.")], "0.1.0", "2026-01-01")
+    with pytest.raises(ValueError, match="first release"):
+        changes.join_changes(first, [("Fixed", "It.")], "0.1.0", "2026-01-01")
 
 
 def test_the_project_has_its_addresses(tree: Path) -> None:
