@@ -153,7 +153,7 @@ def test_a_slice_goes_to_the_device_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("read", ["get_tensor", "get_tensors", "get_slice", "load_into"])
 def test_closed_by_another_thread_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
-    """A read of a file that another thread closes in the middle says which file was closed, not a number of the engine's."""
+    """A read of a file that another thread closes in the middle names the file, not a number of the engine's."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": torch.arange(12.0).reshape(3, 4)}, path)
     reads = {

@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.mark.slow
 def test_rows_through_the_command_line(tmp_path: Path) -> None:
-    """Every group has its rows, in the file as on the screen, a wrong command line says so, and nothing stays behind."""
+    """Every group has its rows, in the file as on the screen, a wrong command line says so, and nothing stays."""
     if not shutil.which("go"):
         pytest.skip("needs Go")
     rig, folder, out = str(tmp_path / "overwire-rig"), tmp_path / "dir", tmp_path / "report.json"

@@ -22,8 +22,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// netDevice measures loads to the device over HTTP, from a server in this process, beside the rate of TCP alone over the loopback into memory
-// that is touched already.
+// netDevice measures loads to the device over HTTP, from a server in this process, beside the rate of TCP alone
+// over the loopback into memory that is touched already.
 func (r *run) netDevice(m *model) error {
 	dir := filepath.Dir(filepath.Dir(m.files[plain][0]))
 	s, err := serve.New(dir, serve.Options{})

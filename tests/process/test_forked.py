@@ -234,7 +234,7 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_wrong_sources_leave_the_engine_closed(torch_script) -> None:
-    """A source that is none, or has no name of a file, is refused while the engine is closed: a fork may come after that."""
+    """A source that is none, or has no name of a file, is refused while the engine is closed: a fork may come later."""
     torch_script(
         """
 import os
