@@ -119,7 +119,7 @@ ow.load_file("m", framework="np", keys=["b"])
 def test_a_report_in_a_line() -> None:
     from overwire.jobs import sentence
 
-    stages = {"read_ns": 10, "answer_ns": 0, "turn_ns": 60, "check_ns": 5, "decode_ns": 20, "wait_ns": 5}
+    stages = {"read_ns": 10, "answer_ns": 0, "permit_ns": 60, "check_ns": 5, "decode_ns": 20, "wait_ns": 5}
     load = {"tensors": 290, "bytes": 2_000_000_000, "mapped": 0, "seconds": 0.4, "stages": stages}
     assert sentence("load", load) == "loaded 290 tensors, 2 GB in 0.4 s, 5.00 GB/s, 70 % of the work reading"
     assert sentence("load", load | {"mapped": 2_000_000_000}) == "loaded 290 tensors, 2 GB (all of it mapped, not read) in 0.4 s"

@@ -88,7 +88,7 @@ def test_a_load_has_its_own_way(tmp_path: Path) -> None:
         ow.load_file(tmp_path / "m", framework="np", read="gds", group=distributed.group.WORLD)
     distributed.destroy_process_group()
     real = ow.doctor()["gpudirect_storage"]
-    assert real["why"] and isinstance(real["real"], bool)
+    assert real["why"] and isinstance(real["usable"], bool)
 
 
 def test_one_line_says_why_there_is_no_gds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ What OVERWIRE_CACHE keeps of stores is another folder, which this verb leaves al
 				}
 			}
 		} else {
-			files = slices.DeleteFunc(files, func(f prepared) bool { return f.Begun })
+			files = slices.DeleteFunc(files, func(f prepared) bool { return f.Unfinished })
 		}
 		return c.show(map[string]any{"folder": folder, "files": files}, func(w io.Writer) {
 			total := int64(0)
@@ -68,8 +68,8 @@ type prepared struct {
 	Name string    `json:"name"`
 	Size int64     `json:"size"`
 	Used time.Time `json:"used"`
-	// Begun: its writer has not ended, or never will.
-	Begun bool `json:"begun"`
+	// Unfinished: its writer has not ended, or never will.
+	Unfinished bool `json:"unfinished"`
 }
 
 // preparedFolder is the folder asked for, or the one of the settings.

@@ -89,8 +89,8 @@ type Preload struct {
 	Path   string `json:"path"`
 	From   string `json:"from"` // the variable that names it
 	Device string `json:"device"`
-	Off    bool   `json:"off"`   // by OVERWIRE_NO_PRELOAD
-	Found  bool   `json:"found"` // or not looked for: a URL
+	Off    bool   `json:"off"`    // by OVERWIRE_NO_PRELOAD
+	Exists bool   `json:"exists"` // or not looked for: a URL
 
 	wrong error // why it cannot be loaded
 }
@@ -127,13 +127,13 @@ func Diagnose(env Env, wire bool) Diagnosis {
 func (p *Preload) look() {
 	path := p.Path
 	p.Path = errs.RedactURI(path)
-	if p.Found = source.Remote(path); p.Found {
+	if p.Exists = source.Remote(path); p.Exists {
 		return
 	}
 	if _, err := os.Stat(path); err != nil {
 		return
 	}
-	p.Found = true
+	p.Exists = true
 	if slices.Contains([]string{".pkl", ".pth", ".csv"}, filepath.Ext(path)) {
 		return // Python knows what these name
 	}
@@ -152,7 +152,7 @@ func (d *Diagnosis) advise() {
 	if d.Machine.THP == "never" {
 		add("transparent huge pages are off, so touching new memory takes several times longer: set them to madvise")
 	}
-	if p := d.Preload; p.Path != "" && !p.Off && !p.Found {
+	if p := d.Preload; p.Path != "" && !p.Off && !p.Exists {
 		add("%s names %s, which does not exist", p.From, p.Path)
 	} else if p.wrong != nil && !p.Off {
 		add("%s names what cannot be loaded: %s", p.From, errs.Message(p.wrong))
@@ -224,13 +224,13 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 		line("preload", "none")
 	case p.Off:
 		line("preload", "switched off by %s; %s names %s", knob.NoPreload.Name(), p.From, p.Path)
-	case !p.Found:
+	case !p.Exists:
 		line("preload", "%s to %s, set by %s: not found", p.Path, p.Device, p.From)
 	default:
 		line("preload", "%s to %s, set by %s", p.Path, p.Device, p.From)
 	}
 	real := "unavailable"
-	if d.GDS.Real {
+	if d.GDS.Usable {
 		real = "libcufile " + d.GDS.Version + ", nvidia-fs " + d.GDS.Module
 	}
 	line("gpudirect storage", "%s: %s", real, d.GDS.Why)

@@ -129,8 +129,8 @@ func (c *call) await(l *load.Loading, verb string) error {
 // printTrace prints the sums of a trace.
 func printTrace(w io.Writer, s *pipeline.Summary, workers int64) {
 	what := map[string]string{
-		"open": "open and index", "stage": "wait for a slot", "turn": "wait for a connection",
-		"permit": "wait for a connection", "answer": "wait for the response", "submit": "submit to the device",
+		"open": "open and index", "stage": "wait for a slot", "submit": "submit to the device",
+		"permit": "wait for a connection", "answer": "wait for the response",
 		"land": "tensors complete",
 	}
 	t := table(w)

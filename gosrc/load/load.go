@@ -28,8 +28,8 @@ type Options struct {
 	// CUDA: the dtype that floats become as they land, where there is a kernel for it; "": none
 	Cast    string `json:"cast"`
 	Threads int    `json:"threads"`  // 0: one per core
-	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
-	InPlace bool   `json:"in_place"` // tests only: a GPU reads slots as over a coherent link
+	NoCheck bool   `json:"-"`        // benchmarks only: no checksums
+	InPlace bool   `json:"coherent"` // tests only: a GPU reads slots as over a coherent link
 	Read    string `json:"read"`     // a value of OVERWIRE_READ; "": the setting's own
 	Trace   string `json:"trace"`    // path for a Chrome trace; "": the setting's own
 
@@ -45,7 +45,7 @@ type Report struct {
 	Mapped  int64 `json:"mapped"` // bytes that are mapped, not read
 	// DirectIO is the bytes read by direct I/O (O_DIRECT), GDS those read by
 	// GPUDirect Storage.
-	DirectIO int64 `json:"past_cache"`
+	DirectIO int64 `json:"direct"`
 	GDS      int64 `json:"gds"`
 	// NoGDS says why files were not read by GPUDirect Storage although it was asked
 	// for; else "".

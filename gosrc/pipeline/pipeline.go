@@ -73,7 +73,7 @@ type Stages struct {
 	ReadBytes int64 `json:"read_bytes"` // stored bytes, with the gaps between them
 	LandBytes int64 `json:"land_bytes"`
 	WaitNS    int64 `json:"wait_ns"`   // for a free slot, or for space at the destination
-	PermitNS  int64 `json:"turn_ns"`   // for a permit to open a range
+	PermitNS  int64 `json:"permit_ns"` // for a permit to open a range
 	AnswerNS  int64 `json:"answer_ns"` // for the beginning of responses
 	ReadNS    int64 `json:"read_ns"`
 	CheckNS   int64 `json:"check_ns"`

@@ -36,8 +36,7 @@ class LoadOptions(TypedDict, total=False):
     stream: int
     cast: str
     threads: int
-    no_check: bool
-    in_place: bool
+    coherent: bool
     read: str
     trace: str
 
@@ -51,7 +50,7 @@ class PipelineStages(TypedDict):
     read_bytes: int
     land_bytes: int
     wait_ns: int
-    turn_ns: int
+    permit_ns: int
     answer_ns: int
     read_ns: int
     check_ns: int

@@ -74,7 +74,7 @@ class LastReport(TypedDict, total=False):
     """What a verb did, by its counters; each verb has some of them.
 
     bytes: of tensors.
-    mapped, past_cache, gds: those of them that were mapped, read by direct I/O, and by
+    mapped, direct, gds: those of them that were mapped, read by direct I/O, and by
         GPUDirect Storage.
     bytes_in, bytes_out: of tensors and of the files that were written with them.
     bytes_copied: of other files of a folder, which were copied.
@@ -88,7 +88,7 @@ class LastReport(TypedDict, total=False):
     tensors: int
     bytes: int
     mapped: int
-    past_cache: int
+    direct: int
     gds: int
     stages: WorkStages
     bytes_in: int
@@ -138,7 +138,7 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
         text += f", {read / seconds / 1e9:.2f} GB/s"
     busy = {
         "planning": stages.get("plan_ns", 0),
-        "reading": stages.get("read_ns", 0) + stages.get("answer_ns", 0) + stages.get("turn_ns", 0),
+        "reading": stages.get("read_ns", 0) + stages.get("answer_ns", 0) + stages.get("permit_ns", 0),
         "decoding": stages.get("check_ns", 0) + stages.get("decode_ns", 0),
         "waiting for the device": stages.get("wait_ns", 0),
         "encoding": stages.get("encode_ns", 0),

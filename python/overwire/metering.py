@@ -23,7 +23,7 @@ from ._engine import forked, is_loaded
 log = logging.getLogger("overwire")
 
 # Stages of a report, whose counters are in nanoseconds, summed over workers.
-_STAGES = "read answer turn check decode wait plan encode hash write publish".split()
+_STAGES = "read answer permit check decode wait plan encode hash write publish".split()
 _KEPT = 256  # verbs whose reports wait to be added up
 
 _lock = threading.RLock()  # a signal handler may come while this thread has it
@@ -46,11 +46,11 @@ class VerbMetrics:
     """What one verb has done in this process.
 
     runs: calls that succeeded. errors: calls that did not, by the class of the error.
-    tensors, bytes: those that calls returned or wrote. mapped, past_cache: bytes of them that were
+    tensors, bytes: those that calls returned or wrote. mapped, direct: bytes of them that were
         mapped, and read by direct I/O. written: bytes of files that were written.
     seconds: of the calls, from beginning to end.
     stages: seconds of workers by what they did: "read" bytes, waited for the first byte of an
-        "answer", for a connection ("turn"), for the device ("wait"), "check" and "decode"; of
+        "answer", for a connection ("permit"), for the device ("wait"), "check" and "decode"; of
         saves those of `Report.stages`.
     """
 
@@ -61,7 +61,7 @@ class VerbMetrics:
     tensors: int = 0
     bytes: int = 0
     mapped: int = 0
-    past_cache: int = 0
+    direct: int = 0
     written: int = 0
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Metrics(dict[str, VerbMetrics]):
             ("tensors", int, "Tensors that were loaded or written."),
             ("bytes", int, "Bytes of these tensors."),
             ("mapped", int, "Bytes of these that were mapped instead of read."),
-            ("past_cache", int, "Bytes of these that were read by direct I/O."),
+            ("direct", int, "Bytes of these that were read by direct I/O."),
             ("written", int, "Bytes of files that were written."),
             ("seconds", float, "Seconds of the calls."),
         ):
@@ -184,7 +184,7 @@ def _add_up() -> None:
         one.tensors += _number_of(report, "tensors")
         one.bytes += _number_of(report, "bytes" if "bytes" in report else "bytes_in")
         one.mapped += _number_of(report, "mapped")
-        one.past_cache += _number_of(report, "past_cache")
+        one.direct += _number_of(report, "direct")
         one.written += _number_of(report, "bytes_out")
         one.seconds += _number_of(report, "seconds")
         counters: Any = report.get("stages")

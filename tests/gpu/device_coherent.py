@@ -93,7 +93,7 @@ def every_byte(folder: Path, device: str, size: str) -> None:
     for kind in KINDS:
         for path in made(folder, kind, size):
             usual = ow.load_file(path, device=device)
-            with asking(in_place=True):
+            with asking(coherent=True):
                 check(same(ow.load_file(path, device=device), usual), f"{path.name} in place")
                 check(ow.digest(ow.load_file(path, device=device)) == ow.digest(usual), f"the digests of {path.name} in place")
                 cast = ow.load_file(path, device=device, dtype="float16")
@@ -101,7 +101,7 @@ def every_byte(folder: Path, device: str, size: str) -> None:
                     rows = {n: f.get_slice(n)[1:3] for n in usual if usual[n].ndim > 1 and usual[n].shape[0] > 3}
                 check(same(rows, {n: usual[n][1:3] for n in rows}), f"rows of {path.name} in place")
             check(same(cast, ow.load_file(path, device=device, dtype="float16")), f"{path.name} in place, cast")
-            with ow.pin(path, device=device) as pinned, asking(in_place=True):
+            with ow.pin(path, device=device) as pinned, asking(coherent=True):
                 check(same(ow.load_file(pinned, device=device), usual), f"{path.name} in place, out of pinned memory")
             path.unlink()
         print(f"{kind}: every byte compared", flush=True)
@@ -115,7 +115,7 @@ def at_once(folder: Path, device: str) -> None:
     def many(in_place: bool) -> None:
         with (
             torch.cuda.stream(torch.cuda.Stream()) if device != "cpu" else contextlib.nullcontext(),
-            asking(in_place=in_place),
+            asking(coherent=in_place),
         ):
             for _ in range(5):
                 check(same(ow.load_file(path, device=device), usual), f"a load beside others, in place {in_place}")
@@ -152,7 +152,7 @@ def figures(folder: Path, device: str, size: str, repeat: int) -> None:
             took: dict[bool, list[float]] = {False: [], True: []}
             for round_ in range(repeat + 1):
                 for in_place, all_ in took.items():
-                    one = seconds(source, device, in_place=in_place)
+                    one = seconds(source, device, coherent=in_place)
                     if round_:
                         all_.append(one)
             usual, there = (nbytes / statistics.median(took[way]) / 1e9 for way in (False, True))
@@ -178,7 +178,7 @@ def main() -> None:
         at_once(folder, args.device)
         if gpu:
             packed = made(folder, "llama-bf16", "96MB")[1]
-            there = copies(packed, args.device, folder / "trace.json", in_place=True)
+            there = copies(packed, args.device, folder / "trace.json", coherent=True)
             usual = copies(packed, args.device, folder / "trace.json")
             print(f"pieces copied to the GPU: {usual} by the usual way, {there} in place")
             check(there == 0 and (usual > 0 or found["coherent"]), "the way of a load")

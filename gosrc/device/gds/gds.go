@@ -24,8 +24,8 @@ import (
 
 // A Report is the answer of Probe.
 type Report struct {
-	Real    bool   `json:"real"`    // library and kernel module are present
-	Why     string `json:"why"`     // why it is not real, or how it is
+	Usable  bool   `json:"usable"`  // library and kernel module are present
+	Why     string `json:"why"`     // why it cannot be used, or how it can
 	Library string `json:"library"` // name of the libcufile that was found; "" if none
 	Version string `json:"version"` // of the library, "1.13"; "" if it does not say
 	Module  string `json:"module"`  // version of the kernel module nvidia-fs; "" if it is not loaded
@@ -93,7 +93,7 @@ func begin() error {
 	found.mu.Lock()
 	defer found.mu.Unlock()
 	r := look()
-	if !r.Real {
+	if !r.Usable {
 		return errs.New(errs.ErrNotSupported, "no GPUDirect Storage: %s", r.Why)
 	}
 	if !found.opened {
@@ -138,7 +138,7 @@ func probe(libraries []string, module string) (r Report) {
 		r.Why = "the kernel module nvidia-fs is not loaded: libcufile would copy through host memory (its " +
 			"compatibility mode)"
 	default:
-		r.Real = true
+		r.Usable = true
 		r.Why = "libcufile and the kernel module nvidia-fs are there; which file systems take part is for gdscheck " +
 			"to say"
 	}

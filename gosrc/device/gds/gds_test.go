@@ -51,10 +51,10 @@ func TestProbe(t *testing.T) {
 		want            Report
 		why             string
 	}{
-		{full, loaded, Report{Real: true, Library: full, Version: "1.13", Module: "2.25.7"}, "gdscheck"},
-		{full, empty, Report{Real: true, Library: full, Version: "1.13", Module: "unknown"}, "gdscheck"},
+		{full, loaded, Report{Usable: true, Library: full, Version: "1.13", Module: "2.25.7"}, "gdscheck"},
+		{full, empty, Report{Usable: true, Library: full, Version: "1.13", Module: "unknown"}, "gdscheck"},
 		{full, none, Report{Library: full, Version: "1.13"}, "nvidia-fs is not loaded"},
-		{failing, loaded, Report{Real: true, Library: failing, Module: "2.25.7"}, "gdscheck"},
+		{failing, loaded, Report{Usable: true, Library: failing, Module: "2.25.7"}, "gdscheck"},
 		{old, none, Report{Library: old}, "nvidia-fs is not loaded"},
 		{other, loaded, Report{Module: "2.25.7"}, "no cuFileRead"},
 		{filepath.Join(dir, "libnone.so"), loaded, Report{Module: "2.25.7"}, "libnone.so"},

@@ -222,7 +222,7 @@ def doctor(*, measure: bool = False) -> Diagnosis:
     "gpu" has the versions of NVIDIA's driver and "devices", each with name, memory
     (bytes), compute capability, PCI link (0: unknown) and the kernels that it would
     run; or the "reason" why no GPU can be used. "gpudirect_storage" says whether it
-    is "real" here, and "why". The call loads the driver if there is one, but creates
+    is "usable" here, and "why". The call loads the driver if there is one, but creates
     no context on a GPU.
     measure: copy to each GPU for about 0.2 s and add "wire", in GB/s. That creates
         a context there, and a process that has one cannot use CUDA after a fork.

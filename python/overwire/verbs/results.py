@@ -183,7 +183,7 @@ PreloadSetting = TypedDict(
         "from": "str",
         "device": "str",
         "off": "bool",
-        "found": "bool",
+        "exists": "bool",
     },
 )
 
@@ -191,7 +191,7 @@ PreloadSetting = TypedDict(
 class DirectStorage(TypedDict):
     """Whether GPUDirect Storage is real here, and why (not)."""
 
-    real: bool
+    usable: bool
     why: str
     library: str
     version: str

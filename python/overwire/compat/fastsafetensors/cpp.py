@@ -81,7 +81,7 @@ def cufile_version() -> int:
 
 def is_gds_supported(device: int) -> int:
     """1 if GPUDirect Storage is real here: libcufile, and the kernel's nvidia-fs."""
-    return int(is_cuda_found() and overwire.doctor()["gpudirect_storage"]["real"])
+    return int(is_cuda_found() and overwire.doctor()["gpudirect_storage"]["usable"])
 
 
 def get_alignment_size() -> int:
