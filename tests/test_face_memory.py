@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import raw, same, ugly
 from overwire.frameworks.choose import frame_for
+from overwire.model.opened import Model
 
 
 def resident() -> int:
@@ -182,3 +183,29 @@ def test_a_gpu_is_made_ready_before_torch_is(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ow.OverwireError):
         ow.load_compressed_pickle(tmp_path / "m", device="cuda:63")
     assert named == ["cuda:63"]
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_memory_of_a_gpu_is_made_in_the_order_of_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    """Torch's memory is made, and given to the load, in the order of the file's bytes, whatever order was asked for:
+    reading waits for none that comes late. A load that follows another one has all of it at once."""
+    names = [f"blob.{n}" for n in range(40)]
+    ow.save_file({name: torch.zeros(1 << 20, dtype=torch.uint8) for name in names}, tmp_path / "m", compress=False)
+    batches: list[list[int]] = []
+
+    class Job:
+        def settle(self, pairs: list[int], stream: int) -> None:
+            batches.append(pairs[::2])
+
+    model = Model(tmp_path / "m")
+    model.device = model.lands = "meta"  # as if that were a GPU
+    monkeypatch.setattr("overwire.frameworks.torch.stream_of", lambda device: 1)
+    monkeypatch.setattr(Model, "start", lambda self, requests, *rest, **how: Job())
+    asked = [model.places[name] for name in names]  # by number, as a pickle has them
+    assert asked != sorted(asked)
+    model.begin(asked, frame_for("pt"), after=7 if follows else 0)
+    assert [asked[at] for batch in batches for at in batch] == sorted(asked)
+    assert len(batches) == 1 if follows else 4 == len(batches[0]) < len(names)
+    model.close()

@@ -333,7 +333,7 @@ class Model:
         def requests_of(pointers: list[int]) -> bytes | None:
             return None if chosen is None and not any(pointers) else wholes(numbers, pointers)
 
-        return self._begin_load(requests_of, rows, frame, wanted, watcher, cast, after)
+        return self._begin_load(requests_of, rows, numbers, frame, wanted, watcher, cast, after)
 
     def begin_blocks(
         self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame, after: int = 0
@@ -344,12 +344,13 @@ class Model:
         def requests_of(pointers: list[int]) -> list[Request]:
             return [(at, pointer, *block) for (at, block), pointer in zip(blocks, pointers, strict=True)]
 
-        return self._begin_load(requests_of, rows, frame, after=after)
+        return self._begin_load(requests_of, rows, [at for at, _ in blocks], frame, after=after)
 
     def _begin_load(
         self,
         requests: Callable[[list[int]], bytes | Sequence[Request] | None],
         rows: Sequence[Any],
+        numbers: Sequence[int],
         frame: Frame,
         wanted: Any = None,
         watcher: Watcher | None = None,
@@ -363,12 +364,15 @@ class Model:
                     check_empty(dtype, shape, name)
         pointers = [0] * len(rows)
         large = [] if self.join() == "cpu" or self.joined else [at for at, row in enumerate(rows) if row[3] >= _LARGE]
+        large.sort(key=numbers.__getitem__)  # as they are read
         for at in large:
             pointers[at] = _LATER
         job = self.start(requests(pointers), watcher, cast, after=after)
         places: dict[int, Any] | None = None
         try:
-            places = self._settle_targets(job, large, rows, frame) if large else {}
+            # What follows another load has time, and memory that is asked for at once has fewer gaps.
+            first = len(large) if after else _FIRST_BATCH
+            places = self._settle_targets(job, large, rows, frame, first) if large else {}
         except OutOfMemoryError:
             job.abandon()
         except BaseException:
@@ -381,13 +385,15 @@ class Model:
             job = self.start(requests(pointers), watcher, cast, after=after)
         return Load(job, rows, frame, raw, places, self.device, self.lands != self.device, wanted)
 
-    def _settle_targets(self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame) -> dict[int, Any]:
+    def _settle_targets(
+        self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame, count: int
+    ) -> dict[int, Any]:
         # The tensors are made while the first bytes are on their way: growing
         # torch's allocator takes some 50 us a tensor.
         from ..frameworks.torch import stream_of
 
         places: dict[int, Any] = {}
-        first, count = 0, _FIRST_BATCH
+        first = 0
         while part := large[first : first + count]:
             first, count = first + count, min(2 * count, _BATCH)
             tensors = frame.empty_on(self.device, [rows[at] for at in part], again=False)
