@@ -228,9 +228,11 @@ def _describe_model(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], di
 
 def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
     # Whether a model is as its record says; flags and numbers that only `load_weights` sets are set.
-    tensors, _, names = take_tensors(model)
-    if names != record["names"]:
-        raise Refused(f"{next(iter(names.items() ^ record['names'].items()))[0]} is not what it was")
+    tensors, rows, names = take_tensors(model)
+    for found, was in ((names, record["names"]), (rows, record["tensors"])):
+        if found != was:
+            name = next(name for name in [*found, *was] if found.get(name) != was.get(name))
+            raise Refused(f"{name} is {found.get(name)}, and was {was.get(name)}")
     modules = dict(model.named_modules())
     for path, entry in Describer(model, tensors, "vllm", OPAQUE).describe_modules().items():
         was = record["modules"].get(path, {})
