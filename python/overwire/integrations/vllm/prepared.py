@@ -87,7 +87,7 @@ class Start:
         if not _all_agree(self._kept is not None):
             return None
         model: torch.nn.Module | None = None
-        with _undo_unless(self._config, lambda: model is not None):
+        with _undo_unless(self._config, lambda: model is not None), _no_collections():
             reason = None
             began = time.perf_counter()
             assert self._kept is not None
@@ -205,6 +205,18 @@ def _undo_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
             experts[:] = before[1]
             ropes.clear()
             ropes.update(before[2])
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    # Python would look again and again at the model that is being made and described, none of which is garbage.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_supported(model: torch.nn.Module) -> None:
