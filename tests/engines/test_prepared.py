@@ -255,30 +255,24 @@ def test_tensors_that_get_no_memory_leave_nothing(tmp_path: Path) -> None:
         assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
 
-def test_ctrl_c_while_tensors_arrive_ends_their_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is interrupted while it waits for the thread leaves none that loads on, and no open file."""
+def test_ctrl_c_while_the_file_is_opened_ends_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is interrupted while it waits for the file leaves no thread that opens it, and no open file."""
     path, record = kept(processed(), tmp_path)
-    may_begin, begin = threading.Event(), copies.Early.begin
-    monkeypatch.setattr(copies.Early, "begin", lambda *args: may_begin.wait(30) and begin(*args))
-    arriving = Arriving(path, record["tensors"], torch.device("cpu"))
-    thread = arriving._thread
-    assert thread is not None
-    join, waits = thread.join, iter([KeyboardInterrupt])
+    may_open, safe_open = threading.Event(), ow.safe_open
+    monkeypatch.setattr(ow, "safe_open", lambda *args, **named: may_open.wait(30) and safe_open(*args, **named))
+    join, waits = threading.Thread.join, iter([KeyboardInterrupt])
 
-    def interrupted_join() -> None:
+    def interrupted_join(thread: threading.Thread) -> None:
         for error in waits:
             raise error
-        may_begin.set()
-        join()
+        may_open.set()
+        join(thread)
 
-    monkeypatch.setattr(thread, "join", interrupted_join)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            arriving.finish_loading()
-        assert not thread.is_alive() and path not in _open_files()
-    finally:
-        may_begin.set()
-        join()
+    monkeypatch.setattr(threading.Thread, "join", interrupted_join)
+    with pytest.raises(KeyboardInterrupt):
+        Arriving(path, record["tensors"], torch.device("cpu"))
+    assert may_open.is_set() and path not in _open_files()
+    assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
 
 def test_tensors_without_dimensions_come_with_the_others(
@@ -295,21 +289,16 @@ def test_tensors_without_dimensions_come_with_the_others(
     assert again.one.scale.item() == 0.5 and sorted(beside) == ["one.gaps", "two.gaps"]
 
 
-def test_tensors_are_put_before_they_have_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
     """A model gets its tensors while they are still being read: only `finish_loading` waits."""
     path, record = kept(processed(), tmp_path)
-    may_begin, begin = threading.Event(), copies.Early.begin
-    monkeypatch.setattr(copies.Early, "begin", lambda *args: may_begin.wait(30) and begin(*args))
     with torch.device("meta"):
         model = Model()
-    try:
-        with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
-            put_tensors(model, arriving, record["names"], "engine")
-            assert not may_begin.is_set() and model.two.scale.device.type == "cpu"
-            may_begin.set()
-            arriving.finish_loading()
-    finally:
-        may_begin.set()
+    with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
+        put_tensors(model, arriving, record["names"], "engine")
+        assert arriving._job is not None and model.two.scale.device.type == "cpu"
+        arriving.finish_loading()
+        assert arriving._job is None and path not in _open_files()
     assert torch.equal(model.one.weight, Model().one.weight)
 
 
@@ -319,23 +308,24 @@ def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
     rows = dict(record["tensors"])
     rows.pop(next(name for name, row in rows.items() if row[5] is None))
     with pytest.raises(Refused, match="its record does not"):
-        Arriving(path, rows, torch.device("cpu")).finish_loading()
+        Arriving(path, rows, torch.device("cpu"))
+    assert path not in _open_files()
 
 
-def test_what_fails_while_the_model_is_made_is_said_at_the_end(tmp_path: Path) -> None:
-    """A file that is gone, damaged or another one is an error of `finish_loading`, and leaves nothing."""
+def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
+    """One that is gone, damaged or another one, by shapes or dtypes, is an error, and no file stays open."""
     path, record = kept(processed(), tmp_path)
     content = bytearray(Path(path).read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
     damaged, absent = tmp_path / "damaged.safetensors", tmp_path / "absent.safetensors"
     damaged.write_bytes(content)
-    other = json.loads(json.dumps(record["tensors"]))
-    other["one.weight"][2:4] = [[12, 8], [8, 1]]
     own = record["tensors"]
-    cases = [(damaged, own, ow.CorruptError), (absent, own, ow.NotFoundError), (path, other, Refused)]
-    for file, rows, error in cases:
-        arriving = Arriving(str(file), rows, torch.device("cpu"))
+    shape, dtype = json.loads(json.dumps(own)), json.loads(json.dumps(own))
+    shape["one.weight"][2:4] = [[12, 8], [8, 1]]
+    dtype["one.weight"][1] = "torch.float16"
+    for file, rows, error in (
+        (damaged, own, ow.CorruptError), (absent, own, ow.NotFoundError), (path, shape, Refused), (path, dtype, Refused)
+    ):  # fmt: skip
         with pytest.raises(error):
-            arriving.finish_loading()
-        arriving.close()
+            Arriving(str(file), rows, torch.device("cpu")).finish_loading()
         assert str(file) not in _open_files()

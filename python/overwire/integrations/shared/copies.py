@@ -39,6 +39,15 @@ class Copy(NamedTuple):
 elements = math.prod
 
 
+def whole_copy(stored: Stored, target: torch.Tensor) -> Copy:
+    """The copy of all of a stored tensor, which has the shape and dtype of its target."""
+    strides, step = [], 1
+    for size in reversed(stored.shape):
+        strides.append(step)
+        step *= size
+    return Copy(stored, 0, stored.shape, tuple(reversed(strides)), target.dtype, target)
+
+
 def spanned_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
     """From the first element of a view to the last, both counted, how many lie in memory."""
     return 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))

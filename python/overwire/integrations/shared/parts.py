@@ -7,7 +7,6 @@ the memory that it shares.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -90,89 +89,98 @@ def _dense_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Arriving:
-    """Tensors with memory of their own, which a thread opens the file of and begins to load.
+    """Tensors with memory of their own, which come while an engine makes its model.
 
     The memory is taken when this is made, by the thread that makes it, so that an engine's pool of
-    memory has it. Whatever goes wrong on the other thread `finish_loading` raises.
+    memory has it; the file is opened meanwhile.
     """
 
     def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
-        """rows: of each tensor, as `take_tensors` describes it. device: for those that are not the host's. Raises
-        Refused for a row of another device or dtype than there are, and what torch raises."""
+        """Begins to load. rows: of each tensor, as `take_tensors` describes it. device: for those that are not the
+        host's. Raises Refused where the file holds others, or a row has a device or dtype that there is not, and
+        what torch and opening raise; nothing is held then."""
         self._path, self._device = path, device
         self.rows = rows
         #: By name, in the memory that they come to.
         self.tensors: dict[str, torch.Tensor] = {}
-        self._has_memory = threading.Event()
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._file: Any = None
-        self._early = copies.Early(lambda: device)
+        self._job: Any = None
         self._rest: list[Copy] = []
         self._failed: BaseException | None = None
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._run_loading, name="overwire arriving", daemon=True
-        )
-        self._thread.start()
+        self._opening = threading.Thread(target=self._open_file, name="overwire arriving", daemon=True)
+        self._opening.start()
         try:
             self.tensors = {name: _empty_tensor(row, device) for name, row in rows.items() if row[5] is None}
+            self._opening.join()
+            if self._failed is not None:
+                raise self._failed
+            # On this thread: another one would wait for Python's lock again and again while the model is made.
+            self._begin_loading()
         except BaseException:
             self.close()
             raise
-        self._has_memory.set()
 
-    def _run_loading(self) -> None:
+    def _open_file(self) -> None:
         import overwire
 
         try:
-            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                self._file = overwire.safe_open(self._path, framework="pt", device=str(self._device))
-                self._has_memory.wait()
-                requests = list(self._requests_of_file())
-                self._rest = self._early.begin(requests) if requests else []
+            self._file = overwire.safe_open(self._path, framework="pt", device=str(self._device))
         except BaseException as error:
             self._failed = error
 
-    def _requests_of_file(self) -> Iterator[Copy]:
-        from ...plumbing import table_of
+    def _begin_loading(self) -> None:
+        from ...plumbing import landing, table_of
 
+        requests: list[tuple[int, int, int, int, int, int]] = []
+        begun: list[Copy] = []
         for at, (name, dtype, shape) in enumerate(table_of(self._file)):
-            tensor = self.tensors.get(name)
-            if tensor is None:
-                raise Refused(f"{self._path} has {name}, which its record does not")
-            target = _dense_order(tensor)
-            if tuple(target.shape) != shape:
-                raise Refused(f"{name} has the shape {shape} in {self._path}")
-            if target.numel():
-                strides = torch.empty(shape, device="meta").stride()
-                yield Copy(Stored(self._file, at, name, dtype, shape), 0, shape, strides, tensor.dtype, target)
+            copy = self._copy_of_row(at, name, dtype, shape)
+            if not copy.target.numel():
+                continue
+            request = copies.request_of(copy, self._device)
+            if request is None:
+                self._rest.append(copy)
+            else:
+                requests.append(request)
+                begun.append(copy)
+        self._job = landing(self._file, str(self._device), requests) if requests else None
+        if self._job is None:
+            self._rest += begun
+
+    def _copy_of_row(self, at: int, name: str, dtype: str, shape: tuple[int, ...]) -> Copy:
+        from ...plumbing import torch_dtype
+
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise Refused(f"{self._path} has {name}, which its record does not")
+        target = _dense_order(tensor)
+        if tuple(target.shape) != shape:
+            raise Refused(f"{name} has the shape {shape} in {self._path}")
+        if dtype not in copies.PACKED and torch_dtype(dtype) is not tensor.dtype:
+            raise Refused(f"{name} is {dtype} in {self._path}")
+        return copies.whole_copy(Stored(self._file, at, name, dtype, shape), target)
 
     def finish_loading(self) -> None:
-        """Waits until all have come. Raises Refused where the file holds others, and what opening and loading
-        raise; nothing is held then."""
+        """Waits until all have come. Raises what loading raises; nothing is held then."""
         try:
-            self._wait_for_thread()
-            if self._failed is not None:
-                raise self._failed
-            self._early.end()
+            job, self._job = self._job, None
+            if job is not None:
+                with job:
+                    job.take()
             copies.load_copies(self._rest, _MOST)
         finally:
             self.close()
 
     def close(self) -> None:
         """Ends the load, closes the file and lets go of the tensors."""
-        self._has_memory.set()
-        self._wait_for_thread()
-        self._early.cancel()
+        self._opening.join()
+        job, self._job = self._job, None
+        if job is not None:
+            job.abandon()
         self.tensors, self._rest, self._failed = {}, [], None
-        self._early.copies.clear()
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-    def _wait_for_thread(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None  # not where Ctrl-C ends the wait: `close` waits again
 
 
 def put_tensors(
