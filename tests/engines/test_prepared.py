@@ -226,6 +226,19 @@ def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.M
         prepared.folder_of(folder)
 
 
+def test_a_kept_file_was_read_twice(tmp_path: Path) -> None:
+    """The system has its pages among those in use before a start reads them."""
+
+    def count_bytes() -> int:
+        words = Path("/proc/self/io").read_text().split()
+        return int(words[words.index("rchar:") + 1])
+
+    tensors = {"a": torch.randint(256, (3_000_001,), dtype=torch.uint8)}
+    digests, before = ow.digest(tensors), count_bytes()
+    path = prepared.keep_file(str(tmp_path), "a" * 40, tensors, {}, digests)
+    assert count_bytes() - before >= 2 * os.path.getsize(path) > 6_000_000
+
+
 def _open_files() -> set[str]:
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return {os.readlink(link) for link in links if os.path.lexists(link)}

@@ -33,6 +33,9 @@ _LEFT = 24 * 3600.0
 
 _GB = 10**9
 
+# Read at once, and still in the processor's cache when it is read again.
+_BLOCK = 1 << 20
+
 
 class Refused(Exception):
     """Why a model is not kept, or not made of what was kept."""
@@ -137,11 +140,22 @@ def keep_file(
         os.chmod(temporary, 0o600)
         if tensors and not overwire.verify(temporary, tensors=tensors)["ok"] or overwire.digest(tensors) != digests:
             raise Refused("its weights have changed since it was loaded")
+        _read_twice(temporary)
         os.replace(temporary, path)
     finally:
         remove_file(temporary)
     _bound_folder(folder, path, most)
     return path
+
+
+def _read_twice(path: str) -> None:
+    # Linux moves each page of a new file to the list of those in use when it is read again, under one lock for all
+    # processors: without this the first load of 16 GB takes 0.2 s longer than later ones.
+    block = memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            file.seek(-count, os.SEEK_CUR)
+            file.readinto(block[:count])
 
 
 def note_refusal(folder: str, name: str, reason: str) -> None:
