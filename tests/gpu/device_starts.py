@@ -7,8 +7,8 @@
 
 One process a rank imports vLLM, while others make the files, and then makes each model by each format in turn, as
 often as --repeat says: vLLM's import, the making of the modules, the loading of the weights, of which the recording
-of the model's own loader takes a part, the processing, and Python's collections of garbage, of which vLLM runs two a
-start. Ranks begin a start together, and its parts are those of the slowest. The digest of every parameter, on each
+of the model's own loader takes a part, the processing, what prepared state is checked against before and after, and
+Python's collections of garbage, of which vLLM runs two a start. Ranks begin a start together, and its parts are those of the slowest. The digest of every parameter, on each
 rank, must be that of vLLM's own safetensors path. vLLM's kernels are not needed:
 where they cannot be imported, an empty module takes their place, and nothing is generated. A format whose package
 is absent is left out, with a line that says so; what is printed last are medians. The kind prepared is overwire
@@ -43,7 +43,7 @@ RECORDED = re.compile(r"loaded into their places in ([0-9.]+) s and ([0-9.]+) s 
 QUESTIONS = [f"cutlass_scaled_mm_supports_{kind}" for kind in ("fp4", "fp8", "block_fp8")]
 QUESTIONS += ["cutlass_group_gemm_supported", "mxfp4_experts_quant_supported"]
 Start = tuple[str, dict[str, float]]  # its name, and the seconds of its parts
-PARTS = ("whole", "made", "weights", "recorded", "processed", "collected")
+PARTS = ("whole", "checked", "made", "weights", "recorded", "processed", "collected")
 
 
 class Lines:
@@ -104,6 +104,7 @@ def watch_parts(seconds: dict[str, float]) -> None:
     """Has the parts of loads added to `seconds`, by name. Nothing is replaced, as prepared state is kept of vLLM's
     own code only: Python says when the functions begin and end, from 3.12 on."""
     from overwire.integrations.shared.parts import Arriving, put_tensors
+    from overwire.integrations.vllm import prepared
     from overwire.integrations.vllm.loader import OverwireModelLoader
     from vllm.model_executor.model_loader import default_loader, runai_streamer_loader, utils
 
@@ -123,6 +124,8 @@ def watch_parts(seconds: dict[str, float]) -> None:
     calls = {
         utils.initialize_model: "made",
         utils.process_weights_after_loading: "processed",
+        prepared.Start.__init__: "checked",
+        prepared._compare_model: "checked",
         put_tensors: "weights",
         Arriving.finish_loading: "weights",
         OverwireModelLoader.load_weights: "weights",
