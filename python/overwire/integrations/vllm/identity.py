@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
 
@@ -85,8 +86,11 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
     import overwire
 
     speculative = getattr(config, "speculative_config", None)
+    with ThreadPoolExecutor(1) as beside:  # vLLM's code is looked at while headers of weights are read
+        code = beside.submit(files_of, "vllm")
+        weights = list(_facts_of_files(model_config, loader))
     return fingerprint(
-        [1, vllm.__version__, torch.__version__, overwire.__version__, files_of("vllm")],
+        [2, vllm.__version__, torch.__version__, overwire.__version__, code.result()],
         [(name, _version_of(name)) for name in _KERNELS],
         _machine_facts(device),
         {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
@@ -106,7 +110,7 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
             for name, value in os.environ.items()
             if name.startswith("VLLM_") and not name.startswith(_PASSING)
         },
-        list(_files_of(model_config, loader)),
+        weights,
     )
 
 
@@ -142,7 +146,7 @@ def _ranks_of_groups() -> Iterator[Any]:
         yield None if group is None else (group.rank_in_group, group.world_size)
 
 
-def _files_of(model_config: Any, loader: Any) -> Iterator[Any]:
+def _facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
     # What tells the model's weights, and its settings, from others.
     import overwire
 
