@@ -77,7 +77,7 @@ def test_every_tensor_once(files: Any) -> None:
     assert loader.names() == order and len(loader) == len(tensors)
     last = order[-1]
     came = {last: loader.take(last)}
-    for words, name in (("was taken already", last), ("is not in the prefetch plan", "nope")):
+    for words, name in (("tensor already delivered", last), ("is not in the prefetch plan", "nope")):
         with pytest.raises(ours.SafetensorError, match=words):
             loader.take(name)
     stream = iter(loader)
@@ -119,7 +119,7 @@ def test_what_is_closed(files: Any) -> None:
     loader.close()
     rest = next(other for other in tensors if other != name)
     for call in (lambda: loader.take(rest), lambda: next(iter(loader))):
-        with pytest.raises(ours.SafetensorError, match="is closed"):
+        with pytest.raises(ours.SafetensorError, match="prefetch loader closed$"):
             call()
 
 
@@ -204,3 +204,22 @@ def test_refusals(tmp_path: pathlib.Path) -> None:
     for kind in (ours.PrefetchLoader, ours.PySafeSlice, ours.TensorMeta):
         with pytest.raises(TypeError, match="^cannot create '"):
             kind()
+
+
+def test_a_file_without_tensors(tmp_path: pathlib.Path) -> None:
+    """A file that holds nothing has a loader of nothing."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((2).to_bytes(8, "little") + b"{}")
+    with ours.safe_open(path, "pt").prefetch() as loader:
+        assert loader.names() == list(loader) == [] and len(loader) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
+    """Where there is no GPU, a prefetch to one raises the original's class, so that programs fall back as with it."""
+    path = tmp_path / "x.safetensors"
+    ours_pt.save_file({"one": torch.ones(1)}, path)
+    for module in (real, ours):
+        if hasattr(module.safe_open, "prefetch"):
+            with pytest.raises(module.SafetensorError):
+                module.safe_open(path, "pt").prefetch(device="cuda")

@@ -156,8 +156,11 @@ class safe_open:
         if _state_of(self._source) != self._state:
             raise SafetensorError(f"{self._name} has changed since it was opened")
         loader: PrefetchLoader = object.__new__(PrefetchLoader)
-        with reading(self._name, "Error while reading"):
-            loader._begin_load(file, self._source, self._name, parts, where)
+        try:
+            with reading(self._name, "Error while reading"):
+                loader._begin_load(file, self._source, self._name, parts, where)
+        except overwire.DeviceError as error:
+            raise SafetensorError(str(error)) from error
         return loader
 
 

@@ -13,7 +13,7 @@ from ._errors import SafetensorError, check, reading
 
 __all__ = ["Internal", "PrefetchLoader", "TensorMeta", "TensorStream", "rows_of_plan"]
 
-CLOSED_WORDS = "the prefetch loader is closed"
+CLOSED_WORDS = "prefetch loader closed"
 Rows = tuple[int, int]
 
 
@@ -94,8 +94,9 @@ class PrefetchLoader(Internal):
         check("name", name, str)
         with self._lock:
             if name not in self._due:
-                reason = "was taken already" if name in self._names else "is not in the prefetch plan"
-                raise SafetensorError(f"tensor {name} {reason}")
+                if name not in self._names:
+                    raise SafetensorError(f"tensor {name} is not in the prefetch plan")
+                raise SafetensorError(f"{name}: tensor already delivered: each comes once, by take or by iteration")
             while name not in self._ready:
                 self._land_next(rows=name in self._rows)
             return self._give_tensor(name)
@@ -206,7 +207,7 @@ def rows_of_plan(file: overwire.safe_open, plan: Any) -> dict[str, Rows | None]:
             if torch_dtype(whole.get_dtype()) is None:
                 raise SafetensorError(f"prefetch cannot load {whole.get_dtype()}: torch has no matching dtype")
             parts[name] = None if plan is None else _bounds_of_rows(name, plan[name], whole)
-    if not parts:
+    if plan is not None and not parts:
         raise SafetensorError("prefetch plan selects no tensors")
     return parts
 
