@@ -223,3 +223,15 @@ def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
         if hasattr(module.safe_open, "prefetch"):
             with pytest.raises(module.SafetensorError):
                 module.safe_open(path, "pt").prefetch(device="cuda")
+
+
+def test_under_the_patch(tmp_path: pathlib.Path) -> None:
+    """A compressed file that safetensors itself opens, while it is patched, loads in the background too."""
+    path = tmp_path / "x.safetensors"
+    tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2).half()}
+    ow.save_file(tensors, path)
+    with ow.patch_safetensors(), real.safe_open(path, "pt") as file:
+        assert file.get_tensor_meta("b").dtype == "F16"
+        found = dict(file.prefetch({"a": slice(1, None), "b": None}))
+    same(found["a"], tensors["a"][1:])
+    same(found["b"], tensors["b"])
