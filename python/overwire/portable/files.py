@@ -96,12 +96,8 @@ def _write_plain(source: Path, target: Path) -> None:
         end = 0
         for name in (name for holder in order for name in holders[holder]):
             tensor = entries[name]
-            header[name] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [end, end + tensor.nbytes],
-            }
-            end += tensor.nbytes
+            start, end = end, end + tensor.nbytes
+            header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         out.write(len(text).to_bytes(8, "little") + text)
