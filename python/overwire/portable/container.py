@@ -243,12 +243,12 @@ def _check_grid(tensor: Tensor, chunk_bytes: int, plain: bool, entry: Tensor, ch
         if plain:
             fits = fits and chunk.codec == 0 and chunk.offset == end
         if chunk.codec == _X16:
-            known = chunk.transform in _TRANSFORMS.get(tensor.dtype, ()) and chunk.offset % 16 == 0
+            is_valid = chunk.transform in _TRANSFORMS.get(tensor.dtype, ()) and chunk.offset % 16 == 0
         elif chunk.codec == _PLANES:
-            known = 1 <= chunk.transform <= 7 and tensor.parts == 1 and not chunk.tiles
+            is_valid = 1 <= chunk.transform <= 7 and tensor.parts == 1 and not chunk.tiles
         else:
-            known = chunk.codec == 0 and chunk.stored == chunk.logical and not chunk.transform and not chunk.tiles
-        if not fits or not known:
+            is_valid = chunk.codec == 0 and chunk.stored == chunk.logical and not chunk.transform and not chunk.tiles
+        if not fits or not is_valid:
             text = f"overwire: {checks.path}: corrupt data: tensor {name!r} chunk {number}"
             raise CorruptError(text, source=checks.path, tensor=name, chunk=number)
         end = chunk.offset + chunk.stored
