@@ -186,12 +186,7 @@ __all__ = [
 _HOMES = {
     "_tables": ("__version__",),
     "bundles.bundle": (
-        "compress",
-        "compress_pickle",
-        "load_bundle",
-        "load_compressed",
-        "load_compressed_pickle",
-        "save_bundle",
+        "compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"
     ),
     "bundles.torchfolders": ("convert",),
     "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
@@ -205,15 +200,7 @@ _HOMES = {
     "offloading.offload": ("Offloaded", "offload"),
     "progress": ("Progress",),
     "verbs.deltas": (
-        "Delta",
-        "DeltaReport",
-        "DeltaRow",
-        "Diff",
-        "apply_delta",
-        "diff",
-        "merge_deltas",
-        "open_delta",
-        "save_delta",
+        "Delta", "DeltaReport", "DeltaRow", "Diff", "apply_delta", "diff", "merge_deltas", "open_delta", "save_delta"
     ),
     "verbs.digest": ("Comparison", "digest"),
     "verbs.inspecting": ("doctor", "inspect", "verify"),

@@ -200,9 +200,7 @@ class _Rank:
         dist.all_gather_object(everywhere, nbytes)
         seconds, cpu = min(times)
         row: dict[str, Any] = {
-            "row": title,
-            "rank": max(everywhere) / seconds / 1e9,
-            "all": sum(everywhere) / seconds / 1e9,
+            "row": title, "rank": max(everywhere) / seconds / 1e9, "all": sum(everywhere) / seconds / 1e9
         }
         row["first"], row["cpu"] = max(everywhere) / first / 1e9, cpu
         if floor:  # of reading: every byte is read once, on however many ranks it ends

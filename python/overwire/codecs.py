@@ -382,12 +382,7 @@ def decode(
 ) -> list[memoryview]: ...
 @overload
 def decode(
-    source: Any,
-    algorithm: str | None = ...,
-    *,
-    bitstream: Bitstream = ...,
-    verify: Verify = ...,
-    out: Any = ...,
+    source: Any, algorithm: str | None = ..., *, bitstream: Bitstream = ..., verify: Verify = ..., out: Any = ...
 ) -> memoryview: ...
 def decode(
     source: Any,

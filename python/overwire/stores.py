@@ -131,11 +131,7 @@ class ObjectReader(io.RawIOBase):
             fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
         try:
             spec: FetchRequest = {
-                "uris": self._uris,
-                "fd": sink,
-                "from": self._at,
-                "to": self._end or 0,
-                "pin": self._pin,
+                "uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "pin": self._pin
             }
             spec["storage"] = self._reach
             if self._sizes is not None:

@@ -2,9 +2,8 @@
 pickle and one compressed container beside it.
 
 A bundle at `D/x.pkl` is the pickle and `D/tensors/x.safetensors`; nyacomp's verbs write
-`D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `layout`). The container is written first and the pickle
-last. Each knows
-the other by the pickle's digest, and the container before it is kept until the
+`D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `layout`). The container is written
+first and the pickle last. Each knows the other by the pickle's digest, and the container before it is kept until the
 pickle is in place: a reader gets the old object or the new one, also while a
 bundle is replaced, or after a save was killed. Writers of one bundle take turns
 (see `turns`), and the last one's object stays.

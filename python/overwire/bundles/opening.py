@@ -81,10 +81,7 @@ def _open_container(target: str, digest: str, tensors: SourceLike | None, option
         raise damage
     if missing:
         raise layout.not_beside(target, containers[0])
-    raise CorruptError(
-        f"overwire: open {target}: the pickle and {containers[0]} are not of one save",
-        source=target,
-    )
+    raise CorruptError(f"overwire: open {target}: the pickle and {containers[0]} are not of one save", source=target)
 
 
 def _open_remote(candidates: Sequence[str], target: str, digest: str, options: StorageOptions | None) -> Model:

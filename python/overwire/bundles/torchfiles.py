@@ -257,8 +257,7 @@ class _Reader:
             what = f"objects of {self._odd}" if self._odd else "objects that are not data"
             raise NotSupportedError(
                 f"overwire: open {self._path}: {self._made - len(visits)} tensors lie in {what}: load it with the "
-                f"library that wrote it, "
-                "and save its state_dict()",
+                "library that wrote it, and save its state_dict()",
                 source=self._path,
             )
         return contents

@@ -81,10 +81,7 @@ def convert(
     Returns a Report; raises what loading and saving raise.
     """
     options: dict[str, Any] = {
-        "compress": compress,
-        "level": level,
-        "metadata": metadata,
-        "max_shard_size": max_shard_size,
+        "compress": compress, "level": level, "metadata": metadata, "max_shard_size": max_shard_size
     }
     options |= {"sha256": sha256, "progress": progress, "storage_options": storage_options}
     names = source if isinstance(source, (list, tuple)) else [source]

@@ -54,8 +54,7 @@ class _References:
 
     def _refuse_reference(self) -> FormatError:
         return FormatError(
-            f"overwire: unpickle {self._source}: a reference to a tensor is malformed",
-            source=self._source,
+            f"overwire: unpickle {self._source}: a reference to a tensor is malformed", source=self._source
         )
 
     def _count_memory(self, blob: int, size: int) -> None:

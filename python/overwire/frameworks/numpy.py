@@ -31,12 +31,7 @@ class _Holder:
 
     def __init__(self, capsule: Any, pointer: int, kind: str, shape: tuple[int, ...]):
         self.capsule = capsule
-        self.__array_interface__ = {
-            "data": (pointer, False),
-            "shape": shape,
-            "typestr": kind,
-            "version": 3,
-        }
+        self.__array_interface__ = {"data": (pointer, False), "shape": shape, "typestr": kind, "version": 3}
 
 
 def hold(capsule: Any, pointer: int, size: int) -> Any:

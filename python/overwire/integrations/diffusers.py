@@ -47,11 +47,7 @@ _thread = threading.local()
 def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """The names that change, and what stands for each while patched."""
     names = (
-        "ModelMixin",
-        "load_state_dict",
-        "_load_shard_file",
-        "_get_checkpoint_shard_files",
-        "_caching_allocator_warmup",
+        "ModelMixin", "load_state_dict", "_load_shard_file", "_get_checkpoint_shard_files", "_caching_allocator_warmup"
     )
     model, read, shard, shards, warm = (found(_MODEL, name) for name in names)
     if model is None or read is None or shard is None:
@@ -66,9 +62,7 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     if warm is not None:
         pairs.append((warm, _warming_allocator(warm)))
     pipeline, part, config = (
-        found(_PIPELINE, "DiffusionPipeline"),
-        found(_PIPELINE, "load_sub_model"),
-        found(_CONFIG, "ConfigMixin"),
+        found(_PIPELINE, "DiffusionPipeline"), found(_PIPELINE, "load_sub_model"), found(_CONFIG, "ConfigMixin")
     )
     if pipeline is not None and part is not None and config is not None:
         pairs += [

@@ -143,8 +143,7 @@ def meta_rows(path: str, text: str) -> list[MetaRow]:
         if scheme in ("redis", "rediss") and not is_remote(path):
             raise AccessError(
                 f"overwire: open {path} line {number}: it names {shown(filename)}; REDISCLI_AUTH goes to servers "
-                f"that a program names, "
-                "not to one that a file names: name it yourself",
+                "that a program names, not to one that a file names: name it yourself",
                 source=path,
             )
     return rows

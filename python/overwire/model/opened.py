@@ -129,10 +129,7 @@ class Model:
         #: As people may see them.
         self.uris = [shown(uri) for uri in uris]
         spec: OpenRequest = {
-            "uris": uris,
-            "map": mmap,
-            "lenient": bool(lenient),
-            "storage": storage(storage_options, uris),
+            "uris": uris, "map": mmap, "lenient": bool(lenient), "storage": storage(storage_options, uris)
         }
         if keys is None and filter is not None:
             names = _verbs.names(spec)
@@ -241,9 +238,7 @@ class Model:
             if isinstance(name, str):  # few are compared: programs may ask for many names that are not there
                 near = did_you_mean(name, [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR])
             raise TensorNotFoundError(
-                f"overwire: no tensor {name!r} in {', '.join(self.uris)}{near}",
-                source=self.uris[0],
-                tensor=str(name),
+                f"overwire: no tensor {name!r} in {', '.join(self.uris)}{near}", source=self.uris[0], tensor=str(name)
             )
         return at
 

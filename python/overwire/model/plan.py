@@ -104,9 +104,8 @@ class LoadPlan:
 
     def __repr__(self) -> str:
         text = (
-            f"LoadPlan({len(self.tensors)} tensors of {len(self.files)} files, "
-            f"nbytes={self.nbytes}, peak={self.peak}, stored={self.stored}, staging={self.staging}, "
-            f"pinned={self.pinned}"
+            f"LoadPlan({len(self.tensors)} tensors of {len(self.files)} files, nbytes={self.nbytes}, "
+            f"peak={self.peak}, stored={self.stored}, staging={self.staging}, pinned={self.pinned}"
         )
         if self.offload is not None:
             one = self.offload

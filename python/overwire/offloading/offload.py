@@ -395,8 +395,7 @@ class _Source:
         self._names: dict[int, str] = {}
         needs: dict[int, str] = {}
         for name, tensor in [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
+            *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
         ]:
             if name in file_names:
                 self._names[id(tensor)] = name

@@ -106,8 +106,7 @@ class Diff:
         elements, changed_elements = sum(row.elements for row in self.rows), sum(row.changed for row in self.rows)
         return (
             f"Diff({len(self.changed)} of {len(self.rows)} tensors differ, in {changed_elements} of {elements} "
-            f"elements; "
-            f"only_a={len(self.only_a)}, only_b={len(self.only_b)}, other={len(self.other)})"
+            f"elements; only_a={len(self.only_a)}, only_b={len(self.only_b)}, other={len(self.other)})"
         )
 
     def _repr_html_(self) -> str:

@@ -95,8 +95,7 @@ def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) 
     views = {name: _view_of(tensor, name) for name, tensor in tensors_by_name.items()}
     here = dict(zip(tensors_by_name, _digests_of(list(tensors_by_name.values()), tensors_by_name), strict=True))
     digests_request: DigestsRequest = {
-        **request,
-        "on": {name: view.cuda - 1 for name, view in views.items() if view.cuda},
+        **request, "on": {name: view.cuda - 1 for name, view in views.items() if view.cuda}
     }
     with Job(_verbs.digests(digests_request), "digests", watch(progress, "verify")) as job:
         report = job.finish()

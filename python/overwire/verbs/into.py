@@ -151,9 +151,8 @@ def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job 
     """Begins to load blocks of tensors of a `safe_open` to addresses on a device, in one pass.
 
     Each request is the tensor's place in `table_of`, an address, and [lo, hi) of its
-    first two dimensions, hi -1 for all; or all are packed as 64-bit integers. The caller has checked that the
-    block, in the
-    file's dtype and dense, fits there, and that no two requests overlap, and keeps the
+    first two dimensions, hi -1 for all; or all are packed as 64-bit integers. The caller has
+    checked that the block, in the file's dtype and dense, fits there, and that no two requests overlap, and keeps the
     memory until the job has ended: `take`, or `cancel` and `free`.
 
     None, with nothing begun, if a preload has the files: `load_into` takes it.

@@ -13,15 +13,7 @@ from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
 from ..model.budget import fit
 from ..model.opened import Model, opening
-from ..model.options import (
-    DeviceLike,
-    ModuleOptions,
-    SaveOptions,
-    check_options,
-    check_switches,
-    parse_size,
-    spell_out,
-)
+from ..model.options import DeviceLike, ModuleOptions, SaveOptions, check_options, check_switches, parse_size, spell_out
 from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import of_ranks

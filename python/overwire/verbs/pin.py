@@ -79,38 +79,22 @@ class Pinned:
 
     @overload
     def load_file(
-        self,
-        device: DeviceLike = "cpu",
-        *,
-        framework: TorchName | None = None,
-        **options: Unpack[PinnedOptions],
+        self, device: DeviceLike = "cpu", *, framework: TorchName | None = None, **options: Unpack[PinnedOptions]
     ) -> dict[str, torch.Tensor]: ...
 
     @overload
     def load_file(
-        self,
-        device: DeviceLike = "cpu",
-        *,
-        framework: ArrayName,
-        **options: Unpack[PinnedOptions],
+        self, device: DeviceLike = "cpu", *, framework: ArrayName, **options: Unpack[PinnedOptions]
     ) -> dict[str, numpy.ndarray[Any, Any]]: ...
 
     @overload
     def load_file(
-        self,
-        device: DeviceLike = "cpu",
-        *,
-        framework: BytesName,
-        **options: Unpack[PinnedOptions],
+        self, device: DeviceLike = "cpu", *, framework: BytesName, **options: Unpack[PinnedOptions]
     ) -> dict[str, memoryview]: ...
 
     @overload
     def load_file(
-        self,
-        device: DeviceLike = "cpu",
-        *,
-        framework: FrameworkName | None,
-        **options: Unpack[PinnedOptions],
+        self, device: DeviceLike = "cpu", *, framework: FrameworkName | None, **options: Unpack[PinnedOptions]
     ) -> dict[str, Any]: ...
 
     def load_file(self, device: Any = "cpu", *, framework: Any = None, **options: Any) -> dict[str, Any]:
@@ -120,38 +104,22 @@ class Pinned:
 
     @overload
     def stream(
-        self,
-        device: DeviceLike = "cpu",
-        *,
-        framework: TorchName | None = None,
-        **options: Unpack[PinnedOptions],
+        self, device: DeviceLike = "cpu", *, framework: TorchName | None = None, **options: Unpack[PinnedOptions]
     ) -> Iterator[tuple[str, torch.Tensor]]: ...
 
     @overload
     def stream(
-        self,
-        device: DeviceLike = "cpu",
-        *,
-        framework: ArrayName,
-        **options: Unpack[PinnedOptions],
+        self, device: DeviceLike = "cpu", *, framework: ArrayName, **options: Unpack[PinnedOptions]
     ) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]: ...
 
     @overload
     def stream(
-        self,
-        device: DeviceLike = "cpu",
-        *,
-        framework: BytesName,
-        **options: Unpack[PinnedOptions],
+        self, device: DeviceLike = "cpu", *, framework: BytesName, **options: Unpack[PinnedOptions]
     ) -> Iterator[tuple[str, memoryview]]: ...
 
     @overload
     def stream(
-        self,
-        device: DeviceLike = "cpu",
-        *,
-        framework: FrameworkName | None,
-        **options: Unpack[PinnedOptions],
+        self, device: DeviceLike = "cpu", *, framework: FrameworkName | None, **options: Unpack[PinnedOptions]
     ) -> Iterator[tuple[str, Any]]: ...
 
     def stream(self, device: Any = "cpu", *, framework: Any = None, **options: Any) -> Iterator[tuple[str, Any]]:

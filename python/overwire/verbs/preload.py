@@ -91,12 +91,7 @@ class Preload:
         _verbs.cancel(self._job)
 
 
-def preload(
-    source: SourceLike,
-    *,
-    device: Any = "cpu",
-    storage_options: StorageOptions | None = None,
-) -> Preload:
+def preload(source: SourceLike, *, device: Any = "cpu", storage_options: StorageOptions | None = None) -> Preload:
     """Starts a load in the engine's threads, without the GIL, and returns at once.
     torch need not be imported.
 

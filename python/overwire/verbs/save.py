@@ -238,12 +238,7 @@ def _start_job(
     # of shards of the same name may stay beside it.
     check_choice(level, "level", Level)
     spec: SaveRequest = {
-        "path": path,
-        "compress": bool(compress),
-        "level": level,
-        "shard": shard,
-        "like": like or "",
-        "beside": beside,
+        "path": path, "compress": bool(compress), "level": level, "shard": shard, "like": like or "", "beside": beside
     }
     spec["storage"] = storage(storage_options, [path], writes=True)
     if background:

@@ -136,8 +136,7 @@ class Saving:
             finally:
                 after.over()
             self._report, self._seen = (
-                report,
-                Progress(report.bytes_in, report.bytes_in, report.tensors, report.tensors),
+                report, Progress(report.bytes_in, report.bytes_in, report.tensors, report.tensors)
             )
         except BaseException as error:
             self._error = error

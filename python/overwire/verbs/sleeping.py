@@ -74,9 +74,8 @@ class Asleep:
 
         Raises OutOfMemoryError where the tensors' memory is not to be had, CorruptError
         for stored bytes that have changed, ArgumentError after `close` and where a signal
-        handler interrupts another call, and what `load_file` raises. After an error, or Ctrl-C, the tensors'
-        values are undefined,
-        the stored bytes stay, and `wake` can be called again.
+        handler interrupts another call, and what `load_file` raises. After an error, or Ctrl-C,
+        the tensors' values are undefined, the stored bytes stay, and `wake` can be called again.
         """
         if not self._wakes:
             return

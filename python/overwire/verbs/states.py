@@ -98,8 +98,7 @@ def hosted(name: str, tensor: Any) -> Bytes:
 def same_names(now: State, base: State) -> None:
     """Raises ArgumentError where one has a name that the other lacks."""
     for what, names in (
-        ("base lacks", now.sizes.keys() - base.sizes.keys()),
-        ("new lacks", base.sizes.keys() - now.sizes.keys()),
+        ("base lacks", now.sizes.keys() - base.sizes.keys()), ("new lacks", base.sizes.keys() - now.sizes.keys())
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -95,9 +95,8 @@ def stream(
 
     This call opens the file and starts the load; each tensor is complete when it is
     yielded. Threads may share the iterator: each gets what comes next. Closing it early
-    (`break`, `close`, an exception in the loop) cancels the rest and frees it. An error of the load is raised
-    after the tensors
-    that arrived before it.
+    (`break`, `close`, an exception in the loop) cancels the rest and frees it. An error of the
+    load is raised after the tensors that arrived before it.
 
     group, shard: as for `load_file`. All ranks iterate, to the end or up to one that
         closes early, which ends the stream on all; max_memory is then the smallest that

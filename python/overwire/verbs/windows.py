@@ -37,8 +37,7 @@ class Windows(Iterator[tuple[str, Any]]):
         self._left = windows[::-1]
         self._watcher = watcher
         self._total = (
-            sum(model.table[at][3] for at in (p for w, _ in windows for p in w)),
-            sum(len(w) for w, _ in windows),
+            sum(model.table[at][3] for at in (p for w, _ in windows for p in w)), sum(len(w) for w, _ in windows)
         )
         self._passed = (0, 0)
         self._lock = RLock()  # each thread takes what comes next

@@ -49,9 +49,7 @@ def validate_shard_set(metas: Sequence[SafeTensorsMetadata]) -> None:
         metadata = meta.metadata if isinstance(meta.metadata, Mapping) else {}
         try:
             index, count, ident = (
-                int(metadata[KEY_SHARD_INDEX]),
-                int(metadata[KEY_SHARD_COUNT]),
-                metadata[KEY_SHARD_SET],
+                int(metadata[KEY_SHARD_INDEX]), int(metadata[KEY_SHARD_COUNT]), metadata[KEY_SHARD_SET]
             )
         except (KeyError, TypeError, ValueError):
             raise ShardSetError(f"{meta.src}: it is not a shard of a set") from None
@@ -345,10 +343,7 @@ class ParallelSaver:
             raise ValueError(f"num_shards {num_shards} and num_threads {num_threads} must be positive")
         self.num_shards, self.num_threads, self.framework, self.fill = num_shards, num_threads, framework, fill
         self.shard_metadata, self.min_free_bytes, self.fsync, self.compress = (
-            shard_metadata,
-            min_free_bytes,
-            fsync,
-            compress,
+            shard_metadata, min_free_bytes, fsync, compress
         )
 
     def save(

@@ -156,8 +156,7 @@ class LazyTensorFactory:
             if block % 2:
                 raise ValueError(
                     f"{self.metadata.src}: tensor {name}: F4 tensors come in pairs, and blocks of {block} of "
-                    f"dimension {dim}"
-                    f" of {frame.shape} for {ranks} ranks cut one"
+                    f"dimension {dim} of {frame.shape} for {ranks} ranks cut one"
                 )
             block //= 2
 

@@ -200,11 +200,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def _cuda_interface(self) -> dict[str, Any]:
         data = (self._span.address, False)
         return {
-            "shape": self._shape,
-            "typestr": typestr(self._kind),
-            "data": data,
-            "strides": self._strides,
-            "version": 3,
+            "shape": self._shape, "typestr": typestr(self._kind), "data": data, "strides": self._strides, "version": 3
         }
 
     def to_dlpack(self, cuda_stream: Any = None) -> Any:

@@ -31,11 +31,7 @@ _PLAIN = {"bool": "|b1", "complex64": "<c8", "complex128": "<c16"}
 _PLAIN |= {f"{word}{bits}": f"<{word[0]}{bits // 8}" for word in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
 
 _SAFETENSORS: dict[Kind, str] = {
-    (4, 16, 1): "BF16",
-    (2, 16, 1): "F16",
-    (2, 32, 1): "F32",
-    (10, 8, 1): "F8_E4M3",
-    (12, 8, 1): "F8_E5M2",
+    (4, 16, 1): "BF16", (2, 16, 1): "F16", (2, 32, 1): "F32", (10, 8, 1): "F8_E4M3", (12, 8, 1): "F8_E5M2"
 }
 
 

@@ -109,9 +109,8 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
     assignments: positions in files for each thread, in any number of bins. They
         are checked and otherwise passed over: every worker takes what is next.
 
-    Raises ArgumentError for assignments that do not fit, FormatError for sizes that do not fit before anything is
-    allocated,
-    NotFoundError, CorruptError, NotSupportedError for what nvCOMP wrote.
+    Raises ArgumentError for assignments that do not fit, FormatError for sizes that do not fit
+    before anything is allocated, NotFoundError, CorruptError, NotSupportedError for what nvCOMP wrote.
     """
     if not manifests.bins_fit(assignments, len(files)):
         raise overwire.ArgumentError(f"overwire: assignments: they do not fit {len(files)} files: {assignments!r:.100}")

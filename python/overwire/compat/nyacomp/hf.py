@@ -95,11 +95,7 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
                 keys.append(key)
                 sizes.append(small)
                 state[key] = {
-                    "shape": value.shape,
-                    "dtype": value.dtype,
-                    "len": size,
-                    "len_compressed": small,
-                    "digest": digest,
+                    "shape": value.shape, "dtype": value.dtype, "len": size, "len_compressed": small, "digest": digest
                 }
             else:
                 small = size

@@ -72,8 +72,7 @@ class EncryptionParams:
         if not source:
             raise ValueError("Source cannot be empty")
         for name, value, right, wrong in (
-            ("opslimit", opslimit, _OpsLimit, _MemLimit),
-            ("memlimit", memlimit, _MemLimit, _OpsLimit),
+            ("opslimit", opslimit, _OpsLimit, _MemLimit), ("memlimit", memlimit, _MemLimit, _OpsLimit)
         ):
             if isinstance(value, wrong) or not isinstance(value, (int, type(None))):
                 raise TypeError(

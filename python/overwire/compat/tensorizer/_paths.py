@@ -47,8 +47,7 @@ def add(tree: Tree, path: Path) -> None:
         if level and type(next(iter(level))) is not type(part):
             raise ValueError(
                 f"Conflicting tensor paths: {plain(path)} has a different key type ({type(part).__name__!r}) than "
-                f"existing keys at the"
-                f" prefix {path[: depth + 1]} ({type(next(iter(level))).__name__!r})"
+                f"existing keys at the prefix {path[: depth + 1]} ({type(next(iter(level))).__name__!r})"
             )
         if depth == len(path) - 1:
             if part in level:

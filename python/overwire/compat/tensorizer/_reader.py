@@ -202,8 +202,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 why = "comes from a tensorizer version predating encryption, so it must not be encrypted"
             raise CryptographyError(
                 f"Tensor decryption was requested, but the file provided {why}. Either set encryption=None on the "
-                f"TensorDeserializer,"
-                " or ensure that the correct file was provided."
+                "TensorDeserializer, or ensure that the correct file was provided."
             )
         key: bytes | str | None = encryption.key
         if key is None and encryption.source is not None:
@@ -456,8 +455,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             if true is not None and not allow_raw_data:
                 raise ValueError(
                     f"{name} has an opaque datatype: (Torch: {true}, Numpy: {form}). Set `allow_raw_data=True` to "
-                    f"return as a numpy array"
-                    f" with a datatype of {form}"
+                    f"return as a numpy array with a datatype of {form}"
                 )
             tensor = parameter.detach()
             if true is not None and self._dtype is None:

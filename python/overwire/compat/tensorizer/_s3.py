@@ -79,14 +79,12 @@ def infer_credentials(key: str | None, secret: str | None, config_path: Any = No
         s3_secret_key=values.s3_secret_key if secret is None else secret,
     )
     for value, name in (
-        (credentials.s3_access_key, "s3_access_key_id"),
-        (credentials.s3_secret_key, "s3_secret_access_key"),
+        (credentials.s3_access_key, "s3_access_key_id"), (credentials.s3_secret_key, "s3_secret_access_key")
     ):
         if not value:
             raise ValueError(
                 f"Attempted to access an S3 bucket, but {name} was not provided, and could not be found in the "
-                f"default config file"
-                f" at {values.config_file}."
+                f"default config file at {values.config_file}."
             )
     return credentials
 

@@ -54,8 +54,7 @@ class CAInfo:
         if sum((cacert is not None, capath is not None, bool(allow_untrusted))) != 1:
             raise ValueError(
                 "Exactly one of cacert, capath, or allow_untrusted=True must be specified. For default certificate "
-                "verification"
-                " behaviour, use certificate_handling=None instead of an explicit CAInfo instance"
+                "verification behaviour, use certificate_handling=None instead of an explicit CAInfo instance"
             )
         for name, path, there in (("cacert file", cacert, os.path.isfile), ("capath directory", capath, os.path.isdir)):
             if path is not None and not there(path):
@@ -230,8 +229,7 @@ class CURLStreamFile(_Stream):
         if certificate_handling is not None and not isinstance(certificate_handling, CAInfo):
             raise TypeError(
                 "certificate_handling must either be None (for default SSL certificate verification), or a CAInfo "
-                "object,"
-                f" not {certificate_handling.__class__.__name__}"
+                f"object, not {certificate_handling.__class__.__name__}"
             )
         if uri.partition("://")[0].lower() not in ("http", "https"):
             raise ValueError(f"Invalid HTTP URI: {shown(uri)}")

@@ -157,8 +157,7 @@ class Describer:
         attributes = dict(getattr(value, "__dict__", None) or {})
         if isinstance(value, torch.nn.Module):
             attributes = {name: part for name, part in attributes.items() if name not in _APART} | {
-                **value._parameters,
-                **value._buffers,
+                **value._parameters, **value._buffers
             }
         for slot in getattr(type(value), "__slots__", ()):
             if isinstance(slot, str) and hasattr(value, slot):

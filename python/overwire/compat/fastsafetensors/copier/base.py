@@ -260,8 +260,7 @@ class EngineCopier(CopierInterface):
                 except BaseException as error:
                     is_exception = isinstance(error, Exception)
                     self._stream, self._error = (
-                        None,
-                        error if is_exception else RuntimeError(f"{self.metadata.src}: loading was interrupted"),
+                        None, error if is_exception else RuntimeError(f"{self.metadata.src}: loading was interrupted")
                     )
                     raise
                 result = self.framework.wrap(tensor, self.metadata.tensors[name].dtype, self.device)
