@@ -8,11 +8,11 @@
 One process a rank imports vLLM, while others make the files, and then makes each model by each format in turn, as
 often as --repeat says: vLLM's import, the making of the modules, the loading of the weights, of which the recording
 of the model's own loader takes a part, the processing, what prepared state is checked against before and after, and
-Python's collections of garbage, of which vLLM runs two a start. Ranks begin a start together, and its parts are those of the slowest. The digest of every parameter, on each
-rank, must be that of vLLM's own safetensors path. vLLM's kernels are not needed:
-where they cannot be imported, an empty module takes their place, and nothing is generated. A format whose package
-is absent is left out, with a line that says so; what is printed last are medians. The kind prepared is overwire
-with prepared state: a first start, which keeps it, and later ones.
+Python's collections of garbage, of which vLLM runs two a start. Ranks begin a start together, and its parts are those
+of the slowest. The digest of every parameter, on each rank, must be that of vLLM's own safetensors path. vLLM's
+kernels are not needed: where they cannot be imported, an empty module takes their place, and nothing is generated. A
+format whose package is absent is left out, with a line that says so; what is printed last are medians. The kind
+prepared is overwire with prepared state: a first start, which keeps it, and later ones.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_same_bytes_as_on_the_cpu(model: Path, file: str) -> None:
 
 @pytest.mark.parametrize("file", ["plain.safetensors", "packed.safetensors"])
 def test_tensors_that_load_in_the_background(model: Path, file: str) -> None:
-    """The drop-in's `prefetch` brings whole tensors and planned rows to a GPU, out of a file that is open on the CPU."""
+    """The drop-in's `prefetch` brings whole tensors and planned rows to a GPU, of a file that is open on the CPU."""
     import overwire.compat.safetensors as drop_in
 
     want = ow.load_file(model / file)
