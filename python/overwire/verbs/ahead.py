@@ -38,11 +38,15 @@ class _Window:
     """Tensors that one load brings, each to be taken once."""
 
     def __init__(self, load: Load, ways: dict[int, Block | None], sizes: dict[int, int]) -> None:
-        self._load, self.job = load, load.job.number
-        self._requests = {at: request for request, at in enumerate(ways)}
+        self._load, self._requests = load, {at: request for request, at in enumerate(ways)}
         self.ways, self.sizes = ways, sizes
         self.left = sum(sizes.values())  # bytes of what was not taken
         self._landed: dict[int, tuple[int, Any, int]] = {}
+
+    @property
+    def job_number(self) -> int:
+        """The number of its load, which this alone may keep: memory goes when that has ended."""
+        return self._load.job.number
 
     def take(self, at: int) -> Any:
         """Waits for a tensor; raises the load's error."""
@@ -76,12 +80,11 @@ class ReadAhead:
     """What is read ahead of one open file. Threads may share it; a fork of the process
     leaves it alone.
 
-    It looks at the order in which tensors are asked for: that of the bytes, or, once `by_name`
-    is set or their names have risen for a while, of the names. What comes next in it is loaded while the program
-    works on
-    what it has. At most two windows are in memory, on the host 256 MiB, on a GPU 2 GiB or an
-    eighth of what is free there; only a tensor that was asked for may be larger. A tensor that
-    is asked for out of turn ends it, and the next time it takes longer until it begins.
+    It looks at the order in which tensors are asked for: that of the bytes, or, once `by_name` is set or
+    their names have risen for a while, of the names. What comes next in it is loaded while the program works
+    on what it has. At most two windows are in memory, on the host 256 MiB, on a GPU 2 GiB or an eighth of what
+    is free there; only a tensor that was asked for may be larger. A tensor that is asked for out of turn ends
+    it, and the next time it takes longer until it begins.
 
     Blocks are read ahead where tensors whose names differ in numbers alone were cut alike.
     """
@@ -232,7 +235,7 @@ class ReadAhead:
             self._next += 1
         if not used_bytes:
             return
-        after = self._windows[-1].job if self._windows else 0
+        after = self._windows[-1].job_number if self._windows else 0
         self._windows.append(_Window(self._load(model, ways, after), ways, sizes))
         self._size = min((self._size or first) * _GROWTH, most)
 

@@ -203,8 +203,7 @@ class Delta:
 
     @skip_at_exit
     def __del__(self) -> None:
-        number = getattr(self, "_number", 0)
-        if number:
+        if number := getattr(self, "_number", 0):
             release(number)
 
 

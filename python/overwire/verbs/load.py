@@ -123,8 +123,7 @@ def load_file(
             options.pop("base", None)
             with open_load(source, group, shard, device=device, framework=framework, **options) as group_load:
                 return group_load.load_all()
-    base = options.pop("base", None)
-    if base is not None:
+    if (base := options.pop("base", None)) is not None:
         from .deltas import load_on
 
         return load_on(base, source, device, framework, options, load_file)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, cast, overload
 
 from .. import _engine
+from .._imports import skip_at_exit
 from .._tables import BITS
 from ..dtypes import PACKED, nbytes
 from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
@@ -159,6 +160,11 @@ class safe_open(Generic[T]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @skip_at_exit
+    def __del__(self) -> None:
+        if getattr(self, "_model", None) is not None:  # the constructor may have failed
+            self.close()
+
     def __repr__(self) -> str:
         if (model := self._model) is None:
             return "safe_open(closed)"
@@ -193,8 +199,7 @@ class safe_open(Generic[T]):
     def _live_model(self) -> Model:
         model = self._model
         if model is None:
-            advice = "a file that threads share is closed once all of them have read"
-            raise ArgumentError(f"overwire: {self._uri}: it is closed; {advice}", source=self._uri)
+            raise ArgumentError(f"overwire: {self._uri}: it is closed; close it after all reads", source=self._uri)
         if _engine.forked() and not hasattr(model, "read_alone"):
             from ..model.forked import ForkedModel
 
@@ -360,8 +365,7 @@ class TensorSlice(Generic[T]):
         return f"TensorSlice({self._name!r}, {self._row.dtype}, {self.get_shape()})"
 
     def __getitem__(self, index: Any) -> T:
-        part: T = self._read_index(index)
-        return part
+        return cast("T", self._read_index(index))
 
     def _read_index(self, index: Any) -> Any:
         with self._file._open_model() as model:

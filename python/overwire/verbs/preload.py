@@ -61,10 +61,8 @@ class Preload:
 
     @skip_at_exit
     def __del__(self) -> None:
-        # Free only the handle: the preload continues. `getattr`: the constructor may
-        # have failed.
-        job = getattr(self, "_job", None)
-        if job is not None:
+        # Frees only the handle: the preload continues. `getattr`: the constructor may have failed.
+        if (job := getattr(self, "_job", None)) is not None:
             release(job)
 
     def progress(self) -> Progress:

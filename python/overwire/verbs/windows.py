@@ -94,14 +94,12 @@ class Windows(Iterator[tuple[str, Any]]):
     def close(self) -> None:
         """Ends the stream; the rest is cancelled and freed."""
         if not self._lock.acquire(blocking=False):  # another thread waits for what comes next
-            for running in (self._now, self._next):
-                if running is not None:
-                    running[0].cancel()
+            for running in filter(None, (self._now, self._next)):
+                running[0].cancel()
             self._lock.acquire()
         try:
-            for running in (self._now, self._next):
-                if running is not None:
-                    running[0].close()
+            for running in filter(None, (self._now, self._next)):
+                running[0].close()
             self._now = self._next = None
             self._left = []
             self._model.close()
