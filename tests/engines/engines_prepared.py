@@ -180,6 +180,18 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     LlamaForCausalLM.load_weights = own
     check("made of prepared state")
     print("  what does not fit is loaded as always", flush=True)
+    from overwire.integrations.vllm import prepared
+
+    steps = []
+    for name in ("Arriving", "name_of"):
+        call = getattr(prepared, name)
+        setattr(prepared, name, lambda *args, name=name, call=call: (steps.append(name), call(*args))[1])
+    check("made of prepared state")
+    os.environ["VLLM_SOMETHING"] = "2"
+    check("prepared state kept")
+    if steps != ["Arriving", "name_of"] * 2:
+        raise SystemExit(f"not begun before the fingerprint was known, or begun again: {steps}")
+    print("  the file that was used last is begun at once, and let go where it does not count", flush=True)
 
 
 def main() -> None:

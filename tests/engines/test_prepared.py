@@ -226,6 +226,19 @@ def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.M
         prepared.folder_of(folder)
 
 
+def test_the_file_of_a_place_that_was_used_last_is_found(tmp_path: Path) -> None:
+    """Of the fingerprints that begin alike the one whose file was used last; none of other places, and none of begun
+    files."""
+    assert prepared.newest_name(str(tmp_path), "a" * 8) is None
+    for at, name in enumerate(("a" * 40, "a" * 8 + "b" * 32, "c" * 40)):
+        prepared.keep_file(str(tmp_path), name, {}, {}, {})
+        os.utime(tmp_path / f"{name}.safetensors", (at, at))
+    (tmp_path / (".begun-1-" + "a" * 40 + ".safetensors")).touch()
+    assert prepared.newest_name(str(tmp_path), "a" * 8) == "a" * 8 + "b" * 32
+    prepared.note_use(str(tmp_path / ("a" * 40 + ".safetensors")))
+    assert prepared.newest_name(str(tmp_path), "a" * 8) == "a" * 40
+
+
 def test_a_kept_file_was_read_twice(tmp_path: Path) -> None:
     """The system has its pages among those in use before a start reads them."""
 

@@ -66,8 +66,23 @@ _MODEL = (
 # Places of a file of which the bytes are looked at, where nothing says its content, and how many there.
 _PLACES, _BYTES = 16, 4096
 
+# How much of a fingerprint says for which place it is.
+_PLACE = 8
+
 # The largest of a model's files of settings.
 _SETTINGS = 1 << 20
+
+
+def place_of(config: Any, model_config: Any, prefix: str, device: torch.device) -> str:
+    """What the fingerprint begins with: the model's path and the rank, which are known at once."""
+    facts = _facts_of_place(config, model_config, prefix)
+    return fingerprint(str(model_config.model), device.type, facts)[:_PLACE]
+
+
+def _facts_of_place(config: Any, model_config: Any, prefix: str) -> list[Any]:
+    speculative = getattr(config, "speculative_config", None)
+    is_draft = speculative is not None and model_config is getattr(speculative, "draft_model_config", None)
+    return [prefix, is_draft, list(_ranks_of_groups())]
 
 
 def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: torch.device) -> str:
@@ -85,20 +100,17 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
         raise Refused("weights are offloaded")
     import overwire
 
-    speculative = getattr(config, "speculative_config", None)
     with ThreadPoolExecutor(1) as beside:  # vLLM's code is looked at while headers of weights are read
         code = beside.submit(files_of, "vllm")
         weights = list(_facts_of_files(model_config, loader))
-    return fingerprint(
-        [2, vllm.__version__, torch.__version__, overwire.__version__, code.result()],
+    whole = fingerprint(
+        [1, vllm.__version__, torch.__version__, overwire.__version__, code.result()],
         [(name, _version_of(name)) for name in _KERNELS],
         _machine_facts(device),
         {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
         [str(getattr(model_config, name, None)) for name in _MODEL],
-        prefix,
-        speculative is not None and model_config is getattr(speculative, "draft_model_config", None),
+        _facts_of_place(config, model_config, prefix),
         [str(getattr(parallel, name, None)) for name in _PARALLEL],
-        list(_ranks_of_groups()),
         [
             str(getattr(config.cache_config, name, None))
             for name in ("cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales")
@@ -112,6 +124,7 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
         },
         weights,
     )
+    return place_of(config, model_config, prefix, device) + whole[_PLACE:]
 
 
 def is_offloading(config: Any) -> bool:

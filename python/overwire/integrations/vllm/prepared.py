@@ -27,7 +27,7 @@ from ..shared.origins import Foreign, origins_of
 from ..shared.parts import Arriving, put_tensors, restore_processed, take_tensors
 from ..shared.prepared import Damaged, Kept, Refused
 from .device import tensor_ranks
-from .identity import CODE, OPAQUE, name_of
+from .identity import CODE, OPAQUE, name_of, place_of
 
 log = init_logger("vllm.overwire")
 
@@ -69,42 +69,72 @@ class Start:
         self._folder: str | None = None
         self._name = ""
         self._kept: Kept | None = None
+        self._arriving: Arriving | None = None
         try:
             self._folder = prepared.folder_of(chosen)
+            likely = prepared.newest_name(self._folder, place_of(config, model_config, prefix, self._device))
+            if likely is not None:
+                self._begin_early(self._folder, likely)
             self._name = name_of(config, model_config, prefix, loader, self._device)
-            self._kept = prepared.find_file(self._folder, self._name)
-        except Refused as error:
-            log.info("overwire: no prepared state: %s", error)
-            if not isinstance(error, Damaged):
-                self._folder = None
+            if self._kept is None or self._name != likely:
+                self._let_go()
+                self._kept = prepared.find_file(self._folder, self._name)
         except Exception as error:
             log.info("overwire: no prepared state: %s", error)
-            self._folder = None
+            self._let_go()
+            if not isinstance(error, Damaged):
+                self._folder = None
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _begin_early(self, folder: str, likely: str) -> None:
+        # Loads the file that this place used last while its fingerprint is still made, which says whether it counts.
+        try:
+            self._kept = prepared.find_file(folder, likely)
+            if self._kept is not None:
+                self._arriving = Arriving(self._kept.path, self._kept.record["tensors"], self._device)
+        except Damaged as error:
+            log.info("overwire: no prepared state: %s", error)
+        except Exception:
+            self._kept = None  # if the file counts, it is raised again where that is known
+
+    def _let_go(self) -> None:
+        # Of a file that does not count, and of the memory that was taken for it.
+        arriving, self._arriving, self._kept = self._arriving, None, None
+        if arriving is not None:
+            arriving.close()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def load_model(self) -> torch.nn.Module | None:
         """The model, made of what was kept; None where it has to be loaded as always: on all ranks
         that share tensors, or on none."""
-        if not _all_agree(self._kept is not None):
-            return None
+        try:
+            kept = self._kept if _all_agree(self._kept is not None) else None
+            return None if kept is None else self._load_kept(kept)
+        finally:
+            self._let_go()
+
+    def _load_kept(self, kept: Kept) -> torch.nn.Module | None:
         model: torch.nn.Module | None = None
         with _undo_unless(self._config, lambda: model is not None), _no_collections():
             reason = None
             began = time.perf_counter()
-            assert self._kept is not None
             try:
-                model = self._make_model(self._kept)
+                model = self._make_model(kept)
             except Exception as error:
                 reason = error
             if not _all_agree(reason is None):
                 model = None
         if model is None:
-            self._report_outcome(self._kept, reason)
+            self._report_outcome(kept, reason)
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             return None
-        prepared.note_use(self._kept.path)
-        count = len(self._kept.record["tensors"])
+        prepared.note_use(kept.path)
+        count = len(kept.record["tensors"])
         log.info("overwire: made of prepared state: %d tensors, in %.2f s", count, time.perf_counter() - began)
         return model
 
@@ -129,8 +159,10 @@ class Start:
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         model: torch.nn.Module
-        rows, names = kept.record["tensors"], kept.record["names"]
-        arriving = Arriving(kept.path, rows, self._device)  # while the model is made
+        names = kept.record["names"]
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            arriving = Arriving(kept.path, kept.record["tensors"], self._device)
         with contextlib.closing(arriving), set_default_torch_dtype(self._model_config.dtype):
             with torch.device("meta"):
                 model = initialize_model(vllm_config=self._config, model_config=self._model_config, prefix=self._prefix)
