@@ -104,7 +104,8 @@ def watch_parts(seconds: dict[str, float]) -> None:
     """Has the parts of loads added to `seconds`, by name. Nothing is replaced, as prepared state is kept of vLLM's
     own code only: Python says when the functions begin and end, from 3.12 on."""
     from overwire.integrations.shared.parts import Arriving, put_tensors
-    from overwire.integrations.vllm import prepared
+    from overwire.integrations.shared.prepared import find_file
+    from overwire.integrations.vllm import identity, prepared
     from overwire.integrations.vllm.loader import OverwireModelLoader
     from vllm.model_executor.model_loader import default_loader, runai_streamer_loader, utils
 
@@ -124,7 +125,8 @@ def watch_parts(seconds: dict[str, float]) -> None:
     calls = {
         utils.initialize_model: "made",
         utils.process_weights_after_loading: "processed",
-        prepared.Start.__init__: "checked",
+        identity.name_of: "checked",
+        find_file: "checked",
         prepared._compare_model: "checked",
         put_tensors: "weights",
         Arriving.finish_loading: "weights",
