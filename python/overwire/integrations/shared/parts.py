@@ -132,7 +132,7 @@ class Arriving:
         from ...plumbing import landing, table_of
 
         requests: list[tuple[int, int, int, int, int, int]] = []
-        begun: list[Copy] = []
+        direct: list[Copy] = []
         for at, (name, dtype, shape) in enumerate(table_of(self._file)):
             copy = self._copy_of_row(at, name, dtype, shape)
             if not copy.target.numel():
@@ -142,10 +142,10 @@ class Arriving:
                 self._rest.append(copy)
             else:
                 requests.append(request)
-                begun.append(copy)
+                direct.append(copy)
         self._job = landing(self._file, str(self._device), requests) if requests else None
         if self._job is None:
-            self._rest += begun
+            self._rest += direct
 
     def _copy_of_row(self, at: int, name: str, dtype: str, shape: tuple[int, ...]) -> Copy:
         from ...plumbing import torch_dtype

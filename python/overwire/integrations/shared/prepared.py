@@ -106,12 +106,12 @@ def find_file(folder: str, name: str) -> Kept | None:
 
 def newest_name(folder: str, place: str) -> str | None:
     """The fingerprint that begins so of the file that was used last; None if there is none."""
-    found = [(0, "")]
+    files = [(0, "")]
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(place) and entry.name.endswith(_SUFFIX):
-                found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name.removesuffix(_SUFFIX)))
-    return max(found)[1] or None
+                files.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name.removesuffix(_SUFFIX)))
+    return max(files)[1] or None
 
 
 def note_use(path: str) -> None:

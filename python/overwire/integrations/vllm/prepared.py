@@ -111,8 +111,8 @@ class Start:
         """The model, made of what was kept; None where it has to be loaded as always: on all ranks
         that share tensors, or on none."""
         try:
-            kept = self._kept if _all_agree(self._kept is not None) else None
-            return None if kept is None else self._load_kept(kept)
+            file = self._kept if _all_agree(self._kept is not None) else None
+            return None if file is None else self._load_kept(file)
         finally:
             self._let_go()
 
@@ -273,10 +273,10 @@ def _describe_model(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], di
 def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
     # Whether a model is as its record says; flags and numbers that only `load_weights` sets are set.
     tensors, rows, names = take_tensors(model)
-    for found, was in ((names, record["names"]), (rows, record["tensors"])):
-        if found != was:
-            name = next(name for name in [*found, *was] if found.get(name) != was.get(name))
-            raise Refused(f"{name} is {found.get(name)}, and was {was.get(name)}")
+    for current, was in ((names, record["names"]), (rows, record["tensors"])):
+        if current != was:
+            name = next(name for name in [*current, *was] if current.get(name) != was.get(name))
+            raise Refused(f"{name} is {current.get(name)}, and was {was.get(name)}")
     modules = dict(model.named_modules())
     for path, entry in Describer(model, tensors, "vllm", OPAQUE).describe_modules().items():
         was = record["modules"].get(path, {})
