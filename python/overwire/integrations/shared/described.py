@@ -21,6 +21,7 @@ from .copies import memory_range
 from .prepared import Refused
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_EXACT = frozenset(_PLAIN)
 _NAMED = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 _MANY = (list, tuple, set, frozenset, deque)
 
@@ -94,7 +95,7 @@ class Describer:
         entries = {"": _kind_of(module)}
         for name, value in vars(module).items():
             if name not in _APART and not name.startswith(_OURS):
-                entries[name] = self.text_of(value)
+                entries[name] = repr(value) if type(value) in _EXACT else self.text_of(value)
         entries["training"] = str(module.training)
         for name, param in [*module._parameters.items(), *module._buffers.items()]:
             entries[f"{name}."] = "None" if param is None else _kind_of(param)
@@ -104,7 +105,7 @@ class Describer:
 
     def text_of(self, value: Any) -> str:
         """Of one value."""
-        if type(value) in _PLAIN or isinstance(value, _PLAIN):
+        if type(value) in _EXACT or isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, enum.Enum):
             return str(value)

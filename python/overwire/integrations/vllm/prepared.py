@@ -280,6 +280,8 @@ def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
     modules = dict(model.named_modules())
     for path, entry in Describer(model, tensors, "vllm", OPAQUE).describe_modules().items():
         was = record["modules"].get(path, {})
+        if entry == was:
+            continue
         for name in entry.keys() | was.keys():
             if entry.get(name) != was.get(name) and not _set_attribute(modules[path], name, was.get(name)):
                 raise Refused(f"{path}.{name} is {entry.get(name)}, and was {was.get(name)}")
