@@ -1,5 +1,3 @@
-//go:build cgo
-
 package api
 
 // This file has the functions that gopy binds.

@@ -1,5 +1,4 @@
-//go:build cgo
-
+// Work on a caller's stream, and the answers that are copied back.
 #include "batch.h"
 
 #include "driver/call.h"

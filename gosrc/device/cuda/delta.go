@@ -1,5 +1,3 @@
-//go:build cgo
-
 package cuda
 
 // This file encodes and applies XOR deltas (codec/delta) of memory on the device.

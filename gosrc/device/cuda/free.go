@@ -1,5 +1,3 @@
-//go:build cgo
-
 package cuda
 
 // This file has the free slots of a queue.

@@ -1,5 +1,3 @@
-//go:build cgo
-
 package cuda
 
 // This file submits several slots as one: each call of the driver takes microseconds, and

@@ -1,5 +1,4 @@
-//go:build cgo
-
+// Chunks that are encoded on a device, on their way to the host.
 #include "pack.h"
 
 #include "driver/call.h"

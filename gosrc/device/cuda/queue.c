@@ -1,5 +1,4 @@
-//go:build cgo
-
+// A queue of pinned slots: its slots, streams and copies.
 #include "queue.h"
 
 #include <stdlib.h>

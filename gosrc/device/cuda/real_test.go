@@ -1,4 +1,4 @@
-//go:build cgo && !owfake
+//go:build !owfake
 
 package cuda
 

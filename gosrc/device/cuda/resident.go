@@ -1,5 +1,3 @@
-//go:build cgo
-
 package cuda
 
 // This file has the second module of kernels, for weights that stay on the device, and

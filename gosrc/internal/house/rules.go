@@ -96,7 +96,7 @@ func checkCgo(t *Tree) (out []Finding) {
 				if spec.Path.Value == `"C"` && !matchesAny(name, cgoPackages) && !f.Ignored {
 					out = append(out, Finding{t.placeOf(spec), name + ` imports "C"`,
 						"cgo stays in " + strings.Join(cgoPackages, ", ") +
-							", so that everything else builds, tests and races with CGO_ENABLED=0"})
+							", so that what imports none of them builds and tests with CGO_ENABLED=0"})
 				}
 			}
 		}

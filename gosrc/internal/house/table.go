@@ -164,7 +164,7 @@ var modules = map[string][]string{
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }
 
-// cgoPackages may import "C". Everything else builds and tests with CGO_ENABLED=0.
+// cgoPackages may import "C". What imports none of them builds and tests with CGO_ENABLED=0.
 var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/driver", "device/cuda/cudatest",
 	"device/gds", "internal/sodium"}
 

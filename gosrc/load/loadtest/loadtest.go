@@ -1,5 +1,3 @@
-//go:build cgo
-
 package loadtest
 
 // This file writes models, loads them and reads their bytes back.

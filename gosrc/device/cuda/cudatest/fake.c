@@ -1,4 +1,4 @@
-//go:build cgo && owfake
+//go:build owfake
 
 #define _GNU_SOURCE // memfd_create
 #include "fake.h"

@@ -1,4 +1,4 @@
-//go:build cgo && owfake
+//go:build owfake
 
 // The host twins of the kernels, for the fake driver.
 #include "../../../../cuda/crc_host.cc"

@@ -1,5 +1,4 @@
-//go:build cgo
-
+// Contexts, memory, events and modules of a device.
 #include "call.h"
 
 #include <stdlib.h>

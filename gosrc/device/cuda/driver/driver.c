@@ -1,5 +1,4 @@
-//go:build cgo
-
+// The table of the driver, filled once, and forks of its process.
 #include "driver.h"
 
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-//go:build cgo && owfake && owfakeauto
+//go:build owfake && owfakeauto
 
 package driver
 

@@ -1,5 +1,4 @@
-//go:build cgo
-
+// Memory, streams and events that are made together, and end together.
 #include "call.h"
 
 #include <stdlib.h>

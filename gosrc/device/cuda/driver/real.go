@@ -1,4 +1,4 @@
-//go:build cgo && !owfakeauto
+//go:build !owfakeauto
 
 package driver
 

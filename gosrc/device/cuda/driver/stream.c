@@ -1,5 +1,4 @@
-//go:build cgo
-
+// Copies, and streams that the caller names.
 #include "call.h"
 
 enum { POINTER_DEVICE = 9 }; // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
