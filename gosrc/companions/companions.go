@@ -9,7 +9,6 @@ package companions
 
 import (
 	"context"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -18,8 +17,8 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
-	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
 )
 
 // maxOther is the size up to which weights in other formats are copied along: the
@@ -190,54 +189,19 @@ func within(root, link string) (real string, ok bool) {
 const step = 1 << 20
 
 // Copy passes the bytes of f to write. It fails if they are no longer as many as when
-// f was found.
+// f was found, or change while they are read.
 func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
-	change := errs.In("read", f.Path, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
-	if f.open != nil {
-		return copyRemote(ctx, f, write, change)
+	open := f.open
+	if open == nil {
+		open = func(_ context.Context, path string) (source.Source, error) { return file.Open(path) }
 	}
-	fd, was, err := regular.Open(f.Path)
-	if err != nil {
-		return errs.In("read", f.Path, err)
-	}
-	file := os.NewFile(uintptr(fd), f.Path)
-	defer file.Close()
-	block := make([]byte, min(step, f.Size+1))
-	for size := int64(0); ; {
-		if err := ctx.Err(); err != nil {
-			return context.Cause(ctx)
-		}
-		n, err := file.Read(block)
-		if size+int64(n) > f.Size || err == io.EOF && size < f.Size {
-			return change
-		}
-		if n > 0 {
-			if err := write(block[:n], size); err != nil {
-				return err
-			}
-			size += int64(n)
-		}
-		if err == io.EOF {
-			if now, err := file.Stat(); err != nil || now.ModTime().UnixNano() != was.Mtim.Nano() {
-				return change
-			}
-			return nil
-		}
-		if err != nil {
-			return errs.In("read", f.Path, errs.FromOS(err))
-		}
-	}
-}
-
-// copyRemote is Copy of a remote file.
-func copyRemote(ctx context.Context, f File, write func(p []byte, off int64) error, changed error) error {
-	s, err := f.open(ctx, f.Path)
+	s, err := open(ctx, f.Path)
 	if err != nil {
 		return err
 	}
 	defer s.Close()
 	if s.Size() != f.Size {
-		return changed
+		return errs.In("read", f.Path, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
 	}
 	block := make([]byte, min(step, f.Size))
 	for off := int64(0); off < f.Size; off += step {

@@ -96,7 +96,7 @@ var mayImport = map[string][]string{
 		"internal/spawn"},
 	"relay": {"load", "plan", "pipeline", "source", "device/...", "peers", "job", "knob", "tensor", "errs",
 		"internal/..."},
-	"companions":   {"source", "errs", "internal/..."},
+	"companions":   {"source", "source/file", "errs", "internal/..."},
 	"save/stored":  {"codec", "source", "tensor", "errs", "internal/..."},
 	"save/folders": {"source", "source/open", "errs", "internal/..."},
 	"save": {"save/folders", "save/original", "save/stored", "companions", "format/...", "tensorizer", "codec/...",
