@@ -128,20 +128,21 @@ func Encoding(h http.Header) string {
 	for _, name := range strings.Split(strings.Join(h.Values("Content-Encoding"), ","), ",") {
 		name = strings.TrimSpace(name)
 		if name != "" && !strings.EqualFold(name, "identity") && !strings.EqualFold(name, "aws-chunked") {
-			return printableText(name)
+			return PrintableText(name, 40)
 		}
 	}
 	return ""
 }
 
-// printableText is the beginning of a text without what could break a line or a terminal.
-func printableText(s string) string {
+// PrintableText is the first most bytes of a server's text, without what could break a line or a
+// terminal.
+func PrintableText(s string, most int) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
 			return -1
 		}
 		return r
-	}, s[:min(len(s), 40)])
+	}, s[:min(len(s), most)])
 }
 
 // Origin is a URL's scheme, host and port.

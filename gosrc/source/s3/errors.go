@@ -23,6 +23,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
+// maxText is how many bytes of a text of the store an error shows.
+const maxText = 128
+
 // A refusal is what a store responded instead of data. Its text has what the
 // store's support asks for: status, code, request id.
 type refusal struct {
@@ -88,9 +91,9 @@ func classifyError(ctx context.Context, err error) error {
 	var api smithy.APIError
 	var resp *awshttp.ResponseError
 	if errors.As(err, &resp) && resp.HTTPStatusCode() > 0 {
-		r := &refusal{status: resp.HTTPStatusCode(), request: printableText(resp.ServiceRequestID())}
+		r := &refusal{status: resp.HTTPStatusCode(), request: route.PrintableText(resp.ServiceRequestID(), maxText)}
 		if errors.As(err, &api) {
-			r.code = printableText(api.ErrorCode())
+			r.code = route.PrintableText(api.ErrorCode(), maxText)
 		}
 		if r.message = says[r.code]; r.code == "" { // a response without a body has none
 			r.message = http.StatusText(r.status)
@@ -111,7 +114,7 @@ func classifyError(ctx context.Context, err error) error {
 	}
 	if errors.As(err, &api) { // 200 with an error in it: CompleteMultipartUpload
 		return &refusal{class: statusClass(0, api.ErrorCode()), status: http.StatusOK,
-			code: printableText(api.ErrorCode()), message: says[api.ErrorCode()]}
+			code: route.PrintableText(api.ErrorCode(), maxText), message: says[api.ErrorCode()]}
 	}
 	return transportError(err)
 }
@@ -138,7 +141,7 @@ func leadsTo(location string) string {
 	if err != nil || u.Hostname() == "" {
 		return ""
 	}
-	return " to " + strconv.Quote(printableText(u.Hostname()))
+	return " to " + strconv.Quote(route.PrintableText(u.Hostname(), maxText))
 }
 
 func statusClass(status int, code string) error {
@@ -182,8 +185,8 @@ func statusOf(err error) string {
 	var resp *awshttp.ResponseError
 	switch {
 	case errors.As(err, &api) && errors.As(err, &resp):
-		return fmt.Sprintf(": %s (status %d, request %s)", printableText(api.ErrorCode()), resp.HTTPStatusCode(),
-			printableText(resp.ServiceRequestID()))
+		return fmt.Sprintf(": %s (status %d, request %s)", route.PrintableText(api.ErrorCode(), maxText),
+			resp.HTTPStatusCode(), route.PrintableText(resp.ServiceRequestID(), maxText))
 	case errors.As(err, &resp):
 		return fmt.Sprintf(": status %d", resp.HTTPStatusCode())
 	}
@@ -257,17 +260,4 @@ func mayBeExpired(err error) bool {
 	var r *refusal
 	return errors.As(err, &r) && (r.code == "ExpiredToken" || r.code == "TokenRefreshRequired" ||
 		r.code == "InvalidToken")
-}
-
-// printableText removes what could break a line or a terminal.
-func printableText(s string) string {
-	if len(s) > 128 {
-		s = s[:128]
-	}
-	return strings.Map(func(r rune) rune {
-		if r < ' ' || r > '~' {
-			return -1
-		}
-		return r
-	}, s)
 }
