@@ -17,7 +17,7 @@ import numpy as np
 import overwire as ow
 import pytest
 import torch
-from overwire.verbs import copies
+from overwire.verbs import states
 
 SEED = random.randrange(1 << 32)
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
     new["pairs"] = (new["pairs"] ^ 1).view(4, 8).view(torch.float4_e2m1fn_x2)
     new |= {name: tensor.detach().clone() + 1 for name, tensor in base.items() if name != "pairs"}
     ow.save_delta(new, base, path)
-    write, written = copies._write_copy, []
+    write, written = states._write_copy, []
 
     def interrupted(tensor: Any, copy: Any) -> None:
         written.append(tensor)
@@ -215,7 +215,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
             raise KeyboardInterrupt
         write(tensor, copy)
 
-    monkeypatch.setattr(copies, "_write_copy", interrupted)
+    monkeypatch.setattr(states, "_write_copy", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ow.apply_delta(base, path)
     assert same({name: tensor.resolve_conj() for name, tensor in base.items()}, new)
@@ -444,7 +444,6 @@ def test_files_are_compared_in_batches(tmp_path: Path, rng: random.Random, monke
     """Of models in files a few tensors are in memory at once, and the delta is the same: tied
     tensors of different batches are stored once; the reports are those of one batch."""
     from overwire.model.opened import Model
-    from overwire.verbs import states
 
     base = model(rng)
     new = stepped(base, rng)

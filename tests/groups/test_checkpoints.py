@@ -435,7 +435,7 @@ def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_joined_tensors_are_rows_of_one() -> None:
     """What is no tensor cut along its first dimension is refused before anything is written."""
-    from overwire.frameworks.joined import JoinedTensor
+    from overwire.frameworks.spec import JoinedTensor
 
     for parts in (
         [], [torch.tensor(1.0)], [torch.zeros(2, 3), torch.zeros(2, 6).half()], [torch.zeros(2, 3), torch.zeros(2, 4)],

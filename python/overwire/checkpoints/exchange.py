@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..errors import ArgumentError, CancelledError
-from ..frameworks.joined import JoinedTensor
+from ..frameworks.spec import JoinedTensor
 from .buffers import Spot, find_block, map_buffers, offer_buffers
 from .schedule import Block, Duty, Entry, Round
 

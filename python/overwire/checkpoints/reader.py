@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from ..paths import is_remote, local
 from ..verbs.into import table_of
 from ..verbs.open import safe_open
 from .places import read_manifest
-from .rewriting import rewrite_object
 
 
 class CheckpointReader(StorageReader):
@@ -208,7 +208,35 @@ class CheckpointReader(StorageReader):
                 tensor=fqn,
             ) from None
         try:
-            return rewrite_object(value)
+            return _rewrite_object(value)
         except pickle.PicklingError as error:
             reason = f"overwire: {self._path}: {fqn!r}: {error}"
             raise UntrustedPickleError(reason, source=self._path, tensor=fqn) from None
+
+
+# torch's planner unpickles whatever it gets, and a restricted unpickler may set any attribute of
+# the objects that it makes. What pickle asks an instance for, and not its class (`__reduce_ex__`,
+# an OrderedDict's `items`), would then be the file's own choice: objects are written anew.
+
+
+class _Pickler(pickle.Pickler):
+    # Refuses objects whose attributes hide a method of their class.
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        for name in () if isinstance(value, type) else getattr(value, "__dict__", ()):
+            if callable(getattr(kind, name, None)):
+                raise pickle.PicklingError(f"its attribute {name!r} hides a method of {kind.__qualname__}")
+        return NotImplemented
+
+
+_module = ModuleType("overwire.pickle")
+_module.__dict__.update(vars(pickle), Pickler=_Pickler)
+
+
+def _rewrite_object(value: Any) -> io.BytesIO:
+    """What torch.save writes of an object. Raises pickle.PicklingError if an attribute hides a
+    method of its class, before anything of the object is called."""
+    out = io.BytesIO()
+    torch.save(value, out, pickle_module=_module)
+    out.seek(0)
+    return out

@@ -20,9 +20,8 @@ from ..model.options import StorageOptions, check_storage, check_switches, parse
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
-from .copies import place_tensor, settle_devices, write_back
 from .save import notes_of
-from .states import State, batches, hosted, pair, same_names, tensors_of
+from .states import State, batches, hosted, pair, place_tensor, same_names, settle_devices, tensors_of, write_back
 
 if TYPE_CHECKING:
     from .._requests import DeltaFile, DeltaMerge, DeltaSave, DeltaTensors

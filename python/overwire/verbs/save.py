@@ -12,8 +12,7 @@ from .. import _verbs
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import frame_of
 from ..frameworks.frame import Bytes
-from ..frameworks.joined import JoinedTensor
-from ..frameworks.spec import TensorSpec
+from ..frameworks.spec import JoinedTensor, TensorSpec
 from ..jobs import Job
 from ..model.options import (
     Level,

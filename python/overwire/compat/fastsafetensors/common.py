@@ -13,9 +13,9 @@ import overwire
 from overwire.plumbing import regular
 
 from . import cpp
-from .frames import TensorFrame as TensorFrame
 from .frameworks import FrameworkOpBase, TensorBase
 from .st_types import Device, DeviceType, DType, converts
+from .st_types import TensorFrame as TensorFrame
 
 #: The longest header that the format allows, in bytes.
 MAX_HEADER = 100_000_000

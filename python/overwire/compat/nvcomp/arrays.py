@@ -12,9 +12,9 @@ from typing import Any
 from ... import codecs, gpu
 from ...errors import ArgumentError
 from . import streams
-from .devices import HOST, gpu_memory
 from .dtypes import BYTE, Kind, kind_of, numpy_dtype, typestr
 from .enums import ArrayBufferKind
+from .streams import HOST, gpu_memory
 
 # Formats of memoryview; what has none is shown as bytes.
 _FORMATS = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import codecs, gpu
 from ...errors import CorruptError, FormatError, NotSupportedError, OverwireError
-from . import devices, onboard, original, placing, streams
+from . import onboard, original, placing, streams
 from .arrays import Array, BatchArray
 from .dtypes import BYTE, Kind, integers_name, kind_of, safetensors_name
 from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBackend
@@ -487,7 +487,7 @@ class Codec:
         """What a stream on a GPU says about itself; None: ask the host."""
         if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
             return None
-        there = array if array._device != devices.HOST else array._copy_to_device()
+        there = array if array._device != streams.HOST else array._copy_to_device()
         return None if there is None else onboard.shape_of(there, self._algorithm, self._bitstream, there._stream)
 
     def get_max_comp_buffer_size(self, source: Any) -> int:
@@ -556,7 +556,7 @@ class Codec:
         if self._device_id is not None and self._device_id >= 0 and gpu.count():
             return self._device_id
         for a in sources:
-            if a._device != devices.HOST:
+            if a._device != streams.HOST:
                 return a._device[1]
         return streams.current() if gpu.count() else None
 

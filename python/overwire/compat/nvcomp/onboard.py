@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ... import codecs, gpu
-from . import devices
+from . import streams
 from .arrays import Array, Later
 from .dtypes import BYTE, Kind
 from .placing import check_out
@@ -182,13 +182,13 @@ def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream:
     """The Array that a content becomes: `given`, where it has the room (which is
     known later, if size is a bound and not exact)."""
     if given is None:
-        return Array._of(devices.gpu_memory(size, device, stream), size, kind, (2, device), stream)
+        return Array._of(streams.gpu_memory(size, device, stream), size, kind, (2, device), stream)
     check_out(given)
     native = given._native
     capacity = given._capacity if native else given._span.nbytes
     before = given._stream, given._joined
     if native and (capacity < size or given._device != (2, device)):
-        span, capacity, before = devices.gpu_memory(size, device, stream), size, (stream, stream)
+        span, capacity, before = streams.gpu_memory(size, device, stream), size, (stream, stream)
     elif capacity < size and exact:
         raise ValueError(f"out has {capacity} bytes, {size} are needed")
     else:
@@ -207,7 +207,7 @@ def _aligned_to(array: Array, step: int, lead: int, device: int, stream: int) ->
     if (array._span[0] + lead) % step == 0:
         return array
     nbytes = array._span.nbytes
-    room = devices.gpu_memory(nbytes + step, device, stream)
+    room = streams.gpu_memory(nbytes + step, device, stream)
     at = room.address + (-(room.address + lead)) % step
     array._copy_onto(at, device, stream, wait=False)
     return Array._of(codecs.Span(at, nbytes, (room.keep, array)), nbytes, device=(2, device), stream=stream)

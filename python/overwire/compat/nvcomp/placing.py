@@ -7,7 +7,7 @@ from typing import Any
 from ... import codecs, gpu
 from ...errors import ArgumentError, NotSupportedError
 from ...plumbing import apart
-from . import devices
+from . import streams
 from .arrays import Array, BatchArray
 from .dtypes import Kind, elements
 
@@ -67,7 +67,7 @@ def span_of(array: Array | None, need: int) -> codecs.Span | None:
     if array is None:
         return None
     check_out(array)
-    if array._device != devices.HOST:
+    if array._device != streams.HOST:
         return None
     if not array._native:
         return codecs.Span(array._span.address, array.buffer_size, array)

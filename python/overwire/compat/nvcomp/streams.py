@@ -1,4 +1,4 @@
-"""CudaStream, and the allocators that get one."""
+"""CudaStream, the allocators that get one, and GPUs as Codecs and Arrays see them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ... import codecs, gpu
 
 # The default, legacy and per-thread streams.
 _SPECIAL = (0, 1, 2)
+
+HOST = (1, 0)
 
 
 class CudaStream:
@@ -133,3 +135,9 @@ def allocate(kind: str, nbytes: int, stream: int = 0, device: int = -1) -> codec
 def has_allocator(kind: str) -> bool:
     """Whether the user has set an allocator."""
     return _allocators.get(kind) is not None
+
+
+def gpu_memory(nbytes: int, device: int, stream: int) -> codecs.Span:
+    """Memory of a GPU: of the user's device allocator where one is set."""
+    memory = allocate("device", nbytes, stream, device)
+    return memory if memory is not None else codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])

@@ -10,8 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .. import cpp
-from ..frames import TensorFrame
-from ..st_types import Device, DType, stand_in
+from ..st_types import Device, DType, TensorFrame, stand_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self

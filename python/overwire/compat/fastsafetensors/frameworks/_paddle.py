@@ -18,8 +18,7 @@ from .. import cpp
 from ..allocation import track
 from ..common import SingleGroup, is_cuda
 from ..dlpack import from_cuda_buffer
-from ..frames import TensorFrame, dense_strides
-from ..st_types import Device, DeviceType, DType
+from ..st_types import Device, DeviceType, DType, TensorFrame, dense_strides
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
 from . import get_framework_op as by_name
 

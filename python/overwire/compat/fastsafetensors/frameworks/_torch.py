@@ -16,9 +16,8 @@ from .. import cpp
 from ..allocation import track
 from ..common import SingleGroup, is_cuda
 from ..dlpack import from_cuda_buffer
-from ..frames import TensorFrame
 from ..st_types import DTYPE_SIZES as DTYPE_SIZES
-from ..st_types import Device, DType
+from ..st_types import Device, DType, TensorFrame
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
 from . import get_framework_op as by_name
 
