@@ -53,7 +53,7 @@ class Place:
             self._target = os.path.realpath(self.path)
             folder, name = os.path.split(self._target)
             if not name:
-                raise ArgumentError(f"overwire: {self.path}: a checkpoint is a folder of its own", source=self.path)
+                raise self._error_at("a checkpoint is a folder of its own")
             self._partial = os.path.join(folder, f".{name}.partial")
 
     def path_of(self, file: str) -> str:
@@ -79,8 +79,7 @@ class Place:
         try:
             write_bytes(path, text, self.options, once=file == NAME)
         except ArgumentError as error:
-            what = f"overwire: {self.path}: another save of this checkpoint has ended before"
-            raise ArgumentError(what, source=self.path) from error
+            raise self._error_at("another save of this checkpoint has ended before") from error
         except AccessError:
             raise
         except BaseException:
@@ -105,9 +104,7 @@ class Place:
             # Beside the folder: it is held until that has its name, and what was replaced is gone.
             lock = _lock_file(f"{self._partial}.lock")
             if lock is None:
-                raise ArgumentError(
-                    f"overwire: {self.path}: another save of this checkpoint is running", source=self.path
-                )
+                raise self._error_at("another save of this checkpoint is running")
             self._unlock = weakref.finalize(self, _release_lock, lock, f"{self._partial}.lock", os.getpid())
             self._unlock.atexit = False
             try:
@@ -175,15 +172,15 @@ class Place:
         if unlock is not None:
             unlock()
 
+    def _error_at(self, why: str, kind: type[OverwireError] = ArgumentError) -> OverwireError:
+        return kind(f"overwire: {self.path}: {why}", source=self.path)
+
     def _has_checkpoint(self) -> bool:
         # Whether a checkpoint is there; ArgumentError where it is not to be replaced.
-        def refuse_target(why: str) -> ArgumentError:
-            return ArgumentError(f"overwire: {self.path}: {why}", source=self.path)
-
         if self.remote:
             with contextlib.suppress(NotFoundError):
                 read_bytes(f"{self.path}/{NAME}", LIMIT, storage_options=self.options)
-                raise refuse_target("a checkpoint is there, and in a store none is replaced: save to another name")
+                raise self._error_at("a checkpoint is there, and in a store none is replaced: save to another name")
             return False
         with self._naming_failures("list"):
             try:
@@ -191,13 +188,13 @@ class Place:
             except FileNotFoundError:
                 return False
             except NotADirectoryError:
-                raise refuse_target("it is no folder") from None
+                raise self._error_at("it is no folder") from None
             if not entries:
                 return False
             if not self._overwrite:
-                raise refuse_target("something is there already (overwrite=False)")
+                raise self._error_at("something is there already (overwrite=False)")
             if NAME not in entries:
-                raise refuse_target(f"the folder has {entries[0]!r} and is no checkpoint: save to another name")
+                raise self._error_at(f"the folder has {entries[0]!r} and is no checkpoint: save to another name")
             manifest = decode(read_bytes(f"{self._target}/{NAME}", LIMIT), f"{self._target}/{NAME}")
             own_files = {NAME, INDEX, f"{TRAINING}/{INDEX}", *(file for part in manifest.parts for file in part.files)}
             below = {
@@ -206,7 +203,7 @@ class Place:
                 for file in files
             }
             if strange := sorted(below - own_files):
-                raise refuse_target(
+                raise self._error_at(
                     f"beside the checkpoint it has {strange[0]!r}, which would go: save to another name, or move it"
                 )
             return True
@@ -241,10 +238,8 @@ class Place:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            raise NotSupportedError(
-                f"overwire: {self.path}: its file system cannot exchange two folders in one step: save to another name",
-                source=self.path,
-            ) from None
+            why = "its file system cannot exchange two folders in one step: save to another name"
+            raise self._error_at(why, NotSupportedError) from None
         finally:
             for name in names:
                 with contextlib.suppress(OSError):

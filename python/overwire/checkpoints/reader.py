@@ -81,35 +81,28 @@ class CheckpointReader(StorageReader):
             self._bytes = manifest.bytes
             stack.pop_all()
 
+    def _error_of(self, kind: type[OverwireError], tensor: str, why: str) -> OverwireError:
+        return kind(f"overwire: {self._path}: {why}", source=self._path, tensor=tensor)
+
     def _describe_tensors(self, manifest: Any) -> Metadata:
         entries: dict[str, Any] = {}
         for prefix, file in self._files:
             for name, dtype, shape in table_of(file):
                 fqn = prefix + name
                 if fqn in entries:
-                    raise FormatError(f"overwire: {self._path}: {fqn!r} is there twice", source=self._path, tensor=fqn)
+                    raise self._error_of(FormatError, fqn, f"{fqn!r} is there twice")
                 if fqn in manifest.bytes:
                     if dtype != "U8" or len(shape) != 1:
-                        raise FormatError(
-                            f"overwire: {self._path}: {fqn!r} should be bytes, and is {dtype} {shape}",
-                            source=self._path,
-                            tensor=fqn,
-                        )
+                        raise self._error_of(FormatError, fqn, f"{fqn!r} should be bytes, and is {dtype} {shape}")
                     entries[fqn] = BytesStorageMetadata()
                     continue
                 if (kind := torch_dtype(dtype)) is None:
-                    raise NotSupportedError(
-                        f"overwire: {self._path}: {fqn!r} is {dtype}, which this torch lacks",
-                        source=self._path,
-                        tensor=fqn,
-                    )
+                    raise self._error_of(NotSupportedError, fqn, f"{fqn!r} is {dtype}, which this torch lacks")
                 size = torch.Size(shape)
                 chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
                 entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=kind), size, [chunk])
         if missing := sorted(manifest.bytes - set(entries)):
-            raise CorruptError(
-                f"overwire: {self._path}: its files lack {missing[0]!r}", source=self._path, tensor=missing[0]
-            )
+            raise self._error_of(CorruptError, missing[0], f"its files lack {missing[0]!r}")
         return Metadata(entries, planner_data=manifest.paths)
 
     def close(self) -> None:
@@ -187,31 +180,26 @@ class CheckpointReader(StorageReader):
         for at, (prefix, file) in enumerate(self._files):
             if fqn.startswith(prefix) and fqn[len(prefix) :] in file:
                 return at, fqn[len(prefix) :]
-        raise TensorNotFoundError(f"overwire: {self._path}: no tensor {fqn!r}", source=self._path, tensor=fqn)
+        raise self._error_of(TensorNotFoundError, fqn, f"no tensor {fqn!r}")
 
     def _check_entry(self, at: int, name: str, fqn: str) -> io.BytesIO:
         """What an entry's bytes are, for a planner, which unpickles all that it gets: written
         anew, of the object that torch's restricted unpickler makes."""
         if fqn not in self._bytes:
-            raise NotSupportedError(
-                f"overwire: {self._path}: {fqn!r} is a tensor, and the state to load has none there", tensor=fqn
-            )
+            why = f"{fqn!r} is a tensor, and the state to load has none there"
+            raise self._error_of(NotSupportedError, fqn, why)
         content = self._files[at][1].get_tensor(name).numpy().tobytes()
         try:
             value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         except Exception as error:
             # What torch puts before names no class, and advises to run the pickle.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
-            raise UntrustedPickleError(
-                f"overwire: {self._path}: {fqn!r}: torch.load(weights_only=True) refuses it: {reason:.300}",
-                source=self._path,
-                tensor=fqn,
-            ) from None
+            why = f"{fqn!r}: torch.load(weights_only=True) refuses it: {reason:.300}"
+            raise self._error_of(UntrustedPickleError, fqn, why) from None
         try:
             return _rewrite_object(value)
         except pickle.PicklingError as error:
-            reason = f"overwire: {self._path}: {fqn!r}: {error}"
-            raise UntrustedPickleError(reason, source=self._path, tensor=fqn) from None
+            raise self._error_of(UntrustedPickleError, fqn, f"{fqn!r}: {error}") from None
 
 
 # torch's planner unpickles whatever it gets, and a restricted unpickler may set any attribute of
