@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -68,6 +69,24 @@ def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     marked = request.node.get_closest_marker("imports_torch") is not None
     assert marked or not warm.anew, f"use `torch_script` or `warm.run`, or the mark imports_torch: {warm.anew}"
+
+
+@pytest.fixture(autouse=True)
+def one_gpu_for_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers share a GPU: a test that measures or fills its memory (whole_gpu) has it alone. It keeps the door
+    until the others have ended, so that none that comes later is before it."""
+    if request.path.parent.name != "gpu":
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        folder = folder.parent
+    alone = request.node.get_closest_marker("whole_gpu") is not None
+    with (folder / "gpu-door").open("w") as door, (folder / "gpu-lock").open("w") as gpu:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture

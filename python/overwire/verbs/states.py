@@ -193,8 +193,8 @@ def write_back(copies: list[tuple[str, Any, Any]]) -> None:
                 interrupt = error
             except Exception as error:
                 old = ", ".join(repr(other) for other, _, _ in copies[at:])
-                text = f"overwire: apply_delta: {name!r}: {error}; old values, or parts of both: {old}; the new ones: all others"
-                raise DeviceError(text) from error
+                text = f"{name!r}: {error}; old values, or parts of both: {old}; the new ones: all others"
+                raise DeviceError(f"overwire: apply_delta: {text}") from error
     settle_devices(devices)
     if interrupt is not None:
         raise interrupt
