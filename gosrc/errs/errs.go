@@ -4,11 +4,14 @@
 package errs
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"slices"
 	"strings"
+	"syscall"
 )
 
 // The classes. Every error that leaves a package wraps exactly one of them, so
@@ -165,4 +168,88 @@ func RuleOf(err error) string {
 // New(ErrCorrupt, "final state %d", x) reads "corrupt data: final state 7".
 func New(class error, format string, args ...any) error {
 	return fmt.Errorf("%w: %s", class, fmt.Sprintf(format, args...))
+}
+
+// In is Locate for an error of a whole file.
+func In(verb, source string, err error) error { return Locate(verb, source, "", -1, err) }
+
+// Place adds the file, the tensor ("": none) and the offset (-1: none) to err, unless
+// err, or one that it wraps, has a place. It returns nil for nil.
+func Place(verb, source, tensor string, off int64, err error) error {
+	var at *At
+	if err == nil || errors.As(err, &at) {
+		return err
+	}
+	return &At{Verb: verb, Source: source, Tensor: tensor, Chunk: -1, Offset: off, Err: err}
+}
+
+// Locate adds the file, the tensor ("": none) and the chunk (-1: none) to err, as far
+// as err has none of its own. It returns nil for nil.
+func Locate(verb, source, tensor string, chunk int64, err error) error {
+	if err == nil {
+		return nil
+	}
+	if at, ok := err.(*At); ok {
+		c := *at
+		if c.Tensor == "" {
+			c.Tensor = tensor
+		}
+		if c.Chunk < 0 {
+			c.Chunk = chunk
+		}
+		if c.Source == "" {
+			c.Source = source
+		}
+		return &c
+	}
+	return &At{Verb: verb, Source: source, Tensor: tensor, Chunk: chunk, Offset: -1, Err: err}
+}
+
+// Classed reports whether err has a class already.
+func Classed(err error) bool {
+	for _, c := range classes {
+		if errors.Is(err, c.Err) {
+			return true
+		}
+	}
+	return false
+}
+
+// system maps the errors of the system to classes, in the order in which they
+// are looked for. What is not here is ErrIO.
+var system = []struct{ from, class error }{
+	{context.Canceled, ErrCancelled},
+	{context.DeadlineExceeded, ErrTimeout},
+	{os.ErrDeadlineExceeded, ErrTimeout},
+	{syscall.ETIMEDOUT, ErrTimeout},
+	{syscall.ENOENT, ErrNotFound},
+	{syscall.ENOTDIR, ErrNotFound},
+	{syscall.EACCES, ErrPermission},
+	{syscall.EPERM, ErrPermission},
+	{syscall.EROFS, ErrPermission},
+	{syscall.ENOMEM, ErrMemory},
+	{syscall.EISDIR, ErrArgument},
+	{syscall.EINVAL, ErrArgument},
+	{syscall.ENAMETOOLONG, ErrArgument},
+	{syscall.ELOOP, ErrArgument},
+	{syscall.EEXIST, ErrArgument},
+	{syscall.ENOTSUP, ErrNotSupported},
+	{syscall.ENOSYS, ErrNotSupported},
+	{os.ErrNotExist, ErrNotFound},
+	{os.ErrPermission, ErrPermission},
+}
+
+// FromOS gives an error of the system its class and keeps it: errors.Is finds
+// both. EIO, ENOSPC, EMFILE and whatever else the medium says is ErrIO. An
+// error that has a class, and nil, come back as they are.
+func FromOS(err error) error {
+	if err == nil || Classed(err) {
+		return err
+	}
+	for _, s := range system {
+		if errors.Is(err, s.from) {
+			return fmt.Errorf("%w: %w", s.class, err)
+		}
+	}
+	return fmt.Errorf("%w: %w", ErrIO, err)
 }
