@@ -151,7 +151,7 @@ func (c *call) printDigests(glob string) error {
 // isTrace reports whether a file is called as a trace is, and not as the index.json of
 // shards.
 func isTrace(file string) bool {
-	name, ok := modelfiles.Parse(filepath.Base(file))
+	name, ok := modelfiles.ParseName(filepath.Base(file))
 	return strings.HasSuffix(file, ".json") && !strings.HasSuffix(file, modelfiles.IndexSuffix) && !(ok && name.Index)
 }
 

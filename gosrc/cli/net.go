@@ -91,8 +91,8 @@ func (c *call) fetchURLs() error {
 // one; else "".
 func (c *call) remoteFolder() string {
 	if uri := c.args[0]; len(c.args) == 1 && (open.Writable(uri) || source.Scheme(uri) == "hf") {
-		return format.RemoteFolder(c.ctx, source.LocationOf(uri), open.With(c.storage.Options),
-			format.Options{List: open.Lister(c.storage.Options)})
+		stores := open.With(c.storage.Options)
+		return format.RemoteFolder(c.ctx, source.LocationOf(uri), stores.Open, format.Options{List: stores.List})
 	}
 	return ""
 }

@@ -36,7 +36,7 @@ func (c *call) printPresigned() error {
 func (c *call) refuseExistingRemote(out string) error {
 	exists := usage("%s exists; give --force to replace it", errs.RedactURI(out))
 	if !source.Folder(out) {
-		s, err := open.With(c.storage.Options)(c.ctx, out)
+		s, err := open.With(c.storage.Options).Open(c.ctx, out)
 		if err == nil {
 			_ = s.Close()
 			return exists

@@ -125,7 +125,7 @@ func (in Folder) remote(taken map[string]bool) (found []File, left []string) {
 
 // isWeights reports whether a name is that of weights or of their index.
 func isWeights(name string) bool {
-	_, ok := modelfiles.Parse(strings.TrimLeft(name, "."))
+	_, ok := modelfiles.ParseName(strings.TrimLeft(name, "."))
 	return ok
 }
 

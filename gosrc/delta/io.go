@@ -25,10 +25,10 @@ const stem = "delta"
 // folder or an index.json. The File keeps the stored bytes, which are refused if the
 // host has not that much memory left, and no decoded ones.
 func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
-	opener := open.With(opt)
-	lists := format.Options{List: open.Lister(opt)}
-	folder := format.RemoteFolder(ctx, source.LocationOf(uri), opener, lists)
-	set, err := format.Resolve(ctx, source.LocationOf(cmp.Or(folder, uri)), opener, lists)
+	stores := open.With(opt)
+	lists := format.Options{List: stores.List}
+	folder := format.RemoteFolder(ctx, source.LocationOf(uri), stores.Open, lists)
+	set, err := format.Resolve(ctx, source.LocationOf(cmp.Or(folder, uri)), stores.Open, lists)
 	if err != nil {
 		return nil, err
 	}
@@ -42,7 +42,7 @@ func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 		}
 	}()
 	err = spawn.Each(ctx, "delta open", 8, len(names), func(i int) (err error) {
-		srcs[i], err = opener(ctx, names[i])
+		srcs[i], err = stores.Open(ctx, names[i])
 		return err
 	})
 	if err != nil {

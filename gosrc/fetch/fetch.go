@@ -185,12 +185,12 @@ func (p *Pin) same(now *Pin, uri string) error {
 // opened for each source.
 func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source) error, pieces chan<- *piece,
 	free <-chan []byte, wg *sync.WaitGroup) error {
-	dial := open.With(spec.Storage)
+	dial := open.With(spec.Storage).Open
 	switch {
 	case spec.Own:
-		dial = open.Own(spec.Storage)
+		dial = open.Own(spec.Storage).Open
 	case spec.Sizes != nil:
-		several, rest := open.Several(spec.URIs, spec.Sizes, spec.Storage)
+		several, rest := open.WithSizes(spec.URIs, spec.Sizes, spec.Storage)
 		defer rest()
 		dial = several
 	}

@@ -81,7 +81,7 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 // order puts weights first, then their indexes, and last what refers to both: a folder that
 // is there in part is no model yet.
 func order(name string) int {
-	n, weights := modelfiles.Parse(path.Base(name))
+	n, weights := modelfiles.ParseName(path.Base(name))
 	switch {
 	case weights && !n.Index:
 		return 0

@@ -5,7 +5,6 @@ package format
 import (
 	"context"
 	"fmt"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -14,26 +13,6 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/source"
 )
-
-func openFolder(ctx context.Context, dir string, open Opener) (Files, error) {
-	names, err := namesOf(dir)
-	if err != nil {
-		return Files{}, err
-	}
-	return chooseModel(ctx, dir, names, open)
-}
-
-// namesOf are the paths of a folder's entries, sorted.
-func namesOf(dir string) (paths []string, err error) {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return nil, placeError(dir, errs.FromOS(err))
-	}
-	for _, e := range entries {
-		paths = append(paths, strings.TrimSuffix(dir, "/")+"/"+e.Name()) // ".." in dir stays, as the system takes it
-	}
-	return paths, nil
-}
 
 // A family is a model in a folder: an index, a single file, or shards without an index.
 type family struct {
@@ -47,7 +26,7 @@ type family struct {
 func divideFamilies(paths []string) (all []*family, unlisted []string) {
 	by := map[modelfiles.Name]*family{}
 	for _, path := range paths {
-		n, ok := modelfiles.Parse(source.Name(path))
+		n, ok := modelfiles.ParseName(source.Name(path))
 		switch {
 		case !ok:
 			continue
@@ -110,8 +89,9 @@ func preferDefaults(all []*family) []*family {
 	})
 }
 
-// chooseModel chooses the model among the files of a folder.
-func chooseModel(ctx context.Context, dir string, names []string, open Opener) (Files, error) {
+// chooseModel chooses the model among the files of a folder: an index.json, which is to be read,
+// or Files.URIs.
+func chooseModel(dir string, names []string) (Files, error) {
 	all, unlisted := divideFamilies(names)
 	some := preferDefaults(all)
 	var indexes, sharded []*family
@@ -132,10 +112,10 @@ func chooseModel(ctx context.Context, dir string, names []string, open Opener) (
 		}
 	}
 	switch {
-	case len(indexes) > 1, len(indexes) == 0 && len(variants) > 1:
+	case len(indexes) > 1, len(indexes) == 0 && (len(variants) > 1 || len(sharded) > 1):
 		return Files{}, severalModels(dir, some)
 	case len(indexes) == 1:
-		return fromIndex(ctx, source.LocationOf(indexes[0].paths[0]), open)
+		return Files{Index: indexes[0].paths[0]}, nil
 	case len(files) == 0 && len(unlisted) > 0:
 		return Files{}, placeError(dir, errs.New(errs.ErrFormat,
 			"%s is a shard of a save that did not end, or the index.json that lists it is missing: save or fetch "+
@@ -146,9 +126,6 @@ func chooseModel(ctx context.Context, dir string, names []string, open Opener) (
 			foldersBelow(dir)))
 	}
 	for _, f := range sharded {
-		if slices.ContainsFunc(some, func(o *family) bool { return o != f && o.Of > 0 }) {
-			return Files{}, severalModels(dir, some)
-		}
 		if why := f.lackingShards(); why != "" {
 			return Files{}, placeError(dir, errs.New(errs.ErrFormat,
 				"%s has no index.json, and %s: fetch the model again", filepath.Base(f.paths[0]), why))
@@ -173,7 +150,7 @@ func Models(ctx context.Context, dir string, names []string, open Opener) (_ []M
 			return nil, err
 		}
 	}
-	main, err := chooseModel(ctx, dir, names, open)
+	main, err := chooseFiles(ctx, dir, names, open)
 	if err != nil {
 		return nil, err
 	}
@@ -181,7 +158,7 @@ func Models(ctx context.Context, dir string, names []string, open Opener) (_ []M
 	all, _ := divideFamilies(names)
 	for _, f := range all {
 		if f.Index && f.paths[0] != main.Index {
-			set, err := fromIndex(ctx, source.LocationOf(f.paths[0]), open)
+			set, err := readShards(ctx, source.LocationOf(f.paths[0]), open)
 			if err != nil {
 				return nil, err
 			}
@@ -219,36 +196,4 @@ func severalModels(dir string, all []*family) error {
 	}
 	return placeError(dir, errs.New(errs.ErrArgument, "several models in one folder, name one of them: %s",
 		strings.Join(names, ", ")))
-}
-
-// foldersBelow names the folders one level down that hold weights, as those of a
-// diffusers pipeline do.
-func foldersBelow(dir string) string {
-	if hint := nameSnapshots(dir); hint != "" {
-		return ": it is " + hint
-	}
-	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
-	var names []string
-	for _, path := range found { // sorted by name
-		if name := filepath.Base(filepath.Dir(path)); len(names) == 0 || names[len(names)-1] != name {
-			names = append(names, name)
-		}
-	}
-	if len(names) == 0 {
-		return ofTorch(dir)
-	}
-	return ": open a folder below it (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
-}
-
-// ofTorch names a file in a folder that torch.save may have written.
-func ofTorch(dir string) string {
-	names := namesIn(dir)
-	slices.Sort(names)
-	for _, name := range names {
-		if slices.Contains([]string{".bin", ".pt", ".pth", ".ckpt"}, filepath.Ext(name)) {
-			return "; it has " + name + ": if torch.save wrote that, `overwire compress` and `convert` " +
-				"(overwire.convert) read it"
-		}
-	}
-	return ""
 }

@@ -1,16 +1,19 @@
 package format
 
-// This file says what a user may have meant by a path that is not there.
+// This file says what a user may have meant by a path that is not there, or by a folder without
+// a model.
 
 import (
 	"errors"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/near"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // siblings is how many names of a folder are looked at.
@@ -73,4 +76,49 @@ func namesIn(dir string) []string {
 	defer d.Close()
 	names, _ := d.Readdirnames(siblings) // as many as it could read
 	return names
+}
+
+// foldersBelow names the folders one level down that hold weights, as those of a
+// diffusers pipeline do.
+func foldersBelow(dir string) string {
+	if hint := nameSnapshots(dir); hint != "" {
+		return ": it is " + hint
+	}
+	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
+	var names []string
+	for _, path := range found { // sorted by name
+		if name := filepath.Base(filepath.Dir(path)); len(names) == 0 || names[len(names)-1] != name {
+			names = append(names, name)
+		}
+	}
+	if len(names) == 0 {
+		return ofTorch(dir)
+	}
+	return ": open a folder below it (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
+}
+
+// ofTorch names a file in a folder that torch.save may have written.
+func ofTorch(dir string) string {
+	names := namesIn(dir)
+	slices.Sort(names)
+	for _, name := range names {
+		if slices.Contains([]string{".bin", ".pt", ".pth", ".ckpt"}, filepath.Ext(name)) {
+			return "; it has " + name + ": if torch.save wrote that, `overwire compress` and `convert` " +
+				"(overwire.convert) read it"
+		}
+	}
+	return ""
+}
+
+// nameSnapshots says what to name instead of a model's whole folder in a Hugging Face
+// cache; "" for other folders.
+func nameSnapshots(dir string) string {
+	if !isDir(filepath.Join(dir, "blobs")) || !isDir(filepath.Join(dir, "snapshots")) {
+		return ""
+	}
+	hint := "a model's folder in a Hugging Face cache: name one of its snapshots"
+	if names := namesIn(filepath.Join(dir, "snapshots")); len(names) > 0 {
+		hint += ", as " + filepath.Join(dir, "snapshots", names[0])
+	}
+	return hint
 }

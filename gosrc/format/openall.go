@@ -4,8 +4,7 @@ package format
 
 import (
 	"context"
-	"errors"
-	"slices"
+	"path/filepath"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -26,13 +25,16 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 	var parts []*tensor.Index
 	for _, uri := range uris {
 		at := source.LocationOf(uri)
-		part, opened, set, changed, err := openSet(ctx, at, open, opt)
-		if changed {
+		var part *tensor.Index
+		var opened []source.Source
+		var set Files
+		changed := true
+		for try := 0; try < 2 && changed; try++ {
 			closeAll(opened)
 			part, opened, set, changed, err = openSet(ctx, at, open, opt)
-			if changed && err == nil {
-				err = placeError(set.Index, source.Changed())
-			}
+		}
+		if changed && err == nil {
+			err = placeError(set.Index, source.Changed())
 		}
 		srcs = append(srcs, opened...)
 		if err != nil {
@@ -62,21 +64,9 @@ func closeAll(srcs []source.Source) {
 // replaced meanwhile. The caller closes the sources, after an error, too.
 func openSet(ctx context.Context, at source.Location, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	set Files, changed bool, err error) {
-	set, err = Resolve(ctx, at, open, opt)
+	set, srcs, err = openFiles(ctx, at, open, opt)
 	if err != nil {
-		return nil, nil, set, false, err
-	}
-	if set.Shards != nil && opt.Keys != nil {
-		set.keepOnly(opt.Keys)
-	}
-	srcs, err = openSources(outlineOf(opt).In(ctx), set.URIs, open)
-	if errors.Is(err, errs.ErrNotFound) && set.Index == "" {
-		if dir := RemoteFolder(ctx, at, open, opt); dir != "" && !at.Folder {
-			return openSet(ctx, source.LocationOf(dir), open, opt)
-		}
-	}
-	if err != nil {
-		return nil, srcs, set, set.wasReplaced(ctx, open, err), set.explainMissing(err)
+		return nil, srcs, set, set.wasReplaced(ctx, open, err), err
 	}
 	// A store is asked about the index while the headers are read.
 	seen := make(chan bool, 1)
@@ -99,18 +89,6 @@ func openSet(ctx context.Context, at source.Location, open Opener, opt Options) 
 	return ix, srcs, set, changed, err
 }
 
-// keepOnly leaves those files that have one of the named tensors; see safetensors.Shards.Only.
-func (f *Files) keepOnly(names []string) {
-	few := f.Shards.Only(names)
-	kept := make([]string, 0, len(few.Files))
-	for i, name := range f.Shards.Files { // f.URIs[i] is where name lies
-		if len(kept) < len(few.Files) && few.Files[len(kept)] == name {
-			kept = append(kept, f.URIs[i])
-		}
-	}
-	f.URIs, f.Shards = kept, &few
-}
-
 // Names returns the tensors that the index.json of each URI lists, without opening a
 // shard. ok is false if one has no index.json.
 func Names(ctx context.Context, uris []string, open Opener, opt Options) (names []string, ok bool, err error) {
@@ -127,32 +105,58 @@ func Names(ctx context.Context, uris []string, open Opener, opt Options) (names 
 	return names, true, nil
 }
 
-// together is how many files are opened, or indexed, at once. A remote file
-// costs round trips, a local one a core.
-const together = 16
-
-// openSources opens files. The caller closes them, even after an error, which is that of the
-// first file that cannot be opened; those behind it are not waited for.
-func openSources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
-	srcs := make([]source.Source, len(files))
-	each, stop := make([]context.Context, len(files)), make([]context.CancelFunc, len(files))
-	for i := range files {
-		each[i], stop[i] = context.WithCancel(ctx)
-		defer stop[i]()
-	}
-	err := spawn.Each(ctx, "open", together, len(files), func(i int) error {
-		s, err := open(each[i], files[i])
-		if err != nil {
-			for _, stop := range stop[i+1:] {
-				stop()
-			}
-			return err
+// withoutStale decides which of several files of a folder has a tensor that more than one of
+// them has: the folder's index.json says so, also where the files were named one by one, as
+// engines name them. It leaves out of the parts, each of one local file of the same folder, what the
+// index.json of that folder gives to another of the files. Without a tensor in two of them,
+// or without such an index, the parts stay as they are: their reader refuses twins.
+func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open Opener, opt Options) []*tensor.Index {
+	folder := ""
+	for i, set := range sets {
+		if set.Index != "" || len(set.URIs) != 1 || source.Remote(set.URIs[0]) ||
+			i > 0 && filepath.Dir(set.URIs[0]) != folder {
+			return parts
 		}
-		srcs[i] = s
-		return nil
-	})
-	if err != nil {
-		return slices.DeleteFunc(srcs, func(s source.Source) bool { return s == nil }), err
+		folder = filepath.Dir(set.URIs[0])
 	}
-	return srcs, nil
+	if !haveTwins(parts) {
+		return parts
+	}
+	model, err := Resolve(ctx, source.LocationOf(folder), open, opt)
+	if err != nil || model.Shards == nil {
+		return parts
+	}
+	owners := make(map[string]string, len(model.Shards.Weights))
+	for _, w := range model.Shards.Weights {
+		owners[w.Name] = model.Shards.Files[w.File]
+	}
+	out := make([]*tensor.Index, len(parts))
+	for i, part := range parts {
+		keeps, all := make([]bool, len(part.Tensors)), true
+		for k := range part.Tensors {
+			owner, isListed := owners[part.Tensors[k].Name]
+			keeps[k] = !isListed || owner == filepath.Base(sets[i].URIs[0])
+			all = all && keeps[k]
+		}
+		if out[i] = part; !all {
+			if out[i], err = part.Select(keeps); err != nil {
+				return parts
+			}
+		}
+	}
+	return out
+}
+
+// haveTwins reports whether two parts have a tensor of the same name.
+func haveTwins(parts []*tensor.Index) bool {
+	owner := map[string]int{}
+	for i, part := range parts {
+		for k := range part.Tensors {
+			if first, isKnown := owner[part.Tensors[k].Name]; isKnown && first != i {
+				return true
+			}
+			owner[part.Tensors[k].Name] = i
+		}
+	}
+	return false
 }

@@ -1,18 +1,24 @@
 package format
 
-// This file finds the files of a model that a user names.
+// This file finds the files of a model that a user names, and says when they are no longer
+// that model's.
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"os"
 	"slices"
 	"strings"
+	"syscall"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 const (
@@ -37,6 +43,68 @@ type Files struct {
 	listed   bool            // a folder's listing decided
 }
 
+// openFiles opens the files that a name stands for, which also may be a remote folder without
+// the slash. The caller closes the sources, after an error, too.
+func openFiles(ctx context.Context, at source.Location, open Opener, opt Options) (set Files, srcs []source.Source,
+	err error) {
+	set, err = Resolve(ctx, at, open, opt)
+	if err != nil {
+		return Files{}, nil, err
+	}
+	if set.Shards != nil && opt.Keys != nil {
+		set.keepOnly(opt.Keys)
+	}
+	srcs, err = openSources(outlineOf(opt).In(ctx), set.URIs, open)
+	if errors.Is(err, errs.ErrNotFound) && set.Index == "" && !at.Folder {
+		if dir := RemoteFolder(ctx, at, open, opt); dir != "" {
+			return openFiles(ctx, source.LocationOf(dir), open, opt)
+		}
+	}
+	return set, srcs, set.explainMissing(err)
+}
+
+// keepOnly leaves those files that have one of the named tensors; see safetensors.Shards.Only.
+func (f *Files) keepOnly(names []string) {
+	few := f.Shards.Only(names)
+	kept := make([]string, 0, len(few.Files))
+	for i, name := range f.Shards.Files { // f.URIs[i] is where name lies
+		if len(kept) < len(few.Files) && few.Files[len(kept)] == name {
+			kept = append(kept, f.URIs[i])
+		}
+	}
+	f.URIs, f.Shards = kept, &few
+}
+
+// together is how many files are opened, or indexed, at once. A remote file
+// costs round trips, a local one a core.
+const together = 16
+
+// openSources opens files. The caller closes them, even after an error, which is that of the
+// first file that cannot be opened; those behind it are not waited for.
+func openSources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
+	srcs := make([]source.Source, len(files))
+	each, stop := make([]context.Context, len(files)), make([]context.CancelFunc, len(files))
+	for i := range files {
+		each[i], stop[i] = context.WithCancel(ctx)
+		defer stop[i]()
+	}
+	err := spawn.Each(ctx, "open", together, len(files), func(i int) error {
+		s, err := open(each[i], files[i])
+		if err != nil {
+			for _, stop := range stop[i+1:] {
+				stop()
+			}
+			return err
+		}
+		srcs[i] = s
+		return nil
+	})
+	if err != nil {
+		return slices.DeleteFunc(srcs, func(s source.Source) bool { return s == nil }), err
+	}
+	return srcs, nil
+}
+
 // Resolve returns the files to open for a name: a file stands for itself, an index.json
 // for its shards, a folder for the model in it (docs/folders.md).
 //
@@ -49,7 +117,11 @@ func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) 
 		return openRemoteFolder(ctx, at, open, opt)
 	case !at.Remote && !strings.Contains(at.URI, "://"):
 		if st, err := os.Stat(at.Path); err == nil && st.IsDir() {
-			return openFolder(ctx, at.Path, open)
+			names, err := namesOf(at.Path)
+			if err != nil {
+				return Files{}, err
+			}
+			return chooseFiles(ctx, at.Path, names, open)
 		}
 		if err := missingPath(at.Path); err != nil {
 			return Files{}, err
@@ -58,15 +130,36 @@ func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) 
 		return Files{URIs: []string{at.URI}}, nil
 	}
 	if isIndex(at.Path) {
-		return fromIndex(ctx, at, open)
+		return readShards(ctx, at, open)
 	}
 	return Files{URIs: []string{at.URI}}, nil
 }
 
 // isIndex reports whether a path names an index.json.
 func isIndex(path string) bool {
-	n, ok := modelfiles.Parse(path[strings.LastIndexByte(path, '/')+1:])
+	n, ok := modelfiles.ParseName(path[strings.LastIndexByte(path, '/')+1:])
 	return ok && n.Index || strings.HasSuffix(path, indexSuffix)
+}
+
+// namesOf are the paths of a folder's entries, sorted.
+func namesOf(dir string) (paths []string, err error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, placeError(dir, errs.FromOS(err))
+	}
+	for _, e := range entries {
+		paths = append(paths, strings.TrimSuffix(dir, "/")+"/"+e.Name()) // ".." in dir stays, as the system takes it
+	}
+	return paths, nil
+}
+
+// chooseFiles are the files of the model in a folder, by its index.json where it has one.
+func chooseFiles(ctx context.Context, dir string, names []string, open Opener) (Files, error) {
+	set, err := chooseModel(dir, names)
+	if err != nil || set.Index == "" {
+		return set, err
+	}
+	return readShards(ctx, source.LocationOf(set.Index), open)
 }
 
 // usual are the names of models in folders that cannot be listed.
@@ -82,7 +175,7 @@ func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt 
 	if opt.List != nil {
 		names, err := opt.List(ctx, uri)
 		if err == nil {
-			return chooseModel(ctx, uri, names, open)
+			return chooseFiles(ctx, uri, names, open)
 		}
 		if !errors.Is(err, errs.ErrNotSupported) {
 			return Files{}, err
@@ -94,7 +187,7 @@ func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt 
 	for _, name := range usual {
 		file := source.Beside(uri, name)
 		if strings.HasSuffix(name, indexSuffix) {
-			set, err := fromIndex(ctx, source.LocationOf(file), open)
+			set, err := readShards(ctx, source.LocationOf(file), open)
 			if err == nil || !errors.Is(err, errs.ErrNotFound) {
 				return set, err
 			}
@@ -145,4 +238,101 @@ func RemoteFolder(ctx context.Context, at source.Location, open Opener, opt Opti
 
 func placeError(uri string, err error) error {
 	return &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+}
+
+// readShards returns the shards that an index.json names.
+func readShards(ctx context.Context, at source.Location, open Opener) (Files, error) {
+	text, id, err := readContent(ctx, at, open)
+	if err != nil {
+		return Files{}, err
+	}
+	shards, err := safetensors.ReadIndexJSON(at.URI, text)
+	if err != nil {
+		return Files{}, err
+	}
+	set := Files{Index: at.URI, Text: text, Shards: &shards, index: at, identity: id}
+	for _, name := range shards.Files {
+		set.URIs = append(set.URIs, source.Beside(at.URI, name))
+	}
+	return set, nil
+}
+
+// readContent is all of an index.json, and the state in which it was read.
+func readContent(ctx context.Context, at source.Location, open Opener) ([]byte, source.Identity, error) {
+	if !at.Remote {
+		id, _ := stampOf(at.Path) // before it is read, which reports errors
+		b, err := regular.Read(at.Path, tensor.MaxHeader)
+		return b, id, errs.In("open", at.URI, err)
+	}
+	s, err := open(source.Outline{Most: tensor.MaxHeader}.In(ctx), at.URI)
+	if err != nil {
+		return nil, source.Identity{}, err
+	}
+	defer s.Close()
+	if s.Size() > tensor.MaxHeader {
+		return nil, source.Identity{}, placeError(at.URI, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
+	}
+	b := make([]byte, s.Size())
+	return b, s.Facts().Identity, s.ReadAt(ctx, b, 0)
+}
+
+// wasReplaced reports whether what decided about the files is no longer what it was, after
+// they were opened or after err: a saver may have published others. What the store cannot
+// tell has not changed.
+func (f *Files) wasReplaced(ctx context.Context, open Opener, err error) bool {
+	switch {
+	case f.Index == "":
+		return f.listed && errors.Is(err, errs.ErrNotFound)
+	case f.index.Scheme == "hf": // all files are of one commit
+		return false
+	case !f.index.Remote:
+		now, serr := stampOf(f.index.Path)
+		return errors.Is(serr, os.ErrNotExist) || serr == nil && now != f.identity
+	}
+	text, id, err := readContent(ctx, f.index, open)
+	return errors.Is(err, errs.ErrNotFound) || err == nil && (id != f.identity || !bytes.Equal(text, f.Text))
+}
+
+// explainMissing adds to the error of a missing shard which index lists it, and the file that may
+// be the model instead.
+func (f *Files) explainMissing(err error) error {
+	var where *errs.At
+	if f.Index == "" || !errors.Is(err, errs.ErrNotFound) || !errors.As(err, &where) {
+		return err
+	}
+	missing := *where
+	missing.Err = errs.New(errs.ErrNotFound, "it is missing, and %s lists it%s", errs.RedactURI(f.Index), f.loneFile())
+	return &missing
+}
+
+// loneFile names the single file that lies beside an index, if there is one.
+func (f *Files) loneFile() string {
+	single := fileOfIndex(f.Index)
+	if _, err := os.Stat(single); f.index.Remote || err != nil || slices.Contains(f.URIs, single) {
+		return ": fetch the model again"
+	}
+	return "; beside it is " + single + ", a model by itself: remove the one that is old"
+}
+
+// stampOf is the present state of a local file.
+func stampOf(path string) (id source.Identity, err error) {
+	st, err := os.Stat(path)
+	if err != nil {
+		return id, err
+	}
+	own, ok := st.Sys().(*syscall.Stat_t)
+	if !ok {
+		return id, errs.New(errs.ErrNotSupported, "no inode")
+	}
+	return source.Identity{Device: uint64(own.Dev), Inode: own.Ino, Size: own.Size, Modified: own.Mtim.Nano(),
+		Changed: own.Ctim.Nano()}, nil
+}
+
+// fileOfIndex is the file that an index divides into shards.
+func fileOfIndex(index string) string {
+	i := strings.LastIndex(index, suffix+".")
+	if i < 0 {
+		return index
+	}
+	return index[:i+len(suffix)]
 }

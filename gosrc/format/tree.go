@@ -58,7 +58,7 @@ func Tree(dir, avoid string) ([]Branch, error) {
 				}
 			case !e.IsDir() && !hidden:
 				files = true
-				_, weights := modelfiles.Parse(e.Name())
+				_, weights := modelfiles.ParseName(e.Name())
 				b.Weights = b.Weights || weights
 			}
 		}
@@ -88,7 +88,7 @@ func RemoteTree(dir, avoid string, files []source.Entry) (out []Branch, err erro
 		if depth := strings.Count(f.Name, "/"); depth > maxDepth {
 			return nil, placeError(source.Below(dir, rel), tooDeep(dir, depth))
 		}
-		_, weights := modelfiles.Parse(path.Base(f.Name))
+		_, weights := modelfiles.ParseName(path.Base(f.Name))
 		b := add(rel)
 		b.Weights = b.Weights || weights
 	}
@@ -104,17 +104,4 @@ func isHidden(name string) bool { return strings.HasPrefix(name, ".") || strings
 func tooDeep(dir string, depth int) error {
 	return errs.New(errs.ErrNotSupported, "this folder lies %d below %s, and at most %d are followed", depth,
 		errs.RedactURI(dir), maxDepth)
-}
-
-// nameSnapshots says what to name instead of a model's whole folder in a Hugging Face
-// cache; "" for other folders.
-func nameSnapshots(dir string) string {
-	if !isDir(filepath.Join(dir, "blobs")) || !isDir(filepath.Join(dir, "snapshots")) {
-		return ""
-	}
-	hint := "a model's folder in a Hugging Face cache: name one of its snapshots"
-	if names := namesIn(filepath.Join(dir, "snapshots")); len(names) > 0 {
-		hint += ", as " + filepath.Join(dir, "snapshots", names[0])
-	}
-	return hint
 }

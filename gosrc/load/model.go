@@ -69,21 +69,23 @@ var headers format.Cache
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
-	opener := open.With(spec.Storage.Options)
+	m := &Model{mapp: mappingMode(spec.Map), key: spec.Storage.Key(), refs: 1}
+	stores := open.With(spec.Storage.Options)
+	opener := stores.Open
 	if spec.Opened != nil {
 		opener = func(context.Context, string) (source.Source, error) { return spec.Opened, nil }
 	}
 	ix, srcs, _, err := format.OpenAll(ctx, spec.URIs, opener, format.Options{
 		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers,
-		List:     open.Lister(spec.Storage.Options),
-		Settings: spec.Storage.Decrypt,
+		List: stores.List, Settings: spec.Storage.Decrypt,
 	})
 	if err != nil {
 		return nil, err
 	}
-	seen, srcs := unpack.Model(ix, srcs)
-	return &Model{ix: seen, held: ix, srcs: srcs, mapp: mappingMode(spec.Map), key: spec.Storage.Key(),
-		opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
+	m.held = ix
+	m.ix, m.srcs = unpack.Model(ix, srcs)
+	m.opened = [2]time.Time{began, time.Now()}
+	return m, nil
 }
 
 // Of is the model of an index that has been validated and the one source of its bytes.
@@ -94,8 +96,8 @@ func Of(ix *tensor.Index, src source.Source) *Model {
 // Names returns the tensors listed in index.json files, without opening a shard; ok
 // is false when some of the files have no index.
 func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {
-	return format.Names(ctx, spec.URIs, open.With(spec.Storage.Options),
-		format.Options{List: open.Lister(spec.Storage.Options)})
+	stores := open.With(spec.Storage.Options)
+	return format.Names(ctx, spec.URIs, stores.Open, format.Options{List: stores.List})
 }
 
 // Index is the model's index, as it is stored.

@@ -3,6 +3,7 @@ package save
 // This file has the verb Convert.
 
 import (
+	"cmp"
 	"context"
 	"io/fs"
 	"maps"
@@ -71,10 +72,9 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 			"%s files are not written, only %s and .tensors files, and folders of them", ext, extension)
 	}
 	if source.Remote(dst) && !namesFile(dst) {
-		if dir := format.RemoteFolder(ctx, source.LocationOf(dst), open.With(spec.Storage.Options),
-			format.Options{List: open.Lister(spec.Storage.Options)}); dir != "" {
-			dst = dir
-		}
+		stores := open.With(spec.Storage.Options)
+		dst = cmp.Or(format.RemoteFolder(ctx, source.LocationOf(dst), stores.Open,
+			format.Options{List: stores.List}), dst)
 	}
 	if len(src) != 1 {
 		return convertOne(ctx, j, src, dst, spec, beside{})
@@ -283,7 +283,7 @@ func (m *model) addIndex(dst string, parts []part) []part {
 	there := false
 	for _, p := range parts {
 		name := filepath.Base(p.path)
-		n, ok := modelfiles.Parse(name)
+		n, ok := modelfiles.ParseName(name)
 		if family == "" {
 			family = modelfiles.Family(name)
 		}
@@ -328,7 +328,7 @@ func (b beside) sourceFolders(src []string) []string {
 
 // namesIndex reports whether a path is that of an index.json.
 func namesIndex(path string) bool {
-	n, ok := modelfiles.Parse(filepath.Base(path))
+	n, ok := modelfiles.ParseName(filepath.Base(path))
 	return ok && n.Index
 }
 
@@ -369,7 +369,7 @@ func withCompanions(src []string, dst string, parts []part, spec Spec, how besid
 // companionFolder is where the companions of a source are looked for.
 func (b beside) companionFolder(src, dst string, spec Spec) companions.Folder {
 	return companions.Folder{Path: folders.Local(src), Root: b.root, Avoid: dst, Below: b.folders, Files: b.files,
-		Open: open.With(spec.Storage.Options)}
+		Open: open.With(spec.Storage.Options).Open}
 }
 
 // listBesides lists what lies beside the weights of source folders that become one file.
@@ -381,7 +381,7 @@ func listBesides(src []string, spec Spec, how beside) (left []string) {
 			left = append(left, f.Path)
 		}
 		left = append(left, slices.DeleteFunc(skipped, func(path string) bool {
-			_, weights := modelfiles.Parse(source.Name(path))
+			_, weights := modelfiles.ParseName(source.Name(path))
 			return weights
 		})...)
 	}

@@ -24,7 +24,7 @@ const (
 func openOrList(
 	ctx context.Context, uris []string, storage format.Access, unlisted bool,
 ) (*model, []InspectedFile, error) {
-	dial := open.With(storage.Options)
+	dial := open.With(storage.Options).Open
 	isGGUF := func(uri string) bool { return strings.HasSuffix(source.Name(uri), "."+formatGGUF) }
 	files, others, err := listGGUFs(ctx, uris, dial, isGGUF)
 	if err != nil || len(others) == 0 && len(files) > 0 {

@@ -160,7 +160,7 @@ func (w *writer) keepListed(ctx context.Context, kept map[string]bool, index str
 	dir := atomicfile.Folder(index)
 	entries, _ := os.ReadDir(dir)
 	for _, e := range entries {
-		n, ok := modelfiles.Parse(e.Name())
+		n, ok := modelfiles.ParseName(e.Name())
 		if !ok || !n.Index || e.Name() == filepath.Base(index) {
 			continue
 		}

@@ -26,8 +26,9 @@ type model struct {
 // openModel opens a model; with unlisted, also those tensors in the files of an index.json
 // that it does not list.
 func openModel(ctx context.Context, uris []string, storage format.Access, unlisted bool) (*model, error) {
-	ix, srcs, sets, err := format.OpenAll(ctx, uris, open.With(storage.Options), format.Options{
-		Known: codec.Known, List: open.Lister(storage.Options), Settings: storage.Decrypt, Unlisted: unlisted,
+	stores := open.With(storage.Options)
+	ix, srcs, sets, err := format.OpenAll(ctx, uris, stores.Open, format.Options{
+		Known: codec.Known, List: stores.List, Settings: storage.Decrypt, Unlisted: unlisted,
 	})
 	if err != nil {
 		return nil, err

@@ -20,7 +20,8 @@ import (
 // and the files in it and below it; dir is "" for all else. A store that lists no files
 // has none to tell of.
 func remoteFolder(ctx context.Context, uri string, opt source.Options) (dir string, files []source.Entry, err error) {
-	dir = format.RemoteFolder(ctx, source.LocationOf(uri), open.With(opt), format.Options{List: open.Lister(opt)})
+	stores := open.With(opt)
+	dir = format.RemoteFolder(ctx, source.LocationOf(uri), stores.Open, format.Options{List: stores.List})
 	if dir == "" {
 		return "", nil, nil
 	}

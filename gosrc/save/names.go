@@ -80,7 +80,7 @@ func (w *writer) hasEarlierSet(ctx context.Context, index *part) (bool, error) {
 	for _, path := range paths {
 		name := filepath.Base(path)
 		there[name] = true
-		n, ok := modelfiles.Parse(name)
+		n, ok := modelfiles.ParseName(name)
 		weights = weights || name == base || slices.Contains(index.listing.usual, name) ||
 			ok && !n.Index && !n.Marked && (n.Of > 0 || name != single) && !w.ours[name]
 	}
@@ -138,7 +138,7 @@ func (index *part) familiesOf() map[string]bool {
 func abandonedFiles(dir string, families map[string]bool, numbered bool) (paths []string) {
 	entries, _ := os.ReadDir(dir)
 	for _, e := range entries {
-		n, ok := modelfiles.Parse(e.Name())
+		n, ok := modelfiles.ParseName(e.Name())
 		if ok && !n.Index && (n.Marked || numbered && n.Of > 0) && families[modelfiles.Family(e.Name())] {
 			if path := joinName(dir, e.Name()); !atomicfile.Alive(path) {
 				paths = append(paths, path)

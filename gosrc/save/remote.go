@@ -155,7 +155,7 @@ func shardsOf(path string, old *safetensors.Shards) (paths []string) {
 
 // readIndex reads an index; nil if there is none. A damaged one names nothing.
 func (w *writer) readIndex(ctx context.Context, index string) (*safetensors.Shards, error) {
-	s, err := open.With(w.spec.Storage.Options)(ctx, index)
+	s, err := open.With(w.spec.Storage.Options).Open(ctx, index)
 	if errors.Is(err, errs.ErrNotFound) {
 		return nil, nil
 	}

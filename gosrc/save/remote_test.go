@@ -38,7 +38,7 @@ func tiled(name string, r *rand.Rand, rows int) Input {
 // object reads all of an object.
 func object(t testing.TB, uri string, opt format.Access) []byte {
 	t.Helper()
-	s, err := open.With(opt.Options)(bg, uri)
+	s, err := open.With(opt.Options).Open(bg, uri)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -67,7 +67,7 @@ func tensorsVerbs() []*Verb {
 }
 
 func readRecords(ctx context.Context, q recordsRequest, _ []int64) (recordsAnswer, error) {
-	src, err := open.With(q.Storage.Options)(ctx, q.URI)
+	src, err := open.With(q.Storage.Options).Open(ctx, q.URI)
 	if err != nil {
 		return recordsAnswer{}, err
 	}

@@ -46,8 +46,8 @@ var (
 	markedEnd = regexp.MustCompile(`-ow[0-9a-f]{8}$`)
 )
 
-// Parse takes a name apart; ok is false for names of other files, and hidden ones.
-func Parse(name string) (n Name, ok bool) {
+// ParseName takes a name apart; ok is false for names of other files, and hidden ones.
+func ParseName(name string) (n Name, ok bool) {
 	if strings.HasPrefix(name, ".") {
 		return n, false
 	}
@@ -114,8 +114,8 @@ func Family(name string) string {
 	if !ok {
 		return name
 	}
-	if n, _ := Parse(stem + Extension); n.Variant == "" {
-		if n, _ = Parse(stem + rest); n.Variant != "" {
+	if n, _ := ParseName(stem + Extension); n.Variant == "" {
+		if n, _ = ParseName(stem + rest); n.Variant != "" {
 			return stem + "." + n.Variant
 		}
 	}
@@ -124,7 +124,7 @@ func Family(name string) string {
 
 // divideName takes the name of a file of weights apart where its mark is.
 func divideName(name string) (stem, rest string, ok bool) {
-	n, ok := Parse(name)
+	n, ok := ParseName(name)
 	if !ok || n.Index {
 		return name, "", false
 	}

@@ -22,12 +22,12 @@ func TestNames(t *testing.T) {
 		"a-1-of-2.v.safetensors":                              {Stem: "a-1-of-2.v"},
 		"consolidated-00001-of-00002.safetensors":             {Stem: "consolidated", Number: 1, Of: 2},
 	} {
-		if got, ok := Parse(name); !ok || got != want {
+		if got, ok := ParseName(name); !ok || got != want {
 			t.Errorf("%s: %+v, %v, want %+v", name, got, ok, want)
 		}
 	}
 	for _, name := range []string{".model.safetensors", "model.bin", "model_index.json", "index.json", "model.safetensors.json", ""} {
-		if got, ok := Parse(name); ok {
+		if got, ok := ParseName(name); ok {
 			t.Errorf("%s: %+v", name, got)
 		}
 	}
@@ -44,7 +44,7 @@ func TestNames(t *testing.T) {
 		if got := [2]string{WithMark(name, "-ow00000000"), Family(name)}; got != want {
 			t.Errorf("%s: %q, want %q", name, got, want)
 		}
-		if marked, _ := Parse(WithMark(name, Mark())); name != "config.json" && !marked.Marked {
+		if marked, _ := ParseName(WithMark(name, Mark())); name != "config.json" && !marked.Marked {
 			t.Errorf("%s: %+v", name, marked)
 		}
 	}

@@ -49,7 +49,7 @@ func Make(dst string) (made string, err error) {
 func Alone(ctx context.Context, dst string, src []string, renamed bool, ours map[string]bool,
 	opt source.Options) error {
 	others := func(name string) error {
-		if _, weights := modelfiles.Parse(name); weights && !ours[name] && !ours[modelfiles.WithMark(name, "")] {
+		if _, weights := modelfiles.ParseName(name); weights && !ours[name] && !ours[modelfiles.WithMark(name, "")] {
 			return errs.In("save", dst, errs.New(errs.ErrArgument,
 				"the folder holds other weights (%s): choose an empty one", name))
 		}

@@ -1,7 +1,6 @@
 package open
 
 import (
-	"context"
 	"errors"
 	"io"
 	"log"
@@ -46,8 +45,8 @@ func TestCacheAway(t *testing.T) {
 	defer s.Close()
 	home := t.TempDir()
 	opt := source.Options{Env: map[string]string{"HOME": home, "HF_ENDPOINT": s.URL, "HF_HUB_CACHE": "/none"}, Storage: map[string]string{"retries": "0"}}
-	get := func(open func(context.Context, string) (source.Source, error), uri string) (string, error) {
-		s, err := open(t.Context(), uri)
+	get := func(stores *Stores, uri string) (string, error) {
+		s, err := stores.Open(t.Context(), uri)
 		if err != nil {
 			return "", err
 		}
@@ -73,14 +72,14 @@ func TestCacheAway(t *testing.T) {
 		t.Errorf("a commit: %v after %d requests", err, requests.Load())
 	}
 	status = 0
-	open := With(opt)
+	stores := With(opt)
 	for range 2 {
 		for _, uri := range []string{s.URL + "/a", s.URL + "/b"} {
-			if _, err := get(open, uri); err != nil {
+			if _, err := get(stores, uri); err != nil {
 				t.Error(err)
 			}
 		}
-		if _, err := get(open, s.URL+"/none"); !errors.Is(err, errs.ErrNotFound) {
+		if _, err := get(stores, s.URL+"/none"); !errors.Is(err, errs.ErrNotFound) {
 			t.Error(err)
 		}
 	}
@@ -141,7 +140,7 @@ func TestAbsentIsAskedAgain(t *testing.T) {
 		want   error
 	}{{http.StatusNotFound, errs.ErrNotFound}, {0, errs.ErrNotFound}, {http.StatusOK, nil}, {0, nil}} {
 		status.Store(int64(one.status))
-		s, err := With(opt)(t.Context(), pinned)
+		s, err := With(opt).Open(t.Context(), pinned)
 		if !errors.Is(err, one.want) {
 			t.Fatalf("status %d: %v", one.status, err)
 		}

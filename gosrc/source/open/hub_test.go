@@ -46,7 +46,7 @@ func downloaded(t *testing.T, data string) (folder string) {
 
 // content opens a URI and reads it all.
 func content(uri string, env map[string]string) (string, error) {
-	s, err := With(source.Options{Env: env})(context.Background(), uri)
+	s, err := With(source.Options{Env: env}).Open(context.Background(), uri)
 	if err != nil {
 		return "", err
 	}
@@ -137,10 +137,10 @@ func TestHubAway(t *testing.T) {
 			panic(http.ErrAbortHandler)
 		}))
 		s.Config.ErrorLog = log.New(io.Discard, "", 0)
-		opener := With(source.Options{Env: map[string]string{"HF_HUB_CACHE": downloaded(t, "local"),
+		stores := With(source.Options{Env: map[string]string{"HF_HUB_CACHE": downloaded(t, "local"),
 			"HF_ENDPOINT": s.URL}, Storage: map[string]string{"retries": "0"}})
 		for _, file := range []string{"model.safetensors.index.json", "model.safetensors", "a.safetensors"} {
-			src, err := opener(t.Context(), "hf://org/name/"+file+c.rev)
+			src, err := stores.Open(t.Context(), "hf://org/name/"+file+c.rev)
 			if file == "a.safetensors" {
 				if err != nil || src.Size() != 5 {
 					t.Errorf("%s: %v", c.rev, err)
@@ -186,7 +186,7 @@ func TestHubErrors(t *testing.T) {
 		}))
 		s.Config.ErrorLog = log.New(io.Discard, "", 0)
 		env := map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_ENDPOINT": s.URL}
-		_, err := With(source.Options{Env: env, Storage: map[string]string{"retries": "0"}})(t.Context(), c.uri)
+		_, err := With(source.Options{Env: env, Storage: map[string]string{"retries": "0"}}).Open(t.Context(), c.uri)
 		if !errors.Is(err, c.class) || errs.Class(err) != errs.Class(c.class) {
 			t.Errorf("%s: %v", c.uri, err)
 		}
@@ -208,7 +208,7 @@ func TestHubNoExist(t *testing.T) {
 		t.Fatal(err)
 	}
 	env := map[string]string{"HF_HUB_CACHE": folder, "HF_ENDPOINT": "http://127.0.0.1:1"}
-	_, err := With(source.Options{Env: env})(t.Context(), "hf://org/name/b.json@"+commit)
+	_, err := With(source.Options{Env: env}).Open(t.Context(), "hf://org/name/b.json@"+commit)
 	if !errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrIO) {
 		t.Error(err)
 	}

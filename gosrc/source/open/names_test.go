@@ -14,7 +14,7 @@ import (
 func TestForeignBytes(t *testing.T) {
 	// Promise: a store is asked for names in UTF-8 only; a local file for any.
 	for _, uri := range []string{"http://127.0.0.1:1/caf\xe9", "s3://b/\xff", "redis://127.0.0.1:1/\xc3", "hf://a/b/\x80"} {
-		if _, err := With(source.Options{})(context.Background(), uri); !errors.Is(err, errs.ErrArgument) {
+		if _, err := With(source.Options{}).Open(context.Background(), uri); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%q: %v", uri, err)
 		}
 		if _, err := Presign(context.Background(), uri, source.Options{}, 1); !errors.Is(err, errs.ErrArgument) {
@@ -31,7 +31,7 @@ func TestForeignBytes(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, uri := range []string{path, "file://" + path} {
-		s, err := With(source.Options{})(context.Background(), uri)
+		s, err := With(source.Options{}).Open(context.Background(), uri)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -82,61 +82,109 @@ func wrapSource[S source.Source](s S, err error) (source.Source, error) {
 	return s, nil
 }
 
-// With returns a function that opens the URIs of one load with the caller's
-// options. All files of one hf:// repository come from one commit. Local files
-// ignore the options. http and https go through an external downloader where a
-// setting names one. A cache, by the option "cache" or a setting, keeps whole objects of any
-// store; see package cache.
-func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
-	local := cacheOf(opt)
-	opt = withoutCache(opt)
-	own := Own(opt)
-	ask := func(ctx context.Context, uri string) (source.Source, error) {
-		if Downloaded(uri) {
-			return wrapSource(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
-		}
-		return own(ctx, uri)
+// Stores opens and lists what the URIs of one load name, with the caller's options, which local
+// files ignore. All files of one hf:// repository come from one commit. http and https go
+// through an external downloader where a setting names one. A cache, by the option "cache" or
+// a setting, keeps whole objects of any store; see package cache. It is safe for concurrent use.
+type Stores struct {
+	opt   source.Options // without a cache
+	local cache.Folder   // its Path is "": there is none
+	own   bool           // no external downloader
+	hub   http.Hub
+	away  atomic.Bool // a store cannot be reached
+}
+
+// With returns the stores of one load.
+func With(opt source.Options) *Stores { return &Stores{opt: withoutCache(opt), local: cacheOf(opt)} }
+
+// Own is With, but never keeps objects or runs an external downloader: the downloader may be
+// overwire itself.
+func Own(opt source.Options) *Stores { return &Stores{opt: opt, own: true} }
+
+// Open opens a URI.
+func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
+	if s.local.Path == "" || !source.Remote(uri) {
+		return s.openWhereItLies(ctx, uri)
 	}
-	if local.Path == "" {
-		return ask
-	}
-	var away atomic.Bool // the store of this load
-	return func(ctx context.Context, uri string) (source.Source, error) {
-		if !source.Remote(uri) {
-			return ask(ctx, uri)
-		}
-		if isImmutable(uri) || away.Load() {
-			s, err := local.Last(ctx, uri)
-			// What was not there may be by now, or the caller may see it now, also at a commit.
-			if s != nil || err != nil && (away.Load() || !errors.Is(err, errs.ErrNotFound)) {
-				if s != nil && away.Load() {
-					cache.CountAway()
-				}
-				return wrapSource(s, err)
-			}
-		}
-		s, err := ask(ctx, uri)
-		switch {
-		case err == nil && s.Facts().File == nil:
-			return local.Keep(ctx, s)
-		case errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout):
-			last, lastErr := local.Last(ctx, uri)
-			if last == nil && lastErr == nil || ctx.Err() != nil {
-				return nil, err
-			}
-			if !away.Swap(true) {
-				source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): what the cache in %s has is used",
-					errs.RedactURI(uri), errs.Message(err), local.Path))
-			}
-			if last != nil {
+	if isImmutable(uri) || s.away.Load() {
+		last, err := s.local.Last(ctx, uri)
+		// What was not there may be by now, or the caller may see it now, also at a commit.
+		if last != nil || err != nil && (s.away.Load() || !errors.Is(err, errs.ErrNotFound)) {
+			if last != nil && s.away.Load() {
 				cache.CountAway()
 			}
-			return wrapSource(last, lastErr)
-		case errors.Is(err, errs.ErrNotFound):
-			local.Absent(uri)
+			return wrapSource(last, err)
 		}
-		return s, err
 	}
+	src, err := s.openWhereItLies(ctx, uri)
+	switch {
+	case err == nil && src.Facts().File == nil:
+		return s.local.Keep(ctx, src)
+	case errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout):
+		last, lastErr := s.local.Last(ctx, uri)
+		if last == nil && lastErr == nil || ctx.Err() != nil {
+			return nil, err
+		}
+		if !s.away.Swap(true) {
+			source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): what the cache in %s has is used",
+				errs.RedactURI(uri), errs.Message(err), s.local.Path))
+		}
+		if last != nil {
+			cache.CountAway()
+		}
+		return wrapSource(last, lastErr)
+	case errors.Is(err, errs.ErrNotFound):
+		s.local.Absent(uri)
+	}
+	return src, err
+}
+
+// List returns the objects of a folder, as the function List; if the store cannot be reached,
+// what a cache knows of the folder.
+func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
+	uris, err := List(ctx, uri, s.opt)
+	switch {
+	case s.local.Path == "" || ctx.Err() != nil:
+	case err == nil:
+		s.local.KeepList(uri, uris)
+	case errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout):
+		if last := s.local.LastList(uri); last != nil {
+			return last, nil
+		}
+	}
+	return uris, err
+}
+
+// openWhereItLies opens a URI where it lies, by the table of its scheme.
+func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source, error) {
+	if !s.own && Downloaded(uri) {
+		return wrapSource(pipe.Open(ctx, knob.Downloader.Get(), uri, s.opt))
+	}
+	if err := checkSound("open", uri); err != nil && source.Remote(uri) {
+		return nil, err
+	}
+	scheme := source.Scheme(uri)
+	if fn := schemes[scheme]; fn != nil {
+		return fn(ctx, &s.hub, uri, s.opt)
+	}
+	if fn := stores[scheme].open; fn != nil {
+		return fn(ctx, uri, s.opt)
+	}
+	names := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
+	slices.Sort(names)
+	return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported,
+		"scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local "+
+			"path with :// in it begins with ./",
+		scheme, strings.Join(names[1:], ", "))) // the first is "", a local path
+}
+
+// withoutCache is opt without its cache, for calls that must reach the store.
+func withoutCache(opt source.Options) source.Options {
+	if _, ok := opt.Storage["cache"]; ok {
+		opt.Storage = maps.Clone(opt.Storage)
+		delete(opt.Storage, "cache")
+	}
+	return opt
 }
 
 // cacheOf is the folder of the option "cache", or of the setting; its Path is "" where none is
@@ -182,17 +230,17 @@ func Downloaded(uri string) bool {
 // usually to 2 MiB.
 const argvs = 1000
 
-// Several is With for URIs of known sizes, each opened once and in this order.
+// WithSizes is With for URIs of known sizes, each opened once and in this order.
 // Where a setting names an external downloader, and all are http or https, one run
 // of it fetches up to argvs of them. The caller calls rest at the end: it closes
 // the sources that were fetched and not opened.
-func Several(uris []string, sizes []int64, opt source.Options) (
+func WithSizes(uris []string, sizes []int64, opt source.Options) (
 	dial func(ctx context.Context, uri string) (source.Source, error), rest func()) {
 	program := knob.Downloader.Get()
 	if program == "" || cacheOf(opt).Path != "" || slices.ContainsFunc(uris, func(u string) bool {
 		return source.Scheme(u) != "http" && source.Scheme(u) != "https"
 	}) {
-		return With(opt), func() {}
+		return With(opt).Open, func() {}
 	}
 	var srcs []*pipe.Source
 	next := 0
@@ -212,29 +260,6 @@ func Several(uris []string, sizes []int64, opt source.Options) (
 		for _, s := range srcs[next:] {
 			_ = s.Close()
 		}
-	}
-}
-
-// Own is With, but never runs an external downloader: the downloader may be
-// overwire itself.
-func Own(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
-	var hub http.Hub
-	return func(ctx context.Context, uri string) (source.Source, error) {
-		if err := checkSound("open", uri); err != nil && source.Remote(uri) {
-			return nil, err
-		}
-		if fn := schemes[source.Scheme(uri)]; fn != nil {
-			return fn(ctx, &hub, uri, opt)
-		}
-		if fn := stores[source.Scheme(uri)].open; fn != nil {
-			return fn(ctx, uri, opt)
-		}
-		names := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
-		slices.Sort(names)
-		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported,
-			"scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local "+
-				"path with :// in it begins with ./",
-			source.Scheme(uri), strings.Join(names[1:], ", "))) // the first is "", a local path
 	}
 }
 

@@ -21,7 +21,7 @@ func TestRoutes(t *testing.T) {
 				opt.Storage["cache"] = t.TempDir()
 				defer delete(opt.Storage, "cache")
 			}
-			s, err := With(opt)(context.Background(), uri)
+			s, err := With(opt).Open(context.Background(), uri)
 			if err != nil {
 				return nil, err
 			}
@@ -39,7 +39,7 @@ func TestSchemes(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	for scheme := range schemes {
 		w.Script(302, map[string]string{"pub/a": scheme + "://{pub}/b"})
-		s, err := With(source.Options{})(context.Background(), w.URL("http://{pub}/a"))
+		s, err := With(source.Options{}).Open(context.Background(), w.URL("http://{pub}/a"))
 		if scheme == "http" {
 			if err != nil {
 				t.Error(err)
@@ -59,7 +59,7 @@ func TestSchemes(t *testing.T) {
 
 // A scheme that is not known gives an error that lists those that are.
 func TestUnknownScheme(t *testing.T) {
-	_, err := With(source.Options{})(context.Background(), "gs://bucket/model.safetensors")
+	_, err := With(source.Options{}).Open(context.Background(), "gs://bucket/model.safetensors")
 	if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), "file, hf, http, https") {
 		t.Error(err)
 	}

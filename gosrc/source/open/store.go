@@ -4,7 +4,6 @@ package open
 
 import (
 	"context"
-	"errors"
 	"maps"
 	"slices"
 	"strings"
@@ -84,25 +83,6 @@ func walkStore(ctx context.Context, uri string, opt source.Options, below bool) 
 	return s.walk(ctx, uri, withoutCache(opt), below)
 }
 
-// Lister is List with the caller's options; if the store cannot be reached, what a cache
-// knows of the folder.
-func Lister(opt source.Options) func(ctx context.Context, uri string) ([]string, error) {
-	local := cacheOf(opt)
-	return func(ctx context.Context, uri string) ([]string, error) {
-		uris, err := List(ctx, uri, opt)
-		switch {
-		case local.Path == "" || ctx.Err() != nil:
-		case err == nil:
-			local.KeepList(uri, uris)
-		case errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout):
-			if last := local.LastList(uri); last != nil {
-				return last, nil
-			}
-		}
-		return uris, err
-	}
-}
-
 // Presign makes a URL that reads an object without credentials until it
 // expires. It is a secret.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
@@ -154,15 +134,6 @@ func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, f
 	}
 	opt.Once = true
 	return Put(ctx, uri, opt, data, nil, failed)
-}
-
-// withoutCache is opt without its cache, for calls that must reach the store.
-func withoutCache(opt source.Options) source.Options {
-	if _, ok := opt.Storage["cache"]; ok {
-		opt.Storage = maps.Clone(opt.Storage)
-		delete(opt.Storage, "cache")
-	}
-	return opt
 }
 
 func storeOf(verb, uri string) (store, error) {
