@@ -136,6 +136,7 @@ def test_corrupt_chunk_leaves_the_context_alive(tmp_path: Path) -> None:
         equal(ow.load_file(good, device="cuda"), ow.load_file(good))
 
 
+@pytest.mark.imports_torch
 def test_preload_before_torch(tmp_path: Path) -> None:
     ow.save_file({"a": torch.randn(1 << 20).bfloat16(), "b": torch.arange(5)}, tmp_path / "m")
     code = f"""
