@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +48,14 @@ def load(root: Path, port: int) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        load(Path(sys.argv[1]), int(sys.argv[2]))
+    if base.run_as_rank(lambda root, world, rank, port, names: load(root, port)):
         return
-    root = Path(tempfile.mkdtemp(prefix="overwire-drafts-"))
-    try:
-        site = base.plug_in(root)
+    with base.workplace("overwire-drafts-") as (root, env):
         for value, name in enumerate(("target", "draft", "store"), start=1):
             tensors = base.weights(base.LLAMA)
             tensors["model.norm.weight"].fill_(value)
             base.folder(root / name, base.LLAMA, tensors, True)
-        command = [sys.executable, __file__, str(root), str(base.free_port())]
-        subprocess.run(command, env=base.environment(root, site), check=True, timeout=600)
-    finally:
-        shutil.rmtree(root)
+        base.run_ranks(__file__, root, 1, [], env)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,6 @@ compared with what a load of the same weights gives.
 
 from __future__ import annotations
 
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +78,18 @@ def other(tensors: dict[str, Any], n: int) -> dict[str, Any]:
     return {name: (t.float() * (1 + 0.01 * torch.randn(t.shape))).to(t.dtype) for name, t in tensors.items()}
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
-def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> None:
+def rank_main(base: Path, world: int, rank: int, port: int, carriers: list[str]) -> None:
     from overwire.integrations.vllm import transfer
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     tiny.without_kernels()
+    carrier = int(carriers[0])
     for name in tiny.MODELS:
         at = base / name
         tensors = tiny.weights(tiny.MODELS[name])
         steps = [other(tensors, n) for n in range(STEPS)]
-        loaded = [
-            tiny.state(tiny.load(at / f"step-{n}", world, rank, port, "safetensors")[0]) for n in range(STEPS)
-        ]
+        loaded = [tiny.state(tiny.load(at / f"step-{n}", world, rank, port, "safetensors")[0]) for n in range(STEPS)]
         model, config = tiny.load(at / "plain", world, rank, port, "safetensors")
         engine = WeightTransferEngineFactory.create_engine(
             WeightTransferConfig(backend="overwire"), config, torch.device("cpu"), model
@@ -112,7 +99,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> Non
         workers = Workers(engine, world, config)
         way: dict[str, Any] = {"where": str(at / f"pushes-{world}")}
         slices = tiny.planned()
-        reason = transfer.obstacle(model, config.model_config)
+        reason = transfer.obstacle_of(model, config.model_config)
         assert reason is None or "experts for CPU" in reason, reason  # which vLLM repacks
         for group, deltas in ((False, False), (True, reason is None)):
             if group:
@@ -131,37 +118,30 @@ def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> Non
                 if rank == 0 or n == len(steps) - 1:
                     wrong = tiny.differences(tiny.state(model), loaded[n])
                     if wrong:
-                        raise SystemExit(f"{name}, push {n}, group {group}, deltas {deltas}, rank {rank} of {world}: {wrong}")
+                        raise SystemExit(
+                            f"{name}, push {n}, group {group}, deltas {deltas}, rank {rank} of {world}: {wrong}"
+                        )
             if rank == 0:
                 workers.end()
                 trainer.shutdown()
             engine.shutdown()
-        print(f"  {name}: {len(steps)} pushes to rank {rank} of {world} as loads of the same, {slices} slices", flush=True)
+        print(
+            f"  {name}: {len(steps)} pushes to rank {rank} of {world} as loads of the same, {slices} slices", flush=True
+        )
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    if tiny.run_as_rank(rank_main):
         return
-    base = Path(tempfile.mkdtemp(prefix="overwire-live-"))
-    try:
-        site = tiny.plug_in(base)
+    with tiny.workplace("overwire-live-") as (base, env):
         for name, config in tiny.MODELS.items():
             tensors = tiny.weights(config)
             tiny.folder(base / name / "plain", config, tensors, False)
             for n in range(STEPS):
                 tiny.folder(base / name / f"step-{n}", config, other(tensors, n), False)
-        env = tiny.environment(base, site)
         for world in (1, 2):
-            port, carrier = free_port(), free_port()
-            words = [sys.executable, __file__, str(base), str(world)]
-            ranks = [subprocess.Popen([*words, str(rank), str(port), str(carrier)], env=env) for rank in range(world)]
-            codes = [rank.wait(600) for rank in ranks]
-            if any(codes):
-                raise SystemExit(f"{world} ranks: exit codes {codes}")
+            tiny.run_ranks(__file__, base, world, [str(tiny.free_port())], env)
         print("pushes are as loads")
-    finally:
-        shutil.rmtree(base)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,6 @@ Each parameter must be as vLLM's own load leaves it, and processed once.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -61,19 +57,13 @@ def load(root: Path, port: int) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        load(Path(sys.argv[1]), int(sys.argv[2]))
+    if base.run_as_rank(lambda root, world, rank, port, names: load(root, port)):
         return
-    root = Path(tempfile.mkdtemp(prefix="overwire-express-"))
-    try:
-        site = base.plug_in(root)
+    with base.workplace("overwire-express-") as (root, env):
         tensors = base.weights(base.LLAMA)
         for kind in ("plain", "compressed"):
             base.folder(root / "llama" / kind, base.LLAMA, tensors, kind == "compressed")
-        command = [sys.executable, __file__, str(root), str(base.free_port())]
-        subprocess.run(command, env=base.environment(root, site), check=True, timeout=600)
-    finally:
-        shutil.rmtree(root)
+        base.run_ranks(__file__, root, 1, [], env)
 
 
 if __name__ == "__main__":

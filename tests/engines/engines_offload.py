@@ -11,10 +11,6 @@ is refused, and two ranks.
 from __future__ import annotations
 
 import functools
-import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +27,15 @@ def without_kernels() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     def forward(
-        self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, *_: Any,
+        self: Any,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: Any,
+        metadata: Any,
+        output: Any,
+        *_: Any,
         **__: Any,
     ) -> Any:
         q, k, v = (part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value))
@@ -111,7 +115,11 @@ def refusals(path: Path, where: tuple[int, int, int]) -> None:
     from vllm.model_executor.offloader import get_offloader
 
     def attempt(extra: dict[str, Any], **more: Any) -> None:
-        arguments: dict[str, Any] = {"load_format": "overwire", "model_loader_extra_config": extra, "enforce_eager": True}
+        arguments: dict[str, Any] = {
+            "load_format": "overwire",
+            "model_loader_extra_config": extra,
+            "enforce_eager": True,
+        }
         arguments |= {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 64, **more}
         config = EngineArgs(model=str(path), **arguments).create_engine_config()
         get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
@@ -129,14 +137,14 @@ def refusals(path: Path, where: tuple[int, int, int]) -> None:
         raise SystemExit("vLLM's offloader is another one")
 
 
-def rank_main(root: Path, world: int, rank: int, port: int) -> None:
+def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) -> None:
     import vllm
 
     print(f"vLLM {vllm.__version__}, rank {rank} of {world}", flush=True)
     base.without_kernels()
     without_kernels()
     where = world, rank, port
-    for name in ("llama", "tied", "padded"):
+    for name in names:
         for kind in ("plain", "compressed"):
             streams(root / name / kind, root / name / "plain", where)
     if world == 1:
@@ -144,27 +152,16 @@ def rank_main(root: Path, world: int, rank: int, port: int) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    if base.run_as_rank(rank_main):
         return
-    root = Path(tempfile.mkdtemp(prefix="overwire-offload-"))
-    try:
-        site = base.plug_in(root)
-        for name in ("llama", "tied", "padded"):
+    with base.workplace("overwire-offload-") as (root, env):
+        for name in (names := ("llama", "tied", "padded")):
             tensors = base.weights(base.MODELS[name])
             base.folder(root / name / "plain", base.MODELS[name], tensors, False)
             base.folder(root / name / "compressed", base.MODELS[name], tensors, True)
-        env = base.environment(root, site)
         for world in (1, 2):
-            port = base.free_port()
-            command = [sys.executable, __file__, str(root), str(world)]
-            runs = [subprocess.Popen([*command, str(rank), str(port)], env=env) for rank in range(world)]
-            codes = [run.wait(600) for run in runs]
-            if any(codes):
-                raise SystemExit(f"{world} ranks: exit codes {codes}")
+            base.run_ranks(__file__, root, world, names, env)
         print("streamed layers as vLLM's own")
-    finally:
-        shutil.rmtree(root)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,6 @@ damage, refusals; reloads and pushes on top; two ranks.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -194,29 +190,22 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     print("  the file that was used last is begun at once, and let go where it does not count", flush=True)
 
 
+def make_folders(root: Path) -> None:
+    """The models, plain: ROOT/NAME/plain."""
+    for name, config in {**base.MODELS, "fp8": FP8}.items():
+        tensors = base.weights(config)
+        tensors = base.quantised(tensors, 16, 32) if name == "fp8" else tensors
+        base.folder(root / name / "plain", config, tensors, False)
+
+
 def main() -> None:
-    if len(sys.argv) > 1:
-        rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5:])
+    if base.run_as_rank(rank_main):
         return
-    root = Path(tempfile.mkdtemp(prefix="overwire-prepared-"))
-    try:
-        site = base.plug_in(root)
-        every = {**base.MODELS, "fp8": FP8}
-        for name, config in every.items():
-            tensors = base.weights(config)
-            tensors = base.quantised(tensors, 16, 32) if name == "fp8" else tensors
-            base.folder(root / name / "plain", config, tensors, False)
-        env = base.environment(root, site)
-        for world, names in ((1, every), (2, ("llama", "experts", "fp8"))):
-            port = base.free_port()
-            command = [sys.executable, __file__, str(root), str(world)]
-            runs = [subprocess.Popen([*command, str(rank), str(port), *names], env=env) for rank in range(world)]
-            codes = [run.wait(600) for run in runs]
-            if any(codes):
-                raise SystemExit(f"{world} ranks: exit codes {codes}")
+    with base.workplace("overwire-prepared-") as (root, env):
+        make_folders(root)
+        for world, names in ((1, [*base.MODELS, "fp8"]), (2, ["llama", "experts", "fp8"])):
+            base.run_ranks(__file__, root, world, names, env)
         print("prepared state as vLLM's own")
-    finally:
-        shutil.rmtree(root)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -358,24 +355,14 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
 
 
 def main() -> None:
-    if len(sys.argv) > 2 and sys.argv[1] == "rank":
-        rank_main(Path(sys.argv[2]), *map(int, sys.argv[3:6]), sys.argv[6:])
+    if base.run_as_rank(rank_main):
         return
-    root = Path(tempfile.mkdtemp(prefix="overwire-quantised-"))
     names = sys.argv[1:] or [*CASES]
-    try:
-        site = base.plug_in(root)
-        env = {**base.environment(root, site), "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    with base.workplace("overwire-quantised-") as (root, env):
+        env |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
         for world, cases in ((1, names), (2, [name for name in names if name in DIVIDED])):
-            port = base.free_port()
-            command = [sys.executable, __file__, "rank", str(root), str(world)]
-            runs = [subprocess.Popen([*command, str(rank), str(port), *cases], env=env) for rank in range(world)]
-            codes = [run.wait(1200) for run in runs]
-            if any(codes):
-                raise SystemExit(f"{world} ranks: exit codes {codes}")
+            base.run_ranks(__file__, root, world, cases, env)
         print("quantised models as vLLM's own")
-    finally:
-        shutil.rmtree(root)
 
 
 if __name__ == "__main__":

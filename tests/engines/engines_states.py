@@ -10,10 +10,7 @@ made of prepared state follow a trainer's pushes and sleep.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
-import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -266,28 +263,14 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
 
 
 def main() -> None:
-    if len(sys.argv) > 1 and sys.argv[1] not in PARTS:
-        rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5:])
+    if base.run_as_rank(rank_main):
         return
     names = sys.argv[1:] or list(PARTS)
-    root = Path(tempfile.mkdtemp(prefix="overwire-states-"))
-    try:
-        site = base.plug_in(root)
-        for name, config in {**base.MODELS, "fp8": kept.FP8}.items():
-            tensors = base.weights(config)
-            tensors = base.quantised(tensors, 16, 32) if name == "fp8" else tensors
-            base.folder(root / name / "plain", config, tensors, False)
-        env = base.environment(root, site)
+    with base.workplace("overwire-states-") as (root, env):
+        kept.make_folders(root)
         for world in sorted({PARTS[name][0] for name in names}):
-            port = base.free_port()
-            command = [sys.executable, __file__, str(root), str(world)]
-            runs = [subprocess.Popen([*command, str(rank), str(port), *names], env=env) for rank in range(world)]
-            codes = [run.wait(600) for run in runs]
-            if any(codes):
-                raise SystemExit(f"{world} ranks: exit codes {codes}")
+            base.run_ranks(__file__, root, world, names, env)
         print("prepared state as vLLM's own, whatever an engine does with it")
-    finally:
-        shutil.rmtree(root)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ half a minute to import.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,13 @@ LLAMA = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 MODELS = {
     "llama": LLAMA,
     "tied": {**LLAMA, "tie_word_embeddings": True},
@@ -236,7 +244,11 @@ def reads() -> list[int]:
     return read
 
 
-def rank_main(base: Path, world: int, rank: int, port: int) -> None:
+def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> None:
+    """All models from the folder; from a store at the URL if there is one."""
+    if urls:
+        from_store(base, rank, port, urls[0])
+        return
     import vllm
     from overwire.integrations.shared import recording, slices
 
@@ -257,7 +269,9 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
                 model, config = load(at / kind, world, rank, port, "overwire", {"max_memory": "64KiB", "plan": plan})
                 wrong = differences(state(model), theirs)
                 if wrong or (bool(plans) != plan and not (plan and read)):
-                    raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}")
+                    raise SystemExit(
+                        f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}"
+                    )
                 print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned", flush=True)
                 if plan and world > 1 and kind == "plain":  # parts of small tensors share chunks
                     shared(at / kind, read)
@@ -289,7 +303,9 @@ def shared(path: Path, read: list[int]) -> None:
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, read[0] if len(read) == 1 else None)
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    most = 1.5 if path.parent.name == "experts" else 1.05  # between a rank's experts lie gaps, which it reads if they are small
+    most = (
+        1.5 if path.parent.name == "experts" else 1.05
+    )  # between a rank's experts lie gaps, which it reads if they are small
     if None in every or sum(every) > most * stored:
         raise SystemExit(f"{path}: the ranks have read {every} bytes of {stored}")
     print(f"    the ranks read {every} bytes, {sum(every) / stored:.3f} of the files", flush=True)
@@ -360,53 +376,82 @@ def bad(base: Path, port: int) -> None:
     data[len(data) // 2] ^= 0x10
     file.write_bytes(data)
     fails("a damaged file", ("CorruptError", file.name, "chunk"), lambda: load(path, 1, 0, port, "overwire"))
-    fails("an unknown key", ("unknown key 'speed'",), lambda: load(base / "llama/plain", 1, 0, port, "overwire", {"speed": 9}))
+    fails(
+        "an unknown key",
+        ("unknown key 'speed'",),
+        lambda: load(base / "llama/plain", 1, 0, port, "overwire", {"speed": 9}),
+    )
 
 
 def environment(base: Path, site: Path) -> dict[str, str]:
     """That of a rank."""
     path = os.pathsep.join([str(site), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
-    env.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_CACHE_ROOT=str(base / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
+    env = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "OMP_NUM_THREADS": "1",
+    }
+    env.update(
+        VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_CACHE_ROOT=str(base / "cache"), VLLM_CPU_KVCACHE_SPACE="1"
+    )
     return env
 
 
 def free_port() -> int:
+    """A port that no program listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
-def main() -> None:
-    if len(sys.argv) > 5:
-        from_store(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
-        return
-    if len(sys.argv) > 1:
-        rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
-        return
-    base = Path(tempfile.mkdtemp(prefix="overwire-vllm-"))
+@contextlib.contextmanager
+def workplace(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A temporary folder, in which overwire is plugged in, and the environment of a rank."""
+    root = Path(tempfile.mkdtemp(prefix=prefix))
     try:
-        site = plug_in(base)
+        yield root, environment(root, plug_in(root))
+    finally:
+        shutil.rmtree(root)
+
+
+def run_ranks(script: str, root: Path, world: int, names: Iterable[str], env: dict[str, str]) -> None:
+    """Runs a script as each rank of several, which calls `run_as_rank`; SystemExit unless all succeed."""
+    command, port = [sys.executable, script, "--rank", str(root), str(world)], str(free_port())
+    runs = [subprocess.Popen([*command, str(rank), port, *names], env=env) for rank in range(world)]
+    try:
+        codes = [run.wait(1200) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()  # which does nothing to those that have ended
+    if any(codes):
+        raise SystemExit(f"{world} ranks: exit codes {codes}")
+
+
+def run_as_rank(rank_main: Callable[[Path, int, int, int, list[str]], None]) -> bool:
+    """Whether this process is one that `run_ranks` has started: it then has called the function with the folder, the
+    number of ranks, its own, the port where they meet, and the names."""
+    if sys.argv[1:2] != ["--rank"]:
+        return False
+    root, world, rank, port, *names = sys.argv[2:]
+    rank_main(Path(root), int(world), int(rank), int(port), names)
+    return True
+
+
+def main() -> None:
+    if run_as_rank(rank_main):
+        return
+    with workplace("overwire-vllm-") as (root, env):
         for name, config in MODELS.items():
             tensors = weights(config)
-            folder(base / name / "plain", config, tensors, False)
-            folder(base / name / "compressed", config, tensors, True)
-        env = environment(base, site)
-        with overwire_serve(base) as url:
+            folder(root / name / "plain", config, tensors, False)
+            folder(root / name / "compressed", config, tensors, True)
+        with overwire_serve(root) as url:
             # With mapped two ranks share the reading.
-            for world, how, more in ((1, "mapped", []), (2, "mapped", []), (2, "auto", [url])):
-                port = free_port()
-                env["OVERWIRE_EXCHANGE"] = how
-                commands = [
-                    [sys.executable, __file__, str(base), str(world), str(rank), str(port), *more]
-                    for rank in range(world)
-                ]
-                codes = [started.wait(600) for started in [subprocess.Popen(command, env=env) for command in commands]]
-                if any(codes):
-                    raise SystemExit(f"{world} ranks, {how}: exit codes {codes}")
+            for world, how, urls in ((1, "mapped", []), (2, "mapped", []), (2, "auto", [url])):
+                run_ranks(__file__, root, world, urls, env | {"OVERWIRE_EXCHANGE": how})
         print("all as vLLM's own")
-    finally:
-        shutil.rmtree(base)
 
 
 if __name__ == "__main__":
