@@ -94,7 +94,7 @@ type Spec struct {
 	// ChunkBytes is the size of a chunk: a multiple of 4096, at most 16 MiB.
 	// 0 means 1 MiB, which fits in a core's second-level cache with its
 	// compressed form.
-	ChunkBytes int64 `json:"chunk_bytes,omitempty"`
+	ChunkBytes int64 `json:"-"`
 
 	// Like is a local file whose mode, owner and ACL new files get if no file of
 	// the model is replaced. "": the umask decides.

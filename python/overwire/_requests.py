@@ -161,7 +161,6 @@ class SaveSpec(TypedDict, total=False):
     parts: int
     threads: int
     shard: int
-    chunk_bytes: int
     like: str
     beside: bool
     storage: FormatAccess
