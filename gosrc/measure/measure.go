@@ -51,10 +51,6 @@ type Row struct {
 	Floor     float64 `json:"floor,omitempty"`
 	FloorName string  `json:"floor_name,omitempty"`
 	Share     float64 `json:"share,omitempty"`
-	// Runs is how many processes Value is the median of, Low and High their range.
-	Runs int     `json:"runs,omitempty"`
-	Low  float64 `json:"low,omitempty"`
-	High float64 `json:"high,omitempty"`
 	// Goal is the project's goal for this row; Reached is nil if there is none or
 	// nothing was measured. Only the rig sets them.
 	Goal    string `json:"goal,omitempty"`

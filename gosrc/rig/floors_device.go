@@ -6,9 +6,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"os"
-	"strconv"
-	"strings"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -17,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/weights"
@@ -28,7 +26,7 @@ import (
 func (r *run) touchAhead() {
 	const longest = 75 * time.Second
 	want := r.Size*3 + 2<<30
-	n := min(want, availableMemory()*8/10) &^ (64<<20 - 1)
+	n := min(want, hostmem.Available()*8/10) &^ (64<<20 - 1)
 	if r.Size < 1<<30 || n <= 0 {
 		return
 	}
@@ -50,27 +48,6 @@ func (r *run) touchAhead() {
 	r.Add(measure.Row{Group: "floors", Name: "first touch of the machine's memory, all cores, once",
 		Value: measure.Rate(done.Load(), time.Since(start).Seconds()),
 		Unit:  "GB/s", Note: fmt.Sprintf("%.0f of %.0f GB", float64(done.Load())/1e9, float64(want)/1e9)})
-}
-
-// availableMemory is how much memory can be used, by the machine or by the control
-// group.
-func availableMemory() int64 {
-	n := int64(1) << 62
-	b, _ := os.ReadFile("/proc/meminfo")
-	for line := range strings.Lines(string(b)) {
-		if name, rest, _ := strings.Cut(line, ":"); name == "MemAvailable" {
-			kb, err := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
-			if err == nil {
-				n = kb << 10
-			}
-		}
-	}
-	if b, err := os.ReadFile("/sys/fs/cgroup/memory.max"); err == nil {
-		if limit, err := strconv.ParseInt(strings.TrimSpace(string(b)), 10, 64); err == nil {
-			n = min(n, limit)
-		}
-	}
-	return n
 }
 
 // deviceFloors are the machine's rates between disk, memory and device, without

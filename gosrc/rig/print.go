@@ -34,13 +34,8 @@ func writeRow(w io.Writer, row measure.Row) {
 		verdict += "  goal " + row.Goal
 	}
 	line := fmt.Sprintf("  %-62s %s  %-42s %s", row.Name, value, beside, verdict)
-	note := row.Note
-	if row.Runs > 0 {
-		note = strings.TrimSuffix(fmt.Sprintf("%s to %s in %d; %s", measure.Number(row.Low), measure.Number(row.High),
-			row.Runs, note), "; ")
-	}
-	if note != "" {
-		line += "  [" + note + "]"
+	if row.Note != "" {
+		line += "  [" + row.Note + "]"
 	}
 	fmt.Fprintln(w, strings.TrimRight(line, " "))
 }
