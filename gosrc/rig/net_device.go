@@ -76,7 +76,7 @@ func (r *run) netDevice(m *model) error {
 }
 
 // bestSlots is the rate of TCP and the link one after the other: a queue as loads
-// use it, whose slots are filled by several connections together, and copied to the
+// use it, whose slots several connections fill, a slot each, and which are copied to the
 // device when they are full. The best of several numbers of connections.
 func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 	_, slot := cuda.Ring()
@@ -116,8 +116,6 @@ func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 func slotsOnce(ctx context.Context, queue *cuda.Queue, dst unsafe.Pointer, files []string, total int64,
 	conns int) error {
 	_, slot := cuda.Ring()
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel() // no connection waits for a slot that another will not fill
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return errs.New(errs.ErrIO, "%v", err)
@@ -127,30 +125,39 @@ func slotsOnce(ctx context.Context, queue *cuda.Queue, dst unsafe.Pointer, files
 	defer l.Close()
 	sending.Add(1)
 	spawn.Go("bench tcp", func() { defer sending.Done(); sendAll(l, files, &sending) })
-	f := &filling{queue: queue, slot: slot, pieces: make([]shared, total/slot),
-		tasks: []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot),
-			Logical: uint32(slot)}, Dst: dst}}}
-	err = measure.Parallel(conns, int64(conns), 1, func(int, int64, int64) error {
-		c, err := net.Dial("tcp", l.Addr().String())
+	tasks := []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot),
+		Logical: uint32(slot)}, Dst: dst}}
+	var bad atomic.Pointer[error]
+	receivers := make([]net.Conn, conns)
+	err = measure.Parallel(conns, total/slot, 1, func(n int, _, _ int64) (err error) {
+		if receivers[n] == nil {
+			if receivers[n], err = net.Dial("tcp", l.Addr().String()); err != nil {
+				return errs.New(errs.ErrIO, "%v", err)
+			}
+		}
+		s, err := queue.Get(ctx)
 		if err != nil {
+			return err
+		}
+		if _, err := io.ReadFull(receivers[n], s.Memory()[:slot]); err != nil {
+			queue.Put(s)
 			return errs.New(errs.ErrIO, "%v", err)
 		}
-		defer c.Close()
-		err = f.bringShares(ctx, c)
-		if err != nil {
-			cancel()
-		}
-		return err
+		return queue.Submit(s, slot, tasks, func(_ int, err error) {
+			if err != nil {
+				bad.CompareAndSwap(nil, &err)
+			}
+		})
 	})
-	for i := range f.pieces { // slots that an error left half filled
-		if s := f.pieces[i].slot; s != nil {
-			queue.Put(s)
+	for _, c := range receivers {
+		if c != nil {
+			_ = c.Close()
 		}
 	}
 	if e := queue.Drain(context.WithoutCancel(ctx)); err == nil {
 		err = e
 	}
-	if p := f.bad.Load(); err == nil && p != nil {
+	if p := bad.Load(); err == nil && p != nil {
 		err = *p
 	}
 	return err
@@ -171,63 +178,6 @@ func sendAll(l net.Listener, files []string, sending *sync.WaitGroup) {
 			}
 		})
 	}
-}
-
-// shareBytes is how much of a slot a connection reads at a time.
-const shareBytes = 1 << 20
-
-// A filling is the slots that connections fill together, a share each.
-type filling struct {
-	queue  *cuda.Queue
-	slot   int64
-	tasks  []device.DecodeTask // of every slot: the destination of its bytes
-	pieces []shared
-	next   atomic.Int64 // share of all pieces
-	bad    atomic.Pointer[error]
-}
-
-// shared is one slot; done counts the shares that have arrived.
-type shared struct {
-	mu   sync.Mutex
-	slot device.Slot
-	done int64
-}
-
-// bringShares reads shares from one connection until all are taken.
-func (f *filling) bringShares(ctx context.Context, c net.Conn) error {
-	shares := (f.slot + shareBytes - 1) / shareBytes
-	for i := f.next.Add(1) - 1; i < int64(len(f.pieces))*shares; i = f.next.Add(1) - 1 {
-		p, at := &f.pieces[i/shares], i%shares*shareBytes
-		p.mu.Lock()
-		var err error
-		if p.slot == nil {
-			p.slot, err = f.queue.Get(ctx)
-		}
-		s := p.slot
-		p.mu.Unlock()
-		if err != nil {
-			return err
-		}
-		if _, err = io.ReadFull(c, s.Memory()[at:min(at+shareBytes, f.slot)]); err != nil {
-			return errs.New(errs.ErrIO, "%v", err)
-		}
-		p.mu.Lock()
-		p.done++
-		full := p.done == shares
-		p.mu.Unlock()
-		if !full {
-			continue
-		}
-		p.slot = nil
-		if err := f.queue.Submit(s, f.slot, f.tasks, func(_ int, err error) {
-			if err != nil {
-				f.bad.CompareAndSwap(nil, &err)
-			}
-		}); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // sendFile writes a file to a connection.
