@@ -83,10 +83,9 @@ if TYPE_CHECKING:
     from .verbs.open import TensorSlice, safe_open
     from .verbs.pin import Pinned, empty_cache, pin
     from .verbs.preload import Preload, preload
-    from .verbs.reports import Report
     from .verbs.results import Diagnosis, Inspection, Verification
     from .verbs.save import save_file
-    from .verbs.saving import Saving
+    from .verbs.saving import Report, Saving
     from .verbs.sleeping import Asleep, SleepMemory, prepare_sleep, sleep
     from .verbs.stream import stream
 
@@ -210,9 +209,8 @@ _HOMES = {
     "verbs.pin": ("Pinned", "empty_cache", "pin"),
     "verbs.preload": ("Preload", "preload"),
     "verbs.results": ("Diagnosis", "Inspection", "Verification"),
-    "verbs.reports": ("Report",),
     "verbs.save": ("save_file",),
-    "verbs.saving": ("Saving",),
+    "verbs.saving": ("Report", "Saving"),
     "verbs.sleeping": ("Asleep", "SleepMemory", "prepare_sleep", "sleep"),
     "verbs.stream": ("stream",),
 }

@@ -41,9 +41,8 @@ from ..model.storage import storage
 from ..paths import is_file, is_remote, local, path_of
 from ..progress import ProgressLike, check_progress, watch
 from ..stores import write_bytes
-from ..verbs.reports import Report
 from ..verbs.save import save_bytes, stage_bytes
-from ..verbs.saving import Saving, settle
+from ..verbs.saving import Report, Saving, settle
 from .landing import DEVICES, ORDER, Landing, devices_of
 from .opening import DIGEST, MOST_PICKLE, open_pair
 from .turns import turn_of

@@ -210,7 +210,7 @@ class _Reader:
         self._entries = {info.filename: info for info in archive.infolist()}
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise self._format_error("it has no data.pkl")
+            raise self._error_of("it has no data.pkl")
         self._folder = pickles[0].removesuffix("data.pkl")
         self._budget = Budget(
             path, min(_MOST, sum(info.file_size for info in archive.infolist() if info.filename == pickles[0]))
@@ -219,24 +219,24 @@ class _Reader:
         self._copied = 0  # bytes of strided tensors, which are not mapped
         self._odd = ""  # a class whose objects are not data
 
-    def _format_error(self, why: str) -> FormatError:
-        return FormatError(f"overwire: open {self._path}: {why}", source=self._path)
+    def _error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
+        return kind(f"overwire: open {self._path}: {why}", source=self._path)
 
     def _span_of_entry(self, name: str) -> tuple[int, int]:
         """Where an entry's bytes begin and end."""
         info = self._entries.get(self._folder + name)
         if info is None:
-            raise self._format_error(f"it has no {name}")
+            raise self._error_of(f"it has no {name}")
         start = info.header_offset
         if (
             info.compress_type != zipfile.ZIP_STORED
             or info.file_size != info.compress_size
             or self._memory[start : start + 4] != b"PK\3\4"
         ):
-            raise self._format_error(f"{name} is not stored as it is")
+            raise self._error_of(f"{name} is not stored as it is")
         start += 30 + sum(struct.unpack("<HH", self._memory[start + 26 : start + 30]))
         if start < 30 or start + info.file_size > len(self._memory):
-            raise self._format_error(f"{name} is cut short")
+            raise self._error_of(f"{name} is cut short")
         return start, start + info.file_size
 
     def read(self) -> TorchFile:
@@ -244,10 +244,10 @@ class _Reader:
         if self._folder + "byteorder" in self._entries:
             start, end = self._span_of_entry("byteorder")
             if self._memory[start:end] != b"little":
-                raise NotSupportedError(f"overwire: open {self._path}: its numbers are big-endian", source=self._path)
+                raise self._error_of("its numbers are big-endian", NotSupportedError)
         start, end = self._span_of_entry("data.pkl")
         if end - start > _MOST:
-            raise self._format_error(f"its pickle has {end - start} bytes")
+            raise self._error_of(f"its pickle has {end - start} bytes")
         data = self._memory[start:end]
         root = careful(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
         contents = TorchFile([], {}, [])
@@ -255,11 +255,8 @@ class _Reader:
         self._walk_value(contents, root, (), visits)
         if len(visits) < self._made:
             what = f"objects of {self._odd}" if self._odd else "objects that are not data"
-            raise NotSupportedError(
-                f"overwire: open {self._path}: {self._made - len(visits)} tensors lie in {what}: load it with the "
-                "library that wrote it, and save its state_dict()",
-                source=self._path,
-            )
+            why = f"{self._made - len(visits)} tensors lie in {what}: load it with the library that wrote it"
+            raise self._error_of(f"{why}, and save its state_dict()", NotSupportedError)
         return contents
 
     def _find_storage(self, pid: Any) -> _Storage:
@@ -271,13 +268,11 @@ class _Reader:
             and type(pid[2]) is str
         ):
             return _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES))
-        raise self._format_error("a reference to a tensor is malformed")
+        raise self._error_of("a reference to a tensor is malformed")
 
     def _dtype_of(self, name: str, table: dict[str, str]) -> str:
         if name not in table:
-            raise NotSupportedError(
-                f"overwire: open {self._path}: safetensors has no type {name[:50]}", source=self._path
-            )
+            raise self._error_of(f"safetensors has no type {name[:50]}", NotSupportedError)
         return table[name]
 
     def rebuilt(self, name: str, args: tuple[Any, ...]) -> _Tensor:
@@ -286,24 +281,22 @@ class _Reader:
             return args[0]
         if name not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor") or len(args) < 4:
             kind = name.removeprefix("_rebuild_")[:50]
-            raise NotSupportedError(
-                f"overwire: open {self._path}: it has a tensor that safetensors lacks ({kind})", source=self._path
-            )
+            raise self._error_of(f"it has a tensor that safetensors lacks ({kind})", NotSupportedError)
         storage, offset, shape, strides = args[:4]
         if type(storage) is not _Storage or type(offset) is not int:
-            raise self._format_error("a tensor is malformed")
+            raise self._error_of("a tensor is malformed")
         dtype = storage.dtype
         if name == "_rebuild_tensor_v3":
             if len(args) < 7 or type(args[6]) is not _Named:
-                raise self._format_error("a tensor is malformed")
+                raise self._error_of("a tensor is malformed")
             dtype = self._dtype_of(args[6].name, _DTYPES)
         item = BITS[dtype] // 8 or 1
         start, end = self._span_of_entry(f"data/{storage.key}")
         if type(strides) is not tuple or any(type(s) is not int for s in strides):
-            raise self._format_error("a tensor is malformed")
+            raise self._error_of("a tensor is malformed")
         strides = tuple(s * item for s in strides)
         if not inside(shape, strides, offset * item, item, end - start):
-            raise self._format_error("a tensor lies outside its storage")
+            raise self._error_of("a tensor lies outside its storage")
         self._made += 1
         return _Tensor(storage, dtype, shape, strides, offset * item)
 
@@ -352,11 +345,10 @@ class _Reader:
             try:
                 import numpy as np
             except ImportError:
-                why = f"{name} is strided, which takes numpy to read"
-                raise NotSupportedError(f"overwire: open {self._path}: {why}", source=self._path) from None
+                raise self._error_of(f"{name} is strided, which takes numpy to read", NotSupportedError) from None
             self._copied += size
             if self._copied > len(self._memory) + _SPARE:  # one number may stand for any number of them
                 why = f"with {name}, its strided tensors have {self._copied} bytes, more than the file"
-                raise NotSupportedError(f"overwire: open {self._path}: {why}", source=self._path)
+                raise self._error_of(why, NotSupportedError)
             data = np.ndarray(tensor.shape, f"V{item}", self._memory, start, tensor.strides).tobytes()
         return TensorSpec.of(CALLED[tensor.dtype], tensor.shape, data).describe()

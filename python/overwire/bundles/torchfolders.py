@@ -24,8 +24,8 @@ from ..files import TORCH_ENDINGS, folders_of, may_be_torch, read_file
 from ..paths import is_remote, local
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
-from ..verbs.reports import Report
 from ..verbs.save import save_bytes
+from ..verbs.saving import Report
 from .torchfiles import is_torch_file, opened
 
 if TYPE_CHECKING:

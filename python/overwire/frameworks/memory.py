@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ..errors import ArgumentError, NotSupportedError
+from ..errors import ArgumentError, NotSupportedError, OverwireError
 from .frame import overlaps_itself
 
 # What has memory if its address says so.
@@ -77,30 +77,23 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
     if tensor.layout is torch.strided and address_of(tensor):
         return
     check_shape(tensor, where, name)
-    kind = type(tensor).__name__
+    kind: type[OverwireError] = NotSupportedError
     if tensor.layout is not torch.strided:
-        raise NotSupportedError(
-            f"{where}: a {tensor.layout} tensor has no bytes of its own: take its parts", tensor=name
-        )
-    if tensor.device.type == "meta":
-        raise ArgumentError(
-            f"{where}: a tensor is on the meta device: give it memory first, as module.to_empty(device=) does",
-            tensor=name,
-        )
-    if not tensor.numel():
+        why = f"a {tensor.layout} tensor has no bytes of its own: take its parts"
+    elif tensor.device.type == "meta":
+        kind = ArgumentError
+        why = "a tensor is on the meta device: give it memory first, as module.to_empty(device=) does"
+    elif not tensor.numel():
         return
-    if is_distributed(tensor):
-        raise NotSupportedError(
-            f"{where}: a DTensor lies on several ranks: take its to_local() or full_tensor()", tensor=name
-        )
-    if _is_fake(tensor):
-        raise NotSupportedError(f"{where}: a FakeTensor has no memory", tensor=name)
-    if not tensor.untyped_storage().nbytes():
-        text = f"{where}: its memory was freed: it sleeps, or its storage was resized to 0"
-        raise ArgumentError(text, tensor=name)
-    raise NotSupportedError(
-        f"{where}: a {kind} has no memory of its own: take the tensors that it is made of", tensor=name
-    )
+    elif is_distributed(tensor):
+        why = "a DTensor lies on several ranks: take its to_local() or full_tensor()"
+    elif _is_fake(tensor):
+        why = "a FakeTensor has no memory"
+    elif not tensor.untyped_storage().nbytes():
+        kind, why = ArgumentError, "its memory was freed: it sleeps, or its storage was resized to 0"
+    else:
+        why = f"a {type(tensor).__name__} has no memory of its own: take the tensors that it is made of"
+    raise kind(f"{where}: {why}", tensor=name)
 
 
 def check_shape(tensor: Any, where: str, name: str | None = None) -> None:

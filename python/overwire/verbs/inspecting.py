@@ -18,9 +18,9 @@ from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
-from .reports import Report
 from .results import Diagnosis, Inspection, Verification
 from .save import notes_of
+from .saving import Report
 
 if TYPE_CHECKING:
     import torch

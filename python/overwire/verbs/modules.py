@@ -18,9 +18,8 @@ from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import of_ranks
 from .into import ALL, Target, fill, in_place, place_target, put, single
-from .reports import Report
 from .save import notes_of, save_file
-from .saving import Saving
+from .saving import Report, Saving
 
 if TYPE_CHECKING:
     import torch

@@ -29,8 +29,7 @@ from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
-from .reports import Report
-from .saving import After, Saving, begin, settle
+from .saving import After, Report, Saving, begin, settle
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -25,6 +25,11 @@ class _MemLimit(enum.IntEnum):
     SENSITIVE = 1 << 30
 
 
+def _check_length(key: bytes, what: str) -> None:
+    if len(key) != _KEY_BYTES:
+        raise ValueError(f"Invalid {what} key length, must be {_KEY_BYTES} bytes; got {len(key)} bytes instead.")
+
+
 class EncryptionParams:
     """How a TensorSerializer encrypts: by a key of 32 bytes.
 
@@ -40,10 +45,7 @@ class EncryptionParams:
     def __init__(self, key: bytes) -> None:
         if not key:
             raise ValueError("Invalid encryption key: cannot be empty")
-        if len(key) != _KEY_BYTES:
-            raise ValueError(
-                f"Invalid encryption key length, must be {_KEY_BYTES} bytes; got {len(key)} bytes instead."
-            )
+        _check_length(key, "encryption")
         self.key = bytes(key)
         self._derivation: KeyDerivation | None = None
 
@@ -134,10 +136,7 @@ class DecryptionParams:
         """By the key itself, whatever it was made of. ValueError unless it has 32 bytes."""
         if not key:
             raise ValueError("Key cannot be empty")
-        if len(key) != _KEY_BYTES:
-            raise ValueError(
-                f"Invalid decryption key length, must be {_KEY_BYTES} bytes; got {len(key)} bytes instead."
-            )
+        _check_length(key, "decryption")
         params = cls()
         params.key = bytes(key)
         return params
