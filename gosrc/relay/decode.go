@@ -87,15 +87,18 @@ func (r *Relay) onHost(of read) error {
 }
 
 // filledAfter is the event after which what a rank reads of a piece may be written to its part
-// of the buffer: the decoding of the buffer's earlier piece, which is queued.
+// of the buffer: the decoding of the buffer's earlier piece, which is queued. nil: it has ended.
 func (r *Relay) filledAfter(k, rank int) *cuda.Event {
-	never, buffers := r.idle[len(r.idle)-1], r.bankOf(k, rank).count
+	buffers := r.bankOf(k, rank).count
 	if k < buffers {
-		return never
+		return nil
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return cmp.Or(r.partOf(k-buffers, rank).idle, never)
+	if q := r.partOf(k-buffers, rank); !q.done { // else its slot may have a later batch by now
+		return q.idle
+	}
+	return nil
 }
 
 // onDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
@@ -113,15 +116,9 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 		}
 	}
 	first, last := r.tasksOf(batch[0])
-	jobs, numbers, idle := r.jobs[first:last], []int(nil), (*cuda.Event)(nil)
+	jobs, numbers := r.jobs[first:last], []int(nil)
 	from := r.bankOf(batch[0].piece, batch[0].lo)
 	slot.ViewDevice(uintptr(from.base), from.bytes)
-	if r.carrier == nil {
-		idle = r.idle[batch[0].piece%len(r.spec.Ring)]
-	} else {
-		idle = r.idle[r.batches.Add(1)%mostBatches]
-	}
-	slot.Order(r.idle[len(r.idle)-1], idle) // what it reads was checked, or is waited for
 	if len(batch) > 1 {
 		jobs = nil
 		for _, of := range batch {
@@ -162,7 +159,7 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 		return err
 	}
 	for _, of := range batch {
-		r.markQueued(of.piece, of.lo, of.hi, idle)
+		r.markQueued(of.piece, of.lo, of.hi, slot.End())
 	}
 	return nil
 }

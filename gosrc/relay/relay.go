@@ -80,11 +80,6 @@ type Relay struct {
 type lane struct {
 	queue *cuda.Queue  // decodes; nil: the host does
 	feed  device.Queue // fetches; nil: the host
-	fed   *cuda.Event  // recorded when a fetch has ended; nothing waits for it
-	// Where the caller exchanges, by buffer: the piece was decoded; else by batch of shares: they
-	// were. The last one is never recorded.
-	idle    []*cuda.Event
-	batches atomic.Uint32 // that were decoded, where the engine exchanges
 }
 
 // profile is what a relay counts of its own work.
@@ -205,16 +200,6 @@ func (r *Relay) makeQueues() (err error) {
 	if r.carrier != nil {
 		batches = mostBatches
 	}
-	if r.fed, err = gpu.NewEvent(); err != nil {
-		return err
-	}
-	for range batches + 1 {
-		v, err := gpu.NewEvent()
-		if err != nil {
-			return err
-		}
-		r.idle = append(r.idle, v)
-	}
 	feed, err := r.target.Queue(r.fetch.Slot, r.machine)
 	if err != nil {
 		return err
@@ -233,16 +218,11 @@ func (r *Relay) makeQueues() (err error) {
 
 // freeQueueMemory frees what queues made, and waits for its work in flight.
 func (r *Relay) freeQueueMemory() {
+	if r.feed != nil {
+		r.feed.Close() // first: its copies wait for events of the other's slots
+	}
 	if r.queue != nil {
 		r.queue.Close()
-	}
-	if r.feed != nil {
-		r.feed.Close()
-	}
-	for _, v := range append(r.idle, r.fed) {
-		if v != nil {
-			v.Free()
-		}
 	}
 }
 
@@ -378,7 +358,7 @@ func (r *Relay) awaitState(ctx context.Context, ready func() bool) error {
 }
 
 // markQueued says that the decoding of shares of a piece, those of the ranks [lo, hi), is queued,
-// or that there is none. idle is recorded at its end; nil: nothing is to be waited for. Where
+// or that there is none. idle is the event of its end; nil: nothing is to be waited for. Where
 // this rank's is among them its part of the buffer may be filled again, as far as it goes.
 func (r *Relay) markQueued(k, lo, hi int, idle *cuda.Event) {
 	r.mu.Lock()

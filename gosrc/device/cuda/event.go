@@ -26,19 +26,28 @@ func (d *Device) NewEvent() (*Event, error) {
 // stream may wait for it. On a lost device it is simply dropped.
 func (v *Event) Free() { v.dev.freeOrDefer(C.OWCU_EVENT, unsafe.Pointer(v.c)) }
 
-// Before makes a stream wait for the event; the stream's number is as for WaitFor.
+// Before makes a stream wait for the event, if there is one; the stream's number is as for WaitFor.
 func (v *Event) Before(stream uintptr) error {
+	if v == nil {
+		return nil
+	}
 	return v.dev.call(func(e *C.struct_owcu_error) C.int {
 		return C.owcu_event_before(v.dev.ctx, v.c, C.uint64_t(stream), e)
 	})
 }
 
-// Order makes the slot's next Submit wait for `after` before it writes to
-// destinations, though its bytes may be copied to the staging before; `then` is
-// recorded when that Submit and all earlier ones with an Order have finished. Slots
-// that view device memory do not wait for each other, and record only their own
-// end.
-func (s *Slot) Order(after, then *Event) { s.c.after, s.c.then = after.c, then.c }
+// After makes the slot's next Submit wait for an event before it writes to destinations, though its
+// bytes may be copied to the staging before. nil: it waits for none.
+func (s *Slot) After(event *Event) {
+	s.c.after = nil
+	if event != nil {
+		s.c.after = event.c
+	}
+}
+
+// End is the event of the end of the slot's last Submit. It stays that until the slot, once it is
+// back, is submitted again. The slot's queue owns it.
+func (s *Slot) End() *Event { return &Event{dev: s.q.dev, c: s.c.done} }
 
 // looseGap is more than the bytes that may lie between neighbours of a loose piece.
 const looseGap = 16

@@ -6,7 +6,7 @@ package cuda
 // groupSlots is the most slots that are worth waiting for each other.
 const groupSlots = 16
 
-// SubmitAll is Submit for each piece, in their order. Neighbours of one Order that are
+// SubmitAll is Submit for each piece, in their order. Neighbours of one After that are
 // loose, and lie as at their destinations, go up as one: each by its copies, the checksums
 // of all by one kernel, and they end together. An error is one of each task of the
 // pieces that did not go up: then done is called here.
@@ -36,7 +36,7 @@ func (q *Queue) SubmitAll(pieces []Filled) (err error) {
 // joinSlot takes another slot's work into this one's, and reports whether it did.
 func (s *Slot) joinSlot(other *Slot) bool {
 	b, o := &s.build, &other.build
-	if len(b.runs) == 0 || len(o.runs) == 0 || s.c.after != other.c.after || s.c.then != other.c.then ||
+	if len(b.runs) == 0 || len(o.runs) == 0 || s.c.after != other.c.after ||
 		len(s.with)+1 == groupSlots || b.summing+o.summing >= maxWords {
 		return false
 	}

@@ -8,21 +8,21 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 )
 
-// Loose slots of one Order share what a submission costs: one kernel, and the events. Those
-// of another Order do not.
+// Loose slots that wait for one event share what a submission costs: one kernel, and the events.
+// Those that wait for another do not.
 func TestSubmitAllShares(t *testing.T) {
 	r := random(t)
 	d, q := open(t, groupSlots+6, 192<<10)
-	events := orders(t, d)
+	events := newEvents(t, d)
 	for _, c := range []struct{ slots, others, kernels int }{{1, 0, 1}, {groupSlots, 0, 1}, {groupSlots + 1, 0, 2},
 		{3, 3, 2}} {
 		var pieces []Filled
 		for i := range c.slots + c.others {
 			k := 0
 			if i >= c.slots {
-				k = 2
+				k = 1
 			}
-			p, piece := sending(t, d, q, r, alike, events[k], events[k+1])
+			p, piece := sending(t, d, q, r, alike, events[k])
 			defer p.mem.Release()
 			pieces = append(pieces, piece)
 		}
@@ -37,7 +37,7 @@ func TestSubmitAllShares(t *testing.T) {
 		for _, call := range cudatest.History() {
 			calls[call]++
 		}
-		if calls["copy_in"] != len(pieces) || calls["launch"] != c.kernels || calls["event_record"] != 3*c.kernels {
+		if calls["copy_in"] != len(pieces) || calls["launch"] != c.kernels || calls["event_record"] != 2*c.kernels {
 			t.Errorf("%+v: %v", c, calls)
 		}
 	}
@@ -52,7 +52,7 @@ func TestSubmitAllFails(t *testing.T) {
 		var all []*parcel
 		var pieces []Filled
 		for i := range 4 {
-			p, piece := sending(t, d, q, r, []int{alike, alike, scattered, encoded}[i], &Event{}, &Event{})
+			p, piece := sending(t, d, q, r, []int{alike, alike, scattered, encoded}[i], &Event{})
 			all, pieces = append(all, p), append(pieces, piece)
 		}
 		before := cudatest.Calls()

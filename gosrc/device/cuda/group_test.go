@@ -28,8 +28,8 @@ const (
 	encoded
 )
 
-// orders makes the events of two Orders, freed with the test.
-func orders(t *testing.T, d *Device) (all [4]*Event) {
+// newEvents makes two events, freed with the test.
+func newEvents(t *testing.T, d *Device) (all [2]*Event) {
 	t.Helper()
 	for i := range all {
 		v, err := d.NewEvent()
@@ -43,7 +43,7 @@ func orders(t *testing.T, d *Device) (all [4]*Event) {
 }
 
 // sending fills a slot with a parcel of a kind, and sums its tasks.
-func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after, then *Event) (*parcel, Filled) {
+func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *Event) (*parcel, Filled) {
 	t.Helper()
 	p := &parcel{bad: -1}
 	for range 2 + r.IntN(4) {
@@ -79,7 +79,7 @@ func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after, t
 	s.Check()
 	own := s.(*Slot)
 	own.Loose()
-	own.Order(after, then)
+	own.After(after)
 	return p, Filled{own, int64(len(p.bytes)), p.jobs, func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }
 
@@ -88,14 +88,13 @@ func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after, t
 func TestSubmitAll(t *testing.T) {
 	r := random(t)
 	d, q := open(t, groupSlots+6, 192<<10)
-	events := orders(t, d)
+	events := newEvents(t, d)
 	for range 8 {
 		var all []*parcel
 		var pieces []Filled
 		for range 1 + r.IntN(groupSlots+6) {
-			k := 2 * (r.IntN(8) / 7) // now and then the other order
-			p, piece := sending(t, d, q, r, []int{alike, alike, alike, alike, scattered, encoded}[r.IntN(6)], events[k],
-				events[k+1])
+			kind, after := []int{alike, alike, alike, alike, scattered, encoded}[r.IntN(6)], events[r.IntN(8)/7]
+			p, piece := sending(t, d, q, r, kind, after)
 			all, pieces = append(all, p), append(pieces, piece)
 		}
 		if err := q.SubmitAll(pieces); err != nil {

@@ -115,9 +115,7 @@ static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_er
 {
 	owcu_handle copy = q->pad.streams[0], last = copy;
 
-	if (s->then && s->nlaunches > 0)
-		q->ordered = 1;
-	if (s->nlaunches > 0 || (s->then && q->ordered))
+	if (s->nlaunches > 0)
 		last = q->pad.streams[1 + s->stream];
 	if (s->after && (s->early || last == copy) && TRY(stream_wait, (copy, s->after, 0)))
 		return -1;
@@ -130,11 +128,9 @@ static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_er
 		return -1;
 	if (last != copy && (TRY(event_record, (s->copied, copy)) || TRY(stream_wait, (last, s->copied, 0))))
 		return -1;
-	if (s->after && last != copy && TRY(stream_wait, (last, s->after, 0)))
+	if (s->after && last != copy && !s->early && TRY(stream_wait, (last, s->after, 0)))
 		return -1;
 	if (record_mark(q, s, 2, last, e) || launch_all(q, s, last, e) || record_mark(q, s, 3, last, e))
-		return -1;
-	if (s->then && TRY(event_record, (s->then, last)))
 		return -1;
 	return TRY(event_record, (s->done, last));
 }

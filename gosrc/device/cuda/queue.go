@@ -221,7 +221,7 @@ func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, erro
 func (q *Queue) divideIntoSlots(slots int, room int64) {
 	q.free.takeAll(len(q.slots))
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
-	q.c.ordered, q.c.prompt = 0, 0
+	q.c.prompt = 0
 	base := q.c.pad.device
 	if q.inPlace {
 		base = q.c.pad.mapped
@@ -261,7 +261,7 @@ func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 		return nil, err
 	}
 	s.owned, s.loose, s.checks, s.view, s.onDev = true, false, false, nil, 0
-	s.c.after, s.c.then = nil, nil
+	s.c.after = nil
 	return s, nil
 }
 
@@ -427,9 +427,8 @@ func (q *Queue) queueRound(s *Slot, b *build) error {
 		c.wait = 1
 	}
 	c.stream = 0
-	// Chunks in scratch wait for each other on the first stream, as pieces with an
-	// Order do.
-	if !b.scratch && (c.then == nil || s.onDev != 0) {
+	// Chunks in scratch wait for each other on the first stream.
+	if !b.scratch {
 		c.stream = C.uint32_t(q.next % (C.OWCU_STREAMS - 1))
 		q.next++
 	}

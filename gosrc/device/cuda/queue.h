@@ -27,7 +27,7 @@ enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 11 };
 // What a slot does next. Go fills it while it owns the slot.
 struct owcu_slot {
 	owcu_handle copied, done; // events
-	owcu_handle after, then; // the caller's, or 0: wait for after before writing, record then at the end
+	owcu_handle after; // the caller's, or 0: wait for it before writing
 	owcu_ptr status;
 	uint32_t ncopies, nlaunches, stream, early, wait; // early: copies write to destinations; wait: return when all is done
 	// While the queue is timed: events before and after the copies and the
@@ -46,7 +46,6 @@ struct owcu_queue {
 	owcu_ptr scratch;
 	struct owcu_slot **slots;
 	int nallocated, nslots; // slots in memory, and those in use
-	int ordered; // a submit with `then` has used a kernel: those that follow end behind it
 	int prompt; // owcu_wait_slot asks again and again for a while, before it sleeps
 	owcu_handle origin; // event from which the slots' marks are measured
 	int timed;
