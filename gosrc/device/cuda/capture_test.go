@@ -101,11 +101,6 @@ func captureLivesOn(t *testing.T, blocking bool) {
 		gone := make(chan struct{})
 		d.Unregister(b, func() { mine.free(); close(gone) })
 		<-gone
-		v, err := d.NewEvent()
-		if err != nil {
-			t.Fatal(err)
-		}
-		v.Free()
 		dict(t, d)()
 		if _, _, err := d.Free(); err != nil {
 			t.Error(err)
@@ -153,16 +148,12 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	v, err := d.NewEvent()
-	if err != nil {
-		t.Fatal(err)
-	}
 	dst, src := uint64(uintptr(mem[0].Ptr)), uint64(uintptr(mem[1].Ptr))
 	streams := []Stream{{Src: src, Stored: 4096, Dst: dst, Size: 4096, Chunk: 4096}}
 	on := Order{Stream: stream}
 	all := map[string]func() error{
 		"WaitFor":      func() error { return l.WaitFor(stream) },
-		"Before":       func() error { return v.Before(stream) },
+		"Before":       func() error { return l.slots[0].End().Before(stream) },
 		"Copy":         func() error { return d.Copy(on, dst, src, 4096, false) },
 		"Copy, waits":  func() error { return d.Copy(on, dst, src, 4096, true) },
 		"CopyRows":     func() error { return d.CopyRows(on, dst, 64, src, 64, 32, 8) },
@@ -196,7 +187,6 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 			t.Errorf("%s after the capture: %v", name, err)
 		}
 	}
-	v.Free()
 	for _, m := range mem {
 		m.Release()
 	}
@@ -388,10 +378,6 @@ func TestLostDeviceTakesAll(t *testing.T) {
 		t.Fatal(err)
 	}
 	l.Close()
-	v, err := d.NewEvent()
-	if err != nil {
-		t.Fatal(err)
-	}
 	dict(t, d)()
 	if err := d.reapBlocks(true); err != nil { // and is kept
 		t.Fatal(err)
@@ -403,7 +389,6 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	if err := d.Trim(); !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("%v", err)
 	}
-	v.Free()
 	d.mu.Lock()
 	live, deferred, kept := d.live, len(d.deferred), len(d.kept)
 	d.mu.Unlock()

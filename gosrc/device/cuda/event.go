@@ -5,26 +5,12 @@ package cuda
 */
 import "C"
 
-import "unsafe"
-
-// An Event is a point in a device's work, by which queues and streams are ordered.
-// It refers to its last record; before the first record, waiting for it returns at
-// once.
+// An Event is the end of a slot's work, by which queues and streams are ordered. It refers to the
+// slot's last Submit; before the first, waiting for it returns at once.
 type Event struct {
 	dev *Device
 	c   C.owcu_handle
 }
-
-// NewEvent makes an event, to be freed with Free.
-func (d *Device) NewEvent() (*Event, error) {
-	v := &Event{dev: d}
-	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_event_new(d.ctx, &v.c, e) })
-	return v, err
-}
-
-// Free frees the event. No slot that it was passed to may be in flight, and no
-// stream may wait for it. On a lost device it is simply dropped.
-func (v *Event) Free() { v.dev.freeOrDefer(C.OWCU_EVENT, unsafe.Pointer(v.c)) }
 
 // Before makes a stream wait for the event, if there is one; the stream's number is as for WaitFor.
 func (v *Event) Before(stream uintptr) error {

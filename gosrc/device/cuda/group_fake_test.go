@@ -13,7 +13,7 @@ import (
 func TestSubmitAllShares(t *testing.T) {
 	r := random(t)
 	d, q := open(t, groupSlots+6, 192<<10)
-	events := newEvents(t, d)
+	events := twoEvents(q)
 	for _, c := range []struct{ slots, others, kernels int }{{1, 0, 1}, {groupSlots, 0, 1}, {groupSlots + 1, 0, 2},
 		{3, 3, 2}} {
 		var pieces []Filled

@@ -207,11 +207,6 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 	return leave(&g, rc);
 }
 
-int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
-{
-	return WITHIN(ctx, TRY(event_create, (event, NO_TIMING)));
-}
-
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
 {
 	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));

@@ -75,9 +75,7 @@ int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char 
                      owcu_handle *kernels, struct owcu_error *e);
 int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e);
 
-// owcu_event_new makes an event without times; owcu_event_before makes a stream wait for
-// its last record.
-int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
+// owcu_event_before makes a stream wait for an event's last record.
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
 // A pad is pinned memory of the host, memory of the device, and streams and events.
