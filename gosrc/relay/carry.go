@@ -286,7 +286,7 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 			r.countDecoded(of)
 			continue
 		case r.queue == nil:
-			if err := r.decodeBatch([]read{of}, nil); err != nil {
+			if err := r.decodeBatch([]read{of}); err != nil {
 				return nil //nolint:nilerr // decode has said it
 			}
 			continue
@@ -334,9 +334,9 @@ func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
 			}
 		}
 		left -= len(batch)
-		var streams []uint64
+		var streams []uintptr
 		for _, of := range batch {
-			if s := uint64(r.carrier.streams[of.lo]); !own && !slices.Contains(streams, s) {
+			if s := r.carrier.streams[of.lo]; !own && !slices.Contains(streams, s) {
 				streams = append(streams, s)
 			}
 		}

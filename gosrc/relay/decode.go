@@ -18,9 +18,9 @@ import (
 
 // Decode decodes a piece whose buffer has every rank's share, and then frees the
 // buffer, for a caller that exchanges the shares. On a GPU it queues the decoding after the
-// work that is on the streams now, and does not wait; errors end the job. Each piece is
+// work that is on a stream now (0: none), and does not wait; errors end the job. Each piece is
 // decoded once, in their order.
-func (r *Relay) Decode(k int, streams ...uint64) error {
+func (r *Relay) Decode(k int, stream uintptr) error {
 	if k < 0 || k >= len(r.pieces) {
 		return errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
 	}
@@ -31,7 +31,11 @@ func (r *Relay) Decode(k int, streams ...uint64) error {
 			r.queued[0]))
 	}
 	r.mu.Unlock()
-	return r.decodeBatch([]read{{k, 0, r.spec.Ranks}}, streams)
+	all := []read{{k, 0, r.spec.Ranks}}
+	if stream == 0 {
+		return r.decodeBatch(all)
+	}
+	return r.decodeBatch(all, stream)
 }
 
 // A read is what the ranks [lo, hi) have read of a piece.
@@ -43,7 +47,7 @@ func (r *Relay) tasksOf(of read) (first, last int) {
 }
 
 // decodeBatch decodes what ranks have read, as one batch.
-func (r *Relay) decodeBatch(batch []read, streams []uint64) error {
+func (r *Relay) decodeBatch(batch []read, streams ...uintptr) error {
 	r.mu.Lock()
 	if r.shut || r.err != nil || !r.aimed {
 		defer r.mu.Unlock()
@@ -103,18 +107,8 @@ func (r *Relay) filledAfter(k, rank int) *cuda.Event {
 
 // onDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
 // slot.
-func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error {
-	for _, stream := range streams {
-		if stream == 0 {
-			continue
-		}
-		if err := r.queue.WaitFor(uintptr(stream)); err != nil {
-			r.queue.Put(slot)
-			err = r.model.Where("decode", err)
-			r.failWith(err, true)
-			return err
-		}
-	}
+func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uintptr) error {
+	slot.Behind(streams...)
 	first, last := r.tasksOf(batch[0])
 	jobs, numbers := r.jobs[first:last], []int(nil)
 	from := r.bankOf(batch[0].piece, batch[0].lo)

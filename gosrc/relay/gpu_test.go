@@ -219,7 +219,7 @@ func ranksLoad(t *testing.T, m *load.Model, travel []int64, where string, ranks 
 	}
 }
 
-func streamOf(where string) uint64 {
+func streamOf(where string) uintptr {
 	if where == "cpu" {
 		return 0
 	}
@@ -250,7 +250,7 @@ func requests(reqs []load.Request, got memory) (out []load.Request) {
 
 func specOf(travel []int64, ring memory, where string, rank, ranks int, size int64) *relay.Spec {
 	spec := &relay.Spec{Tensors: travel, Ring: ring.at, Size: size, Ranks: ranks, Rank: rank}
-	spec.Device, spec.Stream = where, streamOf(where)
+	spec.Device, spec.Stream = where, uint64(streamOf(where))
 	return spec
 }
 

@@ -93,7 +93,7 @@ func TestManyRanks(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if err := r.Decode(k); err != nil {
+		if err := r.Decode(k, 0); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -47,7 +47,7 @@ func relayVerbs() []*Verb {
 			}).ints("job", "piece", "ms"),
 		about("relay_decode", "Decode a piece after a stream's work (0: none), and free its buffer.", relayOf,
 			func(r *relay.Relay, _ none, n []int64) (none, error) {
-				return none{}, r.Decode(int(n[0]), uint64(n[1]))
+				return none{}, r.Decode(int(n[0]), uintptr(n[1]))
 			}).ints("job", "piece", "stream"),
 	}
 }

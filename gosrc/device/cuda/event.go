@@ -31,6 +31,15 @@ func (s *Slot) After(event *Event) {
 	}
 }
 
+// Behind makes the kernels of the slot's next Submit wait for what is queued on these streams then, at
+// most OWCU_BEHIND of them. The numbers are as for WaitFor.
+func (s *Slot) Behind(streams ...uintptr) {
+	for i, stream := range streams {
+		s.c.behind[i] = C.uint64_t(stream)
+	}
+	s.c.nbehind = C.uint32_t(len(streams))
+}
+
 // End is the event of the end of the slot's last Submit. It stays that until the slot, once it is
 // back, is submitted again. The slot's queue owns it.
 func (s *Slot) End() *Event { return &Event{dev: s.q.dev, c: s.c.done} }

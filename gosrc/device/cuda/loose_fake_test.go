@@ -168,3 +168,57 @@ func TestAfter(t *testing.T) {
 		t.Error(left)
 	}
 }
+
+// What views device memory waits for the streams that it is behind, and for nothing else.
+func TestBehind(t *testing.T) {
+	d, q, end := faked(t, 2, 1<<20)
+	mem, err := d.Alloc([]int64{4096, 4096})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := bytes.Repeat([]byte{7}, 4096)
+	for n := range 3 {
+		streams := make([]uintptr, n)
+		for i := range streams {
+			if streams[i], err = d.NewStream(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := d.Copy(Order{}, uint64(uintptr(mem[0].Ptr)), uint64(uintptr(unsafe.Pointer(&want[0]))), 4096, true); err != nil {
+			t.Fatal(err)
+		}
+		s, err := q.Get(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), 4096)
+		s.(*Slot).Behind(streams...)
+		tasks := []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: 4096, Logical: 4096}, Dst: mem[1].Ptr}}
+		cudatest.History()
+		if err := q.Submit(s, 4096, tasks, func(int, error) {}); err != nil {
+			t.Fatal(err)
+		}
+		if err := q.Drain(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		count := map[string]int{}
+		for _, call := range cudatest.History() {
+			count[call]++
+		}
+		if count["launch"] != 1 || count["copy_in"] != 0 || count["stream_wait"] != n || count["event_record"] != 1+n {
+			t.Errorf("behind %d streams: %v", n, count)
+		}
+		got := make([]byte, 4096)
+		if err := d.Read(got, mem[1]); err != nil || !bytes.Equal(got, want) {
+			t.Errorf("behind %d streams: %v, or other bytes", n, err)
+		}
+		for _, s := range streams {
+			d.EndStream(s)
+		}
+	}
+	mem[0].Release()
+	mem[1].Release()
+	if left := end(); left != "" {
+		t.Error(left)
+	}
+}

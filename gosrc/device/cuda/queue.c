@@ -110,6 +110,13 @@ static int record_mark(struct owcu_queue *q, struct owcu_slot *s, int k, owcu_ha
 	return q->timed ? TRY(event_record, (s->marks[k], stream)) : 0;
 }
 
+// follow makes a stream of the queue wait for what is queued now on another. A wait takes the event as it is
+// now, so one event serves them all.
+static int follow(struct owcu_queue *q, owcu_handle stream, uint64_t other, struct owcu_error *e)
+{
+	return uncaptured(other, e) || TRY(event_record, (q->join, handle(other))) || TRY(stream_wait, (stream, q->join, 0)) ? -1 : 0;
+}
+
 // submit_slot queues a slot's copies on the first stream, and its kernels on one of the others behind them.
 static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_error *e)
 {
@@ -117,6 +124,8 @@ static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_er
 
 	if (s->nlaunches > 0)
 		last = q->pad.streams[1 + s->stream];
+	if (s->ncopies == 0)
+		copy = last;
 	if (s->after && (s->early || last == copy) && TRY(stream_wait, (copy, s->after, 0)))
 		return -1;
 	if (record_mark(q, s, 0, copy, e))
@@ -128,6 +137,9 @@ static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_er
 		return -1;
 	if (last != copy && (TRY(event_record, (s->copied, copy)) || TRY(stream_wait, (last, s->copied, 0))))
 		return -1;
+	for (uint32_t i = 0; i < s->nbehind; i++)
+		if (follow(q, last, s->behind[i], e))
+			return -1;
 	if (s->after && last != copy && !s->early && TRY(stream_wait, (last, s->after, 0)))
 		return -1;
 	if (record_mark(q, s, 2, last, e) || launch_all(q, s, last, e) || record_mark(q, s, 3, last, e))

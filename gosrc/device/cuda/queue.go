@@ -261,7 +261,7 @@ func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 		return nil, err
 	}
 	s.owned, s.loose, s.checks, s.view, s.onDev = true, false, false, nil, 0
-	s.c.after = nil
+	s.c.after, s.c.nbehind = nil, 0
 	return s, nil
 }
 

@@ -22,14 +22,15 @@ struct owcu_launch {
 	owcu_ptr a, b;
 };
 
-enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 11 };
+enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 11, OWCU_BEHIND = 8 };
 
 // What a slot does next. Go fills it while it owns the slot.
 struct owcu_slot {
 	owcu_handle copied, done; // events
 	owcu_handle after; // the caller's, or 0: wait for it before writing
+	uint64_t behind[OWCU_BEHIND]; // streams whose work until now it waits for
 	owcu_ptr status;
-	uint32_t ncopies, nlaunches, stream, early, wait; // early: copies write to destinations; wait: return when all is done
+	uint32_t nbehind, ncopies, nlaunches, stream, early, wait; // early: copies write to destinations; wait: return when all is done
 	// While the queue is timed: events before and after the copies and the
 	// launches, and their milliseconds since the origin once they were waited for.
 	owcu_handle marks[4];
