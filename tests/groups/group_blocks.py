@@ -295,9 +295,10 @@ def block_shards(folder: Path) -> None:
 
 
 def block_hosts(folder: Path) -> None:
-    """A host of one rank beside one of two: where a host needs nothing, it reads nothing."""
+    """A host of one rank beside one of two: where a host needs nothing, it reads nothing. A share has space for
+    the largest chunk."""
     rank, name = dist.get_rank(), grouping.host_name
-    block_loads.SHARE = (1 << 20) + 4096
+    block_loads.SHARE = 256  # a chunk has space in any case
     grouping.host_name = lambda: "alone" if rank == 0 else "together"
     world = dist.new_group()
     for idle in ((), (0,), (1, 2)):

@@ -16,15 +16,15 @@ from .._imports import skip_at_exit
 from ..errors import CancelledError, ForkedError
 from . import group as ranks
 from .group import Members, Unmapped, verb
-from .load import REQUEST, GroupLoad, Wants
+from .load import REQUEST, GroupLoad, Wants, share_of_rank
 from .meeting import meet, open_files
 
 _WORDS = REQUEST // 8
 
-# Of the ring; half as much memory as a group's load takes, since an engine counts on its
-# GPU's: with two ranks 120 MiB of it, at 4 % of the speed. The largest chunk fits.
-_BUFFERS = 3
-SHARE = 20 << 20
+# Of the ring, which takes less memory than that of a group's load, since an engine counts on its GPU's: with
+# two ranks 144 MiB of it. As much memory in fewer and larger shares was slower by a seventh on four GPUs.
+_BUFFERS = 6
+SHARE = 16 << 20
 
 
 class Blocks(NamedTuple):
@@ -143,7 +143,8 @@ class BlockLoad:
                 members.exchange(beside)
                 return ""
             models = [self._blocks.files[number]._live_model().on(device) for number in self._files]
-            load = GroupLoad(members, models, (SHARE, _BUFFERS))
+            room = max(model.room() for model in models)
+            load = GroupLoad(members, models, (share_of_rank(len(members.local), max(SHARE, room + 255)), _BUFFERS))
             load.carrier = "mapped"
             needs = b"".join(self._number_rows(self._requests[rank], local) for local, rank in enumerate(members.local))
             wants = Wants(sorted(set(array("q", needs)[0::_WORDS])), needs)
