@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from children import run_child
 from phases import Phases, table
 
 KINDS = ("unpatched", "plain", "packed", "floor")
@@ -246,18 +245,13 @@ def main() -> int:
             if number == args.rounds:
                 kinds = ("phases-floor", "phases-plain", "phases-packed")
             for kind in ("check",) if number < 0 else kinds:
-                command = [sys.executable, __file__, "--dir", str(folder), "--device", args.device, "--child", kind]
-                quiet = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "DIFFUSERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-                done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=200)
-                result = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-                failed = failed or done.returncode != 0
-                if done.returncode or not result:
-                    print(done.stdout + (done.stderr[-9000:] if done.returncode else ""), flush=True)
-                elif kind.startswith("phases-"):
-                    profiles[kind[7:]] = result[0]
-                else:
-                    rows[kind] += result
-                    print(f"{kind:10}", json.dumps({name: round(value, 3) for name, value in result[0].items()}), flush=True)
+                result, is_well = run_child(__file__, folder, args.device, kind)
+                failed = failed or not is_well
+                if result is not None and kind.startswith("phases-"):
+                    profiles[kind[7:]] = result
+                elif result is not None and is_well:
+                    rows[kind].append(result)
+                    print(f"{kind:10}", json.dumps({name: round(value, 3) for name, value in result.items()}), flush=True)
         if profiles:
             print(table(profiles))
         for kind in KINDS:

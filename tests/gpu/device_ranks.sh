@@ -6,30 +6,14 @@
 #   tests/gpu/device_ranks.sh                     everything, 4 minutes at most
 #   tests/gpu/device_ranks.sh bench               some steps: tests example bench
 #   OUT=folder DIR=/dev/shm SIZE=8GB RANKS=2 PYTHON=python3 tests/gpu/device_ranks.sh
-#
-# Every step has its own time limit, whatever NCCL waits for, and writes to OUT
-# as it goes on; one that fails does not stop the next. The status is 0 if all
-# passed.
 set -u
 cd "$(dirname "$0")/../.."
-PYTHON=${PYTHON:-python3}
 OUT=${OUT:-/tmp/overwire-ranks}
-DIR=${DIR:-${TMPDIR:-/tmp}}
 SIZE=${SIZE:-8GB}
 # NVLink multicast stays off: on a shared host it can disable other users' GPUs.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-mkdir -p "$OUT"
-failed=
-
-step() {  # name, seconds, command...
-    local name=$1 limit=$2 t0=$SECONDS rc
-    shift 2
-    timeout -k 5 "$limit" "$@" 2>&1 | tee "$OUT/$name.txt"
-    rc=${PIPESTATUS[0]}
-    echo "-- $name: status $rc, $((SECONDS - t0)) s"
-    [ "$rc" = 0 ] || failed="$failed $name"
-}
+. tests/gpu/steps.sh
 
 RANKS=${RANKS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')}
 if [ "$RANKS" -lt 2 ]; then
@@ -49,5 +33,4 @@ for name in ${*:-tests example bench}; do
     *) echo "no step is called $name" && failed="$failed $name" ;;
     esac
 done
-echo "failed:${failed:- nothing}; everything is in $OUT"
-[ -z "$failed" ]
+end_steps

@@ -7,26 +7,11 @@
 #   tests/gpu/device_run.sh                      everything, 20 minutes at most
 #   tests/gpu/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench python
 #   OUT=folder DIR=/dev/shm BENCH="--size 4GB" PYTHON=python3 tests/gpu/device_run.sh
-#
-# Every step has its own time limit and writes to OUT as it goes on; one that
-# fails does not stop the next. The status is 0 if all passed.
 set -u
 cd "$(dirname "$0")/../.."
-PYTHON=${PYTHON:-python3}
 RIG=${RIG:-build/bin/overwire-rig}
 OUT=${OUT:-/tmp/overwire-gpu}
-DIR=${DIR:-${TMPDIR:-/tmp}}
-mkdir -p "$OUT"
-failed=
-
-step() {  # name, seconds, command...
-    local name=$1 limit=$2 t0=$SECONDS rc
-    shift 2
-    timeout -k 10 "$limit" "$@" 2>&1 | tee "$OUT/$name.txt"
-    rc=${PIPESTATUS[0]}
-    echo "-- $name: status $rc, $((SECONDS - t0)) s"
-    [ "$rc" = 0 ] || failed="$failed $name"
-}
+. tests/gpu/steps.sh
 
 tests() {
     if "$PYTHON" -c 'import pytest' 2>/dev/null; then
@@ -71,5 +56,4 @@ for name in ${*:-doctor tests sanitizer nvcomp bench python}; do
     *) echo "no step is called $name" && failed="$failed $name" ;;
     esac
 done
-echo "failed:${failed:- nothing}; everything is in $OUT"
-[ -z "$failed" ]
+end_steps

@@ -18,16 +18,16 @@ import argparse
 import cProfile
 import io
 import json
-import os
 import pstats
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from children import run_child
 
 KINDS = ("unpatched", "plain", "packed", "floor")
 SHARDS = 4
@@ -251,14 +251,9 @@ def main() -> int:
 
         def run(kind: str) -> dict[str, Any] | None:
             nonlocal failed
-            command = [sys.executable, __file__, "--dir", str(folder), "--device", args.device, "--child", kind]
-            quiet = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-            done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=200)
-            result = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if done.returncode or "profile" in kind or not result:
-                print(done.stdout + done.stderr[-20000:], flush=True)
-                failed = failed or done.returncode != 0
-            return json.loads(result[0][7:]) if result else None
+            result, is_well = run_child(__file__, folder, args.device, kind, loud="profile" in kind)
+            failed = failed or not is_well
+            return result
 
         for kind in ("check-plain", "check-packed"):
             run(kind)

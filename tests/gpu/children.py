@@ -1,0 +1,31 @@
+"""How programs of this folder run themselves in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+#: Libraries that report progress are quiet, and no model is asked for.
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+}
+
+
+def run_child(
+    program: str, folder: Path, device: str, kind: str, *, loud: bool = False
+) -> tuple[dict[str, Any] | None, bool]:
+    """The result that `program --child KIND` prints after RESULT, None without one, and whether it ended well.
+
+    What it printed is shown where it failed, had no result, or is loud.
+    """
+    command = [sys.executable, program, "--dir", str(folder), "--device", device, "--child", kind]
+    child = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=200)
+    results = [json.loads(line[7:]) for line in child.stdout.splitlines() if line.startswith("RESULT ")]
+    if child.returncode or loud or not results:
+        print(child.stdout + child.stderr[-20000:] * (child.returncode != 0 or loud), flush=True)
+    return (results[0] if results else None), child.returncode == 0
