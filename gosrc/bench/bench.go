@@ -62,7 +62,7 @@ func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 	}
 	defer m.Close()
 	r := &run{Run: m, opt: opt}
-	for _, step := range []func() error{r.open, r.estimate, r.machine, r.sizes, r.loads} {
+	for _, step := range []func() error{r.openDevice, r.estimateTime, r.measureMachine, r.measureSizes, r.measureLoads} {
 		if err := step(); err != nil {
 			return r.Report, err
 		}
@@ -73,27 +73,27 @@ func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 	return r.Finish(), nil
 }
 
-// needs is how many bytes the run's files take at most.
-func (r *run) needs() int64 { return 3*r.Size + r.FloorBytes() + 64<<20 }
+// bytesNeeded is how many bytes the run's files take at most.
+func (r *run) bytesNeeded() int64 { return 3*r.Size + r.FloorBytes() + 64<<20 }
 
-// open opens the device and checks the space for files.
-func (r *run) open() (err error) {
+// openDevice opens the device and checks the space for files.
+func (r *run) openDevice() (err error) {
 	if r.opt.Device != "" {
 		if r.gpu, err = r.OpenDevice(r.opt.Device); err != nil {
 			return err
 		}
 	}
-	if free := r.Free(); free >= 0 && free < r.needs() {
+	if free := r.Free(); free >= 0 && free < r.bytesNeeded() {
 		return errs.New(errs.ErrIO, "%.1f GB are free in %s and %.1f are needed: name another folder, or a smaller "+
 			"size",
-			float64(free)/1e9, filepath.Dir(r.Folder), float64(r.needs())/1e9)
+			float64(free)/1e9, filepath.Dir(r.Folder), float64(r.bytesNeeded())/1e9)
 	}
 	return nil
 }
 
-// estimate predicts how long the run will take: each kind of work is done once in
+// estimateTime predicts how long the run will take: each kind of work is done once in
 // small, and multiplied by how often the run does it.
-func (r *run) estimate() error {
+func (r *run) estimateTime() error {
 	n := min(16<<20, r.Size)
 	path := r.Path("estimate.safetensors")
 	var in []save.Input
@@ -125,8 +125,8 @@ func (r *run) estimate() error {
 	return nil
 }
 
-// machine measures memory, files and the wire without overwire.
-func (r *run) machine() error {
+// measureMachine measures memory, files and the wire without overwire.
+func (r *run) measureMachine() error {
 	if err := r.MeasureFloors(); err != nil {
 		return err
 	}
@@ -153,8 +153,8 @@ func (r *run) machine() error {
 	return nil
 }
 
-// sizes measures ratios.
-func (r *run) sizes() error {
+// measureSizes measures ratios.
+func (r *run) measureSizes() error {
 	add := func(name string, in []save.Input) error {
 		row, err := r.Ratio(r.Path("sizes.safetensors"), in)
 		if err != nil {
@@ -183,8 +183,8 @@ func (r *run) sizes() error {
 	return add(filepath.Base(r.opt.File)+"'s weights", in)
 }
 
-// loads measures saving and loading of one model, compressed and plain.
-func (r *run) loads() error {
+// measureLoads measures saving and loading of one model, compressed and plain.
+func (r *run) measureLoads() error {
 	in, total, err := r.Make("llama-bf16", r.Size, 2)
 	if err != nil {
 		return err
@@ -219,7 +219,7 @@ func (r *run) loads() error {
 		name     string
 		ratio    float64
 	}{{true, "compressed", ratio}, {false, "plain", 1}} {
-		if err := r.load(files[x.compress], x.name, total, x.ratio); err != nil {
+		if err := r.measureLoad(files[x.compress], x.name, total, x.ratio); err != nil {
 			return err
 		}
 	}
@@ -243,9 +243,9 @@ func (r *run) saveInBackground(in []save.Input, total int64) error {
 	return errs.FromOS(os.Remove(path))
 }
 
-// load measures loads of a file: the first of this process, which prepares what
+// measureLoad measures loads of a file: the first of this process, which prepares what
 // later ones reuse, and the median of those after it.
-func (r *run) load(path, name string, total int64, ratio float64) error {
+func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
 	opt := load.Options{Device: r.opt.Device, Threads: r.opt.Threads}
 	once := func() error { return r.Loaded(path, opt, nil) }
 	first, err := measure.Timed(once)

@@ -18,55 +18,56 @@ import (
 func FieldEntropy(d tensor.DType, data []byte) float64 {
 	switch d {
 	case tensor.BF16:
-		return coded(data, 2, 7, 8)
+		return codedBytes(data, 2, 7, 8)
 	case tensor.F16:
-		return coded(data, 2, 10, 5)
+		return codedBytes(data, 2, 10, 5)
 	case tensor.F32, tensor.C64:
-		return coded(data, 4, 23, 8)
+		return codedBytes(data, 4, 23, 8)
 	case tensor.F8E4M3, tensor.F8E4M3FNUZ:
-		return coded(data, 1, 3, 4)
+		return codedBytes(data, 1, 3, 4)
 	case tensor.F8E5M2, tensor.F8E5M2FNUZ:
-		return coded(data, 1, 2, 5)
+		return codedBytes(data, 1, 2, 5)
 	case tensor.I8, tensor.U8:
-		return min(coded(data, 1, 4, 4), nibbles(data), field(data, 1, 0, 8), field(data, 1, 0, 4)+field(data, 1, 4, 4))
+		return min(codedBytes(data, 1, 4, 4), nibbleBytes(data), fieldBytes(data, 1, 0, 8),
+			fieldBytes(data, 1, 0, 4)+fieldBytes(data, 1, 4, 4))
 	case tensor.F4:
-		return nibbles(data)
+		return nibbleBytes(data)
 	case tensor.F8E8M0, tensor.Bool:
-		return field(data, 1, 0, 8)
+		return fieldBytes(data, 1, 0, 8)
 	}
 	return float64(len(data))
 }
 
-// coded is the size of elements of width bytes of which bits lo..lo+n-1 are coded.
-func coded(data []byte, width int, lo, n uint) float64 {
-	return field(data, width, lo, n) + float64(len(data)/width)*planes(data, width, ^(uint32(1<<n-1)<<lo))
+// codedBytes is the size of elements of width bytes of which bits lo..lo+n-1 are coded.
+func codedBytes(data []byte, width int, lo, n uint) float64 {
+	return fieldBytes(data, width, lo, n) + float64(len(data)/width)*planeBytes(data, width, ^(uint32(1<<n-1)<<lo))
 }
 
-// field is the entropy, in bytes, of bits lo..lo+n-1 of every element.
-func field(data []byte, width int, lo, n uint) float64 {
+// fieldBytes is the entropy, in bytes, of bits lo..lo+n-1 of every element.
+func fieldBytes(data []byte, width int, lo, n uint) float64 {
 	counts := make([]int64, 1<<n)
 	mask := uint32(1<<n - 1)
 	for i := 0; i+width <= len(data); i += width {
-		counts[element(data[i:], width)>>lo&mask]++
+		counts[readElement(data[i:], width)>>lo&mask]++
 	}
-	return entropy(counts)
+	return entropyBytes(counts)
 }
 
-func nibbles(data []byte) float64 {
+func nibbleBytes(data []byte) float64 {
 	counts := make([]int64, 16)
 	for _, b := range data {
 		counts[b&15]++
 		counts[b>>4]++
 	}
-	return entropy(counts)
+	return entropyBytes(counts)
 }
 
-// planes is how many bytes of an element the bits of mask take: those that
+// planeBytes is how many bytes of an element the bits of mask take: those that
 // never change are free, as far as whole byte planes of the sample go.
-func planes(data []byte, width int, mask uint32) float64 {
+func planeBytes(data []byte, width int, mask uint32) float64 {
 	var or, and uint32 = 0, math.MaxUint32
 	for i := 0; i+width <= len(data); i += width {
-		v := element(data[i:], width)
+		v := readElement(data[i:], width)
 		or |= v
 		and &= v
 	}
@@ -80,7 +81,7 @@ func planes(data []byte, width int, mask uint32) float64 {
 	return float64(n) / 8
 }
 
-func element(p []byte, width int) uint32 {
+func readElement(p []byte, width int) uint32 {
 	switch width {
 	case 1:
 		return uint32(p[0])
@@ -90,8 +91,8 @@ func element(p []byte, width int) uint32 {
 	return uint32(p[0]) | uint32(p[1])<<8 | uint32(p[2])<<16 | uint32(p[3])<<24
 }
 
-// entropy is in bytes for the whole sample.
-func entropy(counts []int64) float64 {
+// entropyBytes is in bytes for the whole sample.
+func entropyBytes(counts []int64) float64 {
 	var sum int64
 	for _, c := range counts {
 		sum += c

@@ -186,8 +186,8 @@ func cpuName() string {
 	return runtime.GOARCH
 }
 
-// thp is the kernel's setting for transparent huge pages: "madvise".
-func thp() string {
+// hugePagesSetting is the kernel's setting for transparent huge pages: "madvise".
+func hugePagesSetting() string {
 	b, err := os.ReadFile("/sys/kernel/mm/transparent_hugepage/enabled")
 	if err != nil {
 		return "unknown"

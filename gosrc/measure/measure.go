@@ -89,7 +89,7 @@ type Machine struct {
 func ThisMachine() Machine {
 	return Machine{
 		OS: runtime.GOOS, Arch: runtime.GOARCH, CPU: cpuName(), Cores: runtime.GOMAXPROCS(0),
-		Decoder: x16.Using().String(), THP: thp(), Go: runtime.Version(),
+		Decoder: x16.Using().String(), THP: hugePagesSetting(), Go: runtime.Version(),
 	}
 }
 

@@ -47,7 +47,7 @@ func (r *run) measureCodec() error {
 		if err != nil {
 			return err
 		}
-		if err := r.ratio(k.name, in, k.goal, k.near); err != nil {
+		if err := r.addRatio(k.name, in, k.goal, k.near); err != nil {
 			return err
 		}
 		if k.kind == "llama-bf16" {
@@ -64,14 +64,14 @@ func (r *run) measureCodec() error {
 	if err != nil {
 		return err
 	}
-	return r.ratio("real fp32", in, 0.84, false)
+	return r.addRatio("real fp32", in, 0.84, false)
 }
 
-// compressed is the file that ratio and coder work on.
+// compressed is the file that addRatio and measureCoder work on.
 const compressed = "codec.safetensors"
 
-// ratio adds the row of a compression ratio, beside its goal.
-func (r *run) ratio(name string, in []save.Input, goal float64, near bool) error {
+// addRatio adds the row of a compression ratio, beside its goal.
+func (r *run) addRatio(name string, in []save.Input, goal float64, near bool) error {
 	row, err := r.Ratio(r.Path(compressed), in)
 	if err != nil {
 		return err
@@ -90,7 +90,7 @@ func (r *run) ratio(name string, in []save.Input, goal float64, near bool) error
 	return nil
 }
 
-// measureCoder measures the decoders and the encoder on the bf16 file of ratio.
+// measureCoder measures the decoders and the encoder on the bf16 file of addRatio.
 func (r *run) measureCoder() error {
 	file, err := os.ReadFile(r.Path(compressed))
 	if err != nil {
@@ -122,7 +122,7 @@ func (r *run) measureCoder() error {
 			}
 			return nil
 		}
-		if err := stream(x16.Best()); err != nil { // dst now holds the original, proven by ratio
+		if err := stream(x16.Best()); err != nil { // dst now holds the original, proven by addRatio
 			return err
 		}
 		if err := r.measureEncoder(dst[:min(total, 64<<20)]); err != nil {

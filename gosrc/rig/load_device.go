@@ -67,9 +67,9 @@ func (r *run) measureVariants(group string, m *model, variants ...variant) map[v
 			}
 			row.Floor, row.FloorName = r.linkLimit(m, v)
 			if goal := map[variant]float64{packed: 0.955, plain: 0.97}[v]; group == "bf16" { // packed: 80 of 55.6
-				r.goal(&row, fmt.Sprintf(">= %.3f x floor", goal), atLeast(row.Value, goal*row.Floor))
+				r.setGoal(&row, fmt.Sprintf(">= %.3f x floor", goal), atLeast(row.Value, goal*row.Floor))
 			} else if of := r.large[v]; group == "many" && of > 0 {
-				r.goal(&row, fmt.Sprintf(">= 0.88 x the large model = %.1f", 0.88*of), atLeast(row.Value, 0.88*of))
+				r.setGoal(&row, fmt.Sprintf(">= 0.88 x the large model = %.1f", 0.88*of), atLeast(row.Value, 0.88*of))
 			}
 			r.Add(row)
 			rates[v] = row.Value
@@ -82,9 +82,9 @@ func (r *run) measureVariants(group string, m *model, variants ...variant) map[v
 	return rates
 }
 
-// goal sets the project's goal for loads to a GPU; the host has its own rows
+// setGoal sets the project's goal for loads to a GPU; the host has its own rows
 // elsewhere.
-func (r *run) goal(row *measure.Row, text string, reached *bool) {
+func (r *run) setGoal(row *measure.Row, text string, reached *bool) {
 	if r.gpu != nil {
 		row.Goal, row.Reached = text, reached
 	}
@@ -152,7 +152,7 @@ func (r *run) traceLoads(m *model) error {
 		return err
 	}
 	row := measure.Row{Group: "bf16", Name: "cost of the checksums", Value: 100 * (on/off - 1), Unit: "%"}
-	r.goal(&row, "<= 2 %", atMost(row.Value, 2))
+	r.setGoal(&row, "<= 2 %", atMost(row.Value, 2))
 	r.Add(row)
 	file := r.opt.Trace
 	if file == "" {

@@ -64,9 +64,9 @@ func (r *run) netDevice(m *model) error {
 			row.Floor, row.FloorName = floor, name
 			if v == packed {
 				row.Floor, row.FloorName = floor/m.ratio, fmt.Sprintf("%s / %.3f", name, m.ratio)
-				r.goal(&row, ">= 40 GB/s, or 0.85 of it", atLeast(row.Value, min(40, 0.85*row.Floor)))
+				r.setGoal(&row, ">= 40 GB/s, or 0.85 of it", atLeast(row.Value, min(40, 0.85*row.Floor)))
 			} else {
-				r.goal(&row, ">= 0.85 of it", atLeast(row.Value, 0.85*row.Floor))
+				r.setGoal(&row, ">= 0.85 of it", atLeast(row.Value, 0.85*row.Floor))
 			}
 			r.Add(row)
 			return nil
