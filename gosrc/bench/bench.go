@@ -62,7 +62,9 @@ func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 	}
 	defer m.Close()
 	r := &run{Run: m, opt: opt}
-	for _, step := range []func() error{r.openDevice, r.estimateTime, r.measureMachine, r.measureSizes, r.measureLoads} {
+	for _, step := range []func() error{
+		r.openDevice, r.estimateTime, r.measureMachine, r.measureSizes, r.measureLoads,
+	} {
 		if err := step(); err != nil {
 			return r.Report, err
 		}
