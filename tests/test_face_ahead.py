@@ -446,6 +446,7 @@ with ow.patch_safetensors():
 def test_accelerate_dispatches_and_diffusers_reads(torch_script: Callable[..., Any], tmp_path: Path) -> None:
     """accelerate's load into a model that is spread over places, and diffusers' reader of single files, take
     a compressed file in a few loads, and every parameter has its bytes."""
+    pytest.importorskip("diffusers")
     ow.save_file(layers(), tmp_path / "m.safetensors", {"format": "pt"})
     torch_script(
         """

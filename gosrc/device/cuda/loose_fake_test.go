@@ -184,7 +184,8 @@ func TestBehind(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if err := d.Copy(Order{}, uint64(uintptr(mem[0].Ptr)), uint64(uintptr(unsafe.Pointer(&want[0]))), 4096, true); err != nil {
+		from, to := uint64(uintptr(unsafe.Pointer(&want[0]))), uint64(uintptr(mem[0].Ptr))
+		if err := d.Copy(Order{}, to, from, 4096, true); err != nil {
 			t.Fatal(err)
 		}
 		s, err := q.Get(t.Context())
@@ -193,7 +194,8 @@ func TestBehind(t *testing.T) {
 		}
 		s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), 4096)
 		s.(*Slot).Behind(streams...)
-		tasks := []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: 4096, Logical: 4096}, Dst: mem[1].Ptr}}
+		chunk := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 4096, Logical: 4096}
+		tasks := []device.DecodeTask{{Chunk: chunk, Dst: mem[1].Ptr}}
 		cudatest.History()
 		if err := q.Submit(s, 4096, tasks, func(int, error) {}); err != nil {
 			t.Fatal(err)
