@@ -266,7 +266,7 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 		return err
 	}
 	for k := range r.pieces {
-		p, wanted := &r.pieces[k], r.wantsOf(k, from)
+		p, wanted := &r.pieces[k], r.wantsAnyOf(k, from)
 		began := time.Now()
 		var err error
 		switch {
@@ -296,7 +296,7 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 			}
 		}
 		select {
-		case r.readyOf(own) <- of:
+		case r.readsToDecode(own) <- of:
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
@@ -307,9 +307,9 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 // decodeBatches decodes on the GPU what has arrived, all that has while it waits for a slot
 // together: this rank's own shares, or those of the others.
 func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
-	ready, left := r.readyOf(own), 0
+	ready, left := r.readsToDecode(own), 0
 	for i := range r.parts {
-		if from := i % r.spec.Ranks; (from == r.spec.Rank) == own && r.wantsOf(i/r.spec.Ranks, from) {
+		if from := i % r.spec.Ranks; (from == r.spec.Rank) == own && r.wantsAnyOf(i/r.spec.Ranks, from) {
 			left++
 		}
 	}
@@ -340,23 +340,23 @@ func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
 				streams = append(streams, s)
 			}
 		}
-		if err := r.onDevice(slot.(*cuda.Slot), batch, streams); err != nil {
+		if err := r.decodeOnDevice(slot.(*cuda.Slot), batch, streams); err != nil {
 			return nil //nolint:nilerr // it has said it
 		}
 	}
 	return nil
 }
 
-// readyOf is what waits for its decoding: of this rank's own shares, or of the others'.
-func (r *Relay) readyOf(own bool) chan read {
+// readsToDecode is what waits for its decoding: of this rank's own shares, or of the others'.
+func (r *Relay) readsToDecode(own bool) chan read {
 	if own {
 		return r.carrier.own
 	}
 	return r.carrier.pulls
 }
 
-// wantsOf reports whether this rank wants any of what a rank reads of a piece.
-func (r *Relay) wantsOf(k, from int) bool {
+// wantsAnyOf reports whether this rank wants any of what a rank reads of a piece.
+func (r *Relay) wantsAnyOf(k, from int) bool {
 	q := r.partOf(k, from)
 	return q.last > q.first || len(q.strips) > 0
 }
@@ -375,7 +375,7 @@ func (r *Relay) pullShare(ctx context.Context, k, from int) error {
 	if q.used == 0 || q.last == q.first {
 		return nil
 	}
-	if err := r.filledAfter(k, from).Before(c.streams[from]); err != nil {
+	if err := r.fillableAfter(k, from).Before(c.streams[from]); err != nil {
 		return err
 	}
 	to, at := r.shareAt(k, from), r.sharedAt(k, from)

@@ -57,17 +57,17 @@ func (r *Relay) decodeBatch(batch []read, streams ...uintptr) error {
 	r.mu.Unlock()
 	defer r.busy.Done()
 	if r.queue == nil {
-		return r.onHost(batch[0])
+		return r.decodeOnHost(batch[0])
 	}
 	s, err := r.queue.Get(context.Background()) // every slot comes back, even after errors
 	if err != nil {
 		return err
 	}
-	return r.onDevice(s.(*cuda.Slot), batch, streams)
+	return r.decodeOnDevice(s.(*cuda.Slot), batch, streams)
 }
 
-// onHost decodes on all cores, and waits.
-func (r *Relay) onHost(of read) error {
+// decodeOnHost decodes on all cores, and waits.
+func (r *Relay) decodeOnHost(of read) error {
 	r.host.Lock()
 	defer r.host.Unlock()
 	first, last := r.tasksOf(of)
@@ -90,9 +90,9 @@ func (r *Relay) onHost(of read) error {
 	return nil
 }
 
-// filledAfter is the event after which what a rank reads of a piece may be written to its part
+// fillableAfter is the event after which what a rank reads of a piece may be written to its part
 // of the buffer: the decoding of the buffer's earlier piece, which is queued. nil: it has ended.
-func (r *Relay) filledAfter(k, rank int) *cuda.Event {
+func (r *Relay) fillableAfter(k, rank int) *cuda.Event {
 	buffers := r.bankOf(k, rank).count
 	if k < buffers {
 		return nil
@@ -105,9 +105,9 @@ func (r *Relay) filledAfter(k, rank int) *cuda.Event {
 	return nil
 }
 
-// onDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
+// decodeOnDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
 // slot.
-func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uintptr) error {
+func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []read, streams []uintptr) error {
 	slot.Behind(streams...)
 	first, last := r.tasksOf(batch[0])
 	jobs, numbers := r.jobs[first:last], []int(nil)

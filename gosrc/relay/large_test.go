@@ -24,7 +24,7 @@ import (
 // bytes that it returns, and the others zeros.
 func sparse(t *testing.T, n, at int64) (*load.Model, []byte) {
 	t.Helper()
-	const each = bareBytes
+	const each = plainChunkBytes
 	var h strings.Builder
 	for i := range n {
 		fmt.Fprintf(&h, `,"t%05d":{"dtype":"U8","shape":[%d],"data_offsets":[%d,%d]}`, i, each, i*each, (i+1)*each)

@@ -72,9 +72,9 @@ const (
 	// chunkAlign is the alignment of chunks that are aligned in the file: X16 needs
 	// it.
 	chunkAlign = 16
-	// bareBytes is the size of the chunks of plain tensors, which have none in the
+	// plainChunkBytes is the size of the chunks of plain tensors, which have none in the
 	// file: four of them fit in a slot, with what aligns them.
-	bareBytes = 1<<20 - 8<<10
+	plainChunkBytes = 1<<20 - 8<<10
 	// maxRanks is more GPUs than any host has: of several hosts, as many ranks exchange as
 	// have a share.
 	maxRanks = 256
@@ -116,7 +116,7 @@ func (s *Spec) checkNeeds() error {
 // Room is the most that one chunk of a model takes of a buffer for each rank: a smaller
 // share holds not every chunk.
 func Room(m *load.Model) int64 {
-	most := int64(bareBytes)
+	most := int64(plainChunkBytes)
 	for i := range m.Seen().Tensors {
 		if t := &m.Seen().Tensors[i]; t.Count > 0 {
 			most = max(most, min(int64(t.ChunkBytes), t.Bytes/int64(t.Parts)))
@@ -134,7 +134,7 @@ func (r *Relay) indexWithChunks(wants []plan.Want) *tensor.Index {
 	plain := 0 // how many chunks, about
 	for i := range wants {
 		if t := &ix.Tensors[wants[i].Data]; t.Count == 0 && t.Bytes > 0 {
-			plain += int(t.Bytes/bareBytes) + 1
+			plain += int(t.Bytes/plainChunkBytes) + 1
 		}
 	}
 	if plain > 0 {
@@ -147,7 +147,7 @@ func (r *Relay) indexWithChunks(wants []plan.Want) *tensor.Index {
 			continue
 		}
 		r.bare[wants[i].Data] = true
-		out.Chunks = cutBare(out.Chunks, t, r.bareChunk(wants[i].Data))
+		out.Chunks = cutPlainChunks(out.Chunks, t, r.plainChunkSize(wants[i].Data))
 	}
 	return out
 }
@@ -319,8 +319,8 @@ func orderTrueFirst(a, b bool) int {
 	return 1
 }
 
-// byPart sorts a plan's tasks by the parts that they are in, whose numbers are `where`.
-func (r *Relay) byPart(p *plan.Plan, where []int) {
+// sortTasksByPart sorts a plan's tasks by the parts that they are in, whose numbers are `where`.
+func (r *Relay) sortTasksByPart(p *plan.Plan, where []int) {
 	if slices.IsSorted(where) {
 		return
 	}
@@ -380,7 +380,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 			return doesNotTravel(i)
 		}
 	}
-	r.byPart(p, where)
+	r.sortTasksByPart(p, where)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.aimed {

@@ -42,7 +42,7 @@ func (r *Relay) findStripes(wants []plan.Want) []int64 {
 		t := &r.model.Seen().Tensors[wants[i].Tensor]
 		if columns[int64(wants[i].Tensor)] && t.Alias < 0 && t.Count == 0 && len(t.Shape) > 1 && t.Shape[0] > 0 &&
 			t.Bytes%t.Shape[0] == 0 {
-			if row := t.Bytes / t.Shape[0]; row > 0 && row <= bareBytes {
+			if row := t.Bytes / t.Shape[0]; row > 0 && row <= plainChunkBytes {
 				rows[wants[i].Data] = row
 			}
 		}
@@ -55,13 +55,13 @@ func (r *Relay) findStripes(wants []plan.Want) []int64 {
 	return rows
 }
 
-// bareChunk is the size of the chunks of a plain tensor: whole rows where strips of
+// plainChunkSize is the size of the chunks of a plain tensor: whole rows where strips of
 // them are copied.
-func (r *Relay) bareChunk(data int32) int64 {
+func (r *Relay) plainChunkSize(data int32) int64 {
 	if row := r.strips[data]; row > 0 {
-		return bareBytes / row * row
+		return plainChunkBytes / row * row
 	}
-	return bareBytes
+	return plainChunkBytes
 }
 
 // addStrip makes strips of a decode task whose chunk lies in another rank's share of a
@@ -142,8 +142,8 @@ func (r *Relay) hasStrips() bool {
 	return slices.ContainsFunc(r.strips, func(row int64) bool { return row > 0 })
 }
 
-// cutBare cuts a plain tensor into raw chunks without checksums, behind chunks.
-func cutBare(chunks []tensor.Chunk, t *tensor.Tensor, size int64) []tensor.Chunk {
+// cutPlainChunks cuts a plain tensor into raw chunks without checksums, behind chunks.
+func cutPlainChunks(chunks []tensor.Chunk, t *tensor.Tensor, size int64) []tensor.Chunk {
 	t.First, t.ChunkBytes, t.Parts = int32(len(chunks)), uint32(size), 1
 	chunks = slices.Grow(chunks, int((t.Bytes+size-1)/size))
 	for at := int64(0); at < t.Bytes; at += size {
