@@ -61,8 +61,8 @@ func deltaParts(n int, stored func(i int) int) (parts []deltaPart) {
 	return parts
 }
 
-// inLanes calls f for each batch, for as many at once as there are lanes.
-func inLanes(parts []deltaPart, f func(part deltaPart, lane int) error) error {
+// runInLanes calls f for each batch, for as many at once as there are lanes.
+func runInLanes(parts []deltaPart, f func(part deltaPart, lane int) error) error {
 	return spawn.Each(context.Background(), "cuda delta batch", residentLanes, len(parts), func(i int) error {
 		return f(parts[i], i%residentLanes)
 	})
@@ -91,7 +91,7 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	}
 	var mu sync.Mutex
 	var parts []deltaPart
-	err := inLanes(deltaParts(len(chunks), func(i int) int {
+	err := runInLanes(deltaParts(len(chunks), func(i int) int {
 		return len(chunks[i].Stored)
 	}), func(p deltaPart, lane int) error {
 		err := d.applyDelta(on, lane, chunks[p.lo:p.hi], p.bytes)
@@ -123,7 +123,7 @@ func (d *Device) applyDelta(on Order, lane int, chunks []DeltaChunk, bytes int) 
 				rows[i] = chunks[i].kernelRow(dev + uint64(at))
 				at += len(chunks[i].Stored)
 			}
-			onAllCores(len(chunks), 64, func(i int) {
+			callOnAllCores(len(chunks), 64, func(i int) {
 				copy(unsafe.Slice((*byte)(unsafe.Add(table, offsets[i])), len(chunks[i].Stored)), chunks[i].Stored)
 			})
 		},
@@ -136,8 +136,8 @@ func deltaGrid(rows int) int {
 	return (rows + warps - 1) / warps
 }
 
-// onAllCores calls f for 0 to n-1 on all cores, `step` at a time.
-func onAllCores(n, step int, f func(i int)) {
+// callOnAllCores calls f for 0 to n-1 on all cores, `step` at a time.
+func callOnAllCores(n, step int, f func(i int)) {
 	_ = spawn.Each(context.Background(), "cuda delta", runtime.GOMAXPROCS(0), (n+step-1)/step, func(k int) error {
 		for i := k * step; i < min(n, (k+1)*step); i++ {
 			f(i)
@@ -194,7 +194,7 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 			some = append(some, i)
 		}
 	}
-	return inLanes(deltaParts(len(some), func(k int) int {
+	return runInLanes(deltaParts(len(some), func(k int) int {
 		return int(rows[some[k]].stored)
 	}), func(p deltaPart, lane int) error {
 		return d.writeDelta(on, lane, chunks, rows, some[p.lo:p.hi], p.bytes)
@@ -226,7 +226,7 @@ func (d *Device) writeDelta(on Order, lane int, chunks []DeltaChunk, rows []C.ow
 			}
 			const part = 256 << 10
 			from := unsafe.Slice((*byte)(answers), len(all))
-			onAllCores((len(all)+part-1)/part, 1, func(k int) {
+			callOnAllCores((len(all)+part-1)/part, 1, func(k int) {
 				lo, hi := k*part, min(len(all), (k+1)*part)
 				copy(all[lo:hi], from[lo:hi])
 			})

@@ -88,8 +88,8 @@ type Slot struct {
 	build    build
 }
 
-// idleRank says in which of the device's two idle queues slots of n bytes fit.
-func idleRank(n int64) int {
+// idleQueueFor says in which of the device's two idle queues slots of n bytes fit.
+func idleQueueFor(n int64) int {
 	if n <= TablesOnly {
 		return 1
 	}
@@ -142,7 +142,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		return nil, errs.New(errs.ErrArgument, "a ring of %d slots of %d bytes", slots, slotBytes)
 	}
 	d.mu.Lock()
-	idle := &d.idle[idleRank(slotBytes)]
+	idle := &d.idle[idleQueueFor(slotBytes)]
 	l := *idle
 	*idle = nil
 	d.mu.Unlock()
@@ -165,7 +165,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		n < whole {
 		n = whole // of which the other divisions take a bit more, or less
 	}
-	if idleRank(slotBytes) == 0 { // the next source may need another division
+	if idleQueueFor(slotBytes) == 0 { // the next source may need another division
 		fine, _ := FinestRing()
 		most = max(most, fine)
 	}
@@ -558,7 +558,7 @@ func (q *Queue) Close() {
 	q.mu.Unlock()
 	d := q.dev
 	d.mu.Lock()
-	if idle := &d.idle[idleRank(q.size)]; healthy && *idle == nil {
+	if idle := &d.idle[idleQueueFor(q.size)]; healthy && *idle == nil {
 		*idle = q
 		d.mu.Unlock()
 		return
