@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .bundles.bundle import save_listed
     from .bundles.torchfolders import is_torch_model, plain_models
     from .bundles.unpickling import load_plain
-    from .distributed.blocks import Blocks, meet_to_load, shares_reading
+    from .distributed.blocks import Blocks, meet_to_load, should_share_reading
     from .distributed.group import verb
     from .dtypes import nbytes
     from .files import number_of, read_file, regular
@@ -88,7 +88,7 @@ __all__ = [
     "save_bytes",
     "save_listed",
     "setting",
-    "shares_reading",
+    "should_share_reading",
     "shown",
     "skip_at_exit",
     "states_of",
@@ -109,7 +109,7 @@ _HOMES = {
     "bundles.bundle": ("save_listed",),
     "bundles.torchfolders": ("is_torch_model", "plain_models"),
     "bundles.unpickling": ("load_plain",),
-    "distributed.blocks": ("Blocks", "meet_to_load", "shares_reading"),
+    "distributed.blocks": ("Blocks", "meet_to_load", "should_share_reading"),
     "distributed.group": ("verb",),
     "dtypes": ("nbytes",),
     "files": ("number_of", "read_file", "regular"),

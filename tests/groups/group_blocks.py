@@ -142,7 +142,7 @@ def blocks(folder: Path) -> None:
     ends all, and where one cannot take part, all hear of it."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
-    assert plumbing.shares_reading(world, False) and plumbing.shares_reading(world, True)
+    assert plumbing.should_share_reading(world, False) and plumbing.should_share_reading(world, True)
     for file in ("plain.safetensors", "compressed.safetensors"):
         made = together(folder / file)
         read: list[Any] = [None] * size
@@ -198,7 +198,7 @@ def block_stores(folder: Path) -> None:
     them together."""
     size, world = dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
-    assert plumbing.shares_reading(world, True) and not plumbing.shares_reading(world, False)
+    assert plumbing.should_share_reading(world, True) and not plumbing.should_share_reading(world, False)
     with ExitStack() as stack:
         url = [stack.enter_context(overwire_serve(folder)) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(url)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from group_blocks import block_loads, expected_of
 from overwire.distributed import shard_range
 from overwire.integrations.shared import recording, slices
-from overwire.integrations.shared.slices import Attempt, by_slices
+from overwire.integrations.shared.slices import Attempt, load_by_slices
 
 # Bytes of rows that are loaded beside.
 MOST = 1 << 20
@@ -89,7 +89,7 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     slices.land_together = noted
     try:
-        sliced = by_slices(run, MOST, log)
+        sliced = load_by_slices(run, MOST, log)
     finally:
         slices.land_together = shared
     if sliced:

@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
     tables: Sequence[str]
 
 
-def shares_reading(group: Any, pays: bool, opens: Callable[[], None] = lambda: None) -> bool:
+def should_share_reading(group: Any, pays: bool, opens: Callable[[], None] = lambda: None) -> bool:
     """Collective: whether the ranks of a group are to share the reading: they are several, some of
     one host, which can map each other's memory as far as is known, and OVERWIRE_EXCHANGE is
     mapped, or auto and it pays.

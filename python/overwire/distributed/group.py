@@ -159,7 +159,7 @@ class Members:
         ours = ours and (error is None or error is not step.halt)
         self._shorten_wait(error, _PATIENCE)
         self._hint_at_end(error if ours else None)
-        has_failed = self._is_any(error is not None)
+        has_failed = self._is_so_on_any_rank(error is not None)
         step.agreed += 1
         if has_failed:
             self._raise_first(self._gather_objects((_pickle_error(error), _weight_of(error, ours))), error)
@@ -179,7 +179,7 @@ class Members:
             if fault is not None and weight == most:
                 self.raise_alike(_from_rank(rank, pickle.loads(fault)))
 
-    def look(self) -> None:
+    def look_for_failure(self) -> None:
         """Local: raises what another rank has left a verb with, or a CancelledError if one
         waits to tell its error. For those that wait for something else than the others; it
         looks a few times a second."""
@@ -273,7 +273,7 @@ class Members:
         if interrupt is not None:
             raise interrupt
 
-    def _is_any(self, mine: bool) -> bool:
+    def _is_so_on_any_rank(self, mine: bool) -> bool:
         # Collective: whether it is so on any rank.
         import torch
 
@@ -320,7 +320,7 @@ class Members:
             return
         while True:
             try:
-                if _ends_within(work, _LOOK) if gloo else _is_seen(work, began):
+                if _ends_within(work, _LOOK) if gloo else _is_work_done(work, began):
                     return
             except RuntimeError:
                 raise
@@ -375,7 +375,7 @@ def _ends_within(work: Any, seconds: float) -> bool:
     return True
 
 
-def _is_seen(work: Any, began: float) -> bool:
+def _is_work_done(work: Any, began: float) -> bool:
     # The same of NCCL, whose time-outs would end it.
     if work.is_completed():
         work.wait()

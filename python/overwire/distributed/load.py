@@ -201,13 +201,13 @@ class GroupLoad:
 
     def _begin_mapped(self, relay: _Relay, wants: Wants) -> None:
         share, buffers = self._ring if self._ring[1] else (mapped_share(len(self._members.local), self._room), BUFFERS)
-        request = self._request(wants, self._members.local, self._device, share)
+        request = self._relay_request(wants, self._members.local, self._device, share)
         request["exchange"], request["buffers"], request["stages"] = True, buffers, min(buffers, STAGES)
         relay.start_job(request, self._models, wants.needs)
 
     def _begin_collective(self, relay: _Relay, wants: Wants) -> None:
         members = self._members
-        request = self._request(wants, range(members.size), self.link, SHARE)
+        request = self._relay_request(wants, range(members.size), self.link, SHARE)
         request["here"] = len(members.local)
         if not self._buffers:
             import torch
@@ -216,7 +216,7 @@ class GroupLoad:
         request["ring"] = [buffer.data_ptr() for buffer in self._buffers]
         relay.start_job(request, self._models)
 
-    def _request(self, wants: Wants, ranks: Sequence[int], device: str, share: int) -> RelayRequest:
+    def _relay_request(self, wants: Wants, ranks: Sequence[int], device: str, share: int) -> RelayRequest:
         # Of these ranks. All runs on torch's current stream, after what is queued there now.
         stream = 0
         if device != "cpu":
@@ -303,7 +303,7 @@ class _Relay:
                 while (landed := self.job.next(_TICK)) is None or landed.positions:
                     tell(self.job.progress().bytes)
                     if landed is None:
-                        members.look()
+                        members.look_for_failure()
                     yield from landed.positions if landed is not None else ()
                 self.job.wait()
         except GeneratorExit:
@@ -355,8 +355,8 @@ class _Relay:
 
     def _await_share(self, piece: int) -> None:
         while not relay_wait(self.job.number, piece, _SLICE_MS):
-            self._members.look()
+            self._members.look_for_failure()
 
     def _await_end(self) -> None:
         while not self.job.ended(_TICK):
-            self._members.look()
+            self._members.look_for_failure()

@@ -355,7 +355,7 @@ class TensorLoad:
                 if 0 in row.shape:
                     yield from self._finish_tensor(task, self._frame.empty(row.dtype, row.shape, self.model.device))
             while load is not None and not load.crowded and not _is_over(load):
-                self._members.look()
+                self._members.look_for_failure()
         except BaseException:
             if load is not None:
                 load.job.abandon()

@@ -17,7 +17,7 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_safetensors
 
 from .. import options, weights
-from ..shared.slices import Attempt, by_slices
+from ..shared.slices import Attempt, load_by_slices
 
 log = logging.getLogger("sglang.overwire")
 
@@ -56,15 +56,15 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         Other weights are loaded as they come: an updater asks for the iterator of one source,
         and may leave names out."""
         plan = isinstance(weights, _Weights) and self._options.get("plan", getattr(model, "quant_config", None) is None)
-        if plan and not by_slices(
-            functools.partial(self._by_slices, model, weights, target_device), self._options["max_memory"], log
+        if plan and not load_by_slices(
+            functools.partial(self._load_by_slices, model, weights, target_device), self._options["max_memory"], log
         ):
             weights, plan = weights.again(), False
         if not plan:
             self.load_weights_only(model, weights, target_device)
         self.postprocess_weights(model, target_device)
 
-    def _by_slices(self, model: torch.nn.Module, weights: _Weights, target_device: Any, attempt: Attempt) -> None:
+    def _load_by_slices(self, model: torch.nn.Module, weights: _Weights, target_device: Any, attempt: Attempt) -> None:
         self._attempt = attempt
         try:
             with attempt.replace_loader(model, weights.again):

@@ -192,14 +192,14 @@ class Recorder:
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation of the loader's returns; runs with the recorder off."""
-        stands = [(tensor, of) for tensor in _tensors((args, kwargs)) if (of := self._source(tensor)) is not None]
+        stands = [(tensor, of) for tensor in _tensors_in((args, kwargs)) if (of := self._stored_of(tensor)) is not None]
         if stands:
             return self._on_stand_in(func, args, kwargs, stands)
         if not _is_view(func):
             self._follow_operation(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _source(self, tensor: Any) -> _Of | None:
+    def _stored_of(self, tensor: Any) -> _Of | None:
         # What a stand-in is of; None for another tensor.
         return self._of.get(tensor.untyped_storage()._cdata) if _is_meta(tensor) else None
 
@@ -210,7 +210,7 @@ class Recorder:
         if len(stands) == 1 and args and args[0] is one:
             if _is_view(func):
                 views = func(*args, **kwargs)
-                if any(view.dtype is not one.dtype for view in _tensors(views)):  # other numbers of the same bytes
+                if any(view.dtype is not one.dtype for view in _tensors_in(views)):  # other numbers of the same bytes
                     raise Unplannable(of.stored.name, f"{func} to another dtype")
                 return views
             if func is _aten.clone.default and one.is_contiguous():
@@ -273,7 +273,7 @@ class Recorder:
                 self._note_impure("a copy to where it read")
             self._zeros.add(memory)
         else:
-            operands = list(_tensors((args, kwargs)))
+            operands = list(_tensors_in((args, kwargs)))
             if not operands or any(tensor.numel() for tensor in operands) or not str(func.overloadpacket).endswith("_"):
                 self._note_impure(str(func))
         if self._destinations:
@@ -298,7 +298,7 @@ class Recorder:
 
     def _refuse_pending(self, func: Any, args: Any, kwargs: Any) -> None:
         # An operation on tensors with data: none of them may be one that is still to come.
-        for tensor in _tensors((args, kwargs)):
+        for tensor in _tensors_in((args, kwargs)):
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
             other = self._destinations.name_at(*memory_range(tensor))
@@ -349,7 +349,7 @@ _places = _Places()
 def _property_that_answers(own: Any, answer: Callable[[torch.device], Any]) -> property:
     def look_up(tensor: torch.Tensor) -> Any:
         recorder = getattr(_here, "recorder", None) if _is_meta(tensor) else None
-        of = None if recorder is None else recorder._source(tensor)
+        of = None if recorder is None else recorder._stored_of(tensor)
         return own.__get__(tensor) if of is None else answer(of.device)
 
     return property(look_up)
@@ -360,7 +360,7 @@ def _intercept_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
     recorder: Recorder = _here.recorder
     if func is _COPY and not kwargs:  # the most
         target, one = args[:2]
-        if (of := recorder._source(one)) is not None and recorder._source(target) is None:
+        if (of := recorder._stored_of(one)) is not None and recorder._stored_of(target) is None:
             return recorder._note_copy(target, one, of)
     with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]):
         return recorder.run_operation(func, args, kwargs)
@@ -389,15 +389,15 @@ def _register_keys() -> tuple[Any, Any, Any]:
     return key, torch._C.DispatchKeySet(key), (every, aten)
 
 
-def _tensors(tree: Any) -> Iterator[Any]:
+def _tensors_in(tree: Any) -> Iterator[Any]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from _tensors(value)
+            yield from _tensors_in(value)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from _tensors(value)
+            yield from _tensors_in(value)
 
 
 # By the identity of an operation, whose hash is a call of Python's. They are kept, so that

@@ -68,7 +68,7 @@ class Attempt:
         """While it lasts, `model.load_weights` loads by slices.
 
         look: yields what the engine's loader would give the model. group: a process group
-        of ranks that all do this, and can share the reading. pays: see `shares_reading`.
+        of ranks that all do this, and can share the reading. pays: see `should_share_reading`.
         """
         own_loader = vars(model).get("load_weights")
         own = model.load_weights
@@ -101,9 +101,9 @@ class Attempt:
         if group is None:  # one rank alone needs no code of groups, whose import takes 20 ms
             opens()
             return
-        from ...plumbing import shares_reading
+        from ...plumbing import should_share_reading
 
-        if shares_reading(group, pays, opens):
+        if should_share_reading(group, pays, opens):
             self._group = group
 
     def _open_sources(self, look: Any) -> None:
@@ -192,7 +192,7 @@ def land_together(together: Any, beside: Callable[[], None], log: Any) -> bool:
     return True
 
 
-def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
+def load_by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
     """Whether a model was loaded by slices.
 
     load: runs the engine's loader, which enters `replace_loader` of the attempt that it gets. most: as for

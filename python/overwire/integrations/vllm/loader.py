@@ -32,7 +32,7 @@ from ...plumbing import parse_size
 from .. import options
 from .. import weights as read_weights
 from ..shared.sheets import Opening
-from ..shared.slices import Attempt, by_slices
+from ..shared.slices import Attempt, load_by_slices
 from .coverage import Coverage
 from .device import device_of, likely_device, tensor_ranks
 from .methods import COPIED
@@ -133,17 +133,17 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         one, that the files do not hold."""
         self._reader.note_model(model_config, model)
         is_quantised = model_config.quantization is not None
-        if not self._takes_slices(model_config) or not by_slices(
-            functools.partial(self._by_slices, model, model_config, is_quantised), self._options["max_memory"], log
+        if not self._takes_slices(model_config) or not load_by_slices(
+            functools.partial(self._load_by_slices, model, model_config, is_quantised), self._options["max_memory"], log
         ):
             self._load_checked(model, model_config, is_quantised)
 
-    def _by_slices(self, model: torch.nn.Module, model_config: Any, quantised: bool, attempt: Attempt) -> None:
+    def _load_by_slices(self, model: torch.nn.Module, model_config: Any, quantised: bool, attempt: Attempt) -> None:
         reader = self._reader
         weights = functools.partial(reader.get_all_weights, model_config, model)
         reader.attempt = attempt
         try:
-            with attempt.replace_loader(model, weights, tensor_ranks(), reader.shares_pay):
+            with attempt.replace_loader(model, weights, tensor_ranks(), reader.sharing_pays):
                 self._load_checked(model, model_config, quantised)
         finally:
             reader.attempt = None
@@ -217,8 +217,8 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         return self._options.get("storage_options")
 
     @property
-    def shares_pay(self) -> bool:
-        """For `shares_reading`: the weights that `note_model` has found go to GPUs, or lie in a store."""
+    def sharing_pays(self) -> bool:
+        """For `should_share_reading`: the weights that `note_model` has found go to GPUs, or lie in a store."""
         from ...plumbing import is_remote
 
         return self._device != "cpu" or (self._sourced_model is not None and is_remote(str(self.source)))

@@ -170,7 +170,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         if id(model) not in self._places:
             most = parse_size(self._info.max_memory, "max_memory") or 1
             self._places[id(model)] = Places(
-                model, self._load_weights, device_of(model, self.vllm_config.load_config), most, _group()
+                model, self._load_weights, device_of(model, self.vllm_config.load_config), most, _tensor_group()
             )
         return self._places[id(model)]
 
@@ -206,7 +206,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         self._places.clear()
 
 
-def _group() -> Any:
+def _tensor_group() -> Any:
     # The ranks that divide tensors among them.
     from vllm.distributed import parallel_state
 
