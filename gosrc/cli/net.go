@@ -66,7 +66,7 @@ func (c *call) fetchURLs() error {
 	}
 	spec := fetch.Spec{URIs: c.args, Storage: c.storage.Options, Own: true}
 	if out == "" || out == "-" {
-		rep, err := fetch.Fetch(c.ctx, c.job, spec, bare(c.stdout))
+		rep, err := fetch.Fetch(c.ctx, c.job, spec, unwrapWriter(c.stdout))
 		if err == nil && c.is("verbose") {
 			fmt.Fprintf(c.stderr, "%s in %.2f s, %s\n", bytesText(rep.Bytes), rep.Seconds,
 				rateText(rep.Bytes, rep.Seconds))

@@ -21,7 +21,7 @@ func (c *call) progress() (clear func()) {
 	if !isTerminal(c.stderr) {
 		return func() {}
 	}
-	stderr := bare(c.stderr) // the line is ours, and so is what moves the cursor
+	stderr := unwrapWriter(c.stderr) // the line is ours, and so is what moves the cursor
 	end, exit := make(chan struct{}), make(chan struct{})
 	spawn.Go("progress", func() {
 		defer close(exit)

@@ -62,8 +62,8 @@ func (s screen) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// bare is what a screen writes to.
-func bare(w io.Writer) io.Writer {
+// unwrapWriter is the writer behind a screen, without its locks.
+func unwrapWriter(w io.Writer) io.Writer {
 	if s, ok := w.(screen); ok {
 		return s.Writer
 	}
@@ -72,7 +72,7 @@ func bare(w io.Writer) io.Writer {
 
 // fileOf is the file behind a screen; nil if there is none.
 func fileOf(w io.Writer) *os.File {
-	w = bare(w)
+	w = unwrapWriter(w)
 	if o, ok := w.(*outlet); ok {
 		w = o.Writer
 	}

@@ -170,7 +170,7 @@ def load_compressed_pickle(path: str | os.PathLike[str], **options: Unpack[Unpic
     NotFoundError if one of the files is missing, CorruptError, FormatError.
     """
     check_options("load_compressed_pickle", options, UnpickleOptions)
-    return _load(path, (layout.NYACOMP, layout.OWN), **options)
+    return _load_object(path, (layout.NYACOMP, layout.OWN), **options)
 
 
 def load_compressed(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
@@ -184,7 +184,7 @@ def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]
     other's twin saved, too; in a store this one looks into `tensors` first, that one into `nya`.
     """
     check_options("load_bundle", options, UnpickleOptions)
-    return _load(path, (layout.OWN, layout.NYACOMP), **options)
+    return _load_object(path, (layout.OWN, layout.NYACOMP), **options)
 
 
 for _save_verb in (compress_pickle, save_bundle, compress):
@@ -469,7 +469,7 @@ def _names_of_tensors(model: Any) -> dict[int, str]:
 # -- loading
 
 
-def _load(
+def _load_object(
     path: str | os.PathLike[str],
     folders: Sequence[str],
     trust: bool = False,

@@ -236,10 +236,10 @@ class ReadAhead:
         if not used_bytes:
             return
         after = self._windows[-1].job_number if self._windows else 0
-        self._windows.append(_Window(self._load(model, ways, after), ways, sizes))
+        self._windows.append(_Window(self._load_window(model, ways, after), ways, sizes))
         self._size = min((self._size or first) * _GROWTH, most)
 
-    def _load(self, model: Model, ways: dict[int, Block | None], after: int) -> Load:
+    def _load_window(self, model: Model, ways: dict[int, Block | None], after: int) -> Load:
         if all(block is None for block in ways.values()):
             return model.begin(list(ways), self._frame, self._how[0], after=after)
         blocks, rows = [], []

@@ -140,19 +140,19 @@ class SafeTensorsMetadata:
     @classmethod
     def from_buffer(cls, buf: int, buffer_len: int, filename: str, framework: FrameworkOpBase) -> SafeTensorsMetadata:
         """Of a file in host memory at the address `buf`."""
-        return cls._read(lambda at, size: cpp.read_buffer(buf + at, size), buffer_len, filename, framework)
+        return cls._read_header(lambda at, size: cpp.read_buffer(buf + at, size), buffer_len, filename, framework)
 
     @classmethod
     def from_fd(
         cls, fd: int, filename: str, framework: FrameworkOpBase, keep_orig_dict: bool = False
     ) -> SafeTensorsMetadata:
         """Of an open file, from its present position, which should be 0."""
-        return cls._read(
+        return cls._read_header(
             lambda at, size: _next(fd, size, filename), os.fstat(fd).st_size, filename, framework, keep_orig_dict
         )
 
     @classmethod
-    def _read(
+    def _read_header(
         cls,
         read: Callable[[int, int], bytes],
         total: int,

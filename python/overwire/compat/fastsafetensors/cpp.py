@@ -249,7 +249,7 @@ class _Reader:
         if track:
             self._done[number] = 0
         try:
-            future = self._pool.submit(self._read, own, buffer, offset, length, ptr_off, number)
+            future = self._pool.submit(self._read_range, own, buffer, offset, length, ptr_off, number)
         except BaseException:
             os.close(own)
             raise
@@ -262,7 +262,9 @@ class _Reader:
                 self._done[number] = done
                 self._moved.notify_all()
 
-    def _read(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int) -> int:
+    def _read_range(
+        self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int
+    ) -> int:
         try:
             if self._cuda:
                 return self._read_cuda(fd, buffer, offset, length, ptr_off, number)

@@ -100,7 +100,7 @@ def decompress(filename: str | os.PathLike[str], shape: Sequence[int], dtype: st
     """The tensor in one file."""
     size = math.prod(shape) * _dtype(dtype, os.fspath(filename)).itemsize
     file = CompressedFile(os.fspath(filename), shape, dtype, size, size)
-    return _read([_Entry(file, _place(file.filename, ""))], None, sizes=False)[0]
+    return _read_entries([_Entry(file, _place(file.filename, ""))], None, sizes=False)[0]
 
 
 def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequence[int]]) -> list[Any]:
@@ -114,13 +114,13 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
     """
     if not manifests.bins_fit(assignments, len(files)):
         raise overwire.ArgumentError(f"overwire: assignments: they do not fit {len(files)} files: {assignments!r:.100}")
-    return _read([_Entry(file, _place(file.filename, "")) for file in files], None)
+    return _read_entries([_Entry(file, _place(file.filename, "")) for file in files], None)
 
 
 def decompress_from_meta(csv_path: str | os.PathLike[str]) -> list[Any]:
     """The tensors of all files of a meta.csv (a path or URI), in its order. Of a
     bundle of overwire's own: all tensors in it, in the order of its pickle."""
-    return _read(_entries(os.fspath(csv_path)), None)
+    return _read_entries(_entries(os.fspath(csv_path)), None)
 
 
 class AsyncDecompressor:
@@ -146,7 +146,7 @@ class AsyncDecompressor:
         `decompress_from_meta` does, and starts anew when called again after that."""
         with self._lock:
             if self._tensors is None:
-                self._tensors = _read(_entries(self.path), self._preload)
+                self._tensors = _read_entries(_entries(self.path), self._preload)
             return list(self._tensors)
 
     def take(self) -> list[Any]:
@@ -154,7 +154,7 @@ class AsyncDecompressor:
         later call loads again."""
         with self._lock:
             tensors, self._tensors = self._tensors, None
-            return _read(_entries(self.path), self._preload) if tensors is None else tensors
+            return _read_entries(_entries(self.path), self._preload) if tensors is None else tensors
 
 
 class _Entry(NamedTuple):
@@ -214,7 +214,7 @@ def _dtype(name: str, place: str) -> Any:
     return dtype
 
 
-def _read(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool = True) -> list[Any]:
+def _read_entries(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool = True) -> list[Any]:
     """The tensors of all entries: headers and sizes first, then all containers
     in one load, which joins the preload if it is of the same files. sizes: those
     that are listed of the files are right."""

@@ -146,15 +146,15 @@ def start_preload() -> None:
 
 def load_compressed(path: PathLike = DEFAULT) -> Any:
     """Loads what `compress` saved, or nyacomp itself, trusting it; joins its preload."""
-    return _load(path)
+    return _load_pickle(path)
 
 
 def load_compressed_pickle(path: PathLike = DEFAULT) -> Any:
     """Loads what `compress_pickle` saved, or nyacomp itself, trusting it."""
-    return _load(path)
+    return _load_pickle(path)
 
 
-def _load(path: PathLike) -> Any:
+def _load_pickle(path: PathLike) -> Any:
     try:
         return load_object(path, trust=True, tensors=_remote(path))
     except overwire.NotFoundError:

@@ -74,7 +74,7 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
     import torch
 
     place = Path(path)
-    state: dict[str, Any] = dict(_read(place))
+    state: dict[str, Any] = dict(_read_state(place))
     if "meta" in state:
         raise overwire.NotSupportedError(
             f"overwire: save {place}: nyacomp's layout has its bins where this has 'meta'", source=str(place)
@@ -108,7 +108,7 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
     return total, stored_size
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_state(path: Path) -> Mapping[str, Any]:
     import torch
 
     if path.suffix == ".safetensors":

@@ -107,7 +107,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 "capable of being reopened."
                 " Other file-like objects and special files (e.g. BytesIO, pipes, sockets) are not supported."
             )
-        self._records_file = self._read(source)
+        self._records_file = self._read_records(source)
         self._file_info = self._records_file.about
         if verify_hash == "crc32":
             self._storage["verify_crc32"] = True
@@ -135,7 +135,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self.total_compressed_tensor_bytes = 0
         self.read_bytes = 0
         if not lazy_load:
-            self._load(list(self._records), self._verify_hash)
+            self._load_tensors(list(self._records), self._verify_hash)
             if self._device.type == "cuda":
                 self.close()
 
@@ -178,7 +178,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self._memory.flush()
         return f"/proc/self/fd/{self._memory.fileno()}"
 
-    def _read(self, source: str) -> OpenRecords:
+    def _read_records(self, source: str) -> OpenRecords:
         try:
             return OpenRecords(source, self._storage or None)
         except (FormatError, CorruptError) as error:
@@ -295,7 +295,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def _target(self) -> Any:
         return _current_cuda() if self._dynamic else self._device
 
-    def _load(self, paths: Sequence[_paths.Path], verify: bool) -> None:
+    def _load_tensors(self, paths: Sequence[_paths.Path], verify: bool) -> None:
         """Brings tensors into the cache."""
         missing = [path for path in paths if path not in self._cache]
         if not missing:
@@ -351,7 +351,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             raise KeyError(f"Tensor {name} not found")
         level = self._structure[name]
         paths = list(_paths.leaves(level))
-        self._load(paths, self._verify_hash)
+        self._load_tensors(paths, self._verify_hash)
         return _paths.build(level, self._cache, proxies=True)
 
     def __iter__(self) -> Iterator[Any]:
@@ -392,7 +392,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         paths = [path for path in _paths.leaves(level) if filter_func is None or filter_func(_paths.plain(path))]
         if not paths:
             return default
-        self._load(paths, self._verify_hash)
+        self._load_tensors(paths, self._verify_hash)
         return _paths.build(level, {path: self._cache[path] for path in paths}, proxies=False)
 
     # In the order of the file.
@@ -409,7 +409,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             paths = paths[:num_tensors]
         verify = self._verify_hash if verify_hash is None else verify_hash
         for batch in self._batches(paths):
-            self._load(batch, verify)
+            self._load_tensors(batch, verify)
             for path in batch:
                 self._last = self._order[path]
                 yield self._records[path], _paths.plain(path), self._cache[path]
@@ -530,7 +530,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     " TensorDeserializer.load_into_module(). Use the TensorDeserializer object directly as a "
                     "state_dict mapping instead."
                 )
-        self._load(paths, self._verify_hash if verify_hash is None else verify_hash)
+        self._load_tensors(paths, self._verify_hash if verify_hash is None else verify_hash)
         ties: dict[int, list[Any]] = {}
         for path in paths:
             where, attribute = str(path[0]).rsplit(".", 1)

@@ -35,12 +35,12 @@ class ThreeFSFileCopier(CopierInterface):
         gbuf = self.framework.alloc_tensor_memory(length, self.device)
         try:
             if not through_host:
-                self._read(gbuf.get_base_address(), offset, length, max_copy_block_size)
+                self._read_range(gbuf.get_base_address(), offset, length, max_copy_block_size)
             elif length:
                 stage = self.framework.pinned(min(length, _STAGE))
                 for at in range(0, length, _STAGE):
                     size = min(_STAGE, length - at)
-                    self._read(stage.data_ptr(), offset + at, size, max_copy_block_size)
+                    self._read_range(stage.data_ptr(), offset + at, size, max_copy_block_size)
                     cpp.memcpy_h2d_async(gbuf.get_base_address() + at, stage.data_ptr(), size)
                     self.framework.synchronize_current_stream(self.device)
         except BaseException:
@@ -48,7 +48,7 @@ class ThreeFSFileCopier(CopierInterface):
             raise
         return gbuf
 
-    def _read(self, address: int, offset: int, length: int, block: int) -> None:
+    def _read_range(self, address: int, offset: int, length: int, block: int) -> None:
         count = self.reader.read_chunked(
             path=self.metadata.src, dev_ptr=address, file_offset=offset, total_length=length, chunk_size=max(block, 0)
         )
