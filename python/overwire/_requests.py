@@ -287,6 +287,7 @@ class Program(TypedDict, total=False):
     version: str
     storage: SourceOptions
     secrets: dict[str, str]
+    measure: bool
 
 
 KnobRow = TypedDict(

@@ -258,7 +258,7 @@ def read_floor(word: str, begin: int, end: int, device: int, to: int, slots: int
 
 
 def doctor(request: _requests.Program) -> Any:
-    """Describe the machine; the argument --measure also measures the links of its GPUs."""
+    """Describe the machine; with measure, the links of its GPUs are measured."""
     return loads(core().run("doctor", dumps(request), b"")[0])
 
 

@@ -5,7 +5,6 @@ package binding
 import (
 	"context"
 	"os"
-	"slices"
 	"time"
 	"unsafe"
 
@@ -121,6 +120,7 @@ type program struct {
 	Storage source.Options `json:"storage"` // the environment for stores
 	// Secrets are the variables that the command line names.
 	Secrets map[string]string `json:"secrets"`
+	Measure bool              `json:"measure"` // of doctor
 }
 
 func (p program) env() cli.Env {
@@ -194,9 +194,9 @@ func fileVerbs() []*Verb {
 					Slots: uint64(n[4]), Threads: int(n[5])}
 				return none{}, r.Run(ctx)
 			}).ints("begin", "end", "device", "to", "slots", "threads").onCallersMemory(),
-		awaited("doctor", "Describe the machine; the argument --measure also measures the links of its GPUs.",
+		awaited("doctor", "Describe the machine; with measure, the links of its GPUs are measured.",
 			func(_ context.Context, q program, _ []int64) (any, error) {
-				return cli.Diagnose(q.env(), slices.Contains(q.Argv, "--measure")), nil
+				return cli.Diagnose(q.env(), q.Measure), nil
 			}),
 		started("cli", "Run a command line; its report is the exit status.",
 			func(ctx context.Context, j *job.Job, q program, _ []int64) (int, error) {

@@ -230,4 +230,4 @@ def doctor(*, measure: bool = False) -> Diagnosis:
     Returns a dict. Raises nothing for what is missing or does not work: it says so.
     """
     check_switches(measure=measure)
-    return cast("Diagnosis", Facts("Diagnosis", _verbs.doctor(program(["--measure"] if measure else []))))
+    return cast("Diagnosis", Facts("Diagnosis", _verbs.doctor({**program([]), "measure": measure})))
