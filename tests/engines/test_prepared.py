@@ -366,6 +366,22 @@ def test_a_read_of_what_has_not_come_waits(tmp_path: Path, how: str) -> None:
         assert how == "a write" or torch.equal(large, model.large)
 
 
+def test_damage_that_an_engine_has_caught_is_raised_again(tmp_path: Path) -> None:
+    """Code between that reads a large tensor gets the error, and who finishes the load gets it, too."""
+    model = torch.nn.Module()
+    model.large = torch.nn.Parameter(torch.arange(float(1 << 15)), requires_grad=False)
+    path, record = kept(model, tmp_path)
+    content = bytearray(Path(path).read_bytes())
+    content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
+    Path(path).write_bytes(content)
+    with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
+        large = arriving.tensors["large"]
+        with arriving.watch_reads(), contextlib.suppress(ow.CorruptError):
+            large.sum()
+        with pytest.raises(ow.CorruptError):
+            arriving.finish_loading()
+
+
 def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
     """The file has one more than its record: nothing is put anywhere."""
     path, record = kept(processed(), tmp_path)

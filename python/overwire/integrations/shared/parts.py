@@ -141,23 +141,13 @@ class Arriving:
     def _begin_loading(self) -> None:
         from ...plumbing import landing, table_of
 
-        small: list[Copy] = []
-        large: list[Copy] = []
-        for at, (name, dtype, shape) in enumerate(table_of(self._file)):
-            copy = self._copy_of_row(at, name, dtype, shape)
-            if copy.target.numel():
-                (small if copy.target.nbytes <= _SMALL else large).append(copy)
-        copies.load_copies(small, _MOST)
-        requests: list[tuple[int, int, int, int, int, int]] = []
-        for copy in large:
-            request = copies.request_of(copy, self._device)
-            if request is None:
-                self._rest.append(copy)
-            else:
-                requests.append(request)
+        every = [self._copy_of_row(at, *row) for at, row in enumerate(table_of(self._file))]
+        copies.load_copies([copy for copy in every if 0 < copy.target.nbytes <= _SMALL], _MOST)
+        large = [copy for copy in every if copy.target.nbytes > _SMALL]
+        pairs = [(copies.request_of(copy, self._device), copy) for copy in large]
+        requests = [request for request, _ in pairs if request is not None]
         self._job = landing(self._file, str(self._device), requests) if requests else None
-        if self._job is None:
-            self._rest = large
+        self._rest = large if self._job is None else [copy for request, copy in pairs if request is None]
 
     def _copy_of_row(self, at: int, name: str, dtype: str, shape: tuple[int, ...]) -> Copy:
         from ...plumbing import torch_dtype
@@ -178,13 +168,19 @@ class Arriving:
         return _Watch(memory, self.finish_loading)
 
     def finish_loading(self) -> None:
-        """Waits until all have come. Raises what loading raises; nothing is held then."""
+        """Waits until all have come. Raises what loading raises, each time, as an engine may catch it; no memory is
+        held then."""
+        if self._failed is not None:
+            raise self._failed
         try:
             job, self._job = self._job, None
             if job is not None:
                 with job:
                     job.take()
             copies.load_copies(self._rest, _MOST)
+        except BaseException as error:
+            self._failed = error
+            raise
         finally:
             self.close()
 
@@ -194,7 +190,7 @@ class Arriving:
         job, self._job = self._job, None
         if job is not None:
             job.abandon()
-        self.tensors, self._rest, self._failed = {}, [], None
+        self.tensors, self._rest = {}, []
         file, self._file = self._file, None
         if file is not None:
             file.close()
