@@ -316,6 +316,18 @@ def test_tensors_without_dimensions_come_with_the_others(
     assert again.one.scale.item() == 0.5 and sorted(beside) == ["one.gaps", "two.gaps"]
 
 
+def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
+    """A tensor without dimensions goes to one element by itself, and to all of a target that it is expanded to."""
+    ow.save_file({"scale": torch.tensor(0.5)}, tmp_path / "a.safetensors")
+    one, many = torch.zeros(1), torch.zeros(3, 2)
+    with ow.safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        stored = copies.Stored(file, 0, "scale", "F32", ())
+        whole = [copies.Copy(stored, 0, tuple(t.shape), (0,) * t.dim(), t.dtype, t) for t in (one, many)]
+        assert [copies.request_of(copy, torch.device("cpu")) is None for copy in whole] == [False, True]
+        copies.load_copies(whole, 1 << 20)
+    assert one.tolist() == [0.5] and many.tolist() == [[0.5, 0.5]] * 3
+
+
 def test_tensors_are_put_before_they_have_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model gets its tensors while they are still being read: only `finish_loading` waits."""
     monkeypatch.setattr(parts, "_SMALL", 0)

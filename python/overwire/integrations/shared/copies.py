@@ -112,7 +112,7 @@ def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, in
     if target.is_conj() or target.is_neg() or not target.data_ptr():
         return None
     if not copy.of.shape:
-        return (copy.of.at, target.data_ptr(), 0, -1, 0, -1)
+        return (copy.of.at, target.data_ptr(), 0, -1, 0, -1) if target.numel() == 1 else None
     block = block_of(copy)
     if not block:
         return None
@@ -175,7 +175,8 @@ def _copy_beside(copies: list[Copy], most: int) -> None:
             size += rows.numel() * rows.element_size()
             neighbours.append((copy, low, rows))
         for copy, low, rows in neighbours:
-            copy.of.file.load_into([(copy.of.name, [(low, low + rows.shape[0])], rows)])
+            block = [(low, low + rows.shape[0])] if copy.of.shape else []
+            copy.of.file.load_into([(copy.of.name, block, rows if block else rows[0])])
         for copy, low, rows in neighbours:
             view = rows.as_strided(copy.shape, copy.stride, copy.offset - low * elements(rows.shape[1:]))
             with torch.no_grad():
