@@ -78,14 +78,13 @@ def other(tensors: dict[str, Any], n: int) -> dict[str, Any]:
     return {name: (t.float() * (1 + 0.01 * torch.randn(t.shape))).to(t.dtype) for name, t in tensors.items()}
 
 
-def rank_main(base: Path, world: int, rank: int, port: int, carriers: list[str]) -> None:
+def rank_main(base: Path, world: int, rank: int, port: int, names: list[str]) -> None:
     from overwire.integrations.vllm import transfer
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     tiny.without_kernels()
-    carrier = int(carriers[0])
-    for name in tiny.MODELS:
+    for name in names:
         at = base / name
         tensors = tiny.weights(tiny.MODELS[name])
         steps = [other(tensors, n) for n in range(STEPS)]
@@ -103,8 +102,12 @@ def rank_main(base: Path, world: int, rank: int, port: int, carriers: list[str])
         assert reason is None or "experts for CPU" in reason, reason  # which vLLM repacks
         for group, deltas in ((False, False), (True, reason is None)):
             if group:
-                way = {"master_address": "127.0.0.1", "master_port": carrier, "world_size": world + 1, "timeout": 30}
-                carrier += 1
+                way = {
+                    "master_address": "127.0.0.1",
+                    "master_port": tiny.free_port(),
+                    "world_size": world + 1,
+                    "timeout": 30,
+                }
             if rank:
                 workers.serve()
             else:
@@ -140,7 +143,7 @@ def main() -> None:
             for n in range(STEPS):
                 tiny.folder(base / name / f"step-{n}", config, other(tensors, n), False)
         for world in (1, 2):
-            tiny.run_ranks(__file__, base, world, [str(tiny.free_port())], env)
+            tiny.run_ranks(__file__, base, world, tiny.MODELS, env)
         print("pushes are as loads")
 
 
