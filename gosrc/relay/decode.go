@@ -108,7 +108,7 @@ func (r *Relay) fillableAfter(k, rank int) *cuda.Event {
 // decodeOnDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
 // slot.
 func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []read, streams []uintptr) error {
-	slot.Behind(streams...)
+	slot.WaitForStreams(streams...)
 	first, last := r.tasksOf(batch[0])
 	jobs, numbers := r.jobs[first:last], []int(nil)
 	from := r.bankOf(batch[0].piece, batch[0].lo)
@@ -153,7 +153,7 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []read, streams []uintptr)
 		return err
 	}
 	for _, of := range batch {
-		r.markQueued(of.piece, of.lo, of.hi, slot.End())
+		r.markQueued(of.piece, of.lo, of.hi, slot.EndEvent())
 	}
 	return nil
 }

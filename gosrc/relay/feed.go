@@ -76,7 +76,7 @@ func (q *feedQueue) submitSlots(all []submission) {
 	for i := range all {
 		s := &all[i]
 		s.to = r.pieceFilling(s.Tasks[0].Dst)
-		s.Slot.After(r.fillableAfter(s.to, r.spec.Rank))
+		s.Slot.WaitForEvent(r.fillableAfter(s.to, r.spec.Rank))
 		s.Slot.Loose() // a share has its chunks as they lie in the file
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.to, b.to) })

@@ -153,7 +153,7 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	on := Order{Stream: stream}
 	all := map[string]func() error{
 		"WaitFor":      func() error { return l.WaitFor(stream) },
-		"Before":       func() error { return l.slots[0].End().Before(stream) },
+		"Before":       func() error { return l.slots[0].EndEvent().Before(stream) },
 		"Copy":         func() error { return d.Copy(on, dst, src, 4096, false) },
 		"Copy, waits":  func() error { return d.Copy(on, dst, src, 4096, true) },
 		"CopyRows":     func() error { return d.CopyRows(on, dst, 64, src, 64, 32, 8) },

@@ -22,27 +22,27 @@ func (v *Event) Before(stream uintptr) error {
 	})
 }
 
-// After makes the slot's next Submit wait for an event before it writes to destinations, though its
+// WaitForEvent makes the slot's next Submit wait for an event before it writes to destinations, though its
 // bytes may be copied to the staging before. nil: it waits for none.
-func (s *Slot) After(event *Event) {
+func (s *Slot) WaitForEvent(event *Event) {
 	s.c.after = nil
 	if event != nil {
 		s.c.after = event.c
 	}
 }
 
-// Behind makes the kernels of the slot's next Submit wait for what is queued on these streams then, at
+// WaitForStreams makes the kernels of the slot's next Submit wait for what is queued on these streams then, at
 // most OWCU_BEHIND of them. The numbers are as for WaitFor.
-func (s *Slot) Behind(streams ...uintptr) {
+func (s *Slot) WaitForStreams(streams ...uintptr) {
 	for i, stream := range streams {
 		s.c.behind[i] = C.uint64_t(stream)
 	}
 	s.c.nbehind = C.uint32_t(len(streams))
 }
 
-// End is the event of the end of the slot's last Submit. It stays that until the slot, once it is
+// EndEvent is the event of the end of the slot's last Submit. It stays that until the slot, once it is
 // back, is submitted again. The slot's queue owns it.
-func (s *Slot) End() *Event { return &Event{dev: s.q.dev, c: s.c.done} }
+func (s *Slot) EndEvent() *Event { return &Event{dev: s.q.dev, c: s.c.done} }
 
 // looseGap is more than the bytes that may lie between neighbours of a loose piece.
 const looseGap = 16

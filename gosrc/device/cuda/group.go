@@ -6,7 +6,7 @@ package cuda
 // groupSlots is the most slots that are worth waiting for each other.
 const groupSlots = 16
 
-// SubmitAll is Submit for each piece, in their order. Neighbours of one After that are
+// SubmitAll is Submit for each piece, in their order. Neighbours that wait for one event and are
 // loose, and lie as at their destinations, go up as one: each by its copies, the checksums
 // of all by one kernel, and they end together. An error is one of each task of the
 // pieces that did not go up: then done is called here.

@@ -29,7 +29,7 @@ const (
 )
 
 // twoEvents gives the ends of two slots.
-func twoEvents(q *Queue) [2]*Event { return [2]*Event{q.slots[0].End(), q.slots[1].End()} }
+func twoEvents(q *Queue) [2]*Event { return [2]*Event{q.slots[0].EndEvent(), q.slots[1].EndEvent()} }
 
 // sending fills a slot with a parcel of a kind, and sums its tasks.
 func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *Event) (*parcel, Filled) {
@@ -68,7 +68,7 @@ func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *E
 	s.Check()
 	own := s.(*Slot)
 	own.Loose()
-	own.After(after)
+	own.WaitForEvent(after)
 	return p, Filled{own, int64(len(p.bytes)), p.jobs, func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }
 

@@ -107,13 +107,13 @@ func TestLoose(t *testing.T) {
 }
 
 // What a slot writes waits for its event, also where no kernel runs, and no call is made but these.
-func TestAfter(t *testing.T) {
+func TestWaitForEvent(t *testing.T) {
 	d, q, end := faked(t, 4, 1<<20)
 	mem, err := d.Alloc([]int64{4096})
 	if err != nil {
 		t.Fatal(err)
 	}
-	after := q.slots[3].End()
+	after := q.slots[3].EndEvent()
 	q.Exchange()
 	for n, loose := range []bool{true, false, true} {
 		s, err := q.Get(t.Context())
@@ -121,7 +121,7 @@ func TestAfter(t *testing.T) {
 			t.Fatal(err)
 		}
 		own := s.(*Slot)
-		own.After(after)
+		own.WaitForEvent(after)
 		if loose {
 			own.Loose()
 		}
@@ -170,7 +170,7 @@ func TestAfter(t *testing.T) {
 }
 
 // What views device memory waits for the streams that it is behind, and for nothing else.
-func TestBehind(t *testing.T) {
+func TestWaitForStreams(t *testing.T) {
 	d, q, end := faked(t, 2, 1<<20)
 	mem, err := d.Alloc([]int64{4096, 4096})
 	if err != nil {
@@ -193,7 +193,7 @@ func TestBehind(t *testing.T) {
 			t.Fatal(err)
 		}
 		s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), 4096)
-		s.(*Slot).Behind(streams...)
+		s.(*Slot).WaitForStreams(streams...)
 		chunk := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 4096, Logical: 4096}
 		tasks := []device.DecodeTask{{Chunk: chunk, Dst: mem[1].Ptr}}
 		cudatest.History()

@@ -114,7 +114,8 @@ static int record_mark(struct owcu_queue *q, struct owcu_slot *s, int k, owcu_ha
 // now, so one event serves them all.
 static int follow(struct owcu_queue *q, owcu_handle stream, uint64_t other, struct owcu_error *e)
 {
-	return uncaptured(other, e) || TRY(event_record, (q->join, handle(other))) || TRY(stream_wait, (stream, q->join, 0)) ? -1 : 0;
+	return uncaptured(other, e) || TRY(event_record, (q->join, handle(other))) ||
+	       TRY(stream_wait, (stream, q->join, 0)) ? -1 : 0;
 }
 
 // submit_slot queues a slot's copies on the first stream, and its kernels on one of the others behind them.

@@ -30,7 +30,8 @@ struct owcu_slot {
 	owcu_handle after; // the caller's, or 0: wait for it before writing
 	uint64_t behind[OWCU_BEHIND]; // streams whose work until now it waits for
 	owcu_ptr status;
-	uint32_t nbehind, ncopies, nlaunches, stream, early, wait; // early: copies write to destinations; wait: return when all is done
+	// early: of the copies, those to destinations; wait: return when all is done
+	uint32_t nbehind, ncopies, nlaunches, stream, early, wait;
 	// While the queue is timed: events before and after the copies and the
 	// launches, and their milliseconds since the origin once they were waited for.
 	owcu_handle marks[4];
