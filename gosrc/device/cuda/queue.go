@@ -160,11 +160,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	if err != nil {
 		return nil, err
 	}
-	most, n := slots, int64(slots)*slotStride(slotBytes)
-	if whole := int64(ring.divided) * slotStride(ring.bytes); n > int64(ring.slots)*slotStride(ring.bytes) &&
-		n < whole {
-		n = whole // of which the other divisions take a bit more, or less
-	}
+	most, n := slots, reusableBytes(int64(slots)*slotStride(slotBytes))
 	if idleQueueFor(slotBytes) == 0 { // the next source may need another division
 		fine, _ := FinestRing()
 		most = max(most, fine)

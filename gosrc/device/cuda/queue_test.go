@@ -127,6 +127,24 @@ func TestQueueIsReshaped(t *testing.T) {
 	}
 }
 
+// A queue that ranks have exchanged by serves a load from files.
+func TestFinestQueueServesFiles(t *testing.T) {
+	d := begun(t)
+	first, err := d.Queue(FinestRing())
+	if err != nil {
+		t.Fatal(err)
+	}
+	first.Close()
+	second, err := d.Queue(Ring())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if second != first {
+		t.Error("another queue")
+	}
+	second.Close()
+}
+
 // A cancelled wait for a slot ends; Drain with a dead context says so, and
 // Close waits for the rest.
 func TestCancel(t *testing.T) {
