@@ -18,7 +18,7 @@ from typing import Any
 import overwire as ow
 import pytest
 import torch
-from overwire.integrations.shared import copies, parts, prepared
+from overwire.integrations.shared import copies, prepared
 from overwire.integrations.shared.described import Describer
 from overwire.integrations.shared.parts import Arriving, put_tensors, restore_processed, take_tensors
 from overwire.integrations.shared.prepared import Refused
@@ -305,7 +305,6 @@ def test_tensors_without_dimensions_come_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scales of one value cost no load of their own: what is loaded beside are tensors with gaps."""
-    monkeypatch.setattr(parts, "_SMALL", 0)
     path, record = kept(processed(), tmp_path)
     beside: list[str] = []
     load_copies = copies.load_copies
@@ -328,9 +327,8 @@ def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
     assert one.tolist() == [0.5] and many.tolist() == [[0.5, 0.5]] * 3
 
 
-def test_tensors_are_put_before_they_have_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
     """A model gets its tensors while they are still being read: only `finish_loading` waits."""
-    monkeypatch.setattr(parts, "_SMALL", 0)
     path, record = kept(processed(), tmp_path)
     with torch.device("meta"):
         model = Model()
@@ -340,58 +338,6 @@ def test_tensors_are_put_before_they_have_come(tmp_path: Path, monkeypatch: pyte
         arriving.finish_loading()
         assert arriving._job is None and path not in _open_files()
     assert torch.equal(model.one.weight, Model().one.weight)
-
-
-READS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "an operator": lambda large: large + 1,
-    "a method": lambda large: large.tolist(),
-    "a view": lambda large: large[:5],
-    "the data": lambda large: large.data,
-    "an address": lambda large: large.data_ptr(),
-    "a write": lambda large: large.fill_(0),
-    "one of many": lambda large: torch.cat([torch.zeros(1), large]),
-    "an argument by name": lambda large: torch.add(input=torch.zeros(1), other=large),
-    "an operator of a library": lambda large: torch.ops.aten.neg(large),
-    "a capsule": lambda large: large.__dlpack__(),
-    "an array": lambda large: large.numpy(),
-}
-
-
-@pytest.mark.parametrize("how", READS)
-def test_a_read_of_what_has_not_come_waits(tmp_path: Path, how: str) -> None:
-    """While an engine processes a model whose large tensors come, small ones are there, shapes and places are known,
-    and whatever could read or write a large one waits for all."""
-    model = torch.nn.Module()
-    model.large = torch.nn.Parameter(torch.arange(float(1 << 15)), requires_grad=False)
-    model.small = torch.nn.Parameter(torch.arange(7.0), requires_grad=False)
-    path, record = kept(model, tmp_path)
-    with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
-        large, small = arriving.tensors["large"], arriving.tensors["small"]
-        with arriving.watch_reads():
-            assert small.tolist() == list(range(7)) and small.add_(1).sum() == 28
-            assert large.shape == (1 << 15,) and large.stride() == (1,) and large.is_contiguous()
-            assert (large.dtype, large.device.type, large.numel()) == (torch.float32, "cpu", 1 << 15)
-            assert arriving._job is not None, "nothing of that waits"
-            READS[how](large)
-            assert arriving._job is None, "but this does"
-        arriving.finish_loading()
-        assert how == "a write" or torch.equal(large, model.large)
-
-
-def test_damage_that_an_engine_has_caught_is_raised_again(tmp_path: Path) -> None:
-    """Code between that reads a large tensor gets the error, and who finishes the load gets it, too."""
-    model = torch.nn.Module()
-    model.large = torch.nn.Parameter(torch.arange(float(1 << 15)), requires_grad=False)
-    path, record = kept(model, tmp_path)
-    content = bytearray(Path(path).read_bytes())
-    content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
-    Path(path).write_bytes(content)
-    with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
-        large = arriving.tensors["large"]
-        with arriving.watch_reads(), contextlib.suppress(ow.CorruptError):
-            large.sum()
-        with pytest.raises(ow.CorruptError):
-            arriving.finish_loading()
 
 
 def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:

@@ -8,12 +8,10 @@ the memory that it shares.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from . import copies
 from .copies import Copy, Stored, spanned_elements
@@ -22,15 +20,6 @@ from .prepared import Refused
 
 # The most bytes that are loaded beside, for tensors with gaps.
 _MOST = 1 << 28
-
-# Tensors of at most so many bytes come before all others: an engine's processing reads and writes scales.
-_SMALL = 1 << 16
-
-# What says nothing about a tensor's bytes.
-_LOOKS = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in "device dtype is_cpu is_cuda is_meta layout ndim shape".split()]
-    + [getattr(torch.Tensor, name) for name in "dim element_size is_contiguous numel size stride".split()]
-)
 
 #: Of each name of a tensor its kind, and the first name of the tensor, or None where None is held.
 Names = dict[str, list[Any]]
@@ -110,7 +99,8 @@ class Arriving:
         """Begins to load. rows: of each tensor, as `take_tensors` describes it. device: for those that are not the
         host's. Raises Refused where the file holds others, or a row has a device or dtype that there is not, and
         what torch and opening raise; nothing is held then."""
-        self._path, self._device, self.rows = path, device, rows
+        self._path, self._device = path, device
+        self.rows = rows
         #: By name, in the memory that they come to.
         self.tensors: dict[str, torch.Tensor] = {}
         self._file: Any = None
@@ -141,13 +131,21 @@ class Arriving:
     def _begin_loading(self) -> None:
         from ...plumbing import landing, table_of
 
-        every = [self._copy_of_row(at, *row) for at, row in enumerate(table_of(self._file))]
-        copies.load_copies([copy for copy in every if 0 < copy.target.nbytes <= _SMALL], _MOST)
-        large = [copy for copy in every if copy.target.nbytes > _SMALL]
-        pairs = [(copies.request_of(copy, self._device), copy) for copy in large]
-        requests = [request for request, _ in pairs if request is not None]
+        requests: list[tuple[int, int, int, int, int, int]] = []
+        direct: list[Copy] = []
+        for at, (name, dtype, shape) in enumerate(table_of(self._file)):
+            copy = self._copy_of_row(at, name, dtype, shape)
+            if not copy.target.numel():
+                continue
+            request = copies.request_of(copy, self._device)
+            if request is None:
+                self._rest.append(copy)
+            else:
+                requests.append(request)
+                direct.append(copy)
         self._job = landing(self._file, str(self._device), requests) if requests else None
-        self._rest = large if self._job is None else [copy for request, copy in pairs if request is None]
+        if self._job is None:
+            self._rest += direct
 
     def _copy_of_row(self, at: int, name: str, dtype: str, shape: tuple[int, ...]) -> Copy:
         from ...plumbing import torch_dtype
@@ -162,25 +160,14 @@ class Arriving:
             raise Refused(f"{name} is {dtype} in {self._path}")
         return copies.whole_copy(Stored(self._file, at, name, dtype, shape), target)
 
-    def watch_reads(self) -> TorchFunctionMode:
-        """A context in which torch's first call that could read or write large tensors waits until all have come."""
-        memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values() if tensor.nbytes > _SMALL}
-        return _Watch(memory, self.finish_loading)
-
     def finish_loading(self) -> None:
-        """Waits until all have come. Raises what loading raises, each time, as an engine may catch it; no memory is
-        held then."""
-        if self._failed is not None:
-            raise self._failed
+        """Waits until all have come. Raises what loading raises; nothing is held then."""
         try:
             job, self._job = self._job, None
             if job is not None:
                 with job:
                     job.take()
             copies.load_copies(self._rest, _MOST)
-        except BaseException as error:
-            self._failed = error
-            raise
         finally:
             self.close()
 
@@ -190,28 +177,10 @@ class Arriving:
         job, self._job = self._job, None
         if job is not None:
             job.abandon()
-        self.tensors, self._rest = {}, []
+        self.tensors, self._rest, self._failed = {}, [], None
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-
-class _Watch(TorchFunctionMode):
-    # Kernels that are no functions of torch's ask a tensor for its address, which is a call of torch's, too.
-
-    def __init__(self, memory: set[int], finish: Callable[[], None]) -> None:
-        super().__init__()
-        self._memory, self._finish = memory, finish
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _LOOKS and any(map(self._is_large, tree_leaves((args, kwargs)))):
-            self._finish()
-        return func(*args, **(kwargs or {}))
-
-    def _is_large(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and (
-            value.layout is not torch.strided or value.untyped_storage().data_ptr() in self._memory
-        )
 
 
 def put_tensors(

@@ -168,15 +168,13 @@ class Start:
                 model = initialize_model(vllm_config=self._config, model_config=self._model_config, prefix=self._prefix)
             _check_supported(model)
             tensors = put_tensors(model, arriving, names, "vllm")
-            if self._model_config.quantization is not None:  # such methods have kernels that torch does not know
-                arriving.finish_loading()
-            with arriving.watch_reads(), weights_already_processed():
+            arriving.finish_loading()
+            with weights_already_processed():
                 process_weights_after_loading(model, self._model_config, self._device)
             restore_processed(model, names, tensors)
-            _reload_to(model, self._device)
-            model.eval()
-            _compare_model(model, kept.record)
-            arriving.finish_loading()
+        _reload_to(model, self._device)
+        model.eval()
+        _compare_model(model, kept.record)
         return model
 
     def note_model(self, model: torch.nn.Module) -> None:
