@@ -303,6 +303,41 @@ assert ow.load_file("m")["a"].sum() == 10
     )
 
 
+def test_a_forked_child_leaves_its_parents_stream(tmp_path: Path, torch_script) -> None:
+    """A stream refuses a forked child at once, also while a thread of the parent waits in it, and goes on there."""
+    torch_script(
+        """
+import os, signal, sys, threading, torch, overwire as ow
+ow.save_file({f"t{i}": torch.randn(256, 256) for i in range(8)}, "m")
+for options in ({}, {"max_memory": "1MB"}):
+    inside, leave, came = threading.Event(), threading.Event(), []
+    def wait(now):
+        inside.set()
+        leave.wait()
+    stream = ow.stream("m", mmap=False, progress=wait, **options)
+    thread = threading.Thread(target=lambda: came.extend(stream))
+    thread.start()
+    inside.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        try:
+            next(stream)
+        except ow.ForkedError as error:
+            assert "stream" in str(error)
+            stream.close()
+            del stream
+            os._exit(7)
+        finally:
+            os._exit(1)
+    leave.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    thread.join()
+    assert len(came) == 8
+"""
+    )
+
+
 def test_a_stream_that_is_dropped_in_a_window_is_freed(tmp_path: Path) -> None:
     """At once, whatever watches its progress: without the cycle collector."""
     path = tmp_path / "m.safetensors"

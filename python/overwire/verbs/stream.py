@@ -8,9 +8,9 @@ from itertools import islice
 from threading import RLock
 from typing import TYPE_CHECKING, Any, overload
 
-from .._engine import open_library
+from .._engine import forked, open_library
 from .._imports import skip_at_exit
-from ..errors import ArgumentError, OverwireError
+from ..errors import ArgumentError, ForkedError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit, outlook
 from ..model.loads import Load
@@ -98,7 +98,8 @@ def stream(
     This call opens the file and starts the load; each tensor is complete when it is
     yielded. Threads may share the iterator: each gets what comes next. Closing it early
     (`break`, `close`, an exception in the loop) cancels the rest and frees it. An error of the
-    load is raised after the tensors that arrived before it.
+    load is raised after the tensors that arrived before it. In a forked child a stream of its
+    parent raises ForkedError.
 
     group, shard: as for `load_file`. All ranks iterate, to the end or up to one that
         closes early, which ends the stream on all; max_memory is then the smallest that
@@ -163,6 +164,8 @@ class _Stream(Iterator[tuple[str, Any]]):
         self._taking = False
 
     def __next__(self) -> tuple[str, Any]:
+        if forked():  # the lock may be that of a thread of the parent
+            raise ForkedError("overwire: stream: its load runs in the process that this one was forked from")
         with self._lock:
             if self._taking:
                 raise ArgumentError(
@@ -222,6 +225,8 @@ class _Stream(Iterator[tuple[str, Any]]):
 
     def close(self) -> None:
         """Ends the stream: cancels and frees the rest."""
+        if forked():
+            return  # all of it is the parent's
         if not self._lock.acquire(blocking=False):
             self.cancel()  # another thread waits for what comes next
             self._lock.acquire()
@@ -290,6 +295,8 @@ class _Windows(Iterator[tuple[str, Any]]):
         return self._begin(window, Watcher(update_watcher)), size
 
     def __next__(self) -> tuple[str, Any]:
+        if forked():
+            raise ForkedError("overwire: stream: its load runs in the process that this one was forked from")
         with self._lock:
             return self._take_next()
 
@@ -318,6 +325,8 @@ class _Windows(Iterator[tuple[str, Any]]):
 
     def close(self) -> None:
         """Ends the stream; the rest is cancelled and freed."""
+        if forked():
+            return
         if not self._lock.acquire(blocking=False):  # another thread waits for what comes next
             for running in filter(None, (self._now, self._next)):
                 running[0].cancel()
