@@ -138,6 +138,82 @@ def test_threads_share_a_loader(files: Any) -> None:
         same(tensor, tensors[name])
 
 
+def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    """A thread that asks for an entry while another one makes them all gets its own."""
+    path = tmp_path / "x.safetensors"
+    ours_pt.save_file({f"t{n}": torch.zeros(n) for n in range(3)}, path)
+    file = ours.safe_open(path, "pt")
+    inner, shapes = ow.TensorSlice, []
+
+    def between(*args: Any) -> Any:
+        if not shapes and args[1] == "t1":
+            shapes.append([])
+            thread = threading.Thread(target=lambda: shapes.append(file.get_tensor_meta("t2").shape))
+            thread.start()
+            thread.join()
+        return inner(*args)
+
+    monkeypatch.setattr(ow, "TensorSlice", between)
+    assert file.get_tensor_meta("t0").shape == [0]
+    assert shapes == [[], [2]]
+
+
+def test_a_signal_handler_takes(files: Any, monkeypatch: Any) -> None:
+    """A signal handler that takes from the loader that it interrupts is refused, and the rest comes as if it had
+    not."""
+    path, tensors = files
+    refused = []
+
+    def interrupt(now: Any) -> None:  # as a handler does: on the thread that waits for a tensor, with its lock
+        with pytest.raises(ours.SafetensorError, match="a signal handler takes from"):
+            loader.take("one")
+        refused.append(now)
+
+    begin = ow.stream
+    monkeypatch.setattr(ow, "stream", lambda *args, **options: begin(*args, progress=interrupt, **options))
+    loader = ours.safe_open(path, "pt").prefetch()
+    came = dict(loader)
+    assert refused and came.keys() == tensors.keys()
+
+
+def test_a_forked_child_leaves_its_parents_loader(tmp_path: pathlib.Path, torch_script: Any) -> None:
+    """A loader refuses a forked child at once, also while a thread of the parent waits in it, and goes on there."""
+    torch_script(
+        """
+import os, signal, threading, torch, overwire as ow
+import overwire.compat.safetensors as ours
+ow.save_file({f"t{i}": torch.randn(256, 256) for i in range(8)}, "m")
+inside, leave, came, begin = threading.Event(), threading.Event(), [], ow.stream
+def wait(now):
+    inside.set()
+    leave.wait()
+ow.stream = lambda *args, **options: begin(*args, progress=wait, **options)
+loader = ours.safe_open("m", "pt").prefetch()
+thread = threading.Thread(target=lambda: came.extend(loader))
+thread.start()
+inside.wait()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(10)
+    refused = 0
+    try:
+        for take in (lambda: loader.take("t7"), lambda: next(iter(loader))):
+            try:
+                take()
+            except ow.ForkedError:
+                refused += 1
+        loader.close()
+        os._exit(7 if refused == 2 else 1)
+    finally:
+        os._exit(1)
+leave.set()
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+thread.join()
+assert len(came) == 8
+"""
+    )
+
+
 def test_files_that_are_not_what_they_were(files: Any) -> None:
     """A damaged chunk is an error that names its tensor, for each that has not landed; so is a file whose place
     another has taken."""
@@ -216,13 +292,15 @@ def test_a_file_without_tensors(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
-    """Where there is no GPU, a prefetch to one raises the original's class, so that programs fall back as with it."""
+    """Where there is no GPU, a prefetch to one raises the original's class, also of rows alone, so that programs fall
+    back as with it."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({"one": torch.ones(1)}, path)
+    plans: list[Any] = [None, {"one": slice(0, 1)}]
     for module in (real, ours):
-        if hasattr(module.safe_open, "prefetch"):
+        for plan in plans if hasattr(module.safe_open, "prefetch") else ():
             with pytest.raises(module.SafetensorError):
-                module.safe_open(path, "pt").prefetch(device="cuda")
+                module.safe_open(path, "pt").prefetch(plan, device="cuda")
 
 
 def test_under_the_patch(tmp_path: pathlib.Path) -> None:

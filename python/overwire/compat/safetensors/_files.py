@@ -122,12 +122,13 @@ class safe_open:
         file = self._live()
         check("name", name, str)
         if not self._entries:
-            end = 0
+            entries, end = {}, 0
             for each in file.offset_keys():  # between tensors there are no gaps
                 inner = overwire.TensorSlice(file, each)
                 dtype, shape, begin = inner.get_dtype(), inner.get_shape(), end
                 end += nbytes(dtype, inner.shape)
-                self._entries[each] = dtype, shape, (begin, end)
+                entries[each] = dtype, shape, (begin, end)
+            self._entries = entries  # whole: another thread may ask meanwhile
         if name not in self._entries:
             raise SafetensorError(f"File does not contain tensor {name}")
         meta: TensorMeta = object.__new__(TensorMeta)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import overwire
+from overwire.plumbing import forked
 
 from ._errors import SafetensorError, check, reading
-
-__all__ = ["Internal", "PrefetchLoader", "TensorMeta", "TensorStream", "rows_of_plan"]
 
 CLOSED_WORDS = "prefetch loader closed"
 Rows = tuple[int, int]
@@ -61,7 +61,9 @@ class PrefetchLoader(Internal):
     of others load together when the first of them is asked for. Threads may share it. A context manager.
     """
 
-    __slots__ = ("_arrivals", "_error", "_file", "_ready", "_due", "_lock", "_name", "_names", "_rows", "_where")
+    __slots__ = (
+        "_arrivals", "_busy", "_due", "_error", "_file", "_lock", "_name", "_names", "_ready", "_rows", "_where"
+    )  # fmt: skip
 
     _due: dict[str, None]  # what was not given yet
 
@@ -73,11 +75,11 @@ class PrefetchLoader(Internal):
         self._names, self._due = list(plan), dict.fromkeys(plan)
         self._rows = {key: rows for key, rows in plan.items() if rows is not None}
         self._ready: dict[str, Any] = {}
-        self._lock = threading.RLock()
+        self._lock, self._busy = threading.RLock(), False
         self._error: Exception | None = None
-        self._arrivals: Iterator[tuple[str, Any]] = iter(())
-        if whole := [key for key, rows in plan.items() if rows is None]:
-            self._arrivals = overwire.stream(source, where, framework="pt", keys=whole)
+        # Also where all are rows: the device is checked, and begins to be made ready.
+        whole = [key for key, rows in plan.items() if rows is None]
+        self._arrivals: Any = overwire.stream(source, where, framework="pt", keys=whole)
 
     def names(self) -> list[str]:
         """The names of all of them, in the order of the file."""
@@ -89,10 +91,11 @@ class PrefetchLoader(Internal):
     def take(self, name: str) -> Any:
         """One tensor, or the rows of it that were planned, when it has landed.
 
-        Raises SafetensorError for a name that is not in the plan or was given already, and once this is closed.
+        Raises SafetensorError for a name that is not in the plan or was given already, and once this is closed;
+        ForkedError in a forked child.
         """
         check("name", name, str)
-        with self._lock:
+        with self._one_at_a_time():
             if name not in self._due:
                 if name not in self._names:
                     raise SafetensorError(f"tensor {name} is not in the prefetch plan")
@@ -108,13 +111,27 @@ class PrefetchLoader(Internal):
 
     def _take_next(self) -> tuple[str, Any]:
         # What has landed, else what lands next; StopIteration when all were given.
-        with self._lock:
+        with self._one_at_a_time():
             if not self._due:
                 raise StopIteration
             while not self._ready:
                 self._land_next(rows=len(self._due) == len(self._rows))
             name = next(iter(self._ready))
             return name, self._give_tensor(name)
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        # Threads wait for each other. The lock lets a signal handler of the same thread in.
+        if forked():  # perhaps while another thread of the parent had the lock
+            raise overwire.ForkedError(f"{self._name}: it is loaded by the process that this one was forked from")
+        with self._lock:
+            if self._busy:
+                raise SafetensorError("a signal handler takes from the prefetch loader that it interrupts")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
 
     def _give_tensor(self, name: str) -> Any:
         del self._due[name]
@@ -158,12 +175,12 @@ class PrefetchLoader(Internal):
         return tensors
 
     def close(self) -> None:
-        """Ends the load and frees what was not given."""
-        if close := getattr(self._arrivals, "close", None):
-            close()  # also while another thread waits for what comes next
+        """Ends the load and frees what was not given; in a forked child nothing, since all is the parent's."""
+        if forked():
+            return
+        self._arrivals.close()  # also while another thread waits for what comes next
         with self._lock:
-            self._error = SafetensorError(CLOSED_WORDS)
-            self._ready, self._arrivals = {}, iter(())
+            self._error, self._ready = SafetensorError(CLOSED_WORDS), {}
 
     def __enter__(self) -> PrefetchLoader:
         return self
