@@ -10,6 +10,7 @@ damage, refusals; reloads and pushes on top; two ranks.
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     check("does not fit: the function")
     LlamaForCausalLM.load_weights = own
     check("made of prepared state")
+    if alive := check_refused_memory(path, folder, where, log):
+        raise SystemExit(f"vLLM's own load begins while a refused model still has {alive} tensors")
     print("  what does not fit is loaded as always", flush=True)
     from overwire.integrations.vllm import prepared
 
@@ -188,6 +191,36 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     if steps != ["Arriving", "name_of"] * 2:
         raise SystemExit(f"not begun before the fingerprint was known, or begun again: {steps}")
     print("  the file that was used last is begun at once, and let go where it does not count", flush=True)
+
+
+def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> int:
+    """How many tensors of a model that is refused are still there when vLLM's own load of it begins."""
+    from overwire.integrations.vllm import prepared
+
+    tensors: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    put, compare, load = prepared.put_tensors, prepared._compare_model, prepared.Start.load_model
+
+    def put_tensors(*args: Any) -> dict[str, Any]:
+        placed = put(*args)
+        tensors.extend(map(weakref.ref, placed.values()))
+        return placed
+
+    def refuse(*_: Any) -> None:
+        raise prepared.Foreign("a model that is not the one")
+
+    def load_model(self: Any) -> Any:
+        model = load(self)
+        alive.append(sum(ref() is not None for ref in tensors))
+        return model
+
+    prepared.put_tensors, prepared._compare_model, prepared.Start.load_model = put_tensors, refuse, load_model
+    start(path, folder, where)
+    prepared.put_tensors, prepared._compare_model, prepared.Start.load_model = put, compare, load
+    log.take("does not fit: a model that is not the one")
+    if not tensors:
+        raise SystemExit("no model was made")
+    return alive[0]
 
 
 def make_folders(root: Path) -> None:

@@ -129,6 +129,7 @@ class Start:
                 model = None
         if model is None:
             self._report_outcome(kept, reason)
+            reason = None  # with its traceback, which holds what was made: vLLM's own load needs the memory
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
