@@ -175,6 +175,19 @@ def test_signatures_of_saving_have_the_options(function: Any, kind: Any) -> None
         function(STATE, "x.pkl", compres=True) if kind is not options.UnpickleOptions else function("x.pkl", compres=1)
 
 
+def test_a_hint_is_a_keyword_of_the_verb() -> None:
+    """A verb that takes neither device nor framework proposes neither; none proposes the word that it refuses."""
+    calls: list[Any] = [
+        lambda: ow.save_file(STATE, "x", framework="pt"), lambda: ow.save_file(STATE, "x", devise="cpu"),
+        lambda: ow.load_model(LINEAR, "x", framework="pt"),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(TypeError, match="unexpected keyword argument '[a-z]+'$"):
+            call()
+    with pytest.raises(TypeError, match="did you mean 'device'"):
+        ow.load_file("m.safetensors", devise="cpu")
+
+
 def test_what_to_write_instead(folder: Path) -> None:
     """Habits of other libraries are answered with what to write here."""
     for call, text in (

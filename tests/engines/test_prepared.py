@@ -340,6 +340,31 @@ def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
     assert torch.equal(model.one.weight, Model().one.weight)
 
 
+def test_a_tensor_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
+    """The record has one more than its file: memory to which nothing comes is never a model's."""
+    path, record = kept(processed(), tmp_path)
+    record["tensors"]["more"] = record["tensors"]["one.weight"]
+    with pytest.raises(Refused, match="lacks more"):
+        Arriving(path, record["tensors"], torch.device("cpu"))
+
+
+def test_a_file_that_another_process_removes_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that goes while the folder is looked through is no reason to use none."""
+    for name in ("a" * 40, "a" * 8 + "b" * 32):
+        prepared.keep_file(str(tmp_path), name, {}, {}, {})
+    scan = os.scandir
+
+    @contextlib.contextmanager
+    def scandir(folder: str) -> Any:
+        with scan(folder) as entries:
+            names = list(entries)
+        os.unlink(tmp_path / ("a" * 40 + ".safetensors"))
+        yield names
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert prepared.newest_name(str(tmp_path), "a" * 8) == "a" * 8 + "b" * 32
+
+
 def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
     """The file has one more than its record: nothing is put anywhere."""
     path, record = kept(processed(), tmp_path)

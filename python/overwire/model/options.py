@@ -290,7 +290,8 @@ def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
     names = kind.__optional_keys__
     for name in options:
         if name not in names:
-            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else did_you_mean(name, [*names, "device", "framework"])
+            likely = {*names, "device", "framework"} - {name} if "dtype" in names else names  # loads have these by name
+            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else did_you_mean(name, likely)
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{hint}")
     if options.get("read") is not None:
         check_choice(options["read"], "read", ReadWay)

@@ -97,7 +97,7 @@ class Arriving:
 
     def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
         """Begins to load. rows: of each tensor, as `take_tensors` describes it. device: for those that are not the
-        host's. Raises Refused where the file holds others, or a row has a device or dtype that there is not, and
+        host's. Raises Refused where the file holds other tensors, or a row has a device or dtype that there is not, and
         what torch and opening raise; nothing is held then."""
         self._path, self._device = path, device
         self.rows = rows
@@ -125,6 +125,9 @@ class Arriving:
 
         try:
             self._file = overwire.safe_open(self._path, framework="pt", device=str(self._device))
+            names = {name for name, row in self.rows.items() if row[5] is None}
+            if absent := names.difference(self._file.offset_keys()):  # nothing would come to their memory
+                raise Refused(f"{self._path} lacks {min(absent)}")
         except BaseException as error:
             self._failed = error
 

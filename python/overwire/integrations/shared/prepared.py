@@ -110,7 +110,8 @@ def newest_name(folder: str, place: str) -> str | None:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(place) and entry.name.endswith(_SUFFIX):
-                files.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name.removesuffix(_SUFFIX)))
+                with contextlib.suppress(OSError):  # another process may remove it
+                    files.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name.removesuffix(_SUFFIX)))
     return max(files)[1] or None
 
 

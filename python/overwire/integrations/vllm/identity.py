@@ -130,12 +130,11 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
 def is_offloading(config: Any) -> bool:
     """Whether vLLM's own offloader is asked for."""
     offload = getattr(config, "offload_config", None)
-    found = [
-        getattr(config.cache_config, "cpu_offload_gb", 0),
-        getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0),
-    ]
-    found.append(getattr(getattr(offload, "prefetch", None), "offload_group_size", 0))
-    return any(found)
+    return bool(
+        getattr(config.cache_config, "cpu_offload_gb", 0)
+        or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0)
+        or getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
+    )
 
 
 def _version_of(name: str) -> str | None:
