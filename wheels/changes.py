@@ -36,7 +36,11 @@ def read_fragment(path: Path) -> tuple[str, str]:
 
 def join_changes(text: str, changes: list[tuple[str, str]], version: str, day: str) -> str:
     """The text of CHANGELOG.md with an entry for a version: what stood under Unreleased, and the changes."""
-    head, _, rest = text.partition("## Unreleased\n")
+    head, heading, rest = text.partition("## Unreleased\n")
+    if not heading:
+        raise ValueError("CHANGELOG.md has no section Unreleased")
+    if f"## {version} - " in text:
+        raise ValueError(f"CHANGELOG.md has {version}")
     following = HEADING.search(rest)
     unreleased, released = (rest[: following.start()], rest[following.start() :]) if following else (rest, "")
     if not released and any(kind != "Added" for kind, _ in changes):
@@ -44,6 +48,8 @@ def join_changes(text: str, changes: list[tuple[str, str]], version: str, day: s
     sections: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for section in unreleased.split("### ")[1:]:
         kind, *lines = section.splitlines()
+        if kind not in sections:
+            raise ValueError(f"CHANGELOG.md has {kind} under Unreleased: {', '.join(KINDS)}")
         sections[kind] += [line for line in lines if line]
     for kind, sentence in changes:
         sections[kind].append(f"- {sentence}")

@@ -189,3 +189,17 @@ def test_entry_points_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     for group in ("vllm.general_plugins", "sglang.srt.plugins"):
         ((name, value),) = parser[group].items()
         assert name == "overwire" and callable(EntryPoint(name, value, group).load())
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("# C\n\n## 1.0.0 - 2026-01-01\n", "no section Unreleased"),
+        ("# C\n\n## Unreleased\n\n## 1.3.0 - 2026-01-01\n", "has 1.3.0"),
+        ("# C\n\n## Unreleased\n\n### Odd\n\n- It.\n", "has Odd under Unreleased"),
+    ],
+)
+def test_a_changelog_of_another_form_stays(text: str, fault: str) -> None:
+    """A changelog without the section that changes join, with the version already or with another kind is refused."""
+    with pytest.raises(ValueError, match=fault):
+        changes.join_changes(text, [("Added", "It.")], "1.3.0", "2026-02-03")
