@@ -192,16 +192,30 @@ def test_describes_what_a_model_holds() -> None:
         text(large)
 
 
+@pytest.mark.parametrize(
+    "text", ["{}", "[1]", '{"tensors": [], "names": {}, "modules": {}, "origins": ""}', "[" * 100_000, "nonsense"]
+)
+def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
+    """It says nothing about the model, so the file goes and is written anew."""
+    path = tmp_path / ("a" * 40 + ".safetensors")
+    ow.save_file({}, path, {prepared.KEY: text})
+    path.chmod(0o600)
+    with pytest.raises(prepared.Damaged, match="is damaged"):
+        prepared.find_file(str(tmp_path), "a" * 40)
+    assert not path.exists()
+
+
 def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file has its owner's mode; one of changed weights does not appear; the limit takes those that were not
     used; damage, other owners and refusals are said."""
     folder = prepared.folder_of(str(tmp_path / "new"))
     tensors = {"a": torch.arange(1000)}
     digests = ow.digest(tensors)
-    path = prepared.keep_file(folder, "a" * 40, tensors, {"x": 1}, digests)
+    record = {"tensors": {}, "names": {}, "modules": {}, "origins": "x"}
+    path = prepared.keep_file(folder, "a" * 40, tensors, record, digests)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600 and stat.S_IMODE(os.stat(folder).st_mode) == 0o700
     found = prepared.find_file(folder, "a" * 40)
-    assert found is not None and found.record == {"x": 1} and prepared.find_file(folder, "b" * 40) is None
+    assert found is not None and found.record == record and prepared.find_file(folder, "b" * 40) is None
     tensors["a"][0] = 1
     with pytest.raises(Refused, match="weights have changed"):
         prepared.keep_file(folder, "b" * 40, tensors, {}, digests)

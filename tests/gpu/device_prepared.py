@@ -74,7 +74,8 @@ def keep(args: argparse.Namespace, device: torch.device) -> None:
     began = time.perf_counter()
     digests = overwire.digest(tensors)
     digested = time.perf_counter()
-    path = prepared.keep_file(args.dir, "0" * 40, tensors, {"names": names, "tensors": rows, "digests": digests}, digests)
+    record = {"names": names, "tensors": rows, "modules": {}, "origins": "", "digests": digests}
+    path = prepared.keep_file(args.dir, "0" * 40, tensors, record, digests)
     size = sum(tensor.nbytes for tensor in tensors.values())
     kept = time.perf_counter() - digested
     print(f"kept: {len(tensors)} tensors, {size / 1e9:.2f} GB, stored {os.path.getsize(path) / size:.3f}, in {kept:.1f} s; ", end="")

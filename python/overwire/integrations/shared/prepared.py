@@ -33,6 +33,9 @@ _LEFT = 24 * 3600.0
 
 _GB = 10**9
 
+# What a record has of a model that fits.
+_RECORD = {"tensors": dict, "names": dict, "modules": dict, "origins": str}
+
 # Read at once, and still in the processor's cache when it is read again.
 _BLOCK = 1 << 20
 
@@ -94,11 +97,14 @@ def find_file(folder: str, name: str) -> Kept | None:
     try:
         with overwire.safe_open(path, framework="pt", device="cpu") as file:
             record = json.loads((file.metadata() or {})[KEY])
-    except (overwire.OverwireError, KeyError, ValueError) as error:
+        if not isinstance(record, dict):
+            raise ValueError("its record is none")
+        whole = all(isinstance(record.get(part), kind) for part, kind in _RECORD.items())
+        if not record.get("refused") and not whole:
+            raise ValueError("its record lacks a part")
+    except (overwire.OverwireError, KeyError, ValueError, RecursionError) as error:
         remove_file(path)
         raise Damaged(f"{path} is damaged: {error}") from None
-    if not isinstance(record, dict):
-        raise Damaged(f"{path} is damaged")
     if record.get("refused"):
         raise Refused(str(record["refused"]))
     return Kept(path, record)

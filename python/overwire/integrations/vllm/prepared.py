@@ -98,6 +98,8 @@ class Start:
             log.info("overwire: no prepared state: %s", error)
         except Exception:
             self._kept = None  # if the file counts, it is raised again where that is known
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _let_go(self) -> None:
         # Of a file that does not count, and of the memory that was taken for it.
