@@ -87,8 +87,7 @@ def package_of(path: str) -> str:
 
 
 def is_test(path: str) -> bool:
-    folder = path.split("/")[-2]
-    return path.startswith("tests/") or path.endswith("_test.go") or path.endswith(".go") and folder.endswith("test")
+    return path.startswith("tests/") or path.endswith("_test.go") or path.split("/")[-2].endswith("test")
 
 
 def functions_and_values(path: str, text: str) -> tuple[list[str], list[str]]:
