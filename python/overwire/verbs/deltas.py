@@ -19,7 +19,7 @@ from ..jobs import Job, time_limit
 from ..model.options import StorageOptions, check_storage, check_switches, parse_size
 from ..model.storage import storage
 from ..paths import local
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, check_progress, watch
 from .save import notes_of
 from .states import State, batches, hosted, pair, place_tensor, same_names, settle_devices, tensors_of, write_back
 
@@ -289,6 +289,7 @@ def save_delta(
         *some, last = batches(now, before)
         for names in some:
             some_tensors, numbers, keep = _pair_states(names, now, before)
+            check_progress(progress)  # a wrong one starts nothing
             with Job(_verbs.delta_encode(some_tensors, numbers), "save", watch(progress, "save")) as job:
                 part = job.finish()
             stack.callback(release, part["handle"])
@@ -305,6 +306,7 @@ def save_delta(
             "encoded": handles,
             **tensors,
         }
+        check_progress(progress)  # a wrong one starts nothing
         with Job(_verbs.delta_save(request, numbers), "save", watch(progress, "save")) as job:
             report = _report_of(job.finish(), target)
         del keep
@@ -483,6 +485,7 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
                 "dtypes": [older.dtype for _, older, _ in both],
                 "shapes": [list(older.shape) for _, older, _ in both],
             }
+            check_progress(progress)  # a wrong one starts nothing
             with Job(_verbs.delta_diff(request, numbers.tobytes()), "diff", watch(progress, "verify")) as job:
                 rows += [DeltaRow(**{**row, "shape": tuple(row["shape"] or ())}) for row in job.finish() or ()]
     only_a, only_b = sorted(one.sizes.keys() - two.sizes.keys()), sorted(two.sizes.keys() - one.sizes.keys())

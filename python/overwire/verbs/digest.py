@@ -16,7 +16,7 @@ from ..frameworks.frame import ODD, View
 from ..frameworks.spec import TensorSpec
 from ..gpu import current_stream
 from ..jobs import Job, time_limit
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, check_progress, watch
 from .states import tensors_of
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) 
     digests_request: DigestsRequest = {
         **request, "on": {name: view.cuda - 1 for name, view in views.items() if view.cuda}
     }
+    check_progress(progress)  # a wrong one starts nothing
     with Job(_verbs.digests(digests_request), "digests", watch(progress, "verify")) as job:
         report = job.finish()
     file = {row["name"]: row for row in report["tensors"]}

@@ -17,7 +17,7 @@ from ..model.options import Level, StorageOptions, check_choice, check_storage, 
 from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
 from ..paths import local
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, check_progress, watch
 from .results import Diagnosis, Inspection, Verification
 from .save import notes_of
 from .saving import Report
@@ -169,6 +169,7 @@ def verify(
             raise ArgumentError("overwire: verify: original is of a file alone, without tensors")
         comparison = compare(tensors, {"uris": request["uris"], "storage": request["storage"]}, progress)
         return cast("Comparison", Facts("Comparison", comparison))
+    check_progress(progress)  # a wrong one starts nothing
     with Job(_verbs.verify(request), "verify", watch(progress, "verify")) as job:
         verified = Facts("Verification", job.finish())
     heed(uris)
@@ -208,6 +209,7 @@ def rewrite(
     }
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
+    check_progress(progress)  # a wrong one starts nothing
     with Job(_verbs.convert(spec), "rewrite", watch(progress, "convert")) as job:
         report = job.finish()
     heed(uris)

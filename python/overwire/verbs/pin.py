@@ -22,7 +22,7 @@ from ..model.options import (
     spell_out,
 )
 from ..model.sources import SourceLike
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, check_progress, watch
 from .load import load_file
 from .stream import stream
 
@@ -59,6 +59,7 @@ class Pinned:
         model = Model(source, False)
         try:
             model.alone()
+            check_progress(progress)  # a wrong one starts nothing
             with Job(_verbs.pin({"device": device}, model.handle), "pin", watch(progress, "pin")) as job:
                 job.wait()
             #: Bytes of host memory: what the files have.

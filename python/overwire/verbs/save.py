@@ -28,7 +28,7 @@ from ..model.options import (
 from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, check_progress, watch
 from .saving import After, Report, Saving, begin, settle
 
 if TYPE_CHECKING:
@@ -246,6 +246,7 @@ def _start_job(
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
     numbers = _request_columns(spec, described)
+    check_progress(progress)  # a wrong one starts nothing
     return Job(_verbs.save(spec, numbers), "save", watch(progress, "save"), end)
 
 
