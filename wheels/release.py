@@ -27,7 +27,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import build
-
 from changes import list_fragments
 
 ROOT = Path(__file__).resolve().parents[1]
