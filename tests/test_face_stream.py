@@ -280,7 +280,8 @@ print("interrupted", sum(hits), "of", len(hits))
     assert "interrupted" in done.stdout
 
 
-def test_a_forked_child_is_told(tmp_path: Path, torch_script) -> None:
+def test_a_forked_child_may_read_tensors_and_not_load(tmp_path: Path, torch_script) -> None:
+    """A forked child reads tensors that its parent has loaded; its own load is refused, and the parent goes on."""
     torch_script(
         """
 import os, sys, torch, overwire as ow
