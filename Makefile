@@ -118,7 +118,7 @@ rig: ## build/bin/overwire-rig, the developers' benchmarks: see docs/benchmarks.
 	go build -tags=netgo,osusergo,nethttpomithttp2,nostores -trimpath -o $(BIN)/overwire-rig ./gosrc/rig
 plots: $(DOCS)/.ready ## docs/plots/*.svg from docs/plots/figures.json
 	$(DOCS)/bin/python docs/plots/draw.py
-bench: build rig ## every figure beside the floor of this machine and its goal
+bench: build rig ## the engine's figures beside the floors of this machine and their goals, and the binding's
 	$(BIN)/overwire-rig
 	$(PY) tests/benches/bench_binding.py
 
