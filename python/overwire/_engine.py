@@ -18,6 +18,7 @@ import sys
 
 from ._environment import engine_text, environment, settings
 from ._imports import Undisturbed
+from ._locks import new_lock
 from .files import may_be_torch
 
 TYPE_CHECKING = False
@@ -39,7 +40,7 @@ _READER_GONE = 141
 # OVERWIRE_LOG, as levels of logging.
 _LEVELS = {"debug": 10, "info": 20, "json": 20, "warning": 30, "error": 40, "silent": 100}
 
-_lock = _thread.RLock()
+_lock = new_lock()
 _library: Any = None  # the raw module, whose runtime may still be starting
 _loaded: Any = None  # the same once it has answered, or what stands in for it
 
@@ -88,7 +89,6 @@ def open_library() -> Any:
             from . import _core as raw
 
             # From here on Go's threads exist.
-            os.register_at_fork(after_in_child=_in_child)
             atexit.register(_at_exit)
             _library = raw
         return _library
@@ -142,11 +142,6 @@ def _stderr_writer(log: Any, as_json: bool) -> Any:
                     self.handleError(record)
 
     return Spoken()
-
-
-def _in_child() -> None:
-    global _lock
-    _lock = _thread.RLock()  # another thread may have held it
 
 
 def _at_exit() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from . import _verbs
 from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, release
+from ._locks import new_lock
 from ._notebook import Facts
 from .errors import ArgumentError, CancelledError, DeadlineError
 from .metering import note
@@ -56,7 +56,7 @@ _DONE = {
     "fetch": "fetched",
 }
 
-_lock = threading.RLock()  # a signal handler may come while this thread has it
+_lock = new_lock()
 _last = "null"
 _said = False
 

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from . import _verbs
 from ._engine import forked, is_loaded
+from ._locks import new_lock
 
 log = logging.getLogger("overwire")
 
@@ -26,14 +26,12 @@ log = logging.getLogger("overwire")
 _STAGES = "read answer permit check decode wait plan encode hash write publish".split()
 _KEPT = 256  # verbs whose reports wait to be added up
 
-_lock = threading.RLock()  # a signal handler may come while this thread has it
+_lock = new_lock()
 _noted: deque[tuple[str, str, str]] = deque()
 _totals: dict[str, VerbMetrics] = {}
 
 
 def _in_child() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread may have held it
     _noted.clear()
     _totals.clear()
 

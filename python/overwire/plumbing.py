@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ._apart import apart
     from ._engine import forked
     from ._imports import imported, skip_at_exit
+    from ._locks import new_lock
     from ._verbs import read_floor
     from .bundles.bundle import save_listed
     from .bundles.torchfolders import is_torch_model, plain_models
@@ -72,6 +73,7 @@ __all__ = [
     "meet_to_load",
     "meta_rows",
     "nbytes",
+    "new_lock",
     "number_of",
     "parse_size",
     "path_of",
@@ -105,6 +107,7 @@ _HOMES = {
     "_apart": ("apart",),
     "_engine": ("forked",),
     "_imports": ("imported", "skip_at_exit"),
+    "_locks": ("new_lock",),
     "_verbs": ("read_floor",),
     "bundles.bundle": ("save_listed",),
     "bundles.torchfolders": ("is_torch_model", "plain_models"),

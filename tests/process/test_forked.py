@@ -3,8 +3,10 @@ parent."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import overwire
 import pytest
 
 # What a worker reads, by every name of safetensors'; `opened` was opened in the parent.
@@ -259,3 +261,113 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     )
+
+
+LOCKS = r"\b(?:Lock|RLock|Condition|Semaphore|BoundedSemaphore|Barrier|allocate_lock)\((?!new_lock\(\)\))"
+# Made otherwise, and why.
+OTHER_LOCKS = {
+    "_engine.py": "what a daemon thread waits for at the exit",
+    "_locks.py": "makes them",
+    "compat/fastsafetensors/parallel_loader.py": "a forked child is refused before it",
+}
+
+
+def test_locks_are_made_in_one_place() -> None:
+    """Every lock of the package is one that a forked child has anew."""
+    folder = Path(overwire.__file__).parent
+    makers = {
+        str(path.relative_to(folder)) for path in folder.rglob("*.py") if re.search(LOCKS, path.read_text(encoding="utf-8"))
+    }
+    assert makers == OTHER_LOCKS.keys()
+
+
+HOLDING = """
+import importlib, os, pkgutil, signal, sys, threading
+import torch, overwire as ow
+from overwire import _locks
+
+def held_by_a_thread():
+    '''Ends when it is called: until then a thread has every lock.'''
+    ready, leave, count = threading.Event(), threading.Event(), []
+    def hold():
+        locks = [lock for lock in (reference() for reference in list(_locks._locks)) if lock is not None]
+        for lock in locks:
+            lock.acquire()
+        count.append(len(locks))
+        ready.set()
+        leave.wait()
+        for lock in locks:
+            lock.release()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert ready.wait(20)
+    def end():
+        leave.set()
+        thread.join()
+    return end
+
+def in_child(work):
+    '''Forks while a thread has every lock; the child has ten seconds.'''
+    end = held_by_a_thread()
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    end()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+
+MODULES = """
+names = [module.name for module in pkgutil.walk_packages(ow.__path__, "overwire.", onerror=lambda name: None)]
+for name in names:
+    if not name.rpartition(".")[2].startswith("__main__"):
+        try:
+            importlib.import_module(name)
+        except Exception:
+            pass  # of packages that are not there
+ow.save_file({"a": torch.ones(3)}, "m", compress=False)
+ow.load_file("m")
+kind = type(_locks.new_lock())
+locks = {
+    f"{name}.{key}": value
+    for name, module in list(sys.modules.items()) if name.startswith("overwire")
+    for key, value in vars(module).items() if isinstance(value, (kind, type(threading.Lock()), threading.Condition))
+}
+modules = {name.removeprefix("overwire.") for name in locks}
+assert {"_engine._lock", "jobs._lock", "metering._lock", "model.kept._lock", "verbs.saving._lock"} <= modules, modules
+
+def take_all():
+    for name, lock in locks.items():
+        assert lock.acquire(timeout=1), name
+        lock.release()
+    assert ow.last_report() is not None
+    assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
+    assert ow.safe_open("m").get_tensor("a").tolist() == [1, 1, 1]
+    assert not ow.metrics()
+    for refused in (lambda: ow.save_file({"a": torch.ones(3)}, "n"), lambda: ow.inspect("m")):
+        try:
+            refused()
+        except ow.ForkedError:
+            continue
+        raise AssertionError(refused)
+
+assert in_child(take_all) == 0
+with locks["overwire.jobs._lock"]:  # a signal handler forks in the middle: the child gives back what it has
+    child = os.fork()
+if not child:
+    os._exit(0 if ow.last_report() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
+"""
+
+
+def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
+    """Whatever locks of modules a thread of the parent has, a child reads plain files, and is refused the rest."""
+    torch_script(HOLDING + MODULES)

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ..plumbing import new_lock
 from . import Lazy
 
 __all__ = ["MODULES", "hooks"]
@@ -80,10 +81,10 @@ class _Model:
     def __init__(self, paths: list[str], lazy: Lazy) -> None:
         self.paths = paths
         self.begun = False
-        self.whole = threading.Lock()  # while all files are noted
+        self.whole = new_lock()  # while all files are noted
         self._pass_on = lazy.pass_on
         self._ahead, self._slice = lazy.ahead(), lazy.slice
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._files: dict[str, dict[str, Any]] = {}
         self._targets: dict[tuple[str, Any], str | None] = {}  # by file and device asked for: where the engine lands it
         self._large: dict[str, int] = {}  # by GPU: bytes of tensors that torch's allocator makes

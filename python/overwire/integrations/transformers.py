@@ -26,6 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from ..plumbing import new_lock
 from . import Lazy
 
 __all__ = ["MODULES", "hooks"]
@@ -69,7 +70,7 @@ class _Result(Future[Any]):
     def __init__(self, give: Callable[[], Any]) -> None:
         super().__init__()
         self._give = give
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def result(self, timeout: float | None = None) -> Any:
         with self._lock:

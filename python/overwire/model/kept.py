@@ -6,9 +6,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 import weakref
 
+from .._locks import new_lock
 from ..paths import local
 from .opened import Model
 
@@ -33,7 +33,7 @@ class Kept:
 
 
 _State = tuple[int, int, int, int, int]
-_lock = threading.RLock()  # a signal handler may come while this thread has it
+_lock = new_lock()
 _open: weakref.WeakValueDictionary[tuple[str, _State], Kept] = weakref.WeakValueDictionary()
 _last: Kept | None = None  # stays open between one reader and the next
 

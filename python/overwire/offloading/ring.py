@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import gpu
+from .._locks import new_lock
 from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
 from .stored import CHUNK, StoredBlock, decode_on_host
@@ -60,7 +61,7 @@ class Ring:
         self._blocks = blocks
         self._evicted = evicted
         #: Held by every change of the ring; it may be held around several.
-        self.lock = threading.Condition(threading.RLock())
+        self.lock = threading.Condition(new_lock())
         self._following = {at: (at + 1) % len(blocks) for at in range(len(blocks))}
         self._previous: dict[int, int] = {}  # by thread: the block that it ran last
         self._waiting: dict[int, int] = {}  # by thread: the block that it waits for

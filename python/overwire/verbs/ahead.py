@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from threading import RLock
 from typing import Any
 
 from .. import _engine
+from .._locks import new_lock
 from ..dtypes import nbytes
 from ..errors import OverwireError
 from ..frameworks.frame import Frame
@@ -93,7 +93,7 @@ class ReadAhead:
         self.by_name = False
         self.by_slice = False  # the program may cut tensors, which shows after some that it takes whole
         self._frame = frame
-        self._lock = RLock()
+        self._lock = new_lock()
         self._taking = self._off = False
         self._windows: list[_Window] = []
         self._how: Any = None  # what the tensors of the windows depend on; see `_torch_context`

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from .. import _verbs
 from .._engine import forked
+from .._locks import new_lock
 from ..errors import ArgumentError, CancelledError, DeadlineError, ForkedError
 from ..jobs import Job, log, shown, time_limit
 from ..paths import is_file, is_remote, path_of
 from ..progress import Progress
 
-_lock = threading.RLock()  # a signal handler may come while this thread has it
+_lock = new_lock()
 _last: dict[str, Saving] = {}  # by path: what runs, or failed and no one knows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import warnings
 from array import array
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _verbs
 from .._engine import forked
 from .._imports import skip_at_exit
+from .._locks import new_lock
 from ..errors import ArgumentError, DeadlineError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
@@ -61,7 +61,7 @@ class Asleep:
         self._models: dict[str, Model] = {}
         self._wakes: dict[str, list[_Sleeper]] = {}
         self._storages: list[tuple[Any, int]] = []  # what was freed, with its size
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._busy = False
 
     def wake(self, *, progress: ProgressLike = None, timeout: float | None = None) -> None:
@@ -308,7 +308,7 @@ class SleepMemory:
         #: Bytes that sleeps of the tensors are expected to take, on all GPUs.
         self.nbytes: int = 0
         self._jobs: dict[str, Job] = {}
-        self._lock = threading.RLock()  # a signal handler may come while this thread has it
+        self._lock = new_lock()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until the memory is ready, or a sleep has taken

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
-from threading import RLock
 from typing import TYPE_CHECKING, Any, overload
 
 from .._engine import forked, open_library
 from .._imports import skip_at_exit
+from .._locks import new_lock
 from ..errors import ArgumentError, ForkedError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit, outlook
@@ -160,7 +160,7 @@ class _Stream(Iterator[tuple[str, Any]]):
         self._landed: list[tuple[int, Any, int]] = []
         self._due = 0 if in_order else None  # the request whose turn it is
         self._early: dict[int, tuple[int, Any, int]] = {}  # landed before their turn
-        self._lock = RLock()
+        self._lock = new_lock()
         self._taking = False
 
     def __next__(self) -> tuple[str, Any]:
@@ -270,7 +270,7 @@ class _Windows(Iterator[tuple[str, Any]]):
             sum(model.table[at][3] for at in (p for w, _ in windows for p in w)), sum(len(w) for w, _ in windows)
         )
         self._passed = (0, 0)
-        self._lock = RLock()  # each thread takes what comes next
+        self._lock = new_lock()  # each thread takes what comes next
         self._now: tuple[Any, int] | None = None  # a stream, and the bytes of its window
         self._next: tuple[Any, int] | None = None
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
+
+from overwire.plumbing import new_lock
 
 # References to what backs memory, and how much; by identity: what they refer to need not be
 # hashable. No lock: memory may be freed by a collection in the middle of anything, and each
@@ -44,7 +45,7 @@ class SharedDeviceAllocation:
     def __init__(self, gbuf: Any, framework: Any, device: Any, owns_memory: bool = True) -> None:
         self._gbuf, self._framework, self._device, self._owns = gbuf, framework, device, owns_memory
         self._references = 1
-        self._lock = threading.RLock()  # a collection in the middle may release another tensor of it
+        self._lock = new_lock()
 
     def get_base_address(self) -> int:
         """RuntimeError when it was freed."""

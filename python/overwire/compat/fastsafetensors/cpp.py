@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import overwire
-from overwire.plumbing import regular
+from overwire.plumbing import new_lock, regular
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.malloc.restype = ctypes.c_void_p
@@ -33,7 +33,7 @@ class cpp_metrics:
 
 
 _metrics = cpp_metrics()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def get_cpp_metrics() -> cpp_metrics:
@@ -234,7 +234,7 @@ class _Reader:
         self._pool: ThreadPoolExecutor | None = None
         self._pending: dict[int, tuple[Future[int], int]] = {}
         self._done: dict[int, int] = {}  # bytes of reads whose progress is wanted
-        self._moved = threading.Condition()
+        self._moved = threading.Condition(new_lock())
         self._numbers = itertools.count(1)
 
     def _submit(

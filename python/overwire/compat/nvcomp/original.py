@@ -7,13 +7,14 @@ It is never imported before that, and never a dependency.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 from typing import Any
+
+from overwire.plumbing import new_lock
 
 from ... import gpu
 from ...errors import DeviceError, NotSupportedError, OverwireError
@@ -122,7 +123,7 @@ class Original:
             kind = getattr(self.impl, type(value).__name__, None)
             options[name] = kind(int(value)) if kind is not None and hasattr(value, "value") else value
         self.codec = self.impl.Codec(**options)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def to_theirs(self, sources: Sequence[Array], many: bool) -> Any:
         """Converts our Arrays to nvCOMP's, on a GPU: it reads nothing else."""

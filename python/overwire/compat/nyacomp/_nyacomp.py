@@ -14,14 +14,13 @@ import contextlib
 import math
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import overwire
 import overwire.gpu as gpu
-from overwire.plumbing import ObjectReader, beside, imported, path_of, place_of, regular, shown
+from overwire.plumbing import ObjectReader, beside, imported, new_lock, path_of, place_of, regular, shown
 
 from . import hlif, manifests, settings
 
@@ -135,7 +134,7 @@ class AsyncDecompressor:
         """start: False where a preload of it runs already, which `get` then joins."""
         #: The meta.csv, absolute.
         self.path = os.fspath(csv_path) if "://" in os.fspath(csv_path) else os.path.abspath(csv_path)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._tensors: list[Any] | None = None
         if start:
             with contextlib.suppress(overwire.OverwireError):  # get() meets it again

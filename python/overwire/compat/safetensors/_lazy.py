@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import overwire
-from overwire.plumbing import keep, prepare
+from overwire.plumbing import keep, new_lock, prepare
 
 from ._errors import reading
 from ._files import safe_open
@@ -130,7 +130,7 @@ class Ahead:
     share it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._passed = False
         self._open: dict[tuple[str, str], _Pass] = {}  # by device and cast: what is still being noted
         self._passes: list[_Pass] = []
@@ -192,7 +192,7 @@ class _Pass:
         self._names: dict[str, dict[str, None]] = {}  # by file, in the order of asking
         self._begun = False
         self._device, self._cast = device, cast
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._arrivals: Iterator[tuple[tuple[str, str], Any]] = iter(())
         self._streams: list[Any] = []
         self._landed: dict[tuple[str, str], Any] = {}

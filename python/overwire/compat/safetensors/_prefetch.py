@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import overwire
-from overwire.plumbing import forked
+from overwire.plumbing import forked, new_lock
 
 from ._errors import SafetensorError, check, reading
 
@@ -75,7 +74,7 @@ class PrefetchLoader(Internal):
         self._names, self._due = list(plan), dict.fromkeys(plan)
         self._rows = {key: rows for key, rows in plan.items() if rows is not None}
         self._ready: dict[str, Any] = {}
-        self._lock, self._busy = threading.RLock(), False
+        self._lock, self._busy = new_lock(), False
         self._error: Exception | None = None
         # Also where all are rows: the device is checked, and begins to be made ready.
         whole = [key for key, rows in plan.items() if rows is None]

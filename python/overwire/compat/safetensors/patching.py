@@ -8,7 +8,6 @@ import inspect
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -18,7 +17,7 @@ from typing import Any
 
 import overwire
 from overwire.integrations import Lazy
-from overwire.plumbing import forget, forked, is_compressed, keep, refuse_compressed
+from overwire.plumbing import forget, forked, is_compressed, keep, new_lock, refuse_compressed
 
 from . import _bytes, _files, _lazy
 
@@ -47,7 +46,7 @@ _OTHERS = frozenset(sys.stdlib_module_names - {"__main__"}) | {"mpmath", "numpy"
 
 log = logging.getLogger("overwire")
 
-_lock = threading.RLock()
+_lock = new_lock()
 _patches: list[SafetensorsPatch] = []  # in force, in the order of their beginning
 _swapped: dict[int, tuple[Any, Any]] = {}  # by id: what to replace, and by what
 # by class and name: what a class had there, and what it has now

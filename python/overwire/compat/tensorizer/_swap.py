@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
+
+from overwire.plumbing import new_lock
 
 _T = TypeVar("_T")
 
@@ -17,7 +18,7 @@ class Swap:
 
     def __init__(self, stand_ins: Callable[[], Sequence[tuple[Any, str, Any]]]) -> None:
         self._stand_ins = stand_ins
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._users = 0
         self._originals: list[tuple[Any, str, Any]] = []
 

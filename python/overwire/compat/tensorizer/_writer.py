@@ -8,9 +8,10 @@ import fcntl
 import mmap
 import os
 import stat
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from overwire.plumbing import new_lock
 
 from ...plumbing import number_of, written
 from ...records import NewRecord, Record, make_front, write_records
@@ -115,7 +116,7 @@ class TensorSerializer:
         self._records: list[Record] = []
         self._room = _INDEX_BYTES
         self._index_used = 0
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._at = _HEAD_BYTES + self._room
         self._begun = False
         try:

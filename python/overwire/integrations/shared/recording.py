@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...plumbing import new_lock
 from .copies import Copy, Destinations, Stored, memory_range
 from .sheets import Opening, Sheet
 
@@ -317,7 +318,7 @@ class _Places:
     # may go by that.
 
     def __init__(self) -> None:
-        self._lock, self._count = threading.Lock(), 0
+        self._lock, self._count = new_lock(), 0
         self._before: dict[str, Any] = {}  # what others have put there
         types = {"is_meta": "meta", "is_cpu": "cpu", "is_cuda": "cuda"}
         answers = {
@@ -373,7 +374,7 @@ def _recorder_keys() -> tuple[Any, Any, Any]:
         return _register_keys()
 
 
-_registering = threading.Lock()
+_registering = new_lock()
 
 
 @functools.cache

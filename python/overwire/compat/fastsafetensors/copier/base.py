@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from overwire import stream as stream_tensors  # imported with this, and not by the first call
+from overwire.plumbing import new_lock
 
 from .. import cpp
 from ..common import SafeTensorsMetadata, is_cuda
@@ -181,7 +181,7 @@ class EngineCopier(CopierInterface):
         self._stream: Iterator[tuple[str, Any]] | None = None
         self._gbuf: cpp.gds_device_buffer | None = None
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def set_o_direct(self, enable: bool) -> None:
         """Nothing: the engine chooses."""
