@@ -6,6 +6,8 @@ import gc
 import os
 import shutil
 import signal
+import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +113,54 @@ def closed(folder: Path) -> None:
             else:
                 fails(ow.CancelledError, "on rank 0: stream: it was closed before its end", lambda stream=stream: dict(stream))
     assert "whole" in ow.load_file(path, group=world)
+
+
+def forked_streams(folder: Path) -> None:
+    """A child that a rank forks is refused the group and its streams, also while a thread of the rank waits in one, and
+    ends without a word to the other ranks."""
+    world, path = dist.group.WORLD, folder / "compressed.safetensors"
+    want = ow.load_file(path)
+
+    def fork_child(streams: list[Any]) -> None:
+        if child := os.fork():
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return
+        signal.alarm(20)
+        try:
+            for act in (lambda: next(streams[0]), lambda: ow.load_file(path, group=world), lambda: ow.stream(path, group=world)):
+                fails(ow.ForkedError, "forked from", act)
+            streaming._close_all()  # as at the end of the process
+            streams.pop().close()
+            gc.collect()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+
+    for exchange in ("mapped", "collective", "none"):
+        grouping.exchange_setting = lambda exchange=exchange: exchange
+        streams = [ow.stream(path, group=world)]
+        got = dict([next(streams[0])])
+        fork_child(streams)
+        got.update(streams[0])
+        assert got.keys() == want.keys(), exchange
+        got, inside, leave = {}, threading.Event(), threading.Event()
+
+        def wait(_: Any, inside: threading.Event = inside, leave: threading.Event = leave) -> None:
+            inside.set()
+            leave.wait()
+
+        streams = [ow.stream(path, group=world, progress=wait)]
+        thread = threading.Thread(target=got.update, args=streams)
+        thread.start()
+        assert inside.wait(60)
+        fork_child(streams)
+        leave.set()
+        thread.join()
+        assert got.keys() == want.keys(), exchange
+        for name, tensor in want.items():
+            assert torch.equal(got[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert ow.load_file(path, group=world).keys() == want.keys()
 
 
 def stopped(folder: Path) -> None:

@@ -93,6 +93,11 @@ def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
     ranks(folder, 2, "refused", "closed", "stopped", "faults", exchange="mapped")
 
 
+def test_a_forked_child_takes_no_part(folder: Path) -> None:
+    """In a stream of a group, whose ranks go on."""
+    ranks(folder, 2, "forked_streams", exchange="mapped")
+
+
 def test_ranks_have_the_same_file_open_and_keep_no_group(folder: Path) -> None:
     ranks(folder, 2, "replaced", "freed", exchange="mapped")
 

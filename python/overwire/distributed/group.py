@@ -29,6 +29,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from .. import errors
+from .._engine import forked
 from .._verbs import knobs
 from ..errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, NotSupportedError, OverwireError
 from ..frameworks.choose import device_number
@@ -107,7 +109,10 @@ class Members:
 
     @property
     def group(self) -> Any:
-        """The process group. IOFailure if it has been destroyed."""
+        """The process group. IOFailure if it has been destroyed, ForkedError in a forked child,
+        whose parent has the connections."""
+        if forked():
+            raise errors.forked()
         group = self._group()
         if group is None:
             raise IOFailure("overwire: group: the process group has been destroyed")
@@ -227,15 +232,18 @@ class Members:
         return None
 
     def _write_store(self, key: str, value: bytes) -> None:
-        group = self._group()
+        group = None if forked() else self._group()
         if group is not None:
             with suppress(*_UNREACHABLE):
                 store: Any = self._dist.distributed_c10d._get_process_group_store(group)
                 store.set(f"overwire/{key}", value)
 
     def begin(self) -> int:
-        """Begins a verb; returns what `tell_failure` takes. IOFailure if the ranks are out of step."""
+        """Begins a verb; returns what `tell_failure` takes. IOFailure if the ranks are out of step,
+        ForkedError in a forked child."""
         step = self._step
+        if forked():
+            raise errors.forked()
         if step.broken:
             raise IOFailure(f"overwire: group: it serves no more loads, since its ranks are out of step: {step.broken}")
         step.known = step.halt = step.interrupt = None
@@ -460,7 +468,7 @@ def current(device: Any) -> AbstractContextManager[Any]:
     import torch
 
     with suppress(OverwireError):
-        if 0 <= (number := device_number(device)) < torch.cuda.device_count():
+        if not forked() and 0 <= (number := device_number(device)) < torch.cuda.device_count():
             return torch.cuda.device(number)
     return nullcontext()
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from .._engine import forked
 from .._imports import skip_at_exit
+from ..errors import ForkedError
 from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from .group import current
@@ -18,7 +20,7 @@ from .tensors import TensorLoad, open_load
 
 class GroupStream(Iterator[tuple[str, Any]]):
     """`stream` over a process group. Making it is collective, and so is every step, and
-    closing it before its end, which ends it on all ranks."""
+    closing it before its end, which ends it on all ranks. A forked child takes no part."""
 
     def __init__(
         self,
@@ -44,6 +46,8 @@ class GroupStream(Iterator[tuple[str, Any]]):
         _open.add(self)
 
     def __next__(self) -> tuple[str, Any]:
+        if forked():  # a thread of the parent may be in the middle of a step
+            raise ForkedError("overwire: stream: its load runs in the process that this one was forked from")
         try:
             with current(self._device):
                 if self._order is None:
@@ -66,8 +70,9 @@ class GroupStream(Iterator[tuple[str, Any]]):
         return f"<stream of {self._total} tensors of a group to {self._device}>"
 
     def close(self) -> None:
-        """Ends the stream: cancels and frees the rest."""
-        self._end(None)
+        """Ends the stream: cancels and frees the rest. In a forked child nothing: all is the parent's."""
+        if not forked():
+            self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         _open.discard(self)
