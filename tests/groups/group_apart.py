@@ -127,7 +127,8 @@ def forked_streams(folder: Path) -> None:
             return
         signal.alarm(20)
         try:
-            for act in (lambda: next(streams[0]), lambda: ow.load_file(path, group=world), lambda: ow.stream(path, group=world)):
+            loads = (lambda verb=verb: verb(path, group=world) for verb in (ow.load_file, ow.stream))
+            for act in (lambda: next(streams[0]), *loads):
                 fails(ow.ForkedError, "forked from", act)
             streaming._close_all()  # as at the end of the process
             streams.pop().close()
