@@ -129,6 +129,25 @@ def test_a_stream_is_closed_beside_next(
     assert list(stream) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"in_order": True}, {"max_memory": "30kB"}], ids=["whole", "ordered", "windows"])
+def test_a_signal_handler_that_is_refused_ends_no_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """What a signal handler interrupts goes on after it was refused, and gives every tensor."""
+    ow.save_file({f"t{n}": torch.zeros(100, 7) for n in range(20)}, tmp_path / "m")
+    stream = ow.stream(tmp_path / "m", **options)
+    take = Load.next
+
+    def interrupted(self: Load) -> list[Any]:
+        monkeypatch.setattr(Load, "next", take)
+        with pytest.raises(ow.ArgumentError, match="signal handler"):
+            next(stream)
+        return take(self)
+
+    monkeypatch.setattr(Load, "next", interrupted)
+    assert len(list(stream)) == 20
+
+
 def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is loaded and not yet yielded stays within the budget, whatever it is."""
     torch.manual_seed(1)

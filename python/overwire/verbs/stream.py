@@ -1,4 +1,4 @@
-"""stream: whole tensors as they arrive."""
+"""stream: whole tensors as they arrive, of all of a model at once or in windows of so many bytes."""
 
 from __future__ import annotations
 
@@ -145,6 +145,8 @@ def stream(
 
 spell_out(stream, StreamOptions)
 
+_WITHIN = "overwire: stream: next() within next(): a signal handler takes from the stream that it interrupts"
+
 
 class _Stream(Iterator[tuple[str, Any]]):
     # A class and not a generator: a generator that was never started would not
@@ -168,9 +170,7 @@ class _Stream(Iterator[tuple[str, Any]]):
             raise ForkedError("overwire: stream: its load runs in the process that this one was forked from")
         with self._lock:
             if self._taking:
-                raise ArgumentError(
-                    "overwire: stream: next() within next(): a signal handler takes from the stream that it interrupts"
-                )
+                raise ArgumentError(_WITHIN)
             load = self._load
             if load is None:
                 raise StopIteration
@@ -264,6 +264,7 @@ class _Windows(Iterator[tuple[str, Any]]):
         watcher: Watcher | None,
     ) -> None:
         self._model, self._begin, self._budget = model, begin, budget
+        self._taking = False  # as in _Stream
         self._left = windows[::-1]
         self._watcher = watcher
         self._total = (
@@ -298,7 +299,13 @@ class _Windows(Iterator[tuple[str, Any]]):
         if forked():
             raise ForkedError("overwire: stream: its load runs in the process that this one was forked from")
         with self._lock:
-            return self._take_next()
+            if self._taking:
+                raise ArgumentError(_WITHIN)
+            self._taking = True
+            try:
+                return self._take_next()
+            finally:
+                self._taking = False
 
     def _take_next(self) -> tuple[str, Any]:
         try:
