@@ -1,4 +1,4 @@
-"""inspect, verify, convert, doctor: the verbs about files and the machine."""
+"""inspect, verify, doctor, and the part of convert that the engine does: the verbs about files and the machine."""
 
 from __future__ import annotations
 
