@@ -1,4 +1,4 @@
-"""The arguments of the verbs: one type for what a load takes, one for reaching stores."""
+"""The options of the verbs, as types, of loads, saves, bundles and stores; and the checks of what is passed."""
 
 from __future__ import annotations
 
