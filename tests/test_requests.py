@@ -179,10 +179,13 @@ def test_a_hint_is_a_keyword_of_the_verb() -> None:
     """A verb that takes neither device nor framework proposes neither; none proposes the word that it refuses."""
     calls: list[Any] = [
         lambda: ow.save_file(STATE, "x", framework="pt"), lambda: ow.save_file(STATE, "x", devise="cpu"),
-        lambda: ow.load_model(LINEAR, "x", framework="pt"),
+        lambda: ow.load_model(LINEAR, "x", framework="pt"), lambda: ow.load_model(LINEAR, "x", torch_dtype="F16"),
+        *(lambda save=save, name=name: save(STATE, "x", **{name: 1})
+          for save in (ow.save_file, ow.save_model, ow.save_bundle, ow.compress)
+          for name in ("map_location", "device_map", "torch_dtype", "weights_only")),
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(TypeError, match="unexpected keyword argument '[a-z]+'$"):
+        with pytest.raises(TypeError, match="unexpected keyword argument '[a-z_]+'$"):
             call()
     with pytest.raises(TypeError, match="did you mean 'device'"):
         ow.load_file("m.safetensors", devise="cpu")
@@ -194,6 +197,9 @@ def test_what_to_write_instead(folder: Path) -> None:
         (lambda: ow.load_file("m.safetensors", map_location="cpu"), "write device='cpu'"),
         (lambda: ow.safe_open("m.safetensors", map_location="cpu"), "write device='cpu'"),
         (lambda: ow.load_file("m.safetensors", torch_dtype="F16"), "write dtype="),
+        (lambda: ow.load_file("m.safetensors", weights_only=True), "leave it out"),
+        (lambda: ow.load_model(LINEAR, "m.safetensors", map_location="cpu"), "write device='cpu'"),
+        (lambda: ow.load_bundle("m.pkl", map_location="cpu"), "write device='cpu'"),
         (lambda: ow.load_file("m.safetensors", treads=1), "did you mean 'read'"),
         (lambda: ow.load_model("m.safetensors"), "load_file('m.safetensors') returns its tensors"),
         (lambda: ow.save_model(STATE, "x"), "save_file saves a dict of tensors"),

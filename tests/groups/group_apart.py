@@ -127,9 +127,9 @@ def forked_streams(folder: Path) -> None:
             return
         signal.alarm(20)
         try:
-            loads = (lambda verb=verb: verb(path, group=world) for verb in (ow.load_file, ow.stream))
-            for act in (lambda: next(streams[0]), *loads):
-                fails(ow.ForkedError, "forked from", act)
+            fails(ow.ForkedError, "forked from", lambda: next(streams[0]))
+            for act in (ow.load_file, ow.stream):
+                fails(ow.ForkedError, "forked from", lambda act=act: act(path, group=world))
             streaming._close_all()  # as at the end of the process
             streams.pop().close()
             gc.collect()

@@ -253,6 +253,12 @@ for verb in verbs:
         except (ow.OverwireError, TypeError):
             continue
         raise SystemExit(f"{verb} takes {source!r}")
+for arguments in ((5,), (5, 5, 5), ("m", "m", "cpu"), ("m", [5], "cpu"), ("m", ["m"], 5), (None, ["m"], "cpu")):
+    try:
+        ow.Preload(*arguments)
+    except (ow.ArgumentError, TypeError):
+        continue
+    raise SystemExit(f"Preload takes {arguments}")
 assert _engine._library is None
 child = os.fork()
 if not child:

@@ -241,12 +241,12 @@ for _kind in (LoadOptions, StorageOptions):
 # Options whose default is neither False nor None.
 _DEFAULTS = {"compress": True, "level": "default"}
 
-# Options of other libraries, and what stands for them here.
+# Options of other libraries, and what stands for them here in the verbs that have another option.
 _INSTEAD = {
-    "map_location": "write device='cpu' or device='cuda'",
-    "device_map": "write device='cuda', or offload(model) for a model larger than the GPU",
-    "torch_dtype": "write dtype=",
-    "weights_only": "leave it out: no file that overwire loads runs code",
+    "map_location": ("device", "write device='cpu' or device='cuda'"),
+    "device_map": ("device", "write device='cuda', or offload(model) for a model larger than the GPU"),
+    "torch_dtype": ("dtype", "write dtype="),
+    "weights_only": ("mmap", "leave it out: no file that overwire loads runs code"),
 }
 
 
@@ -285,13 +285,14 @@ def check_storage(options: object) -> None:
 
 
 def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
-    """Raises TypeError, as a call with a wrong keyword does, for names that are not
-    those of a kind of options."""
+    """Raises TypeError, as a call with a wrong keyword does, for names that are not those of a kind of options."""
     names = kind.__optional_keys__
     for name in options:
         if name not in names:
-            likely = {*names, "device", "framework"} - {name} if "dtype" in names else names  # loads have these by name
-            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else did_you_mean(name, likely)
+            # Loads have these by name.
+            beside = {"device", "framework"} if "dtype" in names else {"device"} if "lenient" in names else set[str]()
+            option, text = _INSTEAD.get(name, ("", ""))
+            hint = f"; {text}" if option in names | beside else did_you_mean(name, (names | beside) - {name})
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{hint}")
     if options.get("read") is not None:
         check_choice(options["read"], "read", ReadWay)

@@ -35,8 +35,7 @@ class Experts:
         return f"experts({self.rank}, {self.world}, {self.count}, {self.placement!r})"
 
     def over(self, names: Iterable[str]) -> Experts:
-        """The filter with the number of experts that the names tell; itself
-        where that is given."""
+        """The filter with the number of experts that the names tell; itself where that is given."""
         if self.count is not None:
             return self
         numbers = [int(match[1]) for match in map(_EXPERT.search, names) if match]

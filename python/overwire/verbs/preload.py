@@ -42,11 +42,13 @@ if TYPE_CHECKING:
 
 
 class Preload:
-    """A running preload. Dropping the object does not stop it."""
+    """A running preload, which `preload` begins. Dropping the object does not stop it."""
 
     __module__ = "overwire"
 
     def __init__(self, path: str, uris: list[str], device: str, reach: FormatAccess | None = None) -> None:
+        if not (isinstance(uris, list) and all(isinstance(text, str) for text in (path, device, *uris))):
+            raise ArgumentError("overwire: Preload: expected a path, a list of URIs and a device, as of preload()")
         #: What was asked for.
         self.path = path
         #: The files that are read.
