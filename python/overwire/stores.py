@@ -234,12 +234,12 @@ class ObjectWriter(io.BufferedRandom):
 
     A `with` block that ends by an exception, or `drop`, leaves the store unchanged.
     What is still open when the process ends is written then, unless an exception ends it.
+    A forked child has it closed, and writes nothing.
     """
 
     def __init__(self, uri: str, *, storage_options: Mapping[str, object] | None = None) -> None:
         self._uri, self._options = uri, storage_options
         storage(storage_options, [uri])  # refuses wrong ones now
-        self._process = os.getpid()
         _verbs.knobs()  # the engine runs, and ends after what is registered now
         _finish_at_exit()
         super().__init__(io.FileIO(self._open_temporary(), "r+"))
@@ -256,15 +256,18 @@ class ObjectWriter(io.BufferedRandom):
             super().close()
 
     def close(self) -> None:
-        """Writes the object, and returns when it stands. A forked child's copy writes nothing."""
+        """Writes the object, and returns when it stands."""
         if self.closed:
             return
         try:
-            if self._process == os.getpid():
-                self.flush()
-                self._write_object()
+            self.flush()
+            self._write_object()
         finally:
             super().close()
+
+    def _leave_to_parent(self) -> None:
+        # In a forked child: what is buffered is the parent's, and so is the place in the file that both have.
+        self.raw.close()
 
     def _write_object(self) -> None:
         size = os.fstat(self.fileno()).st_size
@@ -327,8 +330,11 @@ class FileWriter(ObjectWriter):
         try:
             super().close()
         finally:
-            if self._process == os.getpid():
-                self._remove_hidden()
+            self._remove_hidden()
+
+    def _leave_to_parent(self) -> None:
+        super()._leave_to_parent()
+        self._hidden_name = ""
 
     def _write_object(self) -> None:
         if not self._hidden_name:
@@ -346,6 +352,14 @@ class FileWriter(ObjectWriter):
 
 
 _unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()
+
+
+def _leave_writers() -> None:
+    for writer in list(_unfinished):
+        writer._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_writers)
 
 
 @cache

@@ -377,3 +377,32 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
     """Whatever locks of modules a thread of the parent has, a child reads plain files, and is refused the rest."""
     torch_script(HOLDING + MODULES)
+
+
+WRITERS = """
+import gc, os, sys
+import overwire as ow
+from overwire.plumbing import FileWriter
+ends = {
+    "close": lambda files: files.pop().close(),
+    "drop": lambda files: files.pop().drop(),
+    "collect": lambda files: files.clear() or gc.collect(),
+    "exit": lambda files: sys.exit(),
+}
+for name, end in ends.items():
+    files = [FileWriter("f")]
+    files[0].write(b"a" * 100)
+    if not os.fork():
+        end(files)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+    files[0].write(b"b" * 100)
+    files[0].close()
+    assert open("f", "rb").read() == b"a" * 100 + b"b" * 100, name
+"""
+
+
+def test_what_a_child_closes_is_not_written_twice(script) -> None:
+    """What a file of its parent's has buffered is written once, by the parent."""
+    done = script(WRITERS)
+    assert not done.stderr, done.stderr
