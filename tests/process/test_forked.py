@@ -292,11 +292,11 @@ import importlib, os, pkgutil, signal, sys, threading
 import torch, overwire as ow
 from overwire import _locks
 
-def held_by_a_thread():
-    '''Ends when it is called: until then a thread has every lock.'''
+def held_by_a_thread(more):
+    '''Ends when it is called: until then a thread has every lock, and those of `more`.'''
     ready, leave, count = threading.Event(), threading.Event(), []
     def hold():
-        locks = [lock for lock in (reference() for reference in list(_locks._locks)) if lock is not None]
+        locks = [lock for lock in (reference() for reference in list(_locks._locks)) if lock is not None] + list(more)
         for lock in locks:
             lock.acquire()
         count.append(len(locks))
@@ -312,9 +312,9 @@ def held_by_a_thread():
         thread.join()
     return end
 
-def in_child(work):
+def in_child(work, *more):
     '''Forks while a thread has every lock; the child has ten seconds.'''
-    end = held_by_a_thread()
+    end = held_by_a_thread(more)
     child = os.fork()
     if not child:
         signal.alarm(10)
@@ -377,6 +377,121 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
     """Whatever locks of modules a thread of the parent has, a child reads plain files, and is refused the rest."""
     torch_script(HOLDING + MODULES)
+
+
+OBJECTS = """
+from overwire import plumbing
+from overwire.compat import fastsafetensors as fst, safetensors as sft, tensorizer
+from overwire.compat.fastsafetensors import cpp
+from overwire.compat.nyacomp import _nyacomp
+from overwire.compat.safetensors import _lazy
+from overwire.integrations.shared import parts, sheets
+from overwire.stores import FileWriter
+
+tensors = {f"t{i:02}": torch.full((300, 100), float(i)) for i in range(20)}
+ow.save_file(tensors, "m.safetensors")
+ow.save_file(tensors, "p.safetensors", compress=False)
+ow.save_file({"a": torch.ones(9)}, "preloaded.safetensors")
+size = _nyacomp.compress(bytes(40000), "0.gz")
+open("meta.csv", "w").write(f"0\\n/0.gz 10000 float32 40000 {size}")
+rows = {name: ["torch.Tensor", "torch.float32", [300, 100], [100, 1], "cpu", None, []] for name in tensors}
+
+def offloaded():
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(4)])
+    weights = [block.weight.detach().clone() for block in model.blocks]
+    away = ow.offload(model, "cpu")
+    away.run = torch.no_grad()(lambda: model.blocks[2](torch.ones(1, 64)))
+    away.weights = lambda: all(torch.equal(block.weight, was) for block, was in zip(model.blocks, weights, strict=True))
+    return away
+
+def saving():
+    ow.save_file(tensors, "saved.safetensors", wait=False).wait()
+    return ow.save_file(tensors, "saved.safetensors", wait=False)
+
+def reader():
+    made = cpp.nogds_file_reader(False, 1024, 2, False, 0)
+    made.memory = cpp.gds_device_buffer(cpp.cpu_malloc(4096), 4096, False)
+    with open("p.safetensors", "rb") as file:
+        made.number = made.submit_read(file.fileno(), made.memory, 0, 4096, 0)
+    return made
+
+def begun(loader):
+    made = loader.iterate_weights()
+    next(made)
+    return loader, made
+
+def wanted():
+    ahead = _lazy.Ahead()
+    file = _lazy.kept("m.safetensors")
+    slices = {name: _lazy.Slice(sft.safe_open("m.safetensors", "pt").get_slice(name), "m.safetensors", name, "cpu", {}) for name in tensors}
+    gives = {name: ahead.want(one, "cpu") for name, one in slices.items()}
+    ahead.begin()
+    ahead.gives = gives
+    return ahead
+
+def writer():
+    file = FileWriter("written")
+    file.write(b"a" * 100)
+    return file
+
+def serializer():
+    made = tensorizer.TensorSerializer("s.tensors")
+    made.write_tensor(0, "a", 0, torch.ones(30))
+    return made
+
+# By name: what makes it, what reads, what ends it, and what the parent does afterwards.
+refused = (ow.ForkedError, ValueError)  # of a file: it is closed
+objects = {
+    "stream": (lambda: ow.stream("m.safetensors"), next, lambda it: it.close(), lambda it: len(list(it)) == 20),
+    "windows": (lambda: ow.stream("m.safetensors", max_memory=500_000), next, lambda it: it.close(), lambda it: len(list(it)) == 20),
+    "open": (lambda: ow.safe_open("m.safetensors"), lambda it: it.get_tensor("t03"), lambda it: it.close(), lambda it: it["t03"][0, 0] == 3),
+    "slice": (lambda: ow.safe_open("m.safetensors").get_slice("t03"), lambda it: it[:2], repr, lambda it: it[:2][0, 0] == 3),
+    "pinned": (lambda: ow.pin("m.safetensors"), lambda it: it.load_file(), lambda it: it.release(), lambda it: len(it.load_file()) == 20),
+    "saving": (saving, lambda it: it.wait(), repr, lambda it: it.wait().tensors == 20),
+    "preload": (lambda: ow.preload("preloaded.safetensors"), lambda it: it.wait(), repr, lambda it: it.wait()),
+    "asleep": (lambda: ow.sleep({"a": torch.ones(1000)}, release=False), lambda it: it.wake(), lambda it: it.close(), lambda it: it.wake() is None),
+    "offloaded": (offloaded, lambda it: it.run(), lambda it: it.close(), lambda it: it.run() is not None and it.close() is None and it.weights()),
+    "object reader": (lambda: plumbing.ObjectReader("m.safetensors"), lambda it: it.read(8), lambda it: it.close(), lambda it: len(it.read(8)) == 8),
+    "writer": (writer, lambda it: it.write(b"b"), lambda it: it.close(), lambda it: it.close() is None and open("written", "rb").read() == b"a" * 100),
+    "arriving": (lambda: parts.Arriving("m.safetensors", rows, torch.device("cpu")), lambda it: it.finish_loading(), lambda it: it.close(), lambda it: it.finish_loading() is None),
+    "prefetch": (lambda: sft.safe_open("m.safetensors", "pt").prefetch(), lambda it: it.take("t03"), lambda it: it.close(), lambda it: len(dict(it)) == 20),
+    "ahead": (wanted, lambda it: it.gives["t19"](), lambda it: it.close(), lambda it: it.gives["t19"]()[0, 0] == 19),
+    "tensorizer": (serializer, lambda it: it.write_tensor(1, "b", 0, torch.ones(3)), lambda it: it.close(), lambda it: it.write_tensor(1, "b", 0, torch.ones(3)) is None and it.close() is None),
+    "decompressor": (lambda: _nyacomp.AsyncDecompressor("meta.csv"), lambda it: it.get(), repr, lambda it: len(it.get()) == 1),
+    "batches": (
+        lambda: begun(fst.ParallelLoader(None, ["m.safetensors", "p.safetensors"], use_tqdm_on_load=False)),
+        lambda it: next(it[1]), lambda it: it[0].close(), lambda it: len(list(it[1])) == 39,
+    ),
+    "reader": (reader, lambda it: it.wait_read(it.number), repr, lambda it: it.wait_read(it.number) == it.memory.get_base_address()),
+}
+
+def refuse(it, read, end):
+    try:
+        read(it)
+    except refused:
+        pass
+    else:
+        raise AssertionError("it reads")
+    end(it)
+
+for name, (make, read, end, go_on) in objects.items():
+    it = make()
+    assert in_child(lambda: refuse(it, read, end)) == 0, name
+    assert go_on(it), name
+    del it
+
+saved = saving()
+saved.wait()
+assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 0  # what has ended waits for nothing
+"""
+
+
+def test_no_object_waits_for_a_lock_of_the_parent(torch_script) -> None:
+    """Whatever locks a thread of the parent has, a child is refused what the parent's objects read, ends them at once,
+    and the parent goes on with all of them."""
+    done = torch_script(HOLDING + OBJECTS)
+    assert not done.stderr, done.stderr
 
 
 WRITERS = """

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import _verbs
+from .. import _verbs, errors
+from .._engine import forked
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for
 from ..model.options import parse_size
@@ -60,7 +61,8 @@ class Offloaded:
 
     def close(self) -> None:
         """Puts the weights back where they were, bit for bit, and frees what the offload has
-        taken of host and device. A second call does nothing.
+        taken of host and device. A second call does nothing, nor does one in a forked child,
+        where blocks that are streamed raise ForkedError.
 
         Raises NotSupportedError while a block runs, OutOfMemoryError where the weights have
         no memory, CorruptError for stored bytes that have changed; what is not back yet
@@ -68,6 +70,8 @@ class Offloaded:
         """
         import torch
 
+        if forked():
+            return
         if self._ring is not None:
             self._ring.close()
         self._ring = None
@@ -186,6 +190,8 @@ class Offloaded:
         block, stored, _, views_of = self._away[at]
         if module is not block.module:  # a copy of it, which has hooks and no weights of ours
             return
+        if forked():  # runs of the parent's threads have the slots, and end nowhere here
+            raise errors.forked()
         if torch.is_grad_enabled() and _needs_grad(module, args, kwargs):
             self._meet_gradients(block.name)
             return

@@ -162,7 +162,7 @@ class Saving:
         """
         self._refuse_child("wait")
         time_limit(timeout)
-        if not self._ended.wait(timeout):
+        if not self._ended.is_set() and not self._ended.wait(timeout):
             raise DeadlineError(f"overwire: save {shown(self.path)}: not done within {timeout} s; it goes on")
         self._forget_saving()
         if self._error is not None:
@@ -180,7 +180,8 @@ class Saving:
         if job is not None:
             with contextlib.suppress(ArgumentError):  # the engine has ended it meanwhile
                 _verbs.cancel(job.number)
-        self._ended.wait()
+        if not self._ended.is_set():
+            self._ended.wait()
         self._forget_saving()
         return isinstance(self._error, CancelledError)
 

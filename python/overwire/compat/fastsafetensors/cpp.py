@@ -227,10 +227,11 @@ class gds_device_buffer:
 
 
 class _Reader:
-    # Reads by a pool of threads, started with the first one.
+    # Reads by a pool of threads, started with the first one. A forked child, which has no such threads, is refused.
 
     def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
         self._threads, self._cuda, self._device = max(1, int(max_threads)), bool(use_cuda), int(device_id)
+        self._process = os.getpid()
         self._pool: ThreadPoolExecutor | None = None
         self._pending: dict[int, tuple[Future[int], int]] = {}
         self._done: dict[int, int] = {}  # bytes of reads whose progress is wanted
@@ -240,6 +241,7 @@ class _Reader:
     def _submit(
         self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, track: bool = False
     ) -> int:
+        self._refuse_child()
         if length < 0 or ptr_off < 0 or ptr_off + length > buffer.get_length():
             raise ValueError(f"submit_read: {length} bytes at {ptr_off} of a buffer of {buffer.get_length()}")
         if self._pool is None:
@@ -304,7 +306,8 @@ class _Reader:
             _lease(-size)
 
     def wait_read(self, number: int) -> int:
-        """Waits; the address that was read to. Raises what the read raised."""
+        """Waits; the address that was read to. Raises what the read raised, and ForkedError in a forked child."""
+        self._refuse_child()
         if number not in self._pending:
             raise ValueError(f"wait_read: no read {number}")
         future, address = self._pending.pop(number)
@@ -316,7 +319,8 @@ class _Reader:
 
     def wait_read_prefix(self, number: int, length: int) -> int:
         """Waits until the first `length` bytes of a read that tracks its progress
-        are there; how many are. Raises what the read raised."""
+        are there; how many are. Raises what the read raised, and ForkedError in a forked child."""
+        self._refuse_child()
         if number not in self._pending or number not in self._done:
             raise ValueError(f"wait_read_prefix: no read {number} that tracks its progress")
         future, _ = self._pending[number]
@@ -329,9 +333,13 @@ class _Reader:
             raise ValueError(f"wait_read_prefix: {length} bytes of a read of {count}")
         return count
 
+    def _refuse_child(self) -> None:
+        if self._process != os.getpid():
+            raise overwire.ForkedError("fastsafetensors: a reader works for the process that made it: make one here")
+
     def __del__(self) -> None:
         pool = getattr(self, "_pool", None)
-        if pool is not None:
+        if pool is not None and self._process == os.getpid():
             pool.shutdown(wait=True, cancel_futures=False)
 
 

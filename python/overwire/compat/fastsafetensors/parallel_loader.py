@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from overwire.errors import ForkedError
+from overwire.plumbing import forked
+
 from .common import SafeTensorsMetadata, SingleGroup
 from .config import check_producers
 from .file_buffer import FilesBufferOnDevice
@@ -177,7 +180,7 @@ class PipelineParallel:
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
         """(name, tensor) of every tensor, whole, the same order on every rank.
-        Raises what loading raised, on any rank."""
+        Raises what loading raised, on any rank, and ForkedError in a forked child."""
         if self._stop.is_set():
             return
         bar = self._bar()
@@ -189,12 +192,14 @@ class PipelineParallel:
         group = self.loader.pg
         try:
             for _ in self._plan:
+                self._refuse_child()
                 item = self.batch_queue.get()
                 try:
                     group.agree(item.error)
                     buffer = item.buffer
                     assert buffer is not None
                     for name in list(buffer.key_to_rank_lidx):
+                        self._refuse_child()
                         yield name, buffer.get_tensor(name)
                 finally:
                     if item.buffer is not None:
@@ -208,9 +213,13 @@ class PipelineParallel:
             if bar is not None:
                 bar.close()
 
+    def _refuse_child(self) -> None:
+        if forked():  # the thread that reads is the parent's
+            raise ForkedError("PipelineParallel: it is read by the process that this one was forked from")
+
     def _finish(self) -> None:
         thread, self._thread = self._thread, None
-        if thread is None:
+        if thread is None or forked():
             return
         is_stopped = self._stop.is_set()
         self._stop.set()
@@ -233,10 +242,11 @@ class PipelineParallel:
         return tqdm(total=len(self._plan), desc="Loading fastsafetensors checkpoint shards", leave=False)
 
     def close(self) -> None:
-        """Ends loading; `iterate_weights` gives nothing any more."""
-        self._stop.set()
-        self._finish()
-        self.loader.close()
+        """Ends loading; `iterate_weights` gives nothing any more. In a forked child nothing: all is the parent's."""
+        if not forked():
+            self._stop.set()
+            self._finish()
+            self.loader.close()
 
 
 def _runs(sizes: dict[str, int], most: int) -> list[list[str]]:
