@@ -1,4 +1,4 @@
-"""stream: whole tensors as they arrive, of all of a model at once or in windows of so many bytes."""
+"""stream: whole tensors as they arrive, of all of a model at once or in windows of max_memory bytes."""
 
 from __future__ import annotations
 
