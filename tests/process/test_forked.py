@@ -294,12 +294,10 @@ from overwire import _locks
 
 def held_by_a_thread(more):
     '''Ends when it is called: until then a thread has every lock, and those of `more`.'''
-    ready, leave, count = threading.Event(), threading.Event(), []
+    ready, leave = threading.Event(), threading.Event()
     def hold():
         locks = [lock for lock in (reference() for reference in list(_locks._locks)) if lock is not None] + list(more)
-        for lock in locks:
-            lock.acquire()
-        count.append(len(locks))
+        locks = [lock for lock in locks if lock.acquire(blocking=False)]  # the rest are another thread's already
         ready.set()
         leave.wait()
         for lock in locks:
@@ -406,8 +404,13 @@ def offloaded():
     return away
 
 def saving():
-    ow.save_file(tensors, "saved.safetensors", wait=False).wait()
-    return ow.save_file(tensors, "saved.safetensors", wait=False)
+    leave = threading.Event()
+    def watch(now):  # its thread stays in it
+        if threading.current_thread() is not threading.main_thread():
+            leave.wait()
+    made = ow.save_file(tensors, "saved.safetensors", wait=False, progress=watch)
+    made.leave = leave
+    return made
 
 def reader():
     made = cpp.nogds_file_reader(False, 1024, 2, False, 0)
@@ -448,7 +451,7 @@ objects = {
     "open": (lambda: ow.safe_open("m.safetensors"), lambda it: it.get_tensor("t03"), lambda it: it.close(), lambda it: it["t03"][0, 0] == 3),
     "slice": (lambda: ow.safe_open("m.safetensors").get_slice("t03"), lambda it: it[:2], repr, lambda it: it[:2][0, 0] == 3),
     "pinned": (lambda: ow.pin("m.safetensors"), lambda it: it.load_file(), lambda it: it.release(), lambda it: len(it.load_file()) == 20),
-    "saving": (saving, lambda it: it.wait(), repr, lambda it: it.wait().tensors == 20),
+    "saving": (saving, lambda it: it.wait(), repr, lambda it: it.leave.set() or it.wait().tensors == 20),
     "preload": (lambda: ow.preload("preloaded.safetensors"), lambda it: it.wait(), repr, lambda it: it.wait()),
     "asleep": (lambda: ow.sleep({"a": torch.ones(1000)}, release=False), lambda it: it.wake(), lambda it: it.close(), lambda it: it.wake() is None),
     "offloaded": (offloaded, lambda it: it.run(), lambda it: it.close(), lambda it: it.run() is not None and it.close() is None and it.weights()),
@@ -482,6 +485,7 @@ for name, (make, read, end, go_on) in objects.items():
     del it
 
 saved = saving()
+saved.leave.set()
 saved.wait()
 assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 0  # what has ended waits for nothing
 """
