@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,9 @@ def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
         for wrong in (number, 12345, reader.submit_read(file.fileno(), buffer, 0, 10, 0)):
             with pytest.raises(ValueError, match="no read"):
                 reader.wait_read_prefix(wrong, 1)
+    gone = weakref.ref(reader)
     del reader  # waits for what runs
+    assert gone() is None  # also after reads that failed
     cpp.cpu_free(address)
 
 

@@ -226,45 +226,21 @@ class gds_device_buffer:
         _tensor_at(self._ptr + at, data.numel(), True).copy_(data)
 
 
-class _Reader:
-    # Reads by a pool of threads, started with the first one. A forked child, which has no such threads, is refused.
+class _Work:
+    # What the threads of a reader do. They do not have the reader, which waits for them when it goes.
 
-    def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
-        self._threads, self._cuda, self._device = max(1, int(max_threads)), bool(use_cuda), int(device_id)
-        self._process = os.getpid()
-        self._pool: ThreadPoolExecutor | None = None
-        self._pending: dict[int, tuple[Future[int], int]] = {}
-        self._done: dict[int, int] = {}  # bytes of reads whose progress is wanted
-        self._moved = threading.Condition(new_lock())
-        self._numbers = itertools.count(1)
+    def __init__(self, use_cuda: bool, device_id: int) -> None:
+        self._cuda, self._device = bool(use_cuda), int(device_id)
+        self.done: dict[int, int] = {}  # bytes of reads whose progress is wanted
+        self.moved = threading.Condition(new_lock())
 
-    def _submit(
-        self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, track: bool = False
-    ) -> int:
-        self._refuse_child()
-        if length < 0 or ptr_off < 0 or ptr_off + length > buffer.get_length():
-            raise ValueError(f"submit_read: {length} bytes at {ptr_off} of a buffer of {buffer.get_length()}")
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "overwire-fst")
-        own = os.dup(fd)  # the caller may close its own
-        number = next(self._numbers)
-        if track:
-            self._done[number] = 0
-        try:
-            future = self._pool.submit(self._read_range, own, buffer, offset, length, ptr_off, number)
-        except BaseException:
-            os.close(own)
-            raise
-        self._pending[number] = future, buffer.get_base_address() + ptr_off
-        return number
+    def _tell_reached(self, number: int, done: int) -> None:
+        if number in self.done:
+            with self.moved:
+                self.done[number] = done
+                self.moved.notify_all()
 
-    def _reached(self, number: int, done: int) -> None:
-        if number in self._done:
-            with self._moved:
-                self._done[number] = done
-                self._moved.notify_all()
-
-    def _read_range(
+    def read_range(
         self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int
     ) -> int:
         try:
@@ -275,12 +251,12 @@ class _Reader:
                 size = min(_PIECE, length - position)
                 into = (ctypes.c_char * size).from_address(buffer.get_base_address() + ptr_off + position)
                 position += _some(os.preadv(fd, [into], offset + position), offset + position)
-                self._reached(number, position)
+                self._tell_reached(number, position)
             return position
         finally:
             os.close(fd)
-            with self._moved:  # those that wait for more get the error
-                self._moved.notify_all()
+            with self.moved:  # those that wait for more get the error
+                self.moved.notify_all()
 
     def _read_cuda(
         self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int
@@ -300,10 +276,41 @@ class _Reader:
                     buffer._write(ptr_off + position, bounce[:count])
                     torch.cuda.synchronize()
                     position += count
-                    self._reached(number, position)
+                    self._tell_reached(number, position)
             return position
         finally:
             _lease(-size)
+
+
+class _Reader:
+    # Reads by a pool of threads, started with the first one. A forked child, which has no such threads, is refused.
+
+    def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
+        self._threads, self._work = max(1, int(max_threads)), _Work(use_cuda, device_id)
+        self._process = os.getpid()
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: dict[int, tuple[Future[int], int]] = {}
+        self._numbers = itertools.count(1)
+
+    def _submit(
+        self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, track: bool = False
+    ) -> int:
+        self._refuse_child()
+        if length < 0 or ptr_off < 0 or ptr_off + length > buffer.get_length():
+            raise ValueError(f"submit_read: {length} bytes at {ptr_off} of a buffer of {buffer.get_length()}")
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "overwire-fst")
+        own = os.dup(fd)  # the caller may close its own
+        number = next(self._numbers)
+        if track:
+            self._work.done[number] = 0
+        try:
+            future = self._pool.submit(self._work.read_range, own, buffer, offset, length, ptr_off, number)
+        except BaseException:
+            os.close(own)
+            raise
+        self._pending[number] = future, buffer.get_base_address() + ptr_off
+        return number
 
     def wait_read(self, number: int) -> int:
         """Waits; the address that was read to. Raises what the read raised, and ForkedError in a forked child."""
@@ -314,22 +321,26 @@ class _Reader:
         try:
             future.result()
         finally:
-            self._done.pop(number, None)
+            self._work.done.pop(number, None)
+            del future  # its error has this frame, which would keep the reader
         return address
 
     def wait_read_prefix(self, number: int, length: int) -> int:
         """Waits until the first `length` bytes of a read that tracks its progress
         are there; how many are. Raises what the read raised, and ForkedError in a forked child."""
         self._refuse_child()
-        if number not in self._pending or number not in self._done:
+        if number not in self._pending or number not in self._work.done:
             raise ValueError(f"wait_read_prefix: no read {number} that tracks its progress")
         future, _ = self._pending[number]
-        with self._moved:
-            while self._done[number] < length and not future.done():
-                self._moved.wait(0.05)  # a future is done a moment after its last word
-            count = self._done[number]
+        with self._work.moved:
+            while self._work.done[number] < length and not future.done():
+                self._work.moved.wait(0.05)  # a future is done a moment after its last word
+            count = self._work.done[number]
         if count < length:
-            future.result()
+            try:
+                future.result()
+            finally:
+                del future
             raise ValueError(f"wait_read_prefix: {length} bytes of a read of {count}")
         return count
 
