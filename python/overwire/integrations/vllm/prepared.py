@@ -119,8 +119,10 @@ class Start:
             self._let_go()
 
     def _load_kept(self, kept: Kept) -> torch.nn.Module | None:
+        from ...plumbing import many_objects
+
         model: torch.nn.Module | None = None
-        with _undo_unless(self._config, lambda: model is not None), _no_collections():
+        with _undo_unless(self._config, lambda: model is not None), many_objects():
             reason = None
             began = time.perf_counter()
             try:
@@ -240,18 +242,6 @@ def _undo_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
             experts[:] = before[1]
             ropes.clear()
             ropes.update(before[2])
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    # Python would look again and again at the model that is being made and described, none of which is garbage.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _check_supported(model: torch.nn.Module) -> None:
