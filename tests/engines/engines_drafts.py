@@ -50,7 +50,7 @@ def load(root: Path, port: int) -> None:
 def main() -> None:
     if base.run_as_rank(lambda root, world, rank, port, names: load(root, port)):
         return
-    with base.workplace("overwire-drafts-") as (root, env):
+    with base.plugged_folder("overwire-drafts-") as (root, env):
         for value, name in enumerate(("target", "draft", "store"), start=1):
             tensors = base.weights(base.LLAMA)
             tensors["model.norm.weight"].fill_(value)

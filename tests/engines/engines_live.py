@@ -136,7 +136,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, names: list[str]) ->
 def main() -> None:
     if tiny.run_as_rank(rank_main):
         return
-    with tiny.workplace("overwire-live-") as (base, env):
+    with tiny.plugged_folder("overwire-live-") as (base, env):
         for name, config in tiny.MODELS.items():
             tensors = tiny.weights(config)
             tiny.folder(base / name / "plain", config, tensors, False)

@@ -59,7 +59,7 @@ def load(root: Path, port: int) -> None:
 def main() -> None:
     if base.run_as_rank(lambda root, world, rank, port, names: load(root, port)):
         return
-    with base.workplace("overwire-express-") as (root, env):
+    with base.plugged_folder("overwire-express-") as (root, env):
         tensors = base.weights(base.LLAMA)
         for kind in ("plain", "compressed"):
             base.folder(root / "llama" / kind, base.LLAMA, tensors, kind == "compressed")

@@ -154,7 +154,7 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
 def main() -> None:
     if base.run_as_rank(rank_main):
         return
-    with base.workplace("overwire-offload-") as (root, env):
+    with base.plugged_folder("overwire-offload-") as (root, env):
         for name in (names := ("llama", "tied", "padded")):
             tensors = base.weights(base.MODELS[name])
             base.folder(root / name / "plain", base.MODELS[name], tensors, False)

@@ -234,7 +234,7 @@ def make_folders(root: Path) -> None:
 def main() -> None:
     if base.run_as_rank(rank_main):
         return
-    with base.workplace("overwire-prepared-") as (root, env):
+    with base.plugged_folder("overwire-prepared-") as (root, env):
         make_folders(root)
         for world, names in ((1, [*base.MODELS, "fp8"]), (2, ["llama", "experts", "fp8"])):
             base.run_ranks(__file__, root, world, names, env)

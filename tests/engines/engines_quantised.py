@@ -358,7 +358,7 @@ def main() -> None:
     if base.run_as_rank(rank_main):
         return
     names = sys.argv[1:] or [*CASES]
-    with base.workplace("overwire-quantised-") as (root, env):
+    with base.plugged_folder("overwire-quantised-") as (root, env):
         env |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
         for world, cases in ((1, names), (2, [name for name in names if name in DIVIDED])):
             base.run_ranks(__file__, root, world, cases, env)

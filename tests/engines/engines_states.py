@@ -266,7 +266,7 @@ def main() -> None:
     if base.run_as_rank(rank_main):
         return
     names = sys.argv[1:] or list(PARTS)
-    with base.workplace("overwire-states-") as (root, env):
+    with base.plugged_folder("overwire-states-") as (root, env):
         kept.make_folders(root)
         for world in sorted({PARTS[name][0] for name in names}):
             base.run_ranks(__file__, root, world, names, env)

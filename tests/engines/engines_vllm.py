@@ -407,7 +407,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def workplace(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
+def plugged_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
     """A temporary folder, in which overwire is plugged in, and the environment of a rank."""
     root = Path(tempfile.mkdtemp(prefix=prefix))
     try:
@@ -442,7 +442,7 @@ def run_as_rank(rank_main: Callable[[Path, int, int, int, list[str]], None]) -> 
 def main() -> None:
     if run_as_rank(rank_main):
         return
-    with workplace("overwire-vllm-") as (root, env):
+    with plugged_folder("overwire-vllm-") as (root, env):
         for name, config in MODELS.items():
             tensors = weights(config)
             folder(root / name / "plain", config, tensors, False)

@@ -64,7 +64,7 @@ func (c *classes) class(t reflect.Type, asked bool) string {
 	}
 	c.texts[name] = "" // it may contain itself
 	bases, fields, keyword := c.fieldsOf(name, t, asked)
-	c.texts[name] = definition(name, c.docs[name], bases, fields, asked, keyword)
+	c.texts[name] = writeClass(name, c.docs[name], bases, fields, asked, keyword)
 	c.order = append(c.order, name)
 	return name
 }
@@ -104,8 +104,8 @@ func (c *classes) fieldsOf(name string, t reflect.Type, asked bool) (bases, fiel
 	return bases, fields, keyword
 }
 
-// definition is a TypedDict; keyword: a field is called as a keyword of Python.
-func definition(name, doc string, bases, fields []string, asked, keyword bool) string {
+// writeClass writes a TypedDict; keyword: a field is called as a keyword of Python.
+func writeClass(name, doc string, bases, fields []string, asked, keyword bool) string {
 	var b strings.Builder
 	if keyword {
 		if b.WriteString("\n\n"); doc != "" {

@@ -292,7 +292,7 @@ class _Reader:
         self._pending: dict[int, tuple[Future[int], int]] = {}
         self._numbers = itertools.count(1)
 
-    def _submit(
+    def _submit_read(
         self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, track: bool = False
     ) -> int:
         self._refuse_child()
@@ -370,7 +370,7 @@ class nogds_file_reader(_Reader):
         self, fd: int, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, track_progress: bool = False
     ) -> int:
         """Starts a read; its number, above 0."""
-        return self._submit(fd, dst, offset, length, ptr_off, track_progress)
+        return self._submit_read(fd, dst, offset, length, ptr_off, track_progress)
 
 
 class gds_file_handle:
@@ -393,4 +393,4 @@ class gds_file_reader(_Reader):
         track_progress: bool = False,
     ) -> int:  # fmt: skip
         """Starts a read; its number, above 0."""
-        return self._submit(fh._fd, dst, offset, length, ptr_off, track_progress)
+        return self._submit_read(fh._fd, dst, offset, length, ptr_off, track_progress)
