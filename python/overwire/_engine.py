@@ -306,3 +306,11 @@ def is_loaded() -> bool:
 def forked() -> bool:
     """Whether this is a child of a process that had loaded the engine."""
     return _library is not None and bool((_loaded or _library).forked())
+
+
+def refuse_child(what: str) -> None:
+    """Raises ForkedError in a forked child. what: what runs in its parent, as a sentence without its end."""
+    if forked():  # before any lock: a thread of the parent may have it
+        from .errors import ForkedError
+
+        raise ForkedError(f"{what} the process that this one was forked from")

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from .._engine import forked
+from .._engine import forked, refuse_child
 from .._imports import skip_at_exit
-from ..errors import ForkedError
 from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from .group import current
@@ -46,8 +45,7 @@ class GroupStream(Iterator[tuple[str, Any]]):
         _open.add(self)
 
     def __next__(self) -> tuple[str, Any]:
-        if forked():  # a thread of the parent may be in the middle of a step
-            raise ForkedError("overwire: stream: its load runs in the process that this one was forked from")
+        refuse_child("overwire: stream: its load runs in")
         try:
             with current(self._device):
                 if self._order is None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import _verbs
-from .._engine import forked
+from .._engine import refuse_child
 from .._locks import new_lock
-from ..errors import ArgumentError, CancelledError, DeadlineError, ForkedError
+from ..errors import ArgumentError, CancelledError, DeadlineError
 from ..jobs import Job, log, shown, time_limit
 from ..paths import is_file, is_remote, path_of
 from ..progress import Progress
@@ -200,8 +200,8 @@ class Saving:
         return self._report
 
     def _refuse_child(self, what: str) -> None:
-        if not self._ended.is_set() and forked():
-            raise ForkedError(f"overwire: Saving.{what}: the save runs in the process that this one was forked from")
+        if not self._ended.is_set():
+            refuse_child(f"overwire: Saving.{what}: the save runs in")
 
     def _forget_saving(self) -> None:
         with _lock:

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
-from .._engine import forked, open_library
+from .._engine import forked, open_library, refuse_child
 from .._imports import skip_at_exit
 from .._locks import new_lock
-from ..errors import ArgumentError, ForkedError, OverwireError
+from ..errors import ArgumentError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit, outlook
 from ..model.loads import Load
@@ -166,8 +166,7 @@ class _Stream(Iterator[tuple[str, Any]]):
         self._taking = False
 
     def __next__(self) -> tuple[str, Any]:
-        if forked():  # the lock may be that of a thread of the parent
-            raise ForkedError("overwire: stream: its load runs in the process that this one was forked from")
+        refuse_child("overwire: stream: its load runs in")
         with self._lock:
             if self._taking:
                 raise ArgumentError(_WITHIN)
@@ -296,8 +295,7 @@ class _Windows(Iterator[tuple[str, Any]]):
         return self._begin(window, Watcher(update_watcher)), size
 
     def __next__(self) -> tuple[str, Any]:
-        if forked():
-            raise ForkedError("overwire: stream: its load runs in the process that this one was forked from")
+        refuse_child("overwire: stream: its load runs in")
         with self._lock:
             if self._taking:
                 raise ArgumentError(_WITHIN)
