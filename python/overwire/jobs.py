@@ -204,9 +204,9 @@ class Landed:
 
 
 def heed(uris: Iterable[str]) -> None:
-    """Logs what people should know of how these were opened, such as a model of the Hub
-    that was taken from the cache since the Hub cannot be reached."""
-    if any(uri[:5].lower() == "hf://" for uri in uris):
+    """Logs what people should know of how these were opened, such as a model of a store
+    that was taken from the cache since the store cannot be reached."""
+    if any(map(is_remote, uris)):
         for text in _verbs.notices():
             log.warning("overwire: %s", text)
 

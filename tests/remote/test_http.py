@@ -324,3 +324,23 @@ def test_cache(serve: Callable[..., str], tmp_path: Path) -> None:
     ow.save_file(again, tmp_path / "m.safetensors")
     same(ow.load_file(url, framework="np", storage_options={"cache": folder}), again)
     assert len([p for p in folder.iterdir() if p.suffix not in (".lock", ".note")]) == 2
+
+
+def test_notices_are_logged_by_what_they_are_about(
+    serve: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that cannot be reached, whose cached file is used, and one that lists no files are warned of by the
+    verb that found it, not by a later one."""
+    want = weights(n=4)
+    (tmp_path / "m").mkdir()
+    ow.save_file(want, tmp_path / "m" / "model.safetensors")
+    with processes.overwire_serve(tmp_path) as root:
+        url = root + "m/"
+        options = {"cache": tmp_path / "cache", "retries": 0}
+        ow.load_file(url + "model.safetensors", framework="np", storage_options=options)
+        assert not caplog.records
+        ow.convert(url, tmp_path / "copy/", compress=False)
+        assert ["lists no files" in record.getMessage() for record in caplog.records] == [True]
+    caplog.clear()
+    same(ow.load_file(url + "model.safetensors", framework="np", storage_options=options), want)
+    assert ["cannot be reached" in record.getMessage() for record in caplog.records] == [True]

@@ -33,12 +33,12 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
 
 def read(uri: str, options: Mapping[str, object] | None, most: int) -> bytes:
     """All bytes of a URI; FormatError if there are more than `most`."""
-    with os.fdopen(os.memfd_create("overwire"), "w+b") as memory:
-        with Job(
-            _verbs.fetch({"uris": [uri], "fd": memory.fileno(), "most": most, "storage": storage(options, [uri])}),
-            "fetch",
-        ) as job:
-            job.wait()
+    try:
+        with os.fdopen(os.memfd_create("overwire"), "w+b") as memory:
+            fd, spec = memory.fileno(), storage(options, [uri])
+            with Job(_verbs.fetch({"uris": [uri], "fd": fd, "most": most, "storage": spec}), "fetch") as job:
+                job.wait()
+            memory.seek(0)
+            return memory.read()
+    finally:
         heed([uri])
-        memory.seek(0)
-        return memory.read()

@@ -106,7 +106,8 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     except OverwireError as error:
         note("open", "", type(error).__name__)
         raise
-    heed(uris)
+    finally:
+        heed(uris)
     return cast("Inspection", inspection)
 
 
@@ -170,9 +171,11 @@ def verify(
         comparison = compare(tensors, {"uris": request["uris"], "storage": request["storage"]}, progress)
         return cast("Comparison", Facts("Comparison", comparison))
     check_progress(progress)  # a wrong one starts nothing
-    with Job(_verbs.verify(request), "verify", watch(progress, "verify")) as job:
-        verified = Facts("Verification", job.finish())
-    heed(uris)
+    try:
+        with Job(_verbs.verify(request), "verify", watch(progress, "verify")) as job:
+            verified = Facts("Verification", job.finish())
+    finally:
+        heed(uris)
     del keep
     return cast("Verification", verified)
 
@@ -210,9 +213,11 @@ def rewrite(
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
     check_progress(progress)  # a wrong one starts nothing
-    with Job(_verbs.convert(spec), "rewrite", watch(progress, "convert")) as job:
-        report = job.finish()
-    heed(uris)
+    try:
+        with Job(_verbs.convert(spec), "rewrite", watch(progress, "convert")) as job:
+            report = job.finish()
+    finally:
+        heed(uris)
     del keep
     return Report.of(report)
 
