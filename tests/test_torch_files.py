@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import struct
 import zipfile
 from collections import OrderedDict
@@ -241,3 +242,87 @@ def test_a_folder_that_another_conversion_sweeps(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torchfolders.tempfile, "mkdtemp", mkdtemp)
     ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
     assert len(made) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["m.pt", "m.safetensors"]
+
+
+def _archive(path: Path, pickled: bytes, entries: tuple[tuple[str, bytes], ...] = ()) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (("data.pkl", b"\x80\x02" + pickled), *entries):
+            archive.writestr(f"a/{name}", data)
+    return path
+
+
+def _text(text: bytes) -> bytes:
+    return b"X" + len(text).to_bytes(4, "little") + text
+
+
+def _tensor(nbytes: int) -> bytes:
+    """One of U8 that has the storage `data/0`."""
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text(b"storage") + b"ctorch\nByteStorage\n" + _text(b"0")
+        + _text(b"cpu") + b"J" + nbytes.to_bytes(4, "little") + b"tQK\0J" + nbytes.to_bytes(4, "little") + b"\x85K\1\x85\x89NtR"
+    )  # fmt: skip
+
+
+def _dict(count: int, value: bytes) -> bytes:
+    return b"}(" + b"".join(b"J" + at.to_bytes(4, "little") + value for at in range(count)) + b"u"
+
+
+@pytest.mark.parametrize(
+    ("pickled", "error"),
+    [
+        (b"}" + _text(b"k" * 20_000) + _dict(3000, b"K\1") + b"s", ow.UntrustedPickleError),
+        (_text(b"v" * 20_000) + b"q\x000" + _dict(3000, b"h\0"), ow.UntrustedPickleError),
+        (b"](" + b"K\1" * 2000 + b"eq\x000" + _dict(3000, b"h\0"), ow.UntrustedPickleError),
+        (b"c" + b"m" * 20_000 + b"\nname\nq\x000" + _dict(3000, b"h\0)R"), ow.UntrustedPickleError),
+        (_tensor(1 << 20) + b"q\x000" + _dict(1000, b"h\0"), ow.NotSupportedError),
+    ],
+    ids=["names", "texts", "lists", "classes", "tensors"],
+)
+def test_what_is_there_once_is_not_many_times_as_large(tmp_path: Path, pickled: bytes, error: type[Exception]) -> None:
+    """A pickle that names one key, value, class or tensor many times takes no memory and no disk for each of them."""
+    path = _archive(tmp_path / "small.pt", pickled + b".", (("data/0", bytes(1 << 20)),))
+    with pytest.raises(error, match=re.escape(str(path))):
+        ow.convert(path, tmp_path / "x.safetensors")
+    assert os.listdir(tmp_path) == ["small.pt"]
+
+
+def test_values_and_names_that_no_file_can_have(tmp_path: Path) -> None:
+    """Numbers of thousands of digits and halves of characters are left out as values, and refused as names; so are
+    names that cannot be a tensor's, by an error that names the file."""
+    digits = b"\x8b" + (4000).to_bytes(4, "little") + b"\1" * 4000
+    half = _text(b"\xed\xa0\x80")
+    entry = (("data/0", b"abcd"),)
+    path = _archive(tmp_path / "m.pt", b"}(" + b"K\1" + digits + b"K\2" + half + b"K\3" + _tensor(4) + b"u.", entry)
+    report = ow.convert(path, tmp_path / "m.safetensors", compress=False)
+    assert sorted(ow.load_file(tmp_path / "m.safetensors")) == ["3"] and len(report.left) == 2
+    for key in (digits, half, _text(b"a\0b"), _text(b"__metadata__"), b"\x8f" + b"\x85"):
+        _archive(path, b"}" + key + _tensor(4) + b"s.", entry)
+        with pytest.raises((ow.FormatError, ow.NotSupportedError, ow.UntrustedPickleError), match=re.escape(str(path))):
+            ow.convert(path, tmp_path / "n.safetensors")
+    _archive(path, b"}(" + _text(b"a.b") + _tensor(4) + _text(b"a") + b"}" + _text(b"b") + _tensor(4) + b"su.", entry)
+    with pytest.raises(ow.FormatError, match=re.escape(str(path))):
+        ow.convert(path, tmp_path / "n.safetensors")
+
+
+def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
+    """A directory that claims to be larger than it may, in a file with holes, is not read; an entry that is there twice
+    has no meaning; an index of shards that is nested without an end is no index."""
+    size, path = 1 << 40, tmp_path / "holes.pt"
+    with open(path, "wb") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, size, 0))
+        file.write(struct.pack("<4sLQL", b"PK\6\7", 0, size, 1))
+        file.write(struct.pack("<4s4H2LH", b"PK\5\6", *[0xFFFF] * 4, *[0xFFFFFFFF] * 2, 0))
+    with pytest.raises(ow.FormatError, match="its directory has 1099511627776 bytes"), opened(str(path)):
+        pass
+    assert not torchfolders.is_torch_file(str(path))
+    with pytest.warns(UserWarning, match="Duplicate"):
+        _archive(path, b"}" + _text(b"w") + _tensor(4) + b"s.", (("data/0", b"abcd"), ("data/0", b"efgh")))
+    with pytest.raises(ow.FormatError, match="twice"):
+        ow.convert(path, tmp_path / "x.safetensors")
+    (tmp_path / "model").mkdir()
+    _archive(tmp_path / "model/pytorch_model.bin", b"}" + _text(b"w") + _tensor(4) + b"s.", (("data/0", b"abcd"),))
+    (tmp_path / "model/pytorch_model.bin.index.json").write_text("[" * 200_000)
+    with pytest.raises(ow.FormatError, match="no index of shards"):
+        ow.convert(tmp_path / "model", tmp_path / "out/")

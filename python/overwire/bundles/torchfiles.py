@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import struct
 import zipfile
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from .._tables import BITS
 from ..dtypes import CALLED
@@ -45,6 +46,16 @@ _MOST = 256 << 20
 #: The bytes that strided tensors may have beyond those of the file.
 _SPARE = 256 << 20
 
+#: How often all tensors together may have the bytes of the file, beyond the first _SPARE:
+#: one storage, or one tensor, may be there under many names.
+_TIMES = 64
+
+#: The most bytes of an archive's directory, and letters of what a pickle names.
+_DIRECTORY, _LONGEST = 16 << 20, 1 << 10
+
+#: What an entry of the content takes beside its letters, and bits of the longest number.
+_ENTRY, _BITS = 64, 1 << 10
+
 # The classes of typed storages, and the dtypes by their names.
 _STORAGES = {
     "Float": "F32",
@@ -60,7 +71,7 @@ _STORAGES = {
     "ComplexFloat": "C64",
     "Untyped": "U8",
 }
-_PLAIN = (bool, int, float, str)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = {called: code for code, called in CALLED.items()}
 
 
@@ -75,7 +86,7 @@ class _Opaque:
     """An object of a class that is not data."""
 
     def __init__(self, kind: _Named) -> None:
-        self.kind = f"{kind.module}.{kind.name}"
+        self.kind = kind
 
 
 class _Storage(NamedTuple):
@@ -106,12 +117,40 @@ class TorchFile(NamedTuple):
     left: list[str]
 
 
+class _Directory:
+    """A file as zipfile reads its directory, whose size and place the file only claims."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.tell = file.tell
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_SET and not 0 <= offset < 1 << 63:
+            raise zipfile.BadZipFile(f"its directory is at {offset}")
+        return self._file.seek(offset, whence)
+
+    def read(self, size: int = -1) -> bytes:
+        if size > _DIRECTORY:
+            raise zipfile.BadZipFile(f"its directory has {size} bytes, of which {_DIRECTORY} are supported")
+        return self._file.read(size if size >= 0 else _DIRECTORY)
+
+
+#: What zipfile raises for what is no archive.
+_BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError)
+
+
+def _entries_of(file: BinaryIO) -> list[zipfile.ZipInfo]:
+    """The entries of an archive. Raises _BAD_ZIP, and what reading raises."""
+    with zipfile.ZipFile(cast(BinaryIO, _Directory(file))) as archive:
+        return archive.infolist()
+
+
 def is_torch_file(path: str) -> bool:
     """Whether a file is such an archive; False for what cannot be read."""
     try:
-        with open(path, "rb", opener=regular) as file, zipfile.ZipFile(file) as archive:
-            return any(name.endswith("/data.pkl") for name in archive.namelist())
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, struct.error):
+        with open(path, "rb", opener=regular) as file:
+            return any(entry.filename.endswith("/data.pkl") for entry in _entries_of(file))
+    except (OSError, *_BAD_ZIP):
         return False
 
 
@@ -135,12 +174,14 @@ def opened(path: str) -> Iterator[TorchFile]:
     with file:
         before = _state_of_file(file.fileno())
         try:
-            with zipfile.ZipFile(file) as archive:
-                # Tensors view it until the last of them is gone, which closes it.
-                content = _Reader(path, archive, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).read()
+            entries = _entries_of(file)
+            # Tensors view it until the last of them is gone, which closes it.
+            content = _Reader(path, entries, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).read_content()
         except OverwireError:
             raise
-        except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
+        except OSError as error:
+            raise IOFailure(f"overwire: read {path}: {error.strerror}", source=path) from error
+        except _BAD_ZIP as error:
             raise FormatError(
                 f"overwire: open {path}: no file that torch.save wrote (since torch 1.6): {error}", source=path
             ) from error
@@ -162,7 +203,10 @@ class _Names(AllowList):
         self._reader = reader
 
     def find(self, module: str, name: str) -> Any:
-        """Plain types of Python; a placeholder for all else."""
+        """Plain types of Python; a placeholder for all else. UntrustedPickleError for a name that
+        is too long for one."""
+        if len(module) + len(name) > _LONGEST:
+            raise self.budget.refuse(f"it has a name of {len(module) + len(name)} letters")
         if module.split(".")[0] not in ("torch", "numpy"):
             with contextlib.suppress(UntrustedPickleError):
                 return super().find(module, name)
@@ -175,7 +219,7 @@ class _Names(AllowList):
         if not isinstance(function, _Named):
             return super().call(function, args)
         if function.module == "torch._utils" and function.name.startswith("_rebuild_"):
-            return self._reader.rebuilt(function.name, args)
+            return self._reader.rebuild_tensor(function.name, args)
         if function == _Named("torch", "Size") and len(args) == 1 and type(args[0]) is tuple:
             return args[0]
         return _Opaque(function)
@@ -204,18 +248,19 @@ class _Machine(Machine):
 class _Reader:
     """One reading of one file."""
 
-    def __init__(self, path: str, archive: zipfile.ZipFile, memory: mmap.mmap) -> None:
+    def __init__(self, path: str, entries: list[zipfile.ZipInfo], memory: mmap.mmap) -> None:
         self._path = path
         self._memory = memory
-        self._entries = {info.filename: info for info in archive.infolist()}
+        self._entries = {info.filename: info for info in entries}
+        if len(self._entries) != len(entries):
+            raise self._error_of("one of its entries is there twice")
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise self._error_of("it has no data.pkl")
         self._folder = pickles[0].removesuffix("data.pkl")
-        self._budget = Budget(
-            path, min(_MOST, sum(info.file_size for info in archive.infolist() if info.filename == pickles[0]))
-        )
+        self._budget = Budget(path, min(_MOST, self._entries[pickles[0]].file_size))
         self._made = 0
+        self._named = 0  # bytes of the mapped ones, under all their names
         self._copied = 0  # bytes of strided tensors, which are not mapped
         self._odd = ""  # a class whose objects are not data
 
@@ -239,7 +284,7 @@ class _Reader:
             raise self._error_of(f"{name} is cut short")
         return start, start + info.file_size
 
-    def read(self) -> TorchFile:
+    def read_content(self) -> TorchFile:
         """Everything in the file."""
         if self._folder + "byteorder" in self._entries:
             start, end = self._span_of_entry("byteorder")
@@ -275,7 +320,7 @@ class _Reader:
             raise self._error_of(f"safetensors has no type {name[:50]}", NotSupportedError)
         return table[name]
 
-    def rebuilt(self, name: str, args: tuple[Any, ...]) -> _Tensor:
+    def rebuild_tensor(self, name: str, args: tuple[Any, ...]) -> _Tensor:
         """The tensor of a call of torch's functions that rebuild one."""
         if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args and type(args[0]) is _Tensor:
             return args[0]
@@ -301,31 +346,57 @@ class _Reader:
         return _Tensor(storage, dtype, shape, strides, offset * item)
 
     def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
-        self._budget.work(1)  # one object may have many paths
+        # One object may have many paths, and one key many objects below it.
+        self._budget.work(1)
+        self._budget.memory(_ENTRY + sum(map(len, at)))
         name = ".".join(at)
         if isinstance(value, _Tensor):
             seen.add(id(value))
             found.tensors.append((name, self._bytes_of(name, value)))
         elif isinstance(value, (_Opaque, _Named)):
-            kind = value.kind if isinstance(value, _Opaque) else f"{value.module}.{value.name}"
+            kind = ".".join(value.kind if isinstance(value, _Opaque) else value)
+            self._budget.memory(len(kind))
             self._odd = self._odd or kind
             found.left.append(f"{name or 'all of it'}: {kind}")
         elif isinstance(value, dict) and len(at) < 64:
             for key, part in value.items():
-                self._walk_value(found, part, (*at, str(key)), seen)
-        elif (
-            isinstance(value, (list, tuple))
-            and len(at) < 64
-            and not all(part is None or isinstance(part, _PLAIN) for part in value)
-        ):
+                self._walk_value(found, part, (*at, self._text_of_key(key)), seen)
+        elif (size := self._size_of_plain(value)) is not None:
+            self._budget.memory(size)
+            found.values[name] = list(value) if isinstance(value, (list, tuple)) else value
+        elif isinstance(value, (list, tuple)) and len(at) < 64:
             for number, part in enumerate(value):
                 self._walk_value(found, part, (*at, str(number)), seen)
-        elif value is None or isinstance(value, _PLAIN):
-            found.values[name] = value
-        elif isinstance(value, (list, tuple)) and len(at) < 64:
-            found.values[name] = list(value)
         else:
             found.left.append(f"{name}: {type(value).__name__}")
+
+    def _text_of_key(self, key: Any) -> str:
+        """What a key is in a name: it is a plain value, or a tuple of them."""
+        parts = key if type(key) is tuple else (key,)
+        self._budget.work(len(parts))
+        size = 0
+        for part in parts:
+            own = self._size_of_plain(part)
+            if own is None or isinstance(part, (list, tuple)):
+                raise self._error_of(f"a key is no name ({type(part).__name__})", NotSupportedError)
+            size += own
+        self._budget.memory(size)
+        return key if type(key) is str else str(key)
+
+    def _size_of_plain(self, value: Any) -> int | None:
+        """About the bytes of a plain value, or of a list of them; None for all else."""
+        kind = type(value)
+        if kind is str:
+            return len(value) if value.isascii() or not _SURROGATE.search(value) else None
+        if kind is int:
+            return 8 if value.bit_length() <= _BITS else None
+        if value is None or kind is float or kind is bool:
+            return 8
+        if kind is not list and kind is not tuple:
+            return None
+        self._budget.work(len(value))
+        sizes = [None if type(part) in (list, tuple) else self._size_of_plain(part) for part in value]
+        return None if None in sizes else sum(8 + (size or 0) for size in sizes)
 
     def _bytes_of(self, name: str, tensor: _Tensor) -> Bytes:
         start, _ = self._span_of_entry(f"data/{tensor.storage.key}")
@@ -340,6 +411,10 @@ class _Reader:
             for dim, own, want in zip(tensor.shape, tensor.strides, reversed(strides), strict=True)
         )
         if dense or not size:
+            self._named += size
+            if self._named > _TIMES * len(self._memory) + _SPARE:
+                why = f"with {name}, its tensors have {self._named} bytes, more than {_TIMES} times those of the file"
+                raise self._error_of(why, NotSupportedError)
             data: Any = memoryview(self._memory)[start : start + size]
         else:
             try:

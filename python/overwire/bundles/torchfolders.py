@@ -185,13 +185,28 @@ def _plain_file(source: str, path: str) -> list[str]:
     """Writes the tensors of a file that torch.save wrote. Plain values become metadata. Returns what is left out."""
     with opened(source) as content:
         notes = {"format": "pt"}
-        values = json.dumps(content.values, ensure_ascii=False)
-        if content.values and len(values) <= _VALUES:
+        values = _text_of(content.values)
+        if content.values and values is not None:
             notes["torch.values"] = values
         elif content.values:
-            content.left.append(f"{len(content.values)} plain values of {len(values)} letters")
-        save_bytes(content.tensors, path, notes, compress=False)
+            content.left.append(f"{len(content.values)} plain values of more than {_VALUES} letters")
+        try:
+            save_bytes(content.tensors, path, notes, compress=False)
+        except ArgumentError as error:  # of a name that no file can have
+            reason = str(error).removeprefix("overwire: bad argument: ")
+            raise FormatError(f"overwire: open {source}: {reason}", source=source, tensor=error.tensor) from error
         return [f"{source}: {what}" for what in content.left]
+
+
+def _text_of(values: dict[str, Any]) -> str | None:
+    """Values as JSON; None where that has more letters than metadata keeps: one value may stand for many."""
+    parts, letters = [], 0
+    for part in json.JSONEncoder(ensure_ascii=False).iterencode(values):
+        letters += len(part)
+        if letters > _VALUES:
+            return None
+        parts.append(part)
+    return "".join(parts)
 
 
 def _plain_folder(source: str, path: str) -> list[str]:
@@ -248,7 +263,7 @@ def _plain_index(path: str, target: str) -> None:
     try:
         index = json.loads(read_file(path, 64 << 20))
         index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError(f"overwire: open {path}: no index of shards", source=path) from error
     with open(target, "x", encoding="utf-8") as file:
         file.write(json.dumps(index))
