@@ -224,7 +224,7 @@ class Place:
                 try:
                     index = json.loads(read_bytes(path, LIMIT, storage_options=self.options))
                     checkpoint = "checkpoint" in index["metadata"]
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     checkpoint = False
                 if not checkpoint:
                     raise ArgumentError(f"overwire: {path} is of another model: save to another name", source=self.path)
