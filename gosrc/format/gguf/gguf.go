@@ -145,24 +145,24 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	}
 	r.tensor = t.Name
 	rank, err := r.readU32()
-	if err == nil && rank > maxRank {
-		err = errs.New(errs.ErrFormat, "its rank is %d: at most %d", rank, maxRank)
+	if err != nil {
+		return t, err
+	}
+	if rank > maxRank {
+		return t, errs.New(errs.ErrFormat, "its rank is %d: at most %d", rank, maxRank)
 	}
 	n, fits := uint64(1), true
 	for range rank {
-		var dim uint64
-		if err == nil {
-			dim, err = r.readU64()
+		dim, err := r.readU64()
+		if err != nil {
+			return t, err
 		}
-		if n, fits = product(n, dim, fits && dim <= 1<<62); err == nil && !fits {
-			err = errs.New(errs.ErrFormat, "its shape is too large")
+		if n, fits = product(n, dim, fits && dim <= 1<<62); !fits {
+			return t, errs.New(errs.ErrFormat, "its shape is too large")
 		}
 		t.Shape = append(t.Shape, int64(dim))
 	}
-	var id uint32
-	if err == nil {
-		id, err = r.readU32()
-	}
+	id, err := r.readU32()
 	if err != nil {
 		return t, err
 	}

@@ -7,6 +7,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"reflect"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -158,6 +159,7 @@ func TestHostileHeaders(t *testing.T) {
 		"alignment 48":        {entry(alignmentAt, uint32(kindU32), uint32(48)), errs.ErrFormat, "power of two"},
 		"alignment as a text": {entry(alignmentAt, uint32(kindText), "32"), errs.ErrFormat, "power of two"},
 		"rank":                {tensor("t", uint32(5)), errs.ErrFormat, "rank is 5"},
+		"any rank":            {tensor("t", uint32(1)<<26), errs.ErrFormat, "rank is 67108864"},
 		"shape":               {tensor("t", uint32(2), many, many, uint32(0), uint64(0)), errs.ErrFormat, "too large"},
 		"bytes": {tensor("t", uint32(1), uint64(1)<<61, uint32(27), uint64(0)), errs.ErrFormat,
 			"blocks of I64"},
@@ -178,7 +180,12 @@ func TestHostileHeaders(t *testing.T) {
 		"two entries": {header(le, 0, 2).put("k", uint32(0), uint8(1), "k", uint32(0), uint8(1)).Bytes(),
 			errs.ErrFormat, "two entries"},
 	} {
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
 		_, err := read(t, one.data)
+		if runtime.ReadMemStats(&after); after.TotalAlloc-before.TotalAlloc > 16<<20 {
+			t.Errorf("%s: %d bytes were allocated", what, after.TotalAlloc-before.TotalAlloc)
+		}
 		if !errors.Is(err, one.class) || !strings.Contains(err.Error(), one.text) ||
 			!strings.Contains(err.Error(), "x.gguf") {
 			t.Errorf("%s: %v", what, err)
