@@ -276,6 +276,7 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 // Drop ends a target: it removes the file if it was not published.
 func (t *Target) Drop() {
 	if t.lock != nil {
+		_ = syscall.Flock(int(t.lock.Fd()), syscall.LOCK_UN) // a child of fork may have the file open, too
 		_ = t.lock.Close()
 		t.lock = nil
 	}

@@ -7,9 +7,11 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -204,4 +206,43 @@ func TestLimit(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(dir, "mine")); err != nil {
 		t.Error(err)
 	}
+}
+
+// A child that is forked while an object is fetched has the lock's file open, and does not
+// keep others from fetching it once that has ended.
+func TestLockOfAForkedChild(t *testing.T) {
+	dir, read := t.TempDir(), new(atomic.Int64)
+	src := func(fail bool) source.Source {
+		return &forking{tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: random(part+1, 1)}, id: "e", read: read,
+			fail: fail}, t}
+	}
+	if _, err := (Folder{Path: dir}).Keep(context.Background(), src(true)); !errors.Is(err, errs.ErrIO) {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	s, err := Folder{Path: dir}.Keep(ctx, src(false))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Close()
+}
+
+// A forking source is read while the process forks: the open files of locks are there twice.
+type forking struct {
+	tagged
+	t *testing.T
+}
+
+func (f *forking) ReadAt(ctx context.Context, p []byte, off int64) error {
+	open, _ := filepath.Glob("/proc/self/fd/*")
+	for _, name := range open {
+		if to, _ := os.Readlink(name); strings.HasSuffix(to, ".lock") {
+			number, _ := strconv.Atoi(filepath.Base(name))
+			if child, err := syscall.Dup(number); err == nil {
+				f.t.Cleanup(func() { _ = syscall.Close(child) })
+			}
+		}
+	}
+	return f.tagged.ReadAt(ctx, p, off)
 }
