@@ -219,6 +219,13 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 	if f.Records != nil {
 		return nil
 	}
+	all, most := int64(0), tensor.MaxIndex+Align*int64(len(f.Entries)) // with the padding of known writers
+	for i := range f.Entries {
+		e := &f.Entries[i]
+		if all += e.Data - e.Record; all > most {
+			return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, "the records have more than %d bytes", most))
+		}
+	}
 	records := make([]Record, len(f.Entries))
 	err := spawn.Each(ctx, "index", maxTogether, len(f.Entries), func(i int) error {
 		e := &f.Entries[i]

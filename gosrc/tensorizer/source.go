@@ -79,6 +79,11 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 			return nil, err
 		}
 	}
+	if password && !key {
+		if err := f.checkKeyWork(); err != nil {
+			return nil, err
+		}
+	}
 	s := &sealed{Source: src, size: f.Size, boxes: blocks.New[boxKey](
 		int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes))}
 	keys := map[string]*[keyBytes]byte{} // by derivation: a file has one for all its tensors
@@ -105,6 +110,28 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 		return src, nil
 	}
 	return s, nil
+}
+
+// checkKeyWork refuses a file that asks for more than one key's work to make all its keys: known
+// writers have one for all tensors.
+func (f *File) checkKeyWork() error {
+	work, seen := uint64(0), map[string]bool{}
+	for i := range f.Records {
+		c := f.Records[i].Crypt
+		if c == nil || c.Derive == nil || seen[c.Derive.identityOf()] {
+			continue
+		}
+		seen[c.Derive.identityOf()] = true
+		err := c.Derive.Check()
+		if work += c.Derive.Passes * c.Derive.Memory; err == nil && work > maxKeyWork {
+			err = errs.New(errs.ErrNotSupported, "its %d keys are derived in passes over more than %d bytes in all",
+				len(seen), int64(maxKeyWork))
+		}
+		if err != nil {
+			return f.at(f.Entries[i].Name, f.Entries[i].Record, err)
+		}
+	}
+	return nil
 }
 
 // keyOf is the key that settings give for data whose key was derived so (nil: it was

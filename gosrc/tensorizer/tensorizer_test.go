@@ -7,11 +7,13 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"io"
 	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -363,6 +365,61 @@ func TestRefused(t *testing.T) {
 		if !errors.Is(err, c.want) || !errors.As(err, &at) {
 			t.Errorf("%s: %v", c.name, err)
 		}
+	}
+}
+
+// A hole is a file whose end is far behind its bytes.
+type hole struct {
+	bytesSource
+	size int64
+}
+
+func (h hole) Size() int64 { return h.size }
+
+func (h hole) ReadAt(_ context.Context, p []byte, off int64) error {
+	clear(p)
+	if off < int64(len(h.bytesSource)) {
+		copy(p, h.bytesSource[off:])
+	}
+	return nil
+}
+
+// Records that take more than an index may, in a file with holes, are refused before one is read.
+func TestLargeRecords(t *testing.T) {
+	var items []Item
+	at := Start(2000)
+	for i := range 20 {
+		items = append(items, Item{Name: fmt.Sprint(i), Text: "<f4", Dims: []int64{1}, Bytes: 4, Record: at, Pad: 95e6})
+		at = items[i].Data() + 4
+	}
+	b, err := Front(items, 1, 2000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	src := hole{b, at + Tail}
+	f := read(t, src)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	err = f.ReadRecords(t.Context(), src)
+	runtime.ReadMemStats(&after)
+	if !errors.Is(err, errs.ErrFormat) || after.TotalAlloc-before.TotalAlloc > 1<<20 {
+		t.Error(err, after.TotalAlloc-before.TotalAlloc)
+	}
+}
+
+// A file whose tensors each ask for a key of their own, derived by as much work as one key may
+// take, is refused before any is derived.
+func TestManyKeys(t *testing.T) {
+	f := &File{URI: "x", Encrypted: true, Entries: make([]Entry, 3)}
+	for i := range f.Entries {
+		f.Records = append(f.Records, Record{Crypt: &Crypt{Derive: &Derivation{maxKeyPasses, maxKeyWork / maxKeyPasses,
+			bytes.Repeat([]byte{byte(i)}, saltBytes)}}})
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	_, err := f.Source(ctx, bytesSource(nil), map[string]string{OptionPassword: "00"})
+	if !errors.Is(err, errs.ErrNotSupported) {
+		t.Error(err)
 	}
 }
 
