@@ -115,17 +115,17 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 // checkKeyWork refuses a file that asks for more than one key's work to make all its keys: known
 // writers have one for all tensors.
 func (f *File) checkKeyWork() error {
-	work, seen := uint64(0), map[string]bool{}
+	work, derivations := uint64(0), map[string]bool{}
 	for i := range f.Records {
 		c := f.Records[i].Crypt
-		if c == nil || c.Derive == nil || seen[c.Derive.identityOf()] {
+		if c == nil || c.Derive == nil || derivations[c.Derive.identityOf()] {
 			continue
 		}
-		seen[c.Derive.identityOf()] = true
+		derivations[c.Derive.identityOf()] = true
 		err := c.Derive.Check()
 		if work += c.Derive.Passes * c.Derive.Memory; err == nil && work > maxKeyWork {
 			err = errs.New(errs.ErrNotSupported, "its %d keys are derived in passes over more than %d bytes in all",
-				len(seen), int64(maxKeyWork))
+				len(derivations), int64(maxKeyWork))
 		}
 		if err != nil {
 			return f.at(f.Entries[i].Name, f.Entries[i].Record, err)

@@ -250,7 +250,7 @@ func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File
 	return f, nil
 }
 
-// lockFile waits for an exclusive lock, which ends with the process at the latest.
+// lockFile waits for an exclusive lock, which ends with the process, and with unlock for its forked children, too.
 func lockFile(ctx context.Context, path string) (unlock func(), err error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
 	if err != nil {
@@ -259,10 +259,7 @@ func lockFile(ctx context.Context, path string) (unlock func(), err error) {
 	for {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 		if err == nil {
-			return func() {
-				_ = syscall.Flock(int(f.Fd()), syscall.LOCK_UN) // a child of fork may have the file open, too
-				_ = f.Close()
-			}, nil
+			return func() { _ = errors.Join(syscall.Flock(int(f.Fd()), syscall.LOCK_UN), f.Close()) }, nil
 		}
 		if !errors.Is(err, syscall.EWOULDBLOCK) && !errors.Is(err, syscall.EINTR) {
 			_ = f.Close()
