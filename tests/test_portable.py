@@ -7,9 +7,11 @@ import json
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import overwire as ow
@@ -126,6 +128,64 @@ def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:
             (tmp_path / "m.safetensors").write_bytes(golden[:length])
             with pytest.raises(REFUSALS):
                 read.safe_open(tmp_path / "m.safetensors")
+
+
+def _with_checksums(data: bytearray) -> bytes:
+    """A container whose header, index and chunks have the checksums of what they are."""
+    base = 8 + int.from_bytes(data[:8], "little")
+    tensors, chunks, dims = struct.unpack_from("<3I", data, base + 16)
+    table = base + 64 + 8 * dims + 64 * tensors
+
+    def put_sum(at: int, low: int, high: int) -> None:
+        struct.pack_into("<I", data, at, crc32c(np.frombuffer(bytes(data[low:high]), np.uint8)))
+
+    for at in range(table, table + 32 * chunks, 32):
+        offset, size = struct.unpack_from("<QI", data, at)
+        if offset + size <= len(data):
+            put_sum(at + 16, offset, offset + size)
+    put_sum(base + 40, 0, base)
+    put_sum(table + 32 * chunks, base, table + 32 * chunks)
+    return bytes(data)
+
+
+def _fate(load: Any, path: Path) -> dict[str, bytes] | None:
+    try:
+        return {name: bytes(data) for name, data in load(path, framework="bytes").items()}
+    except REFUSALS:
+        return None
+
+
+def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
+    """Of a container whose index was changed and has right checksums again, both readers give the same tensors, or
+    none; and neither makes a list of what only a number says."""
+    r, path = random.Random(seed), tmp_path / "m.safetensors"
+    values = np.random.default_rng(seed).standard_normal(3000).astype(np.float32)
+    ow.save_file({"a": values, "b": values.copy(), "n": np.arange(900), "e": values[:0]}, path)
+    whole = path.read_bytes()
+    base = 8 + int.from_bytes(whole[:8], "little")
+    tensors, chunks, dims = struct.unpack_from("<3I", whole, base + 16)
+    records = base + 64 + 8 * dims
+    special = [0, 1, 2, 3, 8, 0xFF, 4095, 4096, 1 << 24, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 50, (1 << 63) - 1, (1 << 64) - 1]
+    alias = records + 64 * next(at for at in range(tensors) if whole[records + 64 * at + 2] == 2)
+    changes = [(alias + 32, 1, 5), (base + 8, 8, 2), (alias + 24, 4, 0), (alias + 24, 4, 9)]
+    for _ in range(150):
+        width = r.choice((1, 2, 4, 8))
+        at = r.randrange((records - base + 64 * tensors + 32 * chunks - 12) // 8)
+        changes.append((base + 4 + 8 * at, width, r.choice(special)))
+    for at, width, value in changes:
+        data = bytearray(whole)
+        data[at : at + width] = (value & (1 << 8 * width) - 1).to_bytes(width, "little")
+        if struct.unpack_from("<3I", data, base + 16) == (tensors, chunks, dims):
+            path.write_bytes(_with_checksums(data))
+            assert _fate(ow.load_file, path) == _fate(read.load_file, path), (at - base, width, value)
+    data = bytearray(whole)  # one tensor of 2^50 bytes, in chunks of 4096
+    holder = records + 64 * next(at for at in range(tensors) if whole[records + 64 * at + 2] == 0)
+    struct.pack_into("<Q", data, holder + 8, 1 << 50)
+    struct.pack_into("<Q", data, base + 64, 1 << 48)
+    struct.pack_into("<I", data, holder + 4, 4096)
+    path.write_bytes(_with_checksums(data))
+    with pytest.raises(ow.CorruptError):
+        read.safe_open(path)
 
 
 def test_the_wheel_for_all_machines(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ _TRANSFORMS = {  # of X16, by dtype
     "BF16": {1}, "F16": {2}, "F32": {3}, "C64": {3}, "F8_E4M3": {4}, "F8_E4M3FNUZ": {4}, "F8_E5M2": {5},
     "F8_E5M2FNUZ": {5}, "F4": {7}, "F8_E8M0": {8}, "BOOL": {8},
 } | {name: {6, 7, 8} for name in ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")}  # fmt: skip
+_WIDE = ("I16", "U16", "I32", "U32", "I64", "U64")
 
 
 class StoredChunk(NamedTuple):
@@ -152,8 +153,11 @@ def _check_note(text: str, path: str) -> None:
     try:
         note = json.loads(text)
         major, minor = (int(n) for n in note["format"].split("."))
+        index = note["index"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptError(f"overwire: {path}: corrupt data: its note in the metadata", source=path) from None
+    if major == 1 and index != _INDEX:
+        raise CorruptError(f"overwire: {path}: corrupt data: its note names no index", source=path)
     if major != 1:
         raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader knows 1", source=path)
 
@@ -191,7 +195,8 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], c
         first, count = (int(n) for n in row[24:32].view("<u4"))
         chunk_bytes, target = int(row[4:8].view("<u4")[0]), int(row[48:52].view("<u4")[0])
         entry = entries[name]
-        checks.is_sound(nbytes * 8 == prod(shape) * bits and first == chunk and not row[52:].any(), "", name)
+        begins = first == chunk or not count and first < chunk  # as the engine, which lets such a number be
+        checks.is_sound(nbytes * 8 == prod(shape) * bits and begins and not row[52:].any(), "", name)
         checks.is_sound((target != 0xFFFFFFFF) == (layout == 2) and chunk + count <= chunks, "", name)
         if layout == 2 or not nbytes:
             checks.is_sound((count, stored_size, parts, chunk_bytes, entry.nbytes) == (0, 0, 1, 0, 0), "", name)
@@ -205,7 +210,9 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], c
             checks.is_sound(entry.dtype == "U8" and nbytes > 0, "", name)
         alias = None
         if layout == 2:
-            checks.is_sound(target < tensors and int(rows[target][2]) != 2, "what it is an alias of", name)
+            holds = target < tensors and int(rows[target][2]) != 2
+            same = holds and rows[target][32:48].tobytes() == row[32:48].tobytes()
+            checks.is_sound(same, "what it is an alias of", name)
             alias = names[target]
         own = [_chunk_of(record, checks, name) for record in table[chunk : chunk + count]]
         tensor = out[name] = Tensor(dtype, shape, nbytes, entry.offset, own, parts, alias)
@@ -213,11 +220,21 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], c
             _check_grid(tensor, chunk_bytes, layout == 1, entry, checks, name)
         chunk += count
     checks.is_sound(dim == dims and chunk == chunks, "what its index counts")
+    checks.is_sound(features == _features_of(out), "the features of its index")
     for name, tensor in out.items():
         holder = out[name if tensor.alias is None else tensor.alias]
         same = (holder.dtype, holder.nbytes) == (tensor.dtype, tensor.nbytes)
         checks.is_sound(same, "what it is an alias of", name)
     return out
+
+
+def _features_of(tensors: dict[str, Tensor]) -> int:
+    """The critical bits that an index of these tensors has to set."""
+    features = 0
+    for tensor in tensors.values():
+        codecs = {chunk.codec for chunk in tensor.chunks}
+        features |= (_X16 in codecs and tensor.dtype in _WIDE) | (_PLANES in codecs) << 1
+    return features
 
 
 def _chunk_of(record: Bytes, checks: _Checks, name: str) -> StoredChunk:
@@ -235,15 +252,17 @@ def _check_grid(tensor: Tensor, chunk_bytes: int, plain: bool, entry: Tensor, ch
     divides = row_bytes * rows == tensor.nbytes and row_bytes % (tensor.parts * element) == 0
     checks.is_sound(tensor.parts == 1 or divides, "its column parts", name)
     part = tensor.nbytes // tensor.parts
+    count = -(-part // chunk_bytes) * tensor.parts  # compared before as many are listed
+    checks.is_sound(len(tensor.chunks) == count, "its chunks", name)
+    checks.is_sound(plain or entry.nbytes % 64 == 0, "its stored bytes", name)
     sizes = [min(chunk_bytes, part - at) for at in range(0, part, chunk_bytes)] * tensor.parts
     checks.is_sound([chunk.logical for chunk in tensor.chunks] == sizes, "its chunks", name)
     end, last = entry.offset, entry.offset + entry.nbytes
     for number, chunk in enumerate(tensor.chunks):
         fits = chunk.offset >= end and chunk.offset + chunk.stored <= last and 0 < chunk.stored <= chunk.logical
-        if plain:
-            fits = fits and chunk.codec == 0 and chunk.offset == end
+        fits = fits and (chunk.codec == 0 and chunk.offset == end if plain else chunk.offset % 16 == 0)
         if chunk.codec == _X16:
-            is_valid = chunk.transform in _TRANSFORMS.get(tensor.dtype, ()) and chunk.offset % 16 == 0
+            is_valid = chunk.transform in _TRANSFORMS.get(tensor.dtype, ())
         elif chunk.codec == _PLANES:
             is_valid = 1 <= chunk.transform <= 7 and tensor.parts == 1 and not chunk.tiles
         else:
