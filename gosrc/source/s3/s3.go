@@ -174,6 +174,15 @@ func (o *fetcher) pinObject(etag *string, changed *time.Time) {
 	}
 }
 
+// isSame reports whether an answer is about the pinned object, also of a store that does not
+// look at the condition.
+func (o *fetcher) isSame(out *s3.GetObjectOutput) bool {
+	if o.etag != nil {
+		return out.ETag != nil && *out.ETag == *o.etag
+	}
+	return o.since == nil || out.LastModified != nil && out.LastModified.Equal(*o.since)
+}
+
 // bytesOf is the range of n bytes from off.
 func bytesOf(off, n int64) *string { return aws.String(fmt.Sprintf("bytes=%d-%d", off, off+n-1)) }
 
@@ -241,7 +250,7 @@ func (w *whole) Whole(ctx context.Context) (io.ReadCloser, int64, error) {
 		err = encodedError(e)
 	case out.ContentRange != nil:
 		err = errs.New(errs.ErrIO, "the store gives a range of an object that was asked for as a whole")
-	case w.etag != nil && (out.ETag == nil || *out.ETag != *w.etag):
+	case !w.isSame(out):
 		err = errs.New(errs.ErrCorrupt, "the object was changed while it was read")
 	}
 	if err != nil {
@@ -277,7 +286,7 @@ func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error
 	lo, count, size, err := contentRange(out)
 	switch {
 	case err != nil:
-	case size != o.size || o.etag != nil && out.ETag != nil && *out.ETag != *o.etag:
+	case size != o.size || !o.isSame(out):
 		err = errs.New(errs.ErrCorrupt, "the object was changed while it was read")
 	case lo != off || count != n:
 		err = errs.New(errs.ErrIO, "bytes %d to %d were wanted, the store gave %d to %d", off, off+n, lo, lo+count)

@@ -3,6 +3,7 @@ package s3
 import (
 	"bytes"
 	"errors"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"strconv"
@@ -72,3 +73,45 @@ func TestOneRequest(t *testing.T) {
 		})
 	}
 }
+
+// Of a store that looks at no condition, an object that was replaced by one of its size is
+// found by its ETag or, without one, by its date; so is an answer that has lost either.
+func TestConditionsThatAreIgnored(t *testing.T) {
+	t.Parallel()
+	data := random(3 * source.HeadBytes)
+	for what, c := range map[string]struct {
+		first, later http.Header
+		class        error
+	}{
+		"same ETag":   {http.Header{"Etag": {`"a"`}}, http.Header{"Etag": {`"a"`}}, nil},
+		"other ETag":  {http.Header{"Etag": {`"a"`}}, http.Header{"Etag": {`"b"`}}, errs.ErrCorrupt},
+		"no ETag now": {http.Header{"Etag": {`"a"`}}, nil, errs.ErrCorrupt},
+		"same date":   {http.Header{"Last-Modified": {dates[0]}}, http.Header{"Last-Modified": {dates[0]}}, nil},
+		"other date":  {http.Header{"Last-Modified": {dates[0]}}, http.Header{"Last-Modified": {dates[1]}}, errs.ErrCorrupt},
+		"no date now": {http.Header{"Last-Modified": {dates[0]}}, nil, errs.ErrCorrupt},
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			var answers atomic.Int64
+			h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				headers := c.first
+				if answers.Add(1) > 1 {
+					headers = c.later
+				}
+				maps.Copy(w.Header(), headers)
+				for _, name := range []string{"If-Match", "If-Unmodified-Since"} {
+					r.Header.Del(name)
+				}
+				http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(data))
+			}))
+			defer h.Close()
+			back, err := get("s3://models/m", source.Options{Storage: map[string]string{"endpoint_url": h.URL,
+				"anon": "true", "retries": "1"}})
+			if c.class == nil && (err != nil || !bytes.Equal(back, data)) || c.class != nil && !errors.Is(err, c.class) {
+				t.Errorf("%d bytes, %v", len(back), err)
+			}
+		})
+	}
+}
+
+var dates = [2]string{"Mon, 02 Nov 2026 10:00:00 GMT", "Mon, 02 Nov 2026 10:00:01 GMT"}
