@@ -206,8 +206,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	stderr := &tail{}
 	cmd.Stdout, cmd.Stderr = w, stderr
 	if path := knob.DownloaderLog.Get(); path != "" {
-		// Others may write to the folder: their symbolic links are not followed.
-		log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
+		log, err := openLog(path)
 		if err != nil {
 			_ = w.Close()
 			return fmt.Errorf("%s=%s: %w", knob.DownloaderLog.Name(), path, errs.FromOS(err))
@@ -247,6 +246,20 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 		return last.Append(file)
 	}
 	return nil
+}
+
+// openLog opens a log to append to. Others may write to its folder: their symbolic links are not
+// followed, and their pipes, whose readers may never read, are refused.
+func openLog(path string) (*os.File, error) {
+	log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if st, err := log.Stat(); err != nil || st.Mode()&os.ModeNamedPipe != 0 {
+		_ = log.Close()
+		return nil, errs.New(errs.ErrArgument, "not a file to append to")
+	}
+	return log, nil
 }
 
 var errEnd = errors.New("the stream ended early")

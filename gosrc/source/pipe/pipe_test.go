@@ -169,10 +169,21 @@ func TestLog(t *testing.T) {
 	if err := os.Symlink(path, link); err != nil {
 		t.Fatal(err)
 	}
-	knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": link})
-	if _, err := Open(context.Background(), script(t, "printf x"), "http://h/x", source.Options{}); err == nil ||
-		!strings.Contains(err.Error(), link) {
-		t.Errorf("%v", err)
+	pipe := path + ".pipe" // its reader never reads
+	if err := unix.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	reader, err := os.OpenFile(pipe, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer reader.Close()
+	for _, other := range []string{link, pipe} {
+		knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": other})
+		if _, err := Open(context.Background(), script(t, "head -c 200000 /dev/zero >&2; printf x"), "http://h/x",
+			source.Options{}); err == nil || !strings.Contains(err.Error(), other) {
+			t.Errorf("%v", err)
+		}
 	}
 }
 
