@@ -65,6 +65,29 @@ def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.bin"]
 
 
+def test_what_is_no_list_of_tensors_is_refused(tmp_path: Path) -> None:
+    """A list that torch cannot read, or whose rows are not of sizes, is a FormatError that names it; a pipe in its place
+    waits for no one."""
+    path, boneless = tmp_path / "x.bin", tmp_path / "nya/boneless_x.bin"
+    torch.save({"w": torch.arange(40_000) % 3}, path)
+    hf.compress_state_dict(path)
+    whole, row = boneless.read_bytes(), torch.load(boneless, weights_only=False)["w"]
+    wrong = {"shape": None, "dtype": "int64", "len": "1", "len_compressed": -1}
+    lists: list[object] = [{"w": row | {field: value}} for field, value in [*wrong.items(), ("shape", torch.Size([7]))]]
+    for content in [[1], {1: row}, {"w": {"len_compressed": 1}}, *lists]:
+        torch.save(content, boneless)
+        with pytest.raises(ow.FormatError, match="boneless_x.bin"):
+            hf.good_load(path)
+    for text in (b"", b"x", whole[:-30], whole.replace(b"dtype", b"dt\xff\xffe"), b"\x80\x02c" + b"os\nsystem\n."):
+        boneless.write_bytes(text)
+        with pytest.raises(ow.FormatError, match="boneless_x.bin"):
+            hf.dry_load(path)
+    boneless.unlink()
+    os.mkfifo(boneless)
+    with pytest.raises(ow.ArgumentError, match="not a regular file"):
+        hf.good_load(path)
+
+
 def test_two_checkpoints_of_one_folder_never_share_a_tensor(tmp_path: Path) -> None:
     """A checkpoint whose file of a key another one has replaced is a CorruptError; equal tensors are shared."""
     state = _state()

@@ -18,7 +18,7 @@ from typing import Any, Union
 from urllib.parse import quote
 
 import overwire
-from overwire.plumbing import ObjectWriter
+from overwire.plumbing import ObjectWriter, regular
 
 from . import _nyacomp, partition, settings
 from .merging import tensor_size
@@ -130,24 +130,51 @@ def _file(folder: Path, key: str) -> Path:
     return folder / f"{quote(key, safe=' ')}.gz"
 
 
+def _read_boneless(boneless: Path) -> dict[str, Any]:
+    """What `compress_state_dict` wrote. FormatError for anything else, whatever torch raises for it."""
+    import torch
+
+    try:  # torch goes by a path's ending
+        with torch.serialization.safe_globals([torch.Size]), open(boneless, "rb", opener=regular) as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        if type(state) is not dict or not all(type(key) is str for key in state):
+            raise ValueError("it holds no dict of names")
+        return state
+    except FileNotFoundError as error:
+        raise overwire.NotFoundError(
+            f"overwire: open {boneless}: not found; compress_state_dict makes it", source=str(boneless)
+        ) from error
+    except (overwire.OverwireError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise overwire.FormatError(
+            f"overwire: open {boneless}: not what compress_state_dict writes: {reason:.200}", source=str(boneless)
+        ) from error
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    import torch
+
+    sizes = [row.get("len"), row["len_compressed"], *(row["shape"] if isinstance(row.get("shape"), tuple) else [None])]
+    return all(type(size) is int and size >= 0 for size in sizes) and isinstance(row.get("dtype"), torch.dtype)
+
+
 def _entries(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.CompressedFile]]:
     """The state dict without its bins, and the keys and files of its large
     tensors, largest first."""
-    import torch
-
     boneless = _boneless(path)
-    if not boneless.exists():
-        raise overwire.NotFoundError(
-            f"overwire: open {boneless}: not found; compress_state_dict makes it", source=str(boneless)
-        )
-    with torch.serialization.safe_globals([torch.Size]), open(boneless, "rb") as file:  # torch goes by a path's ending
-        state = torch.load(file, map_location="cpu", weights_only=True)
+    state = _read_boneless(boneless)
     state.pop("meta", None)
     keys = [key for key, value in state.items() if isinstance(value, dict) and "len_compressed" in value]
-    keys.sort(key=lambda key: state[key]["len"], reverse=True)
+    keys.sort(key=lambda key: size if type(size := state[key].get("len")) is int else 0, reverse=True)
     files = []
     for key in keys:
         row = state[key]
+        if not _is_row(row):
+            raise overwire.FormatError(
+                f"overwire: open {boneless}: no sizes of {key!r:.200}", source=str(boneless), tensor=str(key)
+            )
         shape, dtype = list(row["shape"]), str(row["dtype"]).removeprefix("torch.")
         if math.prod(shape) * row["dtype"].itemsize != row["len"]:
             raise overwire.FormatError(
