@@ -110,14 +110,7 @@ type Description struct {
 // An EntryDescription is one of a file's tensors. Fields of the record are set only
 // if the records were read.
 type EntryDescription struct {
-	Name   string  `json:"name"`
-	Type   uint8   `json:"type"`
-	DType  string  `json:"dtype"`
-	Dims   []int64 `json:"dims"`
-	Record int64   `json:"record"`
-	Data   int64   `json:"data"`
-	Bytes  int64   `json:"bytes"`
-
+	Entry
 	Module uint16      `json:"module"`
 	Prefix []byte      `json:"prefix,omitempty"`
 	CRC32  string      `json:"crc32,omitempty"`
@@ -132,9 +125,7 @@ func (f *File) Describe() *Description {
 		Size:    f.Size,
 		Entries: make([]EntryDescription, len(f.Entries))}
 	for i := range f.Entries {
-		e := &f.Entries[i]
-		r := EntryDescription{Name: e.Name, Type: e.Type, DType: e.Text, Dims: e.Dims, Record: e.Record, Data: e.Data,
-			Bytes: e.Bytes}
+		r := EntryDescription{Entry: f.Entries[i]}
 		if f.Records != nil {
 			rec := &f.Records[i]
 			r.Module, r.Prefix = rec.Module, rec.Prefix

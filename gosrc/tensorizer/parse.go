@@ -16,14 +16,14 @@ import (
 
 // An Entry is a tensor as the file's index describes it.
 type Entry struct {
-	Name   string
-	Type   uint8
-	Wide   bool   // dims are u64, also in its record
-	Text   string // the dtype as written
-	Dims   []int64
-	Record int64 // offset of its record
-	Data   int64 // offset of its data
-	Bytes  int64 // of the data; 0 with dims that are not: zeros ("meta")
+	Name   string  `json:"name"`
+	Type   uint8   `json:"type"`
+	Wide   bool    `json:"-"`     // dims are u64, also in its record
+	Text   string  `json:"dtype"` // as written
+	Dims   []int64 `json:"dims"`
+	Record int64   `json:"record"` // offset of its record
+	Data   int64   `json:"data"`   // offset of its data
+	Bytes  int64   `json:"bytes"`  // of the data; 0 with dims that are not: zeros ("meta")
 
 	dtype tensor.DType
 	shape []int64

@@ -22,19 +22,19 @@ const Align = 4096
 // An Item is a tensor to write: its position and, once its bytes were seen, its
 // hashes.
 type Item struct {
-	Module uint16
-	Type   uint8
-	Name   string
-	Text   string  // dtype; see dtypeText
-	Dims   []int64 // as they are written
-	Bytes  int64   // of the data; 0 with dims that are not: without data
-	Crypt  *Crypt  // nil: plain
-	Record int64   // where the record begins
-	Pad    int64   // bytes between the record's last field and its length of data
+	Module uint16  `json:"module"`
+	Type   uint8   `json:"type"`
+	Name   string  `json:"name"`
+	Text   string  `json:"dtype"`  // see dtypeText
+	Dims   []int64 `json:"dims"`   // as they are written
+	Bytes  int64   `json:"bytes"`  // of the data; 0 with dims that are not: without data
+	Crypt  *Crypt  `json:"-"`      // nil: plain
+	Record int64   `json:"record"` // where the record begins
+	Pad    int64   `json:"-"`      // bytes between the record's last field and its length of data
 
 	// Sealed: the file is encrypted, so that every record has space for the
 	// encryption.
-	Sealed bool
+	Sealed bool `json:"sealed"`
 }
 
 // NewItem describes a tensor of a state dict.

@@ -310,13 +310,7 @@ class RecordsRequest(TypedDict, total=False):
     storage: FormatAccess
 
 
-class TensorizerDerivation(TypedDict):
-    passes: int
-    memory: int
-    salt: str
-
-
-class TensorizerEntryDescription(TypedDict):
+class TensorizerEntry(TypedDict):
     name: str
     type: int
     dtype: str
@@ -324,6 +318,15 @@ class TensorizerEntryDescription(TypedDict):
     record: int
     data: int
     bytes: int
+
+
+class TensorizerDerivation(TypedDict):
+    passes: int
+    memory: int
+    salt: str
+
+
+class TensorizerEntryDescription(TensorizerEntry):
     module: int
     prefix: NotRequired[str]
     crc32: NotRequired[str]
@@ -345,7 +348,7 @@ class RecordsAnswer(TensorizerDescription):
     handle: int
 
 
-class Record(TypedDict, total=False):
+class TensorizerItem(TypedDict, total=False):
     module: int
     type: int
     name: str
@@ -353,8 +356,11 @@ class Record(TypedDict, total=False):
     dims: list[int]
     bytes: int
     record: int
-    data: int
     sealed: bool
+
+
+class Record(TensorizerItem, total=False):
+    data: int
 
 
 class WriteRequest(TypedDict, total=False):

@@ -158,11 +158,6 @@ def shutdown(ms: int) -> int:
     return _number(core().call("shutdown", "", pack("=1q", ms)))
 
 
-def panic() -> None:
-    """Panic, for tests of the guard."""
-    core().call("panic", "", b"")
-
-
 def save(request: _requests.SaveRequest, numbers: bytes) -> JobNumber:
     """Write tensors, unchanged until the job ends. Numbers: of a tensor each: address, bytes, and 1 + the
     GPU that the address is of (0: the host)."""

@@ -295,8 +295,8 @@ assert not failed, failed
 def test_panic_poisons_and_python_lives() -> None:
     """A panic in Go is EngineError, also for every later call; its stack is printed once; the process goes on."""
     done = run("""
-from overwire import _verbs
-for call in (lambda: _verbs.panic(), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):
+from overwire._engine import core
+for call in (lambda: core().call("panic", "", b""), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):
     try:
         call()
     except errors.EngineError as error:
@@ -312,12 +312,12 @@ print("alive")
 def test_panic_stops_writers(big: str) -> None:
     """After a panic anywhere, the wait for a load ends when nothing writes to the caller's memory any more."""
     run("""
-from overwire import _verbs
+from overwire._engine import core
 busy = LongJob(sys.argv[1])
 while e.job_progress(busy.job)[0] == 0:
     time.sleep(0.001)
 try:
-    _verbs.panic()
+    core().call("panic", "", b"")
 except errors.EngineError:
     pass
 try:

@@ -57,7 +57,8 @@ func TestPanicEndsJobs(t *testing.T) {
 	os.Stderr, _ = os.Open(os.DevNull)
 	defer func() { os.Stderr = stderr }()
 	stopping, stop := make(chan struct{}), make(chan struct{})
-	writes := keep(background("writes", true, func(ctx context.Context, _ *job.Job) (any, error) {
+	writes := keep((&Verb{Name: "writes", usesMemory: true}).background(nil, func(ctx context.Context,
+		_ *job.Job) (any, error) {
 		<-ctx.Done()
 		close(stopping)
 		<-stop

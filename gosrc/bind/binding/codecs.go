@@ -69,7 +69,7 @@ func startCodec(v *Verb, q codecRequest, n []int64) (*entry, error) {
 	if err != nil {
 		return nil, err
 	}
-	return background("codec "+q.Value.Op, v.usesMemory, func(ctx context.Context, _ *job.Job) (any, error) {
+	return v.background(q, func(ctx context.Context, _ *job.Job) (any, error) {
 		results, err := nvcomp.Run(ctx, q.Value, in)
 		if err != nil {
 			return none{}, err

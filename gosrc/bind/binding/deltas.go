@@ -101,14 +101,14 @@ func deltaVerbs() []*Verb {
 				}
 				return deltaPart{keep(f), time.Since(start).Seconds()}, nil
 			}).tail(pairsOf).onCallersMemory(),
-		awaited("delta_open", "Read a delta whole and check it: from a URI, or from memory, which is copied.",
-			func(ctx context.Context, q deltaOpen, n []int64) (deltaFile, error) {
+		started("delta_open", "Read a delta whole and check it: from a URI, or from memory, which is copied.",
+			func(ctx context.Context, _ *job.Job, q deltaOpen, n []int64) (deltaFile, error) {
 				f, err := openDelta(ctx, q, n)
 				if err != nil {
 					return deltaFile{}, err
 				}
 				return describe(f), nil
-			}).ints("address", "nbytes").onCallersMemory(),
+			}).awaited().ints("address", "nbytes").onCallersMemory(),
 		started("delta_apply", "Apply deltas, one after the other, to tensors in place.",
 			func(ctx context.Context, j *job.Job, q deltaApply, n []int64) (delta.Report, error) {
 				chain, err := getAll[*delta.File](q.Files)

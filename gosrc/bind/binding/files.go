@@ -23,7 +23,6 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
-	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/sleep"
 	"github.com/overwire/overwire/gosrc/source"
@@ -79,6 +78,13 @@ type convertRequest struct {
 	save.Spec
 }
 
+// What requests replace.
+func (q saveRequest) replacedPath() string    { return q.Path }
+func (q sleepRequest) replacedPath() string   { return q.Path }
+func (q putRequest) replacedPath() string     { return q.Path }
+func (q renameRequest) replacedPath() string  { return q.Path }
+func (q convertRequest) replacedPath() string { return q.Path }
+
 type filesRequest struct {
 	URIs    []string      `json:"uris"`
 	Storage format.Access `json:"storage"`
@@ -130,7 +136,8 @@ func (p program) env() cli.Env {
 func fileVerbs() []*Verb {
 	return []*Verb{
 		begun[saveRequest, save.Report]("save", "Write tensors, unchanged until the job ends.", startSave).
-			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)"),
+			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)").
+			onCallersMemory(),
 		answered("plain_front", "A plain file's header, without its length, and its tensors' order. Only host memory.",
 			func(q saveRequest, n []int64) (save.Front, error) {
 				in, err := inputs(&q, n)
@@ -146,19 +153,16 @@ func fileVerbs() []*Verb {
 			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
 		begun[sleepRequest, sleep.Report]("sleep",
 			"Compress tensors of one device, unchanged until the job ends, into host memory: a model and its table.",
-			startSleep).
-			tail("of a tensor each: address and bytes"),
+			startSleep).tail("of a tensor each: address and bytes").onCallersMemory(),
 		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).
 			ints("address", "nbytes").onCallersMemory(),
 		started("remove", "Remove objects of stores; those that are not there, too.", removeObjects),
 		started("rename", "Rename a finished file over another one in its folder.",
 			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
-				defer preload.Sweep(q.Path)
 				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
 			}),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
-				defer preload.Sweep(q.Path)
 				return save.Convert(ctx, j, q.URIs, q.Path, q.Spec)
 			}),
 		started("verify", "Compare every checksum of files.",
@@ -166,10 +170,10 @@ func fileVerbs() []*Verb {
 				return save.Verify(ctx, j, q.URIs, q.Storage, q.Original)
 			}),
 		begun[fetchRequest, fetch.Report]("fetch", "Write the bytes of URIs to an open file.", startFetch),
-		awaited("inspect", "Describe files by their headers alone.",
-			func(ctx context.Context, q filesRequest, _ []int64) (any, error) {
+		started("inspect", "Describe files by their headers alone.",
+			func(ctx context.Context, _ *job.Job, q filesRequest, _ []int64) (any, error) {
 				return save.Inspect(ctx, q.URIs, q.Storage)
-			}),
+			}).awaited(),
 		answered("shown", "A URI as people may see it: without credentials.",
 			func(uri string, _ []int64) (string, error) { return errs.RedactURI(uri), nil }),
 		answered("notices", "What people should know of how files of stores were opened, once.",
@@ -184,20 +188,20 @@ func fileVerbs() []*Verb {
 				}
 				return b, nil
 			}),
-		awaited("presign", "A URL that reads an object of S3 without credentials for some seconds: a secret.",
-			func(ctx context.Context, q presignRequest, _ []int64) (string, error) {
+		started("presign", "A URL that reads an object of S3 without credentials for some seconds: a secret.",
+			func(ctx context.Context, _ *job.Job, q presignRequest, _ []int64) (string, error) {
 				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)
-			}),
-		awaited("read_floor", "Read bytes [begin, end) of a file to a GPU (-1: the host) by pinned slots, as loads do.",
-			func(ctx context.Context, path Text, n []int64) (none, error) {
+			}).awaited(),
+		started("read_floor", "Read bytes [begin, end) of a file to a GPU (-1: the host) by pinned slots, as loads do.",
+			func(ctx context.Context, _ *job.Job, path Text, n []int64) (none, error) {
 				r := measure.Reading{Path: string(path), Lo: n[0], Hi: n[1], GPU: int(n[2]), To: uint64(n[3]),
 					Slots: uint64(n[4]), Threads: int(n[5])}
 				return none{}, r.Run(ctx)
-			}).ints("begin", "end", "device", "to", "slots", "threads").onCallersMemory(),
-		awaited("doctor", "Describe the machine; with measure, the links of its GPUs are measured.",
-			func(_ context.Context, q program, _ []int64) (any, error) {
+			}).awaited().ints("begin", "end", "device", "to", "slots", "threads").onCallersMemory(),
+		started("doctor", "Describe the machine; with measure, the links of its GPUs are measured.",
+			func(_ context.Context, _ *job.Job, q program, _ []int64) (any, error) {
 				return cli.Diagnose(q.env(), q.Measure), nil
-			}),
+			}).awaited(),
 		started("cli", "Run a command line; its report is the exit status.",
 			func(ctx context.Context, j *job.Job, q program, _ []int64) (int, error) {
 				return cli.Main(ctx, j, q.Argv, os.Stdout, os.Stderr, q.env()), nil
@@ -207,7 +211,7 @@ func fileVerbs() []*Verb {
 	}
 }
 
-func startSave(_ *Verb, q saveRequest, n []int64) (*entry, error) {
+func startSave(v *Verb, q saveRequest, n []int64) (*entry, error) {
 	in, err := inputs(&q, n)
 	if err != nil {
 		return nil, err
@@ -217,8 +221,7 @@ func startSave(_ *Verb, q saveRequest, n []int64) (*entry, error) {
 		stagingEnd = make(chan struct{})
 		q.Staged = func() { close(stagingEnd) }
 	}
-	e := background("save", true, func(ctx context.Context, j *job.Job) (any, error) {
-		defer preload.Sweep(q.Path)
+	e := v.background(q, func(ctx context.Context, j *job.Job) (any, error) {
 		return save.Write(ctx, j, q.Spec, in)
 	})
 	e.staged = stagingEnd
@@ -296,7 +299,7 @@ func (q *sleepRequest) tensors(n []int64) ([]sleep.Tensor, error) {
 }
 
 // startPrepare reads the tensors before it returns, and not after.
-func startPrepare(_ *Verb, q prepareRequest, n []int64) (*entry, error) {
+func startPrepare(v *Verb, q prepareRequest, n []int64) (*entry, error) {
 	in, err := q.tensors(n)
 	if err != nil {
 		return nil, err
@@ -305,7 +308,7 @@ func startPrepare(_ *Verb, q prepareRequest, n []int64) (*entry, error) {
 	if err != nil {
 		return nil, errs.Locate("sleep", "", "", -1, err)
 	}
-	e := background("prepare", false, func(ctx context.Context, _ *job.Job) (any, error) {
+	e := v.background(nil, func(ctx context.Context, _ *job.Job) (any, error) {
 		_, err := p.Wait(ctx)
 		return prepared{p.Bytes}, err
 	})
@@ -313,15 +316,12 @@ func startPrepare(_ *Verb, q prepareRequest, n []int64) (*entry, error) {
 	return e, nil
 }
 
-func startSleep(_ *Verb, q sleepRequest, n []int64) (*entry, error) {
+func startSleep(v *Verb, q sleepRequest, n []int64) (*entry, error) {
 	in, err := q.tensors(n)
 	if err != nil {
 		return nil, err
 	}
-	return background("sleep", true, func(ctx context.Context, j *job.Job) (any, error) {
-		if q.Path != "" {
-			defer preload.Sweep(q.Path)
-		}
+	return v.background(q, func(ctx context.Context, j *job.Job) (any, error) {
 		m, rep, err := sleep.Sleep(ctx, j, q.Spec, in)
 		if err != nil {
 			return none{}, err
@@ -336,7 +336,6 @@ func put(ctx context.Context, j *job.Job, q putRequest, n []int64) (save.Report,
 	if err != nil {
 		return save.Report{}, err
 	}
-	defer preload.Sweep(q.Path)
 	if !source.Remote(q.Path) {
 		return save.Report{}, atomicfile.Write(ctx, q.Path, data)
 	}
@@ -356,12 +355,12 @@ func removeObjects(ctx context.Context, _ *job.Job, q removeRequest, _ []int64) 
 	return rep, first
 }
 
-func startFetch(_ *Verb, q fetchRequest, _ []int64) (*entry, error) {
+func startFetch(v *Verb, q fetchRequest, _ []int64) (*entry, error) {
 	own, err := unix.FcntlInt(q.FD, unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
 		return nil, errs.FromOS(err)
 	}
-	return background("fetch", false, func(ctx context.Context, j *job.Job) (any, error) {
+	return v.background(q, func(ctx context.Context, j *job.Job) (any, error) {
 		f := os.NewFile(uintptr(own), "fetch")
 		defer f.Close()
 		return fetch.Fetch(ctx, j, q.Spec, f)
@@ -371,16 +370,16 @@ func startFetch(_ *Verb, q fetchRequest, _ []int64) (*entry, error) {
 // jobVerbs are about jobs, and about the engine itself.
 func jobVerbs() []*Verb {
 	return []*Verb{
-		about("progress", "Bytes and tensors done of a job, each with its total.", jobOf,
-			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil }).
+		answered("progress", "Bytes and tensors done of a job, each with its total.", ofNumbered(jobOf,
+			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil })).
 			ints("job").afterPanics(),
-		about("report", "A job's report, null before there is one.", jobOf,
+		answered("report", "A job's report, null before there is one.", ofNumbered(jobOf,
 			func(e *entry, _ none, _ []int64) (*Result, error) {
 				text, err := e.report()
 				return &Result{Text: text}, err
-			}).ints("job").afterPanics(),
-		about("cancel", "Ask a job to stop. It uses its memory until it has ended.", jobOf,
-			func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil }).
+			})).ints("job").afterPanics(),
+		answered("cancel", "Ask a job to stop. It uses its memory until it has ended.", ofNumbered(jobOf,
+			func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil })).
 			ints("job").afterPanics(),
 		answered("empty_cache", "Free device and pinned memory that is kept for the next load.",
 			func(none, []int64) (none, error) { pinned.Trim(); return none{}, cuda.Trim() }),
@@ -393,6 +392,5 @@ func jobVerbs() []*Verb {
 				}
 				return truth(haveEnded), nil
 			}).ints("ms").afterPanics(),
-		answered("panic", "Panic, for tests of the guard.", func(none, []int64) (none, error) { panic("asked for") }),
 	}
 }

@@ -25,8 +25,8 @@ const (
 
 // onDevice makes a verb of a GPU, whose index is the first number.
 func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, error)) *Verb {
-	return about(name, doc, func(index int64) (*cuda.Device, error) { return cuda.Open(int(index)) },
-		func(d *cuda.Device, _ none, n []int64) (R, error) { return run(d, n) })
+	return answered(name, doc, ofNumbered(func(index int64) (*cuda.Device, error) { return cuda.Open(int(index)) },
+		func(d *cuda.Device, _ none, n []int64) (R, error) { return run(d, n) }))
 }
 
 func gpuVerbs() []*Verb {

@@ -37,13 +37,19 @@ type entry struct {
 	gone   bool    // the handle was freed: no one will take the result
 }
 
-// background runs a verb as a job. What run returns is the job's report, even with
-// an error, or a *Result to be taken.
-func background(name string, usesMemory bool, run func(ctx context.Context, j *job.Job) (any, error)) *entry {
-	e := &entry{usesMemory: usesMemory}
-	e.job = job.Start(name, func(ctx context.Context, j *job.Job) error {
-		v, err := run(ctx, j)
-		switch r := v.(type) {
+// A replacer is a request that replaces what is at a path or URI.
+type replacer interface{ replacedPath() string }
+
+// background runs a verb as a job, at whose end the preloads of what it has replaced are
+// dropped. What run returns is the job's report, even with an error, or a *Result to be taken.
+func (v *Verb) background(q any, run func(ctx context.Context, j *job.Job) (any, error)) *entry {
+	e := &entry{usesMemory: v.usesMemory}
+	e.job = job.Start(v.Name, func(ctx context.Context, j *job.Job) error {
+		if r, ok := q.(replacer); ok {
+			defer preload.Sweep(r.replacedPath())
+		}
+		answer, err := run(ctx, j)
+		switch r := answer.(type) {
 		case *Result:
 			if err == nil {
 				e.give(r)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/relay"
@@ -52,42 +53,43 @@ type joinRequest struct {
 
 func modelVerbs() []*Verb {
 	return []*Verb{
-		awaited("open", "Open and index files: the model, and its table.", openModel),
-		awaited("names", "The tensors that the index.json files of a model list; null if a file has no index.",
-			func(ctx context.Context, q load.Spec, _ []int64) (*[]string, error) {
+		started("open", "Open and index files: the model, and its table.", openModel).awaited(),
+		started("names", "The tensors that the index.json files of a model list; null if a file has no index.",
+			func(ctx context.Context, _ *job.Job, q load.Spec, _ []int64) (*[]string, error) {
 				names, ok, err := load.Names(ctx, q)
 				if !ok {
 					return nil, err
 				}
 				return &names, err
-			}),
+			}).awaited(),
 		begun[loadRequest, load.Report]("load",
 			"Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has "+
 				"ended.", startLoad).
 			ints("model", "whole").tail("of a request each: tensor, destination (0: allocate, 1: see settle), and " +
 			"the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
-		about("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.",
-			modelOf,
-			func(m *load.Model, q load.Prospect, n []int64) (load.Outlook, error) {
+		answered("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.",
+			ofNumbered(modelOf, func(m *load.Model, q load.Prospect, n []int64) (load.Outlook, error) {
 				parts, err := partsOf(n)
 				if err != nil {
 					return load.Outlook{}, err
 				}
 				return m.Outlook(parts, q)
-			}).ints("model").tail("pairs of a tensor and how many of its elements (-1: all); none: all tensors"),
+			})).ints("model").tail("pairs of a tensor and how many of its elements (-1: all); none: all tensors"),
 		answered("kept_blocks", "The numbers of the blocks that an offload keeps on the device.",
 			func(_ none, n []int64) ([]int64, error) { return load.KeptBlocks(n[1:], n[0]), nil }).
 			ints("keep").tail("of each block its bytes"),
-		about("states", "What tells the files of a model from others, and one state of them from the next.", modelOf,
-			func(m *load.Model, _ none, _ []int64) ([]load.State, error) { return m.FileStates(), nil }).ints("model"),
-		about("settle", "Set destinations of a load's requests whose destination was 1. What is queued on the "+
-			"stream now precedes what lands there.", jobOf,
+		answered("states", "What tells the files of a model from others, and one state of them from the next.",
+			ofNumbered(modelOf, func(m *load.Model, _ none, _ []int64) ([]load.State, error) {
+				return m.FileStates(), nil
+			})).ints("model"),
+		answered("settle", "Set destinations of a load's requests whose destination was 1. What is queued on the "+
+			"stream now precedes what lands there.", ofNumbered(jobOf,
 			func(e *entry, _ none, n []int64) (none, error) {
 				if e.load == nil {
 					return none{}, errs.New(errs.ErrArgument, "settle: the job is no load")
 				}
 				return none{}, e.load.Settle(n[1:], uint64(n[0]))
-			}).ints("job", "stream").tail("pairs of request and address"),
+			})).ints("job", "stream").tail("pairs of request and address"),
 		begun[load.Options, load.PinReport]("pin",
 			"Read a model's files into memory, for later loads; fails while loads of the model run.",
 			func(_ *Verb, q load.Options, n []int64) (*entry, error) {
@@ -109,7 +111,8 @@ func modelVerbs() []*Verb {
 			func(_ *Verb, q preloadRequest, _ []int64) (*entry, error) {
 				return &entry{pre: preload.Start(q.Spec, q.Options)}, nil
 			}),
-		awaited("join", "Let loads of a model take what was preloaded of its files.", joinPreload).ints("model"),
+		started("join", "Let loads of a model take what was preloaded of its files.", joinPreload).awaited().
+			ints("model"),
 		answered("sweep", "Drop the preloads of what was just replaced at a path or URI.",
 			func(uri string, _ []int64) (preload.Answer, error) {
 				preload.Sweep(uri)
@@ -125,7 +128,7 @@ func truth(yes bool) int64 {
 	return 0
 }
 
-func openModel(ctx context.Context, q openRequest, _ []int64) (*Result, error) {
+func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Result, error) {
 	if q.Opened != 0 {
 		file, err := get[*tensorizer.Opened](q.Opened)
 		if err != nil {
@@ -219,7 +222,7 @@ func startLoad(_ *Verb, q loadRequest, n []int64) (*entry, error) {
 // its files.
 const joinSlice = 50 * time.Millisecond
 
-func joinPreload(ctx context.Context, q joinRequest, n []int64) (preload.Answer, error) {
+func joinPreload(ctx context.Context, _ *job.Job, q joinRequest, n []int64) (preload.Answer, error) {
 	m, err := modelOf(n[0])
 	if err != nil {
 		return preload.Answer{}, err

@@ -26,29 +26,33 @@ func relayVerbs() []*Verb {
 			"Load together with other ranks: this rank's share, of one model or of several as one.",
 			startRelay).ints("model").
 			tail("what each rank of the host needs, as requests with the rank for an address; none: each needs all"),
-		about("relay_shares", "How many bytes each rank's share of each piece has in its buffer.", relayOf,
-			func(r *relay.Relay, _ none, _ []int64) ([]int64, error) { return r.Shares(), nil }).ints("job"),
-		about("relay_aim", "Set what this rank wants, before the first decode.", relayOf,
-			func(r *relay.Relay, _ none, n []int64) (none, error) {
+		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
+			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) { return r.Shares(), nil })).
+			ints("job"),
+		answered("relay_aim", "Set what this rank wants, before the first decode.",
+			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (none, error) {
 				reqs, err := requests(n)
 				if err != nil {
 					return none{}, err
 				}
 				return none{}, r.Aim(reqs)
-			}).ints("job").tail("requests, as those of a load"),
-		about("relay_offer", "How the host's ranks reach the ring of a relay that exchanges by itself.", relayOf,
-			func(r *relay.Relay, _ none, _ []int64) (peers.Offer, error) { return r.Offer() }).ints("job"),
-		about("relay_join", "Connect such a relay with those of the other ranks, by their offers in order.", relayOf,
-			func(r *relay.Relay, q []peers.Offer, _ []int64) (none, error) { return none{}, r.Join(q) }).ints("job"),
-		about("relay_wait", "Wait up to ms for this rank's checked share of a piece (1; 0: not yet).", relayOf,
-			func(r *relay.Relay, _ none, n []int64) (int64, error) {
+			})).ints("job").tail("requests, as those of a load"),
+		answered("relay_offer", "How the host's ranks reach the ring of a relay that exchanges by itself.",
+			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) (peers.Offer, error) { return r.Offer() })).
+			ints("job"),
+		answered("relay_join", "Connect such a relay with those of the other ranks, by their offers in order.",
+			ofNumbered(relayOf, func(r *relay.Relay, q []peers.Offer, _ []int64) (none, error) {
+				return none{}, r.Join(q)
+			})).ints("job"),
+		answered("relay_wait", "Wait up to ms for this rank's checked share of a piece (1; 0: not yet).",
+			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (int64, error) {
 				there, err := r.Wait(int(n[0]), time.Duration(n[1])*time.Millisecond)
 				return truth(there), err
-			}).ints("job", "piece", "ms"),
-		about("relay_decode", "Decode a piece after a stream's work (0: none), and free its buffer.", relayOf,
-			func(r *relay.Relay, _ none, n []int64) (none, error) {
+			})).ints("job", "piece", "ms"),
+		answered("relay_decode", "Decode a piece after a stream's work (0: none), and free its buffer.",
+			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (none, error) {
 				return none{}, r.Decode(int(n[0]), uintptr(n[1]))
-			}).ints("job", "piece", "stream"),
+			})).ints("job", "piece", "stream"),
 	}
 }
 

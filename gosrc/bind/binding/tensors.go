@@ -8,6 +8,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensorizer"
@@ -55,18 +56,19 @@ type keyRequest struct {
 
 func tensorsVerbs() []*Verb {
 	return []*Verb{
-		awaited("records", "The records of a .tensors file, which stays open for the verb open.", readRecords),
-		awaited("write", "Write tensors to an open .tensors file, encrypted with a key.",
-			tensorsWrite).tail("the address of each").onCallersMemory(),
-		awaited("front", "The head and the index of a .tensors file, in hex digits.", tensorsFront),
-		awaited("sums", "CRC32 and SHA-256 of each of several byte sequences, which begin with a prefix (hex "+
-			"digits); in hex digits.", tensorsSums).
+		started("records", "The records of a .tensors file, which stays open for the verb open.",
+			readRecords).awaited(),
+		started("write", "Write tensors to an open .tensors file, encrypted with a key.",
+			tensorsWrite).awaited().tail("the address of each").onCallersMemory(),
+		started("front", "The head and the index of a .tensors file, in hex digits.", tensorsFront).awaited(),
+		started("sums", "CRC32 and SHA-256 of each of several byte sequences, which begin with a prefix (hex "+
+			"digits); in hex digits.", tensorsSums).awaited().
 			tail("address and bytes of each").onCallersMemory(),
-		awaited("key", "Derive a key from a password; in hex digits.", tensorsKey),
+		started("key", "Derive a key from a password; in hex digits.", tensorsKey).awaited(),
 	}
 }
 
-func readRecords(ctx context.Context, q recordsRequest, _ []int64) (recordsAnswer, error) {
+func readRecords(ctx context.Context, _ *job.Job, q recordsRequest, _ []int64) (recordsAnswer, error) {
 	src, err := open.With(q.Storage.Options).Open(ctx, q.URI)
 	if err != nil {
 		return recordsAnswer{}, err
@@ -79,26 +81,13 @@ func readRecords(ctx context.Context, q recordsRequest, _ []int64) (recordsAnswe
 	return recordsAnswer{*f.Describe(), keep(&tensorizer.Opened{Source: src, File: f})}, nil
 }
 
-// A record is a tensor of a .tensors file that is being written.
+// A record is a tensor of a .tensors file that is being written, and where its data are.
 type record struct {
-	Module uint16  `json:"module"`
-	Type   uint8   `json:"type"`
-	Name   string  `json:"name"`
-	DType  string  `json:"dtype"`
-	Dims   []int64 `json:"dims"`
-	Bytes  int64   `json:"bytes"`
-	Record int64   `json:"record"`
-	Data   int64   `json:"data"`
-	Sealed bool    `json:"sealed"` // the file is encrypted
+	tensorizer.Item
+	Data int64 `json:"data"`
 }
 
-func (r *record) item() (tensorizer.Item, error) {
-	it := tensorizer.Item{Module: r.Module, Type: r.Type, Name: r.Name, Text: r.DType, Dims: r.Dims, Bytes: r.Bytes,
-		Record: r.Record, Sealed: r.Sealed}
-	return it, it.Check()
-}
-
-func tensorsWrite(ctx context.Context, q writeRequest, n []int64) (written, error) {
+func tensorsWrite(ctx context.Context, _ *job.Job, q writeRequest, n []int64) (written, error) {
 	if len(n) != len(q.Items) || q.FD < 0 || q.Offset < 0 {
 		return written{}, errs.New(errs.ErrArgument, "%d tensors at %d addresses, descriptor %d, offset %d",
 			len(q.Items), len(n), q.FD, q.Offset)
@@ -114,8 +103,9 @@ func tensorsWrite(ctx context.Context, q writeRequest, n []int64) (written, erro
 	items, data := make([]tensorizer.Item, len(q.Items)), make([][]byte, len(q.Items))
 	for i := range items {
 		var err error
-		q.Items[i].Sealed = key != nil
-		if items[i], err = q.Items[i].item(); err != nil {
+		items[i] = q.Items[i].Item
+		items[i].Sealed = key != nil
+		if err = items[i].Check(); err != nil {
 			return written{}, err
 		}
 		if data[i], err = dataAt(uint64(n[i]), items[i].Bytes); err != nil {
@@ -133,11 +123,11 @@ func tensorsWrite(ctx context.Context, q writeRequest, n []int64) (written, erro
 	return w, nil
 }
 
-func tensorsFront(_ context.Context, q frontRequest, _ []int64) (string, error) {
+func tensorsFront(_ context.Context, _ *job.Job, q frontRequest, _ []int64) (string, error) {
 	items := make([]tensorizer.Item, len(q.Items))
 	for i := range q.Items {
-		var err error
-		if items[i], err = q.Items[i].item(); err != nil {
+		items[i] = q.Items[i].Item
+		if err := items[i].Check(); err != nil {
 			return "", err
 		}
 		items[i].Pad = q.Items[i].Data - items[i].Data()
@@ -149,7 +139,7 @@ func tensorsFront(_ context.Context, q frontRequest, _ []int64) (string, error) 
 	return hex.EncodeToString(b), err
 }
 
-func tensorsSums(ctx context.Context, prefixes []string, n []int64) ([][2]string, error) {
+func tensorsSums(ctx context.Context, _ *job.Job, prefixes []string, n []int64) ([][2]string, error) {
 	if len(n) != 2*len(prefixes) {
 		return nil, errs.New(errs.ErrArgument, "%d prefixes, %d numbers", len(prefixes), len(n))
 	}
@@ -175,7 +165,7 @@ func tensorsSums(ctx context.Context, prefixes []string, n []int64) ([][2]string
 	return out, nil
 }
 
-func tensorsKey(ctx context.Context, q keyRequest, _ []int64) (string, error) {
+func tensorsKey(ctx context.Context, _ *job.Job, q keyRequest, _ []int64) (string, error) {
 	password, err := hex.DecodeString(q.Password)
 	if err != nil || len(password) == 0 {
 		return "", errs.New(errs.ErrArgument, "the password is empty")
