@@ -10,15 +10,13 @@ import (
 	"maps"
 	"slices"
 	"strings"
-	"unsafe"
 
 	"github.com/dustin/go-humanize"
 
 	"github.com/overwire/overwire/gosrc/delta"
-	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
-	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
@@ -148,21 +146,17 @@ func (r *diffReport) pairTensors(a, b *tensor.Index) (both [][2]int) {
 func (c *call) compare(r *diffReport, models [2]*load.Model, some [][2]int, threads int) error {
 	pairs := make([]delta.Pair, len(some))
 	for side, m := range models {
-		reqs := make([]load.Request, len(some))
+		tensors := make([]int, len(some))
 		for i := range some {
-			reqs[i] = load.Request{Tensor: int64(some[i][side]), Hi0: plan.Whole, Hi1: plan.Whole}
+			tensors[i] = some[i][side]
 		}
-		mem, err := c.landed(m, reqs, threads)
-		defer func() {
-			for i := range mem {
-				mem[i].Release()
-			}
-		}()
+		mem, err := m.Landed(c.ctx, tensors, load.Options{Threads: threads})
 		if err != nil {
 			return err
 		}
+		defer cpu.Release(mem)
 		for i := range pairs {
-			at := uint64(uintptr(unsafe.Pointer(mem[i].Ptr)))
+			at := uint64(uintptr(mem[i].Ptr))
 			if side == 0 {
 				t := &m.Index().Tensors[some[i][0]]
 				pairs[i] = delta.Pair{Name: t.Name, DType: t.DType, Shape: t.Shape, Base: at}
@@ -185,27 +179,6 @@ func (c *call) compare(r *diffReport, models [2]*load.Model, some [][2]int, thre
 		}
 	}
 	return nil
-}
-
-// landed loads tensors, which the caller releases, also after an error.
-func (c *call) landed(m *load.Model, reqs []load.Request, threads int) ([]device.Memory, error) {
-	l, err := m.Start(reqs, load.Options{Threads: threads})
-	if err != nil {
-		return nil, err
-	}
-	defer l.Close()
-	if err := c.await(l, "diff"); err != nil {
-		return nil, err
-	}
-	mem := make([]device.Memory, 0, len(reqs))
-	for i := range reqs {
-		one, _, _, ok := l.Take(i)
-		if !ok {
-			return mem, errs.New(errs.ErrEngine, "tensor %d did not land", reqs[i].Tensor)
-		}
-		mem = append(mem, one)
-	}
-	return mem, nil
 }
 
 // maxNames is how many names of one kind a line has without --limit.

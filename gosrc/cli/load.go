@@ -9,7 +9,6 @@ import (
 
 	"github.com/dustin/go-humanize"
 
-	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/pipeline"
@@ -107,23 +106,11 @@ func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
 		return rep, err
 	}
 	defer l.Close()
-	if err := c.await(l, "load"); err != nil {
+	if err := l.Await(c.ctx); err != nil {
 		return rep, err
 	}
 	rep, _ = l.Job().Value().(load.Report)
 	return rep, nil
-}
-
-// await waits for the end of a load, which the end of the verb cancels.
-func (c *call) await(l *load.Loading, verb string) error {
-	select {
-	case <-l.Job().Done():
-		return l.Job().Err()
-	case <-c.ctx.Done():
-		l.Job().Cancel()
-		<-l.Job().Done()
-		return errs.New(errs.ErrCancelled, "%s", verb)
-	}
 }
 
 // printTrace prints the sums of a trace.

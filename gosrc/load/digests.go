@@ -5,13 +5,10 @@ package load
 import (
 	"context"
 	"fmt"
-	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
-	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/plan"
 )
 
 // digestBytes is how much of a model Digests has on the GPU at once, unless a tensor is
@@ -60,39 +57,14 @@ func (m *Model) Digests(ctx context.Context, gpu int, tensors []int, done func(i
 }
 
 func (m *Model) digestBatch(ctx context.Context, d *cuda.Device, gpu int, tensors []int) ([]digest.Sum, error) {
-	reqs := make([]Request, len(tensors))
-	for k, i := range tensors {
-		reqs[k] = Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
-	}
-	l, err := m.Start(reqs, Options{Device: fmt.Sprintf("cuda:%d", gpu)})
+	mem, err := m.Landed(ctx, tensors, Options{Device: fmt.Sprintf("cuda:%d", gpu)})
 	if err != nil {
 		return nil, err
 	}
-	defer l.Close()
-	select {
-	case <-l.job.Done():
-	case <-ctx.Done():
-		l.job.Cancel()
-		<-l.job.Done()
-		return nil, errs.Cause(ctx)
-	}
-	if err := l.job.Err(); err != nil {
-		return nil, err
-	}
+	defer cpu.Release(mem)
 	views := make([]digest.View, len(tensors))
-	var held []device.Memory
-	defer func() {
-		for i := range held {
-			held[i].Release()
-		}
-	}()
-	for k := range tensors {
-		mem, _, _, ok := l.Take(k)
-		if !ok {
-			return nil, errs.New(errs.ErrEngine, "tensor %d did not land", tensors[k])
-		}
-		held = append(held, mem)
-		views[k] = digest.Contiguous(uint64(uintptr(unsafe.Pointer(mem.Ptr))), m.ix.Tensors[tensors[k]].Bytes)
+	for k, i := range tensors {
+		views[k] = digest.Contiguous(uint64(uintptr(mem[k].Ptr)), m.ix.Tensors[i].Bytes)
 	}
 	return d.Digest(cuda.Order{}, views)
 }

@@ -288,6 +288,42 @@ func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DT
 	return mem, w.Shape, dtype, true
 }
 
+// Await waits for the end of the load, which the end of ctx cancels.
+func (l *Loading) Await(ctx context.Context) error {
+	defer context.AfterFunc(ctx, l.job.Cancel)()
+	<-l.job.Done()
+	if err := l.job.Err(); err == nil || ctx.Err() == nil {
+		return err
+	}
+	return errs.Cause(ctx)
+}
+
+// Landed loads whole tensors, by their numbers, nil: all, and returns the memory of each, which is
+// the caller's to release.
+func (m *Model) Landed(ctx context.Context, tensors []int, opt Options) ([]device.Memory, error) {
+	var reqs []Request
+	for _, i := range tensors {
+		reqs = append(reqs, Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
+	}
+	l, err := m.Start(reqs, opt)
+	if err != nil {
+		return nil, err
+	}
+	defer l.Close()
+	if err := l.Await(ctx); err != nil {
+		return nil, err
+	}
+	mem := make([]device.Memory, l.Len())
+	for k := range mem {
+		var ok bool
+		if mem[k], _, _, ok = l.Take(k); !ok {
+			cpu.Release(mem)
+			return nil, errs.New(errs.ErrEngine, "request %d of %d did not land", k, l.Len())
+		}
+	}
+	return mem, nil
+}
+
 // Close cancels a running load, and frees what was not taken as soon as nothing
 // writes to it. It does not wait.
 func (l *Loading) Close() {

@@ -7,6 +7,7 @@ import (
 	"hash/crc32"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
@@ -114,27 +115,18 @@ func (r *run) compareModel(m *model, files []string) error {
 		return err
 	}
 	defer opened.Close()
-	loading, err := opened.Start(nil, load.Options{Device: r.opt.Device, Threads: r.opt.Threads})
+	mem, err := opened.Landed(r.Ctx, nil, load.Options{Device: r.opt.Device, Threads: r.opt.Threads})
 	if err != nil {
 		return err
 	}
-	defer loading.Close()
-	if _, err := loading.Job().Wait(-1); err != nil {
-		return err
-	}
+	defer cpu.Release(mem)
 	for i, t := range opened.Index().Tensors {
-		mem, _, _, ok := loading.Take(i)
-		if !ok {
-			return errs.New(errs.ErrEngine, "tensor %q has no memory", t.Name)
-		}
-		data := make([]byte, mem.Bytes)
+		data := make([]byte, mem[i].Bytes)
 		if r.gpu == nil {
-			copy(data, mem.Slice())
-		} else if err = r.gpu.Read(data, mem); err != nil {
-			mem.Release()
+			copy(data, mem[i].Slice())
+		} else if err = r.gpu.Read(data, mem[i]); err != nil {
 			return err
 		}
-		mem.Release()
 		if crc32.ChecksumIEEE(data) != m.sums[t.Name] {
 			return errs.New(errs.ErrEngine, "tensor %q did not come back bit for bit", t.Name)
 		}

@@ -4,11 +4,12 @@ package main
 
 import (
 	"fmt"
-	"io"
 	"net"
 	"os"
+	"sync"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
@@ -54,7 +55,7 @@ func (r *run) measureNet() error {
 			floor, floorName := link.rate, "the link"
 			if floor == 0 {
 				floorName = "raw TCP into fresh memory, plain bytes"
-				if floor, err = r.rawTCP(r.Path(netPlain)); err != nil {
+				if floor, err = r.bestTCP(r.Path(netPlain), []int{1, 2, 4, 8}, measure.Fresh); err != nil {
 					return err
 				}
 			}
@@ -120,18 +121,14 @@ func (r *run) firstTensor() error {
 			return err
 		}
 		defer m.Close()
-		small := int64(0)
+		small := 0
 		for i, t := range m.Index().Tensors {
 			if b := m.Index().Tensors[small].Bytes; t.Bytes > 0 && (t.Bytes < b || b == 0) {
-				small = int64(i)
+				small = i
 			}
 		}
-		l, err := m.Start([]load.Request{{Tensor: small, Hi0: -1, Hi1: -1}}, load.Options{})
-		if err != nil {
-			return err
-		}
-		defer l.Close()
-		_, err = l.Job().Wait(-1)
+		mem, err := m.Landed(r.Ctx, []int{small}, load.Options{})
+		cpu.Release(mem)
 		return err
 	})
 	if err != nil {
@@ -143,15 +140,9 @@ func (r *run) firstTensor() error {
 	return nil
 }
 
-// rawTCP is the rate of connections whose bytes are not processed: sendfile at one
-// end, reads into fresh memory at the other. The best of several numbers of
-// connections.
-func (r *run) rawTCP(path string) (float64, error) {
-	return r.bestTCP(path, []int{1, 2, 4, 8}, measure.Fresh)
-}
-
-// bestTCP is rawTCP for several numbers of connections, into the memory that room
-// returns; nil keeps one buffer a connection, as a ring does.
+// bestTCP is the rate of connections whose bytes are not processed: sendfile at one
+// end, reads into the memory that room returns at the other; nil keeps one buffer a
+// connection, as a ring does. The best of several numbers of connections.
 func (r *run) bestTCP(path string, conns []int, room func(int64, func([]byte) error) error) (float64, error) {
 	st, err := os.Stat(path)
 	if err != nil {
@@ -183,34 +174,19 @@ func rawOnce(path string, m []byte, size int64, conns int) error {
 	if err != nil {
 		return errs.New(errs.ErrIO, "%v", err)
 	}
+	var sending sync.WaitGroup
+	defer sending.Wait()
 	defer l.Close()
+	sending.Add(1)
+	spawn.Go("bench tcp", func() { defer sending.Done(); sendAll(l, []string{path}, &sending) })
 	part := (size + int64(conns) - 1) / int64(conns)
-	spawn.Go("bench tcp", func() {
-		for n := range conns {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			spawn.Go("bench tcp", func() {
-				defer c.Close()
-				f, err := os.Open(path)
-				if err != nil {
-					return
-				}
-				defer f.Close()
-				if _, err := f.Seek(int64(n)*part, io.SeekStart); err == nil {
-					_, _ = io.CopyN(c, f, min(part, size-int64(n)*part))
-				}
-			})
-		}
-	})
 	return measure.Parallel(conns, size, part, func(_ int, lo, hi int64) error {
 		c, err := net.Dial("tcp", l.Addr().String())
 		if err != nil {
 			return errs.New(errs.ErrIO, "%v", err)
 		}
 		defer c.Close()
-		// Which share this connection reads does not matter: all are alike.
+		// Which bytes this connection reads does not matter: all are alike.
 		step := make([]byte, 1<<20)
 		for at := lo; at < hi; {
 			b := step
@@ -218,11 +194,7 @@ func rawOnce(path string, m []byte, size int64, conns int) error {
 				b = m[at:min(hi, at+4<<20)]
 			}
 			n, err := c.Read(b[:min(int64(len(b)), hi-at)])
-			at += int64(n)
-			if err == io.EOF {
-				return nil
-			}
-			if err != nil {
+			if at += int64(n); err != nil {
 				return errs.New(errs.ErrIO, "%v", err)
 			}
 		}

@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/load"
 )
 
 // batchRows is the most chunks of a batch.
@@ -37,11 +38,8 @@ type sampler func(at []uint64, n int64, got func(i int, b []byte)) error
 
 // gpuOf opens a GPU by name; nil: it is the host's.
 func gpuOf(name string) (*cuda.Device, error) {
-	number, err := device.Number(cmp.Or(name, "cpu"))
-	if err != nil || number == device.Host {
-		return nil, err
-	}
-	return cuda.Open(int(max(0, number)))
+	target, err := load.TargetOf(name)
+	return target.GPU, err
 }
 
 // imageAddress is an address of the image.
