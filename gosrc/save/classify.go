@@ -49,7 +49,12 @@ func (w *writer) classifyItems(ctx context.Context, items []*item) error {
 	if err := w.findAliases(ctx, items); err != nil {
 		return err
 	}
-	joinColumns(items)
+	// Column parts of a tensor are none of an alias that has rows of another size.
+	for _, t := range items {
+		if t.form == alias && t.rowBits() != t.of.rowBits() {
+			t.of.joinParts()
+		}
+	}
 	encoders := sync.Pool{New: func() any { return new(codec.Encoder) }}
 	return spawn.Each(ctx, "save.classify", w.threads, len(items), func(k int) error {
 		t := items[k]
@@ -66,16 +71,6 @@ func (w *writer) classifyItems(ctx context.Context, items []*item) error {
 		}
 		return nil
 	})
-}
-
-// joinColumns stores tensors in one part whose aliases have rows of another size: column
-// parts of the one are none of the other.
-func joinColumns(items []*item) {
-	for _, t := range items {
-		if t.form == alias && t.rowBits() != t.of.rowBits() {
-			t.of.joinParts()
-		}
-	}
 }
 
 // chooseTransform takes the best transform for a tensor and decides whether to use it. It
@@ -168,7 +163,6 @@ func (t *item) readSample(ctx context.Context) ([]byte, error) {
 	return out, nil
 }
 
-// sampleOffsets are where the runs of a sample begin.
 func sampleOffsets(bytes int64) []int64 {
 	out := make([]int64, sampleRuns)
 	for i := range out {
@@ -289,7 +283,6 @@ func (t *item) hashGlances(ctx context.Context) ([16]byte, error) {
 	return sumOf(&h), nil
 }
 
-// glanceOffsets are where the pieces begin.
 func glanceOffsets(bytes int64) []int64 { return []int64{0, bytes / 2, bytes - glanceBytes} }
 
 // hashAll is XXH3-128 of the logical bytes, computed once for each tensor.

@@ -97,7 +97,6 @@ func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file Insp
 	return file, true, err
 }
 
-// addFile adds a file of which the structure is verified to a report.
 func (rep *VerifyReport) addFile(file InspectedFile) {
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
 	v.Tensors = len(file.Tensors)

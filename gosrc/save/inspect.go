@@ -28,7 +28,6 @@ func (in *Inspection) KeepTensors(wanted func(name string) bool) {
 	in.sumUp()
 }
 
-// sumUp sets the totals.
 func (in *Inspection) sumUp() {
 	in.Totals = map[string]*Total{"all": {}}
 	for i := range in.Sources {

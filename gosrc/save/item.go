@@ -78,7 +78,6 @@ func (a *away) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
 	return buf, a.Read(buf, off)
 }
 
-// form is how a tensor is stored.
 type form uint8
 
 const (

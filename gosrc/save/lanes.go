@@ -4,7 +4,6 @@ package save
 
 import (
 	"context"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -28,7 +27,6 @@ type lane struct {
 	threads    int
 }
 
-// lanesOf are those of a save of these files.
 func (w *writer) lanesOf(parts []part) []lane {
 	n := min(len(parts), mostLanes)
 	if len(w.gpus) == 0 {
@@ -47,27 +45,13 @@ func (w *writer) lanesOf(parts []part) []lane {
 	return all
 }
 
-// A failure is the first error of several goroutines: those that come after it are of the
-// cancel that it makes.
-type failure struct {
-	cancel context.CancelCauseFunc
-	once   sync.Once
-	err    error
-}
-
-// noteError keeps an error, if it is the first, and cancels the rest.
-func (f *failure) noteError(err error) {
-	if err != nil {
-		f.once.Do(func() { f.err = err; f.cancel(err) })
+// firstError is what ended the work of several goroutines, of which each cancels ctx by its error:
+// those that come after the first are of that cancel.
+func firstError(ctx context.Context, err error) error {
+	if err == nil || ctx.Err() == nil {
+		return err
 	}
-}
-
-// firstOr is the first error, or else err. No goroutine runs any more.
-func (f *failure) firstOr(err error) error {
-	if f.err != nil {
-		return f.err
-	}
-	return err
+	return context.Cause(ctx)
 }
 
 // writeFiles makes and writes all files, and returns their sizes. The first error cancels the
@@ -80,16 +64,17 @@ func (w *writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc,
 		free <- one
 	}
 	drafts, out := make([]draft, len(parts)), make([]int64, len(parts))
-	first := failure{cancel: cancel}
 	each := func(do func(i int, on lane) error) error {
-		return first.firstOr(spawn.Each(ctx, "save.file", len(all), len(parts), func(i int) error {
+		return firstError(ctx, spawn.Each(ctx, "save.file", len(all), len(parts), func(i int) error {
 			on := <-free
 			defer func() { free <- on }()
 			err := do(i, on)
 			if err != nil && drafts[i] != nil {
 				err = errs.In("save", drafts[i].URI(), err)
 			}
-			first.noteError(err)
+			if err != nil {
+				cancel(err)
+			}
 			return err
 		}))
 	}

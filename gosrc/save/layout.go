@@ -156,7 +156,6 @@ func (f *fileWriter) cutPlain(t *item) {
 		PerPart: sizes.CeilDiv(t.bytes, f.spec.ChunkBytes)}, 0)
 }
 
-// cut makes the tasks of one tensor.
 func (f *fileWriter) cut(t *item, g tensor.Grid, first int) {
 	if t.form == alias || t.bytes == 0 {
 		f.job.Tensors.Add(1)

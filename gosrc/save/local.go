@@ -11,7 +11,6 @@ import (
 	"slices"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 )
@@ -42,7 +41,14 @@ func (f *files) publishAll(ctx context.Context, parts []part) error {
 	if err := atomicfile.Publish(f.spec.fs, f.targets); err != nil {
 		return err
 	}
-	return f.retireFiles(old)
+	// The new model is complete. Another save of the same path may have removed them already.
+	var first error
+	for _, p := range old {
+		if err := f.spec.fs.Remove(p); err != nil && !errors.Is(err, fs.ErrNotExist) && first == nil {
+			first = atomicfile.Failed(p, -1, err)
+		}
+	}
+	return first
 }
 
 func (f *files) dropAll(error) {
@@ -122,20 +128,13 @@ func (w *writer) replacedFiles(ctx context.Context, parts []part) (old []string)
 	if err != nil || w.spec.Shard == 0 && last.listing == nil {
 		return nil
 	}
-	if w.spec.Shard > 0 {
-		old = append(old, path)
-	}
-	if last.listing != nil {
-		dir := atomicfile.Folder(last.path)
-		for _, name := range last.stale(w.oldSet(ctx, last.path)) {
-			old = append(old, joinName(dir, name))
-		}
-		old = append(old, abandonedFiles(dir, last.familiesOf(), w.spec.Shard > 0)...)
-	} else {
+	index, families := last.path, last.familiesOf()
+	if last.listing == nil {
 		_, stem := stemOf(path)
-		old = append(append(old, indexPath(path)), shardsOf(path, w.oldSet(ctx, indexPath(path)))...)
-		old = append(old, abandonedFiles(atomicfile.Folder(path), map[string]bool{stem: true}, true)...)
+		index, families = indexPath(path), map[string]bool{stem: true}
 	}
+	old, _ = w.staleFiles(ctx, path, last) // an index that cannot be read names nothing
+	old = append(old, abandonedFiles(atomicfile.Folder(index), families, w.spec.Shard > 0)...)
 	kept := map[string]bool{}
 	for _, p := range parts {
 		kept[p.path] = true
@@ -143,11 +142,7 @@ func (w *writer) replacedFiles(ctx context.Context, parts []part) (old []string)
 			kept[real] = true
 		}
 	}
-	if index := last.path; last.listing != nil {
-		w.keepListed(ctx, kept, index)
-	} else {
-		w.keepListed(ctx, kept, indexPath(path))
-	}
+	w.keepListed(ctx, kept, index)
 	return slices.DeleteFunc(old, func(p string) bool {
 		st, err := os.Lstat(p)
 		return kept[p] || err != nil || !st.Mode().IsRegular()
@@ -164,28 +159,10 @@ func (w *writer) keepListed(ctx context.Context, kept map[string]bool, index str
 		if !ok || !n.Index || e.Name() == filepath.Base(index) {
 			continue
 		}
-		if set := w.oldSet(ctx, joinName(dir, e.Name())); set != nil {
+		if set, _ := w.readIndex(ctx, joinName(dir, e.Name())); set != nil {
 			for _, name := range set.Files {
 				kept[joinName(dir, name)] = true
 			}
 		}
 	}
-}
-
-// oldSet is what a local index says; nil if there is none that can be read.
-func (w *writer) oldSet(ctx context.Context, index string) *safetensors.Shards {
-	shards, _ := w.readIndex(ctx, index) // an unreadable one names nothing
-	return shards
-}
-
-// retireFiles removes what replaced has listed, once the new model is complete. Another save of
-// the same path may have removed it already.
-func (w *writer) retireFiles(old []string) error {
-	var first error
-	for _, p := range old {
-		if err := w.spec.fs.Remove(p); err != nil && !errors.Is(err, fs.ErrNotExist) && first == nil {
-			first = atomicfile.Failed(p, -1, err)
-		}
-	}
-	return first
 }

@@ -77,7 +77,6 @@ func (m *model) original(ctx context.Context, spec Spec, k int) (*original.File,
 	return original.Of(ctx, m.srcs[k], s, !spec.NoSHA256)
 }
 
-// fromFile is the body of a tensor of another file.
 type fromFile struct{ *stored.Tensor }
 
 func (f fromFile) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {

@@ -47,7 +47,11 @@ func (w *writer) chooseNames(ctx context.Context, parts []part) error {
 			return err
 		}
 	}
-	last.listing.usual = baseNames(parts)
+	for _, p := range parts {
+		if p.shard {
+			last.listing.usual = append(last.listing.usual, filepath.Base(p.path))
+		}
+	}
 	earlier, err := w.hasEarlierSet(ctx, last)
 	if err != nil || !earlier {
 		return err
@@ -88,7 +92,6 @@ func (w *writer) hasEarlierSet(ctx context.Context, index *part) (bool, error) {
 	return weights, nil
 }
 
-// renameShards gives the shards of an index other names.
 func (index *part) renameShards(parts []part, name func(string) string) {
 	for k := range parts {
 		if p := &parts[k]; p.shard {
@@ -124,11 +127,12 @@ func (index *part) stale(old *safetensors.Shards) (names []string) {
 	return slices.DeleteFunc(names, func(name string) bool { return slices.Contains(index.listing.Files, name) })
 }
 
-// familiesOf are those of an index's files.
 func (index *part) familiesOf() map[string]bool {
 	out := map[string]bool{}
-	for _, name := range index.listing.usual {
-		out[modelfiles.Family(name)] = true
+	if index.listing != nil {
+		for _, name := range index.listing.usual {
+			out[modelfiles.Family(name)] = true
+		}
 	}
 	return out
 }
@@ -146,14 +150,4 @@ func abandonedFiles(dir string, families map[string]bool, numbered bool) (paths 
 		}
 	}
 	return paths
-}
-
-// baseNames are the names of shards.
-func baseNames(parts []part) (names []string) {
-	for _, p := range parts {
-		if p.shard {
-			names = append(names, filepath.Base(p.path))
-		}
-	}
-	return names
 }

@@ -87,10 +87,13 @@ func (o *objects) dropAll(err error) {
 // publishAll publishes the objects, last the one that readers look for, and removes what that
 // makes stale. If it fails, the old model stays, and the shards that were published go.
 func (o *objects) publishAll(ctx context.Context, parts []part) error {
-	stale, err := o.stale(ctx, parts)
+	stale, err := o.staleFiles(ctx, o.spec.Path, &parts[len(parts)-1])
 	if err != nil {
 		return err
 	}
+	stale = slices.DeleteFunc(stale, func(p string) bool {
+		return slices.ContainsFunc(parts, func(q part) bool { return q.path == p })
+	})
 	for i, d := range o.drafts {
 		if err := d.Publish(); err != nil {
 			for _, p := range parts[:i] {
@@ -111,32 +114,26 @@ func (o *objects) publishAll(ctx context.Context, parts []part) error {
 	return first
 }
 
-// stale lists the objects that a save of a set makes stale; see replaced.
-func (o *objects) stale(ctx context.Context, parts []part) (old []string, err error) {
-	last := &parts[len(parts)-1]
-	if o.spec.Shard > 0 {
-		old = append(old, o.spec.Path)
+// staleFiles lists what a save of a set at a path makes stale, by the index that was there: the
+// file at the path itself (if there are several now), the index (if there is one file now), and the
+// shards that it listed. With an error it lists what no index tells.
+func (w *writer) staleFiles(ctx context.Context, path string, last *part) (old []string, err error) {
+	if w.spec.Shard > 0 {
+		old = append(old, path)
 	}
+	var shards *safetensors.Shards
 	switch {
 	case last.listing != nil:
-		shards, err := o.readIndex(ctx, last.path)
-		if err != nil {
-			return nil, err
-		}
+		shards, err = w.readIndex(ctx, last.path)
 		for _, name := range last.stale(shards) {
 			old = append(old, last.path[:len(last.path)-len(filepath.Base(last.path))]+name)
 		}
-	case o.spec.Shard > 0:
-		index := indexPath(o.spec.Path)
-		shards, err := o.readIndex(ctx, index)
-		if err != nil {
-			return nil, err
-		}
-		old = append(append(old, index), shardsOf(o.spec.Path, shards)...)
+	case w.spec.Shard > 0:
+		index := indexPath(path)
+		shards, err = w.readIndex(ctx, index)
+		old = append(append(old, index), shardsOf(path, shards)...)
 	}
-	return slices.DeleteFunc(old, func(p string) bool {
-		return slices.ContainsFunc(parts, func(q part) bool { return q.path == p })
-	}), nil
+	return old, err
 }
 
 // shardsOf are the files of a path's old index that are named after it.

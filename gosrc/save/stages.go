@@ -35,7 +35,6 @@ func (c *clock) listStages() Stages {
 		WriteNS: c.write.Load(), PublishNS: c.publish.Load()}
 }
 
-// addStages adds those of another save.
 func (s *Stages) addStages(o Stages) {
 	s.PlanNS += o.PlanNS
 	s.ReadNS += o.ReadNS

@@ -52,7 +52,6 @@ func newWriter(spec Spec, j *job.Job) *writer {
 	return w
 }
 
-// A part is one file of a save.
 type part struct {
 	path     string
 	metadata map[string]string
@@ -269,12 +268,11 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		return 0, errs.In("save", f.path, err)
 	}
 	// A step that fails, or panics, ends those that wait for the hashing or for a slot of a GPU, by its error.
-	first := failure{cancel: cancel}
 	step := func(k int, do func() error) error {
 		err := errs.New(errs.ErrEngine, "a step of the save did not end")
 		defer func() {
 			if err != nil {
-				first.noteError(err)
+				cancel(err)
 			}
 		}()
 		err = errs.Locate("save", f.path, f.tasks[k].t.name, -1, do())
@@ -286,7 +284,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		Turn:  func(k int) error { return step(k, func() error { return f.placeTask(ctx, k) }) },
 		Flush: func(k int) error { return step(k, func() error { return f.flushTask(k) }) },
 	}
-	err := first.firstOr(o.Run(ctx, "save.encode"))
+	err := firstError(ctx, o.Run(ctx, "save.encode"))
 	if err != nil {
 		cancel(err)
 	}
@@ -436,7 +434,6 @@ func (f *fileWriter) placeTask(ctx context.Context, k int) error {
 	return f.draft.Skip(gap, s.at)
 }
 
-// flushTask writes task k.
 func (f *fileWriter) flushTask(k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
 	switch {

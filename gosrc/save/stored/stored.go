@@ -127,7 +127,6 @@ func (s *Tensor) holdBlock(ctx context.Context, p, b int64) (*blocks.Block[key],
 	})
 }
 
-// fillFlat fills buf with bytes from off on of a tensor in one part.
 func (s *Tensor) fillFlat(ctx context.Context, buf []byte, off int64) error {
 	for len(buf) > 0 {
 		b := off / s.Block()
