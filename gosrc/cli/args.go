@@ -5,6 +5,7 @@ package cli
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -145,7 +146,8 @@ func (v *verb) help() string {
 		doc := strings.ReplaceAll(wrapText(o.doc, helpWidth-width-4), "\n", "\n"+strings.Repeat(" ", width+4))
 		fmt.Fprintf(&b, "  %-*s  %s\n", width, o.spelling(), doc)
 	}
-	fmt.Fprintf(&b, "\nexample:\n%s\n\nexit status: 0 done; others: overwire --help\n", indentText(v.example))
+	fmt.Fprintf(&b, "\nexample:\n  %s\n\nexit status: 0 done; others: overwire --help\n",
+		strings.ReplaceAll(strings.TrimSpace(v.example), "\n", "\n  "))
 	return b.String()
 }
 
@@ -190,10 +192,6 @@ func wrapText(text string, n int) string {
 	return b.String()
 }
 
-func indentText(text string) string {
-	return "  " + strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n  ")
-}
-
 // parse splits argv into options and arguments. Options may stand anywhere
 // before "--"; a value is the next word or follows "=".
 func (c *call) parse(argv []string) error {
@@ -213,11 +211,15 @@ func (c *call) parse(argv []string) error {
 			continue
 		}
 		name, value, hasValue := strings.Cut(word, "=")
-		o := matchOption(options, name)
-		switch {
-		case o == nil:
+		k := slices.IndexFunc(options, func(o option) bool {
+			return name == "--"+o.name || o.short != "" && name == "-"+o.short
+		})
+		if k < 0 {
 			return usage("%s has no option %s%s; see: overwire %s --help (put paths that begin with - after --)",
 				c.verb.name, name, nearName(name, optionNames(options)), c.verb.name)
+		}
+		o := &options[k]
+		switch {
 		case o.value == "" && hasValue:
 			return usage("--%s takes no value", o.name)
 		case o.value == "":
@@ -280,15 +282,6 @@ func nearName(word string, names []string) string {
 		return ", did you mean " + best + "?"
 	}
 	return ""
-}
-
-func matchOption(known []option, word string) *option {
-	for i := range known {
-		if o := &known[i]; word == "--"+o.name || o.short != "" && word == "-"+o.short {
-			return o
-		}
-	}
-	return nil
 }
 
 func (c *call) is(name string) bool { return c.opts[name] == "yes" }

@@ -189,8 +189,7 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 		return ExitOK
 	}
 	text := errs.Message(err)
-	var stop *interruption
-	if errors.As(err, &stop) {
+	if stop, ok := errors.AsType[*interruption](err); ok {
 		text = "interrupted" + stop.left
 	}
 	fmt.Fprintf(stderr, "overwire: %s\n", text)
@@ -228,8 +227,7 @@ func (c *call) interrupted(err error) error {
 // failure returns an error as --json prints it.
 func failure(err error, text string) map[string]any {
 	f := map[string]any{"class": errs.Class(err), "message": text, "status": status(err)}
-	var at *errs.At
-	if errors.As(err, &at) {
+	if at, ok := errors.AsType[*errs.At](err); ok {
 		f["source"] = errs.RedactURI(at.Source)
 		if at.Tensor != "" {
 			f["tensor"] = at.Tensor

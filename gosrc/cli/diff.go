@@ -101,8 +101,7 @@ func (c *call) openBoth() (models [2]*load.Model, err error) {
 	var first error // of a model that needs no key
 	for i, path := range c.args {
 		models[i], err = c.open([]string{path}, c.storage)
-		var plain *tensorizer.NotEncryptedError
-		if errors.As(err, &plain) && (i == 0 || first == nil) {
+		if _, ok := errors.AsType[*tensorizer.NotEncryptedError](err); ok && (i == 0 || first == nil) {
 			first = err
 			models[i], err = c.open([]string{path}, keyless)
 		}
@@ -150,7 +149,7 @@ func (c *call) compare(r *diffReport, models [2]*load.Model, some [][2]int, thre
 		for i := range some {
 			tensors[i] = some[i][side]
 		}
-		mem, err := m.Landed(c.ctx, tensors, load.Options{Threads: threads})
+		mem, err := m.LoadWhole(c.ctx, tensors, load.Options{Threads: threads})
 		if err != nil {
 			return err
 		}

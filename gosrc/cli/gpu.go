@@ -46,7 +46,8 @@ const wireTime = 200 * time.Millisecond
 // diagnoseGPU asks the driver. With measure it also times copies to each GPU,
 // which creates a context there.
 func diagnoseGPU(measure bool) GPU {
-	g := GPU{Driver: moduleVersion(), Devices: []GPUDevice{}}
+	version, _ := os.ReadFile("/sys/module/nvidia/version") // of the kernel module, where it is readable
+	g := GPU{Driver: strings.TrimSpace(string(version)), Devices: []GPUDevice{}}
 	info, err := driver.Info()
 	if err != nil {
 		g.Reason = reasonText(err)
@@ -97,16 +98,6 @@ func wire(index int) (float64, error) {
 		}
 		count *= 4
 	}
-}
-
-// moduleVersion returns the version of the driver's kernel module, "" if it is
-// not readable.
-func moduleVersion() string {
-	b, err := os.ReadFile("/sys/module/nvidia/version")
-	if err != nil {
-		return ""
-	}
-	return strings.TrimSpace(string(b))
 }
 
 func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {

@@ -158,7 +158,6 @@ func isTrace(file string) bool {
 // maxTrace bounds the trace that inspect --html reads.
 const maxTrace = 1 << 28
 
-// writeTracePage makes the page of a trace.
 func (c *call) writeTracePage(file, out string) error {
 	if out == file {
 		return usage("%s is the trace: name another file for the page, by --html", out)

@@ -106,14 +106,13 @@ func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
 		return rep, err
 	}
 	defer l.Close()
-	if err := l.Await(c.ctx); err != nil {
+	if err := l.AwaitEnd(c.ctx); err != nil {
 		return rep, err
 	}
 	rep, _ = l.Job().Value().(load.Report)
 	return rep, nil
 }
 
-// printTrace prints the sums of a trace.
 func printTrace(w io.Writer, s *pipeline.Summary, workers int64) {
 	what := map[string]string{
 		"open": "open and index", "stage": "wait for a slot", "submit": "submit to the device",

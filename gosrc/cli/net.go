@@ -97,7 +97,6 @@ func (c *call) remoteFolder() string {
 	return ""
 }
 
-// fetchFolder brings a folder.
 func (c *call) fetchFolder(dir, out string) error {
 	if out == "" || out == "-" {
 		return usage("%s is a folder: write -o and the folder to bring it to", errs.RedactURI(dir))

@@ -60,7 +60,6 @@ func progressLine(verb string, done, total int64, d time.Duration) string {
 	return line
 }
 
-// isTerminal reports whether w is a terminal.
 func isTerminal(w io.Writer) bool {
 	f := fileOf(w)
 	if f == nil {

@@ -119,23 +119,16 @@ func (t *wholeCasts) wrapLand(land func(int32)) func(int32) {
 	}
 }
 
-// destinationOf is where a request goes; it is known once the request has landed.
-func (t *wholeCasts) destinationOf(i int32) unsafe.Pointer {
-	if uintptr(t.dest[i]) == pending {
-		return device.Pointer(t.l.dests.known[i].Load())
-	}
-	return t.dest[i]
-}
-
-// castLanded casts what landed in memory of its own to its destination.
 func (t *wholeCasts) castLanded(ctx context.Context, queue *cuda.Queue, land func(int32)) error {
 	for _, i := range t.landed {
 		c := t.l.casts[i]
-		dst := device.Memory{Ptr: t.destinationOf(i), Bytes: t.l.landingBytes(int(i))}
+		dst := device.Memory{Ptr: t.dest[i], Bytes: t.l.landingBytes(int(i))}
+		if uintptr(dst.Ptr) == pending { // it is known once the request has landed
+			dst.Ptr = device.Pointer(t.l.dests.known[i].Load())
+		}
 		if err := queue.Cast(ctx, dst, t.mem[i], c.From, c.To); err != nil {
 			x := &t.l.model.ix.Tensors[t.l.wants[i].Tensor]
-			return &errs.At{Verb: "land", Source: t.l.model.ix.Sources[x.Source].URI, Tensor: x.Name, Chunk: -1,
-				Offset: -1, Err: err}
+			return errs.Locate("land", t.l.model.ix.Sources[x.Source].URI, x.Name, -1, err)
 		}
 		t.mem[i].Release()
 		t.mem[i] = device.Memory{}
@@ -144,5 +137,4 @@ func (t *wholeCasts) castLanded(ctx context.Context, queue *cuda.Queue, land fun
 	return nil
 }
 
-// freeUncast frees what was never cast.
 func (t *wholeCasts) freeUncast() { cpu.Release(t.mem) }

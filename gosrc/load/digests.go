@@ -57,7 +57,7 @@ func (m *Model) Digests(ctx context.Context, gpu int, tensors []int, done func(i
 }
 
 func (m *Model) digestBatch(ctx context.Context, d *cuda.Device, gpu int, tensors []int) ([]digest.Sum, error) {
-	mem, err := m.Landed(ctx, tensors, Options{Device: fmt.Sprintf("cuda:%d", gpu)})
+	mem, err := m.LoadWhole(ctx, tensors, Options{Device: fmt.Sprintf("cuda:%d", gpu)})
 	if err != nil {
 		return nil, err
 	}

@@ -66,14 +66,6 @@ func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
 	return d, err
 }
 
-// readersOf returns a reader for each source; d may be nil.
-func (d *gdsReads) readersOf() []device.Reader {
-	if d == nil {
-		return nil
-	}
-	return d.by
-}
-
 // closeReads ends it, after the last read. d may be nil.
 func (d *gdsReads) closeReads() {
 	if d == nil {

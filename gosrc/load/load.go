@@ -85,21 +85,15 @@ type Loading struct {
 	shut  bool // Close was called: nothing is exported any more
 }
 
-// wholeRequests asks for every tensor of the model.
-func (m *Model) wholeRequests() []Request {
-	reqs := make([]Request, len(m.ix.Tensors))
-	for i := range reqs {
-		reqs[i] = Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
-	}
-	return reqs
-}
-
 // Start checks the requests, allocates their memory and begins to load; nil asks
 // for every tensor. Destinations named by a request must stay valid until the job
 // has ended.
 func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if reqs == nil {
-		reqs = m.wholeRequests()
+		reqs = make([]Request, len(m.ix.Tensors))
+		for i := range reqs {
+			reqs[i] = Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
+		}
 	}
 	wants, err := plan.Check(m.ix, reqs)
 	if err != nil {
@@ -233,7 +227,6 @@ func (l *Loading) noteWaiting(reqs []Request) error {
 	return nil
 }
 
-// landRequest marks a request as landed.
 func (l *Loading) landRequest(i int32) {
 	l.job.Tensors.Add(1)
 	l.arrived.Add(int(i))
@@ -288,8 +281,8 @@ func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DT
 	return mem, w.Shape, dtype, true
 }
 
-// Await waits for the end of the load, which the end of ctx cancels.
-func (l *Loading) Await(ctx context.Context) error {
+// AwaitEnd waits for the end of the load, which the end of ctx cancels.
+func (l *Loading) AwaitEnd(ctx context.Context) error {
 	defer context.AfterFunc(ctx, l.job.Cancel)()
 	<-l.job.Done()
 	if err := l.job.Err(); err == nil || ctx.Err() == nil {
@@ -298,9 +291,9 @@ func (l *Loading) Await(ctx context.Context) error {
 	return errs.Cause(ctx)
 }
 
-// Landed loads whole tensors, by their numbers, nil: all, and returns the memory of each, which is
+// LoadWhole loads whole tensors, by their numbers, nil: all, and returns the memory of each, which is
 // the caller's to release.
-func (m *Model) Landed(ctx context.Context, tensors []int, opt Options) ([]device.Memory, error) {
+func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]device.Memory, error) {
 	var reqs []Request
 	for _, i := range tensors {
 		reqs = append(reqs, Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
@@ -310,7 +303,7 @@ func (m *Model) Landed(ctx context.Context, tensors []int, opt Options) ([]devic
 		return nil, err
 	}
 	defer l.Close()
-	if err := l.Await(ctx); err != nil {
+	if err := l.AwaitEnd(ctx); err != nil {
 		return nil, err
 	}
 	mem := make([]device.Memory, l.Len())

@@ -156,8 +156,7 @@ func (l *Loading) copyLittle(ctx context.Context) error {
 	for _, r := range l.copies {
 		t := &l.model.ix.Tensors[l.wants[r.request].Data]
 		if err := l.model.srcs[t.Source].ReadAt(ctx, l.mem[r.request].Slice(), r.off); err != nil {
-			var at *errs.At
-			if errors.As(err, &at) && at.Tensor == "" {
+			if at, ok := errors.AsType[*errs.At](err); ok && at.Tensor == "" {
 				at.Tensor = t.Name
 			}
 			return err

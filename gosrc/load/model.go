@@ -69,7 +69,10 @@ var headers format.Cache
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
-	m := &Model{mapp: mappingMode(spec.Map), key: spec.Storage.Key(), refs: 1}
+	m := &Model{mapp: knob.MMap.Get(), key: spec.Storage.Key(), refs: 1}
+	if spec.Map != nil {
+		m.mapp = map[bool]string{true: "on", false: "off"}[*spec.Map]
+	}
 	stores := open.With(spec.Storage.Options)
 	opener := stores.Open
 	if spec.Opened != nil {
@@ -183,18 +186,6 @@ func (m *Model) Uncut() error {
 		}
 	}
 	return nil
-}
-
-// mappingMode decides whether plain tensors are mapped: the caller's choice, then the
-// setting.
-func mappingMode(word *bool) string {
-	switch {
-	case word == nil:
-		return knob.MMap.Get()
-	case *word:
-		return "on"
-	}
-	return "off"
 }
 
 // maps reports whether plain tensors of a source are mapped. Files on a network are

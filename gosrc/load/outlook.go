@@ -112,10 +112,8 @@ func (m *Model) overBudget(verb string, at int64, format string, n int64, q Pros
 		Err: errs.New(errs.ErrMemory, format, args...)}
 }
 
-// onGPU is whether tensors go to a GPU.
 func (q *Prospect) onGPU() bool { return strings.HasPrefix(q.Device, "cuda") }
 
-// costsOf is what parts take.
 func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
 	to, known := tensor.ParseDType(q.DType)
 	if q.DType != "" && !known {

@@ -11,6 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
@@ -18,7 +19,6 @@ import (
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // Machine describes, for the planner, what a load of the model to the host, or to a GPU,
@@ -98,7 +98,7 @@ func (l *Loading) runLoad(ctx context.Context, j *job.Job, reqs []Request, opt O
 	if err != nil {
 		return err
 	}
-	defer late.freeUncast()
+	defer cpu.Release(late.mem) // what is never cast
 	if err := l.copyLittle(ctx); err != nil {
 		return err
 	}
@@ -121,8 +121,9 @@ func (l *Loading) runLoad(ctx context.Context, j *job.Job, reqs []Request, opt O
 		if ways, err = l.byGDS(queue); err != nil {
 			return l.model.Where("stage", err)
 		}
+		task.GDS = ways.by
 	}
-	task.GDS, task.Landed = ways.readersOf(), late.wrapLand(l.landRequest)
+	task.Landed = late.wrapLand(l.landRequest)
 	if l.passesQueue(s.plan, how, tracing) {
 		task.Submitted = func() { close(l.submitted) }
 	}
@@ -164,7 +165,9 @@ func (l *Loading) landMapped(j *job.Job, s *shape) error {
 	}
 	for i, n := range s.plan.Left {
 		if n == 0 && !apart[i] && l.wants[i].Bytes > 0 {
-			return unplannedError(l.model.ix, &l.wants[i])
+			t := &l.model.ix.Tensors[l.wants[i].Tensor]
+			return errs.Place("plan", l.model.ix.Sources[t.Source].URI, t.Name, t.Off,
+				errs.New(errs.ErrEngine, "nothing reads its %d bytes", l.wants[i].Bytes))
 		}
 	}
 	for i := range l.wants {
@@ -183,13 +186,6 @@ func (l *Loading) landMapped(j *job.Job, s *shape) error {
 		l.landRequest(int32(i))
 	}
 	return nil
-}
-
-// unplannedError is the error of a want whose bytes nothing brings.
-func unplannedError(ix *tensor.Index, w *plan.Want) error {
-	t := &ix.Tensors[w.Tensor]
-	return &errs.At{Verb: "plan", Source: ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: t.Off,
-		Err: errs.New(errs.ErrEngine, "nothing reads its %d bytes", w.Bytes)}
 }
 
 // prepareQueue makes the GPU's queue fit the plan, after the work of the caller's

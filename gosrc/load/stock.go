@@ -35,7 +35,6 @@ type Stock struct {
 	drop   bool // free files when no model uses them
 }
 
-// stocked is one file of a stock.
 type stocked struct {
 	users int
 	taken bool // a load took some of its tensors: the last user frees the rest
@@ -119,7 +118,6 @@ func (s *Stock) arrived(at []int, over bool) {
 	s.wake = make(chan struct{})
 }
 
-// freeTensor frees a tensor that has landed and was not taken.
 func (s *Stock) freeTensor(k int) {
 	if mem, _, _, ok := s.l.Take(k); ok {
 		mem.Release()

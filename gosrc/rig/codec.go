@@ -31,7 +31,6 @@ var ratios = []struct {
 	{"uniform", "uniform random", 1.001, false},
 }
 
-// measureCodec measures what compression gains.
 func (r *run) measureCodec() error {
 	size := min(codecBytes, r.Size)
 	for _, k := range ratios {

@@ -24,7 +24,6 @@ func (r *run) measureLargeModel(m *model) {
 	}
 }
 
-// measureManySmall measures a model of very many tensors.
 func (r *run) measureManySmall(m *model) {
 	many := r.measureVariants("many", m, packed, plain)[packed]
 	r.runStep("many", "the cost of a tensor", func() error {
@@ -115,7 +114,7 @@ func (r *run) compareModel(m *model, files []string) error {
 		return err
 	}
 	defer opened.Close()
-	mem, err := opened.Landed(r.Ctx, nil, load.Options{Device: r.opt.Device, Threads: r.opt.Threads})
+	mem, err := opened.LoadWhole(r.Ctx, nil, load.Options{Device: r.opt.Device, Threads: r.opt.Threads})
 	if err != nil {
 		return err
 	}

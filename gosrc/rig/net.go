@@ -127,7 +127,7 @@ func (r *run) firstTensor() error {
 				small = i
 			}
 		}
-		mem, err := m.Landed(r.Ctx, []int{small}, load.Options{})
+		mem, err := m.LoadWhole(r.Ctx, []int{small}, load.Options{})
 		cpu.Release(mem)
 		return err
 	})

@@ -180,7 +180,6 @@ func sendAll(l net.Listener, files []string, sending *sync.WaitGroup) {
 	}
 }
 
-// sendFile writes a file to a connection.
 func sendFile(c net.Conn, path string) error {
 	f, err := os.Open(path)
 	if err != nil {

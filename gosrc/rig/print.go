@@ -10,7 +10,6 @@ import (
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
-// writeRow writes one row of the table.
 func writeRow(w io.Writer, row measure.Row) {
 	if row.Missing != "" {
 		fmt.Fprintf(w, "  %-62s not measured: %s\n", row.Name, row.Missing)

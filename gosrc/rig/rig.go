@@ -46,7 +46,6 @@ type run struct {
 	large map[variant]float64
 }
 
-// checkOptions refuses invalid options.
 func (opt *Options) checkOptions() error {
 	if opt.What == "" {
 		opt.What = "all"
