@@ -113,7 +113,12 @@ func chooseModel(dir string, names []string) (Files, error) {
 	}
 	switch {
 	case len(indexes) > 1, len(indexes) == 0 && (len(variants) > 1 || len(sharded) > 1):
-		return Files{}, severalModels(dir, some)
+		var names []string
+		for _, f := range some {
+			names = append(names, f.paths[0])
+		}
+		return Files{}, placeError(dir, errs.New(errs.ErrArgument, "several models in one folder, name one of them: %s",
+			strings.Join(names, ", ")))
 	case len(indexes) == 1:
 		return Files{Index: indexes[0].paths[0]}, nil
 	case len(files) == 0 && len(unlisted) > 0:
@@ -186,14 +191,4 @@ func Models(ctx context.Context, dir string, names []string, open Opener) (_ []M
 		models = append(models, m)
 	}
 	return models, nil
-}
-
-// severalModels is the error of a folder with more than one model.
-func severalModels(dir string, all []*family) error {
-	var names []string
-	for _, f := range all {
-		names = append(names, f.paths[0])
-	}
-	return placeError(dir, errs.New(errs.ErrArgument, "several models in one folder, name one of them: %s",
-		strings.Join(names, ", ")))
 }

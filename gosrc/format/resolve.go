@@ -135,7 +135,6 @@ func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) 
 	return Files{URIs: []string{at.URI}}, nil
 }
 
-// isIndex reports whether a path names an index.json.
 func isIndex(path string) bool {
 	n, ok := modelfiles.ParseName(path[strings.LastIndexByte(path, '/')+1:])
 	return ok && n.Index || strings.HasSuffix(path, indexSuffix)
@@ -307,7 +306,10 @@ func (f *Files) explainMissing(err error) error {
 
 // loneFile names the single file that lies beside an index, if there is one.
 func (f *Files) loneFile() string {
-	single := fileOfIndex(f.Index)
+	single := f.Index
+	if i := strings.LastIndex(single, suffix+"."); i >= 0 {
+		single = single[:i+len(suffix)]
+	}
 	if _, err := os.Stat(single); f.index.Remote || err != nil || slices.Contains(f.URIs, single) {
 		return ": fetch the model again"
 	}
@@ -326,13 +328,4 @@ func stampOf(path string) (id source.Identity, err error) {
 	}
 	return source.Identity{Device: uint64(own.Dev), Inode: own.Ino, Size: own.Size, Modified: own.Mtim.Nano(),
 		Changed: own.Ctim.Nano()}, nil
-}
-
-// fileOfIndex is the file that an index divides into shards.
-func fileOfIndex(index string) string {
-	i := strings.LastIndex(index, suffix+".")
-	if i < 0 {
-		return index
-	}
-	return index[:i+len(suffix)]
 }

@@ -82,7 +82,8 @@ func RemoteTree(dir, avoid string, files []source.Entry) (out []Branch, err erro
 	}
 	for _, f := range files {
 		rel := strings.TrimPrefix(path.Dir(f.Name), ".")
-		if isHidden(f.Name) || avoid != "" && strings.HasPrefix(source.Beside(dir, f.Name), avoid) {
+		hidden := strings.HasPrefix(f.Name, ".") || strings.Contains(f.Name, "/.")
+		if hidden || avoid != "" && strings.HasPrefix(source.Beside(dir, f.Name), avoid) {
 			continue
 		}
 		if depth := strings.Count(f.Name, "/"); depth > maxDepth {
@@ -97,9 +98,6 @@ func RemoteTree(dir, avoid string, files []source.Entry) (out []Branch, err erro
 	slices.SortFunc(out, func(a, b Branch) int { return strings.Compare(a.Path, b.Path) })
 	return append(out, last), nil
 }
-
-// isHidden reports whether a name, or a folder in it, begins with a dot.
-func isHidden(name string) bool { return strings.HasPrefix(name, ".") || strings.Contains(name, "/.") }
 
 func tooDeep(dir string, depth int) error {
 	return errs.New(errs.ErrNotSupported, "this folder lies %d below %s, and at most %d are followed", depth,

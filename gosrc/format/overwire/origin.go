@@ -83,8 +83,7 @@ func (o *Origin) Front(uri string) ([]byte, safetensors.Header, error) {
 		return bad(err)
 	}
 	h, err := safetensors.Parse(uri, head, o.Size, safetensors.Options{})
-	var at *errs.At
-	if errors.As(err, &at) {
+	if at, ok := errors.AsType[*errs.At](err); ok {
 		err = at.Err
 	}
 	if err != nil {

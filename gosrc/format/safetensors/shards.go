@@ -106,7 +106,6 @@ func (r *shardReader) readIndex() bool {
 	return true
 }
 
-// readMetadata reads "metadata".
 func (r *shardReader) readMetadata() bool {
 	if r.space() != '{' {
 		return r.skipValue(2) // null, as some exporters write

@@ -123,7 +123,6 @@ func (f *File) Facts() source.Facts {
 	return facts
 }
 
-// stateNow is the file's current state.
 func (f *File) stateNow() (id source.Identity, err error) {
 	err = f.WithFD(func(fd int) error {
 		var st unix.Stat_t

@@ -103,7 +103,6 @@ func headersOf(opt source.Options) (http.Header, error) {
 	return h, nil
 }
 
-// isToken reports whether a name may be that of a header.
 func isToken(name string) bool {
 	return name != "" && !strings.ContainsFunc(name, func(r rune) bool {
 		return r <= ' ' || r >= 0x7f || strings.ContainsRune(`()<>@,;:\"/[]?={}`, r)

@@ -65,7 +65,6 @@ func (o *object) followHops(ctx context.Context, h route.Hop, extra http.Header)
 	}
 }
 
-// sendHop sends one request to one server.
 func (o *object) sendHop(ctx context.Context, h route.Hop, extra http.Header) (*http.Response, error) {
 	req := (&http.Request{Method: http.MethodGet, URL: h.URL, Host: h.URL.Host, Proto: "HTTP/1.1", ProtoMajor: 1,
 		ProtoMinor: 1, Header: http.Header{}})

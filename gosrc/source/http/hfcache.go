@@ -52,17 +52,22 @@ func (h *Hub) shelfOf(uri string, env map[string]string) (shelf, bool) {
 		!filepath.IsLocal(cmp.Or(ref.Rev, "main")) {
 		return shelf{}, false
 	}
-	kind, name := "models", ref.Repo
-	for _, other := range []string{"datasets", "spaces"} {
-		if rest, isOther := strings.CutPrefix(ref.Repo, other+"/"); isOther {
-			kind, name = other, rest
-		}
-	}
+	kind, name := kindOf(ref.Repo)
 	name = kind + "--" + strings.ReplaceAll(name, "/", "--")
 	if name != filepath.Base(name) {
 		return shelf{}, false
 	}
 	return shelf{h.revision(ref), ref, filepath.Join(folder, name)}, true
+}
+
+// kindOf divides a repository's name into what the hub keeps there and the name itself.
+func kindOf(repo string) (kind, name string) {
+	for _, other := range []string{"datasets", "spaces"} {
+		if rest, isOther := strings.CutPrefix(repo, other+"/"); isOther {
+			return other, rest
+		}
+	}
+	return "models", repo
 }
 
 // notedCommit is the commit that the cache noted last for the revision, "" if it has none.
@@ -138,8 +143,7 @@ func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	if !ok || !errors.Is(err, errs.ErrIO) && !errors.Is(err, errs.ErrTimeout) {
 		return false
 	}
-	var at *errs.At
-	if errors.As(err, &at) {
+	if at, ok := errors.AsType[*errs.At](err); ok {
 		err = at.Err
 	}
 	commit, _ := s.loadState()

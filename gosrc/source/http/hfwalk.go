@@ -77,12 +77,7 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 	if err != nil {
 		return "", nil, err
 	}
-	kind, repo := "models", ref.Repo
-	for _, other := range []string{"datasets", "spaces"} {
-		if rest, isOther := strings.CutPrefix(ref.Repo, other+"/"); isOther {
-			kind, repo = other, rest
-		}
-	}
+	kind, repo := kindOf(ref.Repo)
 	address := hubEndpoint(opt.Env) + "/api/" + kind + "/" + source.EscapePath(repo) + "/revision/" +
 		url.PathEscape(cmp.Or(ref.Rev, "main")) + "?blobs=true"
 	s, err := openScheme(source.Outline{Most: maxListing}.In(ctx), address, opt, nil)

@@ -34,6 +34,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
 	"github.com/overwire/overwire/gosrc/source/route"
+	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
 // options are what storage_options= may name.
@@ -87,7 +88,10 @@ func openScheme(ctx context.Context, uri string, opt source.Options, r *revision
 		return err
 	})
 	if err == nil && s == nil { // no ranges, or an empty object
-		s, err = o.openSpooled(ctx, tries)
+		var stream *spool.Stream
+		if stream, err = spool.Open(ctx, &whole{object: o}, tries); err == nil {
+			s = &Source{stream, o}
+		}
 	}
 	if err != nil {
 		o.client.dropClient()
@@ -351,23 +355,17 @@ func (o *object) Judge(err error) (retry.Verdict, time.Duration) {
 		gone *changed
 		busy *failed
 		name *net.DNSError
+		// of a server that does not speak our TLS
+		header tls.RecordHeaderError
+		alert  tls.AlertError
 	)
 	switch {
 	case errors.As(err, &gone):
 		return retry.Changed, 0
 	case errors.As(err, &busy):
 		return retry.Busy, busy.after
-	case errors.As(err, &name) && name.IsNotFound, errs.Classed(err), badTLS(err):
+	case errors.As(err, &name) && name.IsNotFound, errs.Classed(err), errors.As(err, &header), errors.As(err, &alert):
 		return retry.Never, 0
 	}
 	return retry.Again, 0
-}
-
-// badTLS tells a server that does not speak our TLS from a connection that broke.
-func badTLS(err error) bool {
-	var (
-		header tls.RecordHeaderError
-		alert  tls.AlertError
-	)
-	return errors.As(err, &header) || errors.As(err, &alert)
 }

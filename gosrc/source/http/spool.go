@@ -7,24 +7,12 @@ import (
 	"context"
 	"io"
 	"net/http"
-
-	"github.com/overwire/overwire/gosrc/source/retry"
-	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
 // A whole is an object that is read by one GET. It implements spool.Whole.
 type whole struct {
 	*object
 	pinned bool // a response has identified the object
-}
-
-// openSpooled opens an object without ranges; it returns when the size is known.
-func (o *object) openSpooled(ctx context.Context, tries retry.Options) (*Source, error) {
-	s, err := spool.Open(ctx, &whole{object: o}, tries)
-	if err != nil {
-		return nil, err
-	}
-	return &Source{s, o}, nil
 }
 
 // Whole sends one GET; see spool.Whole.

@@ -54,7 +54,6 @@ func (m *Memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 // Facts say that the bytes can be viewed.
 func (m *Memory) Facts() source.Facts { return source.Facts{View: m.viewBytes, Compare: m.Compare} }
 
-// viewBytes returns the bytes themselves.
 func (m *Memory) viewBytes(off, n int64) ([]byte, error) {
 	m.mu.RLock()
 	defer m.mu.RUnlock()

@@ -44,7 +44,6 @@ type Source struct {
 	shut error
 }
 
-// download is one run of the program.
 type download struct {
 	cancel context.CancelCauseFunc
 	ended  chan struct{}

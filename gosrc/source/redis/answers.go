@@ -81,7 +81,6 @@ func (a *answers) checkBytes(b []byte) error {
 	return nil
 }
 
-// takeLine takes a whole line.
 func (a *answers) takeLine() error {
 	kind := a.line[0]
 	switch kind {

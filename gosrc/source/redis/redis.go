@@ -29,7 +29,6 @@ import (
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
 
-// A value is one part of a file.
 type value struct {
 	key    string
 	off, n int64

@@ -27,7 +27,6 @@ import (
 // options are the storage options of redis:// and rediss://.
 var options = []string{"username", "password", "db", "cacert", "timeout", "connections", "retries"}
 
-// A name says where a file is.
 type name struct{ uri, scheme, host, key string }
 
 func parseURI(uri string) (name, error) {
@@ -138,8 +137,9 @@ func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Clien
 	}
 	stop := context.AfterFunc(ctx, l.cutOff)
 	err = fn(ctx, l.client)
-	if !stop() || err != nil && !isResponse(err) {
-		l.dropConnection() // cut, or in an unknown state
+	_, response := errors.AsType[redis.Error](err)
+	if !stop() || err != nil && !response && !errs.Classed(err) {
+		l.dropConnection() // cut, or in an unknown state: neither the server's response nor our error
 	} else {
 		s.putConnection(l)
 	}
@@ -224,13 +224,6 @@ var says = map[string]struct {
 	"EXECABORT":   {errs.ErrIO, "the transaction was refused"},
 }
 
-// isResponse reports whether err is a response of the server, or ours: then the
-// connection is sound.
-func isResponse(err error) bool {
-	var r redis.Error
-	return errors.As(err, &r) || errs.Classed(err)
-}
-
 // classifyError gives an error of the library its class, and a text without what was
 // sent.
 func classifyError(ctx context.Context, err error) error {
@@ -282,10 +275,8 @@ type answer struct {
 func (a *answer) Error() string { return a.class.Error() + ": " + a.word + ": " + a.text }
 func (a *answer) Unwrap() error { return a.class }
 
-// judgeError says what an error means for a retry.
 func judgeError(err error) (retry.Verdict, time.Duration) {
-	var a *answer
-	if errors.As(err, &a) {
+	if a, ok := errors.AsType[*answer](err); ok {
 		switch a.word {
 		case "LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN":
 			return retry.Busy, 200 * time.Millisecond

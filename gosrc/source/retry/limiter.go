@@ -132,7 +132,6 @@ func (l *limiter) acquire(ctx context.Context) error {
 	return context.Cause(ctx)
 }
 
-// beginWindow begins a window.
 func (l *limiter) beginWindow() {
 	l.saturated = len(l.waiting) > 0
 	l.due.Store(int64(time.Since(start) + window))
@@ -155,7 +154,6 @@ func (l *limiter) countBytes(n int64) {
 	l.admitWaiting()
 }
 
-// releasePermit gives a permit back.
 func (l *limiter) releasePermit() {
 	l.mu.Lock()
 	defer l.mu.Unlock()

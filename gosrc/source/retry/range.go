@@ -111,7 +111,6 @@ func (r *byteRange) acquire(ctx context.Context) error {
 	return nil
 }
 
-// givePermitBack gives the permit back, if there is one.
 func (r *byteRange) givePermitBack() {
 	if r.permit {
 		r.permit = false
@@ -245,7 +244,6 @@ func (r *byteRange) shut() {
 	}
 }
 
-// endWatch ends the watchdog of one body.
 func (r *byteRange) endWatch() {
 	r.watch.Stop()
 	r.drop(nil)

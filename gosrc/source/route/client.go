@@ -39,20 +39,8 @@ type Trust struct {
 	Folders string
 }
 
-// TrustOf are all authorities that the environment names, for whatever program its
-// variables are meant first.
-func TrustOf(env map[string]string) Trust {
-	t := Trust{Folders: env["SSL_CERT_DIR"]}
-	for _, name := range []string{"SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"} {
-		if file := env[name]; file != "" && !slices.Contains(t.Files, file) {
-			t.Files = append(t.Files, file)
-		}
-	}
-	return t
-}
-
-// Named are the authorities that a caller names; where it names none, those of the
-// environment.
+// Named are the authorities that a caller names; where it names none, all those of the
+// environment, for whatever program its variables are meant first.
 func Named(file, folders string, env map[string]string) Trust {
 	switch {
 	case file != "":
@@ -60,7 +48,13 @@ func Named(file, folders string, env map[string]string) Trust {
 	case folders != "":
 		return Trust{nil, folders}
 	}
-	return TrustOf(env)
+	t := Trust{Folders: env["SSL_CERT_DIR"]}
+	for _, name := range []string{"SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"} {
+		if file := env[name]; file != "" && !slices.Contains(t.Files, file) {
+			t.Files = append(t.Files, file)
+		}
+	}
+	return t
 }
 
 // A Client makes connections: HTTP/1.1 only, one request a connection at a time,
@@ -94,8 +88,7 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 		return nil, c.untrusted
 	}
 	resp, err := c.Transport.RoundTrip(r)
-	var cert *tls.CertificateVerificationError
-	if errors.As(err, &cert) {
+	if cert, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
 		return nil, errs.New(errs.ErrPermission,
 			"the server's certificate is not trusted: %v; the option cacert, or SSL_CERT_FILE, names the file of "+
 				"an authority", cert.Err)

@@ -29,6 +29,7 @@ import (
 	"github.com/aws/aws-sdk-go-v2/service/sts"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
@@ -75,7 +76,6 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 	return aws.NewCredentialsCache(p, func(o *aws.CredentialsCacheOptions) { o.ExpiryWindow = 2 * time.Minute }), nil
 }
 
-// environmentKeys are those of the environment.
 func (c *chain) environmentKeys() aws.Credentials {
 	return aws.Credentials{
 		AccessKeyID:     cmp.Or(c.env("AWS_ACCESS_KEY_ID"), c.env("AWS_ACCESS_KEY")),
@@ -238,7 +238,8 @@ func (c *chain) containerProvider() (aws.CredentialsProvider, error) {
 		o.AuthorizationToken = c.env("AWS_CONTAINER_AUTHORIZATION_TOKEN")
 		if file := c.env("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"); file != "" {
 			o.AuthorizationTokenProvider = endpointcreds.TokenProviderFunc(func() (string, error) {
-				return readToken(file)
+				b, err := regular.Read(file, regular.MaxSetting)
+				return strings.TrimSpace(string(b)), err
 			})
 		}
 	}), nil

@@ -89,8 +89,7 @@ func classifyError(ctx context.Context, err error) error {
 		return lackCredentials("%s; %s refused%s", noCredentials, id, statusOf(err))
 	}
 	var api smithy.APIError
-	var resp *awshttp.ResponseError
-	if errors.As(err, &resp) && resp.HTTPStatusCode() > 0 {
+	if resp, ok := errors.AsType[*awshttp.ResponseError](err); ok && resp.HTTPStatusCode() > 0 {
 		r := &refusal{status: resp.HTTPStatusCode(), request: route.PrintableText(resp.ServiceRequestID(), maxText)}
 		if errors.As(err, &api) {
 			r.code = route.PrintableText(api.ErrorCode(), maxText)
@@ -122,8 +121,7 @@ func classifyError(ctx context.Context, err error) error {
 // classOf keeps the class of one of our errors and its innermost text, without what
 // the SDK wrapped around it.
 func classOf(err error) error {
-	var at *errs.At
-	if errors.As(err, &at) {
+	if at, ok := errors.AsType[*errs.At](err); ok {
 		return at
 	}
 	for {
@@ -220,20 +218,12 @@ func transportError(err error) error {
 	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
 		return errs.New(errs.ErrIO, "the connection was closed in the middle of an answer")
 	}
-	return errs.New(errs.ErrIO, "%v", innermost(err))
-}
-
-func innermost(err error) error {
-	for {
-		inner := errors.Unwrap(err)
-		if inner == nil {
-			return err
-		}
+	for inner := err; inner != nil; inner = errors.Unwrap(err) {
 		err = inner
 	}
+	return errs.New(errs.ErrIO, "%v", err)
 }
 
-// judgeError says what an error means for a retry.
 func judgeError(err error) (retry.Verdict, time.Duration) {
 	var r *refusal
 	if !errors.As(err, &r) {
@@ -253,11 +243,4 @@ func judgeError(err error) (retry.Verdict, time.Duration) {
 		return retry.Again, 0
 	}
 	return retry.Never, 0
-}
-
-// mayBeExpired reports whether fresh credentials may help.
-func mayBeExpired(err error) bool {
-	var r *refusal
-	return errors.As(err, &r) && (r.code == "ExpiredToken" || r.code == "TokenRefreshRequired" ||
-		r.code == "InvalidToken")
 }

@@ -16,6 +16,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -31,7 +32,6 @@ import (
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
-// A name says where an object is.
 type name struct {
 	uri, bucket, key string
 	version          *string
@@ -114,8 +114,7 @@ type fetcher struct {
 // it can be read in order only.
 func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 	out, err := o.getRange(ctx, bytesOf(0, source.HeadBytes))
-	var r *refusal
-	if errors.As(err, &r) && r.status == http.StatusRequestedRangeNotSatisfiable {
+	if r, ok := errors.AsType[*refusal](err); ok && r.status == http.StatusRequestedRangeNotSatisfiable {
 		return nil, o.checkEmpty(ctx)
 	}
 	if err != nil {
@@ -183,7 +182,6 @@ func (o *fetcher) isSame(out *s3.GetObjectOutput) bool {
 	return o.since == nil || out.LastModified != nil && out.LastModified.Equal(*o.since)
 }
 
-// bytesOf is the range of n bytes from off.
 func bytesOf(off, n int64) *string { return aws.String(fmt.Sprintf("bytes=%d-%d", off, off+n-1)) }
 
 // getRange asks for a range, nil: for all, of the pinned object if there is one.
@@ -309,7 +307,9 @@ func (o *fetcher) Close() error {
 
 // judge lets expired credentials be fetched again.
 func (c *client) judge(err error) (retry.Verdict, time.Duration) {
-	if cache, ok := c.creds.(*aws.CredentialsCache); ok && mayBeExpired(err) {
+	r, isRefusal := errors.AsType[*refusal](err)
+	if cache, ok := c.creds.(*aws.CredentialsCache); ok && isRefusal &&
+		slices.Contains([]string{"ExpiredToken", "TokenRefreshRequired", "InvalidToken"}, r.code) {
 		cache.Invalidate()
 		return retry.Busy, 0
 	}

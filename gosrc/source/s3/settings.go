@@ -17,7 +17,6 @@ import (
 	"github.com/aws/aws-sdk-go-v2/config"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
 	"github.com/overwire/overwire/gosrc/source/route"
@@ -48,7 +47,6 @@ type settings struct {
 // sse is the caller's own key, by which the store encrypts (SSE-C).
 type sse struct{ algorithm, key, sum *string }
 
-// env is one variable of the process.
 func (s *settings) env(name string) string { return s.opt.Env[name] }
 
 func resolveSettings(ctx context.Context, opt source.Options) (*settings, error) {
@@ -192,13 +190,4 @@ func (s *settings) customerKey() error {
 // name.
 func validRegion(name string) bool {
 	return name != "" && len(name) <= 63 && strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789-") == ""
-}
-
-// readToken reads a small file that the environment names.
-func readToken(path string) (string, error) {
-	b, err := regular.Read(path, regular.MaxSetting)
-	if err != nil {
-		return "", err
-	}
-	return strings.TrimSpace(string(b)), nil
 }

@@ -145,7 +145,6 @@ func (s *Stream) judgeError(err error) (retry.Verdict, time.Duration) {
 	return s.o.Judge(err)
 }
 
-// requestOnce is one request.
 func (s *Stream) requestOnce(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
