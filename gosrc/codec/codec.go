@@ -6,6 +6,7 @@ package codec
 
 import (
 	"hash/crc32"
+	"slices"
 
 	"github.com/overwire/overwire/gosrc/codec/planes"
 	"github.com/overwire/overwire/gosrc/codec/x16"
@@ -25,11 +26,7 @@ func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
 	case tensor.CodecRaw:
 		return transform == 0 && d.Valid()
 	case tensor.CodecX16:
-		for _, t := range x16.TransformsFor(d) {
-			if t == transform {
-				return true
-			}
-		}
+		return slices.Contains(x16.TransformsFor(d), transform)
 	case tensor.CodecPlanes:
 		return d.Valid() && planes.Allowed(transform, d)
 	}

@@ -218,7 +218,6 @@ func checkComplete(chain []*File, names map[string]bool, missing bool) error {
 	return nil
 }
 
-// listSome lists a few names of many.
 func listSome(names []string) string {
 	const most = 3
 	quotes := make([]string, 0, most)

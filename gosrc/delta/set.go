@@ -153,7 +153,6 @@ func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, err
 	return mergeFiles(uri, files)
 }
 
-// mergeFiles is one File with the tensors of all.
 func mergeFiles(uri string, files []*File) (*File, error) {
 	type place struct{ file, tensor int }
 	out := &File{URI: uri, Metadata: files[0].Metadata, ChunkLen: files[0].ChunkLen}

@@ -118,8 +118,7 @@ func (a *At) placeText() string {
 
 func (a *At) reasonText() string {
 	reason := a.Err.Error()
-	var sys *fs.PathError
-	if errors.As(a.Err, &sys) && sys.Path == a.Source {
+	if sys, ok := errors.AsType[*fs.PathError](a.Err); ok && sys.Path == a.Source {
 		reason = strings.Replace(reason, sys.Error(), sys.Err.Error(), 1)
 	}
 	return reason
@@ -157,8 +156,7 @@ func OfRule(name string, class error, format string, args ...any) error {
 
 // RuleOf is the name of the rule that an error is about; "": it names none.
 func RuleOf(err error) string {
-	var r *rule
-	if errors.As(err, &r) {
+	if r, ok := errors.AsType[*rule](err); ok {
 		return r.name
 	}
 	return ""

@@ -30,8 +30,7 @@ func Describe(err error) Description {
 	at := mergePlaces(err)
 	t := Description{Class: Class(err), Message: "overwire: " + Message(err), Source: RedactURI(at.Source),
 		Tensor: at.Tensor, Chunk: knownOrNil(at.Chunk), Offset: knownOrNil(at.Offset), Rule: RuleOf(err)}
-	var mem *Memory
-	if errors.As(err, &mem) {
+	if mem, ok := errors.AsType[*Memory](err); ok {
 		t.Device = mem.Where
 		t.Asked, t.Free, t.Total = knownOrNil(mem.Asked), knownOrNil(mem.Free), knownOrNil(mem.Total)
 	}

@@ -154,7 +154,6 @@ func eachEvent(text []byte, take func(*event) error) error {
 	return nil
 }
 
-// takeSpans takes the spans of one row.
 func (r *row) takeSpans(t *Timeline, events []*event, stages map[string]int) {
 	slices.SortStableFunc(events, func(a, b *event) int { return cmp.Compare(a.At, b.At) })
 	last := int64(0)

@@ -253,7 +253,6 @@ func (p *Peers) awaitEnded(ctx context.Context) (first error) {
 	return first
 }
 
-// unmapOthers unmaps the memory of the other processes.
 func (p *Peers) unmapOthers() {
 	for rank := range p.at {
 		if rank == p.mine.Rank || p.at[rank] == nil {

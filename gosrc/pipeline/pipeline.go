@@ -180,7 +180,6 @@ func newRun(t *Task, queue device.Queue) *run {
 	return r
 }
 
-// addTimes adds the times of a worker's stages.
 func (st *Stages) addTimes(w *Stages) {
 	st.WaitNS += w.WaitNS
 	st.PermitNS += w.PermitNS
@@ -509,8 +508,7 @@ func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, 
 // at which byte, the first one.
 func (w *worker) taskAt(p *plan.Piece, share *plan.Share, err error) int32 {
 	at := share.From
-	var inner *errs.At
-	if errors.As(err, &inner) {
+	if inner, ok := errors.AsType[*errs.At](err); ok {
 		at = max(at, inner.Offset-p.Off)
 	}
 	i := max(p.First, share.First-1) // an earlier share's may reach into this one

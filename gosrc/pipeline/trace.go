@@ -191,8 +191,7 @@ func (t *Trace) WriteFile(path string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	err := atomicfile.With(path, t.writeTrace)
-	var at *errs.At
-	if errors.As(err, &at) {
+	if at, ok := errors.AsType[*errs.At](err); ok {
 		at.Verb = "trace"
 	}
 	return err

@@ -48,7 +48,6 @@ type Preload struct {
 	err    error
 }
 
-// preloaded is one file of a preload.
 type preloaded struct {
 	id    source.Identity
 	uri   string

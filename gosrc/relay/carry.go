@@ -49,7 +49,6 @@ type carrier struct {
 	taken     int  // pieces whose shares of this rank no other rank needs: [0, taken)
 }
 
-// makeCarrier makes the ring and what carries it.
 func (r *Relay) makeCarrier() error {
 	s, gpu := r.spec, r.target.GPU
 	if s.Buffers < 1 || s.Buffers > maxBuffers || gpu != nil && s.Stages < 1 || s.Stages > maxBuffers ||
@@ -189,7 +188,6 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	return nil
 }
 
-// mapOthers maps the memory of the other ranks.
 func (r *Relay) mapOthers(ctx context.Context) error {
 	c := r.carrier
 	if err := awaitChannel(ctx, c.joined); err != nil {
@@ -424,7 +422,6 @@ func (r *Relay) countArrived(k int) {
 	}
 }
 
-// awaitChannel waits for ready, or for the end of ctx.
 func awaitChannel(ctx context.Context, ready chan struct{}) error {
 	select {
 	case <-ready:
@@ -434,7 +431,6 @@ func awaitChannel(ctx context.Context, ready chan struct{}) error {
 	}
 }
 
-// reportCarrier adds to a report what the carrier has counted.
 func (r *Relay) reportCarrier(rep *Report) {
 	if r.carrier == nil {
 		return

@@ -103,7 +103,6 @@ func (s *Spec) checkSize() error {
 	return nil
 }
 
-// checkNeeds checks what a spec says of what the ranks need.
 func (s *Spec) checkNeeds() error {
 	for _, n := range s.Needs {
 		if !s.Exchange || n.Dest >= uintptr(s.Ranks) {
@@ -215,7 +214,6 @@ func (r *Relay) layOut() error {
 // shareSpace is what a buffer has for each rank.
 func (r *Relay) shareSpace() int64 { return r.spec.Size / int64(r.spec.Ranks) &^ (shareAlign - 1) }
 
-// compareInFile compares the places of chunks in the files.
 func (r *Relay) compareInFile(a, b plan.ChunkOf) int {
 	if by := cmp.Compare(r.ix.Tensors[a.Data].Source, r.ix.Tensors[b.Data].Source); by != 0 {
 		return by
@@ -308,7 +306,6 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 	}
 }
 
-// orderTrueFirst orders what is true before what is not.
 func orderTrueFirst(a, b bool) int {
 	switch {
 	case a == b:

@@ -226,7 +226,6 @@ func (r *Relay) freeQueueMemory() {
 	}
 }
 
-// runJob is the job.
 func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	defer r.model.Drop()
 	defer r.closeQueues()
@@ -381,7 +380,6 @@ func (r *Relay) freeBuffers() {
 	r.wakeWaiters()
 }
 
-// countDecoded counts shares that were decoded.
 func (r *Relay) countDecoded(of read) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -23,7 +23,6 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A fault is one way to fail.
 type fault struct {
 	says   string // what the client sees
 	ranged bool   // it suits answers to ranges only
@@ -66,7 +65,6 @@ func Kinds() map[string]string {
 	return says
 }
 
-// dice chooses the faults.
 type dice struct {
 	mu    sync.Mutex
 	r     *rand.Rand
@@ -193,7 +191,6 @@ func sendInternalError(p *reply) { p.sendStatus(http.StatusInternalServerError) 
 
 func (p *reply) sendStatus(code int) { http.Error(p.w, "a fault that was asked for", code) }
 
-// askForRetry asks for another try.
 func (p *reply) askForRetry(code int) {
 	p.w.Header().Set("Retry-After", fmt.Sprint(int(p.s.opt.RetryAfter.Seconds())))
 	p.sendStatus(code)

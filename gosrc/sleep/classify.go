@@ -30,7 +30,6 @@ const (
 	sampled = 96
 )
 
-// An item is a tensor and how it is stored.
 type item struct {
 	Tensor
 	transform uint8

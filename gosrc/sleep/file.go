@@ -21,7 +21,6 @@ func (s *sleeper) hashesOnGPU(t *item) bool {
 	return gpu && s.Path != "" && t.transform != 0
 }
 
-// addSums adds a batch to the hashes of its tensors.
 func (s *sleeper) addSums(b *batch) error {
 	at := s.tensorOf(b.first)
 	for i := range b.rows {

@@ -13,6 +13,7 @@ import (
 	"context"
 	"sort"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
@@ -66,7 +67,6 @@ type Report struct {
 	Files      []string `json:"files,omitempty"`
 }
 
-// A sleeper is one sleep.
 type sleeper struct {
 	Spec
 	job     *job.Job
@@ -159,7 +159,6 @@ func (s *sleeper) makeImage(ctx context.Context) (*load.Model, error) {
 	return load.Of(ix, src), nil
 }
 
-// layOut plans the image.
 func (s *sleeper) layOut() error {
 	items := make([]overwire.Item, len(s.items))
 	for i := range s.items {
@@ -179,7 +178,6 @@ func (s *sleeper) layOut() error {
 	return nil
 }
 
-// divideChunks divides the chunks into batches.
 func (s *sleeper) divideChunks() {
 	most, rows := s.way.batch()
 	first, offset := 0, int64(0)
@@ -244,7 +242,6 @@ func (s *sleeper) reserveMemory(gpu *cuda.Device) error {
 	return err
 }
 
-// fillImage makes the image's chunks.
 func (s *sleeper) fillImage(ctx context.Context) error {
 	s.job.TotalBytes.Store(s.report.Bytes)
 	s.job.TotalTensors.Store(int64(s.report.Tensors))
@@ -326,7 +323,7 @@ func (s *sleeper) placeBatch(ctx context.Context, k, slot int) error {
 		c := &s.lay.Chunks[b.first+i]
 		clear(s.mem.Bytes(from, c.Off-from))
 		from = c.Off + int64(c.Stored)
-		b.rows[i].To = s.imageAddress(c.Off)
+		b.rows[i].To = unsafe.Pointer(unsafe.SliceData(s.mem.Bytes(c.Off, 1)))
 	}
 	return s.way.fetch(slot, b.rows)
 }

@@ -42,11 +42,6 @@ func gpuOf(name string) (*cuda.Device, error) {
 	return target.GPU, err
 }
 
-// imageAddress is an address of the image.
-func (s *sleeper) imageAddress(off int64) unsafe.Pointer {
-	return unsafe.Pointer(unsafe.SliceData(s.mem.Bytes(off, 1)))
-}
-
 // host encodes on the host's cores.
 type host struct {
 	threads  int

@@ -79,7 +79,6 @@ func (c *checked) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// passPiece records a piece.
 func (t *passing) passPiece(p []byte, off int64) error {
 	piece := summed{off, int64(len(p)), crc32.ChecksumIEEE(p)}
 	t.mu.Lock()

@@ -135,7 +135,6 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 var errDev = errs.New(errs.ErrNotSupported,
 	"the layout of an unreleased tensorizer (3.0-dev); write the file with a released one")
 
-// readEntries reads the entries.
 func (f *File) readEntries(r *reader, count int) error {
 	f.Entries = make([]Entry, 0, count)
 	end, zeros := int64(len(r.b)), int64(0)
@@ -245,7 +244,6 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 	return err
 }
 
-// readRecord reads one.
 func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 	bad := func(format string, args ...any) error {
 		return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, format, args...))

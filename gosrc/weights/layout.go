@@ -9,7 +9,6 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A part is a tensor to be made.
 type part struct {
 	name  string
 	dtype tensor.DType

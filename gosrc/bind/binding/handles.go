@@ -52,7 +52,6 @@ func get[T any](h uint64) (T, error) {
 	return v, errs.New(errs.ErrArgument, "handle %d is that of no %s: it was closed, or never opened", h, kind)
 }
 
-// getAll returns what several handles are of.
 func getAll[T any](handles []uint64) ([]T, error) {
 	all := make([]T, len(handles))
 	for i, h := range handles {

@@ -200,7 +200,6 @@ func (d *decoder) plane(dst []byte) ([]byte, error) {
 	return nil, corruptError("form %d", form[0])
 }
 
-// decodeBlocks decodes a plane of blocks.
 func (d *decoder) decodeBlocks(dst []byte) error {
 	kinds, err := d.takeBytes((len(dst) + blockBytes - 1) / blockBytes)
 	if err != nil {
@@ -264,7 +263,6 @@ func (d *decoder) table(s *slots) error {
 	return nil
 }
 
-// decodeCoded decodes a coded block.
 func (d *decoder) decodeCoded(dst []byte, s *slots) error {
 	head, err := d.takeBytes(4*lanes + 2)
 	if err != nil {

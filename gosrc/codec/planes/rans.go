@@ -59,7 +59,6 @@ func (t *table) encodedSize() int {
 	return n
 }
 
-// readTable reads a table and returns its bytes.
 func (t *table) readTable(src []byte) (int, error) {
 	if len(src) < 32 {
 		return 0, corruptError("%d bytes of a table", len(src))

@@ -34,7 +34,6 @@ var (
 	}}
 )
 
-// appendFrame appends a frame of src.
 func appendFrame(dst, src []byte) []byte {
 	w := zippers.Get().(*zstd.Encoder) // the options are right: a test makes one
 	defer zippers.Put(w)

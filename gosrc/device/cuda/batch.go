@@ -94,7 +94,6 @@ type Batch struct {
 	err   error
 }
 
-// batchKernels are the kernels of batches.
 func (d *Device) batchKernels() ([]C.owcu_handle, error) {
 	return d.lookUp(&d.batch.kernels, d.module, built.X16, batchNames)
 }

@@ -302,7 +302,6 @@ func (d *Device) call(run func(e *C.struct_owcu_error) C.int) error {
 	return nil
 }
 
-// deviceAddress converts a pointer to a device address.
 func deviceAddress(p unsafe.Pointer) C.owcu_ptr { return C.owcu_ptr(uintptr(p)) }
 
 // hostPointer converts a device address to a pointer.

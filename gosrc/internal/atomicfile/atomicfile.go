@@ -147,7 +147,6 @@ func isBlob(path string) bool {
 	return err == nil && st.IsDir()
 }
 
-// temporaryMode returns the mode of the temporary file.
 func (t *Target) temporaryMode() fs.FileMode {
 	if _, now := t.modeSource(); now != nil {
 		return 0o600
@@ -356,7 +355,6 @@ type orphans struct {
 // foreignAge is longer than a file waits, complete, for the other files of its save.
 const foreignAge = 24 * time.Hour
 
-// removeAll removes them. It ignores errors.
 func (o orphans) removeAll(sys FS) {
 	dir, name := filepath.Split(o.path)
 	if dir == "" {

@@ -103,12 +103,10 @@ func Failed(path string, off int64, err error) error {
 		return nil
 	}
 	// At names the path.
-	var pe *fs.PathError
-	if errors.As(err, &pe) {
+	if pe, ok := errors.AsType[*fs.PathError](err); ok {
 		err = pe.Err
 	}
-	var le *os.LinkError
-	if errors.As(err, &le) {
+	if le, ok := errors.AsType[*os.LinkError](err); ok {
 		err = le.Err
 	}
 	return errs.Place("save", path, "", off, errs.FromOS(err))

@@ -185,7 +185,6 @@ func Encode(dst, src []byte, o Options) ([]byte, error) {
 	return dst, nil
 }
 
-// appendZeros appends n zeros.
 func appendZeros(dst []byte, n int) []byte {
 	return append(dst, make([]byte, n)...)
 }

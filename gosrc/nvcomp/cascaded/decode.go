@@ -15,7 +15,6 @@ func Size(src []byte) (int64, error) {
 	return n, err
 }
 
-// parseHead reads the head of a block.
 func parseHead(src []byte) (n int64, o Options, err error) {
 	if len(src) < headBytes {
 		return 0, Options{}, corruptError("%d bytes are no block", len(src))
@@ -68,7 +67,6 @@ func Decode(dst, src []byte) error {
 	return nil
 }
 
-// decodeChunk decodes the chunk that src begins with to the front of dst.
 func (s *scratch) decodeChunk(dst, src []byte, o Options) (used, made int, err error) {
 	size := o.Type.Size()
 	meta, firsts := metaBytes(size, o.RLEs, o.Deltas)
@@ -182,7 +180,6 @@ func addUp(out, in []uint64, first []byte, size, most int) (int, error) {
 	return len(in) + 1, nil
 }
 
-// repeatRuns repeats values by their run lengths.
 func (s *scratch) repeatRuns(out, in []uint64, lengths []byte, packed bool, most int) (int, error) {
 	runs, err := readArray(s.counts[:], lengths, 2, packed, most)
 	if err != nil {

@@ -47,7 +47,6 @@ func (d *decoder) dropBits(lane, n int) bool {
 	return true
 }
 
-// takeBits returns n bits of a lane.
 func (d *decoder) takeBits(lane, n int) (int, bool) {
 	v := int(d.lane[lane].bits & (1<<n - 1))
 	return v, d.dropBits(lane, n)
@@ -197,7 +196,6 @@ func (d *decoder) readCodes() error {
 	return d.dist.buildFrom(lengths[nlit : nlit+ndist])
 }
 
-// decodeBlock decodes the symbols of a block.
 func (d *decoder) decodeBlock() error {
 	var due [lanes]int32 // lengths of matches whose distance comes next
 	var to [lanes]int64  // where they go

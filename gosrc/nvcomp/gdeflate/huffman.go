@@ -161,7 +161,6 @@ func codeFor(freq []uint32, limit int) code {
 	return c
 }
 
-// numberCodes numbers the codes of these lengths.
 func (c *code) numberCodes() {
 	var count, next [maxBits + 2]int
 	for _, n := range c.length {
