@@ -125,7 +125,7 @@ func (s *sleeper) estimateSizes() error {
 		}
 	}
 	buf := make([]byte, 0, sampleRuns*sampleBytes)
-	err := s.samples(at, sampleBytes, func(i int, b []byte) {
+	err := s.way.samples(at, sampleBytes, func(i int, b []byte) {
 		if buf = append(buf, b...); i%sampleRuns == sampleRuns-1 {
 			sample[i/sampleRuns].takeSample(buf)
 			buf = buf[:0]

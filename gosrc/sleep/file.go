@@ -17,8 +17,7 @@ import (
 
 // hashesOnGPU reports whether a GPU makes the sums of a tensor's hash: those of what it encodes.
 func (s *sleeper) hashesOnGPU(t *item) bool {
-	_, gpu := s.way.(packer)
-	return gpu && s.Path != "" && t.transform != 0
+	return s.way.gpu && s.Path != "" && t.transform != 0
 }
 
 func (s *sleeper) addSums(b *batch) error {
@@ -62,14 +61,13 @@ func hashOf(high, low uint64) (out [16]byte) {
 // the file has.
 func (s *sleeper) writeFile(ctx context.Context) error {
 	all := s.lay.Tensors
-	_, gpu := s.way.(packer)
 	err := spawn.Each(ctx, "sleep hash", runtime.GOMAXPROCS(0), len(all), func(i int) error {
 		t := &all[i]
 		it := &s.items[s.lay.Items[i]]
 		switch {
 		case t.Alias >= 0 || s.hashesOnGPU(it):
 			return nil
-		case gpu:
+		case s.way.gpu:
 			sum := xxh3.Hash128(s.mem.Bytes(t.Off, t.Bytes))
 			t.Hash = hashOf(sum.Hi, sum.Lo)
 		default:

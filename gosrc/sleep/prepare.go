@@ -36,9 +36,9 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	}
 	most, need := 2*bytes, bytes
 	if len(in) > 0 {
-		s := &sleeper{Spec: spec, samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
+		s := &sleeper{Spec: spec, way: way{samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
 			return readSamples(gpu, at, n, got)
-		}}
+		}}}
 		if err := s.classifyTensors(in); err != nil {
 			return nil, err
 		}

@@ -71,7 +71,6 @@ type sleeper struct {
 	Spec
 	job     *job.Job
 	way     way
-	samples sampler
 	items   []item
 	lay     *overwire.Layout
 	mem     *pinned.Memory
@@ -107,14 +106,13 @@ func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err
 		return nil, err
 	}
 	if gpu == nil {
-		h := newHost(s.Threads)
-		s.way, s.samples = h, h.sample
+		s.way = wayOfHost(s.Threads)
 	} else {
 		p, err := gpu.NewPacker(s.Path != "")
 		if err != nil {
 			return nil, err
 		}
-		s.way, s.samples = packer{p, s.Path != ""}, p.Sample
+		s.way = wayOfGPU(p, s.Path != "")
 	}
 	defer func() {
 		s.way.close() // nothing is copied any more
@@ -122,7 +120,7 @@ func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err
 			s.mem.Keep()
 		}
 	}()
-	s.report.Staging = s.way.staging()
+	s.report.Staging = s.way.staging
 	if err := s.classifyTensors(in); err != nil {
 		return nil, err
 	}
@@ -179,11 +177,10 @@ func (s *sleeper) layOut() error {
 }
 
 func (s *sleeper) divideChunks() {
-	most, rows := s.way.batch()
 	first, offset := 0, int64(0)
 	for c := range s.lay.Chunks {
 		n := sizes.RoundUp(int64(s.lay.Chunks[c].Logical), 16)
-		if c > first && (offset+n > most || c-first == rows) {
+		if c > first && (offset+n > s.way.bytes || c-first == batchRows) {
 			s.batches = append(s.batches, batch{first: first, end: c})
 			first, offset = c, 0
 		}
@@ -245,9 +242,9 @@ func (s *sleeper) reserveMemory(gpu *cuda.Device) error {
 func (s *sleeper) fillImage(ctx context.Context) error {
 	s.job.TotalBytes.Store(s.report.Bytes)
 	s.job.TotalTensors.Store(int64(s.report.Tensors))
-	window, workers := s.way.slots()
+	window := s.way.window
 	o := ordered.Tasks{
-		N: len(s.batches), Window: window, Workers: workers,
+		N: len(s.batches), Window: window, Workers: s.way.workers,
 		Work:  func(_, k int) error { return s.encode(k, k%window) },
 		Turn:  func(k int) error { return s.placeBatch(ctx, k, k%window) },
 		Flush: func(k int) error { return s.finishBatch(k, k%window) },

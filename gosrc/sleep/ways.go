@@ -19,18 +19,14 @@ import (
 const batchRows = 1024
 
 // A way makes stored bytes in slots, whose calls come in the order encode, fetch, wait.
-type way interface {
-	// slots is how many batches may be under way, and how many goroutines make them.
-	slots() (window, workers int)
-	// batch bounds a batch: its bytes, each range rounded up to 16, and its ranges.
-	batch() (bytes int64, rows int)
-	// staging is the device memory that the way takes.
-	staging() int64
-	encode(slot int, rows []cuda.Packed) error
-	fetch(slot int, rows []cuda.Packed) error
-	wait(slot int, rows []cuda.Packed) error
-	// close waits for what is under way.
-	close()
+type way struct {
+	window, workers     int   // batches that may be under way, and goroutines that make them
+	bytes               int64 // of a batch, each range rounded up to 16
+	staging             int64 // of the device
+	gpu                 bool
+	samples             sampler
+	encode, fetch, wait func(slot int, rows []cuda.Packed) error
+	close               func() // waits for what is under way
 }
 
 // A sampler gives n bytes of the tensors' memory at each address, in order.
@@ -44,29 +40,23 @@ func gpuOf(name string) (*cuda.Device, error) {
 
 // host encodes on the host's cores.
 type host struct {
-	threads  int
 	encoders sync.Pool
 	out      [][]byte // by slot
 }
 
-func newHost(threads int) *host {
-	h := &host{threads: cmp.Or(threads, runtime.GOMAXPROCS(0)), encoders: sync.Pool{New: func() any {
-		return new(x16.Encoder)
-	}}}
-	h.out = make([][]byte, 2*h.threads+2)
-	return h
-}
-
-func (h *host) slots() (window, workers int) { return len(h.out), h.threads }
-func (h *host) batch() (int64, int)          { return chunkBytes, batchRows }
-func (h *host) staging() int64               { return 0 }
-func (h *host) close()                       {}
-
-func (h *host) sample(at []uint64, n int64, got func(i int, b []byte)) error {
-	for i, a := range at {
-		got(i, device.Bytes(a, n))
+func wayOfHost(threads int) way {
+	threads = cmp.Or(threads, runtime.GOMAXPROCS(0))
+	h := &host{encoders: sync.Pool{New: func() any { return new(x16.Encoder) }}, out: make([][]byte, 2*threads+2)}
+	return way{
+		window: len(h.out), workers: threads, bytes: chunkBytes, encode: h.encode, wait: h.wait, close: func() {},
+		fetch: func(int, []cuda.Packed) error { return nil },
+		samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
+			for i, a := range at {
+				got(i, device.Bytes(a, n))
+			}
+			return nil
+		},
 	}
-	return nil
 }
 
 func (h *host) encode(slot int, rows []cuda.Packed) error {
@@ -89,8 +79,6 @@ func (h *host) encode(slot int, rows []cuda.Packed) error {
 	return nil
 }
 
-func (h *host) fetch(int, []cuda.Packed) error { return nil }
-
 func (h *host) wait(slot int, rows []cuda.Packed) error {
 	out := h.out[slot]
 	for i := range rows {
@@ -105,24 +93,18 @@ func (h *host) wait(slot int, rows []cuda.Packed) error {
 	return nil
 }
 
-// packer lets a GPU encode.
-type packer struct {
-	*cuda.Packer
-	sums bool
-}
-
-func (p packer) slots() (window, workers int)             { return p.Slots(), p.Slots() }
-func (p packer) batch() (int64, int)                      { return p.Slot(), batchRows }
-func (p packer) staging() int64                           { return p.Bytes() }
-func (p packer) close()                                   { p.Close() }
-func (p packer) fetch(slot int, rows []cuda.Packed) error { return p.Fetch(slot, rows) }
-func (p packer) wait(slot int, _ []cuda.Packed) error     { return p.Wait(slot) }
-
-func (p packer) encode(slot int, rows []cuda.Packed) error {
-	if p.sums {
-		if err := p.Sum(slot, rows); err != nil {
-			return err
-		}
+// wayOfGPU lets a GPU encode, and make sums.
+func wayOfGPU(p *cuda.Packer, sums bool) way {
+	return way{
+		window: p.Slots(), workers: p.Slots(), bytes: p.Slot(), staging: p.Bytes(), gpu: true, samples: p.Sample,
+		fetch: p.Fetch, wait: func(slot int, _ []cuda.Packed) error { return p.Wait(slot) }, close: p.Close,
+		encode: func(slot int, rows []cuda.Packed) error {
+			if sums {
+				if err := p.Sum(slot, rows); err != nil {
+					return err
+				}
+			}
+			return p.Encode(slot, rows) // which waits, if there is something to encode, and so to hash
+		},
 	}
-	return p.Encode(slot, rows) // which waits, if there is something to encode, and so to hash
 }
