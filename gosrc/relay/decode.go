@@ -144,7 +144,10 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []read, streams []uintptr)
 			r.countTask(number(i))
 		}
 		if left--; left == 0 {
-			r.landedBatch(batch)
+			for _, of := range batch {
+				r.countStrips(of.piece, of.lo, of.hi)
+				r.countDecoded(of)
+			}
 		}
 	})
 	if err != nil {
@@ -156,14 +159,6 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []read, streams []uintptr)
 		r.markQueued(of.piece, of.lo, of.hi, slot.EndEvent())
 	}
 	return nil
-}
-
-// landedBatch says that a batch was decoded, and its strips were copied.
-func (r *Relay) landedBatch(batch []read) {
-	for _, of := range batch {
-		r.countStrips(of.piece, of.lo, of.hi)
-		r.countDecoded(of)
-	}
 }
 
 // placeError adds the tensor and chunk to an error.

@@ -103,15 +103,6 @@ func (s *Spec) checkSize() error {
 	return nil
 }
 
-func (s *Spec) checkNeeds() error {
-	for _, n := range s.Needs {
-		if !s.Exchange || n.Dest >= uintptr(s.Ranks) {
-			return errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block", int64(n.Dest), s.Ranks)
-		}
-	}
-	return nil
-}
-
 // Room is the most that one chunk of a model takes of a buffer for each rank: a smaller
 // share holds not every chunk.
 func Room(m *load.Model) int64 {
@@ -197,7 +188,7 @@ func (r *Relay) layOut() error {
 		}
 	}
 	pieces, err := plan.Divide(all, spec.Ranks, r.shareSpace()-shareAlign, needed, func(c plan.ChunkOf) int64 {
-		return roomOf(r.chunkAt(c))
+		return int64(r.chunkAt(c).Stored) + 2*chunkAlign // the most that it takes of a share
 	})
 	if err != nil {
 		return err
@@ -226,9 +217,6 @@ func (r *Relay) chunkAt(c plan.ChunkOf) *tensor.Chunk {
 }
 
 func (r *Relay) placeOf(c plan.ChunkOf) *relayed { return &r.at[r.ix.Tensors[c.Data].First+c.N] }
-
-// roomOf is the most that a chunk takes of a share.
-func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
 
 // gapBefore is the space before a chunk in a share, behind the last one, which ends at
 // pos; nil: there is none.

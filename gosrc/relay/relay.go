@@ -154,8 +154,10 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	cores, with := r.coresAndRanks()
 	r.machine.Cores, r.machine.Ranks = min(r.machine.Cores, cores), with
-	if err := spec.checkNeeds(); err != nil {
-		return nil, err
+	for _, n := range spec.Needs {
+		if !spec.Exchange || n.Dest >= uintptr(spec.Ranks) {
+			return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block", int64(n.Dest), spec.Ranks)
+		}
 	}
 	defer func() {
 		if err != nil {

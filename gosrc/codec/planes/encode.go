@@ -121,7 +121,10 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 	e.chooseKinds(p, &sharedTable)
 	sharedTable = e.fitSharedTable()
 	e.chooseKinds(p, &sharedTable)
-	out = e.settleKinds(out)
+	if bytes.Count(e.kinds, []byte{kindShared}) == 1 { // a table that one block alone shares is its own
+		e.kinds[bytes.IndexByte(e.kinds, kindShared)] = kindOwn
+	}
+	out = append(out, e.kinds...)
 	if bytes.Contains(e.kinds, []byte{kindShared}) {
 		out = sharedTable.appendTable(out)
 	}
@@ -140,15 +143,6 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 		}
 	}
 	return out
-}
-
-// settleKinds appends the kinds of the blocks; one that would share a table with no other
-// has its own.
-func (e *Encoder) settleKinds(out []byte) []byte {
-	if bytes.Count(e.kinds, []byte{kindShared}) == 1 {
-		e.kinds[bytes.IndexByte(e.kinds, kindShared)] = kindOwn
-	}
-	return append(out, e.kinds...)
 }
 
 func blockOf(p []byte, i int) []byte { return p[i*blockBytes : min(len(p), (i+1)*blockBytes)] }
