@@ -51,11 +51,11 @@ func New(name string) *Job {
 // context ends, and run must release what it holds and return soon. A panic in run
 // becomes the job's error (errs.ErrEngine).
 func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
-	live.add(j)
+	live.Store(j, nil)
 	spawn.Go(j.Name, func() {
 		defer func() {
 			j.cancel(nil)
-			live.remove(j)
+			live.Delete(j)
 			j.finish(errs.New(errs.ErrEngine, "%s ended without a result", j.Name)) // unless it has
 			close(j.gone)
 		}()
@@ -165,37 +165,16 @@ func (j *Job) Report() ([]byte, error) {
 	return b, nil
 }
 
-// A set holds the running jobs, for CancelAll.
-type set struct {
-	mu   sync.Mutex
-	jobs map[*Job]struct{}
-}
-
-var live = set{jobs: map[*Job]struct{}{}}
-
-func (s *set) add(j *Job) {
-	s.mu.Lock()
-	s.jobs[j] = struct{}{}
-	s.mu.Unlock()
-}
-
-func (s *set) remove(j *Job) {
-	s.mu.Lock()
-	delete(s.jobs, j)
-	s.mu.Unlock()
-}
+// live has the running jobs, for CancelAll.
+var live sync.Map
 
 // CancelAll cancels every running job and waits for their end, at most for d. It
 // reports whether all have ended. A process calls it before it exits.
 func CancelAll(d time.Duration) bool {
-	live.mu.Lock()
-	jobs := make([]*Job, 0, len(live.jobs))
-	for j := range live.jobs {
-		jobs = append(jobs, j)
-	}
-	live.mu.Unlock()
-	for _, j := range jobs {
-		j.Cancel()
+	var jobs []*Job
+	for j := range live.Range {
+		j.(*Job).Cancel()
+		jobs = append(jobs, j.(*Job))
 	}
 	end := time.Now().Add(d)
 	for _, j := range jobs {

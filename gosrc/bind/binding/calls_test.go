@@ -52,9 +52,7 @@ func openedModel(spec string) (uint64, error) {
 
 // openModels counts the models that are open.
 func openModels() (n int) {
-	handles.mu.Lock()
-	defer handles.mu.Unlock()
-	for _, v := range handles.all {
+	for _, v := range handles.Range {
 		if _, ok := v.(*load.Model); ok {
 			n++
 		}
@@ -94,9 +92,7 @@ func TestResultIsTakenOnce(t *testing.T) {
 // A delta that no one takes is freed; one that was taken stays until it is freed.
 func TestDeltasHaveOneReceiver(t *testing.T) {
 	deltas := func() (n int) {
-		handles.mu.Lock()
-		defer handles.mu.Unlock()
-		for _, v := range handles.all {
+		for _, v := range handles.Range {
 			if _, ok := v.(*delta.File); ok {
 				n++
 			}

@@ -4,6 +4,7 @@ package binding
 
 import (
 	"sync"
+	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/delta"
 	"github.com/overwire/overwire/gosrc/device/cuda"
@@ -12,27 +13,23 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// handles are the objects that Python holds: *load.Model, *entry (a job),
-// *cuda.Batch, *delta.File and *tensorizer.Opened. A number is never used twice, so a stale one is an error and never
-// another object.
-var handles = struct {
-	mu   sync.Mutex
-	last uint64
-	all  map[uint64]any
-}{all: map[uint64]any{}}
+// handles are the objects that Python holds, by their numbers: *load.Model, *entry (a job),
+// *cuda.Batch, *delta.File and *tensorizer.Opened. A number is never used twice, so a stale one is
+// an error and never another object.
+var (
+	handles    sync.Map
+	lastHandle atomic.Uint64
+)
 
 func keep(v any) uint64 {
-	handles.mu.Lock()
-	defer handles.mu.Unlock()
-	handles.last++
-	handles.all[handles.last] = v
-	return handles.last
+	h := lastHandle.Add(1)
+	handles.Store(h, v)
+	return h
 }
 
 func get[T any](h uint64) (T, error) {
-	handles.mu.Lock()
-	v, ok := handles.all[h].(T)
-	handles.mu.Unlock()
+	object, _ := handles.Load(h)
+	v, ok := object.(T)
 	if ok {
 		return v, nil
 	}
@@ -69,9 +66,6 @@ func jobOf(h int64) (*entry, error) { return get[*entry](uint64(h)) }
 
 // drop removes a handle and returns what it was of; nil: there was none.
 func drop(h uint64) any {
-	handles.mu.Lock()
-	defer handles.mu.Unlock()
-	v := handles.all[h]
-	delete(handles.all, h)
+	v, _ := handles.LoadAndDelete(h)
 	return v
 }
