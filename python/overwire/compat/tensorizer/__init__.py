@@ -13,13 +13,7 @@ docs/tensorizer.md lists what is the same and what differs.
 from __future__ import annotations
 
 from . import _crypt as _crypt
-from . import _internal_utils as _internal_utils
-from . import _linear_partition as _linear_partition
-from . import _syscalls as _syscalls
-from . import _tensor_path as _tensor_path
-from . import _wide_pipes as _wide_pipes
 from . import protobuf, serialization, stream_io, tensors_pb2, torch_compat, utils
-from ._version import __version__
 from .serialization import (
     CryptographyError,
     DecryptionParams,
@@ -29,6 +23,9 @@ from .serialization import (
     TensorSerializer,
     TensorType,
 )
+
+#: The version whose names these are.
+__version__ = "2.12.1"
 
 __all__ = [
     "CryptographyError",

@@ -1,3 +1,0 @@
-"""The version of tensorizer whose surface this is."""
-
-__version__ = "2.12.1"
