@@ -8,65 +8,56 @@ what stands for it. `MODULES` are the modules that found may be asked for. A ver
 name is served without that hook: its files are read as before, tensor by tensor.
 
 For engines: plug-ins that their own registries find, `vllm` and `sglang`; `weights` is
-what both read with.
+what both read with. For both: `AfterImport`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, NamedTuple
 
-__all__ = ["Ahead", "Lazy", "LazySlice", "absent", "complete", "options", "weights"]
-
-
-class LazySlice(Protocol):
-    """A tensor of a file that is open and not read: what `get_slice` gives while
-    the patch is in force."""
-
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
-    def __getitem__(self, index: Any) -> Any: ...
-
-    def device(self, asked: Any) -> str | None:
-        """Where the engine should land it for a library that wants it on a device; None if
-        safetensors' own reader is as good, or the engine does not support the device."""
-
-    def cast(self, dtype: Any) -> str:
-        """The dtype that the engine casts it to as it lands; "" if it does not."""
-
-    def on(self, device: str) -> Any:
-        """The same tensor as something to index whose results are on the device."""
+__all__ = ["AfterImport", "Lazy", "absent", "complete", "options", "weights"]
 
 
-class Ahead(Protocol):
-    """One load, of all tensors that it was asked for before it gives the first."""
+class AfterImport:
+    """A finder for sys.meta_path: has these modules found by Python itself, and calls `then` with each that has run.
+    One whose loader takes no attributes is left as it is."""
 
-    def want(self, tensor: Any, device: str, dtype: Any = None) -> Callable[[], Any]:
-        """Notes a whole tensor, to be cast to dtype as it lands where that is
-        exact for the engine. Returns what gives it, once: the first call begins
-        the load of all that were noted till then."""
+    def __init__(self, names: Container[str], then: Callable[[ModuleType], None]) -> None:
+        self._names, self._then = names, then
 
-    def begin(self) -> None:
-        """Begins the load of all that were noted till now; what it raises, they raise."""
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The spec of one of the modules; None for others."""
+        spec = PathFinder.find_spec(name, path, target) if name in self._names else None
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
 
-    def close(self) -> None:
-        """Ends it; what landed and was not given is freed."""
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self._then(module)
+
+        with contextlib.suppress(AttributeError):
+            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
+        return spec
 
 
 class Lazy(NamedTuple):
     """What a patch offers to hooks.
 
-    slice: the class of a `LazySlice`. ahead: makes an `Ahead`, or gives the one that is passed to
-    this thread. pass_on: a context manager that passes an `Ahead` to this thread's loaders, whose
-    `close` then frees nothing, and closes it at its end. passed: whether one is passed. plan: a context
-    manager for calls that open files themselves: while it lasts, slices that this
-    thread opens are loaded ahead, if plan(name) gives their device. prepare: begins to make
-    the engine ready for the devices of a device_map, or for one device. offloads: whether weights
-    that a library keeps on the host for a GPU are to be streamed."""
+    slice: the class of tensors of a file that is open and not read, which `get_slice` gives while the patch is
+    in force. ahead: makes one load of many of them, or gives the one that is passed to this thread
+    (`overwire.compat.safetensors._lazy` has both). passed: whether one is passed to this thread. plan: a
+    context manager for calls that open files themselves: while it lasts, slices that this thread opens are
+    loaded ahead, if plan(name) gives their device. prepare: begins to make the engine ready for the devices of
+    a device_map, or for one device. offloads: whether weights that a library keeps on the host for a GPU are
+    to be streamed."""
 
     slice: type[Any]
     ahead: Callable[[], Any]
-    pass_on: Callable[[Any], Any]
     passed: Callable[[], bool]
     plan: Callable[[Callable[[str], Any]], Any]
     compressed: Callable[[Any], bool | None]

@@ -82,7 +82,6 @@ class _Model:
         self.paths = paths
         self.begun = False
         self.whole = new_lock()  # while all files are noted
-        self._pass_on = lazy.pass_on
         self._ahead, self._slice = lazy.ahead(), lazy.slice
         self._lock = new_lock()
         self._files: dict[str, dict[str, Any]] = {}
@@ -135,7 +134,7 @@ class _Model:
 
     def pass_loads(self) -> contextlib.AbstractContextManager[None]:
         """While it lasts, another library's loader in this thread takes what was begun."""
-        passed: contextlib.AbstractContextManager[None] = self._pass_on(self._ahead)
+        passed: contextlib.AbstractContextManager[None] = self._ahead.pass_on()
         return passed
 
     def close(self) -> None:

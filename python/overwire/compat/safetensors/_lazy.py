@@ -56,7 +56,8 @@ class Slice:
         return self._inner[index]
 
     def device(self, asked: Any) -> str | None:
-        """Where the engine is to land it; None: safetensors' way is as good."""
+        """Where the engine is to land it for a library that wants it on a device; None: safetensors' way is as good, or
+        the engine does not support the device."""
         where = _engines(asked)
         return None if where == "cpu" and self._mapped else where
 
@@ -126,8 +127,7 @@ class PlainFile:
 
 
 class Ahead:
-    """One load of many tensors: see `overwire.integrations.Ahead`. Threads may
-    share it."""
+    """One load, of all tensors that it was asked for before it gives the first. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = new_lock()
@@ -136,7 +136,8 @@ class Ahead:
         self._passes: list[_Pass] = []
 
     def want(self, tensor: Slice, device: str, dtype: Any = None) -> Callable[[], Any]:
-        """Notes a whole tensor; returns what gives it, once."""
+        """Notes a whole tensor, to be cast to dtype as it lands where that is exact for the engine. Returns what
+        gives it, once: the first call begins the load of all that were noted till then."""
         cast = tensor.cast(dtype)
         with self._lock:
             current = self._open.get((device, cast))
@@ -152,6 +153,16 @@ class Ahead:
             for current in self._open.values():
                 current.begin()
 
+    @contextlib.contextmanager
+    def pass_on(self) -> Iterator[None]:
+        """While it lasts, `ahead` gives this one to this thread, and `close` frees nothing; closes it at the end."""
+        before, _thread.passed, self._passed = getattr(_thread, "passed", None), self, True
+        try:
+            yield
+        finally:
+            _thread.passed, self._passed = before, False
+            self.close()
+
     def close(self) -> None:
         """Ends it; what landed and was not given is freed. Of one that is passed nothing is."""
         if self._passed:
@@ -164,19 +175,6 @@ class Ahead:
 def ahead() -> Ahead:
     """The one that is passed to this thread, or a new one."""
     return getattr(_thread, "passed", None) or Ahead()
-
-
-def _pass_on(begun: Ahead) -> Iterator[None]:
-    before, _thread.passed, begun._passed = getattr(_thread, "passed", None), begun, True
-    try:
-        yield
-    finally:
-        _thread.passed, begun._passed = before, False
-        begun.close()
-
-
-#: A context manager of an `Ahead`: while it lasts, `ahead` gives this one to this thread; it closes it.
-pass_on: Callable[[Ahead], contextlib.AbstractContextManager[None]] = contextlib.contextmanager(_pass_on)
 
 
 def passed() -> bool:

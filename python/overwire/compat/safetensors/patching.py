@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import overwire
-from overwire.integrations import Lazy
+from overwire.integrations import AfterImport, Lazy
 from overwire.plumbing import forget, forked, is_compressed, keep, new_lock, refuse_compressed
 
 from . import _bytes, _files, _lazy
@@ -280,7 +279,7 @@ def _readers_of(module: str, held: Any) -> dict[int, tuple[Any, Any]]:
 
 
 def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
-    # Libraries, and parts of them, may be imported after the patch: `_Imports` and each
+    # Libraries, and parts of them, may be imported after the patch: `_imports` and each
     # file that is opened look. readers: what a first patch puts in place beside.
     if readers is None and all(_present(library) == _seen.get(library, 0) for library in _LIBRARIES):
         return
@@ -361,34 +360,19 @@ def _restore(key: tuple[int, str]) -> None:
         setattr(owner, name, original)
 
 
-class _Imports(MetaPathFinder):
-    # Calls `_hook` when a module that hooks look into has been imported, and replaces the
-    # readers of one of safetensors' own.
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in _READERS and not any(name in modules for modules in _WATCHED.values()):
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            run(module)
-            if name in _READERS:
-                _replace_readers(name, module)
-                return
-            for library, modules in _WATCHED.items():
-                if name in modules:
-                    _seen.pop(library, None)  # it may have been looked at half made
-            _hook()
-
-        with contextlib.suppress(AttributeError):  # a loader without room for it: `_hook` comes with the first file
-            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
-        return spec
+def _look_at_import(module: ModuleType) -> None:
+    # Hooks, when a module that they look into has been imported; readers, in one of safetensors' own.
+    name = module.__name__
+    if name in _READERS:
+        _replace_readers(name, module)
+        return
+    for library, modules in _WATCHED.items():
+        if name in modules:
+            _seen.pop(library, None)  # it may have been looked at half made
+    _hook()
 
 
-_imports = _Imports()
+_imports = AfterImport({*_READERS, *itertools.chain(*_WATCHED.values())}, _look_at_import)
 
 
 def _found(module: str, name: str) -> Any:
@@ -398,7 +382,6 @@ def _found(module: str, name: str) -> Any:
 _LAZY = Lazy(
     _lazy.Slice,
     _lazy.ahead,
-    _lazy.pass_on,
     _lazy.passed,
     _lazy.Planned,
     is_compressed,

@@ -10,9 +10,9 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
+
+from .. import AfterImport
 
 __all__ = ["FORMAT", "register"]
 
@@ -40,13 +40,11 @@ def register() -> None:
     starts no engine."""
     if "overwire._core" in sys.modules:  # the engine may run, and it does not survive a fork
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _Once)}
+    if _imports not in sys.meta_path:
+        sys.meta_path.insert(0, _imports)
     for name, add in _ADDS.items():
         there = sys.modules.get(name)
-        if there is None:
-            if name not in waiting:
-                sys.meta_path.insert(0, _Once(name))
-        elif getattr(getattr(there, "__spec__", None), "_initializing", False) is False:
+        if there is not None and getattr(getattr(there, "__spec__", None), "_initializing", False) is False:
             add(there)
 
 
@@ -139,36 +137,4 @@ _ADDS: dict[str, Callable[[Any], None]] = {
     _STRATEGIES: _add_strategy,
 }
 
-
-class _Once:
-    """Finds a module of vLLM's as the other finders do, and adds to it when it has run."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, _ADDS[name])  # type: ignore[assignment]
-        return spec
-
-
-class _Then:
-    # The loader of a module, and what is added after it.
-
-    def __init__(self, loader: Any, add: Callable[[Any], None]) -> None:
-        self._loader, self._add = loader, add
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: Any) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._add(module)
+_imports = AfterImport(_ADDS, lambda module: _ADDS[module.__name__](module))
