@@ -17,6 +17,7 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_safetensors
 
 from .. import options, weights
+from ..shared.devices import served_device
 from ..shared.slices import Attempt, load_by_slices
 
 log = logging.getLogger("sglang.overwire")
@@ -156,6 +157,4 @@ def _served_path() -> Any:
 
 
 def _current_device() -> str:
-    if torch.version.hip or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return "cpu"
-    return f"cuda:{torch.cuda.current_device()}"
+    return served_device(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))  # type: ignore[no-untyped-call]

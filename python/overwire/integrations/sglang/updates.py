@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import weights
+from ..shared.devices import served_device, tensor_ranks
 from ..shared.updates import Places
 
 log = logging.getLogger("sglang.overwire")
@@ -53,7 +54,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     info = json.loads(bytes(pairs[0][1].cpu().numpy()))
     if info["kind"] not in ("whole", "delta"):
         raise ValueError(f"overwire: the push must be 'whole' or 'delta', got {info['kind']!r}")
-    device = _device_of(model)
+    device = served_device(next(model.parameters()).device)
     places = _places_of(model, device)
     if info["kind"] == "delta":
         places.apply_delta(info["path"], info["storage_options"])
@@ -64,23 +65,11 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
 
 def _places_of(model: torch.nn.Module, device: str) -> Places:
     # Kept by the model itself: they refer to it, and go with it.
-    places = vars(model).get("_overwire_places")
-    if not isinstance(places, Places):
-        places = Places(model, model.load_weights, device, _MOST, _tensor_group())  # type: ignore[arg-type]
-        vars(model)["_overwire_places"] = places
-    return places
-
-
-def _device_of(model: torch.nn.Module) -> str:
-    device = next(model.parameters()).device
-    if device.type != "cuda" or torch.version.hip:
-        return "cpu"
-    return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
-
-
-def _tensor_group() -> Any:
-    # The ranks that divide tensors among them.
     from sglang.srt.distributed import parallel_state
 
-    group = parallel_state._TP
-    return None if group is None or group.world_size == 1 else group.device_group
+    places = vars(model).get("_overwire_places")
+    if not isinstance(places, Places):
+        ranks = tensor_ranks(parallel_state, "device_group")
+        places = Places(model, model.load_weights, device, _MOST, ranks)  # type: ignore[arg-type]
+        vars(model)["_overwire_places"] = places
+    return places

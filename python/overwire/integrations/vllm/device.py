@@ -1,10 +1,12 @@
-"""Where the weights of a vLLM model are to land, and the ranks that load them together."""
+"""Where the weights of a vLLM model are to land."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from ..shared.devices import served_device
 
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:
@@ -22,28 +24,10 @@ def device_of(model: torch.nn.Module, load_config: Any) -> str:
         devices = [param.device for param in model.parameters() if param.device.type != "meta"]
         away = [device for device in devices if device.type != "cpu"]
         configured_device = (away or devices or [torch.device(config.device_config.device if config else "cpu")])[0]
-    return _served_device(configured_device)
+    return served_device(configured_device)
 
 
 def likely_device(config: Any, load_config: Any) -> str:
     """The same for a model that is still to be made."""
-    return _served_device(
-        torch.device(config.device_config.device if load_config.device is None else load_config.device)
-    )
-
-
-def _served_device(asked: torch.device) -> str:
-    if asked.type != "cuda" or torch.version.hip:
-        return "cpu"
-    return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"
-
-
-def tensor_ranks() -> Any:
-    """The group of the ranks that divide tensors among them and load at the same time, on
-    the host; None if there is one rank."""
-    try:
-        from vllm.distributed import parallel_state
-    except ImportError:
-        return None
-    group = getattr(parallel_state, "_TP", None)
-    return None if group is None or group.world_size == 1 else group.cpu_group
+    device = config.device_config.device if load_config.device is None else load_config.device
+    return served_device(torch.device(device))

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -31,10 +32,11 @@ from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 from ...plumbing import parse_size
 from .. import options
 from .. import weights as read_weights
+from ..shared.devices import tensor_ranks
 from ..shared.sheets import Opening
 from ..shared.slices import Attempt, load_by_slices
 from .coverage import Coverage
-from .device import device_of, likely_device, tensor_ranks
+from .device import device_of, likely_device
 from .methods import COPIED
 
 # vLLM configures loggers of its own name only.
@@ -141,9 +143,10 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     def _load_by_slices(self, model: torch.nn.Module, model_config: Any, quantised: bool, attempt: Attempt) -> None:
         reader = self._reader
         weights = functools.partial(reader.get_all_weights, model_config, model)
+        ranks = tensor_ranks(parallel_state, "cpu_group")
         reader.attempt = attempt
         try:
-            with attempt.replace_loader(model, weights, tensor_ranks(), reader.sharing_pays):
+            with attempt.replace_loader(model, weights, ranks, reader.sharing_pays):
                 self._load_checked(model, model_config, quantised)
         finally:
             reader.attempt = None

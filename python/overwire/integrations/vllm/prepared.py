@@ -19,14 +19,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
 from ..shared import prepared
 from ..shared.described import Describer, is_plain
+from ..shared.devices import tensor_ranks
 from ..shared.origins import Foreign, origins_of
 from ..shared.parts import Arriving, put_tensors, restore_processed, take_tensors
 from ..shared.prepared import Damaged, Kept, Refused
-from .device import tensor_ranks
 from .identity import CODE, OPAQUE, name_of, place_of
 
 log = init_logger("vllm.overwire")
@@ -214,7 +215,7 @@ def _write_prepared(
 
 def _all_agree(mine: bool) -> bool:
     # Collective among the ranks that load together: whether all of them say so.
-    group = tensor_ranks()
+    group = tensor_ranks(parallel_state, "cpu_group")
     if group is None:
         return mine
     every = torch.tensor([mine], dtype=torch.int32)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.distributed import parallel_state
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -27,6 +28,7 @@ from vllm.logger import init_logger
 
 from .. import weights
 from ..pushes import Group, Publisher
+from ..shared.devices import tensor_ranks
 from ..shared.updates import Incomplete, Places
 from .coverage import Coverage
 from .device import device_of
@@ -169,8 +171,9 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         model = self.model
         if id(model) not in self._places:
             most = parse_size(self._info.max_memory, "max_memory") or 1
+            ranks = tensor_ranks(parallel_state, "device_group")
             self._places[id(model)] = Places(
-                model, self._load_weights, device_of(model, self.vllm_config.load_config), most, _tensor_group()
+                model, self._load_weights, device_of(model, self.vllm_config.load_config), most, ranks
             )
         return self._places[id(model)]
 
@@ -204,14 +207,6 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             self._group.close()
             self._group = None
         self._places.clear()
-
-
-def _tensor_group() -> Any:
-    # The ranks that divide tensors among them.
-    from vllm.distributed import parallel_state
-
-    group = parallel_state._TP
-    return None if group is None or group.world_size == 1 else group.device_group
 
 
 @dataclass
