@@ -63,17 +63,17 @@ from vllm.device_allocator import ALLOCATOR, sleep_mode_backend
 assert sleep_mode_backend.SleepModeBackendFactory._registry == {"overwire": ("overwire.integrations.vllm.sleeping", "SleepBackend")}
 from overwire.integrations.vllm import sleeping
 made = torch.Generator().manual_seed(5)
-kinds = [torch.bfloat16, torch.float16, torch.float32, torch.uint8]
-memory = [torch.randn(1 << 15, generator=made).mul(0.02).to(kind).view(torch.uint8) for kind in kinds[:3]]
+kinds = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8]
+memory = [torch.randn(1 << 15, generator=made).mul(8).to(kind).view(torch.uint8) for kind in kinds[:4]]
 memory += [torch.randint(0, 256, (1 << 14,), generator=made, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8)]
 cache = torch.ones(64, dtype=torch.uint8)
 for n, held in enumerate([*memory, cache]):
-    data = types.SimpleNamespace(handle=(0, held.numel(), held), tag="weights" if n < 5 else "kv_cache", is_asleep=False)
+    data = types.SimpleNamespace(handle=(0, held.numel(), held), tag="weights" if n < 6 else "kv_cache", is_asleep=False)
     ALLOCATOR.pointer_to_data[1000 + n] = data
 sleeping.memory_of = lambda ptr, size, device: ALLOCATOR.pointer_to_data[ptr].handle[2]
 torch.accelerator.synchronize = lambda device: None
 before = [held.clone() for held in memory]
-assert [sleeping._dtype_for(held) for held in memory[:4]] == kinds
+assert [sleeping._dtype_for(held) for held in memory[:5]] == kinds
 backend = sleeping.SleepBackend()
 register()
 from vllm.v1.worker import gpu_worker

@@ -19,11 +19,11 @@ log = init_logger("vllm.overwire")
 
 _TAG = "weights"
 
-# Elements of an allocation whose exponents are looked at.
+# Words of an allocation that are looked at.
 _SAMPLE = 4096
 
-# Dtypes of weights: bytes of an element, its bits, and where its exponent is.
-_KINDS = ((torch.float16, 2, 10, 5), (torch.bfloat16, 2, 7, 8), (torch.float32, 4, 23, 8))
+# By the engine's number of the transform that makes a sample smallest (docs/format.md 3.1).
+_DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
 
 
 class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
@@ -133,21 +133,10 @@ def memory_of(ptr: int, size: int, device: int) -> torch.Tensor:
 def _dtype_for(memory: torch.Tensor) -> torch.dtype:
     """As which dtype an allocation is best compressed. It is right for any bytes: only
     how small they become depends on it."""
+    from ... import gpu
+
     usable = memory[: memory.numel() // 4 * 4]
     if not usable.numel():
         return torch.uint8
-    step = max(1, usable.numel() // (_SAMPLE * 4)) * 4
-    words = usable.view(torch.int32)[:: step // 4].cpu().contiguous()
-    best, least = torch.uint8, _entropy_of(words.view(torch.uint8).int(), 8) - 0.2  # bits a byte
-    for dtype, size, low, bits in _KINDS:
-        values = words if size == 4 else words.view(torch.int16).int()
-        entropy = _entropy_of((values >> low) & ((1 << bits) - 1), bits)
-        if (entropy + size * 8 - bits) / size < least - 0.1:  # a wider exponent has to pay
-            best, least = dtype, (entropy + size * 8 - bits) / size
-    return best
-
-
-def _entropy_of(values: torch.Tensor, bits: int) -> float:
-    counts = torch.bincount(values.flatten(), minlength=1 << bits).double()
-    shares = counts[counts > 0] / values.numel()
-    return -float((shares * shares.log2()).sum())
+    words = usable.view(torch.int32)[:: max(1, usable.numel() // (_SAMPLE * 4))].cpu().contiguous()
+    return _DTYPES.get(gpu.transform(None, words.numpy()) or 0, torch.uint8)
