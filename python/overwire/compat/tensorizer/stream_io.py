@@ -355,18 +355,6 @@ def s3_download(
     return _S3StreamFile(path_uri, options, begin, end, buffer_size, certificate_handling)
 
 
-def _s3_download_url(
-    path_uri: str,
-    s3_access_key_id: str | None,
-    s3_secret_access_key: str | None,
-    s3_endpoint: str | None = default_s3_read_endpoint,
-    s3_region_name: str | None = None,
-    s3_signature_version: str | None = None,
-) -> str:
-    """The URL that `s3_download` reads."""
-    return _s3.url_of(path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name))
-
-
 class _S3StreamFile(CURLStreamFile):
     """An s3:// object by a signed URL, which is a secret and does not show."""
 
