@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import overwire
-from overwire.plumbing import publish
+from overwire.plumbing import FileWriter
 
 from .common import MAX_HEADER, SafeTensorsMetadata
 from .frameworks import TensorBase, get_framework_op
@@ -254,28 +253,22 @@ def write_shards(
         disk = os.stat(folder).st_dev
         counts[disk] = counts.get(disk, 0) + plan.total_bytes
         _check_room(folder, counts[disk], min_free_bytes)
-    ident = uuid.uuid4().hex
-    real = [os.path.realpath(path) for path in paths]  # a symbolic link stays
-    temporaries = [
-        os.path.join(os.path.dirname(path), f".{ident}-{at}.{os.path.basename(path)[-48:]}.tmp")
-        for at, path in enumerate(real)
-    ]
     with ExitStack() as stack:
-        for name in temporaries:
-            stack.callback(Path(name).unlink, missing_ok=True)
+        writers: list[FileWriter] = []
         work: list[tuple[memoryview, WriteEntry]] = []
         mappings: list[tuple[memoryview, mmap.mmap]] = []
-        for name, path, plan in zip(temporaries, real, plans, strict=True):
-            # What replaces a private file is private from the beginning.
-            number = os.open(
-                name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if os.path.exists(path) else 0o666
-            )
-            stack.enter_context(os.fdopen(number, "r+b", buffering=0))
+        for path, plan in zip(paths, plans, strict=True):
+            writers.append(FileWriter(path))
+            stack.callback(writers[-1].drop)
+            number = writers[-1].fileno()
             os.posix_fallocate(number, 0, plan.total_bytes)  # a full disk is an error here, and a signal later
             memory = mmap.mmap(number, plan.total_bytes)
             mappings.append((memoryview(memory), memory))
             memory[: len(plan.header)] = plan.header
-            overwire.safe_open(name, framework="bytes").close()  # the one validator
+            try:
+                overwire.safe_open(writers[-1], framework="bytes").close()  # the one validator
+            except overwire.FormatError as error:
+                raise overwire.FormatError(f"{plan.path}: {error}", source=plan.path) from error
             for entry in plan.entries:
                 begin, end = plan.offsets[entry.name]
                 work.append((mappings[-1][0][begin:end], entry))
@@ -285,8 +278,8 @@ def write_shards(
         for view, memory in mappings:
             view.release()
             memory.close()  # BufferError: the fill has kept a view
-        for name, path in zip(temporaries, real, strict=True):
-            publish(name, path)
+        for writer in writers:
+            writer.close()
     return [plan.path for plan in plans]
 
 
