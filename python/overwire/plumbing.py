@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .model.loads import many_objects
     from .model.opened import prepare
     from .model.options import check_switches, parse_size, setting
+    from .model.sources import resolve
     from .offloading.blocks import can_store
     from .offloading.hosted import Hosted, HostedWeight, listed_blocks
     from .offloading.offload import stream_blocks
@@ -87,6 +88,7 @@ __all__ = [
     "refuse_compressed",
     "refuse_urls",
     "regular",
+    "resolve",
     "save_bytes",
     "save_listed",
     "setting",
@@ -125,6 +127,7 @@ _HOMES = {
     "model.loads": ("many_objects",),
     "model.opened": ("prepare",),
     "model.options": ("check_switches", "parse_size", "setting"),
+    "model.sources": ("resolve",),
     "jobs": ("shown",),
     "offloading.blocks": ("can_store",),
     "offloading.hosted": ("Hosted", "HostedWeight", "listed_blocks"),

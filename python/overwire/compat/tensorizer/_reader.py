@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import load_file, safe_open
 from ...errors import CorruptError, CryptographyError, FormatError, NotSupportedError
-from ...plumbing import ObjectReader, OpenRecords, number_of, prepare, shown, skip_at_exit
+from ...plumbing import ObjectReader, OpenRecords, prepare, resolve, shown, skip_at_exit
 from ...records import Record, derive_key
 from . import _dtypes, _paths, _s3
 from ._encryption import DecryptionParams
@@ -164,19 +164,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             uri, options = file_obj.reach
             self._storage.update(options)
             return uri
-        number = number_of(file_obj)
-        if number is not None:
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                if file_obj.writable():
-                    file_obj.flush()
-                if os.path.isfile(f"/proc/self/fd/{number}") or os.fstat(number).st_nlink == 0:
-                    return f"/proc/self/fd/{number}"
-        # Read whole into memory that has a name.
-        self._memory = os.fdopen(os.memfd_create("tensors"), "w+b")
-        while block := file_obj.read(1 << 20):
-            self._memory.write(block)
-        self._memory.flush()
-        return f"/proc/self/fd/{self._memory.fileno()}"
+        (uri,), memory = resolve(file_obj)
+        self._memory = None if memory is file_obj else memory
+        return uri
 
     def _read_records(self, source: str) -> OpenRecords:
         try:
