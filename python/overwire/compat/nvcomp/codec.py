@@ -493,30 +493,25 @@ class Codec:
     def get_max_comp_buffer_size(self, source: Any) -> int:
         """The most bytes that encoding an Array gives."""
         self._check_open()
+        array = placing.as_list(source)[1][0]
         if self._original is not None:
-            return int(
-                self._original.codec.get_max_comp_buffer_size(
-                    self._original.to_theirs(placing.as_list(source)[1], False)
-                )
-            )
-        return self._max_sizes([placing.as_list(source)[1][0].buffer_size])[0]
+            return self._original.ask_size("get_max_comp_buffer_size", array)
+        return self._max_sizes([array.buffer_size])[0]
 
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
 
     def get_uncomp_buffer_size(self, source: Any) -> int:
         """How many bytes a stream decodes to."""
         self._check_open()
-        if self._original is not None:
-            return int(
-                self._original.codec.get_uncomp_buffer_size(self._original.to_theirs(placing.as_list(source)[1], False))
-            )
         array = placing.as_list(source)[1][0]
+        if self._original is not None:
+            return self._original.ask_size("get_uncomp_buffer_size", array)
         shape = self._shape(array)
         try:
             return shape[0] if shape is not None else self._sizes([array])[0]
         except _ForeignStreams as found:
             nvcomp = self._ask_nvcomp(found)
-        return int(nvcomp.codec.get_uncomp_buffer_size(nvcomp.to_theirs([array], False)))
+        return nvcomp.ask_size("get_uncomp_buffer_size", array)
 
     def get_required_compression_alignment(self) -> int:
         """The alignment that suits nvCOMP too; nothing is required here."""

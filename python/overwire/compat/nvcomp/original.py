@@ -130,6 +130,10 @@ class Original:
         arrays = [self.impl.as_array(a.cuda() or a) for a in sources]
         return self.impl.as_arrays(arrays) if many else arrays[0]
 
+    def ask_size(self, verb: str, array: Array) -> int:
+        """What nvCOMP's Codec says of one Array by a method of its own."""
+        return int(getattr(self.codec, verb)(self.to_theirs([array], False)))
+
     def run(
         self, verb: str, sources: Sequence[Array], many: bool, *args: Any, outs: Sequence[Any] | None, **configs: Any
     ) -> Any:
