@@ -201,6 +201,8 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         extra = {key: chosen[key] for key in ("enable_weights_track",) if key in chosen}
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
         self._options = chosen
+        #: Where the weights of the model that is served are, if not in its folder, and how that is reached.
+        self.source, self.storage_options = chosen.get("source"), chosen.get("storage_options")
         self.counter_before_loading_weights: float = 0.0
         self._device = "cpu"
         self.loaded: set[str] | None = None  # what the model says it has loaded
@@ -208,16 +210,6 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self._sourced_model: str | None = None  # the path of the model whose weights are at `source`
         self.config: Any = None  # vLLM's, while `load_model` runs
         self._opening: Opening | None = None
-
-    @property
-    def source(self) -> Any:
-        """Where the weights of the model that is served are, if not in its folder."""
-        return self._options.get("source")
-
-    @property
-    def storage_options(self) -> Any:
-        """How `source` is reached."""
-        return self._options.get("storage_options")
 
     @property
     def sharing_pays(self) -> bool:

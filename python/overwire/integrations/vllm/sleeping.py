@@ -27,7 +27,7 @@ _DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32, 4: torch.float
 
 
 class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
-    """Level 1 keeps the weights compressed in pinned memory; other levels are vLLM's own."""
+    """Level 1 keeps the weights compressed in pinned memory; other levels, and `discard`, are vLLM's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,10 +106,6 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             self._asleep.wake()
             self._asleep = None
             self._state = "RUNNING"
-
-    def discard(self, tags: tuple[str, ...]) -> None:
-        """vLLM's own; weights that sleep are kept."""
-        super().discard(tags)
 
 
 class _Memory:
