@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .records import OpenRecords
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.deltas import apply_part
-    from .verbs.into import land, landing, states_of, table_of
+    from .verbs.into import landing, states_of, table_of
     from .verbs.preload import honour_nyacomp
     from .verbs.save import bytes_of_plain, save_bytes
 
@@ -65,7 +65,6 @@ __all__ = [
     "is_remote",
     "is_torch_model",
     "keep",
-    "land",
     "landing",
     "listed_blocks",
     "load_plain",
@@ -135,7 +134,7 @@ _HOMES = {
     "paths": ("is_remote", "local", "path_of"),
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.deltas": ("apply_part",),
-    "verbs.into": ("land", "landing", "states_of", "table_of"),
+    "verbs.into": ("landing", "states_of", "table_of"),
     "verbs.preload": ("honour_nyacomp",),
     "verbs.save": ("bytes_of_plain", "save_bytes"),
 }

@@ -29,7 +29,7 @@ SHARE = 16 << 20
 
 class Blocks(NamedTuple):
     """What a rank wants of open files: for each file of a `safe_open` requests, packed as
-    `overwire.plumbing.land` takes them. device: where they land. tables: what tells the
+    `overwire.plumbing.landing` takes them. device: where they land. tables: what tells the
     files, the same on all ranks."""
 
     device: str

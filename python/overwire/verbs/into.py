@@ -166,16 +166,6 @@ def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job 
     return None if view.joined else view.start(requests)
 
 
-def land(file: Any, device: str, requests: bytes | Sequence[Request]) -> bool:
-    """`landing` to its end; False, with nothing loaded, if a preload has the files."""
-    job = landing(file, device, requests)
-    if job is None:
-        return False
-    with job:
-        job.take()
-    return True
-
-
 def place_of(tensor: Any) -> str:
     """Where a tensor is loaded to, when nothing else was said."""
     return str(tensor.device) if getattr(tensor, "is_cuda", False) else "cpu"

@@ -105,7 +105,7 @@ def _block_by_torch(copy: Copy, row: int, low: int, high: int, last: int) -> lis
 
 
 def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, int, int] | None:
-    """A copy as the engine lands it, see `overwire.plumbing.land`; None if it cannot."""
+    """A copy as the engine lands it, see `overwire.plumbing.landing`; None if it cannot."""
     target = copy.target
     if copy.dtype != target.dtype or target.device != device or not target.is_contiguous() or copy.of.dtype in PACKED:
         return None
@@ -123,6 +123,26 @@ def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, in
     return (copy.of.at, target.data_ptr(), lo0, -1 if whole else hi0, 0, -1)
 
 
+def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, list[Copy], list[Copy]]:
+    """Begins to load those copies of the first one's file that land on the device as they are: the job, these, and
+    the others. No job, and all are others, where there are none, and where a preload has the file."""
+    from ...plumbing import landing
+
+    file = copies[0].of.file if copies else None
+    requests: list[tuple[int, int, int, int, int, int]] = []
+    direct: list[Copy] = []
+    others: list[Copy] = []
+    for copy in copies:
+        request = request_of(copy, device) if copy.of.file is file else None
+        if request is None:
+            others.append(copy)
+        else:
+            requests.append(request)
+            direct.append(copy)
+    job = landing(file, str(device), requests) if requests else None
+    return (None, [], list(copies)) if job is None else (job, direct, others)
+
+
 def load_copies(copies: Iterable[Copy], most: int) -> None:
     """Loads copies, none of which overlap, into their targets, in one pass a file.
 
@@ -130,19 +150,16 @@ def load_copies(copies: Iterable[Copy], most: int) -> None:
     cut along the third dimension, is taken out of its rows, which are loaded beside, those of
     at most `most` bytes at once, or of one view.
     """
-    from ...plumbing import land
-
-    requests: dict[tuple[int, torch.device], tuple[Any, list[Any]]] = {}
-    rest: list[Copy] = []
+    groups: dict[tuple[int, torch.device], list[Copy]] = {}
     for copy in copies:
-        request = request_of(copy, copy.target.device)
-        if request is None:
-            rest.append(copy)
-        else:
-            requests.setdefault((id(copy.of.file), copy.target.device), (copy.of.file, []))[1].append((request, copy))
-    for (_, device), (file, pairs) in requests.items():
-        if not land(file, str(device), [request for request, _ in pairs]):
-            rest += [copy for _, copy in pairs]
+        groups.setdefault((id(copy.of.file), copy.target.device), []).append(copy)
+    rest: list[Copy] = []
+    for (_, device), neighbours in groups.items():
+        job, _, others = begin_landing(neighbours, device)
+        rest += others
+        if job is not None:
+            with job:
+                job.take()
     _copy_beside(rest, most)
 
 
@@ -206,28 +223,13 @@ class Early:
         """Begins to load those of one file that land as they are, and returns the others;
         while a load runs, and where a preload has the file, all. Raises what the load
         before has raised."""
-        from ...plumbing import landing
-
         if self._job is not None:
             if not self._job.ended(0):
                 return copies
             self.end()
-        device, file = self._device(), copies[0].of.file
-        requests: list[Any] = []
-        started_copies: list[Copy] = []
-        remainder: list[Copy] = []
-        for copy in copies:
-            request = request_of(copy, device) if copy.of.file is file else None
-            if request is None:
-                remainder.append(copy)
-            else:
-                requests.append(request)
-                started_copies.append(copy)
-        self._job = landing(file, str(device), requests) if requests else None
-        if self._job is None:
-            return copies
-        self.copies += started_copies
-        return remainder
+        self._job, begun_copies, others = begin_landing(copies, self._device())
+        self.copies += begun_copies
+        return others
 
     def end(self) -> None:
         """Waits for the load that runs, and raises what it raises."""

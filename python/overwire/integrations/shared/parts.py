@@ -132,23 +132,10 @@ class Arriving:
             self._failed = error
 
     def _begin_loading(self) -> None:
-        from ...plumbing import landing, table_of
+        from ...plumbing import table_of
 
-        requests: list[tuple[int, int, int, int, int, int]] = []
-        direct: list[Copy] = []
-        for at, (name, dtype, shape) in enumerate(table_of(self._file)):
-            copy = self._copy_of_row(at, name, dtype, shape)
-            if not copy.target.numel():
-                continue
-            request = copies.request_of(copy, self._device)
-            if request is None:
-                self._rest.append(copy)
-            else:
-                requests.append(request)
-                direct.append(copy)
-        self._job = landing(self._file, str(self._device), requests) if requests else None
-        if self._job is None:
-            self._rest += direct
+        every = [self._copy_of_row(at, *row) for at, row in enumerate(table_of(self._file))]
+        self._job, _, self._rest = copies.begin_landing([one for one in every if one.target.numel()], self._device)
 
     def _copy_of_row(self, at: int, name: str, dtype: str, shape: tuple[int, ...]) -> Copy:
         from ...plumbing import torch_dtype
