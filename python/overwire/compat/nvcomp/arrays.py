@@ -128,8 +128,6 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         """The error that `_wait_until_ready` would raise, if any; it stays for `_wait_until_ready`."""
         return self._pending.error(True) if isinstance(self._pending, Later) else self._pending
 
-    # What it is.
-
     @property
     def buffer_kind(self) -> ArrayBufferKind:
         """Whether the bytes are on a GPU or on the host."""
@@ -182,8 +180,6 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         if self._strides is not None:
             return self._strides
         return tuple(s * self.item_size for s in _dense_strides(self._shape))
-
-    # Giving it on.
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -262,8 +258,6 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return self._shape[0] if self._shape else 0
-
-    # Moving it.
 
     def cpu(self) -> Array | None:
         """Itself if it is on the host, else a copy there; None if that cannot be made.

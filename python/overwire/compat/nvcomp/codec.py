@@ -180,8 +180,6 @@ class Codec:
             if self._level != 1 or self._cascaded is not None:
                 codecs.encode(b"", self._algorithm, level=self._level, cascaded=self._cascaded)
 
-    # The work.
-
     def encode(self, array: Any, out: Any = None, compression_config: CompressConfig | None = None) -> Any:
         """Compresses an Array (or whatever `as_array` takes), or each of a list.
 
@@ -434,8 +432,6 @@ class Codec:
             return late
         raise error
 
-    # Lengths and configs.
-
     def compression_config(self, uncompressed_size: int | Sequence[int]) -> CompressConfig:
         """A config for contents of these lengths, in bytes; all above 0."""
         self._check_open()
@@ -542,8 +538,6 @@ class Codec:
             raise TypeError(f"expected a {kind.__name__}, got {type(config).__name__}")
         if config._codec is not self:
             raise ValueError(f"the {kind.__name__} is another Codec's")
-
-    # Where it happens.
 
     def _device(self, sources: list[Array]) -> int | None:
         """The GPU that results go to: the Codec's, else the sources', else, where

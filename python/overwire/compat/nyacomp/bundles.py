@@ -21,8 +21,6 @@ PathLike = Union[str, "os.PathLike[str]"]
 DEFAULT = Path("./boneless_model.pth")
 DEFAULT_META = "data/nya/meta.csv"
 
-# -- saving
-
 
 def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> float:
     """Saves a module, a pipeline or a state dict; returns stored / original.
@@ -119,8 +117,6 @@ def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[
     }
     return meta, size, stored_size
 
-
-# -- loading
 
 #: The load that PRELOAD_PATH began when this was imported; None without it.
 decompressor: _nyacomp.AsyncDecompressor | None = None

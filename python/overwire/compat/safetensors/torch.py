@@ -34,9 +34,6 @@ __all__ = [
 _HELP = "https://huggingface.co/docs/safetensors/torch_shared_tensors"
 
 
-# Files and bytes.
-
-
 def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> dict[str, torch.Tensor]:
     """The tensors of a file, plain or compressed, on a device.
 
@@ -67,9 +64,6 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
     """A plain safetensors file as bytes; raises what `save_file` raises."""
     keep: list[Any] = []
     return serialize(_flatten_as_ptr(tensors, keep), metadata=metadata)
-
-
-# Modules.
 
 
 def save_model(
@@ -121,9 +115,6 @@ def load_model(
                 text += f"\n    {what} key(s) in state_dict: {listing}"
         raise RuntimeError(text)
     return missing, surplus
-
-
-# Tensors that share memory.
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
@@ -205,8 +196,6 @@ def _remove_duplicate_names(
             drop[keep].append(name)
     return drop
 
-
-# Bytes of tensors.
 
 _NAMES = "F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ C64 U64 U32 U16"
 _TYPES: dict[str, torch.dtype] = {name: kind for name in _NAMES.split() if (kind := torch_dtype(name)) is not None}

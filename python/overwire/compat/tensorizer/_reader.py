@@ -139,8 +139,6 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             if self._device.type == "cuda":
                 self.close()
 
-    # Opening and closing.
-
     def _resolve(self, file_obj: Any) -> str:
         """What overwire opens: a path or URI where that is possible."""
         from . import stream_io
@@ -280,8 +278,6 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             )
         return entries
 
-    # Loading.
-
     def _target(self) -> Any:
         return _current_cuda() if self._dynamic else self._device
 
@@ -334,8 +330,6 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         tensor = tensor.to(device=device, dtype=dtype)
         return torch.nn.Parameter(tensor, requires_grad=tensor.dtype.is_complex or tensor.dtype.is_floating_point)
 
-    # The mapping.
-
     def __getitem__(self, name: Any) -> Any:
         if name not in self._structure:
             raise KeyError(f"Tensor {name} not found")
@@ -384,8 +378,6 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             return default
         self._load_tensors(paths, self._verify_hash)
         return _paths.build(level, {path: self._cache[path] for path in paths}, proxies=False)
-
-    # In the order of the file.
 
     def _next(
         self, filter_func: Callable[[Any], Any] | None, num_tensors: int, verify_hash: bool | None
@@ -501,8 +493,6 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def _reach(self) -> dict[str, object] | None:
         options = ("other_dtypes_as_bytes", "decryption_key", "decryption_password", "verify_crc32")
         return {name: value for name, value in self._storage.items() if name not in options} or None
-
-    # Modules.
 
     def load_into_module(
         self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None

@@ -130,8 +130,6 @@ class TensorSerializer:
         """Bytes of data written so far."""
         return sum(r.nbytes for r in self._records)
 
-    # Writing.
-
     def write_tensor(self, idx: int, name: str, tensor_type: TensorType, tensor: Any) -> None:
         """Writes one torch tensor or numpy array; an open file is complete when this
         returns. ValueError for a name that is there and for an array of another byte
