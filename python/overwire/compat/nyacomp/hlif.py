@@ -56,8 +56,7 @@ def parse(place: str, head: bytes, size: int) -> Header:
             if header.format not in _HIDDEN:
                 return header
             raise overwire.NotSupportedError(
-                f"overwire: open {place}: written by nyacomp itself ({header.format} of nvCOMP {major}.{minor}, "
-                f"{plain} bytes); where nyacomp and its GPU are, run: {RECOMPRESS}",
+                f"overwire: open {place}: {header.format} of nvCOMP {major}.{minor}, {plain} bytes: only nvCOMP reads it",
                 source=place,
             )
     raise overwire.FormatError(
