@@ -18,6 +18,7 @@ FLOOR is refused. The same tree and tools give the same bytes in any folder.
 
 from __future__ import annotations
 
+import ast
 import base64
 import gzip
 import hashlib
@@ -313,9 +314,9 @@ def build_wheel(wheel_directory: str, config_settings: object = None, metadata_d
 
 def build_portable_wheel(wheel_directory: str) -> str:
     """The wheel for machines that the engine does not run on: a reader that needs numpy alone."""
-    names = re.search(r"^__all__ = (\[.*?^\])", (PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.M | re.S)
-    assert names is not None
-    public = tuple(sorted(re.findall(r'"(\w+)"', names[1])))
+    homes = re.search(r"^_HOMES = (\{.*?^\})", (PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.M | re.S)
+    assert homes is not None
+    public = tuple(sorted(name for names in ast.literal_eval(homes[1]).values() for name in names))
     facts = (PACKAGE / "portable" / "facts.py").read_text(encoding="utf-8")
     facts = facts.replace("NAMES: tuple[str, ...] = ()", f"NAMES: tuple[str, ...] = {public!r}")
     facts = facts.replace('__version__: str = "0"', f'__version__: str = "{project()["version"]}"')

@@ -21,174 +21,110 @@ if "t" in _sys.abiflags:  # there the engine's file, of the stable ABI, is not e
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from . import codecs, compat, distributed, errors
-    from ._tables import __version__
-    from .bundles.bundle import (
-        compress,
-        compress_pickle,
-        load_bundle,
-        load_compressed,
-        load_compressed_pickle,
-        save_bundle,
-    )
-    from .bundles.torchfolders import convert
-    from .compat.safetensors.patching import SafetensorsPatch, patch_safetensors
-    from .errors import (
-        AccessError,
-        ArgumentError,
-        CancelledError,
-        CorruptError,
-        CryptographyError,
-        DeadlineError,
-        DeltaBaseError,
-        DeviceError,
-        EngineError,
-        ForkedError,
-        FormatError,
-        IOFailure,
-        MissingPackageError,
-        ModelMismatchError,
-        NotFoundError,
-        NotSupportedError,
-        OutOfMemoryError,
-        OverwireError,
-        SliceError,
-        TensorNotFoundError,
-        UntrustedPickleError,
-    )
-    from .frameworks.spec import TensorSpec
-    from .jobs import last_report
-    from .metering import CacheMetrics, Metrics, VerbMetrics, metrics
-    from .model.options import LoadOptions, StorageOptions
-    from .model.plan import LoadPlan, PlannedFile, PlannedOffload, PlannedTensor, plan
-    from .model.reading import read_bytes
-    from .model.selection import experts
-    from .offloading.offload import Offloaded, offload
-    from .progress import Progress
-    from .verbs.deltas import (
-        Delta,
-        DeltaReport,
-        DeltaRow,
-        Diff,
-        apply_delta,
-        diff,
-        merge_deltas,
-        open_delta,
-        save_delta,
-    )
-    from .verbs.digest import Comparison, digest
-    from .verbs.inspecting import doctor, inspect, verify
-    from .verbs.load import load_file
-    from .verbs.modules import load_model, save_model
-    from .verbs.open import TensorSlice, safe_open
-    from .verbs.pin import Pinned, empty_cache, pin
-    from .verbs.preload import Preload, preload
-    from .verbs.results import Diagnosis, Inspection, Verification
-    from .verbs.save import save_file
-    from .verbs.saving import Report, Saving
-    from .verbs.sleeping import Asleep, SleepMemory, prepare_sleep, sleep
-    from .verbs.stream import stream
+    from . import codecs as codecs
+    from . import compat as compat
+    from . import distributed as distributed
+    from . import errors as errors
+    from ._tables import __version__ as __version__
+    from .bundles.bundle import compress as compress
+    from .bundles.bundle import compress_pickle as compress_pickle
+    from .bundles.bundle import load_bundle as load_bundle
+    from .bundles.bundle import load_compressed as load_compressed
+    from .bundles.bundle import load_compressed_pickle as load_compressed_pickle
+    from .bundles.bundle import save_bundle as save_bundle
+    from .bundles.torchfolders import convert as convert
+    from .compat.safetensors.patching import SafetensorsPatch as SafetensorsPatch
+    from .compat.safetensors.patching import patch_safetensors as patch_safetensors
+    from .errors import AccessError as AccessError
+    from .errors import ArgumentError as ArgumentError
+    from .errors import CancelledError as CancelledError
+    from .errors import CorruptError as CorruptError
+    from .errors import CryptographyError as CryptographyError
+    from .errors import DeadlineError as DeadlineError
+    from .errors import DeltaBaseError as DeltaBaseError
+    from .errors import DeviceError as DeviceError
+    from .errors import EngineError as EngineError
+    from .errors import ForkedError as ForkedError
+    from .errors import FormatError as FormatError
+    from .errors import IOFailure as IOFailure
+    from .errors import MissingPackageError as MissingPackageError
+    from .errors import ModelMismatchError as ModelMismatchError
+    from .errors import NotFoundError as NotFoundError
+    from .errors import NotSupportedError as NotSupportedError
+    from .errors import OutOfMemoryError as OutOfMemoryError
+    from .errors import OverwireError as OverwireError
+    from .errors import SliceError as SliceError
+    from .errors import TensorNotFoundError as TensorNotFoundError
+    from .errors import UntrustedPickleError as UntrustedPickleError
+    from .frameworks.spec import TensorSpec as TensorSpec
+    from .jobs import last_report as last_report
+    from .metering import CacheMetrics as CacheMetrics
+    from .metering import Metrics as Metrics
+    from .metering import VerbMetrics as VerbMetrics
+    from .metering import metrics as metrics
+    from .model.options import LoadOptions as LoadOptions
+    from .model.options import StorageOptions as StorageOptions
+    from .model.plan import LoadPlan as LoadPlan
+    from .model.plan import PlannedFile as PlannedFile
+    from .model.plan import PlannedOffload as PlannedOffload
+    from .model.plan import PlannedTensor as PlannedTensor
+    from .model.plan import plan as plan
+    from .model.reading import read_bytes as read_bytes
+    from .model.selection import experts as experts
+    from .offloading.offload import Offloaded as Offloaded
+    from .offloading.offload import offload as offload
+    from .progress import Progress as Progress
+    from .verbs.deltas import Delta as Delta
+    from .verbs.deltas import DeltaReport as DeltaReport
+    from .verbs.deltas import DeltaRow as DeltaRow
+    from .verbs.deltas import Diff as Diff
+    from .verbs.deltas import apply_delta as apply_delta
+    from .verbs.deltas import diff as diff
+    from .verbs.deltas import merge_deltas as merge_deltas
+    from .verbs.deltas import open_delta as open_delta
+    from .verbs.deltas import save_delta as save_delta
+    from .verbs.digest import Comparison as Comparison
+    from .verbs.digest import digest as digest
+    from .verbs.inspecting import doctor as doctor
+    from .verbs.inspecting import inspect as inspect
+    from .verbs.inspecting import verify as verify
+    from .verbs.load import load_file as load_file
+    from .verbs.modules import load_model as load_model
+    from .verbs.modules import save_model as save_model
+    from .verbs.open import TensorSlice as TensorSlice
+    from .verbs.open import safe_open as safe_open
+    from .verbs.pin import Pinned as Pinned
+    from .verbs.pin import empty_cache as empty_cache
+    from .verbs.pin import pin as pin
+    from .verbs.preload import Preload as Preload
+    from .verbs.preload import preload as preload
+    from .verbs.results import Diagnosis as Diagnosis
+    from .verbs.results import Inspection as Inspection
+    from .verbs.results import Verification as Verification
+    from .verbs.save import save_file as save_file
+    from .verbs.saving import Report as Report
+    from .verbs.saving import Saving as Saving
+    from .verbs.sleeping import Asleep as Asleep
+    from .verbs.sleeping import SleepMemory as SleepMemory
+    from .verbs.sleeping import prepare_sleep as prepare_sleep
+    from .verbs.sleeping import sleep as sleep
+    from .verbs.stream import stream as stream
 
-__all__ = [
-    "AccessError",
-    "ArgumentError",
-    "Asleep",
-    "CacheMetrics",
-    "CancelledError",
-    "Comparison",
-    "CorruptError",
-    "DeadlineError",
-    "CryptographyError",
-    "Delta",
-    "DeltaBaseError",
-    "DeltaReport",
-    "DeltaRow",
-    "DeviceError",
-    "Diagnosis",
-    "Diff",
-    "EngineError",
-    "ForkedError",
-    "FormatError",
-    "IOFailure",
-    "Inspection",
-    "LoadOptions",
-    "LoadPlan",
-    "Metrics",
-    "MissingPackageError",
-    "ModelMismatchError",
-    "NotFoundError",
-    "NotSupportedError",
-    "Offloaded",
-    "OutOfMemoryError",
-    "OverwireError",
-    "Pinned",
-    "PlannedFile",
-    "PlannedOffload",
-    "PlannedTensor",
-    "Preload",
-    "Progress",
-    "Report",
-    "SafetensorsPatch",
-    "Saving",
-    "SleepMemory",
-    "SliceError",
-    "StorageOptions",
-    "TensorNotFoundError",
-    "TensorSlice",
-    "TensorSpec",
-    "UntrustedPickleError",
-    "VerbMetrics",
-    "Verification",
-    "__version__",
-    "apply_delta",
-    "codecs",
-    "compat",
-    "compress",
-    "compress_pickle",
-    "convert",
-    "diff",
-    "digest",
-    "distributed",
-    "doctor",
-    "empty_cache",
-    "errors",
-    "experts",
-    "inspect",
-    "last_report",
-    "load_bundle",
-    "load_compressed",
-    "load_compressed_pickle",
-    "load_file",
-    "load_model",
-    "merge_deltas",
-    "metrics",
-    "offload",
-    "open_delta",
-    "patch_safetensors",
-    "pin",
-    "plan",
-    "preload",
-    "prepare_sleep",
-    "read_bytes",
-    "safe_open",
-    "save_bundle",
-    "save_delta",
-    "save_file",
-    "save_model",
-    "sleep",
-    "stream",
-    "verify",
-]
-
-# Module -> the functions and plain classes that live there. Every other name of __all__ is
-# an exception, or a module of its own.
+# Module -> its names; "": modules of their own.
 _HOMES = {
+    "": ("codecs", "compat", "distributed", "errors"),
     "_tables": ("__version__",),
     "bundles.bundle": (
         "compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"
     ),
     "bundles.torchfolders": ("convert",),
     "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
+    "errors": (
+        "AccessError", "ArgumentError", "CancelledError", "CorruptError", "CryptographyError", "DeadlineError",
+        "DeltaBaseError", "DeviceError", "EngineError", "ForkedError", "FormatError", "IOFailure",
+        "MissingPackageError", "ModelMismatchError", "NotFoundError", "NotSupportedError", "OutOfMemoryError",
+        "OverwireError", "SliceError", "TensorNotFoundError", "UntrustedPickleError",
+    ),
     "frameworks.spec": ("TensorSpec",),
     "jobs": ("last_report",),
     "metering": ("CacheMetrics", "Metrics", "VerbMetrics", "metrics"),
@@ -216,17 +152,18 @@ _HOMES = {
 }
 
 if not TYPE_CHECKING:
+    _home_of = {name: module for module, names in _HOMES.items() for name in names}
+    __all__ = sorted(_home_of)
 
     def __getattr__(name):
-        if name not in __all__:
+        if name not in _home_of:
             raise AttributeError(f"module 'overwire' has no attribute {name!r}{_nearest_name(name)}")
         from importlib import import_module
 
         with _Undisturbed():
-            if name in ("codecs", "compat", "distributed", "errors"):
+            if not (home := _home_of[name]):
                 return import_module(f"overwire.{name}")
-            home = next((module for module, names in _HOMES.items() if name in names), "errors")
-            value = globals()[name] = getattr(import_module("overwire." + home), name)
+            value = globals()[name] = getattr(import_module(f"overwire.{home}"), name)
             return value
 
     def _nearest_name(name):
@@ -238,7 +175,7 @@ if not TYPE_CHECKING:
         return f"; did you mean {replacements[0]!r}?" if replacements else did_you_mean(name, __all__)
 
     def __dir__():
-        return sorted(__all__)
+        return __all__
 
 
 if _os.environ.get("OVERWIRE_PRELOAD"):

@@ -15,34 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
-__all__ = [
-    "AccessError",
-    "ArgumentError",
-    "CancelledError",
-    "CorruptError",
-    "CryptographyError",
-    "DeadlineError",
-    "DeltaBaseError",
-    "DeviceError",
-    "EngineError",
-    "ForkedError",
-    "FormatError",
-    "IOFailure",
-    "MissingPackageError",
-    "ModelMismatchError",
-    "NotFoundError",
-    "NotSupportedError",
-    "OutOfMemoryError",
-    "OverwireError",
-    "SliceError",
-    "TensorNotFoundError",
-    "UntrustedPickleError",
-]
-
-
 # What the engine's texts begin with.
 _PREFIX = "overwire-fault:"
-
 
 # Characters that control a terminal, but for line ends and tabs, and those that change the
 # order in which a text is read, and how they are shown: as in gosrc/errs.
@@ -194,6 +168,9 @@ class MissingPackageError(OverwireError, ImportError):
 
 class UntrustedPickleError(OverwireError, pickle.UnpicklingError):
     """A pickle asks for something outside the allow-list: see `trust=True`."""
+
+
+__all__ = sorted(name for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, OverwireError))
 
 
 # What the engine raises: called by the C files of gosrc/bind/core.

@@ -42,67 +42,6 @@ if TYPE_CHECKING:
     from .verbs.preload import honour_nyacomp
     from .verbs.save import bytes_of_plain, save_bytes
 
-__all__ = [
-    "Blocks",
-    "FileWriter",
-    "Hosted",
-    "HostedWeight",
-    "MetaRow",
-    "ObjectReader",
-    "ObjectWriter",
-    "OpenRecords",
-    "apart",
-    "apply_part",
-    "beside",
-    "bytes_of_plain",
-    "can_store",
-    "check_switches",
-    "forget",
-    "forked",
-    "honour_nyacomp",
-    "imported",
-    "is_compressed",
-    "is_remote",
-    "is_torch_model",
-    "keep",
-    "landing",
-    "listed_blocks",
-    "load_plain",
-    "local",
-    "many_objects",
-    "meet_to_load",
-    "meta_rows",
-    "nbytes",
-    "new_lock",
-    "number_of",
-    "parse_size",
-    "path_of",
-    "place_of",
-    "plain_models",
-    "prepare",
-    "presign",
-    "publish",
-    "read_file",
-    "read_floor",
-    "refuse_compressed",
-    "refuse_urls",
-    "regular",
-    "resolve",
-    "save_bytes",
-    "save_listed",
-    "setting",
-    "should_share_reading",
-    "shown",
-    "skip_at_exit",
-    "states_of",
-    "stream_blocks",
-    "table_of",
-    "torch_dtype",
-    "verb",
-    "write_bytes",
-    "written",
-]
-
 # Module -> its names above; a test compares them.
 _HOMES = {
     "_apart": ("apart",),
@@ -140,16 +79,16 @@ _HOMES = {
 }
 
 if not TYPE_CHECKING:
+    _home_of = {name: module for module, names in _HOMES.items() for name in names}
+    __all__ = sorted(_home_of)
 
     def __getattr__(name):
         from importlib import import_module
 
         from ._imports import Undisturbed
 
-        for home, names in _HOMES.items():
-            if name not in names:
-                continue
-            with Undisturbed():
-                value = globals()[name] = getattr(import_module("overwire." + home), name)
-                return value
-        raise AttributeError(f"module 'overwire.plumbing' has no attribute {name!r}")
+        if name not in _home_of:
+            raise AttributeError(f"module 'overwire.plumbing' has no attribute {name!r}")
+        with Undisturbed():
+            value = globals()[name] = getattr(import_module(f"overwire.{_home_of[name]}"), name)
+            return value
