@@ -1,9 +1,11 @@
-"""Modules that are imported meanwhile: by another thread, or under a signal handler.
+"""Modules that are imported meanwhile: by another thread, or under a signal handler; and process
+groups that a forked child has of its parent.
 
 Imported with the package itself, so it imports nothing that is not there already.
 """
 
 import _signal  # type: ignore[import-not-found]
+import _weakref
 import os
 import sys
 
@@ -77,6 +79,23 @@ def _resume_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_resume_in_child)
+
+
+_groups: "list[_weakref.ReferenceType[Any]]" = []  # that the parents of this process had when they forked
+
+
+def _note_groups() -> None:
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    _groups.extend(map(_weakref.ref, getattr(world, "pg_map", ())))
+
+
+os.register_at_fork(after_in_child=_note_groups)
+
+
+def is_of_parent(group: "Any") -> bool:
+    """Whether a process group was made before this process was forked: its connections, and the threads
+    that serve them, are the parent's."""
+    return any(reference() is group for reference in _groups)
 
 
 class Undisturbed:

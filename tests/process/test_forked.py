@@ -269,6 +269,40 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     )
 
 
+def test_a_group_of_the_parent_is_refused_to_a_child(torch_script) -> None:
+    """A forked child that uses a process group of its parent's is refused at once, also where the parent has never
+    started the engine; a group that it makes itself serves it."""
+    torch_script(
+        """
+import os
+import torch, torch.distributed as dist
+import overwire as ow
+from overwire import _engine
+def join():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+world = join()
+if not (child := os.fork()):
+    try:
+        for act in (ow.load_file, ow.stream, lambda path, group: ow.distributed.agree(group, None)):
+            try:
+                act("m", group=world)
+            except ow.ForkedError as error:
+                assert "group" in str(error), error
+            else:
+                os._exit(2)
+        assert _engine._library is None
+        ow.save_file({"a": torch.ones(3)}, "m")
+        dist.destroy_process_group()
+        os._exit(0 if ow.load_file("m", group=join())["a"].tolist() == [1, 1, 1] else 3)
+    finally:
+        os._exit(4)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+dist.destroy_process_group()
+"""
+    )
+
+
 LOCKS = r"\b(?:Lock|RLock|Condition|Semaphore|BoundedSemaphore|Barrier|allocate_lock)\((?!new_lock\(\)\))"
 # Made otherwise, and why.
 OTHER_LOCKS = {

@@ -31,8 +31,17 @@ from typing import Any, TypeVar
 
 from .. import errors
 from .._engine import forked
+from .._imports import is_of_parent
 from .._verbs import knobs
-from ..errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, NotSupportedError, OverwireError
+from ..errors import (
+    ArgumentError,
+    CancelledError,
+    ForkedError,
+    IOFailure,
+    MissingPackageError,
+    NotSupportedError,
+    OverwireError,
+)
 from ..frameworks.choose import device_number
 
 _T = TypeVar("_T")
@@ -445,7 +454,7 @@ _members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
 def members_of(group: Any) -> Members:
     """The members of a `torch.distributed` process group this process is in.
 
-    Raises ArgumentError for anything else.
+    Raises ArgumentError for anything else, ForkedError for a group of the process that this one was forked from.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None:
@@ -456,6 +465,8 @@ def members_of(group: Any) -> Members:
         raise ArgumentError("overwire: group: this process is not in it; call this on its ranks alone")
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(f"overwire: group: expected a torch.distributed process group, got {type(group).__name__}")
+    if is_of_parent(group):
+        raise ForkedError("overwire: group: it is of the process that this one was forked from: make one here")
     members = _members.get(group)
     if members is None:
         members = _members[group] = Members(group)
