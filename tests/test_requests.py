@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
-from overwire import codecs  # noqa: E402
+from overwire import _engine, codecs  # noqa: E402
 from overwire.model import options  # noqa: E402
 
 LINEAR = torch.nn.Linear(1, 1)
@@ -40,7 +40,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "apply_delta": (ow.apply_delta, {"tensors": dict(STATE), "delta": "d.safetensors"}),
     "compress_pickle": (ow.compress_pickle, {"obj": STATE, "path": "x.pkl"}),
     "convert": (ow.convert, {"source": "m.safetensors", "path": "x.safetensors"}),
-    "diff": (ow.diff, {"a": STATE, "b": STATE}),
+    "diff": (ow.diff, {"a": STATE, "b": "m.safetensors"}),
     "digest": (ow.digest, {"tensors": STATE}),
     "doctor": (ow.doctor, {}),
     "experts": (ow.experts, {"rank": 0, "world": 2}),
@@ -60,7 +60,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "read_bytes": (ow.read_bytes, {"source": "m.safetensors"}),
     "safe_open": (ow.safe_open, {"source": "m.safetensors"}),
     "save_bundle": (ow.save_bundle, {"obj": STATE, "path": "x.pkl"}),
-    "save_delta": (ow.save_delta, {"new": STATE, "base": STATE, "path": "x"}),
+    "save_delta": (ow.save_delta, {"new": STATE, "base": "m.safetensors", "path": "x"}),
     "save_file": (ow.save_file, {"tensors": STATE, "path": "x.safetensors"}),
     "save_model": (ow.save_model, {"module": LINEAR, "path": "x.safetensors"}),
     "sleep": (ow.sleep, {"tensors": dict(STATE)}),
@@ -117,12 +117,37 @@ TABLE = [
 ]
 
 
+# What the engine may be asked of a wrong request: it reads the names of devices, and knows what its settings say.
+LOOKS = {"device", "knobs", "shown"}
+
+
+class Recorder:
+    """Stands in for the engine's module, and notes the verbs that it is asked for."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.verbs = module, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.module, name)
+        if name not in ("call", "run", "start"):
+            return function
+
+        def note(verb: str, *rest: Any) -> Any:
+            self.verbs.add(verb)
+            return function(verb, *rest)
+
+        return note
+
+
 @pytest.mark.parametrize(("name", "argument"), TABLE)
-def test_wrong_values(folder: Path, name: str, argument: str) -> None:
-    """A wrong value of each argument is refused before anything is written, by name and with what is expected."""
+def test_wrong_values(folder: Path, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong value of each argument is refused before the engine opens, starts or writes anything, by name and with
+    what is expected."""
     function, arguments = CALLS[name]
     values, expected = WRONG[argument]
     before = sorted(path.name for path in folder.iterdir())
+    recorder = Recorder(_engine.core())
+    monkeypatch.setattr(_engine, "_loaded", recorder)
     for value in values:
         beside = {"wait": False} if name.startswith(("save_", "compress")) and argument == "max_memory" else {}
         with pytest.raises((ow.ArgumentError, ow.NotSupportedError)) as raised:
@@ -131,6 +156,7 @@ def test_wrong_values(folder: Path, name: str, argument: str) -> None:
         assert argument.removeprefix("max_") in text and "json" not in text and "Go " not in text, text
         assert any(word in text for word in expected), text
     assert sorted(path.name for path in folder.iterdir()) == before
+    assert recorder.verbs <= LOOKS
 
 
 def test_every_function_is_in_the_table() -> None:

@@ -80,7 +80,8 @@ def core() -> Any:
 
 def open_library() -> Any:
     """Opens the engine's library, for a caller that imports more before its first call: Go's
-    runtime starts on threads of its own."""
+    runtime starts on threads of its own. What enters no Go may be called of it in forked
+    children and at exit, too."""
     global _library
     with Undisturbed(), _lock:
         if _library is None:
@@ -209,13 +210,8 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     It stays while the holder lives. Raises what the object raises: TypeError,
     BufferError.
     """
-    buffer: tuple[int, int, Any] = raw().buffer_of(source, writable)
+    buffer: tuple[int, int, Any] = open_library().buffer_of(source, writable)
     return buffer
-
-
-def raw() -> Any:
-    """The module for what enters no Go: usable in forked children and at exit."""
-    return open_library()
 
 
 def program(argv: Sequence[str]) -> Program:

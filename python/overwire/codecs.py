@@ -160,7 +160,7 @@ def tensor_view(source: Any, stream: int = 1) -> TensorView:
     else:
         capsule = source.__dlpack__()
     try:
-        return TensorView(*_engine.raw().dlpack_take(capsule))
+        return TensorView(*_engine.open_library().dlpack_take(capsule))
     except ValueError as error:
         raise ArgumentError(f"overwire: {error}") from error
 
@@ -175,13 +175,13 @@ def dlpack(
 ) -> Any:
     """A new DLPack capsule ("dltensor") of memory that `owner` keeps; it keeps
     owner. Fields as those of `TensorView`."""
-    return _engine.raw().dlpack_give(owner, address, shape, strides, kind, device)
+    return _engine.open_library().dlpack_give(owner, address, shape, strides, kind, device)
 
 
 def exporter() -> type:
     """A base class whose instances have the buffer protocol, on every version
     of Python: each is the buffer that its method `_buffer()` returns."""
-    kind: type = _engine.raw().Exporter
+    kind: type = _engine.open_library().Exporter
     return kind
 
 

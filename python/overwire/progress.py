@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from .errors import ArgumentError
@@ -45,17 +46,22 @@ class Watcher:
 
 
 class _Bar(Watcher):
-    """tqdm's bar, in tensor bytes: its rate is then in bytes a second."""
+    """tqdm's bar, in tensor bytes: its rate is then in bytes a second. It appears with the first reading."""
 
-    def __init__(self, verb: str, tqdm: Any) -> None:
-        self._bar = tqdm(desc=verb, unit="B", unit_scale=True, leave=False)
+    def __init__(self, make_bar: Callable[[], Any]) -> None:
+        self._make_bar = make_bar
+        self._bar: Any = None
 
     def update(self, now: Progress) -> None:
+        if self._bar is None:
+            self._bar = self._make_bar()
         self._bar.total = now.total_bytes or None
         self._bar.update(now.bytes - self._bar.n)
 
     def close(self) -> None:
-        self._bar.close()
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
 
 
 class _Line(Watcher):
@@ -65,24 +71,24 @@ class _Line(Watcher):
         self._verb = verb
         self._start = time.monotonic()
         self._text = ""
-        self._live = sys.stderr.isatty()
 
     def update(self, now: Progress) -> None:
         seconds = max(time.monotonic() - self._start, 1e-9)
         total = f"/{now.total_bytes / 1e9:.2f}" if now.total_bytes else ""
         size = now.bytes / 1e9
         self._text = f"{self._verb}: {size:.2f}{total} GB, {now.tensors} tensors, {size / seconds:.2f} GB/s"
-        if self._live:
+        if sys.stderr.isatty():
             sys.stderr.write("\r" + self._text)
             sys.stderr.flush()
 
     def close(self) -> None:
-        if self._text:
-            sys.stderr.write("\n" if self._live else self._text + "\n")
+        text, self._text, self._start = self._text, "", time.monotonic()
+        if text:
+            sys.stderr.write("\n" if sys.stderr.isatty() else text + "\n")
             sys.stderr.flush()
 
 
-def check_progress(progress: ProgressLike) -> None:
+def check_progress(progress: object) -> None:
     """Raises ArgumentError for what `progress=` cannot be."""
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise ArgumentError(
@@ -91,7 +97,8 @@ def check_progress(progress: ProgressLike) -> None:
 
 
 def watch(progress: ProgressLike, verb: str) -> Watcher | None:
-    """The watcher of a `progress=` argument; None without one."""
+    """The watcher of a `progress=` argument; None without one. It shows nothing before its first
+    reading, so that a verb has it before it starts anything, and serves one job after the other."""
     check_progress(progress)
     if progress is None or progress is False:
         return None
@@ -100,5 +107,5 @@ def watch(progress: ProgressLike, verb: str) -> Watcher | None:
             from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
         except ImportError:
             return _Line(verb)
-        return _Bar(verb, tqdm)
+        return _Bar(partial(tqdm, desc=verb, unit="B", unit_scale=True, leave=False))
     return Watcher(progress)

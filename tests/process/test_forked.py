@@ -208,17 +208,17 @@ import torch
 import overwire as ow
 from overwire import _engine
 from overwire.frameworks import choose
-from overwire.verbs import load
+from overwire.model import opened
 present = []
 def stop_at_frame(framework):
     choose.frame_for(framework)
     present.append("overwire._core" in sys.modules)
     raise KeyboardInterrupt
-load.frame_for = stop_at_frame
+opened.frame_for = stop_at_frame
 try:
     ow.load_file("m")
 except KeyboardInterrupt:
-    load.frame_for = choose.frame_for
+    opened.frame_for = choose.frame_for
 assert present == [True] and not _engine.is_loaded()
 child = os.fork()
 if not child:
@@ -235,11 +235,12 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
     )
 
 
-def test_wrong_sources_leave_the_engine_closed(torch_script) -> None:
-    """A source that is none, or has no name of a file, is refused while the engine is closed: a fork may come later."""
+def test_wrong_arguments_leave_the_engine_closed(torch_script) -> None:
+    """A source that is none, or has no name of a file, and values that an option cannot have, are refused while the
+    engine is closed: a fork may come later."""
     torch_script(
         """
-import os
+import inspect, os
 import torch
 import overwire as ow
 from overwire import _engine
@@ -259,6 +260,19 @@ for arguments in ((5,), (5, 5, 5), ("m", "m", "cpu"), ("m", [5], "cpu"), ("m", [
     except (ow.ArgumentError, TypeError):
         continue
     raise SystemExit(f"Preload takes {arguments}")
+wrong = [{name: 5} for name in ("keys", "filter", "progress", "read", "mmap", "lenient", "max_memory", "storage_options")]
+wrong += [{"framework": 5}, {"framework": "jax"}]
+for name, value in ((name, value) for one in wrong for name, value in one.items()):
+    value = -1 if name == "max_memory" else value
+    takes = [verb for verb in verbs[:4] if name in inspect.signature(verb).parameters]
+    assert takes, name
+    for verb in takes:
+        try:
+            verb("m", **{name: value})
+        except ow.ArgumentError as error:
+            assert name.removeprefix("max_") in str(error), error
+            continue
+        raise SystemExit(f"{verb} takes {name}={value!r}")
 assert _engine._library is None
 child = os.fork()
 if not child:

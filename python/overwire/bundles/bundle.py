@@ -31,15 +31,14 @@ from ..model.options import (
     StorageOptions,
     UnpickleOptions,
     check_options,
-    check_switches,
-    parse_size,
+    check_values,
     spell_out,
 )
-from ..model.reading import read
+from ..model.reading import read_uri
 from ..model.sources import SourceLike
 from ..model.storage import storage
 from ..paths import is_file, is_remote, local, path_of
-from ..progress import ProgressLike, check_progress, watch
+from ..progress import ProgressLike, watch
 from ..stores import write_bytes
 from ..verbs.save import save_bytes, stage_bytes
 from ..verbs.saving import Report, Saving, settle
@@ -237,10 +236,8 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
     with Undisturbed():
         from .pickling import described, dump
 
-    check_switches(compress=options.get("compress", True), wait=how.wait)
-    check_progress(options.get("progress"))
+    check_values(wait=how.wait, **options)
     max_memory = options.pop("max_memory", None)
-    parse_size(max_memory, "max_memory")
     target = _target_of(path)
     access = options.get("storage_options")
     storage(access, [target])  # wrong ones are refused before anything is done
@@ -326,7 +323,7 @@ def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions |
     new, old = layout.store_containers_of(target, how.folder)
     stale = []
     with contextlib.suppress(NotFoundError):
-        if _has_digest(new, hashlib.sha256(read(target, options, MOST_PICKLE)).hexdigest(), options):
+        if _has_digest(new, hashlib.sha256(read_uri(target, options, MOST_PICKLE)).hexdigest(), options):
             new, old = old, new
         others = (one for one in layout.FOLDERS if one != how.folder)
         stale = [name for one in others for name in layout.store_containers_of(target, one)]
@@ -479,15 +476,14 @@ def _load_object(
     storage_options: StorageOptions | None = None,
 ) -> Any:
     # folders: where a store is asked for the container, in this order.
-    check_switches(trust=trust)
-    target = _target_of(path)
+    watcher, target = watch(progress, "load"), _target_of(path)
     open_library()  # what is imported next takes as long as Go's runtime to start
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     if where is not None:
         prepare(where)
     storage(storage_options, [target])  # refused for a local path
     data, model = open_pair(target, folders, tensors, storage_options)
-    with model, Landing(model, shown(target), where, watch(progress, "load")) as blobs:
+    with model, Landing(model, shown(target), where, watcher) as blobs:
         with Undisturbed():  # these imports take as long as some 100 MB, which arrive meanwhile
             from . import unpickling
         content = unpickling.load(data, blobs, shown(target), trust)

@@ -13,7 +13,7 @@ from ..metering import note
 from ..model import layout
 from ..model.opened import Model
 from ..model.options import StorageOptions
-from ..model.reading import read
+from ..model.reading import read_uri
 from ..model.sources import SourceLike
 from ..paths import is_remote
 
@@ -34,14 +34,14 @@ def open_pair(
     remote = is_remote(target)
     for attempts in reversed(range(_TRIES)):
         state = None if remote else _state_of_file(target)
-        data = read(target, options, MOST_PICKLE) if remote else read_file(target)
+        data = read_uri(target, options, MOST_PICKLE) if remote else read_file(target)
         digest = hashlib.sha256(data).hexdigest()
         try:
             if remote and tensors is None:
                 return data, _open_remote(layout.remote_containers_of(target, folders), target, digest, options)
             return data, _open_container(target, digest, tensors, options)
         except (CorruptError, NotFoundError) as error:
-            present = read(target, options, MOST_PICKLE) if remote else _state_of_file(target)
+            present = read_uri(target, options, MOST_PICKLE) if remote else _state_of_file(target)
             if not attempts or present == (data if remote else state):
                 note("open", "", type(error).__name__)
                 raise

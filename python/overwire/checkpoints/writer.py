@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..errors import ArgumentError, NotSupportedError, OverwireError
-from ..model.options import Level, StorageOptions, TensorLike, check_choice, check_switches, parse_size
+from ..model.options import Level, StorageOptions, TensorLike, check_values, parse_size
 from ..paths import is_remote, local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
@@ -71,8 +71,7 @@ class CheckpointWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
         storage_options: StorageOptions | None = None,
     ) -> None:
-        check_switches(compress=compress)
-        check_choice(level, "level", Level)
+        check_values(compress=compress, level=level, storage_options=storage_options)
         self._model = check_prefix(model)
         self._how: dict[str, Any] = {"compress": compress, "level": level, "storage_options": storage_options}
         self._most = parse_size(max_shard_size)

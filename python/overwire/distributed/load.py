@@ -18,8 +18,7 @@ it, and no rank uses its bytes.
 from __future__ import annotations
 
 import logging
-from array import array
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._verbs import relay, relay_aim, relay_decode, relay_join, relay_offer, relay_shares, relay_wait
@@ -87,11 +86,6 @@ def mapped_share(ranks: int, room: int) -> int:
 def fits(ranks: int, room: int) -> bool:
     """Whether every chunk of a model fits where that number of ranks exchange. room: see `Model.room`."""
     return room <= share_of_rank(ranks, SHARE)
-
-
-def pack_requests(requests: Iterable[tuple[int, ...]]) -> bytes:
-    """Requests as the engine takes them: position, address, and the ranges of dims 0 and 1."""
-    return array("q", [number for request in requests for number in request]).tobytes()
 
 
 class Situation(NamedTuple):

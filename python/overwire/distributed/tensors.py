@@ -23,14 +23,14 @@ from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemo
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit
 from ..model.loads import Load
-from ..model.opened import WHOLE, Model, opening, prepare
+from ..model.opened import WHOLE, Model, opening, pack_requests, prepare
 from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
 from .cuts import Cutting, Task, torch_shape
 from .group import Members, Unmapped, verb
-from .load import GroupLoad, Wants, pack_requests
+from .load import GroupLoad, Wants
 from .meeting import meet, open_files
 
 # Tensor bytes of a window of a stream that has no budget, where ranks do not map each other's

@@ -25,16 +25,19 @@ _NAMES = {
 _HOST = -2  # as the engine numbers devices
 
 
+def check_framework(framework: object) -> None:
+    """Raises ArgumentError for what is no `framework=` argument."""
+    if framework is not None and (not isinstance(framework, str) or framework not in _NAMES):
+        raise ArgumentError(f"overwire: framework {framework!r}: expected 'pt' (torch), 'np' (numpy) or 'bytes'")
+
+
 def frame_for(framework: str | None) -> Frame:
     """The frame of a `framework=` argument; None: torch if it is installed,
     else numpy."""
+    check_framework(framework)
     if framework is None:
-        name = "torch" if imported("torch") is not None or find_spec("torch") else "numpy"
-    else:
-        name = _NAMES.get(framework, "") if isinstance(framework, str) else ""
-        if not name:
-            raise ArgumentError(f"overwire: framework {framework!r}: expected 'pt' (torch), 'np' (numpy) or 'bytes'")
-    return _find_frame(name)
+        return _find_frame("torch" if imported("torch") is not None or find_spec("torch") else "numpy")
+    return _find_frame(_NAMES[framework])
 
 
 @cache

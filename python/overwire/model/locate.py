@@ -10,7 +10,7 @@ from ..jobs import shown
 from ..paths import is_remote
 from . import layout
 from .opened import Model
-from .reading import read
+from .reading import read_uri
 
 # A manifest, and a pickle without its tensors.
 _MANIFEST = 1 << 24
@@ -25,7 +25,7 @@ def uris_of(path: str, options: Mapping[str, object] | None) -> list[str]:
     name = path.partition("?")[0].partition("#")[0]
     if name.endswith(".csv"):
         try:
-            text = read(path, options, _MANIFEST).decode()
+            text = read_uri(path, options, _MANIFEST).decode()
         except UnicodeDecodeError as error:
             raise FormatError(f"overwire: open {shown(path)}: not a meta.csv", source=shown(path)) from error
         return layout.remote_containers_in(path, text)

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
-from .._engine import release
+from .._engine import open_library, release
 from .._imports import imported
 from .._tables import CAST_FROM, CAST_TO
 from ..dtypes import nbytes
@@ -22,14 +22,16 @@ from ..errors import (
     TensorNotFoundError,
     did_you_mean,
 )
+from ..frameworks.choose import check_device, check_dtype, check_framework, frame_for
 from ..frameworks.frame import Frame, check_empty
 from ..jobs import Job, heed, log, shown
 from ..metering import note
 from ..model.joining import join, written
 from ..progress import Watcher
 from .loads import Load, many_objects
+from .options import check_values
 from .selection import Experts
-from .sources import resolve
+from .sources import check_source, resolve
 from .storage import storage
 
 if TYPE_CHECKING:
@@ -109,10 +111,8 @@ class Model:
         probe: one of several names is tried; metrics count no error then.
         opened: the engine's number of the source, a .tensors file that is open already."""
         self.device = device
-        if read is not None and not isinstance(read, str):
-            raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
         self.read = read
-        _check_choice(keys, filter)
+        check_values(keys=keys, filter=filter)
         keys = None if keys is None else list(keys)
         shared_handle = getattr(source, "shared_model", None)
         if shared_handle is not None:  # another caller keeps the model open
@@ -123,14 +123,12 @@ class Model:
                 self.lands = device  # it has the files' bytes itself
             self.chosen = self.choose(keys, filter)
             return
-        if mmap is not None and not isinstance(mmap, bool):
-            raise ArgumentError("overwire: mmap: expected True, False or None")
         uris, keep = resolve(source)
         #: As people may see them.
         self.uris = [shown(uri) for uri in uris]
-        spec: OpenRequest = {
-            "uris": uris, "map": mmap, "lenient": bool(lenient), "storage": storage(storage_options, uris)
-        }
+        spec: OpenRequest = {"uris": uris, "lenient": bool(lenient), "storage": storage(storage_options, uris)}
+        if mmap is not None:
+            spec["map"] = bool(mmap)
         if keys is None and filter is not None:
             names = _verbs.names(spec)
             if names is not None:
@@ -264,14 +262,12 @@ class Model:
         """The positions that `keys=` and `filter=` leave, None for all."""
         if keys is None and filter is None:
             return None
-        _check_choice(keys, filter)
-        positions = (
-            list(range(len(self.table))) if keys is None else list(dict.fromkeys(self.place(key) for key in keys))
-        )
-        if filter is not None:
-            filter = _filter_of(filter, (row[0] for row in self.table))
-            positions = [at for at in positions if filter(self.table[at][0])]
-        return positions
+        check_values(keys=keys, filter=filter)
+        positions = dict.fromkeys(range(len(self.table)) if keys is None else map(self.place, keys))
+        if filter is None:
+            return list(positions)
+        filter = _filter_of(filter, (row[0] for row in self.table))
+        return [at for at in positions if filter(self.table[at][0])]
 
     def start(
         self,
@@ -281,18 +277,12 @@ class Model:
         end: float | None = None,
         after: int = 0,
     ) -> Job:
-        """Starts a load of requests, as they are or packed by `wholes`; None for
+        """Starts a load of requests, as they are or packed by `pack_wholes`; None for
         every tensor, whole. cast: as `_cast_rows` has it. end: of `jobs.time_limit`. after: the
         job of a load that has to end before this one reads; 0: none. Tensors land on what
         `join` returns; whole ones without a destination may come out of a preload."""
         lands = self.join()
-        rows = b""
-        if requests is not None:
-            rows = (
-                requests
-                if isinstance(requests, bytes)
-                else array("q", [n for request in requests for n in request]).tobytes()
-            )
+        rows = requests if isinstance(requests, bytes) else pack_requests(requests or ())
         options: LoadRequest = {"device": lands, "cast": cast, "read": self.read or "", "after": after}
         if lands != "cpu":
             from ..frameworks.torch import stream_of, used_on
@@ -326,7 +316,7 @@ class Model:
         numbers = range(len(rows)) if chosen is None else chosen
 
         def requests_of(pointers: list[int]) -> bytes | None:
-            return None if chosen is None and not any(pointers) else wholes(numbers, pointers)
+            return None if chosen is None and not any(pointers) else pack_wholes(numbers, pointers)
 
         return self._begin_load(requests_of, rows, numbers, frame, wanted, watcher, cast, after)
 
@@ -422,17 +412,19 @@ class Model:
         return dict(zip(map(itemgetter(0), load.rows), load.tensors(), strict=True))
 
 
-def _check_choice(keys: Any, filter: Any) -> None:
-    if isinstance(keys, str):
-        raise ArgumentError("overwire: keys: expected several names, got one str")
-    if keys is not None and not isinstance(keys, Iterable):
-        raise ArgumentError(f"overwire: keys: expected several names, got {type(keys).__name__}")
-    if filter is not None and not callable(filter):
-        raise ArgumentError("overwire: filter: expected a callable of a name")
-
-
 def _filter_of(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:
     return filter.over(names) if isinstance(filter, Experts) else filter
+
+
+def check_target(source: Any, framework: Any, device: Any, dtype: Any) -> tuple[Frame, str, Any]:
+    """The frame, the device and the dtype of a load, whose arguments they are. What source and
+    framework cannot be is refused while the engine is closed: a program that catches that can
+    still fork."""
+    check_source(source)
+    check_framework(framework)
+    open_library()  # what is imported next takes as long as Go's runtime to start
+    frame = frame_for(framework)
+    return frame, check_device(device, frame), check_dtype(frame, dtype)
 
 
 def prepare(device: str, exchange: bool = False) -> None:
@@ -442,7 +434,12 @@ def prepare(device: str, exchange: bool = False) -> None:
         _verbs.prepare(device, int(exchange))
 
 
-def wholes(numbers: Sequence[int], pointers: Sequence[int]) -> bytes:
+def pack_requests(requests: Iterable[Sequence[int]]) -> bytes:
+    """Requests as the engine takes them: position, address, and the ranges of dims 0 and 1."""
+    return array("q", [number for request in requests for number in request]).tobytes()
+
+
+def pack_wholes(numbers: Sequence[int], pointers: Sequence[int]) -> bytes:
     """The requests for many whole tensors, packed, in the engine's memory or at pointers
     that are not 0: a few C calls in all."""
     flat = array("q", bytes(6 * 8 * len(numbers)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union, get_args
 
 from .._verbs import knobs
 from ..errors import ArgumentError, did_you_mean
-from ..progress import ProgressLike
+from ..progress import ProgressLike, check_progress
 
 if TYPE_CHECKING:
     import numpy
@@ -136,21 +136,20 @@ class ModuleOptions(_Reach, _Together, total=False):
     max_memory: int | str | None
 
 
-class PinnedOptions(TypedDict, total=False):
-    """The options of loads of a pinned model; see `LoadOptions`."""
-
+class _Selection(TypedDict, total=False):
     dtype: DTypeLike | None
     keys: Iterable[str] | None
     filter: Callable[[str], bool] | None
+
+
+class PinnedOptions(_Selection, total=False):
+    """The options of loads of a pinned model; see `LoadOptions`."""
+
     progress: ProgressLike
 
 
-class PlanOptions(_Reach, total=False):
+class PlanOptions(_Selection, _Reach, total=False):
     """The options of `plan`; see `LoadOptions`."""
-
-    dtype: DTypeLike | None
-    keys: Iterable[str] | None
-    filter: Callable[[str], bool] | None
 
 
 class StreamOptions(PlanOptions, _Together, total=False):
@@ -203,18 +202,6 @@ class LoadOptions(StreamOptions, total=False):
     base: Any
 
 
-class SaveOptions(TypedDict, total=False):
-    """The options of `save_file` and `save_model`, which `save_file` explains."""
-
-    compress: bool
-    level: Level
-    digests: bool
-    max_shard_size: int | str | None
-    progress: ProgressLike
-    storage_options: StorageOptions | None
-    max_memory: int | str | None
-
-
 class BundleOptions(TypedDict, total=False):
     """The options of `save_bundle`, `compress` and `compress_pickle`, which explains them."""
 
@@ -222,6 +209,14 @@ class BundleOptions(TypedDict, total=False):
     progress: ProgressLike
     storage_options: StorageOptions | None
     max_memory: int | str | None
+
+
+class SaveOptions(BundleOptions, total=False):
+    """The options of `save_file` and `save_model`, which `save_file` explains."""
+
+    level: Level
+    digests: bool
+    max_shard_size: int | str | None
 
 
 class UnpickleOptions(TypedDict, total=False):
@@ -278,14 +273,36 @@ def check_switches(**switches: object) -> None:
             raise ArgumentError(f"overwire: {what} {value!r}: expected True or False")
 
 
-def check_storage(options: object) -> None:
-    """Raises ArgumentError for storage_options that are no mapping."""
-    if options is not None and not isinstance(options, Mapping):
-        raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(options).__name__}")
+_SWITCHES = frozenset("compress digests measure missing original release sha256 strict trust wait".split())
+_CHOICES = {"level": Level, "read": ReadWay}
+
+
+def check_values(**values: object) -> None:
+    """Raises ArgumentError for a value that no verb takes for an argument of that name. A verb asks
+    this before it opens or starts anything; names that mean something else in each verb pass."""
+    for what, value in values.items():
+        if what in _SWITCHES or what in ("lenient", "mmap") and value is not None:
+            check_switches(**{what: value})
+        elif what == "level" or what == "read" and value is not None:
+            check_choice(value, what, _CHOICES[what])
+        elif value is None:
+            continue
+        elif what in ("max_memory", "max_shard_size"):
+            parse_size(value, what)
+        elif what == "progress":
+            check_progress(value)
+        elif what == "storage_options" and not isinstance(value, Mapping):
+            raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(value).__name__}")
+        elif what == "keys" and (isinstance(value, str) or not isinstance(value, Iterable)):
+            kind = "one str" if isinstance(value, str) else type(value).__name__
+            raise ArgumentError(f"overwire: keys: expected several names, got {kind}")
+        elif what == "filter" and not callable(value):
+            raise ArgumentError("overwire: filter: expected a callable of a name")
 
 
 def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
-    """Raises TypeError, as a call with a wrong keyword does, for names that are not those of a kind of options."""
+    """Raises TypeError, as a call with a wrong keyword does, for names that are not those of a kind of options,
+    and ArgumentError for their values: see `check_values`."""
     names = kind.__optional_keys__
     for name in options:
         if name not in names:
@@ -294,9 +311,7 @@ def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
             option, text = _INSTEAD.get(name, ("", ""))
             hint = f"; {text}" if option in names | beside else did_you_mean(name, (names | beside) - {name})
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{hint}")
-    if options.get("read") is not None:
-        check_choice(options["read"], "read", ReadWay)
-    check_switches(**{name: options[name] for name in ("lenient", "mmap") if options.get(name) is not None})
+    check_values(**options)
 
 
 _UNITS = {"": 1, "B": 1}
@@ -310,7 +325,7 @@ def setting(name: str) -> str | int | bool:
     return next(row["value"] for row in knobs() if row["name"] == name)
 
 
-def parse_size(size: int | str | None, what: str = "max_shard_size") -> int:
+def parse_size(size: object, what: str = "max_shard_size") -> int:
     """Bytes of "5GB" (10^9), "512MiB" (2^20) or a number; 0 for None."""
     if size is None:
         return 0

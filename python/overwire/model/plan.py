@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..frameworks.choose import check_device, check_dtype, frame_for
 from .budget import outlook
-from .opened import Model, opening
+from .opened import Model, check_target, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size, spell_out
 from .sources import SourceLike
 
@@ -127,15 +126,9 @@ class LoadPlan:
         )
         rows = ((t.name, t.dtype, t.shape, t.nbytes, t.stored) for t in html.largest(self.tensors, lambda t: t.nbytes))
         tensors = html.tensors("the largest first", rows, len(self.tensors), folded=True)
-        facts = [
-            ("in memory", html.size(self.nbytes)),
-            ("peak", html.size(self.peak)),
-            ("read or mapped", html.size(self.stored)),
-        ]
-        facts += [
-            (name, html.size(count)) for name, count in (("slots", self.staging), ("pinned", self.pinned)) if count
-        ]
-        return html.block("LoadPlan", facts, files, tensors)
+        sizes = {"in memory": self.nbytes, "peak": self.peak, "read or mapped": self.stored}
+        sizes |= {name: size for name, size in (("slots", self.staging), ("pinned", self.pinned)) if size}
+        return html.block("LoadPlan", [(name, html.size(size)) for name, size in sizes.items()], files, tensors)
 
 
 def plan(
@@ -155,27 +148,23 @@ def plan(
     not touched. Raises what the opening of `load_file` raises.
     """
     check_options("plan", options, PlanOptions)
-    frame = frame_for(framework)
-    where = check_device(device, frame)
-    frame_dtype = check_dtype(frame, options.get("dtype"))
+    size = None if keep is None else parse_size(None if keep == 0 else keep, "keep")
+    frame, where, frame_dtype = check_target(source, framework, device, options.get("dtype"))
     with Model(source, device=where, **opening(options)) as model:
         rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
-        size = None if keep is None else parse_size(None if keep == 0 else keep, "keep")
         load = outlook(model, frame, frame_dtype, keep=size)
         info = model.info()
-    final = load["bytes"]
-    uris = [part["uri"] for part in info]
     tensors = tuple(
-        PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, uris[row.source])
-        for row, size in zip(rows, final, strict=True)
+        PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, info[row.source]["uri"])
+        for row, size in zip(rows, load["bytes"], strict=True)
     )
     count, nbytes, stored_sizes = [[0] * len(info) for _ in range(3)]
-    for row, size in zip(rows, final, strict=True):
+    for row, size in zip(rows, load["bytes"], strict=True):
         count[row.source] += 1
         nbytes[row.source] += size
         stored_sizes[row.source] += row.stored
     files = tuple(
-        PlannedFile(uris[at], count[at], nbytes[at], stored_sizes[at], part["size"])
+        PlannedFile(part["uri"], count[at], nbytes[at], stored_sizes[at], part["size"])
         for at, part in enumerate(info)
         if count[at]
     )
@@ -184,7 +173,7 @@ def plan(
         sizes = (plans["rest"], plans["kept"], plans["streamed"], plans["stored"], plans["ring"])
         offload = PlannedOffload(*sizes, tuple(plans["blocks"]))
     return LoadPlan(
-        tensors, files, sum(final), load["peak"], sum(stored_sizes), load["staging"], load["pinned"], offload
+        tensors, files, sum(load["bytes"]), load["peak"], sum(stored_sizes), load["staging"], load["pinned"], offload
     )
 
 

@@ -26,12 +26,12 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
     """
     uri = local(source)
     if is_remote(uri):
-        return read(uri, storage_options, (1 << 62) if limit is None else limit)
+        return read_uri(uri, storage_options, (1 << 62) if limit is None else limit)
     storage(storage_options, [uri])  # refused for a local path
     return read_file(path_of(uri) if is_file(uri) else uri, limit, uri)
 
 
-def read(uri: str, options: Mapping[str, object] | None, most: int) -> bytes:
+def read_uri(uri: str, options: Mapping[str, object] | None, most: int) -> bytes:
     """All bytes of a URI; FormatError if there are more than `most`."""
     try:
         with os.fdopen(os.memfd_create("overwire"), "w+b") as memory:

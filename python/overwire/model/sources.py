@@ -43,8 +43,7 @@ def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
 
 
 def check_source(source: Any) -> None:
-    """Refuses what is no source by its type and text alone, while the engine is closed: a program
-    that catches the error can still fork."""
+    """Refuses what is no source by its type and text alone."""
     if isinstance(source, (str, bytes, os.PathLike)):
         local(source)
     elif not hasattr(source, "read") and not hasattr(source, "shared_model"):

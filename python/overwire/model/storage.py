@@ -11,7 +11,7 @@ from .._environment import environment
 from ..errors import ArgumentError
 from ..jobs import log
 from ..paths import is_remote
-from .options import check_storage
+from .options import check_values
 
 if TYPE_CHECKING:
     from .._requests import FormatAccess
@@ -25,7 +25,7 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
     scheme has the engine says. ArgumentError for options of another kind, or beside local
     paths alone.
     """
-    check_storage(options)
+    check_values(storage_options=options)
     settings = {name: value for name, value in (options or {}).items() if value is not None}
     access: FormatAccess = {}
     decrypt = _take_key(settings, "decryption")

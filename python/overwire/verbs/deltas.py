@@ -16,10 +16,10 @@ from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
 from ..frameworks.frame import ODD
 from ..jobs import Job, time_limit
-from ..model.options import StorageOptions, check_storage, check_switches, parse_size
+from ..model.options import StorageOptions, check_values, parse_size
 from ..model.storage import storage
 from ..paths import local
-from ..progress import ProgressLike, check_progress, watch
+from ..progress import ProgressLike, watch
 from .save import notes_of
 from .states import State, batches, hosted, pair, place_tensor, same_names, settle_devices, tensors_of, write_back
 
@@ -277,7 +277,8 @@ def save_delta(
     Raises ArgumentError for names, dtypes or shapes that differ, and what `save_file` raises.
     """
     notes = {} if metadata is None else notes_of(metadata)
-    target = local(path)
+    target, most, watcher = local(path), parse_size(max_shard_size), watch(progress, "save")
+    check_values(storage_options=storage_options)
     with (
         State(new, "new", storage_options) as now,
         State(base, "base", storage_options) as before,
@@ -289,8 +290,7 @@ def save_delta(
         *some, last = batches(now, before)
         for names in some:
             some_tensors, numbers, keep = _pair_states(names, now, before)
-            check_progress(progress)  # a wrong one starts nothing
-            with Job(_verbs.delta_encode(some_tensors, numbers), "save", watch(progress, "save")) as job:
+            with Job(_verbs.delta_encode(some_tensors, numbers), "save", watcher) as job:
                 part = job.finish()
             stack.callback(release, part["handle"])
             handles.append(part["handle"])
@@ -299,15 +299,14 @@ def save_delta(
         tensors, numbers, keep = _pair_states(last, now, before)
         request: DeltaSave = {
             "path": target,
-            "shard": parse_size(max_shard_size),
+            "shard": most,
             "beside": _companions_of(new),
             "storage": storage(storage_options, [target], writes=True),
             "metadata": notes,
             "encoded": handles,
             **tensors,
         }
-        check_progress(progress)  # a wrong one starts nothing
-        with Job(_verbs.delta_save(request, numbers), "save", watch(progress, "save")) as job:
+        with Job(_verbs.delta_save(request, numbers), "save", watcher) as job:
             report = _report_of(job.finish(), target)
         del keep
     report.seconds["encode"] += seconds
@@ -369,7 +368,7 @@ def apply_delta(
     CorruptError, NotSupportedError, DeviceError, and what `open_delta` raises.
     """
     time_limit(timeout)  # refused before anything is read
-    check_switches(missing=missing)
+    check_values(missing=missing, storage_options=storage_options)
     return apply_part(tensors, chain_of(delta, storage_options), "", missing, time_limit(timeout))
 
 
@@ -440,12 +439,13 @@ def merge_deltas(
     if not isinstance(deltas, Iterable):
         raise ArgumentError(f"overwire: deltas: expected a list of paths or Deltas, got {type(deltas).__name__}")
     names = list(deltas)
+    target, most = local(path), parse_size(max_shard_size)
+    check_values(storage_options=storage_options)
     chain = chain_of(names, storage_options)
-    target = local(path)
     merge: DeltaMerge = {
         "files": [one._number for one in chain],
         "path": target,
-        "shard": parse_size(max_shard_size),
+        "shard": most,
         "beside": _companions_of(names[-1]),
         "storage": storage(storage_options, [target], writes=True),
     }
@@ -466,7 +466,8 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
     """
     other: list[str] = []
     rows: list[DeltaRow] = []
-    check_storage(storage_options)
+    watcher = watch(progress, "verify")
+    check_values(storage_options=storage_options)
     with State(a, "a", storage_options) as one, State(b, "b", storage_options) as two:
         for names in batches(one, two):
             lefts, rights = one.take(names), two.take(names)
@@ -485,8 +486,7 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
                 "dtypes": [older.dtype for _, older, _ in both],
                 "shapes": [list(older.shape) for _, older, _ in both],
             }
-            check_progress(progress)  # a wrong one starts nothing
-            with Job(_verbs.delta_diff(request, numbers.tobytes()), "diff", watch(progress, "verify")) as job:
+            with Job(_verbs.delta_diff(request, numbers.tobytes()), "diff", watcher) as job:
                 rows += [DeltaRow(**{**row, "shape": tuple(row["shape"] or ())}) for row in job.finish() or ()]
     only_a, only_b = sorted(one.sizes.keys() - two.sizes.keys()), sorted(two.sizes.keys() - one.sizes.keys())
     return Diff(tuple(rows), tuple(only_a), tuple(only_b), tuple(sorted(other)))

@@ -16,7 +16,7 @@ from ..frameworks.frame import ODD, View
 from ..frameworks.spec import TensorSpec
 from ..gpu import current_stream
 from ..jobs import Job, time_limit
-from ..progress import ProgressLike, check_progress, watch
+from ..progress import Watcher
 from .states import tensors_of
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Comparison(TypedDict):
 Comparison.__module__ = "overwire"  # where users find it
 
 
-def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) -> Comparison:
+def compare(tensors: Any, request: FilesRequest, watcher: Watcher | None) -> Comparison:
     """Compares a model in memory with files by digests: what `verify(tensors=)` returns."""
     start = time.monotonic()
     tensors_by_name = _tensors_of_names(tensors)
@@ -97,8 +97,7 @@ def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) 
     digests_request: DigestsRequest = {
         **request, "on": {name: view.cuda - 1 for name, view in views.items() if view.cuda}
     }
-    check_progress(progress)  # a wrong one starts nothing
-    with Job(_verbs.digests(digests_request), "digests", watch(progress, "verify")) as job:
+    with Job(_verbs.digests(digests_request), "digests", watcher) as job:
         report = job.finish()
     file = {row["name"]: row for row in report["tensors"]}
     there = {_identity_of(views[name]) for name in views if name in file}

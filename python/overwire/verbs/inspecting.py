@@ -13,11 +13,11 @@ from ..errors import ArgumentError, OverwireError
 from ..jobs import Job, heed, shown
 from ..metering import note
 from ..model.locate import uris_of
-from ..model.options import Level, StorageOptions, check_choice, check_storage, check_switches, parse_size
+from ..model.options import Level, StorageOptions, check_values, parse_size
 from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
 from ..paths import local
-from ..progress import ProgressLike, check_progress, watch
+from ..progress import ProgressLike, watch
 from .results import Diagnosis, Inspection, Verification
 from .save import notes_of
 from .saving import Report
@@ -160,19 +160,19 @@ def verify(
     Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError; with
     tensors also what `digest` raises, but nothing for a tensor that differs.
     """
-    check_switches(original=original)
+    check_values(original=original, storage_options=storage_options)
+    if original and tensors is not None:
+        raise ArgumentError("overwire: verify: original is of a file alone, without tensors")
+    watcher = watch(progress, "verify")
     uris, keep = _uris_of(source, storage_options)
     request: VerifyRequest = {"uris": uris, "storage": storage(storage_options, uris), "original": bool(original)}
     if tensors is not None:
         from .digest import compare
 
-        if original:
-            raise ArgumentError("overwire: verify: original is of a file alone, without tensors")
-        comparison = compare(tensors, {"uris": request["uris"], "storage": request["storage"]}, progress)
+        comparison = compare(tensors, {"uris": request["uris"], "storage": request["storage"]}, watcher)
         return cast("Comparison", Facts("Comparison", comparison))
-    check_progress(progress)  # a wrong one starts nothing
     try:
-        with Job(_verbs.verify(request), "verify", watch(progress, "verify")) as job:
+        with Job(_verbs.verify(request), "verify", watcher) as job:
             verified = Facts("Verification", job.finish())
     finally:
         heed(uris)
@@ -193,9 +193,8 @@ def rewrite(
     storage_options: StorageOptions | None = None,
 ) -> Report:
     """`convert` of files that the engine reads."""
-    check_choice(level, "level", Level)
-    check_switches(compress=compress, sha256=sha256)
-    check_storage(storage_options)
+    check_values(level=level, compress=compress, sha256=sha256, storage_options=storage_options)
+    watcher, most = watch(progress, "convert"), parse_size(max_shard_size)
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris_of(source, reach or None)
     target = local(path)
@@ -206,15 +205,14 @@ def rewrite(
         "path": target,
         "compress": bool(compress),
         "level": level,
-        "shard": parse_size(max_shard_size),
+        "shard": most,
         "no_sha256": not sha256,
         "storage": storage(storage_options, [*uris, target], writes=True),
     }
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
-    check_progress(progress)  # a wrong one starts nothing
     try:
-        with Job(_verbs.convert(spec), "rewrite", watch(progress, "convert")) as job:
+        with Job(_verbs.convert(spec), "rewrite", watcher) as job:
             report = job.finish()
     finally:
         heed(uris)
@@ -236,5 +234,5 @@ def doctor(*, measure: bool = False) -> Diagnosis:
 
     Returns a dict. Raises nothing for what is missing or does not work: it says so.
     """
-    check_switches(measure=measure)
+    check_values(measure=measure)
     return cast("Diagnosis", Facts("Diagnosis", _verbs.doctor({**program([]), "measure": measure})))

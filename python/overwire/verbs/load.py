@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .. import _engine
 from ..errors import NotSupportedError, forked
-from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit
 from ..model.loads import many_objects
-from ..model.opened import Model, opening, prepare
+from ..model.opened import Model, check_target, opening, prepare
 from ..model.options import (
     ArrayName,
     BytesName,
@@ -21,7 +20,7 @@ from ..model.options import (
     check_options,
     spell_out,
 )
-from ..model.sources import SourceLike, check_source, named
+from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import of_ranks
 
@@ -127,12 +126,8 @@ def load_file(
         from .deltas import load_on
 
         return load_on(base, source, device, framework, options, load_file)
-    check_source(source)
-    _engine.open_library()  # what is imported next takes as long as Go's runtime to start
-    frame = frame_for(framework)
-    where = check_device(device, frame)
-    max_memory = options.get("max_memory")
-    frame_dtype = check_dtype(frame, options.get("dtype"))  # a wrong one is refused before anything is read
+    frame, where, frame_dtype = check_target(source, framework, device, options.get("dtype"))
+    max_memory, watcher = options.get("max_memory"), watch(options.get("progress"), "load")
     if _engine.forked():
         from ..model.forked import ForkedModel
 
@@ -146,7 +141,7 @@ def load_file(
         stack.enter_context(many_objects())
         model = stack.enter_context(Model(source, device=where, **opening(options)))
         fit(model, frame, frame_dtype, max_memory)
-        return model.load(model.chosen, frame, frame_dtype, watch(options.get("progress"), "load"))
+        return model.load(model.chosen, frame, frame_dtype, watcher)
 
 
 spell_out(load_file, LoadOptions)

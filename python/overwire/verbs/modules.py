@@ -13,7 +13,7 @@ from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
 from ..model.budget import fit
 from ..model.opened import Model, opening
-from ..model.options import DeviceLike, ModuleOptions, SaveOptions, check_options, check_switches, parse_size, spell_out
+from ..model.options import DeviceLike, ModuleOptions, SaveOptions, check_options, check_values, parse_size, spell_out
 from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import of_ranks
@@ -74,7 +74,7 @@ def load_model(
     """
     with of_ranks(options, device):
         check_options("load_model", options, ModuleOptions)
-        check_switches(strict=strict)
+        check_values(strict=strict)
         source = named("load_model", source, filename)
         frame = frame_for("torch")
         place = None if device is None else check_device(device, frame)
@@ -331,7 +331,7 @@ def save_model(
         name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
     }
     compress = options.get("compress", True)
-    check_switches(compress=compress, wait=wait)
+    check_values(wait=wait)
     notes = notes_of(metadata or {})
     notes.setdefault("format", "pt")
     if not compress:

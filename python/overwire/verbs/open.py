@@ -12,9 +12,8 @@ from .._imports import skip_at_exit
 from .._tables import BITS
 from ..dtypes import PACKED, nbytes
 from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
-from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.indexing import plan
-from ..model.opened import WHOLE, Model, opening, prepare
+from ..model.opened import WHOLE, Model, check_target, opening, prepare
 from ..model.options import (
     ArrayName,
     BytesName,
@@ -25,7 +24,7 @@ from ..model.options import (
     check_options,
     spell_out,
 )
-from ..model.sources import SourceLike, check_source, named
+from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
 from .ahead import Block, ReadAhead
 from .into import fill, target_of
@@ -136,11 +135,7 @@ class safe_open(Generic[T]):
     ) -> None:
         check_options("safe_open", options, OpenOptions)
         source = named("safe_open", source, filename)
-        check_source(source)
-        _engine.open_library()  # what is imported next takes as long as Go's runtime to start
-        self._frame = frame_for(framework)
-        where = check_device(device, self._frame)
-        self._dtype = check_dtype(self._frame, options.get("dtype"))
+        self._frame, where, self._dtype = check_target(source, framework, device, options.get("dtype"))
         self._ahead = ReadAhead(self._frame)
         self._model: Model | None
         if _engine.forked():

@@ -22,7 +22,7 @@ from ..model.options import (
     spell_out,
 )
 from ..model.sources import SourceLike
-from ..progress import ProgressLike, check_progress, watch
+from ..progress import ProgressLike, watch
 from .load import load_file
 from .stream import stream
 
@@ -56,11 +56,11 @@ class Pinned:
     __module__ = "overwire"
 
     def __init__(self, source: SourceLike, device: str, progress: ProgressLike) -> None:
+        watcher = watch(progress, "pin")
         model = Model(source, False)
         try:
             model.alone()
-            check_progress(progress)  # a wrong one starts nothing
-            with Job(_verbs.pin({"device": device}, model.handle), "pin", watch(progress, "pin")) as job:
+            with Job(_verbs.pin({"device": device}, model.handle), "pin", watcher) as job:
                 job.wait()
             #: Bytes of host memory: what the files have.
             self.nbytes: int = sum(part["size"] for part in model.info())

@@ -19,16 +19,15 @@ from ..model.options import (
     SaveOptions,
     StorageOptions,
     TensorLike,
-    check_choice,
     check_options,
-    check_switches,
+    check_values,
     parse_size,
     spell_out,
 )
 from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local
-from ..progress import ProgressLike, check_progress, watch
+from ..progress import ProgressLike, watch
 from .saving import After, Report, Saving, begin, settle
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def save_file(
         advice = "; save_model saves a module" if hasattr(tensors, "state_dict") else ""
         advice = "; the tensors come first, then the path" if isinstance(tensors, (str, os.PathLike)) else advice
         raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}{advice}")
-    check_switches(compress=options.get("compress", True), digests=options.get("digests", False), wait=wait)
+    check_values(wait=wait)
     target = local(path)
     if os.path.splitext(target)[1].lower() in _OTHERS:
         raise ArgumentError(
@@ -234,7 +233,8 @@ def _start_job(
 ) -> Job:
     # like: a local file whose mode, owner and ACL a new file gets. beside: an index
     # of shards of the same name may stay beside it.
-    check_choice(level, "level", Level)
+    check_values(level=level)
+    watcher = watch(progress, "save")
     spec: SaveRequest = {
         "path": path, "compress": bool(compress), "level": level, "shard": shard, "like": like or "", "beside": beside
     }
@@ -246,8 +246,7 @@ def _start_job(
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
     numbers = _request_columns(spec, described)
-    check_progress(progress)  # a wrong one starts nothing
-    return Job(_verbs.save(spec, numbers), "save", watch(progress, "save"), end)
+    return Job(_verbs.save(spec, numbers), "save", watcher, end)
 
 
 def bytes_of_plain(described: list[tuple[str, Bytes]], metadata: Mapping[str, str] | None) -> bytes:

@@ -20,9 +20,9 @@ from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
 from ..jobs import Job, log, time_limit
 from ..model.opened import Model
-from ..model.options import StorageOptions, check_switches, parse_size
+from ..model.options import StorageOptions, check_values, parse_size
 from ..paths import is_remote, local
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, Watcher, watch
 from .into import ALL, place_of
 from .save import save_bytes
 
@@ -81,18 +81,17 @@ class Asleep:
             return
         if forked():
             raise ForkedError("overwire: wake: the engine cannot run in a forked child")
-        end = time_limit(timeout)
+        end, watcher = time_limit(timeout), watch(progress, "load")
         with self._one_at_a_time("wake", end):
             if self._wakes:
-                self._wake_tensors(progress, end)
+                self._wake_tensors(watcher, end)
 
-    def _wake_tensors(self, progress: ProgressLike, end: float | None) -> None:
+    def _wake_tensors(self, watcher: Watcher | None, end: float | None) -> None:
         if not self._models:
             raise ArgumentError("overwire: wake: the stored bytes were given up by close()")
         import torch
 
         self._take_memory()
-        watcher = watch(progress, "load")
         copies: list[tuple[Any, Any]] = []
         with contextlib.ExitStack() as stack:
             jobs = []
@@ -262,7 +261,7 @@ def sleep(
     frame_for("torch")
     tensors_by_name = _collect_tensors(tensors)
     groups: dict[str, list[_Sleeper]] = {}
-    check_switches(release=release)
+    check_values(release=release, storage_options=storage_options)
     end = time_limit(timeout)
     path = "" if to_file is None else local(to_file)
     places = {name: place_of(tensor) for name, tensor in tensors_by_name.items()}

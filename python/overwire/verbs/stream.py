@@ -7,14 +7,13 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
-from .._engine import forked, open_library, refuse_child
+from .._engine import forked, refuse_child
 from .._imports import skip_at_exit
 from .._locks import new_lock
 from ..errors import ArgumentError, OverwireError
-from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit, outlook
 from ..model.loads import Load
-from ..model.opened import Model, opening, prepare
+from ..model.opened import Model, check_target, opening, prepare
 from ..model.options import (
     ArrayName,
     BytesName,
@@ -27,7 +26,7 @@ from ..model.options import (
     parse_size,
     spell_out,
 )
-from ..model.sources import SourceLike, check_source
+from ..model.sources import SourceLike
 from ..progress import Progress, Watcher, watch
 from .grouped import of_ranks
 
@@ -117,13 +116,9 @@ def stream(
 
             options.pop("max_memory", None)
             return GroupStream(source, group, shard, device, framework, in_order, budget, options)
-    check_source(source)
-    open_library()  # what is imported next takes as long as Go's runtime to start
-    frame = frame_for(framework)
-    where = check_device(device, frame)
+    frame, where, frame_dtype = check_target(source, framework, device, options.get("dtype"))
     prepare(where)
-    frame_dtype = check_dtype(frame, options.get("dtype"))
-    max_memory, progress = options.get("max_memory"), options.get("progress")
+    max_memory, watcher = options.get("max_memory"), watch(options.get("progress"), "stream")
 
     def begin_stream(chosen: list[int] | None, watcher: Watcher | None) -> _Stream:
         return _Stream(model.begin(chosen, frame, frame_dtype, watcher), where, in_order)
@@ -133,12 +128,11 @@ def stream(
         model.join()
         if max_memory is None or model.joined:
             fit(model, frame, frame_dtype, max_memory)  # a preload has all of it already
-            return begin_stream(model.chosen, watch(progress, "stream"))
+            return begin_stream(model.chosen, watcher)
         chosen = range(len(model.table)) if model.chosen is None else model.chosen
         windows = _windows_of(
             chosen, outlook(model, frame, frame_dtype, max_memory=max_memory, stream=True)["windows"] or ()
         )
-        watcher = watch(progress, "stream")
         stack.pop_all()  # the model is the stream's
         return _Windows(model, windows, budget, begin_stream, watcher)
 
