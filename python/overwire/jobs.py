@@ -1,4 +1,4 @@
-"""Running verbs of the engine: waiting, progress, cancelling, the last report.
+"""Running verbs of the engine: waiting, progress, cancelling, the last report, and steps that threads share.
 
 A `Job` owns one engine job. Used as a context manager it leaves nothing behind:
 an exception inside cancels the job, waits until the engine no longer uses any
@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from . import _verbs
-from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, release
+from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, refuse_child, release
+from ._imports import skip_at_exit
 from ._locks import new_lock
 from ._notebook import Facts
 from .errors import ArgumentError, CancelledError, DeadlineError
@@ -377,3 +378,61 @@ class Job:
             log.debug("%s: %s", self.verb, text)
         if '"no_gds"' in text:
             _say_once(json.loads(text)["no_gds"])
+
+
+class Steps(Iterator[tuple[str, Any]]):
+    """(name, tensor) of a load: one thread after the other takes what comes next. A subclass takes it
+    in `_take_next`, frees the rest in `_free_rest`, which may be called again, and ends in `_end_waits` what a
+    thread waits for. Its constructor calls this one once there is something to close.
+
+    It is a class and not a generator: a generator that was never started would not run its
+    `finally`, and the load has begun.
+    """
+
+    def __init__(self) -> None:
+        # The lock lets a signal handler of the same thread in, which `_taking` refuses.
+        self._lock = new_lock()
+        self._taking = False
+
+    def __next__(self) -> tuple[str, Any]:
+        refuse_child("overwire: stream: its load runs in")
+        with self._lock:
+            self._refuse_within("next")
+            self._taking = True
+            try:
+                return self._take_next()
+            finally:
+                self._taking = False
+
+    def _refuse_within(self, step: str) -> None:
+        # What is refused leaves the stream as it is.
+        if self._taking:
+            raise ArgumentError(
+                f"overwire: stream: {step}() within next(): a signal handler takes from the stream that it interrupts"
+            )
+
+    def _take_next(self) -> tuple[str, Any]:
+        raise NotImplementedError
+
+    def _free_rest(self) -> None:
+        raise NotImplementedError
+
+    def _end_waits(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """Ends the stream: cancels and frees the rest. In a forked child nothing: all is the parent's."""
+        if forked():
+            return
+        if not self._lock.acquire(blocking=False):
+            self._end_waits()  # another thread waits for what comes next
+            self._lock.acquire()
+        try:
+            self._free_rest()
+        finally:
+            self._lock.release()
+
+    @skip_at_exit
+    def __del__(self) -> None:
+        if hasattr(self, "_taking"):
+            self.close()

@@ -115,6 +115,31 @@ def closed(folder: Path) -> None:
     assert "whole" in ow.load_file(path, group=world)
 
 
+def interrupted(folder: Path) -> None:
+    """A signal handler that takes from the stream of a group that it interrupts, or closes it, is refused on its rank,
+    and the stream goes on on all."""
+    rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
+    for exchange in ("mapped", "none"):
+        grouping.exchange_setting = lambda exchange=exchange: exchange
+        stream: Any = ow.stream(path, group=world)
+        came: list[int] = []
+
+        def handle(number: int, _: Any, stream: Any = stream, came: list[int] = came) -> None:
+            fails(ow.ArgumentError, "next() within next()", lambda: next(stream))
+            fails(ow.ArgumentError, "close() within next()", stream.close)
+            came.append(number)
+
+        def raise_within(steps: Any) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            yield from steps
+
+        signal.signal(signal.SIGUSR1, handle)
+        if rank == 0:
+            stream._arrive = raise_within(stream._arrive)
+        assert dict(stream).keys() == ow.load_file(path).keys(), exchange
+        assert came == [signal.SIGUSR1] * (rank == 0)
+
+
 def forked_streams(folder: Path) -> None:
     """A child that a rank forks is refused the group and its streams, also while a thread of the rank waits in one, and
     ends without a word to the other ranks."""

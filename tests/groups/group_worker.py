@@ -15,7 +15,7 @@ import group_cells
 import overwire as ow
 import torch
 import torch.distributed as dist
-from group_apart import closed, forked_streams, freed, refused, replaced, stopped
+from group_apart import closed, forked_streams, freed, interrupted, refused, replaced, stopped
 from group_blocks import blinded, block_gone, block_hosts, block_shards, block_stores, blocks, leaving
 from group_counts import counted, reads
 from group_faults import faults
@@ -28,7 +28,8 @@ from overwire.model.opened import Model
 
 # Steps, named on the command line like those below.
 __all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "recorded"]
-__all__ += ["closed", "faults", "forked_streams", "freed", "refused", "replaced", "stopped"]
+__all__ += ["closed", "faults", "forked_streams", "freed", "interrupted", "refused", "replaced"]
+__all__ += ["stopped"]
 
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
 # Where a rank's tensors are loaded to.

@@ -90,7 +90,7 @@ def test_every_verb_takes_every_source(folder: Path, count: int) -> None:
 
 
 def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
-    ranks(folder, 2, "refused", "closed", "stopped", "faults", exchange="mapped")
+    ranks(folder, 2, "refused", "closed", "interrupted", "stopped", "faults", exchange="mapped")
 
 
 def test_a_forked_child_takes_no_part(folder: Path) -> None:

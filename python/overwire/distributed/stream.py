@@ -5,19 +5,17 @@ from __future__ import annotations
 import atexit
 import inspect
 import weakref
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from .._engine import forked, refuse_child
-from .._imports import skip_at_exit
+from ..jobs import Steps
 from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from .group import current
 from .tensors import TensorLoad, open_load
 
 
-class GroupStream(Iterator[tuple[str, Any]]):
+class GroupStream(Steps):
     """`stream` over a process group. Making it is collective, and so is every step, and
     closing it before its end, which ends it on all ranks. A forked child takes no part."""
 
@@ -42,10 +40,10 @@ class GroupStream(Iterator[tuple[str, Any]]):
         self._order = iter(load.positions) if in_order else None
         self._arrive = load.arrive()
         self._total = len(load.positions)
+        super().__init__()
         _open.add(self)
 
-    def __next__(self) -> tuple[str, Any]:
-        refuse_child("overwire: stream: its load runs in")
+    def _take_next(self) -> tuple[str, Any]:
         try:
             with current(self._device):
                 if self._order is None:
@@ -58,7 +56,7 @@ class GroupStream(Iterator[tuple[str, Any]]):
                 assert due is not None
                 return self._names[due], self._early.pop(due)
         except StopIteration:  # the ranks have agreed
-            self.close()
+            self._end(None)
             raise
         except BaseException as error:
             self._end(error)
@@ -67,10 +65,9 @@ class GroupStream(Iterator[tuple[str, Any]]):
     def __repr__(self) -> str:
         return f"<stream of {self._total} tensors of a group to {self._device}>"
 
-    def close(self) -> None:
-        """Ends the stream: cancels and frees the rest. In a forked child nothing: all is the parent's."""
-        if not forked():
-            self._end(None)
+    def _free_rest(self) -> None:
+        self._refuse_within("close")  # the step goes on, with the other ranks
+        self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         _open.discard(self)
@@ -88,11 +85,6 @@ class GroupStream(Iterator[tuple[str, Any]]):
             else:
                 self._stack.__exit__(type(error), error, error.__traceback__)
 
-    @skip_at_exit
-    def __del__(self) -> None:
-        if hasattr(self, "_total"):
-            self.close()
-
 
 _open: weakref.WeakSet[GroupStream] = weakref.WeakSet()
 
@@ -102,4 +94,5 @@ def _close_all() -> None:
     # While the group is whole: a stream that kept it at the end of the process would abort that.
     for stream in list(_open):
         with suppress(Exception):
-            stream.close()
+            if not stream._taking:  # by a daemon thread, which ends with the process
+                stream.close()

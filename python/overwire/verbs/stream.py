@@ -7,10 +7,8 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
-from .._engine import forked, refuse_child
-from .._imports import skip_at_exit
-from .._locks import new_lock
-from ..errors import ArgumentError, OverwireError
+from ..errors import OverwireError
+from ..jobs import Steps
 from ..model.budget import fit, outlook
 from ..model.loads import Load
 from ..model.opened import Model, check_target, opening, prepare
@@ -139,15 +137,8 @@ def stream(
 
 spell_out(stream, StreamOptions)
 
-_WITHIN = "overwire: stream: next() within next(): a signal handler takes from the stream that it interrupts"
-
-
-class _Stream(Iterator[tuple[str, Any]]):
-    # A class and not a generator: a generator that was never started would not
-    # run its `finally`, and the load has begun.
-
-    # Threads may share it: each takes what comes next. The lock lets a signal handler of the
-    # same thread in, which `_taking` refuses.
+class _Stream(Steps):
+    """The tensors of one load, as they land, or in the order of the requests."""
 
     def __init__(self, load: Load, device: str, in_order: bool) -> None:
         self._load: Load | None = load
@@ -156,26 +147,14 @@ class _Stream(Iterator[tuple[str, Any]]):
         self._landed: list[tuple[int, Any, int]] = []
         self._due = 0 if in_order else None  # the request whose turn it is
         self._early: dict[int, tuple[int, Any, int]] = {}  # landed before their turn
-        self._lock = new_lock()
-        self._taking = False
+        super().__init__()
 
-    def __next__(self) -> tuple[str, Any]:
-        refuse_child("overwire: stream: its load runs in")
-        with self._lock:
-            if self._taking:
-                raise ArgumentError(_WITHIN)
-            load = self._load
-            if load is None:
-                raise StopIteration
-            if self._landed and self._due is None:
-                item = self._landed.pop()
-                return self._names[item[0]], load.tensor(*item)
-            self._taking = True
-            try:
-                item = self._take_landed(load) if self._due is None else self._take_due(load)
-            finally:
-                self._taking = False
-            return self._names[item[0]], load.tensor(*item)
+    def _take_next(self) -> tuple[str, Any]:
+        load = self._load
+        if load is None:
+            raise StopIteration
+        item = self._take_landed(load) if self._due is None else self._take_due(load)
+        return self._names[item[0]], load.tensor(*item)
 
     def _take_due(self, load: Load) -> tuple[int, Any, int]:
         assert self._due is not None
@@ -211,31 +190,17 @@ class _Stream(Iterator[tuple[str, Any]]):
         except OverwireError:
             return False
 
-    def cancel(self) -> None:
-        """Ends the load; a thread that waits for a tensor of it raises CancelledError."""
+    def _end_waits(self) -> None:
         if (load := self._load) is not None:
             load.job.cancel()
 
-    def close(self) -> None:
-        """Ends the stream: cancels and frees the rest."""
-        if forked():
-            return  # all of it is the parent's
-        if not self._lock.acquire(blocking=False):
-            self.cancel()  # another thread waits for what comes next
-            self._lock.acquire()
-        try:
-            load, self._load = self._load, None
-            self._landed, self._early = [], {}
-            if load is not None:
-                if load.places:
-                    load.job.cancel()  # the engine writes to them until it has stopped
-                load.job.free()
-        finally:
-            self._lock.release()
-
-    @skip_at_exit
-    def __del__(self) -> None:
-        self.close()
+    def _free_rest(self) -> None:
+        load, self._load = self._load, None
+        self._landed, self._early = [], {}
+        if load is not None:
+            if load.places:
+                load.job.cancel()  # the engine writes to them until it has stopped
+            load.job.free()
 
 
 def _windows_of(chosen: Sequence[int], windows: Iterable[PlanWindow]) -> list[tuple[list[int], int]]:
@@ -244,36 +209,34 @@ def _windows_of(chosen: Sequence[int], windows: Iterable[PlanWindow]) -> list[tu
     return [(list(islice(positions, window["tensors"])), window["bytes"]) for window in windows]
 
 
-class _Windows(Iterator[tuple[str, Any]]):
-    """The tensors of all windows. `begin` starts the stream of one, which has
-    `landed()`, `cancel()` and `close()`. It owns the model."""
+class _Windows(Steps):
+    """The tensors of all windows. `begin` starts the stream of one. It owns the model."""
 
     def __init__(
         self,
         model: Model,
         windows: list[tuple[list[int], int]],
         budget: int,
-        begin: Callable[[list[int], Watcher | None], Any],
+        begin: Callable[[list[int], Watcher | None], _Stream],
         watcher: Watcher | None,
     ) -> None:
         self._model, self._begin, self._budget = model, begin, budget
-        self._taking = False  # as in _Stream
         self._left = windows[::-1]
         self._watcher = watcher
         self._total = (
             sum(model.table[at][3] for at in (p for w, _ in windows for p in w)), sum(len(w) for w, _ in windows)
         )
         self._passed = (0, 0)
-        self._lock = new_lock()  # each thread takes what comes next
-        self._now: tuple[Any, int] | None = None  # a stream, and the bytes of its window
-        self._next: tuple[Any, int] | None = None
+        self._now: tuple[_Stream, int] | None = None  # a stream, and the bytes of its window
+        self._next: tuple[_Stream, int] | None = None
+        super().__init__()
         try:
             self._now = self._start_window()
         except BaseException:
             self.close()
             raise
 
-    def _start_window(self) -> tuple[Any, int] | None:
+    def _start_window(self) -> tuple[_Stream, int] | None:
         if not self._left:
             return None
         window, size = self._left.pop()
@@ -288,17 +251,6 @@ class _Windows(Iterator[tuple[str, Any]]):
 
         return self._begin(window, Watcher(update_watcher)), size
 
-    def __next__(self) -> tuple[str, Any]:
-        refuse_child("overwire: stream: its load runs in")
-        with self._lock:
-            if self._taking:
-                raise ArgumentError(_WITHIN)
-            self._taking = True
-            try:
-                return self._take_next()
-            finally:
-                self._taking = False
-
     def _take_next(self) -> tuple[str, Any]:
         try:
             while self._now is not None:
@@ -306,8 +258,7 @@ class _Windows(Iterator[tuple[str, Any]]):
                 # Only when this one has landed: two loads at once would share the way.
                 if self._next is None and self._left and size + self._left[-1][1] <= self._budget and stream.landed():
                     self._next = self._start_window()
-                for item in stream:
-                    pair: tuple[str, Any] = item
+                for pair in stream:
                     return pair
                 self._now, self._next = self._next, None
                 if self._now is None:
@@ -322,27 +273,16 @@ class _Windows(Iterator[tuple[str, Any]]):
         suffix = "" if self._now is not None else ", ended"
         return f"<stream of {self._total[1]} tensors to {self._model.device}, {self._budget} bytes at a time{suffix}>"
 
-    def close(self) -> None:
-        """Ends the stream; the rest is cancelled and freed."""
-        if forked():
-            return
-        if not self._lock.acquire(blocking=False):  # another thread waits for what comes next
-            for running in filter(None, (self._now, self._next)):
-                running[0].cancel()
-            self._lock.acquire()
-        try:
-            for running in filter(None, (self._now, self._next)):
-                running[0].close()
-            self._now = self._next = None
-            self._left = []
-            self._model.close()
-            watcher, self._watcher = self._watcher, None
-            if watcher is not None:
-                watcher.close()
-        finally:
-            self._lock.release()
+    def _end_waits(self) -> None:
+        for stream, _ in filter(None, (self._now, self._next)):
+            stream._end_waits()
 
-    @skip_at_exit
-    def __del__(self) -> None:
-        if hasattr(self, "_next"):
-            self.close()
+    def _free_rest(self) -> None:
+        for stream, _ in filter(None, (self._now, self._next)):
+            stream.close()
+        self._now = self._next = None
+        self._left = []
+        self._model.close()
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.close()
