@@ -59,14 +59,14 @@ class Loader:
         tensors[name].view(torch.int16).view(-1)[-1] ^= 1
         return tensors
 sys.modules["flips_a_bit"] = Loader
-def fail(file, device):
+def fail(names, file, device):
     raise ValueError("of this name")
 faces._FACES = {
-    "flips": (faces._by_load_file("flips_a_bit"), ("plain",), "", False),
-    "fails": (fail, ("plain",), "", False),
-    "ends": (lambda file, device: os._exit(3), ("plain",), "", False),
-    "is not here": (fail, ("plain",), "no_such_package", False),
-    "for a GPU": (fail, ("plain",), "", True),
+    "flips": faces._Face("flips_a_bit", faces._load_file),
+    "fails": faces._Face("os", fail),
+    "ends": faces._Face("os", lambda names, file, device: names._exit(3)),
+    "is not here": faces._Face("os", fail, package="no_such_package"),
+    "for a GPU": faces._Face("os", fail, gpu=True),
 }
 for row in faces._measure_faces(args, folder):
     print(row["face"], row.get("wrong"), row.get("failed"), faces._show_row(row).strip(), sep=" | ")

@@ -50,7 +50,8 @@ def _parse_arguments(words: list[str]) -> argparse.Namespace:
     return args
 
 
-def _run_overwire(*words: str) -> None:
+def run_overwire(*words: str) -> None:
+    """Runs the command line in a process of its own; exits where it fails."""
     process = subprocess.run(
         [sys.executable, "-m", "overwire", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -58,7 +59,8 @@ def _run_overwire(*words: str) -> None:
         sys.exit(f"overwire: bench: overwire {words[0]} ended with status {process.returncode}: {process.stdout}")
 
 
-def _print_line(line: str) -> None:
+def print_line(line: str) -> None:
+    """Prints a line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -106,7 +108,7 @@ def _run_ranks(
                     continue
                 rows.append(row)
                 if not args.json:
-                    _print_line(_show_row(row))
+                    print_line(_show_row(row))
         for rank, (one, errors) in enumerate(processes):
             if one.wait():
                 errors.seek(0)
@@ -136,16 +138,16 @@ def main(words: list[str]) -> None:
         folder = Path(name)
         where = f"{min(gpus, ranks)} GPUs" if gpus else "the host's memory"
         if not args.json:
-            _print_line(f"{ranks} ranks, {where}, {args.bytes / 1e9:.3g} GB of bf16 weights in {folder.parent}")
-        _run_overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain.safetensors"))
-        _run_overwire("compress", "-f", str(folder / "plain.safetensors"), "-o", str(folder / "packed.safetensors"))
+            print_line(f"{ranks} ranks, {where}, {args.bytes / 1e9:.3g} GB of bf16 weights in {folder.parent}")
+        run_overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain.safetensors"))
+        run_overwire("compress", "-f", str(folder / "plain.safetensors"), "-o", str(folder / "packed.safetensors"))
         rows: list[dict[str, Any]] = []
         floors: dict[str, float] = {}
         for way in [exchange] if exchange else _WAYS:
             rows += _run_ranks(ranks, folder, way, args, floors)
     if args.json:
         report = {"ranks": ranks, "gpus": min(gpus, ranks), "bytes": args.bytes, "repeat": args.repeat, "rows": rows}
-        _print_line(json.dumps(report, indent=1))
+        print_line(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -28,124 +28,91 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ._bench_saves import measure_saves, show_save
+from ._bench import print_line, run_overwire
+from ._bench_saves import find_difference, measure_saves, show_save
 from .plumbing import parse_size
 
-Load = Callable[[], dict[str, Any]]
-Make = Callable[[str, str], Load]  # of a file and a device
 Case = tuple[str, str]  # of a name to load by, and a file
 
 _ENGINE = "import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:]))"
-_KINDS = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 
 
-# -- names to load by: what a program imports, and then a load of a file
+class _Face(NamedTuple):
+    """A name to load by: the module that a program imports for it, a load by that of a file to a
+    device, and the files. package: what has to be there; gpu: only for a GPU; into: the load also
+    takes a model, which is made before: it is none of the load's time."""
+
+    module: str
+    load: Callable[..., dict[str, Any]]
+    files: tuple[str, ...] = ("plain",)
+    package: str = ""
+    gpu: bool = False
+    into: bool = False
 
 
-def _by_load_file(module: str) -> Make:
-    def make_load(file: str, device: str) -> Load:
-        load_file = importlib.import_module(module).load_file
-        return lambda: load_file(file, device=device)
-
-    return make_load
+# -- loads, by what a program has imported
 
 
-def _by_safe_open(module: str, slices: bool = False) -> Make:
-    def make_load(file: str, device: str) -> Load:
-        safe_open = importlib.import_module(module).safe_open
-
-        def load_all() -> dict[str, Any]:
-            with safe_open(file, framework="pt", device=device) as reader:
-                if slices:
-                    return {name: reader.get_slice(name)[:] for name in reader.keys()}  # noqa: SIM118
-                return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-
-        return load_all
-
-    return make_load
+def _load_file(names: Any, file: str, device: str) -> Any:
+    return names.load_file(file, device=device)
 
 
-def _by_pickle(module: str, **options: Any) -> Make:
-    def make_load(file: str, device: str) -> Load:
-        load_pickle = importlib.import_module(module).load_compressed_pickle
-        return lambda: load_pickle(file, **options)  # tensors come back to where they were
-
-    return make_load
+def _get_tensors(names: Any, file: str, device: str) -> dict[str, Any]:
+    with names.safe_open(file, framework="pt", device=device) as reader:
+        return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
 
 
-def _by_copies(module: str) -> Make:
-    def make_load(file: str, device: str) -> Load:
-        names = importlib.import_module(module)
-
-        def load_all() -> dict[str, Any]:
-            loader = names.SafeTensorsFileLoader(names.SingleGroup(), device, nogds=True)
-            loader.add_filenames({0: [file]})
-            buffer = loader.copy_files_to_device()
-            return {name: buffer.get_tensor(name) for name in loader.get_keys()}
-
-        return load_all
-
-    return make_load
+def _get_slices(names: Any, file: str, device: str) -> dict[str, Any]:
+    with names.safe_open(file, framework="pt", device=device) as reader:
+        return {name: reader.get_slice(name)[:] for name in reader.keys()}  # noqa: SIM118
 
 
-def _by_deserializer(module: str) -> Make:
-    def make_load(file: str, device: str) -> Load:
-        deserializer = importlib.import_module(module).TensorDeserializer
-        return lambda: dict(deserializer(file, device=device))
-
-    return make_load
+def _load_pickle(names: Any, file: str, device: str, **options: Any) -> Any:
+    return names.load_compressed_pickle(file, **options)  # tensors come back to where they were
 
 
-def _into_module(module: str) -> Make:
-    def make_load(file: str, device: str) -> Load:
-        deserializer = importlib.import_module(module).TensorDeserializer
-        shapes = json.loads(Path(file + ".shapes").read_text())
-        # A model is made before its weights are loaded: it is none of the load's time.
-        modules = [_build_module(shapes) for _ in range(2)]
-
-        def load_all() -> dict[str, Any]:
-            model = modules.pop()
-            deserializer(file, device=device).load_into_module(model)
-            return dict(model.state_dict())
-
-        return load_all
-
-    return make_load
+def _copy_files(names: Any, file: str, device: str) -> dict[str, Any]:
+    loader = names.SafeTensorsFileLoader(names.SingleGroup(), device, nogds=True)
+    loader.add_filenames({0: [file]})
+    buffer = loader.copy_files_to_device()
+    return {name: buffer.get_tensor(name) for name in loader.get_keys()}
 
 
-def _by_instanttensor(file: str, device: str) -> Load:
-    safe_open = importlib.import_module("instanttensor").safe_open
-
-    def load_all() -> dict[str, Any]:
-        with safe_open(file, framework="pt", device=int(device.partition(":")[2])) as reader:
-            return dict(reader.tensors())
-
-    return load_all
+def _deserialize_file(names: Any, file: str, device: str) -> dict[str, Any]:
+    return dict(names.TensorDeserializer(file, device=device))
 
 
-_BOTH = ("plain", "compressed")
-_OURS = "overwire.compat."
+def _load_into(names: Any, file: str, device: str, model: Any) -> dict[str, Any]:
+    names.TensorDeserializer(file, device=device).load_into_module(model)
+    return dict(model.state_dict())
 
-#: By name: the maker of a load, the files, the package that has to be there, and whether only for a GPU.
-_FACES: dict[str, tuple[Make, tuple[str, ...], str, bool]] = {
-    "load_file": (_by_load_file("overwire"), _BOTH, "", False),
-    "safe_open, get_tensor": (_by_safe_open("overwire"), _BOTH, "", False),
-    "load_compressed_pickle": (_by_pickle("overwire", trust=True), ("bundle",), "", False),
-    "safetensors' load_file by overwire": (_by_load_file(_OURS + "safetensors.torch"), _BOTH, "", False),
-    "safetensors' get_slice by overwire": (_by_safe_open(_OURS + "safetensors", True), _BOTH, "", False),
-    "nyacomp's by overwire": (_by_pickle(_OURS + "nyacomp"), ("bundle",), "", False),
-    "fastsafetensors' by overwire": (_by_copies(_OURS + "fastsafetensors"), _BOTH, "", False),
-    "load_file of .tensors": (_by_load_file("overwire"), ("tensors",), "", False),
-    "TensorDeserializer by overwire": (_by_deserializer(_OURS + "tensorizer"), ("tensors",), "", False),
-    "load_into_module by overwire": (_into_module(_OURS + "tensorizer"), ("tensors",), "", False),
-    "safetensors load_file": (_by_load_file("safetensors.torch"), ("plain",), "safetensors", False),
-    "safetensors get_slice": (_by_safe_open("safetensors", True), ("plain",), "safetensors", False),
-    "fastsafetensors": (_by_copies("fastsafetensors"), ("plain",), "fastsafetensors", True),
-    "tensorizer TensorDeserializer": (_by_deserializer("tensorizer"), ("tensors",), "tensorizer", False),
-    "tensorizer load_into_module": (_into_module("tensorizer"), ("tensors",), "tensorizer", False),
-    "instanttensor": (_by_instanttensor, ("plain",), "instanttensor", True),
+
+def _read_instantly(names: Any, file: str, device: str) -> dict[str, Any]:
+    with names.safe_open(file, framework="pt", device=int(device.partition(":")[2])) as reader:
+        return dict(reader.tensors())
+
+
+_BOTH, _OURS, _TENSORS = ("plain", "compressed"), "overwire.compat.", ("tensors",)
+
+_FACES = {
+    "load_file": _Face("overwire", _load_file, _BOTH),
+    "safe_open, get_tensor": _Face("overwire", _get_tensors, _BOTH),
+    "load_compressed_pickle": _Face("overwire", partial(_load_pickle, trust=True), ("bundle",)),
+    "safetensors' load_file by overwire": _Face(_OURS + "safetensors.torch", _load_file, _BOTH),
+    "safetensors' get_slice by overwire": _Face(_OURS + "safetensors", _get_slices, _BOTH),
+    "nyacomp's by overwire": _Face(_OURS + "nyacomp", _load_pickle, ("bundle",)),
+    "fastsafetensors' by overwire": _Face(_OURS + "fastsafetensors", _copy_files, _BOTH),
+    "load_file of .tensors": _Face("overwire", _load_file, _TENSORS),
+    "TensorDeserializer by overwire": _Face(_OURS + "tensorizer", _deserialize_file, _TENSORS),
+    "load_into_module by overwire": _Face(_OURS + "tensorizer", _load_into, _TENSORS, into=True),
+    "safetensors load_file": _Face("safetensors.torch", _load_file, package="safetensors"),
+    "safetensors get_slice": _Face("safetensors", _get_slices, package="safetensors"),
+    "fastsafetensors": _Face("fastsafetensors", _copy_files, package="fastsafetensors", gpu=True),
+    "tensorizer TensorDeserializer": _Face("tensorizer", _deserialize_file, _TENSORS, "tensorizer"),
+    "tensorizer load_into_module": _Face("tensorizer", _load_into, _TENSORS, "tensorizer", into=True),
+    "instanttensor": _Face("instanttensor", _read_instantly, package="instanttensor", gpu=True),
 }
 
 
@@ -185,53 +152,33 @@ def _write_files(folder: Path, device: str) -> dict[str, int]:
     return {"bytes": sum(tensor.nbytes for tensor in plain.values())}
 
 
-def _find_difference(tensors: dict[str, Any], plain: Path) -> str:
-    """The first name whose tensor is not that of a plain file, which is read without overwire; "" if there is none."""
-    import torch
-
-    with open(plain, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        table = json.loads(file.read(size))
-    table.pop("__metadata__", None)
-    if tensors.keys() != table.keys():
-        return "the names of its tensors"
-    data = torch.from_file(str(plain), size=plain.stat().st_size, dtype=torch.uint8)
-    name: str
-    for name, entry in table.items():
-        tensor = tensors[name].detach()
-        low, high = (8 + size + at for at in entry["data_offsets"])
-        if list(tensor.shape) != entry["shape"] or tensor.dtype != getattr(torch, _KINDS[entry["dtype"]]):
-            return name
-        if not torch.equal(tensor.reshape(-1).view(torch.uint8), data[low:high].to(tensor.device)):
-            return name
-    return ""
-
-
 def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, Any]:
     """Loads twice in this process, and compares the load with the number `compared`, 0 or 1; with another, none."""
     import torch
 
-    gpu = device != "cpu"
+    gpu, one = device != "cpu", _FACES[face]
     began = time.perf_counter()
-    load = _FACES[face][0](str(file), device)
+    names = importlib.import_module(one.module)
     row: dict[str, Any] = {"import": time.perf_counter() - began, "beside": 0}
+    shapes = json.loads(Path(f"{file}.shapes").read_text()) if one.into else {}
     if gpu:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.empty(1, device=device)
         unused = torch.cuda.mem_get_info(device)[0]
     for number, which in enumerate(("first", "second")):
+        model = [_build_module(shapes)] if one.into else []
         gc.collect()
         began = time.perf_counter()
-        tensors = load()
+        tensors = one.load(names, str(file), device, *model)
         if gpu:
             torch.cuda.synchronize(device)
         row[which] = time.perf_counter() - began
         if gpu and not number:  # later, torch keeps what the comparison has taken
             total = sum(tensor.nbytes for tensor in tensors.values())
             row["beside"] = unused - torch.cuda.mem_get_info(device)[0] - total
-        if number == compared and (wrong := _find_difference(tensors, file.parent / "plain")):
+        if number == compared and (wrong := find_difference(tensors, file.parent / "plain")):
             return {"wrong": wrong}
-        del tensors
+        del tensors, model
     return row
 
 
@@ -256,10 +203,10 @@ def _run_in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _list_cases(device: str, names: str) -> Iterator[Case]:
-    for face, (_, files, package, gpu) in _FACES.items():
-        is_there = (not package or importlib.util.find_spec(package) is not None) and (device != "cpu" or not gpu)
-        if is_there and any(part.strip() in face for part in names.split(",")):
-            yield from ((face, file) for file in files)
+    for name, face in _FACES.items():
+        is_there = not face.package or importlib.util.find_spec(face.package) is not None
+        if is_there and not (face.gpu and device == "cpu") and any(part.strip() in name for part in names.split(",")):
+            yield from ((name, file) for file in face.files)
 
 
 def _sum_up(cases: list[Case], runs: dict[Case, list[dict[str, Any]]], nbytes: int) -> list[dict[str, Any]]:
@@ -267,7 +214,7 @@ def _sum_up(cases: list[Case], runs: dict[Case, list[dict[str, Any]]], nbytes: i
     rows: dict[Case, dict[str, Any]] = {}
     for case in cases:
         row: dict[str, Any] = {"face": case[0], "file": case[1], "runs": len(runs[case])}
-        if package := _FACES[case[0]][2]:
+        if package := _FACES[case[0]].package:
             row["version"] = importlib.metadata.version(package)
         rows[case] = row
         failure = next((run for run in runs[case] if "first" not in run), None)
@@ -294,17 +241,9 @@ def _show_row(row: dict[str, Any]) -> str:
     return f"{title}{row['first']:7.1f} / {row['second']:.1f} GB/s{share}   {row['beside'] / 1e6:.0f} MB beside"
 
 
-def _run_engine(words: list[str], **streams: Any) -> subprocess.CompletedProcess[str]:
-    """The engine's own command line, in a process of its own."""
-    return subprocess.run([sys.executable, "-c", _ENGINE, *words], text=True, **streams)
-
-
 def _measure_faces(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The rows of all names. Leaves the plain file."""
-    gen = ["bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain")]
-    result = _run_engine(gen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if result.returncode:
-        sys.exit(f"overwire: bench: gen ended with status {result.returncode}: {result.stdout}")
+    run_overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain"))
     import torch  # noqa: F401  what the processes below have in common
 
     sys.dont_write_bytecode = False  # modules are compiled once, as those of an installed package are
@@ -338,30 +277,27 @@ def _read_arguments(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     """The command, without `bench`; its exit status: the engine's, or 1 where bytes are wrong."""
     as_json = "--json" in words
-    result = _run_engine(["bench", *words], stdout=subprocess.PIPE if as_json else None)
+    engine = [sys.executable, "-c", _ENGINE, "bench", *words]  # its own part, in a process of its own
+    result = subprocess.run(engine, text=True, stdout=subprocess.PIPE if as_json else None)
     if result.returncode or importlib.util.find_spec("torch") is None or "-h" in words or "--help" in words:
         sys.stdout.write(result.stdout or "")
         return result.returncode
     args = _read_arguments(words)
     if not as_json:
-        sys.stdout.write("first / second load of a fresh process, by each name\n")
-        sys.stdout.flush()
+        print_line("first / second load of a fresh process, by each name")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overwire-bench-", dir=args.dir)))
         rows = _measure_faces(args, folder)
         if not as_json:
-            sys.stdout.write("".join(_show_row(row) + "\n" for row in rows))
-            sys.stdout.write(f"first / second save of a fresh process, to {args.dir or folder.parent}\n")
-            sys.stdout.flush()
+            print_line("\n".join(map(_show_row, rows)))
+            print_line(f"first / second save of a fresh process, to {args.dir or folder.parent}")
         for file in set(folder.iterdir()) - {folder / "plain"}:  # saves need the space
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         saves = measure_saves(folder / "plain", args.device, folder, args.faces, _run_in_fork)
     if as_json:
-        report = json.loads(result.stdout)
-        report |= {"faces": rows, "saves": saves}
-        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        print_line(json.dumps(json.loads(result.stdout) | {"faces": rows, "saves": saves}, indent=1))
     else:
-        sys.stdout.write("".join(show_save(row) + "\n" for row in saves))
+        print_line("\n".join(map(show_save, saves)))
     return 1 if any("wrong" in row for row in rows + saves) else 0
 
 

@@ -25,6 +25,7 @@ import torch.distributed
 
 import overwire as ow
 
+from ._bench_saves import read_plain
 from .distributed import shard_range
 from .plumbing import read_floor
 
@@ -32,7 +33,6 @@ dist: Any = torch.distributed  # its types hide half of it
 
 _SLOTS = 2 << 20  # pinned bytes of each thread of a floor
 _THREADS = 16  # that read, of all ranks together at least
-_KINDS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 
 
 def _cut_of_llama(name: str, shape: tuple[int, ...]) -> int | None:
@@ -106,22 +106,12 @@ class _Rank:
     def load_reference(self) -> None:
         """The plain file, by nothing of overwire's: its bytes as the file's mapping has them,
         or a copy of them on the GPU where that takes a third of its memory at most."""
-        path = self.folder / "plain.safetensors"
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            table = json.loads(file.read(size))
-        data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-        if (
-            self.cuda
-            and data.numel() * 3 * (self.ranks if self.shares_gpus else 1) < torch.cuda.mem_get_info(self.device)[0]
-        ):
-            data = data.to(self.device)
-        self.whole: dict[str, tuple[Any, Any, list[int]]] = {}  # bytes, dtype and shape
-        for name, entry in table.items():
-            if name != "__metadata__":
-                low, high = (8 + size + at for at in entry["data_offsets"])
-                self.whole[name] = data[low:high], _KINDS[entry["dtype"]], entry["shape"]
+        self.whole = read_plain(self.folder / "plain.safetensors")
         self.bytes = sum(plain.numel() for plain, _, _ in self.whole.values())
+        if self.cuda:
+            ranks = self.ranks if self.shares_gpus else 1
+            if self.bytes * 3 * ranks < torch.cuda.mem_get_info(self.device)[0]:
+                self.whole = {name: (plain.to(self.device), *rest) for name, (plain, *rest) in self.whole.items()}
 
     def check_shard(self, title: str, got: dict[str, Any], shard: Any) -> int:
         """Collective: every byte, on every rank; returns the bytes of this one."""
@@ -168,23 +158,12 @@ class _Rank:
     def measure_floors(self) -> None:
         """What the machine allows: each rank its part, and one rank all."""
         for name in ("packed", "plain"):
-            seconds, cpu, size = self.read_floor(self.folder / f"{name}.safetensors", True)
-            # All ranks together get the file once; its tensors are more than its bytes.
-            rate = self.bytes / seconds / 1e9
-            self.floors[name] = rate
-            self.say(
-                row=f"floor: {_title_of(name)}, each rank reads its part",
-                all=rate,
-                stored=size / seconds / 1e9,
-                cpu=cpu,
-            )
-            seconds, cpu, size = self.read_floor(self.folder / f"{name}.safetensors", False)
-            self.say(
-                row=f"floor: {_title_of(name)}, rank 0 reads all",
-                all=self.bytes / seconds / 1e9,
-                stored=size / seconds / 1e9,
-                cpu=cpu,
-            )
+            for is_own, who in ((True, "each rank reads its part"), (False, "rank 0 reads all")):
+                seconds, cpu, size = self.read_floor(self.folder / f"{name}.safetensors", is_own)
+                # All ranks together get the file once; its tensors are more than its bytes.
+                rate = self.bytes / seconds / 1e9
+                self.say(row=f"floor: {_title_of(name)}, {who}", all=rate, stored=size / seconds / 1e9, cpu=cpu)
+                self.floors.setdefault(name, rate)  # of the first
 
     def add_row(self, title: str, load: Callable[[], dict[str, Any]], shard: Any, floor: float) -> None:
         """Collective: compares a load, then times it."""

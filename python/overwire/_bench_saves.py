@@ -11,6 +11,7 @@ import concurrent.futures
 import gc
 import importlib
 import importlib.util
+import json
 import mmap
 import os
 import shutil
@@ -26,6 +27,7 @@ Wait = Callable[[], Any]
 Save = Callable[[Tensors, str], Wait | None]  # returns when the tensors may change; the rest is waited for
 Run = Callable[[Callable[[], Any]], Any]
 
+_KINDS = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 _FILES = 8
 _PIECE = 8 << 20
 _THREADS = 16
@@ -131,6 +133,37 @@ _WAYS: dict[str, tuple[Save, int, str]] = {
 # -- measurements
 
 
+def read_plain(path: Path) -> dict[str, tuple[Any, Any, list[int]]]:
+    """The tensors of a plain file, read without overwire: the bytes, as its mapping has them, dtype and shape."""
+    import torch
+
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        table = json.loads(file.read(size))
+    table.pop("__metadata__", None)
+    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    tensors = {}
+    for name, entry in table.items():
+        low, high = (8 + size + at for at in entry["data_offsets"])
+        tensors[name] = data[low:high], getattr(torch, _KINDS[entry["dtype"]]), entry["shape"]
+    return tensors
+
+
+def find_difference(tensors: Tensors, plain: Path) -> str:
+    """The first name whose tensor is not that of a plain file; "" if there is none."""
+    import torch
+
+    file = read_plain(plain)
+    if tensors.keys() != file.keys():
+        return "the names of its tensors"
+    for name, (data, dtype, shape) in file.items():
+        tensor = tensors[name].detach()
+        octets = tensor.reshape(-1).view(torch.uint8)
+        if list(tensor.shape) != shape or tensor.dtype != dtype or not torch.equal(octets, data.to(tensor.device)):
+            return name
+    return ""
+
+
 def _seconds_of_pwrite(folder: Path, nbytes: int, files: int) -> float:
     """The seconds that os.pwrite takes for `nbytes` in `files` files, fsync included."""
     memory = memoryview(mmap.mmap(-1, 16 * _PIECE))
@@ -181,21 +214,12 @@ def _save_twice(name: str, plain: Path, device: str, folder: Path) -> dict[str, 
         row[which] = {"free": free, "whole": whole, "waits": wait is not None, "processor": time.process_time() - busy}
         if which == "first":
             row["stored"] = sum(path.stat().st_size for path in at.rglob("*") if path.is_file())
-            back = _read_back(str(at))
-            wrong = [key for key, tensor in tensors.items() if key not in back or not _is_equal(back.pop(key), tensor)]
-            if wrong or back:
-                return {"way": name, "wrong": (wrong or list(back))[0]}
+            if wrong := find_difference(_read_back(str(at)), plain):
+                return {"way": name, "wrong": wrong}
         shutil.rmtree(at)
     if files:
         row["floor"] = _seconds_of_pwrite(folder, row["stored"], files)
     return row
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    import torch
-
-    raw = [tensor.detach().to(other.device).contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)
 
 
 def measure_saves(plain: Path, device: str, folder: Path, names: str, run: Run) -> list[dict[str, Any]]:
