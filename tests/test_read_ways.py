@@ -92,7 +92,7 @@ def test_a_load_has_its_own_way(tmp_path: Path) -> None:
 
 
 def test_one_line_says_why_there_is_no_gds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_said", False)
+    monkeypatch.setattr(jobs, "_has_warned", False)
     for reason in ("no nvidia-fs", "no nvidia-fs", "no libcufile"):
         jobs._say_once(reason)
     assert [record.getMessage() for record in caplog.records] == ["overwire: read through the host instead: no nvidia-fs"]

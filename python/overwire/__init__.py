@@ -9,7 +9,7 @@ the engine's own threads; and `patch_safetensors` (`OVERWIRE_PATCH`).
 import os as _os
 import sys as _sys
 
-from ._imports import Undisturbed as _Undisturbed
+from ._imports import lazy_names as _lazy_names
 
 if "t" in _sys.abiflags:  # there the engine's file, of the stable ABI, is not even looked for
     raise ImportError(
@@ -152,19 +152,7 @@ _HOMES = {
 }
 
 if not TYPE_CHECKING:
-    _home_of = {name: module for module, names in _HOMES.items() for name in names}
-    __all__ = sorted(_home_of)
-
-    def __getattr__(name):
-        if name not in _home_of:
-            raise AttributeError(f"module 'overwire' has no attribute {name!r}{_nearest_name(name)}")
-        from importlib import import_module
-
-        with _Undisturbed():
-            if not (home := _home_of[name]):
-                return import_module(f"overwire.{name}")
-            value = globals()[name] = getattr(import_module(f"overwire.{home}"), name)
-            return value
+    __all__ = sorted(name for names in _HOMES.values() for name in names)
 
     def _nearest_name(name):
         if name.startswith("_"):  # also a module that is being imported
@@ -173,6 +161,8 @@ if not TYPE_CHECKING:
 
         replacements = [public for public in __all__ if public in (f"{name}_file", f"safe_{name}")]
         return f"; did you mean {replacements[0]!r}?" if replacements else did_you_mean(name, __all__)
+
+    __getattr__ = _lazy_names(_HOMES, globals(), _nearest_name)
 
     def __dir__():
         return __all__

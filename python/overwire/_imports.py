@@ -81,6 +81,31 @@ def _resume_in_child() -> None:
 os.register_at_fork(after_in_child=_resume_in_child)
 
 
+def lazy_names(
+    homes: "dict[str, tuple[str, ...]]", names: "dict[str, Any]", hint: "Callable[[str], str]" = lambda name: ""
+) -> "Callable[[str], Any]":
+    """A module's `__getattr__`: fetches a name from its home in the same package when it is first used.
+
+    homes: module -> its names; "": modules of their own. names: the globals of the module.
+    hint: what the error of another name adds.
+    """
+    home_of = {name: module for module, own in homes.items() for name in own}
+
+    def find_name(name: str) -> "Any":
+        if name not in home_of:
+            raise AttributeError(f"module {names['__name__']!r} has no attribute {name!r}{hint(name)}")
+        from importlib import import_module
+
+        package = names["__package__"]
+        with Undisturbed():
+            if not (home := home_of[name]):
+                return import_module(f"{package}.{name}")
+            value = names[name] = getattr(import_module(f"{package}.{home}"), name)
+            return value
+
+    return find_name
+
+
 _groups: "list[_weakref.ReferenceType[Any]]" = []  # that the parents of this process had when they forked
 
 

@@ -25,7 +25,7 @@ import json
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 from . import _engine
 from ._apart import apart
@@ -34,6 +34,8 @@ from .errors import ArgumentError, NotSupportedError, error_of
 from .jobs import Job
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ._core import Result
 
 __all__ = [
@@ -312,32 +314,22 @@ def _results_of(sources: Any, out: Any, op: str, **spec: Any) -> Any:
     return values if many else values[0]
 
 
+class _EncodeOptions(TypedDict, total=False):
+    bitstream: Bitstream
+    chunk_size: int | None
+    level: int
+    dtype: str | None
+    cascaded: tuple[int, int, bool] | None
+    checksums: bool
+    out: Any
+
+
 @overload
 def encode(
-    source: list[Any] | tuple[Any, ...],
-    algorithm: str = ...,
-    *,
-    bitstream: Bitstream = ...,
-    chunk_size: int | None = ...,
-    level: int = ...,
-    dtype: str | None = ...,
-    cascaded: tuple[int, int, bool] | None = ...,
-    checksums: bool = ...,
-    out: Any = ...,
+    source: list[Any] | tuple[Any, ...], algorithm: str = ..., **options: Unpack[_EncodeOptions]
 ) -> list[memoryview]: ...
 @overload
-def encode(
-    source: Any,
-    algorithm: str = ...,
-    *,
-    bitstream: Bitstream = ...,
-    chunk_size: int | None = ...,
-    level: int = ...,
-    dtype: str | None = ...,
-    cascaded: tuple[int, int, bool] | None = ...,
-    checksums: bool = ...,
-    out: Any = ...,
-) -> memoryview: ...
+def encode(source: Any, algorithm: str = ..., **options: Unpack[_EncodeOptions]) -> memoryview: ...
 def encode(
     source: Any,
     algorithm: str = "X16",

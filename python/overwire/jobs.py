@@ -59,15 +59,15 @@ _DONE = {
 
 _lock = new_lock()
 _last = "null"
-_said = False
+_has_warned = False  # of GPUDirect Storage
 
 
 def _say_once(reason: str) -> None:
     """One line for GPUDirect Storage that was asked for and is not to be had."""
-    global _said
+    global _has_warned
     with _lock:
-        said, _said = _said, True
-    if not said:
+        is_first, _has_warned = not _has_warned, True
+    if is_first:
         log.warning("overwire: read through the host instead: %s", reason)
 
 

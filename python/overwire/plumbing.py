@@ -6,6 +6,8 @@ here is imported before it is used.
 
 from __future__ import annotations
 
+from ._imports import lazy_names
+
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -79,16 +81,5 @@ _HOMES = {
 }
 
 if not TYPE_CHECKING:
-    _home_of = {name: module for module, names in _HOMES.items() for name in names}
-    __all__ = sorted(_home_of)
-
-    def __getattr__(name):
-        from importlib import import_module
-
-        from ._imports import Undisturbed
-
-        if name not in _home_of:
-            raise AttributeError(f"module 'overwire.plumbing' has no attribute {name!r}")
-        with Undisturbed():
-            value = globals()[name] = getattr(import_module(f"overwire.{_home_of[name]}"), name)
-            return value
+    __all__ = sorted(name for names in _HOMES.values() for name in names)
+    __getattr__ = lazy_names(_HOMES, globals())

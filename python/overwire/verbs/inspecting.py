@@ -36,12 +36,9 @@ def _uris_of(source: SourceLike, options: Mapping[str, object] | None) -> tuple[
     return uris, keep
 
 
-class InspectionDict(dict[str, Any]):
+class InspectionDict(Facts):
     """What an `Inspection` is at run time: a dict that prints in one line, and in a
     notebook as tables. Pickles and copies of it are plain dicts."""
-
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
 
     def __repr__(self) -> str:
         every = self["totals"]["all"]
@@ -102,13 +99,13 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
     try:
-        inspection = InspectionDict(_verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)}))
+        report = _verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)})
     except OverwireError as error:
         note("open", "", type(error).__name__)
         raise
     finally:
         heed(uris)
-    return cast("Inspection", inspection)
+    return cast("Inspection", InspectionDict("Inspection", report))
 
 
 @overload

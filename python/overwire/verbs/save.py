@@ -143,11 +143,7 @@ def save_file(
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise ArgumentError(f"overwire: tensors: the name {name!r} is not a str")
-        try:
-            descriptions.append((name, _describe_tensor(tensor)))
-        except (ArgumentError, NotSupportedError) as error:
-            name_tensor(error, name)
-            raise
+        descriptions.append((name, describe_named(name, tensor)))
     max_memory = options.pop("max_memory", None)
     options["shard"] = parse_size(options.pop("max_shard_size", None))
     if not wait:
@@ -160,8 +156,15 @@ def save_file(
 spell_out(save_file, SaveOptions)
 
 
-def _describe_tensor(tensor: Any) -> Bytes:
-    return tensor.describe() if isinstance(tensor, (TensorSpec, JoinedTensor)) else frame_of(tensor).describe(tensor)
+def describe_named(name: str, tensor: Any) -> Bytes:
+    """A tensor's bytes as they are saved; an error names it."""
+    try:
+        if isinstance(tensor, (TensorSpec, JoinedTensor)):
+            return tensor.describe()
+        return frame_of(tensor).describe(tensor)
+    except (ArgumentError, NotSupportedError) as error:
+        name_tensor(error, name)
+        raise
 
 
 def notes_of(metadata: Any) -> dict[str, str]:

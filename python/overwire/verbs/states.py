@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..errors import ArgumentError, DeviceError, NotSupportedError, name_tensor
+from ..errors import ArgumentError, DeviceError, NotSupportedError
 from ..frameworks.choose import frame_for, frame_of
 from ..frameworks.frame import Bytes, overlaps_itself
 from ..model.opened import Model
 from ..model.options import StorageOptions
+from .save import describe_named
 
 #: Bytes of the tensors of each side that files give at once, unless one is larger.
 BATCH = 1 << 30
@@ -76,15 +77,6 @@ def tensors_of(model: Any, what: str) -> dict[str, Any]:
     return dict(model)
 
 
-def described(name: str, tensor: Any) -> Bytes:
-    """Where a tensor's bytes are; an error names it."""
-    try:
-        return frame_of(tensor).describe(tensor)
-    except (ArgumentError, NotSupportedError) as error:
-        name_tensor(error, name)
-        raise
-
-
 def hosted(name: str, tensor: Any) -> Bytes:
     """A tensor's bytes on the host; an error names it."""
     if frame_of(tensor).name == "torch" and tensor.device.type != "cpu":
@@ -92,7 +84,7 @@ def hosted(name: str, tensor: Any) -> Bytes:
 
         check_memory(tensor, f"overwire: {name!r}", name)
         tensor = tensor.detach().cpu()
-    return described(name, tensor)
+    return describe_named(name, tensor)
 
 
 def same_names(now: State, base: State) -> None:
@@ -107,7 +99,7 @@ def same_names(now: State, base: State) -> None:
 
 def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
     """Both states of a tensor, in the same memory: on the host or on one GPU."""
-    now, before = described(name, new), described(name, base)
+    now, before = describe_named(name, new), describe_named(name, base)
     if (now.dtype, now.shape) != (before.dtype, before.shape):
         raise ArgumentError(
             f"overwire: save_delta: {name!r} is {now.dtype} {list(now.shape)} in new, {before.dtype} "
@@ -115,7 +107,7 @@ def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
             tensor=name,
         )
     if now.cuda != before.cuda:  # the base goes where the new tensor is
-        before = described(name, base.detach().to(new.device) if now.cuda and hasattr(base, "detach") else base)
+        before = describe_named(name, base.detach().to(new.device) if now.cuda and hasattr(base, "detach") else base)
         if now.cuda != before.cuda:
             now, before = hosted(name, new), hosted(name, base)
     return now, before
@@ -132,7 +124,7 @@ def settle_devices(devices: Iterable[int]) -> None:
 def place_tensor(name: str, tensor: Any) -> tuple[Bytes, bool]:
     """Where a tensor is changed, and whether that is a copy. Raises for one that cannot be
     written."""
-    at = described(name, tensor)
+    at = describe_named(name, tensor)
     frame = frame_of(tensor).name
     if frame == "numpy":
         if not tensor.flags.writeable:
