@@ -36,10 +36,15 @@ def open_pair(
         state = None if remote else _state_of_file(target)
         data = read_uri(target, options, MOST_PICKLE) if remote else read_file(target)
         digest = hashlib.sha256(data).hexdigest()
+        candidates: list[SourceLike]
         try:
-            if remote and tensors is None:
-                return data, _open_remote(layout.remote_containers_of(target, folders), target, digest, options)
-            return data, _open_container(target, digest, tensors, options)
+            if tensors is not None:
+                candidates = [tensors]
+            elif remote:
+                candidates = [*layout.remote_containers_of(target, folders)]
+            else:  # a store has no container of before
+                candidates = [name for one in layout.containers_of(target) for name in (one, layout.previous_of(one))]
+            return data, _open_container(target, digest, candidates, options if remote or tensors is not None else None)
         except (CorruptError, NotFoundError) as error:
             present = read_uri(target, options, MOST_PICKLE) if remote else _state_of_file(target)
             if not attempts or present == (data if remote else state):
@@ -57,19 +62,17 @@ def _state_of_file(path: str) -> tuple[int, ...] | None:
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
-def _open_container(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
-    """The container that belongs to this very pickle."""
-    containers = layout.containers_of(target)
-    candidates: list[SourceLike] = [name for one in containers for name in (one, layout.previous_of(one))]
-    if tensors is not None:
-        containers, candidates = [str(tensors)], [tensors]
-    missing = False
+def _open_container(
+    target: str, digest: str, candidates: Sequence[SourceLike], options: StorageOptions | None
+) -> Model:
+    """The container that belongs to this very pickle: one of the candidates."""
+    absent = 0
     damage: OverwireError | None = None  # of one that may be no bundle's
-    for candidate in candidates:
+    for at, candidate in enumerate(candidates):
         try:
-            model = Model(candidate, storage_options=None if tensors is None else options, probe=True)
+            model = Model(candidate, storage_options=options, probe=True)
         except NotFoundError:
-            missing = missing or candidate is candidates[0]
+            absent += at == absent  # those before it are absent, too
             continue
         except (CorruptError, FormatError) as error:
             damage = damage or error
@@ -77,29 +80,14 @@ def _open_container(target: str, digest: str, tensors: SourceLike | None, option
         if model.metadata().get(DIGEST) == digest:
             return model
         model.close()
+    source, container = shown(target), shown(str(candidates[0]))
     if damage is not None:
         raise damage
-    if missing:
-        raise layout.not_beside(target, containers[0])
-    raise CorruptError(f"overwire: open {target}: the pickle and {containers[0]} are not of one save", source=target)
-
-
-def _open_remote(candidates: Sequence[str], target: str, digest: str, options: StorageOptions | None) -> Model:
-    """`_open_container` for a URI; there is no container of before."""
-    exists = False
-    for candidate in candidates:
-        try:
-            model = Model(candidate, storage_options=options, probe=True)
-        except NotFoundError:
-            continue
-        exists = True
-        if model.metadata().get(DIGEST) == digest:
-            return model
-        model.close()
-    target, container = shown(target), shown(candidates[0])
-    if not exists:
+    if absent and not is_remote(target):
+        raise layout.not_beside(target, container)
+    if absent == len(candidates):
         raise NotFoundError(
-            f"overwire: open {target}: its tensors are not at {container}; upload the folder beside the pickle with it",
-            source=target,
+            f"overwire: open {source}: its tensors are not at {container}; upload the folder beside the pickle with it",
+            source=source,
         )
-    raise CorruptError(f"overwire: open {target}: the pickle and {container} are not of one save", source=target)
+    raise CorruptError(f"overwire: open {source}: the pickle and {container} are not of one save", source=source)

@@ -33,6 +33,27 @@ INDEX = "model.safetensors.index.json"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
+class Located:
+    """What torch asks a reader or a writer about the path of its checkpoint."""
+
+    _path: str | None = None
+    _schemes: tuple[str, ...] = ()
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether it is a path, or a URI of a scheme that this one takes."""
+        try:
+            uri = local(checkpoint_id)
+        except OverwireError:
+            return False
+        return not is_remote(uri) or uri.partition("://")[0] in cls._schemes
+
+
 class Place:
     """The place of one checkpoint, on every rank. The coordinator calls `begin`, then
     `publish` or `drop`; all ranks write to `path_of`."""

@@ -32,13 +32,13 @@ from ..errors import (
 )
 from ..frameworks.torch import torch_dtype
 from ..model.options import StorageOptions
-from ..paths import is_remote, local
+from ..paths import local
 from ..verbs.into import table_of
 from ..verbs.open import safe_open
-from .places import read_manifest
+from .places import Located, read_manifest
 
 
-class CheckpointReader(StorageReader):
+class CheckpointReader(Located, StorageReader):
     """Reads a checkpoint that `CheckpointWriter` has written, for `dcp.load`.
 
     path: the folder, or s3://bucket/prefix; None: the `checkpoint_id` of the load.
@@ -55,9 +55,10 @@ class CheckpointReader(StorageReader):
     UntrustedPickleError, IOFailure.
     """
 
+    _schemes = ("s3", "http", "https", "hf")
+
     def __init__(self, path: Any = None, *, storage_options: StorageOptions | None = None) -> None:
         self._options = storage_options
-        self._path: str | None = None
         self._files: list[tuple[str, Any]] = []  # of each part: its prefix, a safe_open
         self._metadata: Metadata | None = None
         self._bytes: frozenset[str] = frozenset()
@@ -110,20 +111,6 @@ class CheckpointReader(StorageReader):
         files, self._files, self._metadata = self._files, [], None
         for _, file in files:
             file.close()
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The path."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it is a path, or a URI that can be read."""
-        try:
-            uri = local(checkpoint_id)
-        except OverwireError:
-            return False
-        return not is_remote(uri) or uri.partition("://")[0] in ("s3", "http", "https", "hf")
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Called by torch: names, dtypes and shapes, each tensor in one block. Raises ArgumentError without a path."""

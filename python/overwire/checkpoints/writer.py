@@ -18,20 +18,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..errors import ArgumentError, NotSupportedError, OverwireError
+from ..errors import ArgumentError, NotSupportedError
 from ..model.options import Level, StorageOptions, TensorLike, check_values, parse_size
-from ..paths import is_remote, local
+from ..paths import local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
 from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
-from .places import INDEX, Place
+from .places import INDEX, Located, Place
 from .schedule import Duty, Entry, Round, schedule
 
 # Files that a rank writes at once: file systems let one writer at a time into a file.
 _AT_ONCE = 4
 
 
-class CheckpointWriter(StorageWriter):
+class CheckpointWriter(Located, StorageWriter):
     """Writes a checkpoint as a folder of overwire, for `dcp.save` and `dcp.async_save`.
 
     path: the folder, on a file system that all ranks share, or s3://bucket/prefix; None: the
@@ -58,6 +58,8 @@ class CheckpointWriter(StorageWriter):
     ArgumentError for a folder that is no checkpoint, NotSupportedError for tensors that
     safetensors lacks, IOFailure, and what `save_file` raises.
     """
+
+    _schemes = ("s3",)
 
     def __init__(
         self,
@@ -93,23 +95,9 @@ class CheckpointWriter(StorageWriter):
         self._drop_place()
         self._save = str(uuid.uuid4())
 
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The path."""
-        return self._path
-
     def storage_meta(self) -> StorageMeta:
         """What planners may know of the save."""
         return StorageMeta(checkpoint_id=self._path, save_id=self._save)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it is a path, or a URI that is written to."""
-        try:
-            uri = local(checkpoint_id)
-        except OverwireError:
-            return False
-        return not is_remote(uri) or uri.startswith("s3://")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by torch. Raises ArgumentError without a path, NotSupportedError for saves without collectives."""
