@@ -6,10 +6,13 @@ after every call; here each writer is held to its end."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +190,117 @@ def test_failures_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 with pytest.raises(ow.AccessError):
                     writer(tmp_path / "folder/x")
         (tmp_path / "folder").chmod(0o700)
+
+
+def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that has no files without a name."""
+    really = os.open
+
+    def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return really(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize("kind", [stores.FileWriter, stores.ObjectWriter])
+def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """Of two threads that close a file, as one does at the exit, one writes it and the other waits for that."""
+    path, results = tmp_path / "x", []
+    file = kind(str(path))
+    file.write(b"bytes")
+    really = file._write_object
+
+    def close() -> None:
+        try:
+            file.close()
+            results.append(path.read_bytes())
+        except Exception as error:
+            results.append(error)
+
+    other = threading.Thread(target=close)
+
+    def write_beside() -> None:
+        other.start()
+        other.join(0.1)  # it would be through
+        really()
+
+    monkeypatch.setattr(file, "_write_object", write_beside)
+    close()
+    other.join()
+    assert results == [b"bytes", b"bytes"] and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused in words, by close and by drop, and the close that it interrupts goes on."""
+    path = tmp_path / "x"
+    file = stores.FileWriter(str(path))
+    file.write(b"bytes")
+    really = file._write_object
+
+    def write_interrupted() -> None:
+        for end in (file.close, file.drop):
+            with pytest.raises(ow.ArgumentError, match="a signal handler ends the file"):
+                end()
+        really()
+
+    monkeypatch.setattr(file, "_write_object", write_interrupted)
+    file.close()
+    file.close()
+    assert path.read_bytes() == b"bytes" and list(tmp_path.iterdir()) == [path]
+
+
+def test_ctrl_c_in_a_close_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has its second name when the interrupt comes, and nothing but the old file is there after it."""
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    file, really = stores.FileWriter(str(path)), os.link
+
+    def link_and_stop(*names: Any, **how: Any) -> None:
+        really(*names, **how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "link", link_and_stop)
+    file.write(b"bytes")
+    with pytest.raises(KeyboardInterrupt):
+        file.close()
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_writer_that_goes_before_it_was_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt between a writer and its `with` block replaces nothing; what was written to is still finished."""
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    for name in (False, True):
+        if name:
+            without_unnamed_files(monkeypatch)
+        for kind in (stores.FileWriter, stores.ObjectWriter):
+            kind(str(path))
+            assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    tensorizer = pytest.importorskip("overwire.compat.tensorizer")
+    tensorizer.TensorSerializer(path)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    file = stores.FileWriter(str(path))
+    file.write(b"new")
+    del file
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is dropped is not written before: neither its error nor its temporary file stays."""
+    without_unnamed_files(monkeypatch)
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(InterruptedError), stores.FileWriter(str(path)) as file:
+            file.write(b"bytes" * 99)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+            raise InterruptedError
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_no_python_code_writes_by_itself() -> None:

@@ -15,12 +15,15 @@ import sys
 import tempfile
 import weakref
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from . import _verbs
 from ._engine import buffer_of
+from ._imports import skip_at_exit
+from ._locks import new_lock
+from .errors import ArgumentError
 from .jobs import Job, shown
 from .model.storage import storage
 from .paths import local
@@ -127,9 +130,9 @@ class ObjectReader(io.RawIOBase):
         if self._end is not None and self._at >= self._end:
             return
         self._pipe, sink = os.pipe()
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
         try:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
             spec: FetchRequest = {
                 "uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "pin": self._pin
             }
@@ -233,12 +236,17 @@ class ObjectWriter(io.BufferedRandom):
     object.
 
     A `with` block that ends by an exception, or `drop`, leaves the store unchanged.
-    What is still open when the process ends is written then, unless an exception ends it.
-    A forked child has it closed, and writes nothing.
+    What is still open when the process ends is written then, unless an exception ends it;
+    and what was written to, when its last reference goes. Of several threads that close it one
+    writes, and the others wait. A forked child has it closed, and writes nothing.
     """
+
+    _hidden_name = ""  # the temporary file's, if it has one
 
     def __init__(self, uri: str, *, storage_options: Mapping[str, object] | None = None) -> None:
         self._uri, self._options = uri, storage_options
+        self._lock = new_lock()
+        self._is_ending = False
         storage(storage_options, [uri])  # refuses wrong ones now
         _verbs.knobs()  # the engine runs, and ends after what is registered now
         _finish_at_exit()
@@ -252,22 +260,42 @@ class ObjectWriter(io.BufferedRandom):
 
     def drop(self) -> None:
         """Closes it, and writes nothing."""
-        if not self.closed:
-            super().close()
+        self._end_once(self._discard)
 
     def close(self) -> None:
         """Writes the object, and returns when it stands."""
-        if self.closed:
-            return
+        self._end_once(self._write_all)
+
+    def _end_once(self, end: Callable[[], None]) -> None:
+        # One call at a time. The lock lets a signal handler of the same thread in.
+        with self._lock:
+            if self._is_ending:
+                raise ArgumentError(
+                    f"overwire: save {shown(self._uri)}: a signal handler ends the file whose end it interrupts"
+                )
+            self._is_ending = True
+            try:
+                if not self.closed:
+                    end()
+            finally:
+                self._is_ending = False
+
+    def _write_all(self) -> None:
         try:
             self.flush()
             self._write_object()
         finally:
-            super().close()
+            self._discard()
 
-    def _leave_to_parent(self) -> None:
-        # In a forked child: what is buffered is the parent's, and so is the place in the file that both have.
-        self.raw.close()
+    def _discard(self) -> None:
+        self.raw.close()  # what is buffered, which a full disk would not take, goes with it
+
+    @skip_at_exit
+    def __del__(self) -> None:
+        # What was interrupted before anything was written leaves the old object. `getattr`: so may the constructor be.
+        if getattr(self, "raw", None) is not None and not self.closed:
+            is_empty = not self.tell() and not os.fstat(self.fileno()).st_size
+            self._end_once(self._discard if is_empty else self._write_all)
 
     def _write_object(self) -> None:
         size = os.fstat(self.fileno()).st_size
@@ -291,8 +319,10 @@ class FileWriter(ObjectWriter):
 
     def __init__(self, path: str) -> None:
         self._real = os.path.realpath(path)  # a symbolic link stays
-        self._hidden_name = ""  # the temporary name, if it has one
         super().__init__(path)
+        # shows later saves, which remove what killed ones have left, that this one lives
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
     def name(self) -> str:
@@ -304,59 +334,41 @@ class FileWriter(ObjectWriter):
         mode = 0o600 if os.path.lexists(self._real) else 0o666
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
-            number = os.open(os.path.dirname(self._real), flags | os.O_TMPFILE, mode)
+            return os.open(os.path.dirname(self._real), flags | os.O_TMPFILE, mode)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
             self._hidden_name = self._new_hidden_name()
-            number = os.open(self._hidden_name, flags | os.O_CREAT | os.O_EXCL, mode)
-        # shows later saves, which remove what killed ones have left, that this one lives
-        with contextlib.suppress(OSError):
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return number
+            return os.open(self._hidden_name, flags | os.O_CREAT | os.O_EXCL, mode)
 
     def _new_hidden_name(self) -> str:
         """A name of the kind that the engine takes for an unfinished file of this path."""
         folder, base = os.path.split(self._real)
         return os.path.join(folder, f".{os.fsdecode(os.fsencode(base)[:224])}.overwire-{secrets.token_hex(8)}")
 
-    def drop(self) -> None:
-        """Closes it; no file appears, and an older one stays."""
-        super().drop()
-        self._remove_hidden()
-
-    def close(self) -> None:
-        """Gives the file its name, and returns when it is on the disk."""
-        try:
-            super().close()
-        finally:
-            self._remove_hidden()
-
-    def _leave_to_parent(self) -> None:
-        super()._leave_to_parent()
-        self._hidden_name = ""
-
-    def _write_object(self) -> None:
-        if not self._hidden_name:
-            name = self._new_hidden_name()
-            # Without src_dir_fd, which counts for relative paths only, the link of /proc would be linked.
-            os.link(f"/proc/self/fd/{self.fileno()}", name, src_dir_fd=self.fileno())
-            self._hidden_name = name
-        publish(self._hidden_name, self._real)
-
-    def _remove_hidden(self) -> None:
+    def _discard(self) -> None:
+        super()._discard()
         name, self._hidden_name = self._hidden_name, ""
         if name:
             with contextlib.suppress(OSError):
                 os.unlink(name)
+
+    def _write_object(self) -> None:
+        if not self._hidden_name:
+            self._hidden_name = self._new_hidden_name()  # an interrupt leaves none behind
+            # Without src_dir_fd, which counts for relative paths only, the link of /proc would be linked.
+            os.link(f"/proc/self/fd/{self.fileno()}", self._hidden_name, src_dir_fd=self.fileno())
+        publish(self._hidden_name, self._real)
 
 
 _unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()
 
 
 def _leave_writers() -> None:
+    # What is buffered is the parent's, and so is the place in the file that both have, and its name.
     for writer in list(_unfinished):
-        writer._leave_to_parent()
+        writer._hidden_name = ""
+        writer.raw.close()
 
 
 os.register_at_fork(after_in_child=_leave_writers)

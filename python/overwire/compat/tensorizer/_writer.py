@@ -303,6 +303,8 @@ class TensorSerializer:
 
     def __del__(self) -> None:
         if getattr(self, "_file", None) is not None:
+            if not getattr(self, "_records", ()):
+                self._drop()  # what was interrupted before its first tensor leaves the old file
             self.close()
 
 
