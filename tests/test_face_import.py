@@ -113,7 +113,7 @@ ow.load_file("m", framework="np", keys=["b"])
         said = script(source, **env)
         assert said.stdout == said.stderr == "", env
     said = script(source, OVERWIRE_LOG="debug")
-    assert "loaded 1 tensor, 24 bytes" in said.stderr and '"stages":' in said.stderr and "DEBUG load: {" in said.stdout
+    assert "loaded 1 tensor, 24 B" in said.stderr and '"stages":' in said.stderr and "DEBUG load: {" in said.stdout
 
 
 def test_a_report_in_a_line() -> None:
@@ -125,7 +125,7 @@ def test_a_report_in_a_line() -> None:
     assert sentence("load", load | {"mapped": 2_000_000_000}) == "loaded 290 tensors, 2 GB (all of it mapped, not read) in 0.4 s"
     half = "loaded 290 tensors, 2 GB (1.5 GB of it mapped, not read) in 0.4 s, 1.25 GB/s, 70 % of the work reading"
     assert sentence("load", load | {"mapped": 1_500_000_000}) == half
-    assert sentence("load", {"tensors": 1, "bytes": 0, "seconds": 0}) == "loaded 1 tensor, 0 bytes in less than 1 ms"
+    assert sentence("load", {"tensors": 1, "bytes": 0, "seconds": 0}) == "loaded 1 tensor, 0 B in less than 1 ms"
     joined = load | {"seconds": 2e-5, "stages": dict.fromkeys(stages, 0) | {"workers": 0}}
     assert sentence("load", joined) == "loaded 290 tensors, 2 GB in less than 1 ms, since they were preloaded"
     save = {"tensors": 1234, "bytes_in": 4_500, "bytes_out": 2_999_999, "seconds": 2.0}
@@ -133,7 +133,7 @@ def test_a_report_in_a_line() -> None:
     stages = {"plan_ns": 5, "read_ns": 5, "encode_ns": 20, "hash_ns": 10, "write_ns": 50, "publish_ns": 10}
     busy = sentence("save", save | {"stages": stages})
     assert busy == "saved 1,234 tensors, 4.5 kB as 3 MB in 2 s, 0.00 GB/s, 60 % of the work writing"
-    assert sentence("fetch", {"bytes": 10**15, "seconds": 1e6}) == "fetched 1,000,000 GB in 1e+06 s, 1.00 GB/s"
+    assert sentence("fetch", {"bytes": 10**15, "seconds": 1e6}) == "fetched 1 PB in 1e+06 s, 1.00 GB/s"
     assert sentence("presign", {"url": ""}) == ""
 
 

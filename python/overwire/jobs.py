@@ -18,7 +18,7 @@ from . import _verbs
 from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, refuse_child, release
 from ._imports import skip_at_exit
 from ._locks import new_lock
-from ._notebook import Facts
+from ._notebook import Facts, size
 from .errors import ArgumentError, CancelledError, DeadlineError
 from .metering import note
 from .paths import is_remote
@@ -120,17 +120,17 @@ def last_report() -> LastReport | None:
 def sentence(verb: str, report: dict[str, Any]) -> str:
     """A report in a line for people: what was done, how fast, and where the time went.
     "" for reports of nothing that takes time."""
-    seconds, size = report.get("seconds"), report.get("bytes", report.get("bytes_in"))
-    if seconds is None or size is None:
+    seconds, nbytes = report.get("seconds"), report.get("bytes", report.get("bytes_in"))
+    if seconds is None or nbytes is None:
         return ""
     count = report.get("tensors")
     tensors = "" if count is None else f"{count:,} tensor{'' if count == 1 else 's'}, "
-    text = f"{_DONE.get(verb, verb)} {tensors}{_size_text(size)}"
+    text = f"{_DONE.get(verb, verb)} {tensors}{size(nbytes)}"
     if "bytes_out" in report:
-        text += f" as {_size_text(report['bytes_out'])}"
-    read = size - report.get("mapped", 0)
-    if read < size:
-        text += f" ({'all' if not read else _size_text(size - read)} of it mapped, not read)"
+        text += f" as {size(report['bytes_out'])}"
+    read = nbytes - report.get("mapped", 0)
+    if read < nbytes:
+        text += f" ({'all' if not read else size(nbytes - read)} of it mapped, not read)"
     text += f" in {seconds:.3g} s" if seconds >= 0.001 else " in less than 1 ms"
     stages = report.get("stages") or {}
     if read > 0 and verb == "load" and stages.get("workers") == 0:
@@ -150,13 +150,6 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
     if read > 0 and busy[most] > 0:
         text += f", {100 * busy[most] / sum(busy.values()):.0f} % of the work {most}"
     return text
-
-
-def _size_text(count: int) -> str:
-    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
-        if count >= 10**power:
-            return f"{count / 10**power:.3g} {unit}" if count < 1000 * 10**power else f"{count / 10**power:,.0f} {unit}"
-    return f"{count} bytes"
 
 
 def progress_of(number: int) -> Progress:

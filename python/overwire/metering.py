@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import _verbs
@@ -110,16 +110,12 @@ class Metrics(dict[str, VerbMetrics]):
             lines += _counter_lines(
                 name, text, [({"verb": verb}, kind(getattr(one, name))) for verb, one in self.items()]
             )
-        errors = [
-            ({"verb": verb, "error": error}, count) for verb, one in self.items() for error, count in one.errors.items()
-        ]
-        lines += _counter_lines("errors", "Calls that failed.", errors)
-        stages = [
-            ({"verb": verb, "stage": stage}, seconds)
-            for verb, one in self.items()
-            for stage, seconds in one.stages.items()
-        ]
-        lines += _counter_lines("stage_seconds", "Seconds of workers, by what they did.", stages)
+        for name, key, text, field_name in (
+            ("errors", "error", "Calls that failed.", "errors"),
+            ("stage_seconds", "stage", "Seconds of workers, by what they did.", "stages"),
+        ):
+            counts = [(verb, label, n) for verb, one in self.items() for label, n in getattr(one, field_name).items()]
+            lines += _counter_lines(name, text, [({"verb": verb, key: label}, n) for verb, label, n in counts])
         one = self.cache
         for name, text, rows in (
             ("cache_objects", "Remote objects, by where they came from.", _rows_by_origin(one.hits, one.fetches)),
@@ -139,10 +135,7 @@ def metrics() -> Metrics:
     """
     with _lock:
         _add_up()
-        verbs = {
-            verb: VerbMetrics(**{**vars(one), "errors": dict(one.errors), "stages": dict(one.stages)})
-            for verb, one in _totals.items()
-        }
+        verbs = {verb: replace(one, errors={**one.errors}, stages={**one.stages}) for verb, one in _totals.items()}
     return Metrics(verbs, _cache_metrics())
 
 

@@ -128,7 +128,6 @@ class Offloaded:
     def _encode_blocks(
         self, blocks: list[Block], staying: set[int], limit: int, fill: Callable[[list[Weight]], list[torch.Tensor]]
     ) -> None:
-        # Encodes the blocks that are streamed, one after the other, and frees their memory.
         from .away import record_of
         from .stored import encode_block
 
@@ -160,7 +159,6 @@ class Offloaded:
             tensor.data = copy
 
     def _run_by(self, slots: int) -> None:
-        # Lets the blocks fetch their weights.
         from .ring import Ring
 
         if not self._away:
@@ -493,7 +491,6 @@ def _copy_once(tensor: torch.Tensor, device: torch.device, copies: dict[tuple[An
 
 
 def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # A copy of a tensor with its strides.
     import torch
 
     from ..frameworks.torch import _errors_of
