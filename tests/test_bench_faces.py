@@ -100,7 +100,7 @@ def test_saves_have_rows_beside_their_floors(torch_script) -> None:
     done = torch_script(PROGRAM % "import torch" + SAVES % """
 def flip(tensors, at):
     tensors = {**tensors, "b": tensors["b"] + 1}
-    saves._torch_save(tensors, at)
+    saves._save_by("torch", "save", "model.pt")(tensors, at)
 def fail(tensors, at):
     raise ValueError("of this way")
 saves._WAYS |= {"flips": (flip, 0, ""), "fails": (fail, 0, ""), "is not here": (fail, 0, "no_such_package")}

@@ -47,12 +47,6 @@ def _save_file(tensors: Tensors, folder: str, files: int = 1, wait: bool = True,
     return ow.save_file(tensors, folder + "/model.safetensors", wait=False, **how).wait
 
 
-def _compress_pickle(tensors: Tensors, folder: str) -> None:
-    import overwire as ow
-
-    ow.compress_pickle(tensors, folder + "/model.pkl")
-
-
 def _save_checkpoint(ours: bool) -> Save:
     writers: dict[str, Any] = {}
 
@@ -81,17 +75,11 @@ def _save_checkpoint(ours: bool) -> Save:
     return save_state
 
 
-def _save_by(module: str, name: str) -> Save:
+def _save_by(module: str, name: str, file: str) -> Save:
     def save_state(tensors: Tensors, folder: str) -> None:
-        getattr(importlib.import_module(module), name)(tensors, folder + "/model.safetensors")
+        getattr(importlib.import_module(module), name)(tensors, f"{folder}/{file}")
 
     return save_state
-
-
-def _torch_save(tensors: Tensors, folder: str) -> None:
-    import torch
-
-    torch.save(tensors, folder + "/model.pt")
 
 
 def _read_back(folder: str) -> Tensors:
@@ -122,11 +110,11 @@ _WAYS: dict[str, tuple[Save, int, str]] = {
     "save_file, 8 files": (partial(_save_file, files=_FILES), _FILES, ""),
     "save_file, plain, 8 files": (partial(_save_file, files=_FILES, compress=False), _FILES, ""),
     "save_file(wait=False), 8 files": (partial(_save_file, files=_FILES, wait=False), _FILES, ""),
-    "compress_pickle": (_compress_pickle, 1, ""),
+    "compress_pickle": (_save_by("overwire", "compress_pickle", "model.pkl"), 1, ""),
     "dcp.async_save by overwire": (_save_checkpoint(True), 0, ""),
     "dcp.async_save, pinned stager": (_save_checkpoint(False), 0, ""),
-    "safetensors save_file": (_save_by("safetensors.torch", "save_file"), 0, "safetensors"),
-    "torch.save": (_torch_save, 0, ""),
+    "safetensors save_file": (_save_by("safetensors.torch", "save_file", "model.safetensors"), 0, "safetensors"),
+    "torch.save": (_save_by("torch", "save", "model.pt"), 0, ""),
 }
 
 

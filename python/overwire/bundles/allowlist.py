@@ -242,10 +242,6 @@ def _make_slice(budget: Budget, *args: Any) -> slice:
     return part
 
 
-def _make_ordered_dict(budget: Budget) -> collections.OrderedDict[Any, Any]:
-    return collections.OrderedDict()
-
-
 def _make_default_dict(budget: Budget, factory: Any = None) -> collections.defaultdict[Any, Any]:
     if factory is not None and not isinstance(factory, type):
         raise budget.refuse("it makes a defaultdict of other than a class, which is not on the allow-list")
@@ -297,7 +293,7 @@ _CALLS: dict[type, Callable[..., Any]] = {
     complex: _make_complex,
     range: _make_range,
     slice: _make_slice,
-    collections.OrderedDict: _make_ordered_dict,
+    collections.OrderedDict: lambda budget: collections.OrderedDict(),
     collections.defaultdict: _make_default_dict,
     collections.deque: _make_deque,
     datetime.date: _guard_datetime(datetime.date, 4, False),

@@ -25,7 +25,7 @@ from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
 from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Located, Place
-from .schedule import Duty, Entry, Round, schedule
+from .schedule import Duty, Round, schedule
 
 # Files that a rank writes at once: file systems let one writer at a time into a file.
 _AT_ONCE = 4
@@ -174,9 +174,10 @@ class CheckpointWriter(Located, StorageWriter):
         report = save_file(
             cast(dict[str, TensorLike], tensors), self._place.make(step.file), {"format": "pt"}, **self._how
         )
+        sizes = [report.bytes_out] + [0] * len(step.entries)  # the first stands for the file
         return [
-            _write_result(entry, step.file, report.bytes_out if number == 0 else 0)
-            for number, entry in enumerate(step.entries)
+            WriteResult(entry.blocks[0].index, size, {"name": entry.name, "file": step.file})
+            for entry, size in zip(step.entries, sizes, strict=False)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -208,10 +209,6 @@ def _write_indexes(place: Place, manifest: Manifest, results: list[list[WriteRes
             metadata = {"checkpoint": place.mark} if place.mark else {}
             text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(files[folder].items()))}, indent=2)
             place.write(f"{TRAINING}/{INDEX}" if folder else INDEX, text.encode())
-
-
-def _write_result(entry: Entry, file: str, size: int) -> WriteResult:
-    return WriteResult(entry.blocks[0].index, size, {"name": entry.name, "file": file})
 
 
 def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:

@@ -149,7 +149,9 @@ class ReadAhead:
             if max(self._runs) < self._need + self.by_slice or not self._begin_window(model, at, block):
                 return None
             number = 0
-        self._pass_windows(number)
+        for passed_window in self._windows[:number]:
+            passed_window.close()
+        del self._windows[:number]
         if len(self._windows) < 2 and self._runs[self._by] >= _LEAST:
             self._start_window(model, {})
         window = self._windows[0]
@@ -193,12 +195,6 @@ class ReadAhead:
         if block is not None or self._cuts:
             row = model.table[at]
             self._cuts[_NUMBERS.sub("#", row[0]), row[2]] = block
-
-    def _pass_windows(self, number: int) -> None:
-        # The program has passed the windows before this one.
-        for window in self._windows[:number]:
-            window.close()
-        del self._windows[:number]
 
     def _begin_window(self, model: Model, at: int, block: Block | None) -> bool:
         """Starts the first window, with what is asked for and what comes after it."""
