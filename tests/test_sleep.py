@@ -431,3 +431,16 @@ def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
     hold(tensors, want)
     ow.apply_delta(tensors, there, timeout=600)
     assert ow.digest(tensors, timeout=600) == ow.digest(new)
+
+
+def test_a_wrong_argument_of_wake_takes_no_memory() -> None:
+    """The tensors go on to sleep, without memory, and can be woken."""
+    tensor = torch.arange(1 << 18, dtype=torch.float32).bfloat16()
+    want = tensor.clone()
+    asleep = ow.sleep({"a": tensor})
+    for wrong in ({"progress": 3}, {"timeout": -1}):
+        with pytest.raises(ow.ArgumentError, match=next(iter(wrong))):
+            asleep.wake(**wrong)  # type: ignore[arg-type]
+        assert tensor.untyped_storage().nbytes() == 0
+    asleep.wake()
+    assert torch.equal(tensor, want)
