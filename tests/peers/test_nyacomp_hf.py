@@ -66,7 +66,7 @@ def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_list_of_tensors_is_refused(tmp_path: Path) -> None:
-    """A list that torch cannot read, or whose rows are not of sizes, is a FormatError that names it; a pipe in its place
+    """A list that torch cannot read, or whose rows are no sizes, is a FormatError that names it; a pipe in its place
     waits for no one."""
     path, boneless = tmp_path / "x.bin", tmp_path / "nya/boneless_x.bin"
     torch.save({"w": torch.arange(40_000) % 3}, path)
