@@ -17,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from overwire.bundles import torchfolders  # noqa: E402
+from overwire.bundles import torchfiles, torchfolders  # noqa: E402
 from overwire.bundles.torchfiles import opened  # noqa: E402
 from test_cli import must, run  # noqa: E402
 
@@ -326,3 +326,39 @@ def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
     (tmp_path / "model/pytorch_model.bin.index.json").write_text("[" * 200_000)
     with pytest.raises(ow.FormatError, match="no index of shards"):
         ow.convert(tmp_path / "model", tmp_path / "out/")
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(torch_script: Any, tmp_path: Path) -> None:
+    """A file that is cut off behind its directory's back, once it was read, is a CorruptError and not the end of the
+    process: before the pickle, before a strided tensor, before a plain one."""
+    torch_script("""
+import os, torch, overwire as ow
+from overwire.bundles import torchfiles, torchfolders
+w = torch.randint(0, 255, (600, 700), dtype=torch.uint8)
+for state, where, name in (({"w": w}, torchfiles._Reader, "read_content"),
+                           ({"w": w.t()}, torchfiles._Reader, "_bytes_of"), ({"w": w}, torchfolders, "save_bytes")):
+    torch.save(state, "m.bin")
+    original = getattr(where, name)
+    def cut_off(*args, **kwargs):
+        os.truncate("m.bin", 100)
+        return original(*args, **kwargs)
+    setattr(where, name, cut_off)
+    try:
+        ow.convert("m.bin", "x.safetensors")
+        raise SystemExit(f"{name}: no error")
+    except ow.CorruptError as error:
+        assert "changed while it was read" in str(error), error
+    setattr(where, name, original)
+assert os.listdir(".") == ["m.bin"], os.listdir(".")
+""")
+
+
+def test_strided_tensors_in_small_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strided tensor has the same bytes however little of it is read at once."""
+    w = torch.arange(7 * 11 * 13, dtype=torch.int32).reshape(7, 11, 13)
+    want = {"a": w.permute(2, 0, 1), "b": w[::3, 1::2, ::5], "c": w[2].t(), "d": w[:, 4], "e": w[0, 0].expand(5, 13)}
+    torch.save(want, tmp_path / "m.bin")
+    for step in (4, 50, 1000):
+        monkeypatch.setattr(torchfiles, "_STEP", step)
+        ow.convert(tmp_path / "m.bin", tmp_path / "m.safetensors", compress=False)
+        equal(ow.load_file(tmp_path / "m.safetensors"), {name: tensor.contiguous() for name, tensor in want.items()})

@@ -53,6 +53,9 @@ _TIMES = 64
 #: The most bytes of an archive's directory, and letters of what a pickle names.
 _DIRECTORY, _LONGEST = 16 << 20, 1 << 10
 
+#: The most bytes of one read.
+_STEP = 64 << 20
+
 #: What an entry of the content takes beside its letters, and bits of the longest number.
 _ENTRY, _BITS = 64, 1 << 10
 
@@ -175,8 +178,7 @@ def opened(path: str) -> Iterator[TorchFile]:
         before = _state_of_file(file.fileno())
         try:
             entries = _entries_of(file)
-            # Tensors view it until the last of them is gone, which closes it.
-            content = _Reader(path, entries, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).read_content()
+            content = _Reader(path, entries, file.fileno()).read_content()
         except OverwireError:
             raise
         except OSError as error:
@@ -185,9 +187,15 @@ def opened(path: str) -> Iterator[TorchFile]:
             raise FormatError(
                 f"overwire: open {path}: no file that torch.save wrote (since torch 1.6): {error}", source=path
             ) from error
-        yield content
+        failure = CorruptError(f"overwire: read {path}: changed while it was read", source=path)
+        try:
+            yield content
+        except IOFailure as error:  # of memory whose file is shorter now
+            if _state_of_file(file.fileno()) != before:
+                raise failure from error
+            raise
         if _state_of_file(file.fileno()) != before:
-            raise CorruptError(f"overwire: read {path}: changed while it was read", source=path)
+            raise failure
 
 
 def _state_of_file(number: int) -> tuple[int, int]:
@@ -246,11 +254,14 @@ class _Machine(Machine):
 
 
 class _Reader:
-    """One reading of one file."""
+    """One reading of one file. What Python looks at is read, not mapped: a map of a file that is cut off ends the
+    process."""
 
-    def __init__(self, path: str, entries: list[zipfile.ZipInfo], memory: mmap.mmap) -> None:
-        self._path = path
-        self._memory = memory
+    def __init__(self, path: str, entries: list[zipfile.ZipInfo], number: int) -> None:
+        self._path, self._number = path, number
+        # Tensors view it until the last of them is gone, which closes it.
+        self._memory = mmap.mmap(number, 0, access=mmap.ACCESS_READ)
+        self._spans: dict[str, tuple[int, int]] = {}
         self._entries = {info.filename: info for info in entries}
         if len(self._entries) != len(entries):
             raise self._error_of("one of its entries is there twice")
@@ -267,33 +278,41 @@ class _Reader:
     def _error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {self._path}: {why}", source=self._path)
 
+    def _read_bytes(self, start: int, end: int) -> bytes:
+        data = bytearray(end - start)
+        for low in range(0, len(data), _STEP):
+            block = memoryview(data)[low : low + _STEP]
+            if os.preadv(self._number, [block], start + low) != len(block):
+                raise self._error_of("changed while it was read", CorruptError)
+        return bytes(data)
+
     def _span_of_entry(self, name: str) -> tuple[int, int]:
         """Where an entry's bytes begin and end."""
+        if name in self._spans:
+            return self._spans[name]
         info = self._entries.get(self._folder + name)
         if info is None:
-            raise self._error_of(f"it has no {name}")
-        start = info.header_offset
-        if (
-            info.compress_type != zipfile.ZIP_STORED
-            or info.file_size != info.compress_size
-            or self._memory[start : start + 4] != b"PK\3\4"
-        ):
+            raise self._error_of(f"it has no {name:.200}")
+        start, whole = info.header_offset, len(self._memory)
+        head = self._read_bytes(start, start + 30) if 0 <= start <= whole - 30 else b""
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or head[:4] != b"PK\3\4":
             raise self._error_of(f"{name} is not stored as it is")
-        start += 30 + sum(struct.unpack("<HH", self._memory[start + 26 : start + 30]))
-        if start < 30 or start + info.file_size > len(self._memory):
+        start += 30 + sum(struct.unpack("<HH", head[26:]))
+        if start + info.file_size > whole:
             raise self._error_of(f"{name} is cut short")
-        return start, start + info.file_size
+        self._spans[name] = start, start + info.file_size
+        return self._spans[name]
 
     def read_content(self) -> TorchFile:
         """Everything in the file."""
         if self._folder + "byteorder" in self._entries:
             start, end = self._span_of_entry("byteorder")
-            if self._memory[start:end] != b"little":
+            if end - start != 6 or self._read_bytes(start, end) != b"little":
                 raise self._error_of("its numbers are big-endian", NotSupportedError)
         start, end = self._span_of_entry("data.pkl")
         if end - start > _MOST:
             raise self._error_of(f"its pickle has {end - start} bytes")
-        data = self._memory[start:end]
+        data = self._read_bytes(start, end)
         root = careful(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
         contents = TorchFile([], {}, [])
         visits: set[int] = set()
@@ -337,7 +356,7 @@ class _Reader:
             dtype = self._dtype_of(args[6].name, _DTYPES)
         item = BITS[dtype] // 8 or 1
         start, end = self._span_of_entry(f"data/{storage.key}")
-        if type(strides) is not tuple or any(type(s) is not int for s in strides):
+        if type(strides) is not tuple or any(type(s) is not int or s < 0 for s in strides):
             raise self._error_of("a tensor is malformed")
         strides = tuple(s * item for s in strides)
         if not inside(shape, strides, offset * item, item, end - start):
@@ -425,5 +444,21 @@ class _Reader:
             if self._copied > len(self._memory) + _SPARE:  # one number may stand for any number of them
                 why = f"with {name}, its strided tensors have {self._copied} bytes, more than the file"
                 raise self._error_of(why, NotSupportedError)
-            data = np.ndarray(tensor.shape, f"V{item}", self._memory, start, tensor.strides).tobytes()
+            whole = np.empty(tensor.shape, f"V{item}")
+            self._fill_array(whole, start, tensor.strides)
+            data = whole.tobytes()
         return TensorSpec.of(CALLED[tensor.dtype], tensor.shape, data).describe()
+
+    def _fill_array(self, out: Any, start: int, strides: tuple[int, ...]) -> None:
+        """Fills an array with the elements that lie `strides` apart, by reads of at most _STEP bytes."""
+        import numpy as np
+
+        reach = [(size - 1) * stride for size, stride in zip(out.shape, strides, strict=True)]
+        if (span := sum(reach) + out.itemsize) <= _STEP:
+            out[...] = np.ndarray(out.shape, out.dtype, self._read_bytes(start, start + span), 0, strides)
+            return
+        axis = reach.index(max(reach))
+        half = out.shape[axis] // 2
+        low, high = np.split(out, [half], axis)  # views
+        self._fill_array(low, start, strides)
+        self._fill_array(high, start + half * strides[axis], strides)
