@@ -215,7 +215,9 @@ def test_manifests_stand_in_both_places(tmp_path: Path) -> None:
 
 
 def test_hostile_and_broken_manifests(tmp_path: Path) -> None:
-    for text in ("x", "0\nf", "0,0\nf 1 uint8 1 1", "1\nf 1 uint8 1 1", "-1\nf 1 uint8 1 1", "0\nf -1 uint8 1 1", "0\nf 1 uint8 1 x"):
+    lines = ("f", "f -1 uint8 1 1", "f 1 uint8 1 x", "f\0g 1 uint8 1 1")
+    bins = ("0,0\nf 1 uint8 1 1", "1\nf 1 uint8 1 1", "-1\nf 1 uint8 1 1")
+    for text in ("x", *bins, *(f"0\n{line}" for line in lines)):
         (tmp_path / "meta.csv").write_text(text)
         with pytest.raises(ow.FormatError):
             manifests.read_csv(tmp_path / "meta.csv")
@@ -225,6 +227,12 @@ def test_hostile_and_broken_manifests(tmp_path: Path) -> None:
         with pytest.raises(ow.FormatError, match="shape"):
             _nyacomp.decompress_from_meta(tmp_path / "meta.csv")
     path = tmp_path / "x.pkl"
+    row = {"filename": "x", "shape": [1], "dtype": "uint8", "decompressed_size": 1, "compressed_size": 1}
+    wrong = {"filename": "a\0b", "shape": [-1], "dtype": 3, "decompressed_size": "1", "compressed_size": -1}
+    for field, value in [*wrong.items(), ("filename", 7), ("shape", "1"), ("shape", [True])]:
+        (tmp_path / "metadata.pkl").write_bytes(pickle.dumps([row | {field: value}, [[0]]]))
+        with pytest.raises(ow.FormatError, match="five fields"):
+            nyacomp.get_args(path)
     for data, kind in (
         (pickle.dumps([os.getcwd, []]), ow.UntrustedPickleError),
         (b"nonsense", ow.FormatError),

@@ -130,7 +130,7 @@ def meta_rows(path: str, text: str) -> list[MetaRow]:
             filename, shape, dtype, plain, stored_size = line.rsplit(" ", 4)
             dims = tuple(int(d) for d in shape.split(";") if d)
             row = MetaRow(filename, dims, dtype, int(plain), int(stored_size))
-            if min((*dims, row.decompressed_size, row.compressed_size)) < 0:
+            if min((*dims, row.decompressed_size, row.compressed_size)) < 0 or "\0" in filename:
                 raise ValueError
             rows.append(row)
         except ValueError as error:

@@ -144,9 +144,9 @@ def _read_boneless(boneless: Path) -> dict[str, Any]:
         raise overwire.NotFoundError(
             f"overwire: open {boneless}: not found; compress_state_dict makes it", source=str(boneless)
         ) from error
-    except (overwire.OverwireError, OSError, MemoryError):
+    except (overwire.OverwireError, PermissionError, MemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # an OSError, too: torch seeks where the file says
         reason = str(error).partition("\n")[0]
         raise overwire.FormatError(
             f"overwire: open {boneless}: not what compress_state_dict writes: {reason:.200}", source=str(boneless)

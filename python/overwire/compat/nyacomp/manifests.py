@@ -126,6 +126,13 @@ def _beside(path: str | os.PathLike[str], name: str) -> Path:
     return place
 
 
+def _is_row(row: Mapping[str, Any]) -> bool:
+    name, shape, dtype, *sizes = (row.get(field) for field in MetaRow._fields)
+    if not isinstance(name, str) or "\0" in name or not isinstance(dtype, str) or not isinstance(shape, (list, tuple)):
+        return False
+    return all(type(size) is int and size >= 0 for size in (*shape, *sizes))
+
+
 def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """metadata.pkl of the bundle at `path`: the dicts, {} included, and the bins.
 
@@ -134,8 +141,7 @@ def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], l
     try:
         *rows, bins = load_plain(overwire.read_bytes(place, _LIMIT), str(place))
         bins = [[int(at) for at in part] for part in bins]
-        columns = {*MetaRow._fields}
-        if any(not isinstance(row, dict) or row and not columns <= row.keys() for row in rows):
+        if not all(isinstance(row, dict) and (not row or _is_row(row)) for row in rows):
             raise ValueError("a row is not of the five fields")
     except overwire.OverwireError:
         raise
