@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import overwire as ow
+import torch
+from overwire.records import read_records
 
 from .models import Tensors, clones, compare_all, random_tensors, store, version
 from .outcomes import Failure, Round
@@ -58,10 +60,11 @@ DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
 
 def damage(round_: Round) -> None:
     """A compressed file, one of its shards, a delta or a bundle with flipped bits, cut, overwritten or longer
-    is refused by a class of its own, or gives the same bytes; a plain file, which has no checksums, does no harm."""
+    is refused by a class of its own, or gives the same bytes; a plain file, one of torch.save or a .tensors file, which
+    have no checksums that a load compares, does no harm."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((200, 1 << 14, 1 << 18)))
-    kind = rng.choice(("compressed", "digests", "shards", "smaller", "plain", "delta", "bundle", "parts"))
+    kind = rng.choice(("compressed", "digests", "shards", "smaller", "plain", "delta", "bundle", "parts", "torch", "tensors"))
     files, load = _undamaged(rng, round_.folder / "model", tensors, kind)
     load(rng)
     while round_.lasts():
@@ -73,7 +76,7 @@ def damage(round_: Round) -> None:
         path.write_bytes(data)
         round_.count("damaged files")
         round_.doing = f"{kind}, {path.name}, {damaging.__name__}"
-        with round_.may_raise(*REFUSALS):
+        with round_.may_raise(*REFUSALS, *((ow.UntrustedPickleError,) if kind == "torch" else ())):
             load(rng)
             round_.count("harmless")
         path.write_bytes(whole)
@@ -111,6 +114,21 @@ def _undamaged(
             compare_all(loaded["tensors"], tensors)
 
         return [path, folder / "nya" / "x.safetensors"], rebuild
+    if kind in ("torch", "tensors"):
+        folder.mkdir()
+        path, plain = folder / ("x.bin" if kind == "torch" else "x.tensors"), folder / "x.safetensors"
+        if kind == "torch":
+            torch.save({"step": 3, "state": dict(tensors)}, path)
+        else:
+            ow.save_file(tensors, path)
+
+        def convert(rng: random.Random) -> None:
+            if kind == "tensors" and rng.random() < 0.5:
+                read_records(path)
+            ow.convert(path, plain)
+            plain.unlink()
+
+        return [path], convert
     stored = store(rng, folder, tensors, kind)
     files = [file for file in (folder.iterdir() if stored.path == folder else [stored.path]) if file.name != "model.safetensors.index.json"]
 
