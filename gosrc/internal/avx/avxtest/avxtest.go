@@ -33,24 +33,18 @@ func Need(t testing.TB) {
 }
 
 // Clear tests that f leaves the upper halves clear, if they were before. The test has
-// called Need; what holds on one thread need not on another, whose other registers are
-// in use: AMD's processors then count the upper halves as in use for good.
+// called Need.
 func Clear(t testing.TB, what string, f func()) {
 	t.Helper()
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	tracked, used := false, uint64(0)
+	used := uint64(0)
 	for range attempts {
 		avx.Clear()
 		f()
 		if used = inUse(); used&upper == 0 {
 			return
 		}
-		_, clean := probe()
-		tracked = tracked || clean&upper == 0
-	}
-	if !tracked {
-		t.Skip("this processor does not track the upper halves on this thread")
 	}
 	t.Errorf("%s leaves the vector registers dirty: components in use %#x", what, used)
 }

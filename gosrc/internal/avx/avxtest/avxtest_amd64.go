@@ -1,3 +1,5 @@
+//go:build goexperiment.simd
+
 package avxtest
 
 // This file declares what the assembly does.
