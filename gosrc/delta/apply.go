@@ -15,6 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/delta"
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -147,15 +148,17 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 	var places []place
 	var of [][]step
 	for len(steps) > 0 { // those of one device are neighbours
-		cuda, n := steps[0].CUDA, 1
-		for n < len(steps) && steps[n].CUDA == cuda {
+		on, n := steps[0].CUDA, 1
+		for n < len(steps) && steps[n].CUDA == on {
 			n++
 		}
 		var p place = &host{steps: steps[:n], workers: workers}
-		if cuda > 0 {
-			if p, err = onGPU(int(cuda-1), steps[:n]); err != nil {
+		if on > 0 {
+			d, err := cuda.Open(int(on - 1))
+			if err != nil {
 				return r, err
 			}
+			p = &gpu{d: d, on: cuda.Order{Stream: steps[0].Stream}, steps: steps[:n]}
 		}
 		places, of, steps = append(places, p), append(of, steps[:n]), steps[n:]
 	}

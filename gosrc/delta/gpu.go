@@ -17,14 +17,6 @@ type gpu struct {
 	chunks [][]cuda.DeltaChunk // of each file of the chain
 }
 
-func onGPU(number int, steps []step) (place, error) {
-	d, err := cuda.Open(number)
-	if err != nil {
-		return nil, err
-	}
-	return &gpu{d: d, on: cuda.Order{Stream: steps[0].Stream}, steps: steps}, nil
-}
-
 func (g *gpu) digestSteps(context.Context) ([]digest.Sum, error) {
 	return g.d.Digest(g.on, viewsOf(g.steps))
 }

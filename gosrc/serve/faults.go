@@ -113,12 +113,6 @@ func (d *dice) countFault(kind string) {
 	d.mu.Unlock()
 }
 
-func (d *dice) faultCounts() map[string]int64 {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return maps.Clone(d.seen)
-}
-
 // A reply is the answer that a fault spoils: length bytes of f from a byte on. Most
 // of it may become another than the request's.
 type reply struct {

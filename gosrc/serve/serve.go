@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -109,7 +110,11 @@ func (s *Server) URL() string {
 }
 
 // Faults returns the number of faults until now, by kind.
-func (s *Server) Faults() map[string]int64 { return s.dice.faultCounts() }
+func (s *Server) Faults() map[string]int64 {
+	s.dice.mu.Lock()
+	defer s.dice.mu.Unlock()
+	return maps.Clone(s.dice.seen)
+}
 
 // Close ends the server and every connection.
 func (s *Server) Close() error {
