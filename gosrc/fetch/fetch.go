@@ -114,9 +114,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 		}
 		return spec.Pin.same(rep.Pin, s.URI())
 	}
-	wg.Add(1)
-	spawn.Go("fetch", func() {
-		defer wg.Done()
+	spawn.GoFor(&wg, "fetch", func() {
 		defer close(pieces)
 		err := spawn.Guard("fetch", func() error { return readAhead(ctx, j, spec, opened, pieces, free, &wg) })
 		if err != nil {
@@ -241,9 +239,7 @@ func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.So
 				p.last = s
 			}
 			pieces <- p // never blocks: there are no more buffers than places
-			wg.Add(1)
-			spawn.Go("fetch part", func() {
-				defer wg.Done()
+			spawn.GoFor(wg, "fetch part", func() {
 				defer close(p.done)
 				p.err = spawn.Guard("fetch part", func() error { return s.ReadAt(ctx, p.buf, off) })
 			})

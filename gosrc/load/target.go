@@ -42,9 +42,7 @@ func Prepared() { preparing.Wait() }
 // opened, by one process or by ranks that exchange what they read. It reports no error:
 // the load will.
 func Prepare(name string, exchange bool) {
-	preparing.Add(1)
-	spawn.Go("load prepare", func() {
-		defer preparing.Done()
+	spawn.GoFor(&preparing, "load prepare", func() {
 		_ = spawn.Guard("load prepare", func() error {
 			t, err := TargetOf(name)
 			if err == nil && t.GPU != nil {

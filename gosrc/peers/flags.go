@@ -75,9 +75,7 @@ func waitForBell(bell *atomic.Uint32, heard uint32) {
 
 // showLife gives signs of life until Close.
 func (p *Peers) showLife(own *line) {
-	p.beat.Add(1)
-	spawn.Go("peers", func() {
-		defer p.beat.Done()
+	spawn.GoFor(&p.beat, "peers", func() {
 		tick := time.NewTicker(beat)
 		defer tick.Stop()
 		for {

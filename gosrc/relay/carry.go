@@ -212,9 +212,7 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 // carryPieces brings all pieces, in the background: those of each rank by themselves.
 func (r *Relay) carryPieces(ctx context.Context) {
 	begin := func(work func(context.Context) error) {
-		r.carrier.work.Add(1)
-		spawn.Go("relay carry", func() {
-			defer r.carrier.work.Done()
+		spawn.GoFor(&r.carrier.work, "relay carry", func() {
 			err := spawn.Guard("relay carry", func() error { return work(ctx) })
 			if err != nil && ctx.Err() == nil {
 				r.failWith(r.model.Where("stage", err), !errors.Is(err, peers.ErrOther))

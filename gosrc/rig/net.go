@@ -177,8 +177,7 @@ func rawOnce(path string, m []byte, size int64, conns int) error {
 	var sending sync.WaitGroup
 	defer sending.Wait()
 	defer l.Close()
-	sending.Add(1)
-	spawn.Go("bench tcp", func() { defer sending.Done(); sendAll(l, []string{path}, &sending) })
+	spawn.GoFor(&sending, "bench tcp", func() { sendAll(l, []string{path}, &sending) })
 	part := (size + int64(conns) - 1) / int64(conns)
 	return measure.Parallel(conns, size, part, func(_ int, lo, hi int64) error {
 		c, err := net.Dial("tcp", l.Addr().String())

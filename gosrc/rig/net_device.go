@@ -123,8 +123,7 @@ func slotsOnce(ctx context.Context, queue *cuda.Queue, dst unsafe.Pointer, files
 	var sending sync.WaitGroup
 	defer sending.Wait()
 	defer l.Close()
-	sending.Add(1)
-	spawn.Go("bench tcp", func() { defer sending.Done(); sendAll(l, files, &sending) })
+	spawn.GoFor(&sending, "bench tcp", func() { sendAll(l, files, &sending) })
 	tasks := []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot),
 		Logical: uint32(slot)}, Dst: dst}}
 	var bad atomic.Pointer[error]
@@ -170,9 +169,7 @@ func sendAll(l net.Listener, files []string, sending *sync.WaitGroup) {
 		if err != nil {
 			return
 		}
-		sending.Add(1)
-		spawn.Go("bench tcp", func() {
-			defer sending.Done()
+		spawn.GoFor(sending, "bench tcp", func() {
 			defer c.Close()
 			for k := n; sendFile(c, files[k%len(files)]) == nil; k++ {
 			}

@@ -24,9 +24,7 @@ func Touch(b []byte, near *nodes.Place, threads int) {
 	part := (sizes.CeilDiv(len(b), huge) + threads - 1) / threads * huge
 	var wg sync.WaitGroup
 	for from := 0; from < len(b); from += part {
-		wg.Add(1)
-		spawn.Go("cuda touch", func() {
-			defer wg.Done()
+		spawn.GoFor(&wg, "cuda touch", func() {
 			_ = near.Run(func() error {
 				for i := from; i < min(len(b), from+part); i += page {
 					b[i] = 0

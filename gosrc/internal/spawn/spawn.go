@@ -50,6 +50,12 @@ func Go(name string, fn func()) {
 	}()
 }
 
+// GoFor is Go for those that wait by wg until fn has ended.
+func GoFor(wg *sync.WaitGroup, name string, fn func()) {
+	wg.Add(1)
+	Go(name, func() { defer wg.Done(); fn() })
+}
+
 // Guard runs fn in the calling goroutine and returns its error. A panic in fn
 // becomes a errs.ErrEngine and poisons the engine.
 func Guard(name string, fn func() error) (err error) {
@@ -170,8 +176,7 @@ func Workers(name string, n int, failed func(error), fn func(worker int) error) 
 	}
 	var wg sync.WaitGroup
 	for w := 1; w < n; w++ {
-		wg.Add(1)
-		Go(name, func() { defer wg.Done(); work(w) })
+		GoFor(&wg, name, func() { work(w) })
 	}
 	work(0)
 	wg.Wait()
