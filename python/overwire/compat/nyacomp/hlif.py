@@ -56,7 +56,8 @@ def parse(place: str, head: bytes, size: int) -> Header:
             if header.format not in _HIDDEN:
                 return header
             raise overwire.NotSupportedError(
-                f"overwire: open {place}: {header.format} of nvCOMP {major}.{minor}, {plain} bytes: only nvCOMP reads it",
+                f"overwire: open {place}: {header.format} of nvCOMP {major}.{minor}, {plain} bytes: only nvCOMP reads "
+                "it",
                 source=place,
             )
     raise overwire.FormatError(
