@@ -9,6 +9,7 @@ worker has loaded its model. Written for vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -108,22 +109,10 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             self._state = "RUNNING"
 
 
-class _Memory:
-    # What torch takes device memory from.
-
-    def __init__(self, ptr: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (ptr, False),
-            "version": 3,
-            "strides": None,
-        }
-
-
 def memory_of(ptr: int, size: int, device: int) -> torch.Tensor:
     """An allocation as bytes, without a copy."""
-    return torch.as_tensor(_Memory(ptr, size), device=f"cuda:{device}")
+    interface = {"shape": (size,), "typestr": "|u1", "data": (ptr, False), "version": 3, "strides": None}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=f"cuda:{device}")
 
 
 def _dtype_for(memory: torch.Tensor) -> torch.dtype:
