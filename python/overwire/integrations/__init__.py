@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["AfterImport", "Lazy", "absent", "complete", "options", "weights"]
+__all__ = ["AfterImport", "Lazy", "absent", "complete", "options", "uses_disk", "weights"]
 
 
 class AfterImport:
@@ -64,6 +64,11 @@ class Lazy(NamedTuple):
     open: Callable[..., Any]
     prepare: Callable[[Any], None]
     offloads: Callable[[], bool]
+
+
+def uses_disk(device_map: Any) -> bool:
+    """Whether a library's device_map, if there is one, leaves weights on the disk."""
+    return device_map is not None and "disk" in device_map.values()
 
 
 # Keys of --model-loader-extra-config that every engine's plug-in has: what each takes,

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..plumbing import new_lock
-from . import Lazy
+from . import Lazy, uses_disk
 
 __all__ = ["MODULES", "hooks"]
 
@@ -359,7 +359,7 @@ def _loading_shard(original: Any, read: Any) -> Any:
         if isinstance(shard_file, _Shard) and not arguments.get("disable_mmap"):
             model, path = shard_file.model, os.path.abspath(shard_file)
             notes = {name: _Where(model, path, name, read) for name in model.slices_of(path)}
-            if arguments.get("hf_quantizer") is None and not _uses_disk(arguments.get("device_map")):
+            if arguments.get("hf_quantizer") is None and not uses_disk(arguments.get("device_map")):
                 with model.whole:  # one pass for all of them, which no other worker begins before all are noted
                     for other in model.paths if not model.begun else ():
                         _note_targets(
@@ -434,10 +434,6 @@ def _dtype_for(name: str, dtype: Any, keep: Any) -> Any:
 
     is_kept = keep is not None and any(module in name.split(".") for module in keep)
     return torch.float32 if is_kept else dtype
-
-
-def _uses_disk(device_map: Any) -> bool:
-    return device_map is not None and "disk" in device_map.values()
 
 
 def _warming_allocator(original: Any) -> Any:

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..plumbing import new_lock
-from . import Lazy
+from . import Lazy, uses_disk
 
 __all__ = ["MODULES", "hooks"]
 
@@ -100,7 +100,7 @@ def _wrap_conversion(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, An
         model: Any, state_dict: Any, load_config: Any, *rest: Any, **more: Any
     ) -> Any:
         before = getattr(loading, "ahead", None)
-        sparing = _uses_disk(load_config.device_map) or _is_quantising(load_config.hf_quantizer)
+        sparing = uses_disk(load_config.device_map) or _is_quantising(load_config.hf_quantizer)
         with contextlib.closing(lazy.ahead()) as ahead:
             loading.ahead = None if sparing else ahead
             try:
@@ -141,7 +141,7 @@ def _wrap_shard_loader(shard: Any, lazy: Lazy) -> Any:
         if len(args) != 14 or not isinstance(args[6], dict):
             return shard(args)
         device_map, quantizer, names, mesh = args[4], args[5], args[6], args[13]
-        if mesh is not None or _uses_disk(device_map) or _is_quantising(quantizer):
+        if mesh is not None or uses_disk(device_map) or _is_quantising(quantizer):
             return shard(args)
         devices = _device_of(device_map)
         with lazy.plan(lambda name: devices(names[name]) if name in names else None):
@@ -161,10 +161,6 @@ def _device_of(device_map: Any) -> Callable[[str], Any]:
         return None if match is None else device_map[match.group()]
 
     return device_of_name
-
-
-def _uses_disk(device_map: Any) -> bool:
-    return device_map is not None and "disk" in device_map.values()
 
 
 def _is_quantising(quantizer: Any) -> bool:

@@ -37,7 +37,7 @@ class Slice:
         self._inner, self.path, self.name, self._where, self._mapped = inner, path, name, where, mapped
         self._elsewhere = elsewhere  # the same file, opened for other devices
         plan = getattr(_thread, "plan", None)
-        self._give = None if plan is None else plan.note(self)
+        self._give = None if plan is None else plan(self)
 
     def get_shape(self) -> list[int]:
         """The whole tensor's shape, in elements."""
@@ -263,28 +263,23 @@ class _Pass:
 _thread = threading.local()
 
 
-class Planned:
-    """A context manager: while it lasts, slices that this thread opens and that
-    `device` gives a device to are loaded ahead, one pass a device, when the first
-    is read."""
+@contextlib.contextmanager
+def planned(device: Callable[[str], Any]) -> Iterator[None]:
+    """While it lasts, slices that this thread opens and that `device` gives a device to are loaded ahead, one pass a
+    device, when the first is read."""
+    load, before = ahead(), getattr(_thread, "plan", None)
 
-    def __init__(self, device: Callable[[str], Any]) -> None:
-        self._asked, self._ahead = device, ahead()
-        self._before: Planned | None = None
-
-    def note(self, tensor: Slice) -> Callable[[], Any] | None:
-        """What gives a slice's tensor; None if it is not loaded ahead."""
-        request = self._asked(tensor.name)
+    def note_slice(tensor: Slice) -> Callable[[], Any] | None:
+        request = device(tensor.name)
         target = None if request is None else tensor.device(request)
-        return None if target is None else self._ahead.want(tensor, target)
+        return None if target is None else load.want(tensor, target)
 
-    def __enter__(self) -> Planned:
-        self._before, _thread.plan = getattr(_thread, "plan", None), self
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _thread.plan = self._before
-        self._ahead.close()
+    _thread.plan = note_slice
+    try:
+        yield
+    finally:
+        _thread.plan = before
+        load.close()
 
 
 def kept(filename: Any) -> Any:

@@ -383,7 +383,7 @@ _LAZY = Lazy(
     _lazy.Slice,
     _lazy.ahead,
     _lazy.passed,
-    _lazy.Planned,
+    _lazy.planned,
     is_compressed,
     _files.safe_open,
     _lazy.ready,
