@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _verbs
-from ._engine import release
+from ._engine import ModelNumber, release
 from ._imports import skip_at_exit
 from .errors import ArgumentError
 from .model.opened import Model
@@ -114,7 +114,7 @@ class OpenRecords:
     neither open nor index it again. `storage_options` may change till the first load."""
 
     resident = False  # loads join what was preloaded of it
-    _number = 0
+    _number: int = 0
     _model: Model | None = None
 
     def __init__(self, source: SourceLike, storage_options: Mapping[str, object] | None = None) -> None:
@@ -124,8 +124,9 @@ class OpenRecords:
             raise ArgumentError(f"overwire: {len(self._uris)} files where one was expected")
         access = storage(storage_options, self._uris)
         answer = _verbs.records({"uri": self._uris[0], "storage": access})
+        # What is interrupted between here and a model that takes it over closes the file.
+        self._number = ModelNumber(answer["handle"])
         del keep
-        self._number = answer["handle"]
         self.about = RecordFile(
             answer["version"],
             answer["encrypted"],

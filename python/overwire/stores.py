@@ -231,9 +231,8 @@ class ObjectReader(io.RawIOBase):
 
 
 class ObjectWriter(io.BufferedRandom):
-    """A file that becomes an object of a store, or a local file, when it is closed:
-    until then the bytes are in an unnamed temporary file, and readers find the old
-    object.
+    """A file that becomes an object of a store, or a local file, when it is closed: until then
+    the bytes are in an unnamed temporary file, and readers find the old object.
 
     A `with` block that ends by an exception, or `drop`, leaves the store unchanged.
     What is still open when the process ends is written then, unless an exception ends it;
@@ -246,7 +245,7 @@ class ObjectWriter(io.BufferedRandom):
     def __init__(self, uri: str, *, storage_options: Mapping[str, object] | None = None) -> None:
         self._uri, self._options = uri, storage_options
         self._lock = new_lock()
-        self._is_ending = False
+        self._is_ending = self._is_over = False
         storage(storage_options, [uri])  # refuses wrong ones now
         _verbs.knobs()  # the engine runs, and ends after what is registered now
         _finish_at_exit()
@@ -275,12 +274,13 @@ class ObjectWriter(io.BufferedRandom):
                 )
             self._is_ending = True
             try:
-                if not self.closed:
-                    end()
+                if not self.closed:  # where it is over, the rest of an end was interrupted
+                    self._discard() if self._is_over else end()
             finally:
                 self._is_ending = False
 
     def _write_all(self) -> None:
+        self._is_over = True
         try:
             self.flush()
             self._write_object()

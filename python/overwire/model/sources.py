@@ -1,5 +1,4 @@
-"""Turns what a user passes as a model (a path, a list, a folder, an open file) into a
-list of URIs. The engine parses and opens them."""
+"""Turns what a user passes as a model (a path, a list, a folder, an open file) into URIs, which the engine opens."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ class Shared(Protocol):
     def shared_model(self) -> Any: ...
 
 
-#: A path or URI of a file, a folder or an index.json; several of them; a
-#: binary file open for reading, which is read from where it stands, or, where that
-#: is its end, from its beginning; or a `Pinned` model.
+#: A path or URI of a file, a folder or an index.json; several of them; a binary file open for reading, which is read
+#: from where it stands, or, where that is its end, from its beginning; or a `Pinned` model.
 SourceLike = Union[str, "os.PathLike[str]", Iterable[Union[str, "os.PathLike[str]"]], BinaryFile, Shared]
 
 
@@ -80,14 +78,14 @@ class _AnonymousMemory:
         self.number = os.memfd_create("overwire")
 
     def __del__(self) -> None:
-        os.close(self.number)
+        if hasattr(self, "number"):  # there may have been no descriptor left
+            os.close(self.number)
 
 
 def _open_file(file: Any) -> tuple[list[str], Any]:
-    # What remains of it from where it stands; of one at its end, which was just
-    # written, all of it. A file of the disk at either place is opened again by its
-    # number, which also finds unlinked ones. Everything else that reads is copied
-    # to anonymous memory first.
+    # What remains of it from where it stands; of one at its end, which was just written, all of it. A file of the disk
+    # at either place is opened again by its number, which also finds unlinked ones. Everything else that reads is
+    # copied to anonymous memory first.
     if isinstance(file, io.TextIOBase):
         raise ArgumentError("overwire: source: the file is not open in binary mode")
     with contextlib.suppress(AttributeError, OSError, ValueError):
