@@ -40,7 +40,7 @@ def share_cores(env: MutableMapping[str, str], cores: int) -> None:
 FIRST = ("test_transformers.py", "test_waiting.py", "test_process.py", "test_build.py")
 # Files whose tests start many processes, or builds: `make quick` leaves them out.
 HEAVY = """build compat_nvcomp demo distributed examples face_memory face_stream fastsafetensors fastsafetensors_later
-    fastsafetensors_plugins fastsafetensors_release forked guides hostile_manifests http nyacomp_readme
+    fastsafetensors_plugins fastsafetensors_release forked guides hostile_manifests http interrupts nyacomp_readme
     patch_safetensors pickle_hostile pickle_limits preload preload_identity process process_handles processes
     redirects rig secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores tensorizer_streams
     transformers typing vllm waiting writers""".split()

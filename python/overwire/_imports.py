@@ -129,13 +129,15 @@ class Undisturbed:
     They run in the main thread, between any two steps of it. One that came in the middle of
     an import, or while the engine is being loaded, and called overwire would meet half a
     module. Only for what takes milliseconds. Ctrl-C's own handler, which only raises
-    KeyboardInterrupt, does not wait. In other threads it does nothing to signals.
+    KeyboardInterrupt, waits with `ctrl_c` alone, as the start of a thread needs it: the
+    thread waits for ever where its starter was interrupted. In other threads nothing waits.
 
     Nor does the cycle collector run, on any thread: it would run finalizers there, and look
     at all of torch's objects because an import has made a thousand.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ctrl_c: bool = False) -> None:
+        self._passes = None if ctrl_c else _signal.default_int_handler
         self._collects = False
         self._handlers: dict[int, Any] = {}
         self._came: list[int] = []
@@ -146,7 +148,7 @@ class Undisturbed:
             self._collects = pause_collector()
             for number in range(1, _signal.NSIG):
                 handler = _signal.getsignal(number)
-                if callable(handler) and handler is not _signal.default_int_handler:
+                if callable(handler) and handler is not self._passes:
                     self._handlers[number] = handler
                     _signal.signal(number, self._note)
         except ValueError:  # not the main thread

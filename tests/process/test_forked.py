@@ -322,7 +322,6 @@ LOCKS = r"\b(?:Lock|RLock|Condition|Semaphore|BoundedSemaphore|Barrier|allocate_
 OTHER_LOCKS = {
     "_engine.py": "what a daemon thread waits for at the exit",
     "_locks.py": "makes them",
-    "compat/fastsafetensors/parallel_loader.py": "a forked child is refused before it",
 }
 
 

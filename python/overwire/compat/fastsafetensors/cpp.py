@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import overwire
-from overwire.plumbing import new_lock, regular
+from overwire.plumbing import Undisturbed, new_lock, regular
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.malloc.restype = ctypes.c_void_p
@@ -226,6 +226,20 @@ class gds_device_buffer:
         _tensor_at(self._ptr + at, data.numel(), True).copy_(data)
 
 
+class _Descriptor:
+    # One of a file: its last holder closes it, once.
+
+    number = -1  # until it is set
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class _Work:
     # What the threads of a reader do. They do not have the reader, which waits for them when it goes.
 
@@ -241,8 +255,9 @@ class _Work:
                 self.moved.notify_all()
 
     def read_range(
-        self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int
+        self, file: _Descriptor, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int
     ) -> int:
+        fd = file.number
         try:
             if self._cuda:
                 return self._read_cuda(fd, buffer, offset, length, ptr_off, number)
@@ -254,7 +269,7 @@ class _Work:
                 self._tell_reached(number, position)
             return position
         finally:
-            os.close(fd)
+            file.close()
             with self.moved:  # those that wait for more get the error
                 self.moved.notify_all()
 
@@ -300,16 +315,14 @@ class _Reader:
             raise ValueError(f"submit_read: {length} bytes at {ptr_off} of a buffer of {buffer.get_length()}")
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, "overwire-fst")
-        own = os.dup(fd)  # the caller may close its own
+        own = _Descriptor()
+        own.number = os.dup(fd)  # the caller may close its own
         number = next(self._numbers)
         if track:
             self._work.done[number] = 0
-        try:
+        with Undisturbed(ctrl_c=True):  # it starts a thread
             future = self._pool.submit(self._work.read_range, own, buffer, offset, length, ptr_off, number)
-        except BaseException:
-            os.close(own)
-            raise
-        self._pending[number] = future, buffer.get_base_address() + ptr_off
+            self._pending[number] = future, buffer.get_base_address() + ptr_off
         return number
 
     def wait_read(self, number: int) -> int:
@@ -373,16 +386,11 @@ class nogds_file_reader(_Reader):
         return self._submit_read(fd, dst, offset, length, ptr_off, track_progress)
 
 
-class gds_file_handle:
+class gds_file_handle(_Descriptor):
     """A file, open."""
 
     def __init__(self, filename: str, o_direct: bool, use_cuda: bool) -> None:
-        self._fd = -1
-        self._fd = regular(filename)
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        self.number = regular(filename)
 
 
 class gds_file_reader(_Reader):
@@ -393,4 +401,4 @@ class gds_file_reader(_Reader):
         track_progress: bool = False,
     ) -> int:  # fmt: skip
         """Starts a read; its number, above 0."""
-        return self._submit_read(fh._fd, dst, offset, length, ptr_off, track_progress)
+        return self._submit_read(fh.number, dst, offset, length, ptr_off, track_progress)

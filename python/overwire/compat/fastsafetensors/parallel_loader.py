@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from overwire.errors import ForkedError
-from overwire.plumbing import forked
+from overwire.errors import ArgumentError, CancelledError, ForkedError
+from overwire.plumbing import Undisturbed, forked
 
 from .common import SafeTensorsMetadata, SingleGroup
 from .config import check_producers
@@ -30,32 +31,30 @@ class _Loaded(NamedTuple):
     buffer: FilesBufferOnDevice | None
     error: BaseException | None
 
+    @classmethod
+    def nothing(cls) -> _Loaded:
+        """What a thread finds that waits for a batch of a loader that is closed."""
+        return cls(None, CancelledError("overwire: iterate_weights: another thread has closed the loader"))
+
 
 class PipelineParallel:
     """Yields the tensors of files, in batches of one file a rank.
 
-    queue_size: -1: a batch is read when the one before was used up (one in
-        memory); n >= 0: n + 2 batches in memory.
-    tensor_filter: only these names are read. max_batch_bytes: batches of at most
-        as many tensor bytes a file; a larger tensor goes alone.
-    device_memory_budget: bytes that this rank may hold: batches get smaller, and
-        fewer at a time, until they fit. What was yielded is kept and counts too,
-        unless accumulate_resident is False; with resident_tensor only names for
-        which that is true, and of the others one at a time.
-        BudgetInfeasibleError if nothing fits.
-    use_chunk_budget_as_allocation_size: copiers that are not overwire's own get the
-        same allocation_size for every batch.
-    overlap_io: in a group of one rank, tensors are yielded before their batch is
-        there as a whole. borrowed_tensors: asks that nothing that was yielded is
-        kept: ValueError unless accumulate_resident is False and the group has one
-        rank; the caller owns the tensors in any case.
-
-    broadcast_run_bytes, broadcast_run_tensors: have no effect, but ValueError if
-        they are negative.
+    queue_size: -1: a batch is read when the one before was used up (one in memory); n >= 0: n + 2 batches in memory.
+    tensor_filter: only these names are read. max_batch_bytes: batches of at most as many tensor bytes a file; a
+        larger tensor goes alone.
+    device_memory_budget: bytes that this rank may hold: batches get smaller, and fewer at a time, until they fit.
+        What was yielded is kept and counts too, unless accumulate_resident is False; with resident_tensor only
+        names for which that is true, and of the others one at a time. BudgetInfeasibleError if nothing fits.
+    use_chunk_budget_as_allocation_size: copiers that are not overwire's own get the same allocation_size for
+        every batch.
+    overlap_io: in a group of one rank, tensors are yielded before their batch is there as a whole.
+    borrowed_tensors: asks that nothing that was yielded is kept: ValueError unless accumulate_resident is False and
+        the group has one rank; the caller owns the tensors in any case.
+    broadcast_run_bytes, broadcast_run_tensors: have no effect, but ValueError if they are negative.
     need_clone: what the original has there; nothing has to be cloned here.
 
-    All ranks of the group iterate alike; what fails on one raises on all.
-    Arguments that this does not know are ignored.
+    All ranks of the group iterate alike; what fails on one raises on all. Arguments that are not known are ignored.
     """
 
     def __init__(
@@ -101,8 +100,9 @@ class PipelineParallel:
         self._same_size = use_chunk_budget_as_allocation_size
         self._filter = tensor_filter
         self._depth = 1 if queue_size < 0 else queue_size + 2
-        self._stop = threading.Event()
-        self._room = threading.Semaphore(0)
+        self._is_closed = self._is_ending = False  # the loader, and its iteration
+        # A word for each batch that may be read. Ctrl-C can leave locks of `threading` taken, and this none.
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._plan = [_Batch(files, None) for files in self.weight_files_batches]
         if max_batch_bytes is not None or device_memory_budget is not None:
@@ -166,8 +166,9 @@ class PipelineParallel:
 
     def _produce(self) -> None:
         for batch in self._plan:
-            self._room.acquire()
-            if self._stop.is_set():
+            self._room.get()
+            if self._is_closed or self._is_ending:
+                self.batch_queue.put(_Loaded.nothing())
                 return
             try:
                 item = _Loaded(self._load_single_batch(batch), None)
@@ -180,17 +181,26 @@ class PipelineParallel:
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
         """(name, tensor) of every tensor, whole, the same order on every rank.
-        Raises what loading raised, on any rank, and ForkedError in a forked child."""
-        if self._stop.is_set():
+        Raises what loading raised, on any rank, ForkedError in a forked child, ArgumentError while
+        another iteration of this goes on, and CancelledError where another thread closes it."""
+        if self._is_closed:
             return
+        self._refuse_child()
+        if self._is_ending:
+            self._finish()  # its end was interrupted
+        if self._thread is not None:
+            raise ArgumentError("overwire: iterate_weights: another iteration goes on: exhaust or close that one first")
         bar = self._bar()
         self.loader._agrees = False  # the ranks agree below, in this thread
-        self._room = threading.Semaphore(self._depth)
-        self.batch_queue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._produce, name="overwire-fst", daemon=True)
-        self._thread.start()
+        self._room, self.batch_queue = queue.SimpleQueue(), queue.SimpleQueue()
+        for _ in range(self._depth):
+            self._room.put(None)
         group = self.loader.pg
         try:
+            with Undisturbed(ctrl_c=True):
+                thread = threading.Thread(target=self._produce, name="overwire-fst", daemon=True)
+                thread.start()
+                self._thread = thread
             for _ in self._plan:
                 self._refuse_child()
                 item = self.batch_queue.get()
@@ -202,9 +212,9 @@ class PipelineParallel:
                         self._refuse_child()
                         yield name, buffer.get_tensor(name)
                 finally:
-                    if item.buffer is not None:
+                    if item.buffer is not None and not sys.is_finalizing():
                         item.buffer.close()
-                self._room.release()
+                self._room.put(None)
                 if bar is not None:
                     bar.update(1)
         finally:
@@ -218,19 +228,18 @@ class PipelineParallel:
             raise ForkedError("PipelineParallel: it is read by the process that this one was forked from")
 
     def _finish(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is None or forked():
+        thread = self._thread
+        if thread is None or forked() or sys.is_finalizing():  # no thread runs on, nor gives back a lock, at the exit
             return
-        is_stopped = self._stop.is_set()
-        self._stop.set()
-        self._room.release()
+        self._is_ending = True
+        self._room.put(None)
         thread.join()
         while not self.batch_queue.empty():
             item = self.batch_queue.get()
             if item.buffer is not None:
                 item.buffer.close()
-        if not is_stopped:
-            self._stop.clear()
+        self.batch_queue.put(_Loaded.nothing())  # for a thread that waits for the next one
+        self._thread, self._is_ending = None, False
 
     def _bar(self) -> Any:
         if not self.use_tqdm_on_load or self.pg.rank() != 0:
@@ -244,7 +253,7 @@ class PipelineParallel:
     def close(self) -> None:
         """Ends loading; `iterate_weights` gives nothing any more. In a forked child nothing: all is the parent's."""
         if not forked():
-            self._stop.set()
+            self._is_closed = True
             self._finish()
             self.loader.close()
 

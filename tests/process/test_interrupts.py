@@ -1,0 +1,233 @@
+"""KeyboardInterrupt at the entry of every function of overwire that the life of an object calls, one after the other:
+nothing stays open, nothing is half written, no thread runs on, and the next life is as if nothing had been."""
+
+from __future__ import annotations
+
+import pytest
+
+INTERRUPTING = """
+import gc, os, sys, threading, time
+from pathlib import Path
+import torch, overwire as ow
+from overwire import plumbing
+from overwire.compat import fastsafetensors as fst, tensorizer
+from overwire.compat.fastsafetensors import cpp
+
+FOLDER = os.path.dirname(ow.__file__)
+tensors = {f"t{i}": torch.full((30, 10), float(i)) for i in range(4)}
+ow.save_file(tensors, "m.safetensors")
+ow.save_file(tensors, "p.safetensors", compress=False)
+with tensorizer.TensorSerializer("n.tensors") as serializer:
+    for at, (name, tensor) in enumerate(tensors.items()):
+        serializer.write_tensor(at, name, 0, tensor)
+
+def compare(loaded):
+    assert {name: tensor[0, 0].item() for name, tensor in loaded.items()} == {f"t{i}": i for i in range(4)}
+
+def write_file():
+    with plumbing.FileWriter("written") as file:
+        file.write(b"all of it")
+
+def is_whole():
+    assert Path("written").read_bytes() in (b"old", b"all of it")
+    Path("written").write_bytes(b"old")
+
+def read_file():
+    with plumbing.ObjectReader("p.safetensors") as file:
+        assert len(file.readall()) == os.path.getsize("p.safetensors")
+
+def deserialize():
+    with tensorizer.TensorDeserializer("n.tensors", device="cpu", lazy_load=True) as file:
+        compare(file)
+
+def serialize():
+    with tensorizer.TensorSerializer("written") as file:
+        file.write_tensor(0, "a", 0, torch.ones(30))
+
+def has_its_tensor():
+    if Path("written").read_bytes() != b"old":
+        with tensorizer.TensorDeserializer("written", device="cpu") as file:
+            assert list(file) == ["a"]
+    Path("written").write_bytes(b"old")
+
+def load_batches():
+    loader = fst.ParallelLoader(None, ["p.safetensors"], use_tqdm_on_load=False, device="cpu")
+    try:
+        compare(dict(loader.iterate_weights()))
+    finally:
+        loader.close()
+
+def read_range():
+    reader = cpp.nogds_file_reader(False, 1024, 2, False, 0)
+    memory = cpp.gds_device_buffer(cpp.cpu_malloc(4096), 4096, False)
+    with open("p.safetensors", "rb") as file:
+        reader.wait_read(reader.submit_read(file.fileno(), memory, 0, 1000, 0))
+
+def open_one():
+    with ow.safe_open("m.safetensors", "pt") as file:
+        compare({name: file.get_tensor(name) for name in file})
+
+def stream_all():
+    compare(dict(ow.stream("m.safetensors")))
+
+def stream_windows():
+    compare(dict(ow.stream("m.safetensors", max_memory=5000)))
+
+def nothing():
+    pass
+
+LIVES = {
+    "stream": (stream_all, nothing),
+    "windows": (stream_windows, nothing),
+    "safe_open": (open_one, nothing),
+    "FileWriter": (write_file, is_whole),
+    "ObjectReader": (read_file, nothing),
+    "TensorDeserializer": (deserialize, nothing),
+    "TensorSerializer": (serialize, has_its_tensor),
+    "ParallelLoader": (load_batches, nothing),
+    "reader": (read_range, nothing),
+}
+
+class Interrupt:
+    '''Raises KeyboardInterrupt at the entry of the at-th function of overwire.'''
+    def __init__(self, at):
+        self.at, self.count = at, 0
+
+    def __call__(self, frame, event, argument):
+        if event != "call" or not frame.f_code.co_filename.startswith(FOLDER) or under_finalizer(frame):
+            return
+        self.count += 1
+        if self.count == self.at:
+            raise KeyboardInterrupt
+
+def under_finalizer(frame):
+    # In one Python drops the interrupt.
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "<lambda>"):
+            return True
+        frame = frame.f_back
+    return False
+
+def opened():
+    return sorted(filter(None, map(target_of, os.listdir("/proc/self/fd"))))
+
+def target_of(number):
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return None  # of the listing itself
+
+life, after = LIVES[os.environ["LIFE"]]
+complaints = []
+sys.unraisablehook = lambda what: complaints.append(repr(what.exc_value)) if what.exc_type is not KeyboardInterrupt else None
+Path("written").write_bytes(b"old")
+for _ in range(2):
+    life()
+    after()
+gc.collect()
+gc.freeze()
+before, files = opened(), sorted(os.listdir())
+counting = Interrupt(0)
+sys.settrace(counting)
+life()
+sys.settrace(None)
+after()
+assert counting.count > 10
+for at in range(1, counting.count + 1, max(1, counting.count // 150)):
+    sys.settrace(Interrupt(at))
+    try:
+        life()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    gc.collect()
+    after()
+    until = time.monotonic() + 20  # a load that is dropped ends in the background
+    while (opened() != before or threading.active_count() > 1) and time.monotonic() < until:
+        time.sleep(0.001)
+    assert opened() == before, (at, opened(), before)
+    assert sorted(os.listdir()) == files, (at, os.listdir())
+    assert threading.active_count() == 1 and not complaints, (at, threading.enumerate(), complaints)
+life()
+after()
+"""
+
+
+@pytest.mark.parametrize(
+    "life",
+    [
+        "stream", "windows", "safe_open", "FileWriter", "ObjectReader", "TensorDeserializer", "TensorSerializer", "ParallelLoader",
+        "reader",
+    ],
+)  # fmt: skip
+def test_an_interrupt_at_every_function(torch_script, life: str) -> None:
+    """Wherever it comes, what was made until then goes, and the object can be made anew."""
+    torch_script(INTERRUPTING, LIFE=life)
+
+
+EXITING = """
+import torch, overwire as ow
+from overwire.compat import fastsafetensors as fst
+for name in ("a", "b"):
+    ow.save_file({name: torch.ones(9)}, name)
+loader = fst.ParallelLoader(None, ["a", "b"], use_tqdm_on_load=False, device="cpu")
+batches = loader.iterate_weights()
+next(batches)
+"""
+
+
+def test_a_batch_that_is_open_at_the_exit(torch_script) -> None:
+    """The interpreter ends while an iteration of a ParallelLoader goes on: it waits for no thread that has ended."""
+    assert not torch_script(EXITING).stderr
+
+
+CLOSING = """
+import threading
+import torch, overwire as ow
+from overwire.compat import fastsafetensors as fst
+names = ["a", "b", "c"]
+for name in names:
+    ow.save_file({name: torch.ones(9)}, name)
+# The thread has taken the first batch, and waits for one that does not come before the loader is closed.
+loader = fst.ParallelLoader(None, names, use_tqdm_on_load=False, device="cpu")
+reads, waits, results = loader._load_single_batch, threading.Event(), []
+def read_after(batch):
+    if batch.files != ["a"]:
+        waits.set()
+        while not loader._is_closed:
+            waits.wait(0.01)
+        raise OSError("closed meanwhile")
+    return reads(batch)
+loader._load_single_batch = read_after
+def consume():
+    try:
+        for name, _ in loader.iterate_weights():
+            results.append(name)
+    except (ow.CancelledError, OSError) as error:
+        results.append(type(error).__name__)
+thread = threading.Thread(target=consume)
+thread.start()
+waits.wait()
+loader.close()
+thread.join(60)
+assert not thread.is_alive() and results[0] == "a" and results[1:] in (["CancelledError"], ["OSError"]), results
+assert list(loader.iterate_weights()) == []
+# One iteration at a time.
+loader = fst.ParallelLoader(None, names, use_tqdm_on_load=False, device="cpu")
+first = loader.iterate_weights()
+assert next(first)[0] == "a"
+try:
+    next(loader.iterate_weights())
+except ow.ArgumentError as error:
+    assert "another iteration goes on" in str(error)
+else:
+    raise SystemExit("two at once")
+assert [name for name, _ in first] == ["b", "c"]
+assert [name for name, _ in loader.iterate_weights()] == names
+"""
+
+
+def test_a_loader_that_another_thread_closes(torch_script) -> None:
+    """A thread that waits for a batch of a ParallelLoader goes on when another closes it; two iterations do not mix."""
+    torch_script(CLOSING)
