@@ -305,3 +305,38 @@ def test_ranks_load_into_sharded_modules(torch_script: Callable[..., Any]) -> No
     """Modules of FSDP2 and of tensor parallelism on two ranks have the file's values, each rank by itself or
     together."""
     assert torch_script(RANKS).stdout.split() == ["loaded"] * 2
+
+
+def test_under_a_fake_tensor_mode_nothing_is_called_done(tmp_path: Path) -> None:
+    """FakeTensorMode computes shapes alone, also where it takes real tensors: a copy that it swallowed would leave old
+    values, and a wake lose the new ones. Every verb of torch tensors refuses it in words, and works after it."""
+    tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.empty(0)}
+    path, strided = tmp_path / "m", torch.zeros(4, 3).t()
+    ow.save_file(tensors, path)
+    ow.save_delta({"a": tensors["a"] + 1}, {"a": tensors["a"]}, tmp_path / "d")
+    sleeper, targets = tensors["a"].clone().t(), {"a": torch.zeros(4, 3).t()}
+    targets["a"].copy_(tensors["a"])
+    asleep = ow.sleep({"a": sleeper})
+    with ow.safe_open(path, "pt") as file:
+        verbs = [
+            lambda: ow.load_file(path),
+            lambda: ow.stream(path),
+            lambda: ow.safe_open(path, "pt"),
+            lambda: file.load_into([("a", None, strided)]),
+            lambda: ow.save_file(tensors, tmp_path / "n"),
+            lambda: ow.apply_delta(targets, tmp_path / "d"),
+            lambda: ow.digest(tensors),
+            lambda: ow.sleep({"a": torch.zeros(3)}),
+            asleep.wake,
+            lambda: ow.offload(torch.nn.Linear(2, 2), "cpu"),
+        ]
+        for takes_real in (False, True):
+            with FakeTensorMode(allow_non_fake_inputs=takes_real):
+                for verb in verbs:
+                    with pytest.raises(ow.NotSupportedError, match="FakeTensorMode is on"):
+                        verb()
+        file.load_into([("a", None, strided)])
+    asleep.wake()
+    ow.apply_delta(targets, tmp_path / "d")
+    assert torch.equal(sleeper, tensors["a"].t()) and torch.equal(strided, tensors["a"])
+    assert torch.equal(targets["a"], tensors["a"] + 1) and not (tmp_path / "n").exists()

@@ -36,8 +36,15 @@ def frame_for(framework: str | None) -> Frame:
     else numpy."""
     check_framework(framework)
     if framework is None:
-        return _find_frame("torch" if imported("torch") is not None or find_spec("torch") else "numpy")
-    return _find_frame(_NAMES[framework])
+        name = "torch" if imported("torch") is not None or find_spec("torch") else "numpy"
+    else:
+        name = _NAMES[framework]
+    frame = _find_frame(name)
+    if name == "torch":
+        from .memory import refuse_fakes
+
+        refuse_fakes()
+    return frame
 
 
 @cache
@@ -87,8 +94,10 @@ def columns_of(tensors: Sequence[Any]) -> Columns:
     that it cannot describe: they are ODD."""
     columns = Columns()
     if imported("torch") is not None:
+        from .memory import refuse_fakes
         from .torch import describe_all
 
+        refuse_fakes()
         describe_all(tensors, columns)
     else:
         columns.kinds = [ODD] * len(tensors)

@@ -182,6 +182,13 @@ def is_distributed(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
+def refuse_fakes() -> None:
+    """Raises NotSupportedError under a FakeTensorMode: copies and casts of torch move no bytes there."""
+    mode = getattr(torch._C, "_get_dispatch_mode", None)
+    if mode is not None and mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise NotSupportedError("overwire: torch's FakeTensorMode is on, which moves no bytes: leave it first")
+
+
 def _is_fake(tensor: Any) -> bool:
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, getattr(module, "FakeTensor", ()))

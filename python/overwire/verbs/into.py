@@ -13,6 +13,7 @@ from .. import _engine
 from .._verbs import states
 from ..dtypes import PACKED
 from ..errors import ArgumentError, ForkedError, NotSupportedError
+from ..frameworks.choose import frame_for
 from ..frameworks.frame import Frame
 from ..jobs import Job
 from ..model.budget import fit
@@ -62,6 +63,7 @@ def fill(
     Raises OutOfMemoryError for max_memory before anything is allocated, and what
     `load_file` raises; if the load fails, the tensors have old values and new ones.
     """
+    frame_for(frame.name)  # which refuses torch's fakes
     where = [fixed or place_of(target.tensor) for target in targets]
     views = {device: model.on(device) for device in where}
     for view in views.values():
