@@ -263,8 +263,7 @@ class _Pass:
 _thread = threading.local()
 
 
-@contextlib.contextmanager
-def planned(device: Callable[[str], Any]) -> Iterator[None]:
+def _plan_slices(device: Callable[[str], Any]) -> Iterator[None]:
     """While it lasts, slices that this thread opens and that `device` gives a device to are loaded ahead, one pass a
     device, when the first is read."""
     load, before = ahead(), getattr(_thread, "plan", None)
@@ -280,6 +279,11 @@ def planned(device: Callable[[str], Any]) -> Iterator[None]:
     finally:
         _thread.plan = before
         load.close()
+
+
+# It has its type here, since patching reads it while type checkers go in a circle.
+planned: Callable[[Callable[[str], Any]], contextlib.AbstractContextManager[None]]
+planned = contextlib.contextmanager(_plan_slices)
 
 
 def kept(filename: Any) -> Any:
