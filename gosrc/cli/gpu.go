@@ -55,9 +55,10 @@ func diagnoseGPU(measure bool) GPU {
 	}
 	for _, d := range info {
 		g.CUDA = d.Driver
-		one := GPUDevice{DeviceInfo: d, Kernels: cuda.Kernels(d.Compute), Unplaced: nodes.Near(tables, func() string {
-			return d.PCI
-		}).Refused()}
+		one := GPUDevice{DeviceInfo: d, Kernels: cuda.KernelCodeFor(d.Compute),
+			Unplaced: nodes.Near(tables, func() string {
+				return d.PCI
+			}).Refused()}
 		if one.Kernels == "" {
 			one.Unusable = fmt.Sprintf("compute capability %s; overwire needs 8.0 or later", d.Compute)
 		} else if measure {

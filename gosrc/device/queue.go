@@ -69,8 +69,8 @@ type Queue interface {
 	// TraceTimes makes an asynchronous queue report what it did with each piece once that
 	// has landed; nil ends this. No piece may be in flight.
 	TraceTimes(trace TraceFunc) error
-	// StagingBytes is the host memory of all slots.
-	StagingBytes() int64
+	// PinnedBytes is the host memory of all slots.
+	PinnedBytes() int64
 	// Close waits until every slot is back and all work has ended, and frees the
 	// queue.
 	Close()

@@ -256,7 +256,7 @@ func TestUnplanned(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer cpu.Release(l.mem)
-	s := l.shapeLoad(reqs)
+	s := l.planLoad(reqs)
 	s.plan.Left[0] = 0
 	var at *errs.At
 	if err := l.landMapped(l.job, s); !errors.Is(err, errs.ErrEngine) || !errors.As(err, &at) || at.Tensor != "a.t0" ||

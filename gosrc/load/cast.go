@@ -83,7 +83,7 @@ func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, 
 	if any {
 		mem, err := l.target.allocateFor(sizes)
 		if err != nil {
-			return nil, l.model.Where("land", err)
+			return nil, l.model.PlaceError("land", err)
 		}
 		t.mem = mem
 	}

@@ -94,7 +94,7 @@ func isPostponed(gpu *cuda.Device, sizes []int64) bool {
 	if total <= allotment {
 		return false
 	}
-	unused, _, err := gpu.Free()
+	unused, _, err := gpu.MemoryInfo()
 	return err == nil && unused >= total+total/8+spare
 }
 
@@ -113,7 +113,7 @@ func (l *Loading) allocatePostponed(ctx context.Context) (ended chan struct{}) {
 				}
 				mem, err := l.target.allocateFor(l.later[from:to])
 				if err != nil {
-					return l.model.Where("land", err)
+					return l.model.PlaceError("land", err)
 				}
 				l.mu.Lock()
 				for i, m := range mem {
@@ -142,7 +142,7 @@ func (l *Loading) settlesMeanwhile() bool {
 	if l.settles == nil || !l.target.GPU.IsMakingQueue() {
 		return false
 	}
-	room, _, err := l.target.GPU.Free()
+	room, _, err := l.target.GPU.MemoryInfo()
 	return err == nil && room >= spare
 }
 
@@ -160,7 +160,7 @@ func (l *Loading) Settle(pairs []int64, stream uint64) error {
 	}
 	if l.queue != nil && stream != 0 {
 		if err := l.queue.WaitFor(uintptr(stream)); err != nil {
-			return l.model.Where("stage", err)
+			return l.model.PlaceError("stage", err)
 		}
 	}
 	for i := 0; i < len(pairs); i += 2 {

@@ -182,18 +182,18 @@ func TestPrepare(t *testing.T) {
 		t.Fatal(err)
 	}
 	d.Prepare(0, 0)
-	before, _, _ := d.Free()
+	before, _, _ := d.MemoryInfo()
 	d.Prepare(0, 0)
 	l, err := d.Queue(0, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if now, _, _ := d.Free(); now != before {
+	if now, _, _ := d.MemoryInfo(); now != before {
 		t.Errorf("%d bytes more are taken", before-now)
 	}
 	l.Close()
 	load.Prepare("cuda:0", false)
 	load.Prepare("cuda:99", true) // the load will say so
 	load.Prepare("nothing", false)
-	load.Prepared()
+	load.AwaitPreparations()
 }

@@ -154,7 +154,7 @@ func TestOutOfMemory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if unused, total, err := d.Free(); err != nil || unused != total {
+	if unused, total, err := d.MemoryInfo(); err != nil || unused != total {
 		t.Errorf("after Trim %d bytes are free of %d, %v", unused, total, err)
 	}
 	if left := end(); left != "" {

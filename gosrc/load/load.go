@@ -101,7 +101,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	tgt, err := TargetOf(opt.Device)
 	if err != nil {
-		return nil, m.Where("open", err)
+		return nil, m.PlaceError("open", err)
 	}
 	tgt.inPlace = opt.InPlace
 	if err := knob.Read.Check(opt.Read); err != nil {
@@ -142,7 +142,7 @@ func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt
 	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
 	if opt.After == nil && !l.settlesMeanwhile() {
 		if l.queue, err = tgt.Queue(0, l.machine); err != nil {
-			return nil, m.Where("stage", err)
+			return nil, m.PlaceError("stage", err)
 		}
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {
@@ -166,7 +166,7 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 		}
 		if l.target.GPU == nil && l.model.inFile(&l.wants[i], maps) {
 			s := ix.Tensors[l.wants[i].Data].Source
-			off, _ := l.wants[i].Run(ix)
+			off, _ := l.wants[i].SourceRange(ix)
 			inFile[s] = append(inFile[s], run{i, off, l.wants[i].Bytes})
 			continue
 		}
@@ -199,7 +199,7 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 	}
 	mem, err := l.target.allocateFor(sizes)
 	if err != nil {
-		return l.model.Where("land", err)
+		return l.model.PlaceError("land", err)
 	}
 	for i := range mem {
 		if sizes[i] > 0 {

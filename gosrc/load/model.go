@@ -124,9 +124,9 @@ func (m *Model) Close() {
 	}
 }
 
-// Where adds the model, by its first source, to an error that is not about one
+// PlaceError adds the model, by its first source, to an error that is not about one
 // tensor.
-func (m *Model) Where(verb string, err error) error {
+func (m *Model) PlaceError(verb string, err error) error {
 	at := &errs.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
 	if len(m.ix.Sources) > 0 {
 		at.Source = m.ix.Sources[0].URI

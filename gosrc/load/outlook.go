@@ -119,7 +119,7 @@ func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
 	if q.DType != "" && !known {
 		return nil, errs.New(errs.ErrArgument, "cast to %q: expected a dtype", q.DType)
 	}
-	then := plan.After{To: to, Item: q.Item, Unpack: q.Unpack}
+	then := plan.Conversion{To: to, Item: q.Item, Unpack: q.Unpack}
 	if q.onGPU() && known && !q.Late {
 		then.OnTheWay = func(from tensor.DType) bool { return cuda.CanCast(device.Cast{From: from, To: to}) }
 	}
@@ -168,6 +168,6 @@ func (m *Model) mapped() []bool {
 // maps says.
 func (m *Model) inFile(w *plan.Want, maps []bool) bool {
 	t := &m.ix.Tensors[w.Data]
-	off, row := w.Run(m.ix)
+	off, row := w.SourceRange(m.ix)
 	return row && maps[t.Source] && !m.ix.Sources[t.Source].Overwire() && off%int64(t.DType.Align()) == 0
 }

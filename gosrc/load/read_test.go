@@ -209,7 +209,7 @@ func (a *asked) Expect(int64, bool, string) int { a.times++; return 3 }
 func TestExpectOnce(t *testing.T) {
 	srcs := []source.Source{&asked{}, &asked{}, &asked{}}
 	p := &plan.Plan{Pieces: []plan.Piece{{Source: 0}, {Source: 2}, {Source: 0}, {Source: 2}, {Source: 2}}}
-	files, depth := Expect(srcs, p, false, "auto")
+	files, depth := AnnouncePlan(srcs, p, false, "auto")
 	if len(files) != 2 || files[0] != source.File(srcs[0].(*asked)) || files[1] != source.File(srcs[2].(*asked)) ||
 		depth != 3 {
 		t.Errorf("%d files, %d reads in flight", len(files), depth)

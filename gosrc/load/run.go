@@ -50,9 +50,9 @@ type shape struct {
 	begun, planned time.Time
 }
 
-// shapeLoad gives every request its destination and plans the reads of what is not
+// planLoad gives every request its destination and plans the reads of what is not
 // mapped. It reads nothing.
-func (l *Loading) shapeLoad(reqs []Request) *shape {
+func (l *Loading) planLoad(reqs []Request) *shape {
 	s := &shape{dest: make([]unsafe.Pointer, len(reqs))}
 	for i := range reqs {
 		n := l.wants[i].Bytes
@@ -89,11 +89,11 @@ func (l *Loading) runLoad(ctx context.Context, j *job.Job, reqs []Request, opt O
 			<-provided
 		}()
 	}
-	s := l.shapeLoad(reqs)
+	s := l.planLoad(reqs)
 	j.TotalBytes.Store(s.bytes)
 	j.TotalTensors.Store(int64(len(reqs)))
 	how := cmp.Or(opt.Read, knob.Read.Get())
-	files, depth := Expect(l.model.srcs, s.plan, l.target.GPU == nil, how)
+	files, depth := AnnouncePlan(l.model.srcs, s.plan, l.target.GPU == nil, how)
 	late, err := l.plantCasts(s.plan, s.dest)
 	if err != nil {
 		return err
@@ -119,7 +119,7 @@ func (l *Loading) runLoad(ctx context.Context, j *job.Job, reqs []Request, opt O
 	var ways *gdsReads
 	if queue != nil && how == "gds" {
 		if ways, err = l.byGDS(queue); err != nil {
-			return l.model.Where("stage", err)
+			return l.model.PlaceError("stage", err)
 		}
 		task.GDS = ways.by
 	}
@@ -204,7 +204,7 @@ func (l *Loading) prepareQueue(p *plan.Plan, stream uint64) (*cuda.Queue, error)
 		err = queue.WaitFor(uintptr(stream))
 	}
 	if err != nil {
-		return nil, l.model.Where("stage", err)
+		return nil, l.model.PlaceError("stage", err)
 	}
 	return queue, nil
 }
@@ -262,9 +262,9 @@ func (l *Loading) pipelineTask(s *shape, queue *cuda.Queue, depth int, opt Optio
 	return t
 }
 
-// Expect announces the plan to its files; host says that it fills the host's memory.
+// AnnouncePlan announces the plan to its files; host says that it fills the host's memory.
 // It returns them, and how many reads in flight suit them best.
-func Expect(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
+func AnnouncePlan(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
 	asked := make([]bool, len(srcs)) // a relay of several files comes to each again and again
 	for i := range p.Pieces {
 		s := p.Pieces[i].Source

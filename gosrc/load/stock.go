@@ -202,10 +202,10 @@ type joined struct {
 	id    source.Identity // of both
 }
 
-// States are the identities of the model's files when they were opened. known is
+// FileIdentities are the identities of the model's files when they were opened. known is
 // false if one has none; settled is false if one could have changed without a new
 // identity.
-func (m *Model) States() (ids []source.Identity, settled, known bool) {
+func (m *Model) FileIdentities() (ids []source.Identity, settled, known bool) {
 	settled, known = true, true
 	for _, s := range m.srcs {
 		f := s.Facts()

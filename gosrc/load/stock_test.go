@@ -23,7 +23,7 @@ func TestJoinBesideStart(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		ids, _, _ := s.Model().States()
+		ids, _, _ := s.Model().FileIdentities()
 		m := opened(t, spec)
 		var wg sync.WaitGroup
 		wg.Add(1)

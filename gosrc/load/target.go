@@ -35,8 +35,8 @@ func TargetOf(name string) (Target, error) {
 
 var preparing sync.WaitGroup
 
-// Prepared waits for all calls of Prepare to finish, before the process ends.
-func Prepared() { preparing.Wait() }
+// AwaitPreparations waits for all calls of Prepare to finish, before the process ends.
+func AwaitPreparations() { preparing.Wait() }
 
 // Prepare prepares a device, in the background, for a load whose files are being
 // opened, by one process or by ranks that exchange what they read. It reports no error:
@@ -46,7 +46,7 @@ func Prepare(name string, exchange bool) {
 		_ = spawn.Guard("load prepare", func() error {
 			t, err := TargetOf(name)
 			if err == nil && t.GPU != nil {
-				t.GPU.Prepare(Ring(plan.Machine{Exchange: exchange}))
+				t.GPU.Prepare(Ring(plan.Machine{InGroup: exchange}))
 			}
 			return err
 		})
@@ -66,7 +66,7 @@ func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
 	case m.OwnSlots():
 		return cuda.FinestRing()
-	case m.RangeBytes > 0 || m.Exchange:
+	case m.RangeBytes > 0 || m.InGroup:
 		return cuda.FineRing()
 	}
 	return cuda.Ring()
@@ -81,7 +81,7 @@ func (t Target) Queue(largest int64, m plan.Machine) (*cuda.Queue, error) {
 	slots, size := ringFor(largest, m)
 	q, err := t.GPU.Queue(slots, size)
 	if err == nil && t.inPlace {
-		q.InPlace()
+		q.ReadInPlace()
 	}
 	return q, err
 }

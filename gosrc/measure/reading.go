@@ -56,7 +56,7 @@ func (r Reading) Run(ctx context.Context) error {
 	defer func() {
 		for _, s := range streams {
 			if s != 0 {
-				gpu.EndStream(s)
+				gpu.SyncAndFreeStream(s)
 			}
 		}
 	}()

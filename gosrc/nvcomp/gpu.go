@@ -21,7 +21,7 @@ func GPUNames() []string {
 
 // GPUDecode queues the decoding of streams of one algorithm on a GPU: see
 // cuda.Device.Decode.
-func GPUDecode(index int, on cuda.Order, name string, streams []cuda.Stream) (*cuda.Batch, error) {
+func GPUDecode(index int, on cuda.Order, name string, streams []cuda.Bitstream) (*cuda.Batch, error) {
 	a, err := byName(name)
 	if err != nil {
 		return nil, err
@@ -52,7 +52,7 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 
 // GPUEncode queues the encoding of contents on a GPU to X16 streams: see
 // cuda.Device.Encode. scratch has room bytes.
-func GPUEncode(index int, on cuda.Order, streams []cuda.Stream, scratch uint64, room int64) (*cuda.Batch, error) {
+func GPUEncode(index int, on cuda.Order, streams []cuda.Bitstream, scratch uint64, room int64) (*cuda.Batch, error) {
 	if need := cuda.Scratch(streams); need > room || scratch%16 != 0 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
 	}
@@ -73,7 +73,7 @@ type Glance struct {
 // GPUPeek inspects streams on a GPU, and waits for the answer. name "" is for
 // native streams, which state it. A length that only decoding could find is
 // errs.ErrNotSupported.
-func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.Stream) ([]Glance, error) {
+func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.Bitstream) ([]Glance, error) {
 	var id uint32
 	if name != "" || kind != Native {
 		a, err := byName(name)

@@ -20,9 +20,9 @@ import (
 // lineBytes is the space of a process's flags: no two share a line of a cache.
 const lineBytes = 128
 
-// A line is a process's flags. It alone writes them, and its numbers only rise. It rings
+// A processFlags is a process's flags. It alone writes them, and its numbers only rise. It rings
 // the bell after each change that all others wait for.
-type line struct {
+type processFlags struct {
 	bell      atomic.Uint32
 	joined    atomic.Uint64 // 1; 2: it has mapped the memory of the others
 	published atomic.Uint64 // how many pieces of its memory are complete
@@ -74,7 +74,7 @@ func waitForBell(bell *atomic.Uint32, heard uint32) {
 }
 
 // showLife gives signs of life until Close.
-func (p *Peers) showLife(own *line) {
+func (p *Peers) showLife(own *processFlags) {
 	spawn.GoFor(&p.beat, "peers", func() {
 		tick := time.NewTicker(beat)
 		defer tick.Stop()
@@ -103,14 +103,14 @@ func (p *Peers) taking(owner, by int) *taking {
 	return (*taking)(unsafe.Add(p.flags.base, p.ranks*lineBytes+(by*p.ranks+owner)*takingBytes))
 }
 
-// Taken says that this process needs the first pieces of another's memory no more.
-func (p *Peers) Taken(owner, pieces int) {
+// ReleasePieces says that this process needs the first pieces of another's memory no more.
+func (p *Peers) ReleasePieces(owner, pieces int) {
 	own := p.taking(owner, p.mine.Rank)
 	setNumber(&own.pieces, pieces, &own.bell)
 }
 
-// Trouble says that this process has failed: those that wait for it stop.
-func (p *Peers) Trouble() {
+// ReportFailure says that this process has failed: those that wait for it stop.
+func (p *Peers) ReportFailure() {
 	if p.lines != nil {
 		own := p.lines[p.mine.Rank]
 		own.trouble.Store(1)
@@ -126,19 +126,19 @@ func (p *Peers) AwaitJoined(ctx context.Context) error {
 	}, 1)
 }
 
-// AwaitTurn waits until the process before this one has ended its turn to map the memory of others.
+// AwaitMapTurn waits until the process before this one has ended its turn to map the memory of others.
 // The driver lets one process map at a time, and while another waits for that, its copies wait, too.
-func (p *Peers) AwaitTurn(ctx context.Context) error {
+func (p *Peers) AwaitMapTurn(ctx context.Context) error {
 	rank := p.mine.Rank - 1
 	if rank < 0 {
 		return nil
 	}
 	l := p.lines[rank]
-	return p.awaitLine(ctx, rank, &l.bell, func() bool { return l.joined.Load() > 1 }, true)
+	return p.awaitProcess(ctx, rank, &l.bell, func() bool { return l.joined.Load() > 1 }, true)
 }
 
-// EndTurn says that this process has mapped the memory of the others.
-func (p *Peers) EndTurn() {
+// EndMapTurn says that this process has mapped the memory of the others.
+func (p *Peers) EndMapTurn() {
 	own := p.lines[p.mine.Rank]
 	setNumber(&own.joined, 2, &own.bell)
 }
@@ -146,7 +146,7 @@ func (p *Peers) EndTurn() {
 // AwaitPiece waits until the first pieces of a process's memory are complete.
 func (p *Peers) AwaitPiece(ctx context.Context, rank, pieces int) error {
 	l := p.lines[rank]
-	return p.awaitLine(ctx, rank, &l.bell, func() bool { return l.published.Load() >= uint64(pieces) }, true)
+	return p.awaitProcess(ctx, rank, &l.bell, func() bool { return l.published.Load() >= uint64(pieces) }, true)
 }
 
 // AwaitTaken waits until no other process needs the first pieces of this one's memory.
@@ -164,16 +164,17 @@ func (p *Peers) awaitAll(ctx context.Context, of func(rank int) (*atomic.Uint32,
 			continue
 		}
 		bell, number := of(rank)
-		if err := p.awaitLine(ctx, rank, bell, func() bool { return number.Load() >= to }, true); err != nil {
+		if err := p.awaitProcess(ctx, rank, bell, func() bool { return number.Load() >= to }, true); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// awaitLine waits until a process, which rings the bell then, is ready, for the end of ctx, or for
+// awaitProcess waits until a process, which rings the bell then, is ready, for the end of ctx, or for
 // the loss of that process. careful: also for the loss, or trouble, of any.
-func (p *Peers) awaitLine(ctx context.Context, rank int, bell *atomic.Uint32, ready func() bool, careful bool) error {
+func (p *Peers) awaitProcess(ctx context.Context, rank int, bell *atomic.Uint32, ready func() bool,
+	careful bool) error {
 	whose, asked := []int{rank}, time.Now()
 	if careful {
 		whose = nil

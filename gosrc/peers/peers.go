@@ -41,7 +41,7 @@ type Offer struct {
 	Bytes   int64  `json:"bytes"`
 }
 
-// ErrOther is the class of what Wait returns because another process has failed: its
+// ErrOther is the class of what the Await methods return when another process has failed: its
 // own error says more.
 var ErrOther = errors.New("another process of the group has failed")
 
@@ -63,7 +63,7 @@ type Peers struct {
 	memory device.Memory // of the GPU
 	file   *shared       // memory of the host
 	flags  *shared
-	lines  []*line
+	lines  []*processFlags
 	at     []unsafe.Pointer // by rank: its memory, mapped here
 	files  []*shared
 	ended  bool
@@ -120,7 +120,7 @@ func (p *Peers) makeMemory(n int64) (err error) {
 		return err
 	}
 	p.memory, p.at[p.mine.Rank] = mem[0], mem[0].Ptr
-	p.mine.Memory, err = p.gpu.Share(p.memory)
+	p.mine.Memory, err = p.gpu.ExportMemory(p.memory)
 	return err
 }
 
@@ -154,7 +154,7 @@ func (p *Peers) Join(offers []Offer) error {
 		p.flags = f
 	}
 	for rank := range offers {
-		p.lines = append(p.lines, (*line)(unsafe.Add(p.flags.base, rank*lineBytes)))
+		p.lines = append(p.lines, (*processFlags)(unsafe.Add(p.flags.base, rank*lineBytes)))
 		p.since[rank] = time.Now()
 	}
 	for rank := range offers {
@@ -205,7 +205,7 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 	p.ended = true
 	own := p.lines[p.mine.Rank]
 	if !good {
-		p.Trouble()
+		p.ReportFailure()
 	}
 	p.unmapOthers()
 	own.ended.Store(1)
@@ -243,7 +243,7 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 func (p *Peers) awaitEnded(ctx context.Context) (first error) {
 	for rank := range p.lines {
 		l := p.lines[rank]
-		err := p.awaitLine(ctx, rank, &l.bell, func() bool {
+		err := p.awaitProcess(ctx, rank, &l.bell, func() bool {
 			return l.joined.Load() == 0 || l.ended.Load() != 0
 		}, false)
 		if first == nil {

@@ -78,14 +78,14 @@ func TestTogether(t *testing.T) {
 			}
 		}
 	}
-	all[1].Taken(0, 1)
-	all[2].Taken(1, 1) // another's
+	all[1].ReleasePieces(0, 1)
+	all[2].ReleasePieces(1, 1) // another's
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	if err := all[0].AwaitTaken(ctx, 1); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("taken by rank 1 alone: %v", err)
 	}
-	all[2].Taken(0, 1)
+	all[2].ReleasePieces(0, 1)
 	if err := all[0].AwaitTaken(t.Context(), 1); err != nil {
 		t.Error(err)
 	}
@@ -103,9 +103,9 @@ func TestBell(t *testing.T) {
 		wait func() error
 		then func()
 	}{
-		"turn":  {func() error { return all[1].AwaitTurn(t.Context()) }, func() { all[0].EndTurn() }},
+		"turn":  {func() error { return all[1].AwaitMapTurn(t.Context()) }, func() { all[0].EndMapTurn() }},
 		"piece": {func() error { return all[0].AwaitPiece(t.Context(), 1, 1) }, func() { all[1].Publish(1) }},
-		"taken": {func() error { return all[1].AwaitTaken(t.Context(), 1) }, func() { all[0].Taken(1, 1) }},
+		"taken": {func() error { return all[1].AwaitTaken(t.Context(), 1) }, func() { all[0].ReleasePieces(1, 1) }},
 	} {
 		go func() { woken <- step.wait() }()
 		time.Sleep(20 * time.Millisecond) // it waits, most likely
@@ -116,7 +116,7 @@ func TestBell(t *testing.T) {
 	}
 	go func() { woken <- all[0].AwaitPiece(t.Context(), 1, 2) }()
 	time.Sleep(20 * time.Millisecond)
-	all[1].Trouble()
+	all[1].ReportFailure()
 	if err := <-woken; !errors.Is(err, ErrOther) {
 		t.Error(err)
 	}
@@ -126,7 +126,7 @@ func TestBell(t *testing.T) {
 // Trouble of one ends the waiting of all, by an error of its own class.
 func TestTrouble(t *testing.T) {
 	all := together(t, 3)
-	all[2].Trouble()
+	all[2].ReportFailure()
 	for _, p := range all[:2] {
 		if err := p.AwaitPiece(t.Context(), 0, 1); !errors.Is(err, ErrOther) || !errors.Is(err, errs.ErrIO) {
 			t.Error(err)

@@ -25,7 +25,7 @@ func watchProcess(number int) (*process, error) {
 	return &process{fd}, nil
 }
 
-// isAlive reports whether it has not ended. What its parent has not waited for yet has.
+// isAlive reports whether it has not ended. A zombie counts as ended.
 func (p *process) isAlive() bool {
 	b := make([]byte, 256)
 	for {

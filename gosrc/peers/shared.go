@@ -70,7 +70,7 @@ func openShared(o *Offer, number int, n int64) (*shared, error) {
 	if err != nil {
 		return refuse(err)
 	}
-	// Processes with other numbers, as in containers, would lead to anything.
+	// In another PID namespace the number may be that of another process: so the token is compared.
 	var st unix.Stat_t
 	token := make([]byte, tokenBytes)
 	if err = unix.Fstat(fd, &st); err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size != pageBytes+n) {

@@ -114,7 +114,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		defer host.Close()
 		queue, st.SlotBytes = host, t.Plan.Slot
 	}
-	st.RingBytes = queue.StagingBytes()
+	st.RingBytes = queue.PinnedBytes()
 	r := newRun(t, queue)
 	if t.Trace != nil {
 		if err := queue.TraceTimes(t.Trace.addDevice); err != nil {

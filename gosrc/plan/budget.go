@@ -10,9 +10,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An After is what the caller makes of tensors that have landed, one after the other;
+// An Conversion is what the caller makes of tensors that have landed, one after the other;
 // a tensor then lies in memory twice.
-type After struct {
+type Conversion struct {
 	// To is what floating tensors become, Invalid where that has no name here, and Item
 	// the bytes of its elements; 0: they stay as they are.
 	To   tensor.DType
@@ -34,7 +34,7 @@ type Cost struct {
 }
 
 // Costs returns the cost of each part.
-func Costs(ix *tensor.Index, parts []Part, then After) ([]Cost, error) {
+func Costs(ix *tensor.Index, parts []Part, then Conversion) ([]Cost, error) {
 	costs := make([]Cost, len(parts))
 	for i, p := range parts {
 		if p.Tensor < 0 || p.Tensor >= int64(len(ix.Tensors)) {
@@ -56,14 +56,14 @@ func Costs(ix *tensor.Index, parts []Part, then After) ([]Cost, error) {
 }
 
 // costOf is the cost of n bytes, in whole elements, of a dtype.
-func costOf(d tensor.DType, n int64, then After) Cost {
+func costOf(d tensor.DType, n int64, then Conversion) Cost {
 	switch {
 	case d == tensor.F4 && then.Unpack:
-		return Cost{n, times(n, 2), true}
+		return Cost{n, mulSaturating(n, 2), true}
 	case !d.Floating() || then.Item <= 0 || d == then.To:
 		return Cost{n, n, false}
 	}
-	cast := times(n/int64(d.Bits()/8), then.Item)
+	cast := mulSaturating(n/int64(d.Bits()/8), then.Item)
 	if then.OnTheWay != nil && then.OnTheWay(d) {
 		return Cost{cast, cast, false}
 	}
@@ -75,13 +75,13 @@ func costOf(d tensor.DType, n int64, then After) Cost {
 func Peak(costs []Cost) int64 {
 	var now int64
 	for _, c := range costs {
-		now = plus(now, c.Lands)
+		now = addSaturating(now, c.Lands)
 	}
 	peak := now
 	for _, c := range costs {
 		if c.Twice {
-			peak = max(peak, plus(now, c.Stays))
-			now = plus(now-min(now, c.Lands), c.Stays)
+			peak = max(peak, addSaturating(now, c.Stays))
+			now = addSaturating(now-min(now, c.Lands), c.Stays)
 		}
 	}
 	return peak
@@ -102,7 +102,7 @@ func Windows(costs []Cost, budget int64) (ws []Window, over int) {
 		if n > budget {
 			return nil, i
 		}
-		if k := len(ws) - 1; k >= 0 && plus(ws[k].Bytes, n) <= budget/2 {
+		if k := len(ws) - 1; k >= 0 && addSaturating(ws[k].Bytes, n) <= budget/2 {
 			ws[k] = Window{ws[k].Tensors + 1, ws[k].Bytes + n}
 		} else {
 			ws = append(ws, Window{1, n})
@@ -111,15 +111,15 @@ func Windows(costs []Cost, budget int64) (ws []Window, over int) {
 	return ws, -1
 }
 
-// plus and times end at the largest number: headers may promise more than that.
-func plus(a, b int64) int64 {
+// addSaturating and times end at the largest number: headers may promise more than that.
+func addSaturating(a, b int64) int64 {
 	if a > math.MaxInt64-b {
 		return math.MaxInt64
 	}
 	return a + b
 }
 
-func times(a, b int64) int64 {
+func mulSaturating(a, b int64) int64 {
 	if n, ok := sizes.Mul(uint64(a), uint64(b)); ok && n <= math.MaxInt64 {
 		return int64(n)
 	}

@@ -17,24 +17,26 @@ func TestCost(t *testing.T) {
 	for _, c := range []struct {
 		d    tensor.DType
 		n    int64
-		then After
+		then Conversion
 		want Cost
 	}{
-		{tensor.F32, 40, After{}, Cost{40, 40, false}}, {tensor.F32, 40, After{Item: 2}, Cost{40, 20, true}},
-		{tensor.F32, 40, After{Item: 16}, Cost{40, 160, true}},
-		{tensor.F8E4M3FNUZ, 7, After{Item: 4}, Cost{7, 28, true}},
-		{tensor.F8E8M0, 7, After{Item: 4}, Cost{7, 7, false}}, {tensor.BF16, 0, After{Item: 8}, Cost{0, 0, true}},
-		{tensor.I64, 80, After{Item: 2}, Cost{80, 80, false}}, {tensor.Bool, 3, After{Item: 2}, Cost{3, 3, false}},
-		{tensor.C64, 16, After{Item: 2}, Cost{16, 16, false}},
-		{tensor.F16, 4, After{To: tensor.F32, Item: 4, OnTheWay: narrow}, Cost{8, 8, false}},
-		{tensor.F64, 8, After{To: tensor.F32, Item: 4, OnTheWay: narrow}, Cost{8, 4, true}},
-		{tensor.F4, 5, After{Item: 4}, Cost{5, 5, false}},
-		{tensor.F4, 5, After{Item: 4, Unpack: true}, Cost{5, 10, true}},
-		{tensor.F6E2M3, 3, After{Item: 4, Unpack: true}, Cost{3, 3, false}},
-		{tensor.F16, 4, After{To: tensor.F16, Item: 2}, Cost{4, 4, false}},
-		{tensor.BF16, 4, After{To: tensor.F16, Item: 2}, Cost{4, 4, true}},
-		{tensor.F8E5M2, math.MaxInt64 / 2, After{Item: 8}, Cost{math.MaxInt64 / 2, math.MaxInt64, true}},
-		{tensor.F4, math.MaxInt64 - 1, After{Unpack: true}, Cost{math.MaxInt64 - 1, math.MaxInt64, true}},
+		{tensor.F32, 40, Conversion{}, Cost{40, 40, false}}, {tensor.F32, 40, Conversion{Item: 2}, Cost{40, 20, true}},
+		{tensor.F32, 40, Conversion{Item: 16}, Cost{40, 160, true}},
+		{tensor.F8E4M3FNUZ, 7, Conversion{Item: 4}, Cost{7, 28, true}},
+		{tensor.F8E8M0, 7, Conversion{Item: 4}, Cost{7, 7, false}},
+		{tensor.BF16, 0, Conversion{Item: 8}, Cost{0, 0, true}},
+		{tensor.I64, 80, Conversion{Item: 2}, Cost{80, 80, false}},
+		{tensor.Bool, 3, Conversion{Item: 2}, Cost{3, 3, false}},
+		{tensor.C64, 16, Conversion{Item: 2}, Cost{16, 16, false}},
+		{tensor.F16, 4, Conversion{To: tensor.F32, Item: 4, OnTheWay: narrow}, Cost{8, 8, false}},
+		{tensor.F64, 8, Conversion{To: tensor.F32, Item: 4, OnTheWay: narrow}, Cost{8, 4, true}},
+		{tensor.F4, 5, Conversion{Item: 4}, Cost{5, 5, false}},
+		{tensor.F4, 5, Conversion{Item: 4, Unpack: true}, Cost{5, 10, true}},
+		{tensor.F6E2M3, 3, Conversion{Item: 4, Unpack: true}, Cost{3, 3, false}},
+		{tensor.F16, 4, Conversion{To: tensor.F16, Item: 2}, Cost{4, 4, false}},
+		{tensor.BF16, 4, Conversion{To: tensor.F16, Item: 2}, Cost{4, 4, true}},
+		{tensor.F8E5M2, math.MaxInt64 / 2, Conversion{Item: 8}, Cost{math.MaxInt64 / 2, math.MaxInt64, true}},
+		{tensor.F4, math.MaxInt64 - 1, Conversion{Unpack: true}, Cost{math.MaxInt64 - 1, math.MaxInt64, true}},
 	} {
 		if got := costOf(c.d, c.n, c.then); got != c.want {
 			t.Errorf("%v %d %+v: %+v, want %+v", c.d, c.n, c.then, got, c.want)
@@ -89,10 +91,10 @@ func TestBudgets(t *testing.T) {
 		for _, w := range ws {
 			var n int64
 			for _, c := range costs[at : at+w.Tensors] {
-				n = plus(n, Peak([]Cost{c}))
+				n = addSaturating(n, Peak([]Cost{c}))
 			}
 			first := Peak(costs[at : at+1])
-			if n != w.Bytes || w.Tensors > 1 && n > budget/2 || plus(before, first) <= budget/2 {
+			if n != w.Bytes || w.Tensors > 1 && n > budget/2 || addSaturating(before, first) <= budget/2 {
 				t.Fatalf("%v by %d: %v", costs, budget, ws)
 			}
 			at, before = at+w.Tensors, n

@@ -11,9 +11,9 @@ type Machine struct {
 	Cores     int
 	Threads   int // the caller's; 0: as many as suit the load
 	Ranks     int // processes of the host that share the cores, and each read a part; 0 is 1
-	// Exchange: what is read goes on to other ranks, piece by piece, each of which waits
+	// InGroup: what is read goes on to other ranks, piece by piece, each of which waits
 	// for its slots.
-	Exchange bool
+	InGroup bool
 	// Concurrency is the most reads in flight that any of the sources can use.
 	// RangeBytes is the best size of their ranges that are read in steps, 0 unless
 	// all have such ranges; see source.Facts.
@@ -43,7 +43,7 @@ const (
 // OwnSlots reports whether each reader of local files fills slots of its own, so small that
 // its core's cache still has them. They pay where the driver takes many at once, which need
 // no kernels of their own.
-func (m Machine) OwnSlots() bool { return m.Exchange && m.Concurrency == 0 }
+func (m Machine) OwnSlots() bool { return m.InGroup && m.Concurrency == 0 }
 
 // Limits chooses the size of reads. On the host it is about one compressed chunk,
 // which is then still in the second-level cache when it is decoded. For a device
@@ -89,7 +89,7 @@ func (m Machine) Workers(depth int) int {
 		if ranks > 1 {
 			readers = min(Feeders*ranks, max(Feeders, m.Cores))
 		}
-		if m.Exchange && m.Cores > 0 {
+		if m.InGroup && m.Cores > 0 {
 			readers = min(readers, m.Cores-m.Cores*5/16)
 		}
 	}

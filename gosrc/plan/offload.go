@@ -29,7 +29,7 @@ type Offload struct {
 }
 
 // DeviceBytes is the bytes of the device that weights take, the ring included.
-func (o *Offload) DeviceBytes() int64 { return plus(plus(o.Rest, o.Kept), o.Ring) }
+func (o *Offload) DeviceBytes() int64 { return addSaturating(addSaturating(o.Rest, o.Kept), o.Ring) }
 
 // A module is what stands below one name, as far as names tell.
 type module struct {
@@ -66,8 +66,8 @@ func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offlo
 			continue
 		}
 		o.Streamed += b.bytes
-		o.Stored = plus(o.Stored, b.stored)
-		o.Ring = max(o.Ring, times(plus(b.bytes, b.stored), 2))
+		o.Stored = addSaturating(o.Stored, b.stored)
+		o.Ring = max(o.Ring, mulSaturating(addSaturating(b.bytes, b.stored), 2))
 		o.Blocks = append(o.Blocks, b.name)
 	}
 	return o
@@ -78,7 +78,7 @@ func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offlo
 func KeptBlocks(nbytes []int64, keep int64) []int64 {
 	count, sum := 0, int64(0)
 	for _, n := range slices.Sorted(slices.Values(nbytes)) { // of the smallest as many fit
-		if sum = plus(sum, n); sum > keep {
+		if sum = addSaturating(sum, n); sum > keep {
 			break
 		}
 		count++
@@ -87,7 +87,7 @@ func KeptBlocks(nbytes []int64, keep int64) []int64 {
 		numbers, sum := make([]int64, count), int64(0)
 		for i := range numbers {
 			numbers[i] = int64(i * len(nbytes) / count)
-			sum = plus(sum, nbytes[numbers[i]])
+			sum = addSaturating(sum, nbytes[numbers[i]])
 		}
 		if sum <= keep {
 			return numbers
@@ -99,7 +99,7 @@ func KeptBlocks(nbytes []int64, keep int64) []int64 {
 // addTensor counts a tensor in each module that its name passes.
 func (m *module) addTensor(name string, nbytes, stored int64) {
 	for at, rest := "", name; ; {
-		m.bytes, m.stored = plus(m.bytes, nbytes), plus(m.stored, stored)
+		m.bytes, m.stored = addSaturating(m.bytes, nbytes), addSaturating(m.stored, stored)
 		if rest == "" {
 			return
 		}

@@ -118,8 +118,8 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	if len(t.Shape) > 1 {
 		d1 = t.Shape[1]
 	}
-	lo0, hi0, ok0 := span(r.Lo0, r.Hi0, d0)
-	lo1, hi1, ok1 := span(r.Lo1, r.Hi1, d1)
+	lo0, hi0, ok0 := checkRange(r.Lo0, r.Hi0, d0)
+	lo1, hi1, ok1 := checkRange(r.Lo1, r.Hi1, d1)
 	if !ok0 || !ok1 {
 		return errs.New(errs.ErrArgument, "slice [%d:%d, %d:%d] of shape %v", r.Lo0, r.Hi0, r.Lo1, r.Hi1, t.Shape)
 	}
@@ -162,8 +162,8 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	return nil
 }
 
-// span checks one range of a dim.
-func span(lo, hi, dim int64) (int64, int64, bool) {
+// checkRange checks one range of a dim.
+func checkRange(lo, hi, dim int64) (int64, int64, bool) {
 	if hi == Whole {
 		hi = dim
 	}
@@ -181,9 +181,9 @@ func sliced(shape []int64, n0, n1 int64) []int64 {
 	return s
 }
 
-// Run is the byte range [Off, Off+Bytes) of a plain tensor's source that is the
+// SourceRange is the byte range [Off, Off+Bytes) of a plain tensor's source that is the
 // want; ok is false if the want is scattered or stored in chunks.
-func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
+func (w *Want) SourceRange(ix *tensor.Index) (off int64, ok bool) {
 	t := &ix.Tensors[w.Data]
 	if t.Count != 0 || (w.col1-w.col0 != w.rowBytes && w.row1-w.row0 > 1) {
 		return 0, false
@@ -201,14 +201,14 @@ func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Pl
 		}
 		t := &ix.Tensors[wants[i].Data]
 		if t.Count == 0 {
-			m.plain(int32(i), &wants[i], t, dest[i])
+			m.addPlainTasks(int32(i), &wants[i], t, dest[i])
 		} else {
-			m.chunks(int32(i), &wants[i], t, dest[i])
+			m.addChunkTasks(int32(i), &wants[i], t, dest[i])
 		}
 	}
 	m.order()
-	m.cut(0, len(m.pos))
-	m.split()
+	m.joinIntoPieces(0, len(m.pos))
+	m.splitPieces()
 	return m.p
 }
 
@@ -254,9 +254,9 @@ func (m *maker) add(want, n, source int32, off int64, inPlace bool, j device.Dec
 	m.p.Left[want]++
 }
 
-// chunks adds the tasks of a tensor that is stored in chunks: only for chunks that
+// addChunkTasks adds the tasks of a tensor that is stored in chunks: only for chunks that
 // contain wanted bytes.
-func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
+func (m *maker) addChunkTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	w.each(m.ix, func(n int32, to int64, v *device.View) {
 		if v != nil {
 			own := *v
@@ -273,7 +273,7 @@ func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointe
 func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
 	m := newMaker(ix, wants, tasksOf(ix, wants, dest), Limits{})
 	for i := range wants {
-		m.chunks(int32(i), &wants[i], &ix.Tensors[wants[i].Data], dest[i])
+		m.addChunkTasks(int32(i), &wants[i], &ix.Tensors[wants[i].Data], dest[i])
 	}
 	return m.p
 }
@@ -321,16 +321,16 @@ func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)
 // rather than through a slot.
 const inPlaceMin = 128 << 10
 
-// plain adds the tasks of a plain tensor. A contiguous run is cut at the piece
+// addPlainTasks adds the tasks of a plain tensor. A contiguous run is cut at the piece
 // size; scattered columns are read row by row where rows are long, and by whole
 // bands of rows where they are short.
-func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
+func (m *maker) addPlainTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	raw := func(off, n int64) tensor.Chunk {
 		return tensor.Chunk{Off: off, Stored: uint32(n), Logical: uint32(n), Codec: tensor.CodecRaw}
 	}
-	if off, ok := w.Run(m.ix); ok {
+	if off, ok := w.SourceRange(m.ix); ok {
 		for at, n := int64(0), int64(0); at < w.Bytes; at += n {
-			n = min(m.upTo(off+at, t), w.Bytes-at)
+			n = min(m.bytesToCut(off+at, t), w.Bytes-at)
 			m.add(want, -1, t.Source, off+at, n >= inPlaceMin,
 				device.DecodeTask{Chunk: raw(off+at, n), Dst: unsafe.Add(dest, at)})
 		}
@@ -341,7 +341,7 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 		for r := w.row0; r < w.row1; r++ {
 			for at, n := int64(0), int64(0); at < width; at += n {
 				off := t.Off + r*w.rowBytes + w.col0 + at
-				n = min(m.upTo(off, t), width-at)
+				n = min(m.bytesToCut(off, t), width-at)
 				m.add(want, -1, t.Source, off, n >= inPlaceMin,
 					device.DecodeTask{Chunk: raw(off, n), Dst: unsafe.Add(dest, (r-w.row0)*width+at)})
 			}
@@ -369,9 +369,9 @@ func (m *maker) block(t *tensor.Tensor) int64 {
 	return t.Block
 }
 
-// upTo is how many bytes from off on one piece takes of a tensor, so that it ends
+// bytesToCut is how many bytes from off on one piece takes of a tensor, so that it ends
 // with a block or at a multiple of Align.
-func (m *maker) upTo(off int64, t *tensor.Tensor) int64 {
+func (m *maker) bytesToCut(off int64, t *tensor.Tensor) int64 {
 	if b := m.block(t); b > 0 {
 		return max(1, m.lim.Piece/b)*b - (off-t.Off)%b
 	}
@@ -383,11 +383,11 @@ func (m *maker) upTo(off int64, t *tensor.Tensor) int64 {
 	return m.lim.Piece
 }
 
-// down and up are the multiples of Align around off in source s.
-func (m *maker) down(off int64) int64 { return off &^ (max(1, m.lim.Align) - 1) }
+// alignDown and up are the multiples of Align around off in source s.
+func (m *maker) alignDown(off int64) int64 { return off &^ (max(1, m.lim.Align) - 1) }
 
-func (m *maker) up(off int64, s int32) int64 {
-	return max(off, min(m.down(off+max(1, m.lim.Align)-1), m.ix.Sources[s].Size))
+func (m *maker) alignUp(off int64, s int32) int64 {
+	return max(off, min(m.alignDown(off+max(1, m.lim.Align)-1), m.ix.Sources[s].Size))
 }
 
 // order sorts the tasks by the offset of their bytes, unless they are sorted
@@ -407,14 +407,14 @@ func (m *maker) order() {
 	m.p.Tasks, m.p.Refs = tasks, refs
 }
 
-// cut joins neighbouring tasks of [from, to) into pieces. Tasks on the same bytes
+// joinIntoPieces joins neighbouring tasks of [from, to) into pieces. Tasks on the same bytes
 // (tied tensors) share a piece.
-func (m *maker) cut(from, to int) {
+func (m *maker) joinIntoPieces(from, to int) {
 	p := m.p
 	var cur *Piece
 	for i := from; i < to; i++ {
 		at := &m.pos[i]
-		begin, end := m.down(at.off), m.up(at.off+at.len, at.source)
+		begin, end := m.alignDown(at.off), m.alignUp(at.off+at.len, at.source)
 		if end-begin > m.lim.Piece { // alignment must not need a larger slot
 			begin, end = at.off, at.off+at.len
 		}
@@ -444,9 +444,9 @@ func (m *maker) cut(from, to int) {
 	}
 }
 
-// split divides pieces among workers. A share begins with a task, so that one
+// splitPieces divides pieces among workers. A share begins with a task, so that one
 // worker computes each checksum; only bytes without a checksum are cut anywhere.
-func (m *maker) split() {
+func (m *maker) splitPieces() {
 	p := m.p
 	p.Shares = make([]Share, 0, len(p.Pieces))
 	for k := range p.Pieces {

@@ -18,10 +18,10 @@ type Spot struct {
 	Dst     unsafe.Pointer
 }
 
-// Stored plans how to read chunks to their spots as they are stored: checksums are
+// PlanStored plans how to read chunks to their spots as they are stored: checksums are
 // compared, and nothing is decoded. Each spot has a want of its own. Spots are in
 // the order of their sources and offsets, and of groups.
-func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
+func PlanStored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	wants := make([]Want, len(spots))
 	m := newMaker(ix, wants, len(spots), lim)
 	m.p.Pieces = make([]Piece, 0, len(spots))
@@ -29,7 +29,7 @@ func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	for i := range spots {
 		s := &spots[i]
 		if s.Group != spots[begin].Group {
-			m.cut(begin, i)
+			m.joinIntoPieces(begin, i)
 			begin = i
 		}
 		t := &ix.Tensors[s.Data]
@@ -43,7 +43,7 @@ func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 		}
 		m.add(int32(i), number, t.Source, c.Off, n >= inPlaceMin, device.DecodeTask{Chunk: c, Dst: s.Dst})
 	}
-	m.cut(begin, len(spots))
-	m.split()
+	m.joinIntoPieces(begin, len(spots))
+	m.splitPieces()
 	return m.p, wants
 }

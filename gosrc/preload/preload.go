@@ -149,7 +149,7 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 		if err != nil {
 			return nil, nil, err
 		}
-		ids, settled, known := m.States()
+		ids, settled, known := m.FileIdentities()
 		if known && (settled || slices.Equal(ids, before)) {
 			return m, ids, nil
 		}
@@ -295,7 +295,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 	if !waitForOpened(srcs, d) {
 		return a, false
 	}
-	ids, _, _ := m.States()
+	ids, _, _ := m.FileIdentities()
 	device := deviceName(opt.Device)
 	mu.Lock()
 	defer mu.Unlock()

@@ -39,8 +39,8 @@ type carrier struct {
 	gone    bool // disconnected
 	work    sync.WaitGroup
 	waits   []atomic.Int64 // by rank: nanoseconds; see Report.Waited
-	own     chan read      // what is on its way to this rank's GPU, or there, of its own shares
-	pulls   chan read      // likewise of the others'
+	own     chan ranksRead // what is on its way to this rank's GPU, or there, of its own shares
+	pulls   chan ranksRead // likewise of the others'
 
 	// Guarded by the relay's mu.
 	asked     bool // Join was called
@@ -61,7 +61,8 @@ func (r *Relay) makeCarrier() error {
 		return err
 	}
 	c := &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
-		waits: make([]atomic.Int64, s.Ranks), own: make(chan read, s.Buffers), pulls: make(chan read, s.Ranks*s.Stages)}
+		waits: make([]atomic.Int64, s.Ranks), own: make(chan ranksRead, s.Buffers),
+		pulls: make(chan ranksRead, s.Ranks*s.Stages)}
 	r.carrier = c
 	for range s.Ranks {
 		c.mapped = append(c.mapped, make(chan struct{}))
@@ -84,8 +85,8 @@ func (r *Relay) makeCarrier() error {
 	return nil
 }
 
-// A bank is memory in which this rank has shares of a rank, of a piece each, until they are decoded.
-type bank struct {
+// A shareRing is memory in which this rank has shares of a rank, of a piece each, until they are decoded.
+type shareRing struct {
 	base  unsafe.Pointer
 	bytes int64
 	first int64 // where the first share begins
@@ -93,34 +94,35 @@ type bank struct {
 	count int   // of shares
 }
 
-// bankOf is where this rank finds a rank's share of a piece.
-func (r *Relay) bankOf(k, rank int) bank {
+// ringOf is where this rank finds a rank's share of a piece.
+func (r *Relay) ringOf(k, rank int) shareRing {
 	s, share := r.spec, r.shareSpace()
 	switch {
 	case r.carrier == nil: // a buffer for all ranks
-		b := bank{base: device.Pointer(uintptr(s.Ring[k%len(s.Ring)])), bytes: s.Size, count: len(s.Ring)}
+		b := shareRing{base: device.Pointer(uintptr(s.Ring[k%len(s.Ring)])), bytes: s.Size, count: len(s.Ring)}
 		if k < len(r.pieces) {
 			b.first = int64(rank) * r.pieces[k].share
 		}
 		return b
 	case rank == s.Rank || r.target.GPU == nil:
-		return bank{r.carrier.Memory(rank), int64(s.Buffers) * share, 0, share, s.Buffers}
+		return shareRing{r.carrier.Memory(rank), int64(s.Buffers) * share, 0, share, s.Buffers}
 	}
 	staging := r.carrier.staging
-	return bank{staging.Ptr, staging.Bytes, int64((rank+s.Ranks-s.Rank-1)%s.Ranks*s.Stages) * share, share, s.Stages}
+	return shareRing{staging.Ptr, staging.Bytes, int64((rank+s.Ranks-s.Rank-1)%s.Ranks*s.Stages) * share, share,
+		s.Stages}
 }
 
 // offsetOf is where in the memory the share of a piece begins.
-func (b bank) offsetOf(k int) int64 { return b.first + int64(k%b.count)*b.step }
+func (b shareRing) offsetOf(k int) int64 { return b.first + int64(k%b.count)*b.step }
 
-// shareAt is the address of that share.
-func (r *Relay) shareAt(k, rank int) unsafe.Pointer {
-	b := r.bankOf(k, rank)
+// localShareAt is the address of that share.
+func (r *Relay) localShareAt(k, rank int) unsafe.Pointer {
+	b := r.ringOf(k, rank)
 	return unsafe.Add(b.base, b.offsetOf(k))
 }
 
-// sharedAt is where a rank itself has its share of a piece, where the engine exchanges.
-func (r *Relay) sharedAt(k, rank int) unsafe.Pointer {
+// ownersShareAt is where a rank itself has its share of a piece, where the engine exchanges.
+func (r *Relay) ownersShareAt(k, rank int) unsafe.Pointer {
 	return unsafe.Add(r.carrier.Memory(rank), int64(k%r.spec.Buffers)*r.shareSpace())
 }
 
@@ -133,7 +135,7 @@ func (r *Relay) endExchange(ctx context.Context) {
 	}
 	c.gone = true
 	for _, s := range c.streams {
-		r.target.GPU.EndStream(s)
+		r.target.GPU.SyncAndFreeStream(s)
 	}
 	c.streams = nil
 	c.staging.Release()
@@ -141,7 +143,7 @@ func (r *Relay) endExchange(ctx context.Context) {
 	good := r.err == nil
 	r.mu.Unlock()
 	if err := c.End(ctx, good); err != nil {
-		r.failWith(r.model.Where("stage", err), true)
+		r.failWith(r.model.PlaceError("stage", err), true)
 	}
 	c.Close()
 }
@@ -165,14 +167,15 @@ func (r *Relay) Join(offers []peers.Offer) error {
 		if r.err != nil {
 			return r.err
 		}
-		return errs.New(errs.ErrArgument, "relay: it exchanges not by itself, or has joined, or has ended")
+		return errs.New(errs.ErrArgument,
+			"relay: it cannot join: the caller exchanges the shares, or it has joined or ended already")
 	}
 	c.asked = true
 	r.busy.Add(1)
 	r.mu.Unlock()
 	defer r.busy.Done()
 	if err := c.Join(offers); err != nil {
-		err = r.model.Where("stage", err)
+		err = r.model.PlaceError("stage", err)
 		r.failWith(err, true)
 		return err
 	}
@@ -182,7 +185,7 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	failed := r.err != nil
 	r.mu.Unlock()
 	if failed {
-		c.Trouble()
+		c.ReportFailure()
 	}
 	close(c.joined)
 	return nil
@@ -194,7 +197,7 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 		return err
 	}
 	close(c.mapped[r.spec.Rank])
-	if err := c.AwaitTurn(ctx); err != nil {
+	if err := c.AwaitMapTurn(ctx); err != nil {
 		return err
 	}
 	for n := range r.spec.Ranks - 1 {
@@ -205,7 +208,7 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 		}
 		close(c.mapped[rank])
 	}
-	c.EndTurn()
+	c.EndMapTurn()
 	return nil
 }
 
@@ -215,7 +218,7 @@ func (r *Relay) carryPieces(ctx context.Context) {
 		spawn.GoFor(&r.carrier.work, "relay carry", func() {
 			err := spawn.Guard("relay carry", func() error { return work(ctx) })
 			if err != nil && ctx.Err() == nil {
-				r.failWith(r.model.Where("stage", err), !errors.Is(err, peers.ErrOther))
+				r.failWith(r.model.PlaceError("stage", err), !errors.Is(err, peers.ErrOther))
 			}
 		})
 	}
@@ -275,14 +278,14 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 		if err != nil {
 			return err
 		}
-		of := read{k, from, from + 1}
+		of := ranksRead{k, from, from + 1}
 		switch {
 		case !wanted:
 			r.markQueued(k, from, from+1, nil)
 			r.countDecoded(of)
 			continue
 		case r.queue == nil:
-			if err := r.decodeBatch([]read{of}); err != nil {
+			if err := r.decodeBatch([]ranksRead{of}); err != nil {
 				return nil //nolint:nilerr // decode has said it
 			}
 			continue
@@ -310,7 +313,7 @@ func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
 		}
 	}
 	for left > 0 {
-		var batch []read
+		var batch []ranksRead
 		select {
 		case of := <-ready:
 			batch = append(batch, of)
@@ -344,7 +347,7 @@ func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
 }
 
 // readsToDecode is what waits for its decoding: of this rank's own shares, or of the others'.
-func (r *Relay) readsToDecode(own bool) chan read {
+func (r *Relay) readsToDecode(own bool) chan ranksRead {
 	if own {
 		return r.carrier.own
 	}
@@ -364,17 +367,17 @@ func (r *Relay) pullShare(ctx context.Context, k, from int) error {
 	if err := r.awaitState(ctx, func() bool { return r.queued[from] > k-r.spec.Stages }); err != nil {
 		return err
 	}
-	defer r.spendTime(time.Now())
+	defer r.countDriverTime(time.Now())
 	if err := r.pullStrips(k, from); err != nil {
 		return err
 	}
 	if q.used == 0 || q.last == q.first {
 		return nil
 	}
-	if err := r.fillableAfter(k, from).Before(c.streams[from]); err != nil {
+	if err := r.fillableAfter(k, from).HoldStream(c.streams[from]); err != nil {
 		return err
 	}
-	to, at := r.shareAt(k, from), r.sharedAt(k, from)
+	to, at := r.localShareAt(k, from), r.ownersShareAt(k, from)
 	r.pulled.Add(q.used)
 	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), q.used,
 		false)

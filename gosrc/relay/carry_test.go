@@ -23,7 +23,7 @@ func TestNothingToBring(t *testing.T) {
 	const ranks = 3
 	relays, offers := make([]*Relay, ranks), make([]peers.Offer, ranks)
 	for rank := range relays {
-		r, err := Start(m, &Spec{Size: ranks * 4096, Ranks: ranks, Rank: rank, Exchange: true, Buffers: 2})
+		r, err := Start(m, &Spec{Size: ranks * 4096, Ranks: ranks, Rank: rank, Mapped: true, Buffers: 2})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -95,7 +95,7 @@ func TestLateReader(t *testing.T) {
 			from = far
 		}
 		r, err := Start(from, &Spec{Tensors: []int64{0, 1}, Size: ranks * (mib + 4096), Ranks: ranks, Rank: rank,
-			Exchange: true, Buffers: 2})
+			Mapped: true, Buffers: 2})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -31,23 +31,23 @@ func (r *Relay) Decode(k int, stream uintptr) error {
 			r.queued[0]))
 	}
 	r.mu.Unlock()
-	all := []read{{k, 0, r.spec.Ranks}}
+	all := []ranksRead{{k, 0, r.spec.Ranks}}
 	if stream == 0 {
 		return r.decodeBatch(all)
 	}
 	return r.decodeBatch(all, stream)
 }
 
-// A read is what the ranks [lo, hi) have read of a piece.
-type read struct{ piece, lo, hi int }
+// A ranksRead is what the ranks [lo, hi) have read of a piece.
+type ranksRead struct{ piece, lo, hi int }
 
 // tasksOf are this rank's decode tasks of it: [first, last).
-func (r *Relay) tasksOf(of read) (first, last int) {
+func (r *Relay) tasksOf(of ranksRead) (first, last int) {
 	return r.partOf(of.piece, of.lo).first, r.partOf(of.piece, of.hi-1).last
 }
 
 // decodeBatch decodes what ranks have read, as one batch.
-func (r *Relay) decodeBatch(batch []read, streams ...uintptr) error {
+func (r *Relay) decodeBatch(batch []ranksRead, streams ...uintptr) error {
 	r.mu.Lock()
 	if r.shut || r.err != nil || !r.aimed {
 		defer r.mu.Unlock()
@@ -67,11 +67,11 @@ func (r *Relay) decodeBatch(batch []read, streams ...uintptr) error {
 }
 
 // decodeOnHost decodes on all cores, and waits.
-func (r *Relay) decodeOnHost(of read) error {
+func (r *Relay) decodeOnHost(of ranksRead) error {
 	r.host.Lock()
 	defer r.host.Unlock()
 	first, last := r.tasksOf(of)
-	jobs, base := r.jobs[first:last], r.bankOf(of.piece, of.lo).base
+	jobs, base := r.jobs[first:last], r.ringOf(of.piece, of.lo).base
 	err := spawn.Each(context.Background(), "relay",
 		cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
 			j := &jobs[i]
@@ -93,7 +93,7 @@ func (r *Relay) decodeOnHost(of read) error {
 // fillableAfter is the event after which what a rank reads of a piece may be written to its part
 // of the buffer: the decoding of the buffer's earlier piece, which is queued. nil: it has ended.
 func (r *Relay) fillableAfter(k, rank int) *cuda.Event {
-	buffers := r.bankOf(k, rank).count
+	buffers := r.ringOf(k, rank).count
 	if k < buffers {
 		return nil
 	}
@@ -107,11 +107,11 @@ func (r *Relay) fillableAfter(k, rank int) *cuda.Event {
 
 // decodeOnDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
 // slot.
-func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []read, streams []uintptr) error {
+func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []ranksRead, streams []uintptr) error {
 	slot.WaitForStreams(streams...)
 	first, last := r.tasksOf(batch[0])
 	jobs, numbers := r.jobs[first:last], []int(nil)
-	from := r.bankOf(batch[0].piece, batch[0].lo)
+	from := r.ringOf(batch[0].piece, batch[0].lo)
 	slot.ViewDevice(uintptr(from.base), from.bytes)
 	if len(batch) > 1 {
 		jobs = nil
@@ -134,7 +134,7 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []read, streams []uintptr)
 		return first + i
 	}
 	left := len(jobs)
-	defer r.spendTime(time.Now())
+	defer r.countDriverTime(time.Now())
 	err := r.queue.Submit(slot, from.bytes, jobs, func(i int, err error) {
 		if err != nil {
 			r.failWith(r.placeError(number(i), err), false)
@@ -164,7 +164,7 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []read, streams []uintptr)
 // placeError adds the tensor and chunk to an error.
 func (r *Relay) placeError(i int, err error) error {
 	if i >= len(r.refs) { // of a piece of which this rank wants nothing
-		return r.model.Where("decode", err)
+		return r.model.PlaceError("decode", err)
 	}
 	ref := r.refs[i]
 	w := &r.wants[ref.Want]

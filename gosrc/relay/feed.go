@@ -57,11 +57,11 @@ func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 // Submit returns at once; what goes wrong later is an error of each task.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	q.left.Add(1)
-	q.r.takeBytes(n)
+	q.r.countFlight(n)
 	left := len(tasks)
 	finish := func(task int, err error) {
 		if left--; left == 0 {
-			q.r.takeBytes(-n)
+			q.r.countFlight(-n)
 		}
 		done(task, err)
 	}
@@ -72,12 +72,12 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 // submitSlots submits slots together, those of the first pieces first: others wait for them.
 func (q *feedQueue) submitSlots(all []submission) {
 	r := q.r
-	defer r.spendTime(time.Now())
+	defer r.countDriverTime(time.Now())
 	for i := range all {
 		s := &all[i]
-		s.to = r.pieceFilling(s.Tasks[0].Dst)
+		s.to = r.pieceToFill(s.Tasks[0].Dst)
 		s.Slot.WaitForEvent(r.fillableAfter(s.to, r.spec.Rank))
-		s.Slot.Loose() // a share has its chunks as they lie in the file
+		s.Slot.AllowGapWrites() // a share has its chunks as they lie in the file
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.to, b.to) })
 	pieces := make([]cuda.Filled, len(all))
@@ -87,24 +87,24 @@ func (q *feedQueue) submitSlots(all []submission) {
 	_ = q.SubmitAll(pieces) // done has said what failed
 }
 
-// Drain is the queue's, when all is submitted.
+// Drain waits until all is submitted, then drains the queue.
 func (q *feedQueue) Drain(ctx context.Context) error {
 	q.left.Wait()
 	return q.Queue.Drain(ctx)
 }
 
-// Close is the queue's, likewise.
+// Close submits what waits, then closes the queue.
 func (q *feedQueue) Close() {
 	q.left.Wait()
 	close(q.todo)
 	q.Queue.Close()
 }
 
-// pieceFilling is the piece that is being copied to the buffer at dst.
-func (r *Relay) pieceFilling(dst unsafe.Pointer) int {
-	n, at := r.bankOf(0, r.spec.Rank).count, 0
+// pieceToFill is the piece that is being copied to the buffer at dst.
+func (r *Relay) pieceToFill(dst unsafe.Pointer) int {
+	n, at := r.ringOf(0, r.spec.Rank).count, 0
 	for at < n-1 {
-		b := r.bankOf(at, r.spec.Rank)
+		b := r.ringOf(at, r.spec.Rank)
 		lo, size := uintptr(b.base), b.bytes
 		if b.step > 0 {
 			lo, size = lo+uintptr(b.offsetOf(at)), b.step

@@ -84,7 +84,7 @@ func TestRelayPrepared(t *testing.T) {
 	load.Prepare("cuda:0", false)
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 1<<20)
 	m := loadtest.OpenModel(t, path)
-	load.Prepared()
+	load.AwaitPreparations()
 	before := cudatest.History()
 	for _, call := range []string{"ctx_retain", "module_load", "host_register", "stream_create", "mem_alloc"} {
 		if !slices.Contains(before, call) {
@@ -100,7 +100,7 @@ func TestRelayPrepared(t *testing.T) {
 	got := memoryOn(t, "cuda:0", sizes)
 	cudatest.History()
 	spec := specOf(travel, memory{}, "cuda:0", 0, 1, alone)
-	spec.Exchange, spec.Buffers, spec.Stages = true, 2, 2
+	spec.Mapped, spec.Buffers, spec.Stages = true, 2, 2
 	r, err := relay.Start(m, spec)
 	if err != nil {
 		t.Fatal(err)
@@ -146,7 +146,7 @@ func TestRelayPrepared(t *testing.T) {
 
 // passed carries a relay of one rank through.
 func passed(r *relay.Relay) error {
-	for k := range r.Shares() {
+	for k := range r.ShareSizes() {
 		if landed, err := r.Wait(k, time.Minute); !landed || err != nil {
 			break
 		}

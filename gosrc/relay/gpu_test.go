@@ -185,13 +185,13 @@ func ranksLoad(t *testing.T, m *load.Model, travel []int64, where string, ranks 
 		}
 		relays = append(relays, r)
 	}
-	pieces := len(relays[0].Shares())
+	pieces := len(relays[0].ShareSizes())
 	if pieces < 3 || ranks > 1 && pieces > len(buffers) {
 		t.Fatalf("%d pieces", pieces)
 	}
 	for k := range pieces {
 		for _, r := range relays {
-			if fmt.Sprint(r.Shares()) != fmt.Sprint(relays[0].Shares()) {
+			if fmt.Sprint(r.ShareSizes()) != fmt.Sprint(relays[0].ShareSizes()) {
 				t.Fatal("the ranks do not agree where the shares are")
 			}
 			if landed, err := r.Wait(k, time.Minute); !landed || err != nil {
@@ -271,7 +271,7 @@ func TestRelayEnds(t *testing.T) {
 			func(s *relay.Spec, _ []load.Request) { s.Rank = 1 },
 			func(s *relay.Spec, _ []load.Request) { s.Ring = nil },
 			func(s *relay.Spec, _ []load.Request) { s.Size = 30 << 10 },
-			func(s *relay.Spec, _ []load.Request) { s.Ranks, s.Exchange = 300, true },
+			func(s *relay.Spec, _ []load.Request) { s.Ranks, s.Mapped = 300, true },
 			func(s *relay.Spec, _ []load.Request) { s.Tensors = s.Tensors[1:] },
 			func(s *relay.Spec, _ []load.Request) { s.Tensors[0] = math.MaxInt32 },
 			func(_ *relay.Spec, q []load.Request) { q[0].Hi0 = math.MaxInt32 },

@@ -70,7 +70,7 @@ func TestManyRanks(t *testing.T) {
 	for _, wrong := range []func(s *Spec){
 		func(s *Spec) { s.Size = math.MaxUint32 + 1 }, func(s *Spec) { s.Size = 8 << 30 },
 		func(s *Spec) { s.Size = ranks*shareAlign - 1 },
-		func(s *Spec) { s.Ring, s.Exchange, s.Buffers = nil, true, 1 },
+		func(s *Spec) { s.Ring, s.Mapped, s.Buffers = nil, true, 1 },
 	} {
 		s := spec
 		wrong(&s)

@@ -18,15 +18,15 @@ import (
 
 // layout is what travels in which piece, and where in its buffer. It does not change.
 type layout struct {
-	ix     *tensor.Index // an index in which all shared tensors have chunks
-	bare   []bool        // by tensor: it has chunks there only, without checksums
-	strips []int64       // by tensor of these: bytes of a row, if ranks copy columns; else 0
-	at     []relayed     // by number of a chunk in ix
-	pieces []relayPiece
-	parts  []part // by piece, and in that by rank
-	spots  []plan.Spot
-	fetch  *plan.Plan
-	shares []plan.Want // of fetch: a chunk each
+	ix            *tensor.Index // an index in which all shared tensors have chunks
+	bare          []bool        // by tensor: it has chunks there only, without checksums
+	stripRowBytes []int64       // by tensor of these: bytes of a row, if ranks copy columns; else 0
+	at            []chunkPlace  // by number of a chunk in ix
+	pieces        []relayPiece
+	parts         []rankPart // by piece, and in that by rank
+	spots         []plan.Spot
+	fetch         *plan.Plan
+	fetchWants    []plan.Want // of fetch: a chunk each
 }
 
 // A relayPiece is what the ranks read at about the same time.
@@ -37,8 +37,8 @@ type relayPiece struct {
 	unread  int32         // chunks of it that they may not read yet
 }
 
-// A part is what one rank reads of a piece, and this rank's tasks of it.
-type part struct {
+// A rankPart is what one rank reads of a piece, and this rank's tasks of it.
+type rankPart struct {
 	first, last int     // decode tasks
 	used        int64   // bytes that others copy whole
 	beside      bool    // behind that, it has chunks of strips
@@ -57,11 +57,11 @@ type aims struct {
 }
 
 // partOf is what a rank reads of a piece.
-func (l *layout) partOf(k, rank int) *part { return &l.parts[k*(len(l.parts)/len(l.pieces))+rank] }
+func (l *layout) partOf(k, rank int) *rankPart { return &l.parts[k*(len(l.parts)/len(l.pieces))+rank] }
 
-// relayed is where a chunk travels: in which piece, and where in its buffer; piece
+// chunkPlace is where a chunk travels: in which piece, and where in its buffer; piece
 // is -1 for a chunk that is not shared.
-type relayed struct {
+type chunkPlace struct {
 	piece int
 	off   int64
 }
@@ -93,7 +93,7 @@ const (
 // memory for them.
 func (s *Spec) checkSize() error {
 	most := s.Size // in which a decode task finds its chunk
-	if s.Exchange {
+	if s.Mapped {
 		most = max(s.Size/int64(s.Ranks)*int64(s.Buffers), s.Size*int64(s.Stages))
 	}
 	if s.Size > maxSize || most > maxSize || s.Size/shareAlign < int64(s.Ranks) {
@@ -155,9 +155,9 @@ func (r *Relay) layOut() error {
 	if err != nil {
 		return err
 	}
-	r.strips = r.findStripes(wants)
+	r.stripRowBytes = r.rowBytesOfStrips(wants)
 	r.ix = r.indexWithChunks(wants)
-	r.at = make([]relayed, len(r.ix.Chunks))
+	r.at = make([]chunkPlace, len(r.ix.Chunks))
 	for i := range r.at {
 		r.at[i].piece = -1
 	}
@@ -198,7 +198,7 @@ func (r *Relay) layOut() error {
 		r.addPiece(shares)
 	}
 	r.left, r.done, r.queued = len(r.parts), make([]int, spec.Ranks), make([]int, spec.Ranks)
-	r.fetch, r.shares = plan.Stored(r.ix, r.spots, r.machine.Limits())
+	r.fetch, r.fetchWants = plan.PlanStored(r.ix, r.spots, r.machine.Limits())
 	return nil
 }
 
@@ -216,7 +216,7 @@ func (r *Relay) chunkAt(c plan.ChunkOf) *tensor.Chunk {
 	return &r.ix.Chunks[r.ix.Tensors[c.Data].First+c.N]
 }
 
-func (r *Relay) placeOf(c plan.ChunkOf) *relayed { return &r.at[r.ix.Tensors[c.Data].First+c.N] }
+func (r *Relay) placeOf(c plan.ChunkOf) *chunkPlace { return &r.at[r.ix.Tensors[c.Data].First+c.N] }
 
 // gapBefore is the space before a chunk in a share, behind the last one, which ends at
 // pos; nil: there is none.
@@ -239,7 +239,7 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 	number := len(r.pieces)
 	p := relayPiece{checked: make(chan struct{}), begin: len(r.spots)}
 	for rank := range shares {
-		s, own := &shares[rank], part{}
+		s, own := &shares[rank], rankPart{}
 		if common := s.Chunks[:s.Common]; r.hasStrips() {
 			slices.SortStableFunc(common, func(a, b plan.ChunkOf) int {
 				return orderTrueFirst(!r.isStrip(a), !r.isStrip(b))
@@ -250,7 +250,7 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 		for i, c := range s.Chunks {
 			chunk := r.chunkAt(c)
 			pos += gapBefore(pos, last, chunk)
-			*r.placeOf(c) = relayed{number, pos}
+			*r.placeOf(c) = chunkPlace{number, pos}
 			pos, last = pos+int64(chunk.Stored), chunk
 			switch {
 			case i >= s.Common:
@@ -279,7 +279,7 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 		p.share = r.shareSpace()
 	}
 	r.pieces = append(r.pieces, p)
-	base := r.shareAt(number, r.spec.Rank)
+	base := r.localShareAt(number, r.spec.Rank)
 	for i := range r.spots[p.begin:] {
 		s := &r.spots[p.begin+i]
 		s.Dst = unsafe.Add(base, r.placeOf(plan.ChunkOf{Data: s.Data, N: s.N}).off)
@@ -353,7 +353,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 			return doesNotTravel(int(p.Refs[i].Want))
 		}
 		rank := int(at.off / r.pieces[at.piece].share)
-		off := r.bankOf(at.piece, rank).offsetOf(at.piece) + at.off%r.pieces[at.piece].share
+		off := r.ringOf(at.piece, rank).offsetOf(at.piece) + at.off%r.pieces[at.piece].share
 		if off > maxSize-int64(p.Tasks[i].Chunk.Stored) {
 			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", p.Refs[i].Want, off)
 		}
@@ -382,7 +382,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	for i, n := range p.Left {
 		if n == 0 { // it has no bytes
 			r.job.Tensors.Add(1)
-			r.here.Add(i)
+			r.landings.Add(i)
 		}
 	}
 	for i := range wants {
@@ -397,5 +397,5 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 }
 
 func doesNotTravel(request int) error {
-	return errs.New(errs.ErrArgument, "relay: request %d is of a tensor that does not travel", request)
+	return errs.New(errs.ErrArgument, "relay: request %d is for a tensor that this group does not share", request)
 }

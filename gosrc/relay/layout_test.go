@@ -71,7 +71,7 @@ func TestCuts(t *testing.T) {
 	m := plain(t, []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{7}, []int64{3 << 20})
 	const ranks = 3
 	spec := Spec{Tensors: []int64{0, 1, 2, 3, 4}, Needs: needsOf(m, ranks, 0, 1, -1, 0, 0),
-		Size: ranks * (1<<20 + 4096), Ranks: ranks, Exchange: true, Buffers: 2}
+		Size: ranks * (1<<20 + 4096), Ranks: ranks, Mapped: true, Buffers: 2}
 	readers, all := map[plan.ChunkOf]int{}, 0
 	var read [ranks]int64
 	var pieces []relayPiece
@@ -122,7 +122,7 @@ func TestCuts(t *testing.T) {
 		}
 	}
 	for _, wrong := range []func(s *Spec){
-		func(s *Spec) { s.Size = 3 * 4096 }, func(s *Spec) { s.Buffers = 0 }, func(s *Spec) { s.Exchange = false },
+		func(s *Spec) { s.Size = 3 * 4096 }, func(s *Spec) { s.Buffers = 0 }, func(s *Spec) { s.Mapped = false },
 		func(s *Spec) { s.Needs[0].Dest = ranks }, func(s *Spec) { s.Needs[0].Dest = ^uintptr(0) },
 		func(s *Spec) { s.Needs[0].Tensor = 9 },
 		func(s *Spec) { s.Needs[0].Hi0 = 5000 }, func(s *Spec) { s.Needs[3].Hi1 = 2049 },
@@ -166,7 +166,7 @@ func TestAliasesTravel(t *testing.T) {
 	if _, err := l.Job().Wait(-1); err != nil {
 		t.Fatal(err)
 	}
-	spec := &Spec{Size: 1<<21 + 8192, Ranks: 1, Exchange: true, Buffers: 2}
+	spec := &Spec{Size: 1<<21 + 8192, Ranks: 1, Mapped: true, Buffers: 2}
 	for i := range reqs {
 		if n := reqs[i].Tensor; !slices.Contains(spec.Tensors, n) {
 			spec.Tensors = append(spec.Tensors, n)
@@ -216,7 +216,7 @@ func TestPieceFilling(t *testing.T) {
 		layout: layout{pieces: []relayPiece{{share: 1 << 18}, {share: 1 << 18}, {share: 256}}}}
 	for piece := range r.pieces {
 		r.free = max(0, piece-1)
-		if got := r.pieceFilling(unsafe.Add(r.shareAt(piece, 3), 100)); got != piece {
+		if got := r.pieceToFill(unsafe.Add(r.localShareAt(piece, 3), 100)); got != piece {
 			t.Errorf("piece %d is taken for %d", piece, got)
 		}
 	}
@@ -226,7 +226,7 @@ func TestPieceFilling(t *testing.T) {
 // still goes afterwards.
 func TestAimRefuses(t *testing.T) {
 	m := plain(t, []int64{4096, 16}, []int64{4096, 16}, []int64{0, 16})
-	r, err := Start(m, &Spec{Tensors: []int64{1, 2}, Size: 1<<21 + 8192, Ranks: 1, Exchange: true, Buffers: 2})
+	r, err := Start(m, &Spec{Tensors: []int64{1, 2}, Size: 1<<21 + 8192, Ranks: 1, Mapped: true, Buffers: 2})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -248,7 +248,7 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 		space = 1280 << 10 // for plain tensors
 	}
 	spec := specOf(travel, memory{}, c.Where, rank, ranks, space*int64(ranks))
-	spec.Exchange, spec.Buffers, spec.Stages = true, 3, 2
+	spec.Mapped, spec.Buffers, spec.Stages = true, 3, 2
 	if c.Cut != "" {
 		for other := range ranks {
 			for _, q := range blocks(m, travel, cutting(m, travel, c.Cut), other, ranks) {

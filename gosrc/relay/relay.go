@@ -28,14 +28,14 @@ type Spec struct {
 	// buffers of Size bytes on the device; the caller keeps them valid until the job has ended
 	Ring []uint64 `json:"ring"`
 	Size int64    `json:"size"`
-	// Exchange: the engine brings the pieces from rank to rank itself, once it has joined the
+	// Mapped: the engine brings the pieces from rank to rank itself, once it has joined the
 	// others. It makes memory for this number of shares that this rank has read, which the
 	// others map, and on a GPU for Stages shares that each other rank has. The caller then
 	// only sets the requests (Aim).
-	Exchange bool `json:"exchange"`
-	Buffers  int  `json:"buffers"`
-	Stages   int  `json:"stages"`
-	// Needs, with Exchange: the blocks that each rank of this host needs, as requests with
+	Mapped  bool `json:"exchange"`
+	Buffers int  `json:"buffers"`
+	Stages  int  `json:"stages"`
+	// Needs, with Mapped: the blocks that each rank of this host needs, as requests with
 	// the rank in the place of the address. They may overlap; without them every rank needs
 	// all. What a rank alone needs is read by that rank.
 	Needs []plan.Request `json:"-"`
@@ -61,14 +61,14 @@ type Spec struct {
 //
 // Its methods are safe for concurrent use.
 type Relay struct {
-	job     *job.Job
-	model   *load.Model
-	target  load.Target
-	spec    *Spec
-	machine plan.Machine
-	start   time.Time
-	here    *job.Landings
-	carrier *carrier // nil: the caller exchanges the shares
+	job      *job.Job
+	model    *load.Model
+	target   load.Target
+	spec     *Spec
+	machine  plan.Machine
+	start    time.Time
+	landings *job.Landings
+	carrier  *carrier // nil: the caller exchanges the shares
 	profile
 	layout
 	aims
@@ -90,11 +90,11 @@ type profile struct {
 	most   atomic.Int64 // of flight
 }
 
-// spendTime counts the time of calls of the driver since began.
-func (p *profile) spendTime(began time.Time) { p.driver.Add(int64(time.Since(began))) }
+// countDriverTime counts the time of calls of the driver since began.
+func (p *profile) countDriverTime(began time.Time) { p.driver.Add(int64(time.Since(began))) }
 
-// takeBytes counts bytes that are submitted for fetching, or have arrived if n is negative.
-func (p *profile) takeBytes(n int64) {
+// countFlight counts bytes that are submitted for fetching, or have arrived if n is negative.
+func (p *profile) countFlight(n int64) {
 	now := p.flight.Add(n)
 	for most := p.most.Load(); now > most && !p.most.CompareAndSwap(most, now); most = p.most.Load() {
 	}
@@ -136,26 +136,27 @@ type Report struct {
 
 // Start starts a relay of a model. The first pieces are being read when it returns.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
-	if spec.Ranks < 1 || spec.Exchange && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
-		len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
+	if spec.Ranks < 1 || spec.Mapped && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
+		len(spec.Ring) == 0 && !spec.Mapped || slices.Contains(spec.Ring, 0) {
 		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks,
 			len(spec.Ring))
 	}
 	tgt, err := load.TargetOf(spec.Device)
 	if err != nil {
-		return nil, m.Where("open", err)
+		return nil, m.PlaceError("open", err)
 	}
-	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, start: time.Now(), here: job.NewLandings(0)}
+	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, start: time.Now(),
+		landings: job.NewLandings(0)}
 	r.wake = make(chan struct{})
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
-	r.machine.Exchange = true
+	r.machine.InGroup = true
 	if tgt.GPU != nil {
 		_, r.machine.SlotBytes = load.Ring(r.machine)
 	}
 	cores, with := r.coresAndRanks()
 	r.machine.Cores, r.machine.Ranks = min(r.machine.Cores, cores), with
 	for _, n := range spec.Needs {
-		if !spec.Exchange || n.Dest >= uintptr(spec.Ranks) {
+		if !spec.Mapped || n.Dest >= uintptr(spec.Ranks) {
 			return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block", int64(n.Dest), spec.Ranks)
 		}
 	}
@@ -167,9 +168,9 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if err := spec.checkSize(); err != nil {
 		return nil, err
 	}
-	if spec.Exchange {
+	if spec.Mapped {
 		if err := r.makeCarrier(); err != nil {
-			return nil, m.Where("stage", err)
+			return nil, m.PlaceError("stage", err)
 		}
 	}
 	if err := r.layOut(); err != nil {
@@ -180,7 +181,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	if err := r.makeQueues(); err != nil {
 		m.Drop()
-		return nil, m.Where("stage", err)
+		return nil, m.PlaceError("stage", err)
 	}
 	r.job.Go(r.runJob)
 	return r, nil
@@ -210,8 +211,8 @@ func (r *Relay) makeQueues() (err error) {
 	if r.queue, err = gpu.Queue(batches, cuda.TablesOnly); err != nil {
 		return err
 	}
-	feed.Exchange() // other ranks wait for what this one has read, and for its buffers
-	r.queue.Exchange()
+	feed.PollForEnd() // other ranks wait for what this one has read, and for its buffers
+	r.queue.PollForEnd()
 	if r.spec.Stream != 0 { // the ring may still be in use there
 		return feed.WaitFor(uintptr(r.spec.Stream))
 	}
@@ -237,19 +238,19 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 			r.leaveExchange(ctx)
 		}
 	}()
-	files, depth := load.Expect(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
+	files, depth := load.AnnouncePlan(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
 	ahead := r.piecesAhead()
 	task := &pipeline.Task{
-		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.shares, Plan: r.fetch, Queue: r.feed,
+		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch, Queue: r.feed,
 		Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
-			return r.awaitFree(ctx, int(r.spots[job].Group)-r.bankOf(0, r.spec.Rank).count+1-ahead)
+			return r.awaitFree(ctx, int(r.spots[job].Group)-r.ringOf(0, r.spec.Rank).count+1-ahead)
 		},
 		Landed: func(spot int32) { r.countArrived(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.awaitFree(ctx, int(r.spots[spot].Group)-r.bankOf(0, r.spec.Rank).count+1)
+			return dst, r.awaitFree(ctx, int(r.spots[spot].Group)-r.ringOf(0, r.spec.Rank).count+1)
 		}
 	}
 	if r.feed != nil {
@@ -309,7 +310,7 @@ func (r *Relay) piecesAhead() int {
 		n++
 		most = max(most, n)
 	}
-	return min(r.bankOf(0, r.spec.Rank).count, (slots-1)/most)
+	return min(r.ringOf(0, r.spec.Rank).count, (slots-1)/most)
 }
 
 // closeQueues waits for Decode calls and frees the queues.
@@ -329,7 +330,7 @@ func (r *Relay) failWith(err error, ours bool) {
 	if r.err == nil {
 		r.err, r.ours = err, ours
 		if c := r.carrier; c != nil && c.live {
-			c.Trouble()
+			c.ReportFailure()
 		}
 	}
 	r.mu.Unlock()
@@ -382,7 +383,7 @@ func (r *Relay) freeBuffers() {
 	r.wakeWaiters()
 }
 
-func (r *Relay) countDecoded(of read) {
+func (r *Relay) countDecoded(of ranksRead) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for rank := of.lo; rank < of.hi; rank++ {
@@ -392,7 +393,7 @@ func (r *Relay) countDecoded(of read) {
 			r.done[rank]++
 		}
 		if r.carrier != nil && rank != r.spec.Rank {
-			r.carrier.Taken(rank, r.done[rank])
+			r.carrier.ReleasePieces(rank, r.done[rank])
 		}
 	}
 	r.wakeWaiters()
@@ -408,13 +409,13 @@ func (r *Relay) countChunks(want, chunks int32, bytes int64) {
 	r.job.Bytes.Add(bytes)
 	if atomic.AddInt32(&r.coming[want], -chunks) == 0 {
 		r.job.Tensors.Add(1)
-		r.here.Add(int(want))
+		r.landings.Add(int(want))
 	}
 }
 
 // Ready returns the requests that have landed since the last call, as that of a Loading.
 func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
-	return r.here.Next(r.job.Done(), limit, d)
+	return r.landings.Next(r.job.Done(), limit, d)
 }
 
 // wakeWaiters wakes the waiting goroutines. r.mu is held.
@@ -426,9 +427,9 @@ func (r *Relay) wakeWaiters() {
 // Job is the relay's job.
 func (r *Relay) Job() *job.Job { return r.job }
 
-// Shares returns, for each piece, the size of a rank's share in its buffer: that of
+// ShareSizes returns, for each piece, the size of a rank's share in its buffer: that of
 // rank r of the host begins at r times this size.
-func (r *Relay) Shares() []int64 {
+func (r *Relay) ShareSizes() []int64 {
 	out := make([]int64, len(r.pieces))
 	for i := range r.pieces {
 		out[i] = r.pieces[i].share

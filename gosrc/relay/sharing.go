@@ -19,12 +19,12 @@ func (r *Relay) coresAndRanks() (cores, ranks int) {
 	if gpu := r.target.GPU; gpu != nil && gpu.Place() != nil && unix.SchedGetaffinity(0, &may) == nil {
 		place = gpu.Place()
 	}
-	return divideCores(cmp.Or(r.spec.Here, r.spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
+	return countCores(cmp.Or(r.spec.Here, r.spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
 }
 
-// divideCores is coresAndRanks for that number of ranks, and of cores of the process, or for those
+// countCores is coresAndRanks for that number of ranks, and of cores of the process, or for those
 // that it may run on where it has a place; root is where the host's tables are.
-func divideCores(ranks, cores int, place *nodes.Place, may *unix.CPUSet, root string) (mine, with int) {
+func countCores(ranks, cores int, place *nodes.Place, may *unix.CPUSet, root string) (mine, with int) {
 	if near, all := place.Within(may); near.Count() > 0 {
 		return near.Count(), ranksSharing(place.Ranks(ranks), near.Count(), all)
 	}

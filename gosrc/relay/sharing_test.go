@@ -78,14 +78,14 @@ func TestDivided(t *testing.T) {
 		if place == nil || place.Node != c.gpu/4 {
 			t.Fatalf("%s: %+v", c.name, place)
 		}
-		cores, ranks := divideCores(c.ranks, may.Count(), place, &may, root)
+		cores, ranks := countCores(c.ranks, may.Count(), place, &may, root)
 		readers := plan.Machine{SlotBytes: 1, Cores: cores, Ranks: ranks}.Workers(0)
 		if cores != c.cores || readers != c.readers {
 			t.Errorf("%s: %d readers on %d cores, want %d on %d", c.name, readers, cores, c.readers, c.cores)
 		}
 	}
 	// On a host of one node nothing is asked of threads.
-	if cores, ranks := divideCores(4, 64, nil, nil, root); cores != 64 || ranks != 4 {
+	if cores, ranks := countCores(4, 64, nil, nil, root); cores != 64 || ranks != 4 {
 		t.Errorf("%d cores, %d ranks", cores, ranks)
 	}
 }

@@ -25,10 +25,10 @@ type strip struct {
 	logical     int64 // bytes of the chunks
 }
 
-// findStripes finds the tensors whose columns are copied so: plain ones of which some
+// rowBytesOfStrips finds the tensors whose columns are copied so: plain ones of which some
 // rank needs columns, and no other name of them needs whole. It returns the bytes of
 // their rows, and 0 for others.
-func (r *Relay) findStripes(wants []plan.Want) []int64 {
+func (r *Relay) rowBytesOfStrips(wants []plan.Want) []int64 {
 	rows := make([]int64, len(r.model.Seen().Tensors))
 	users := make([]int, len(rows))
 	columns := map[int64]bool{} // tensors of which some rank needs columns
@@ -58,7 +58,7 @@ func (r *Relay) findStripes(wants []plan.Want) []int64 {
 // plainChunkSize is the size of the chunks of a plain tensor: whole rows where strips of
 // them are copied.
 func (r *Relay) plainChunkSize(data int32) int64 {
-	if row := r.strips[data]; row > 0 {
+	if row := r.stripRowBytes[data]; row > 0 {
 		return plainChunkBytes / row * row
 	}
 	return plainChunkBytes
@@ -66,7 +66,7 @@ func (r *Relay) plainChunkSize(data int32) int64 {
 
 // addStrip makes strips of a decode task whose chunk lies in another rank's share of a
 // piece, joined with the last where both lie behind each other.
-func (p *part) addStrip(j *device.DecodeTask, off int64, want int32) {
+func (p *rankPart) addStrip(j *device.DecodeTask, off int64, want int32) {
 	s := strip{dst: j.Dst, src: off, pitch: int64(j.Chunk.Logical), width: int64(j.Chunk.Logical), rows: 1, want: want,
 		chunks: 1, logical: int64(j.Chunk.Logical)}
 	if v := j.View; v != nil {
@@ -96,7 +96,7 @@ func (r *Relay) divertStrips(p *plan.Plan, where []int, wants []plan.Want) []int
 	n := 0
 	for i := range p.Tasks {
 		data := wants[p.Refs[i].Want].Data
-		if rank := where[i] % r.spec.Ranks; r.strips[data] > 0 && rank != r.spec.Rank {
+		if rank := where[i] % r.spec.Ranks; r.stripRowBytes[data] > 0 && rank != r.spec.Rank {
 			place := r.placeOf(plan.ChunkOf{Data: data, N: p.Refs[i].N})
 			r.parts[where[i]].addStrip(&p.Tasks[i], place.off%r.shareSpace(), p.Refs[i].Want)
 			continue
@@ -111,7 +111,7 @@ func (r *Relay) divertStrips(p *plan.Plan, where []int, wants []plan.Want) []int
 // pullStrips queues the copies of a rank's strips of a piece.
 func (r *Relay) pullStrips(k, from int) error {
 	c, p := r.carrier, r.partOf(k, from)
-	share := r.sharedAt(k, from)
+	share := r.ownersShareAt(k, from)
 	for i := range p.strips {
 		s := &p.strips[i]
 		at := unsafe.Add(share, s.src)
@@ -135,11 +135,11 @@ func (r *Relay) countStrips(k, lo, hi int) {
 }
 
 // isStrip reports whether columns of a chunk are copied.
-func (r *Relay) isStrip(c plan.ChunkOf) bool { return r.strips[c.Data] > 0 }
+func (r *Relay) isStrip(c plan.ChunkOf) bool { return r.stripRowBytes[c.Data] > 0 }
 
 // hasStrips reports whether columns of any tensor are copied.
 func (r *Relay) hasStrips() bool {
-	return slices.ContainsFunc(r.strips, func(row int64) bool { return row > 0 })
+	return slices.ContainsFunc(r.stripRowBytes, func(row int64) bool { return row > 0 })
 }
 
 // cutPlainChunks cuts a plain tensor into raw chunks without checksums, behind chunks.

@@ -291,7 +291,7 @@ func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
 		return t.hash, nil
 	}
 	if t.known != nil {
-		// The bytes are checked against it when they are read: see fileWriter.turn.
+		// The bytes are checked against it when they are read: see fileWriter.takeTurn.
 		t.hash, t.hashed = t.known.Hash, t.parts > 1
 		return t.hash, nil
 	}

@@ -205,13 +205,14 @@ func TestCompanionSizes(t *testing.T) {
 		}
 	}
 	for _, size := range []int64{int64(len(text)) - 1, int64(len(text)) + 1} {
-		p := part{path: filepath.Join(dst, "changed"),
+		p := outputFile{path: filepath.Join(dst, "changed"),
 			laid: copyOf(companions.File{Path: filepath.Join(src, "vocab.json"), Size: size}), copied: true}
 		w := newWriter(Spec{Path: p.path}, nil)
 		if err := w.spec.checkSpec(); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := w.saveAll(bg, []part{p}); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "vocab.json") {
+		if _, err := w.saveAll(bg, []outputFile{p}); !errors.Is(err, errs.ErrCorrupt) ||
+			!strings.Contains(err.Error(), "vocab.json") {
 			t.Error(err)
 		}
 	}

@@ -77,9 +77,9 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 			format.Options{List: stores.List}), dst)
 	}
 	if len(src) != 1 {
-		return convertOne(ctx, j, src, dst, spec, beside{})
+		return convertOne(ctx, j, src, dst, spec, companionOptions{})
 	}
-	dir, how := folders.Local(src[0]), beside{}
+	dir, how := folders.Local(src[0]), companionOptions{}
 	if remote, files, err := remoteFolder(ctx, src[0], spec.Storage.Options); err != nil {
 		return Report{}, err
 	} else if remote != "" {
@@ -101,7 +101,8 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 }
 
 // convertOne converts what is opened as one model.
-func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec Spec, how beside) (Report, error) {
+func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec Spec, how companionOptions) (Report,
+	error) {
 	spec.Path = dst
 	from := spec.Storage
 	if more := formatOf(dst).settings; len(more) > 0 {
@@ -168,7 +169,8 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 
 // intoFolder writes parts into dst, which is made, beside the companions of the folders
 // from. Their own weights may lie in dst if they are among src.
-func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string, parts []part, how beside) (rep Report,
+func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string, parts []outputFile,
+	how companionOptions) (rep Report,
 	err error) {
 	made, err := folders.Make(dst)
 	if err != nil {
@@ -180,7 +182,7 @@ func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string,
 	}
 	maps.Copy(ours, how.ours)
 	var left []string
-	if err = folders.Alone(ctx, dst, src, w.spec.Shard > 0, ours, w.spec.Storage.Options); err == nil {
+	if err = folders.RefuseOthers(ctx, dst, src, w.spec.Shard > 0, ours, w.spec.Storage.Options); err == nil {
 		parts, left, err = withCompanions(from, dst, parts, w.spec, how)
 	}
 	if err == nil {
@@ -215,7 +217,7 @@ func (m *model) of(k int, items []*item) []*item {
 // parts are the files of tensors that Convert writes, and their index.
 func (m *model) parts(
 	ctx context.Context, spec Spec, dst string, src []string, folder bool, items []*item,
-) (parts []part, err error) {
+) (parts []outputFile, err error) {
 	var all map[string]string
 	for k := range m.srcs {
 		if own := m.metadata(k); own != nil {
@@ -248,8 +250,9 @@ func (m *model) parts(
 			if err != nil {
 				return nil, err
 			}
-			parts = append(parts, part{path: joinName(dst, name), metadata: mergeMetadata(m.metadata(k), spec.Metadata),
-				items: m.of(k, items), mode: modeOf(s.URI()), original: o})
+			parts = append(parts, outputFile{path: joinName(dst, name),
+				metadata: mergeMetadata(m.metadata(k), spec.Metadata),
+				items:    m.of(k, items), mode: modeOf(s.URI()), original: o})
 		}
 		if len(src) == 1 {
 			parts = m.addIndex(dst, parts)
@@ -269,14 +272,14 @@ func mergeMetadata(metadata, more map[string]string) map[string]string {
 
 // addIndex adds the index.json of the source to its files. Shards without one get one where
 // files of their names are: together with it they replace those in one step.
-func (m *model) addIndex(dst string, parts []part) []part {
+func (m *model) addIndex(dst string, parts []outputFile) []outputFile {
 	set := m.sets[0]
 	if set.Index != "" {
 		for k := range parts {
 			parts[k].shard = true
 		}
 		name := filepath.Base(source.Path(folders.Local(set.Index)))
-		return append(parts, part{path: joinName(dst, name), laid: wholeFile(set.Text),
+		return append(parts, outputFile{path: joinName(dst, name), laid: wholeFile(set.Text),
 			listing: &listing{Shards: set.Shards}, mode: m.mode()})
 	}
 	family := ""
@@ -301,8 +304,8 @@ func (m *model) addIndex(dst string, parts []part) []part {
 	return append(parts, index)
 }
 
-// beside says how the other files of a source folder are copied.
-type beside struct {
+// companionOptions says how the other files of a source folder are copied.
+type companionOptions struct {
 	root    string          // see companions.Folder
 	files   []source.Entry  // those of a remote folder, and of those below it
 	folders bool            // the folders below are converted, too
@@ -312,7 +315,7 @@ type beside struct {
 }
 
 // sourceFolders are the folders that models are converted from.
-func (b beside) sourceFolders(src []string) []string {
+func (b companionOptions) sourceFolders(src []string) []string {
 	if b.dir != "" {
 		return []string{b.dir}
 	}
@@ -336,7 +339,8 @@ func namesIndex(path string) bool {
 // model, since what refers to others comes last, and lists those that are not
 // copied. Weights are opened as every load opens them, through any link: only their
 // tensors are copied.
-func withCompanions(src []string, dst string, parts []part, spec Spec, how beside) (all []part, left []string,
+func withCompanions(src []string, dst string, parts []outputFile, spec Spec, how companionOptions) (all []outputFile,
+	left []string,
 	err error) {
 	taken := map[string]bool{}
 	for _, p := range parts {
@@ -355,7 +359,7 @@ func withCompanions(src []string, dst string, parts []part, spec Spec, how besid
 		}
 		for _, f := range found {
 			taken[f.Name] = true
-			one := part{path: joinName(dst, f.Name), laid: copyOf(f), copied: true}
+			one := outputFile{path: joinName(dst, f.Name), laid: copyOf(f), copied: true}
 			if f.Mode != 0 {
 				one.mode = f.Mode | 0o600
 			}
@@ -367,13 +371,13 @@ func withCompanions(src []string, dst string, parts []part, spec Spec, how besid
 }
 
 // companionFolder is where the companions of a source are looked for.
-func (b beside) companionFolder(src, dst string, spec Spec) companions.Folder {
+func (b companionOptions) companionFolder(src, dst string, spec Spec) companions.Folder {
 	return companions.Folder{Path: folders.Local(src), Root: b.root, Avoid: dst, Below: b.folders, Files: b.files,
 		Open: open.With(spec.Storage.Options).Open}
 }
 
 // listBesides lists what lies beside the weights of source folders that become one file.
-func listBesides(src []string, spec Spec, how beside) (left []string) {
+func listBesides(src []string, spec Spec, how companionOptions) (left []string) {
 	for _, s := range src {
 		// what cannot be read is not copied, either
 		found, skipped, _ := companions.Find(how.companionFolder(s, "", spec), nil)
@@ -421,7 +425,7 @@ func pathIn(folder bool, stem string, spec Spec) string {
 }
 
 // plainFiles lists the plain files made from containers that are not their originals.
-func (m *model) plainFiles(spec Spec, parts []part, originals []Original) (out []string) {
+func (m *model) plainFiles(spec Spec, parts []outputFile, originals []Original) (out []string) {
 	if spec.Compress || !formatOf(spec.Path).coded {
 		return nil
 	}

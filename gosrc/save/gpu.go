@@ -76,11 +76,11 @@ func (w *writer) openGPUs(items []*item) error {
 		if err != nil {
 			return errs.In("save", w.spec.Path, err)
 		}
-		if w.spec.ChunkBytes > p.Slot() {
+		if w.spec.ChunkBytes > p.SlotBytes() {
 			p.Close()
 			continue
 		}
-		g := &gpu{Packer: p, room: sizes.RoundUp(p.Slot()+batchRows*(tensor.StoredAlign+tensor.BlobAlign), 4096)}
+		g := &gpu{Packer: p, room: sizes.RoundUp(p.SlotBytes()+batchRows*(tensor.StoredAlign+tensor.BlobAlign), 4096)}
 		w.gpus = append(w.gpus, g)
 		for _, t := range on {
 			t.gpu = g
@@ -194,7 +194,7 @@ func (f *fileWriter) packChunk(r row) {
 	if k := len(f.tasks) - 1; k >= 0 {
 		p = f.tasks[k].pack
 	}
-	if p == nil || p.gpu != r.t.gpu || p.bytes+n > p.gpu.Slot() || len(p.rows) == batchRows {
+	if p == nil || p.gpu != r.t.gpu || p.bytes+n > p.gpu.SlotBytes() || len(p.rows) == batchRows {
 		slots := r.t.gpu.Slots() / f.lane.of
 		p = &pack{gpu: r.t.gpu, slot: f.lane.number*slots + len(f.packs[r.t.gpu])%slots, over: make(chan struct{})}
 		if all := f.packs[p.gpu]; len(all) >= slots {
@@ -230,7 +230,7 @@ func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
 		}
 	}
 	if f.lay != nil {
-		if err := p.gpu.Sum(p.slot, p.packed); err != nil {
+		if err := p.gpu.QueueSums(p.slot, p.packed); err != nil {
 			return err
 		}
 	}

@@ -265,7 +265,7 @@ func TestGPULittleMemoryAndCancelFake(t *testing.T) {
 		t.Errorf("cancelled: %v", err)
 	}
 	noTemps(t, dir)
-	unused, _, err := d.Free()
+	unused, _, err := d.MemoryInfo()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -37,7 +37,7 @@ func WriteWhole(ctx context.Context, path string, b []byte) error {
 	if err := spec.checkSpec(); err != nil {
 		return err
 	}
-	_, err := newWriter(spec, nil).saveAll(ctx, []part{{path: spec.Path, laid: wholeFile(b)}})
+	_, err := newWriter(spec, nil).saveAll(ctx, []outputFile{{path: spec.Path, laid: wholeFile(b)}})
 	return err
 }
 
@@ -58,7 +58,7 @@ func Lay(ctx context.Context, j *job.Job, src, stem string, files []Laid, spec S
 	w := newWriter(spec, j)
 	folder, dst := isFolder(spec.Path, []string{src}, 1), spec.Path
 	w.spec.Path = pathIn(folder, stem, spec)
-	parts := make([]part, len(files))
+	parts := make([]outputFile, len(files))
 	for k := range files {
 		parts[k].laid = &files[k]
 	}
@@ -66,5 +66,5 @@ func Lay(ctx context.Context, j *job.Job, src, stem string, files []Laid, spec S
 	if !folder {
 		return w.saveAll(ctx, parts)
 	}
-	return w.intoFolder(ctx, nil, []string{src}, dst, parts, beside{})
+	return w.intoFolder(ctx, nil, []string{src}, dst, parts, companionOptions{})
 }

@@ -27,7 +27,7 @@ type lane struct {
 	threads    int
 }
 
-func (w *writer) lanesOf(parts []part) []lane {
+func (w *writer) lanesOf(parts []outputFile) []lane {
 	n := min(len(parts), mostLanes)
 	if len(w.gpus) == 0 {
 		n = min(n, max(1, w.threads/laneThreads))
@@ -56,7 +56,7 @@ func firstError(ctx context.Context, err error) error {
 
 // writeFiles makes and writes all files, and returns their sizes. The first error cancels the
 // rest.
-func (w *writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc, to destination, parts []part,
+func (w *writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc, to destination, parts []outputFile,
 	rep *Report) ([]int64, error) {
 	all := w.lanesOf(parts)
 	free := make(chan lane, len(all))

@@ -22,7 +22,7 @@ type files struct {
 	targets []*atomicfile.Target // by part; nil: not created
 }
 
-func (f *files) create(ctx context.Context, i int, p *part) (draft, error) {
+func (f *files) create(ctx context.Context, i int, p *outputFile) (draft, error) {
 	like := f.like
 	if st, err := os.Lstat(p.like); err == nil && st.Mode().IsRegular() {
 		like = p.like
@@ -36,7 +36,7 @@ func (f *files) create(ctx context.Context, i int, p *part) (draft, error) {
 	return &file{t, ctx}, nil
 }
 
-func (f *files) publishAll(ctx context.Context, parts []part) error {
+func (f *files) publishAll(ctx context.Context, parts []outputFile) error {
 	old := f.replacedFiles(ctx, parts)
 	if err := atomicfile.Publish(f.spec.fs, f.targets); err != nil {
 		return err
@@ -79,7 +79,7 @@ func (f *file) Finish(size int64) error {
 
 // like is the file whose mode new files get: one of the model that is replaced. A
 // private model stays private, even with another number of files.
-func (w *writer) like(parts []part) string {
+func (w *writer) like(parts []outputFile) string {
 	for _, path := range []string{parts[len(parts)-1].path, w.spec.Path, indexPath(w.spec.Path), w.spec.Like} {
 		if real, err := atomicfile.Follow(path); err == nil {
 			if st, err := os.Lstat(real); err == nil && st.Mode().IsRegular() {
@@ -94,7 +94,7 @@ func (w *writer) like(parts []part) string {
 // and new files exist together until the rename. Sizes of compressed tensors are
 // estimated from their samples, slightly too small; a disk that fills up later is
 // still an error.
-func (w *writer) checkRoom(parts []part) error {
+func (w *writer) checkRoom(parts []outputFile) error {
 	var need float64
 	for _, p := range parts {
 		need += float64(p.bytes())
@@ -122,7 +122,7 @@ func (w *writer) checkRoom(parts []part) error {
 // be opened by another name: the file at the path itself (if there are several now), the
 // index (if there is one file now), the shards of the old index, and what killed saves of
 // the same files have left.
-func (w *writer) replacedFiles(ctx context.Context, parts []part) (old []string) {
+func (w *writer) replacedFiles(ctx context.Context, parts []outputFile) (old []string) {
 	last := &parts[len(parts)-1]
 	path, err := atomicfile.Follow(w.spec.Path)
 	if err != nil || w.spec.Shard == 0 && last.listing == nil {

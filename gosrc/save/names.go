@@ -25,11 +25,11 @@ type listing struct {
 }
 
 // indexOf is the part of an index.json that lists parts, its shards.
-func indexOf(path string, shards *safetensors.Shards, parts []part) part {
+func indexOf(path string, shards *safetensors.Shards, parts []outputFile) outputFile {
 	for k := range parts {
 		parts[k].shard = true
 	}
-	return part{path: path, laid: wholeFile(safetensors.AppendIndexJSON(nil, *shards)),
+	return outputFile{path: path, laid: wholeFile(safetensors.AppendIndexJSON(nil, *shards)),
 		listing: &listing{Shards: shards}}
 }
 
@@ -37,7 +37,7 @@ func indexOf(path string, shards *safetensors.Shards, parts []part) part {
 // an earlier set: an index, files of these names, or weights that no index lists (but one
 // file of the index's name, beside which shards without an index are no model). Names that
 // come back after two saves would be those of two sets to a slow reader.
-func (w *writer) chooseNames(ctx context.Context, parts []part) error {
+func (w *writer) chooseNames(ctx context.Context, parts []outputFile) error {
 	last := &parts[len(parts)-1]
 	if last.listing == nil {
 		return nil
@@ -63,7 +63,7 @@ func (w *writer) chooseNames(ctx context.Context, parts []part) error {
 
 // hasEarlierSet reports whether an earlier set lies beside an index. It notes the names that are
 // there.
-func (w *writer) hasEarlierSet(ctx context.Context, index *part) (bool, error) {
+func (w *writer) hasEarlierSet(ctx context.Context, index *outputFile) (bool, error) {
 	old, err := w.readIndex(ctx, index.path)
 	if err != nil && source.Remote(index.path) {
 		return false, err
@@ -92,7 +92,7 @@ func (w *writer) hasEarlierSet(ctx context.Context, index *part) (bool, error) {
 	return weights, nil
 }
 
-func (index *part) renameShards(parts []part, name func(string) string) {
+func (index *outputFile) renameShards(parts []outputFile, name func(string) string) {
 	for k := range parts {
 		if p := &parts[k]; p.shard {
 			old := filepath.Base(p.path)
@@ -110,7 +110,7 @@ func (index *part) renameShards(parts []part, name func(string) string) {
 // stale lists, by name, the files beside an index that the set makes stale: those of the
 // old index, and of the names that its own files usually have. What belongs to other
 // models stays.
-func (index *part) stale(old *safetensors.Shards) (names []string) {
+func (index *outputFile) stale(old *safetensors.Shards) (names []string) {
 	ours := index.familiesOf()
 	for _, name := range index.listing.usual {
 		if index.listing.there[name] {
@@ -127,7 +127,7 @@ func (index *part) stale(old *safetensors.Shards) (names []string) {
 	return slices.DeleteFunc(names, func(name string) bool { return slices.Contains(index.listing.Files, name) })
 }
 
-func (index *part) familiesOf() map[string]bool {
+func (index *outputFile) familiesOf() map[string]bool {
 	out := map[string]bool{}
 	if index.listing != nil {
 		for _, name := range index.listing.usual {

@@ -273,7 +273,7 @@ func TestHostileOrigin(t *testing.T) {
 		items := []*item{{name: "w", dtype: in[0].DType, shape: in[0].Shape, bytes: 20000, body: memory(in[0].Data),
 			parts: 1}}
 		w := newWriter(spec, nil)
-		if _, err := w.saveAll(bg, []part{{path: packed, items: items,
+		if _, err := w.saveAll(bg, []outputFile{{path: packed, items: items,
 			original: &original.File{Origin: c.o}}}); err != nil {
 			t.Fatal(name, err)
 		}
@@ -353,7 +353,7 @@ func TestStepsEndByTheFirstError(t *testing.T) {
 	if err := spec.checkSpec(); err != nil {
 		t.Fatal(err)
 	}
-	_, err := newWriter(spec, nil).saveAll(bg, []part{{path: spec.Path, items: items}})
+	_, err := newWriter(spec, nil).saveAll(bg, []outputFile{{path: spec.Path, items: items}})
 	if !errors.Is(err, errs.ErrIO) || !errors.Is(why, errs.ErrIO) {
 		t.Errorf("the save ended with %v, its other step with %v", err, why)
 	}

@@ -33,7 +33,7 @@ func joinName(dir, name string) string {
 
 // refuseBeside refuses a single file beside the index of shards of the same name, since
 // the folder would still be loaded by that index: the old model, or both.
-func (w *writer) refuseBeside(ctx context.Context, parts []part) error {
+func (w *writer) refuseBeside(ctx context.Context, parts []outputFile) error {
 	path := parts[len(parts)-1].path
 	if w.spec.Beside || w.spec.Shard != 0 || len(parts) > 1 || !strings.HasSuffix(path, extension) {
 		return nil
@@ -60,7 +60,7 @@ type objects struct {
 	drafts []source.Draft // by part; nil: not created
 }
 
-func (o *objects) create(ctx context.Context, i int, p *part) (draft, error) {
+func (o *objects) create(ctx context.Context, i int, p *outputFile) (draft, error) {
 	d, err := open.Create(ctx, p.path, o.spec.Storage.Options, p.most())
 	if err != nil {
 		return nil, err
@@ -86,13 +86,13 @@ func (o *objects) dropAll(err error) {
 
 // publishAll publishes the objects, last the one that readers look for, and removes what that
 // makes stale. If it fails, the old model stays, and the shards that were published go.
-func (o *objects) publishAll(ctx context.Context, parts []part) error {
+func (o *objects) publishAll(ctx context.Context, parts []outputFile) error {
 	stale, err := o.staleFiles(ctx, o.spec.Path, &parts[len(parts)-1])
 	if err != nil {
 		return err
 	}
 	stale = slices.DeleteFunc(stale, func(p string) bool {
-		return slices.ContainsFunc(parts, func(q part) bool { return q.path == p })
+		return slices.ContainsFunc(parts, func(q outputFile) bool { return q.path == p })
 	})
 	for i, d := range o.drafts {
 		if err := d.Publish(); err != nil {
@@ -117,7 +117,7 @@ func (o *objects) publishAll(ctx context.Context, parts []part) error {
 // staleFiles lists what a save of a set at a path makes stale, by the index that was there: the
 // file at the path itself (if there are several now), the index (if there is one file now), and the
 // shards that it listed. With an error it lists what no index tells.
-func (w *writer) staleFiles(ctx context.Context, path string, last *part) (old []string, err error) {
+func (w *writer) staleFiles(ctx context.Context, path string, last *outputFile) (old []string, err error) {
 	if w.spec.Shard > 0 {
 		old = append(old, path)
 	}

@@ -16,9 +16,9 @@ const extension = ".safetensors"
 
 // divideShards divides tensors, in their given order, into files of at most spec.Shard
 // bytes. Aliases go to the file that has their bytes.
-func divideShards(spec Spec, items []*item) []part {
+func divideShards(spec Spec, items []*item) []outputFile {
 	if spec.Shard == 0 {
-		return []part{{path: spec.Path, metadata: spec.Metadata, items: items}}
+		return []outputFile{{path: spec.Path, metadata: spec.Metadata, items: items}}
 	}
 	in := map[*item]int{} // shard of each tensor that has bytes
 	n, size := 1, int64(0)
@@ -32,7 +32,7 @@ func divideShards(spec Spec, items []*item) []part {
 		in[t] = n - 1
 		size += t.bytes
 	}
-	parts := make([]part, n)
+	parts := make([]outputFile, n)
 	for k := range parts {
 		parts[k].metadata = spec.Metadata
 	}
@@ -48,7 +48,7 @@ func divideShards(spec Spec, items []*item) []part {
 
 // nameParts gives one part the path itself, and several the names of its shards, with an
 // index.
-func nameParts(path string, parts []part) []part {
+func nameParts(path string, parts []outputFile) []outputFile {
 	if len(parts) == 1 {
 		parts[0].path = path
 		return parts
@@ -72,7 +72,7 @@ func indexPath(path string) string {
 }
 
 // checkListable refuses files whose names no index.json can list: JSON is UTF-8.
-func checkListable(parts []part) error {
+func checkListable(parts []outputFile) error {
 	if last := parts[len(parts)-1]; !strings.HasSuffix(last.path, ".index.json") {
 		return nil
 	}
@@ -86,7 +86,7 @@ func checkListable(parts []part) error {
 }
 
 // shardIndex lists some files.
-func shardIndex(parts []part) *safetensors.Shards {
+func shardIndex(parts []outputFile) *safetensors.Shards {
 	s := &safetensors.Shards{}
 	for k, p := range parts {
 		s.Files = append(s.Files, filepath.Base(p.path))

@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A stage is the memory of a save that is staged.
-type stage struct {
+// A stagingMemory is the memory of a save that is staged.
+type stagingMemory struct {
 	mem  *pinned.Memory
 	most int64
 
@@ -26,7 +26,7 @@ type stage struct {
 
 // openStage takes the memory, or refuses a save that may need more than there is: as
 // many bytes as if nothing were compressed.
-func (w *writer) openStage(parts []part) error {
+func (w *writer) openStage(parts []outputFile) error {
 	most, expected := int64(0), 0.0
 	for i := range parts {
 		most += parts[i].bytes() + 1<<20
@@ -59,19 +59,19 @@ func (w *writer) openStage(parts []part) error {
 		return errs.In("save", w.spec.Path, err)
 	}
 	mem.Want(int64(expected * 1.01))
-	w.stage = &stage{mem: mem, most: most}
+	w.stage = &stagingMemory{mem: mem, most: most}
 	return nil
 }
 
 // freeStage gives the memory back. No one uses it any more.
-func (s *stage) freeStage() {
+func (s *stagingMemory) freeStage() {
 	if s != nil {
 		s.mem.Keep()
 	}
 }
 
 // takeMemory is memory for n bytes, until the save ends.
-func (s *stage) takeMemory(ctx context.Context, n int64) ([]byte, error) {
+func (s *stagingMemory) takeMemory(ctx context.Context, n int64) ([]byte, error) {
 	s.mu.Lock()
 	off := s.pos
 	s.pos += n
@@ -89,7 +89,7 @@ func (s *stage) takeMemory(ctx context.Context, n int64) ([]byte, error) {
 type staged struct {
 	draft
 	ctx   context.Context
-	stage *stage
+	stage *stagingMemory
 	clock *clock
 
 	mu   sync.Mutex

@@ -39,7 +39,7 @@ func TestStagedViews(t *testing.T) {
 	defer mem.Keep()
 	mem.Want(1 << 20)
 	v := &viewer{whole: make([]byte, 600)}
-	s := &staged{draft: v, ctx: t.Context(), stage: &stage{mem: mem, most: 1 << 20}, clock: &clock{}}
+	s := &staged{draft: v, ctx: t.Context(), stage: &stagingMemory{mem: mem, most: 1 << 20}, clock: &clock{}}
 	want := bytes.Repeat([]byte("abc"), 200)
 	for off := 0; off < len(want); off += 100 {
 		if err := s.Write(want[off:off+100], int64(off)); err != nil {

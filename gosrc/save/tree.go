@@ -21,7 +21,7 @@ import (
 // copies the files beside them. If one of them fails, a dst that it made is
 // removed.
 func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []format.Branch, spec Spec,
-	how beside) (rep Report, err error) {
+	how companionOptions) (rep Report, err error) {
 	undo, err := makeFolder(ctx, dst, &rep, spec)
 	if err != nil {
 		return rep, err
@@ -94,7 +94,8 @@ func makeFolder(ctx context.Context, dst string, rep *Report, spec Spec) (undo f
 
 // convertFolder converts the models that lie in a folder itself, last the one that the folder
 // stands for, with the companions of all.
-func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, how beside) (rep Report, err error) {
+func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, how companionOptions) (rep Report,
+	err error) {
 	models, err := format.Models(ctx, dir, urisIn(dir, how.files), open.With(spec.Storage.Options).Open)
 	if err != nil {
 		return rep, err
@@ -134,7 +135,7 @@ func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, 
 }
 
 // copyBeside copies a folder without weights.
-func copyBeside(ctx context.Context, j *job.Job, from, to string, spec Spec, how beside) (Report, error) {
+func copyBeside(ctx context.Context, j *job.Job, from, to string, spec Spec, how companionOptions) (Report, error) {
 	parts, left, err := withCompanions([]string{from}, to, nil, spec, how)
 	if err != nil {
 		return Report{}, err

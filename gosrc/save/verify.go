@@ -143,7 +143,7 @@ func (m *model) originals(ctx context.Context, j *job.Job, rep *VerifyReport) er
 // checkZeros checks the bytes of source k that belong to no chunk. Header and index have
 // checksums, which format.Open has compared.
 func checkZeros(ctx context.Context, m *model, _ *job.Job, k int, _ *VerifyReport) error {
-	return stored.Padding(ctx, m.srcs[k], m.ix, k)
+	return stored.CheckPadding(ctx, m.srcs[k], m.ix, k)
 }
 
 // A span is a run of a tensor's bytes in plain order.

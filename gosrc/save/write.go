@@ -33,7 +33,7 @@ type writer struct {
 
 	clock     clock
 	gpus      []*gpu
-	stage     *stage               // nil: files are written as their bytes are made
+	stage     *stagingMemory       // nil: files are written as their bytes are made
 	onGPU     atomic.Int64         // bytes that GPUs have encoded
 	cores     chan struct{}        // one for each chunk that the host encodes now
 	mu        sync.Mutex           // of originals
@@ -52,7 +52,7 @@ func newWriter(spec Spec, j *job.Job) *writer {
 	return w
 }
 
-type part struct {
+type outputFile struct {
 	path     string
 	metadata map[string]string
 	items    []*item
@@ -80,10 +80,10 @@ type draft interface {
 // A destination takes the files of one save and publishes them together.
 type destination interface {
 	// create begins the file of part i. It is safe for concurrent use.
-	create(ctx context.Context, i int, p *part) (draft, error)
-	// publish gives the finished files their names, the last one being the file
+	create(ctx context.Context, i int, p *outputFile) (draft, error)
+	// publishAll gives the finished files their names, the last one being the file
 	// that readers look for. Then it removes what is left of the old model.
-	publishAll(ctx context.Context, parts []part) error
+	publishAll(ctx context.Context, parts []outputFile) error
 	// drop ends the save and removes what was not published; err is the outcome of
 	// the save.
 	dropAll(err error)
@@ -91,7 +91,7 @@ type destination interface {
 
 // saveAll writes the files and publishes them together; the last one is the file that
 // readers look for. A save that fails leaves nothing.
-func (w *writer) saveAll(ctx context.Context, parts []part) (rep Report, err error) {
+func (w *writer) saveAll(ctx context.Context, parts []outputFile) (rep Report, err error) {
 	if len(parts) == 0 {
 		return rep, nil
 	}
@@ -159,14 +159,14 @@ func (w *writer) saveAll(ctx context.Context, parts []part) (rep Report, err err
 }
 
 // write writes one file and returns its size.
-func (w *writer) write(ctx context.Context, to draft, on lane, p part) (int64, error) {
+func (w *writer) write(ctx context.Context, to draft, on lane, p outputFile) (int64, error) {
 	if p.laid != nil {
 		return p.laid.Bytes, p.laid.Fill(ctx, to.Write)
 	}
 	return formatOf(p.path).write(ctx, w, to, on, p)
 }
 
-func (w *writer) newDestination(parts []part) (destination, error) {
+func (w *writer) newDestination(parts []outputFile) (destination, error) {
 	if source.Remote(w.spec.Path) {
 		return &objects{writer: w, drafts: make([]source.Draft, len(parts))}, nil
 	}
@@ -177,7 +177,7 @@ func (w *writer) newDestination(parts []part) (destination, error) {
 }
 
 // bytes is the size of a part that has no tensors.
-func (p *part) bytes() int64 {
+func (p *outputFile) bytes() int64 {
 	if p.laid == nil {
 		return 0
 	}
@@ -185,7 +185,7 @@ func (p *part) bytes() int64 {
 }
 
 // most is an upper bound of the part's size.
-func (p *part) most() int64 {
+func (p *outputFile) most() int64 {
 	n := p.bytes() + 256<<20 // header and index, at their largest
 	for _, t := range p.items {
 		n += t.bytes + t.bytes/128 + 8192 // data may begin on a page
@@ -193,7 +193,7 @@ func (p *part) most() int64 {
 	return n
 }
 
-func (w *writer) countParts(parts []part, rep *Report) {
+func (w *writer) countParts(parts []outputFile, rep *Report) {
 	for _, p := range parts {
 		for _, t := range p.items {
 			rep.Tensors++
@@ -217,7 +217,7 @@ type fileWriter struct {
 	lane   lane
 	packs  map[*gpu][]*pack
 	path   string
-	part   part
+	part   outputFile
 	order  []*item          // in the order of their data
 	lay    *overwire.Layout // of a container; nil: a plain file
 	front  []byte           // the header of a plain file

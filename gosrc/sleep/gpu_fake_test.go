@@ -173,7 +173,7 @@ func TestSleepFakeLittleMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer most.Close()
-	unused, _, err := d.Free()
+	unused, _, err := d.MemoryInfo()
 	if err != nil {
 		t.Fatal(err)
 	}

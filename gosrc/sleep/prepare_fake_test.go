@@ -32,12 +32,12 @@ func TestPrepareFake(t *testing.T) {
 				t.Fatal(err, pinned.Ready(d))
 			}
 		}
-		unused, _, _ := d.Free()
+		unused, _, _ := d.MemoryInfo()
 		p, err := Prepare(spec, 0, in)
 		if err != nil || p.Bytes <= 0 {
 			t.Fatal(p, err)
 		}
-		if left, _, _ := d.Free(); left != unused {
+		if left, _, _ := d.MemoryInfo(); left != unused {
 			t.Errorf("it took %d bytes of the GPU", unused-left)
 		}
 		wait := round%2 == 0

@@ -96,11 +96,12 @@ func (h *host) wait(slot int, rows []cuda.Packed) error {
 // wayOfGPU lets a GPU encode, and make sums.
 func wayOfGPU(p *cuda.Packer, sums bool) way {
 	return way{
-		window: p.Slots(), workers: p.Slots(), bytes: p.Slot(), staging: p.Bytes(), gpu: true, samples: p.Sample,
-		fetch: p.Fetch, wait: func(slot int, _ []cuda.Packed) error { return p.Wait(slot) }, close: p.Close,
+		window: p.Slots(), workers: p.Slots(), bytes: p.SlotBytes(), staging: p.DeviceBytes(), gpu: true,
+		samples: p.Sample,
+		fetch:   p.Fetch, wait: func(slot int, _ []cuda.Packed) error { return p.Wait(slot) }, close: p.Close,
 		encode: func(slot int, rows []cuda.Packed) error {
 			if sums {
-				if err := p.Sum(slot, rows); err != nil {
+				if err := p.QueueSums(slot, rows); err != nil {
 					return err
 				}
 			}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .bundles.torchfolders import is_torch_model, plain_models
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, meet_to_load, should_share_reading
-    from .distributed.group import verb
+    from .distributed.group import group_verb
     from .dtypes import nbytes
     from .files import number_of, read_file, regular
     from .frameworks.torch import torch_dtype
@@ -55,7 +55,7 @@ _HOMES = {
     "bundles.torchfolders": ("is_torch_model", "plain_models"),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "meet_to_load", "should_share_reading"),
-    "distributed.group": ("verb",),
+    "distributed.group": ("group_verb",),
     "dtypes": ("nbytes",),
     "files": ("number_of", "read_file", "regular"),
     "frameworks.torch": ("torch_dtype",),

@@ -63,7 +63,7 @@ def np_dtype(spec: Spec, *, budget: Budget | None = None, depth: int = 0) -> Any
     import numpy as np
 
     if budget is not None:
-        budget.work(10)
+        budget.charge_work(10)
     if type(spec) is list:
         if depth > _DEEPEST:
             raise FormatError(f"overwire: unpickle: a dtype is nested deeper than {_DEEPEST}")
@@ -105,7 +105,7 @@ def scalar(spec: Spec, data: bytes, *, budget: Budget | None = None) -> Any:
     if kind.hasobject or type(data) is not bytes or len(data) != kind.itemsize:
         raise FormatError("overwire: unpickle: a scalar is malformed")
     if budget is not None:
-        budget.memory(len(data))
+        budget.charge_memory(len(data))
     if not data:
         return np.zeros((), kind)[()]
     return np.frombuffer(data, kind)[0]
@@ -122,7 +122,7 @@ def array(spec: Spec, shape: tuple[int, ...], fortran: bool, items: list[Any], *
         raise FormatError("overwire: unpickle: an array is malformed")
     if budget is not None:
         # numpy takes an element's size for none.
-        budget.memory((1 + fortran) * max(count, 1) * kind.itemsize)
+        budget.charge_memory((1 + fortran) * max(count, 1) * kind.itemsize)
     flat = np.empty(count, kind)
     for at, item in enumerate(items):
         flat[at] = item

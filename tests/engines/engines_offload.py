@@ -100,7 +100,7 @@ def away() -> None:
             self.changes += 1
 
     workers = type("workers", (), {"Worker": Worker})
-    plug_in._add_preparation(workers)
+    plug_in._wrap_gpu_worker(workers)
     worker = Worker()
     for name in ("reload_weights", "sleep", "update_weights"):
         base.fails(name, ("ValueError", "lie compressed on the host"), getattr(worker, name))

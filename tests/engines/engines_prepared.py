@@ -182,13 +182,13 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     from overwire.integrations.vllm import prepared
 
     steps = []
-    for name in ("Arriving", "name_of"):
+    for name in ("Arriving", "fingerprint_of_load"):
         call = getattr(prepared, name)
         setattr(prepared, name, lambda *args, name=name, call=call: (steps.append(name), call(*args))[1])
     check("made of prepared state")
     os.environ["VLLM_SOMETHING"] = "2"
     check("prepared state kept")
-    if steps != ["Arriving", "name_of"] * 2:
+    if steps != ["Arriving", "fingerprint_of_load"] * 2:
         raise SystemExit(f"not begun before the fingerprint was known, or begun again: {steps}")
     print("  the file that was used last is begun at once, and let go where it does not count", flush=True)
 
@@ -199,7 +199,7 @@ def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], 
 
     tensors: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    put, compare, load = prepared.put_tensors, prepared._compare_model, prepared.Start.load_model
+    put, compare, load = prepared.put_tensors, prepared._compare_model, prepared.PreparedStart.load_model
 
     def put_tensors(*args: Any) -> dict[str, Any]:
         placed = put(*args)
@@ -214,9 +214,9 @@ def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], 
         alive.append(sum(ref() is not None for ref in tensors))
         return model
 
-    prepared.put_tensors, prepared._compare_model, prepared.Start.load_model = put_tensors, refuse, load_model
+    prepared.put_tensors, prepared._compare_model, prepared.PreparedStart.load_model = put_tensors, refuse, load_model
     start(path, folder, where)
-    prepared.put_tensors, prepared._compare_model, prepared.Start.load_model = put, compare, load
+    prepared.put_tensors, prepared._compare_model, prepared.PreparedStart.load_model = put, compare, load
     log.take("does not fit: a model that is not the one")
     if not tensors:
         raise SystemExit("no model was made")

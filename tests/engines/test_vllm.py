@@ -579,7 +579,7 @@ class Worker:
 workers = types.SimpleNamespace(Worker=Worker)
 class CPUWorker(Worker):
     def compile_or_warm_up_model(self): done.append("cpu"); return super().compile_or_warm_up_model()
-plug._add_preparation(workers); plug._add_preparation(workers)
+plug._wrap_gpu_worker(workers); plug._wrap_gpu_worker(workers)
 cpu = types.SimpleNamespace(CPUWorker=CPUWorker)
 plug._add_writing(cpu); plug._add_writing(cpu)
 assert Worker().compile_or_warm_up_model() == 7 and done == ["warm"], done

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from group_blocks import block_loads, expected_of
 from overwire.distributed import shard_range
 from overwire.integrations.shared import recording, slices
-from overwire.integrations.shared.slices import Attempt, load_by_slices
+from overwire.integrations.shared.slices import SliceLoad, load_by_slices
 
 # Bytes of rows that are loaded beside.
 MOST = 1 << 20
@@ -75,7 +75,7 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
         read.append(together.read)
         return done
 
-    def run(attempt: Attempt) -> None:
+    def run(attempt: SliceLoad) -> None:
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             yield from attempt.next_stand_ins() or attempt.open_source(str(path), group_blocks.DEVICE, {})
             attempt.load_recorded()

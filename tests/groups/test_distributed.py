@@ -221,7 +221,7 @@ NOW = relays.Situation(4, 1, 4, gpu=True, remote=False, sends=True, unreachable=
     ],
 )
 def test_the_carrier_follows_from_the_situation(setting: str, now: relays.Situation, carrier: str) -> None:
-    assert relays.carrier_of(setting, now) == carrier
+    assert relays.choose_carrier(setting, now) == carrier
 
 
 def test_blocks_cover_a_dimension_once() -> None:

@@ -387,7 +387,7 @@ func jobVerbs() []*Verb {
 			func(_ none, n []int64) (int64, error) {
 				haveEnded := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
 				if haveEnded && spawn.Poisoned() == nil {
-					load.Prepared()
+					load.AwaitPreparations()
 					_ = cuda.Trim() // before the driver's own exit handlers
 				}
 				return truth(haveEnded), nil

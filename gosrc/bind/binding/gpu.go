@@ -62,7 +62,7 @@ func gpuVerbs() []*Verb {
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.SyncStream(uintptr(n[0])) }).
 			ints("device", "stream").afterPanics(),
 		onDevice("gpu_stream_check", "Refuse a stream of another GPU.",
-			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.OwnsStream(uintptr(n[0])) }).
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.CheckStream(uintptr(n[0])) }).
 			ints("device", "stream"),
 		answered("gpu_transform", "The transform of X16 for a dtype, or for a host sample; -1: it needs a sample.",
 			func(dtype Text, n []int64) (int64, error) {
@@ -132,11 +132,11 @@ func streamRows(n []int64, fixed, words int) (cuda.Order, [][]int64, error) {
 	return on, slices.Collect(slices.Chunk(flat, words)), err
 }
 
-func streamsOf(n []int64) (cuda.Order, []cuda.Stream, error) {
+func streamsOf(n []int64) (cuda.Order, []cuda.Bitstream, error) {
 	on, rows, err := streamRows(n, 4, streamWords)
-	list := make([]cuda.Stream, len(rows))
+	list := make([]cuda.Bitstream, len(rows))
 	for i, p := range rows {
-		list[i] = cuda.Stream{Src: uint64(p[0]), Stored: p[1], Dst: uint64(p[2]), Size: p[3], Chunk: p[4],
+		list[i] = cuda.Bitstream{Src: uint64(p[0]), Stored: p[1], Dst: uint64(p[2]), Size: p[3], Chunk: p[4],
 			Kind: cuda.Kind(n[2])}
 	}
 	return on, list, err
@@ -147,9 +147,9 @@ func gpuEncode(_ none, n []int64) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	list := make([]cuda.Stream, len(rows))
+	list := make([]cuda.Bitstream, len(rows))
 	for i, p := range rows {
-		list[i] = cuda.Stream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4],
+		list[i] = cuda.Bitstream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4],
 			Arg: uint32(p[5]), Kind: cuda.Kind(n[2])}
 	}
 	b, err := nvcomp.GPUEncode(int(n[0]), on, list, uint64(n[3]), n[4])

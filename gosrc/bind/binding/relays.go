@@ -27,7 +27,9 @@ func relayVerbs() []*Verb {
 			startRelay).ints("model").
 			tail("what each rank of the host needs, as requests with the rank for an address; none: each needs all"),
 		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
-			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) { return r.Shares(), nil })).
+			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) {
+				return r.ShareSizes(), nil
+			})).
 			ints("job"),
 		answered("relay_aim", "Set what this rank wants, before the first decode.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (none, error) {

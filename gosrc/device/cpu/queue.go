@@ -126,8 +126,8 @@ func (q *Queue) Checks() bool { return false }
 // TraceTimes has nothing to report.
 func (q *Queue) TraceTimes(device.TraceFunc) error { return nil }
 
-// StagingBytes is the memory of all slots.
-func (q *Queue) StagingBytes() int64 { return q.length }
+// PinnedBytes is the memory of all slots.
+func (q *Queue) PinnedBytes() int64 { return q.length }
 
 // Close waits until every slot is back and frees the memory.
 func (q *Queue) Close() {

@@ -51,8 +51,8 @@ func TestQueueSlots(t *testing.T) {
 		}()
 	}
 	wg.Wait()
-	if q.StagingBytes() < 400 || q.Asynchronous() {
-		t.Errorf("%d bytes, asynchronous: %v", q.StagingBytes(), q.Asynchronous())
+	if q.PinnedBytes() < 400 || q.Asynchronous() {
+		t.Errorf("%d bytes, asynchronous: %v", q.PinnedBytes(), q.Asynchronous())
 	}
 	q.Close()
 	// So large that no other mapping takes its whole place afterwards.

@@ -68,7 +68,7 @@ func layOutRegions(sizes []int64) ([]region, error) {
 // aligned to Align and with one holder, the caller: all of it or none; its contents
 // are undefined. Work that reads it may still be queued when the last holder
 // releases it: it is freed after that work, if its stream is the default one or was
-// passed to Used.
+// passed to NoteStream.
 func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 	regions, err := layOutRegions(sizes)
 	if err != nil {
@@ -115,7 +115,7 @@ func (d *Device) takeBlocks(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, err
 	var at []int
 	d.mu.Lock()
 	for i, n := range want {
-		if p, ok := d.bestKeptBlock(n); ok {
+		if p, ok := d.takeKeptBlock(n); ok {
 			pointers[i], want[i] = p.at, p.bytes
 		} else {
 			need, at = append(need, n), append(at, i)
@@ -158,7 +158,7 @@ func (d *Device) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int
 		return nil
 	}
 	err := try()
-	if errors.Is(err, errs.ErrMemory) && d.giveBack() == nil {
+	if errors.Is(err, errs.ErrMemory) && d.freeKept() == nil {
 		err = try()
 	}
 	if !errors.Is(err, errs.ErrMemory) {
@@ -187,7 +187,7 @@ func (d *Device) nameSizes(err error, asked int64, what string) error {
 	}
 	full := *mem
 	full.Asked, full.For = asked, what
-	if free, total, e := d.Free(); e == nil {
+	if free, total, e := d.MemoryInfo(); e == nil {
 		full.Free, full.Total = free, total
 	}
 	return &full

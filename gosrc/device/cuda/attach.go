@@ -15,9 +15,9 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Share names memory, which Alloc returned alone, for Attach in another process. The
+// ExportMemory names memory, which Alloc returned alone, for Attach in another process. The
 // memory must stay until those have ended that use.
-func (d *Device) Share(m device.Memory) (string, error) {
+func (d *Device) ExportMemory(m device.Memory) (string, error) {
 	var h C.struct_owcu_ipc
 	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_export_ipc(d.ctx, deviceAddress(m.Ptr), &h, e) })
 	return hex.EncodeToString(unsafe.Slice((*byte)(unsafe.Pointer(&h)), unsafe.Sizeof(h))), err

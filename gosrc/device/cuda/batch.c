@@ -7,7 +7,7 @@ static int queue_steps(const struct owcu_batch *b, struct owcu_error *e)
 {
 	owcu_handle stream = handle(b->stream);
 
-	if (uncaptured(b->stream, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
+	if (refuse_captured(b->stream, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
 		return -1;
 	for (uint32_t i = 0; i < b->nsteps; i++) {
 		const struct owcu_step *s = &b->steps[i];

@@ -70,7 +70,7 @@ type pad struct {
 // A slab is one pinned and one device allocation, with streams and events.
 type slab struct {
 	pages pages
-	c     C.struct_owcu_pad
+	c     C.struct_owcu_slab
 	pads  []*pad // into which it is cut for batches
 }
 
@@ -98,7 +98,7 @@ func (d *Device) batchKernels() ([]C.owcu_handle, error) {
 	return d.lookUp(&d.batch.kernels, d.module, built.X16, batchNames)
 }
 
-// newSlab allocates `bytes` of the host and `room` of the device; see owcu_pad_new.
+// newSlab allocates `bytes` of the host and `room` of the device; see owcu_slab_new.
 func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what string) (*slab, error) {
 	p, err := newPages(bytes, d.near)
 	if err != nil {
@@ -106,7 +106,7 @@ func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what 
 	}
 	s := &slab{pages: p}
 	var e C.struct_owcu_error
-	rc := C.owcu_pad_new(d.ctx, &s.c, p.p, C.uint64_t(p.n), C.uint64_t(room), C.int(streams), C.int(events),
+	rc := C.owcu_slab_new(d.ctx, &s.c, p.p, C.uint64_t(p.n), C.uint64_t(room), C.int(streams), C.int(events),
 		C.int(sleepers), &e)
 	if rc == 0 {
 		return s, nil
@@ -140,7 +140,7 @@ func (d *Device) freeSlab(s *slab) error {
 		d.waitForPad(p)
 	}
 	var e C.struct_owcu_error
-	return d.freeResult(d.tryFree(s, &e), &e, func() bool { return d.releaseSlab(s) })
+	return d.handleFreeResult(d.tryFree(s, &e), &e, func() bool { return d.releaseSlab(s) })
 }
 
 // releaseSlab frees a slab that no batch uses, and reports whether it is gone.
@@ -150,7 +150,7 @@ func (d *Device) releaseSlab(s *slab) bool {
 }
 
 func (d *Device) tryFree(s *slab, e *C.struct_owcu_error) C.int {
-	rc := C.owcu_pad_free(d.ctx, &s.c, e)
+	rc := C.owcu_slab_free(d.ctx, &s.c, e)
 	if rc <= 0 {
 		s.pages.free()
 	}
@@ -288,7 +288,7 @@ const MaxBatch = 1 << 24
 // Decode queues the decoding of streams of one algorithm on the caller's stream,
 // after what is queued now on those of `on.After`. It does not wait: sources and
 // destinations must stay valid and unchanged until the Batch is done.
-func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, error) {
+func (d *Device) Decode(on Order, format uint32, streams []Bitstream) (*Batch, error) {
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
@@ -321,13 +321,13 @@ func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, erro
 // Peek returns what streams say about the length of their content, and waits for
 // the answer. It uses only Src and Stored. Of raw blocks only those of X16 and
 // Snappy know it.
-func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]Peeked, error) {
+func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Bitstream) ([]Peeked, error) {
 	if len(streams) == 0 {
 		return nil, nil
 	}
-	each := make([]Stream, len(streams))
+	each := make([]Bitstream, len(streams))
 	for i, s := range streams {
-		each[i] = Stream{Src: s.Src, Stored: s.Stored, Kind: kind}
+		each[i] = Bitstream{Src: s.Src, Stored: s.Stored, Kind: kind}
 	}
 	b, err := d.startBatch(on, work{format: format, streams: each, answers: true}, func(int) []step {
 		return []step{{kernel: batchPeek, n: len(each), threads: 1}}
@@ -353,12 +353,12 @@ type step struct {
 	items                             bool
 }
 
-// Encode queues the encoding of contents to X16 streams. Src and Size of a Stream
+// Encode queues the encoding of contents to X16 streams. Src and Size of a Bitstream
 // are the content, Dst and Stored the space for the stream; all are multiples of
 // 16, and so is Chunk if there are several chunks. Arg is the transform of X16 (0:
 // store as it is). scratch is device memory for a block of every chunk, of Scratch
 // bytes. Batch.Sizes returns the lengths of the streams.
-func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, error) {
+func (d *Device) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch, error) {
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
@@ -379,7 +379,7 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 	}
 	t := work{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
 	return d.startBatch(on, t, func(split int) []step {
-		threads := int(C.ow_x16_threads(C.uint64_t(slotOf(streams))))
+		threads := int(C.ow_x16_threads(C.uint64_t(blockSpace(streams))))
 		return []step{{kernel: batchCut, n: rows, threads: 1},
 			{kernel: batchEncode, n: rows, threads: threads, block: threads, items: true},
 			{kernel: batchSum, n: len(streams), threads: 32}, {kernel: batchJoin, n: rows * split, threads: 32}}
@@ -390,7 +390,7 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 // with the launch; answers: the kernels write an answer for each stream.
 type work struct {
 	format  uint32
-	streams []Stream
+	streams []Bitstream
 	rows    int
 	few     bool
 	answers bool
@@ -452,7 +452,7 @@ func (d *Device) startBatch(on Order, t work, plan func(split int) []step) (*Bat
 	}
 	*(*C.ow_stream_head)(table) = C.ow_stream_head{
 		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), answers: C.uint32_t(peekAt(n)),
-		scratch: C.uint64_t(t.scratch), slot: C.uint64_t(slotOf(streams)),
+		scratch: C.uint64_t(t.scratch), slot: C.uint64_t(blockSpace(streams)),
 	}
 	b := C.struct_owcu_batch{
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done,
@@ -481,8 +481,8 @@ func (d *Device) startBatch(on Order, t work, plan func(split int) []step) (*Bat
 	return batch, nil
 }
 
-// slotOf is the space for an encoded block: no block is longer than its chunk.
-func slotOf(streams []Stream) (n int64) {
+// blockSpace is the space for an encoded block: no block is longer than its chunk.
+func blockSpace(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n = max(n, min(streams[i].Chunk, streams[i].Size))
 	}
@@ -490,11 +490,11 @@ func slotOf(streams []Stream) (n int64) {
 }
 
 // Scratch is how many bytes of scratch memory Encode needs.
-func Scratch(streams []Stream) (n int64) {
+func Scratch(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n += int64(streams[i].blockCount())
 	}
-	return n * slotOf(streams)
+	return n * blockSpace(streams)
 }
 
 // Sizes returns the lengths of the streams of Encode, once Wait has returned.

@@ -74,10 +74,10 @@ func TestOtherDevice(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := g.OwnsStream(q); !errors.Is(err, errs.ErrArgument) {
+	if err := g.CheckStream(q); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a stream of cuda:1: %v", err)
 	}
-	if err := errors.Join(g.OwnsStream(1), g.OwnsStream(2), other.OwnsStream(q), other.FreeStream(q)); err != nil {
+	if err := errors.Join(g.CheckStream(1), g.CheckStream(2), other.CheckStream(q), other.FreeStream(q)); err != nil {
 		t.Error(err)
 	}
 	host := make([]byte, 8)
@@ -108,7 +108,7 @@ func TestBatchEveryCallFails(t *testing.T) {
 			uint64(uintptr(unsafe.Pointer(&stored[0][0]))), mem[0].Bytes, true); err != nil {
 			return err
 		}
-		s := []cuda.Stream{{Src: src, Stored: mem[0].Bytes, Dst: uint64(uintptr(mem[1].Ptr)), Size: mem[1].Bytes,
+		s := []cuda.Bitstream{{Src: src, Stored: mem[0].Bytes, Dst: uint64(uintptr(mem[1].Ptr)), Size: mem[1].Bytes,
 			Chunk: 4096}}
 		if _, err := d.Peek(cuda.Order{}, 0, cuda.FormatX16, s); err != nil {
 			return err

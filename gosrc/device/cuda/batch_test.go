@@ -114,14 +114,14 @@ func (g *gpu) get(at uint64, n int64) []byte {
 }
 
 // streams puts encoded contents on the device, each beside room for its content.
-func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []cuda.Stream {
-	var all []cuda.Stream
+func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []cuda.Bitstream {
+	var all []cuda.Bitstream
 	off := 0
 	if spec.Kind == nvcomp.Raw {
 		off = 8 // so that what is behind the head lies on a multiple of 16
 	}
 	for i := range in {
-		s := cuda.Stream{Kind: cuda.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])),
+		s := cuda.Bitstream{Kind: cuda.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])),
 			Chunk: spec.Chunk}
 		if spec.Kind != nvcomp.Native {
 			s.Chunk = max(1, s.Size)
@@ -216,14 +216,14 @@ func TestBatchEncode(t *testing.T) {
 	} {
 		spec.Algorithm, spec.DType = "X16", "BF16"
 		want := encoded(t, spec, in)
-		var streams []cuda.Stream
+		var streams []cuda.Bitstream
 		for i := range in {
 			room := len(want[i]) + 40
 			chunk := spec.Chunk
 			if spec.Kind != nvcomp.Native {
 				chunk = max(1, int64(len(in[i])))
 			}
-			streams = append(streams, cuda.Stream{
+			streams = append(streams, cuda.Bitstream{
 				Src: g.put(in[i], 0), Size: int64(len(in[i])), Dst: g.room(room, 0), Stored: int64(room), Chunk: chunk,
 				Kind: cuda.Kind(spec.Kind), Arg: 1,
 			})
@@ -351,7 +351,7 @@ func TestBatchMany(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := g.OwnsStream(q); err != nil {
+		if err := g.CheckStream(q); err != nil {
 			t.Error(err)
 		}
 		wg.Add(1)

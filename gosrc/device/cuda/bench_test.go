@@ -276,14 +276,14 @@ func benchAlloc(t *testing.T, d *Device, total int64) {
 			for _, n := range sizes {
 				sum += n
 			}
-			before, _, _ := d.Free()
+			before, _, _ := d.MemoryInfo()
 			start := time.Now()
 			mem, err := d.Alloc(sizes)
 			if err != nil {
 				t.Fatal(err)
 			}
 			took := time.Since(start)
-			after, _, _ := d.Free()
+			after, _, _ := d.MemoryInfo()
 			for _, m := range mem {
 				m.Release()
 			}
@@ -373,7 +373,7 @@ func TestManyLoads(t *testing.T) {
 		if err := d.Trim(); err != nil {
 			t.Fatal(err)
 		}
-		unused, _, err := d.Free()
+		unused, _, err := d.MemoryInfo()
 		if err != nil {
 			t.Fatal(err)
 		}

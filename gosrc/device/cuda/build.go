@@ -33,34 +33,34 @@ const (
 // A build turns the decode tasks of a piece into copies, tables and launches, in
 // one round or several. It keeps its memory between pieces.
 type build struct {
-	s        *Slot
-	tasks    []device.DecodeTask
-	at       int    // the next task
-	begun    bool   // a round was filled
-	base     uint64 // address of the piece's first byte for the kernels
-	lo, hi   int64
-	staged   bool // the bytes [lo, hi) were copied to the staging, or need not be
-	around   bool // the piece needs scratch
-	scratch  bool // this round uses it
-	used     int  // bytes of tables
-	inScr    int64
-	runs     []run // the whole piece, where its tasks are few copies; see Slot.Loose
-	summing  int   // parts of checksums in these
-	chunks   []C.ow_x16_chunk
-	owner    []int // task of each chunk
-	moves    []C.ow_move
-	casts    []C.ow_cast
-	segs     []C.ow_x16_seg
-	parts    []C.ow_part
-	crcs     []C.ow_crc_part
-	sums     []summed
-	copies   []C.struct_owcu_copy
-	launches []launch
+	s                 *Slot
+	tasks             []device.DecodeTask
+	at                int    // the next task
+	begun             bool   // a round was filled
+	base              uint64 // address of the piece's first byte for the kernels
+	lo, hi            int64
+	staged            bool // the bytes [lo, hi) were copied to the staging, or need not be
+	pieceNeedsScratch bool // the piece needs scratch
+	scratch           bool // this round uses it
+	used              int  // bytes of tables
+	inScr             int64
+	runs              []run // the whole piece, where its tasks are few copies; see Slot.AllowGapWrites
+	summing           int   // parts of checksums in these
+	chunks            []C.ow_x16_chunk
+	owner             []int // task of each chunk
+	moves             []C.ow_move
+	casts             []C.ow_cast
+	segs              []C.ow_x16_seg
+	parts             []C.ow_part
+	crcs              []C.ow_crc_part
+	sums              []summed
+	copies            []C.struct_owcu_copy
+	launches          []launch
 
-	// The batch that is being filled: launches whose chunks fit in scratch.
-	batch [8][]C.ow_x16_seg
-	moved []C.ow_part
-	cast  []C.ow_part
+	// The pendingSegs that is being filled: launches whose chunks fit in scratch.
+	pendingSegs [8][]C.ow_x16_seg
+	moved       []C.ow_part
+	cast        []C.ow_part
 }
 
 // A run is raw tasks that lie in the slot as they do at their destinations: bytes
@@ -77,7 +77,8 @@ type launch struct{ kernel, first, n int }
 // to the staging for that unless it reads them in place. Other raw chunks are copied
 // straight to their destinations.
 func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
-	b.s, b.tasks, b.at, b.begun, b.staged, b.around, b.base = s, tasks, 0, false, s.isReadInPlace(), false, s.dev
+	b.s, b.tasks, b.at, b.begun, b.staged, b.pieceNeedsScratch, b.base = s, tasks, 0, false, s.isReadInPlace(), false,
+		s.dev
 	switch {
 	case s.onDev != 0: // the caller's view is on the device
 		b.base = s.onDev
@@ -92,7 +93,7 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 			s.failures[i] = b.explainBadChunk(j, err)
 			continue
 		}
-		b.around = b.around || b.needsScratch(j)
+		b.pieceNeedsScratch = b.pieceNeedsScratch || b.needsScratch(j)
 		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
 		switch {
 		case j.Chunk.Codec == tensor.CodecX16 || j.View != nil || j.Cast.To != 0:
@@ -204,7 +205,7 @@ func (b *build) fillRound(scratch uint64) {
 // addTask adds a task to the round, and reports whether it fits.
 func (b *build) addTask(j *device.DecodeTask, scratch uint64) bool {
 	before, hasSum := b.used, b.comparesSum(j)
-	fits := !hasSum || b.roomForSum(j)
+	fits := !hasSum || b.reserveForSum(j)
 	switch {
 	case !fits || len(b.runs) > 0:
 	case j.Chunk.Codec == tensor.CodecX16:
@@ -253,14 +254,14 @@ func (b *build) addCoded(j *device.DecodeTask, scratch uint64) bool {
 	dst := uint64(uintptr(j.Dst))
 	var moves []C.ow_move
 	if through {
-		at := b.roomInScratch(j, scratch)
+		at := b.placeInScratch(j, scratch)
 		if j.Cast.To != 0 {
-			need += tablesOfCast(j)
+			need += tableBytesOfCast(j)
 		} else if moves = b.splitIntoMoves(j, at, dst); len(moves) == 0 {
 			return true // the view has no bytes of it
 		}
 		dst = at
-		need += tablesOf(moves)
+		need += tableBytesOf(moves)
 	}
 	if !b.tablesHaveSpace(need) || len(b.chunks)+len(b.crcs) == maxWords {
 		return false
@@ -279,7 +280,7 @@ func (b *build) addCoded(j *device.DecodeTask, scratch uint64) bool {
 		logical: C.uint32_t(j.Chunk.Logical), tiles: C.uint16_t(j.Chunk.SegTiles), status: C.uint32_t(k),
 	})
 	b.owner = append(b.owner, b.at)
-	segs := &b.batch[j.Chunk.Transform-1]
+	segs := &b.pendingSegs[j.Chunk.Transform-1]
 	for i := range n {
 		*segs = append(*segs, C.ow_x16_seg{chunk: C.uint32_t(k), seg: C.uint32_t(i)})
 	}
@@ -301,7 +302,7 @@ func (b *build) addRaw(j *device.DecodeTask, scratch uint64) bool {
 		return true
 	}
 	moves := b.splitIntoMoves(j, b.base+uint64(lo), uint64(uintptr(j.Dst)))
-	need := tablesOf(moves)
+	need := tableBytesOf(moves)
 	if !b.tablesHaveSpace(need) {
 		return false
 	}
@@ -338,12 +339,12 @@ func (b *build) splitIntoMoves(j *device.DecodeTask, src, dst uint64) (out []C.o
 // from scratch if they are not aligned to their size there.
 func (b *build) rawCast(j *device.DecodeTask, scratch uint64) bool {
 	src := b.base + uint64(j.Src)
-	need := tablesOfCast(j)
+	need := tableBytesOfCast(j)
 	var moves []C.ow_move
 	if b.needsScratch(j) {
-		at := b.roomInScratch(j, scratch)
+		at := b.placeInScratch(j, scratch)
 		moves = b.splitIntoMoves(j, src, at)
-		need += tablesOf(moves)
+		need += tableBytesOf(moves)
 		src = at
 	}
 	if !b.tablesHaveSpace(need) {
@@ -359,9 +360,9 @@ func (b *build) rawCast(j *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// roomInScratch returns the task's address in scratch. Earlier chunks there may
+// placeInScratch returns the task's address in scratch. Earlier chunks there may
 // have to be launched first.
-func (b *build) roomInScratch(j *device.DecodeTask, scratch uint64) uint64 {
+func (b *build) placeInScratch(j *device.DecodeTask, scratch uint64) uint64 {
 	if b.inScr+int64(j.Chunk.Logical) > scratchBytes {
 		b.flushBatch()
 		b.inScr = 0
@@ -369,8 +370,8 @@ func (b *build) roomInScratch(j *device.DecodeTask, scratch uint64) uint64 {
 	return scratch + uint64(b.inScr)
 }
 
-// tablesOfCast is how many bytes of tables a task's cast needs.
-func tablesOfCast(j *device.DecodeTask) int {
+// tableBytesOfCast is how many bytes of tables a task's cast needs.
+func tableBytesOfCast(j *device.DecodeTask) int {
 	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
 	return castSize + (n+C.OW_CAST_PART-1)/C.OW_CAST_PART*partSize
 }
@@ -386,7 +387,7 @@ func (b *build) addCast(j *device.DecodeTask, src uint64) {
 	}
 }
 
-func tablesOf(moves []C.ow_move) (n int) {
+func tableBytesOf(moves []C.ow_move) (n int) {
 	for i := range moves {
 		n += moveSize + int(C.ow_move_parts(moves[i].width, moves[i].rows))*partSize
 	}
@@ -396,7 +397,7 @@ func tablesOf(moves []C.ow_move) (n int) {
 // tablesHaveSpace reports whether n more bytes of tables fit.
 func (b *build) tablesHaveSpace(n int) bool {
 	// The launches of this batch and the next, that of the checksums, and the tables' rounding.
-	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.batch)+2)+1 <= C.OWCU_LAUNCHES
+	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.pendingSegs)+2)+1 <= C.OWCU_LAUNCHES
 }
 
 func (b *build) addMoves(moves []C.ow_move) {
@@ -411,11 +412,11 @@ func (b *build) addMoves(moves []C.ow_move) {
 
 // flushBatch adds the launches of a batch: decode, then move, then cast.
 func (b *build) flushBatch() {
-	for t := range b.batch {
-		if n := len(b.batch[t]); n > 0 {
+	for t := range b.pendingSegs {
+		if n := len(b.pendingSegs[t]); n > 0 {
 			b.launches = append(b.launches, launch{t, len(b.segs), n})
-			b.segs = append(b.segs, b.batch[t]...)
-			b.batch[t] = b.batch[t][:0]
+			b.segs = append(b.segs, b.pendingSegs[t]...)
+			b.pendingSegs[t] = b.pendingSegs[t][:0]
 		}
 	}
 	if n := len(b.moved); n > 0 {

@@ -102,7 +102,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 		d.Unregister(b, func() { mine.free(); close(gone) })
 		<-gone
 		dict(t, d)()
-		if _, _, err := d.Free(); err != nil {
+		if _, _, err := d.MemoryInfo(); err != nil {
 			t.Error(err)
 		}
 		if err := d.WithContext(func() error { return nil }); err != nil {
@@ -149,11 +149,11 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	dst, src := uint64(uintptr(mem[0].Ptr)), uint64(uintptr(mem[1].Ptr))
-	streams := []Stream{{Src: src, Stored: 4096, Dst: dst, Size: 4096, Chunk: 4096}}
+	streams := []Bitstream{{Src: src, Stored: 4096, Dst: dst, Size: 4096, Chunk: 4096}}
 	on := Order{Stream: stream}
 	all := map[string]func() error{
 		"WaitFor":      func() error { return l.WaitFor(stream) },
-		"Before":       func() error { return l.slots[0].EndEvent().Before(stream) },
+		"Before":       func() error { return l.slots[0].EndEvent().HoldStream(stream) },
 		"Copy":         func() error { return d.Copy(on, dst, src, 4096, false) },
 		"Copy, waits":  func() error { return d.Copy(on, dst, src, 4096, true) },
 		"CopyRows":     func() error { return d.CopyRows(on, dst, 64, src, 64, 32, 8) },
@@ -291,7 +291,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		t.Error("freed while its user was captured")
 	}
 	end()
-	if err := d.giveBack(); err != nil || cudatest.Now().Blocks != 0 {
+	if err := d.freeKept(); err != nil || cudatest.Now().Blocks != 0 {
 		t.Errorf("after the capture: %v, %+v", err, cudatest.Now())
 	}
 	if err := d.FreeStream(side); err != nil {
@@ -311,13 +311,13 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	for nth := int64(1); nth < 60; nth++ {
 		dict(t, d)()
 		cudatest.Fail(nth, 900, false)
-		err := d.giveBack()
+		err := d.freeKept()
 		reached := cudatest.Now()
 		cudatest.Fail(0, 0, false)
 		if err == nil && reached.Blocks != 0 {
 			t.Fatalf("call %d refused: %+v without an error", nth, reached)
 		}
-		if err := d.giveBack(); err != nil {
+		if err := d.freeKept(); err != nil {
 			t.Fatalf("call %d was refused: then %v", nth, err)
 		}
 		d.freeDeferred()

@@ -111,9 +111,9 @@ func (b *build) addSumParts(j *device.DecodeTask) {
 	}
 }
 
-// roomForSum reports whether the parts of a task's chunk fit, beside a word of its own, and
+// reserveForSum reports whether the parts of a task's chunk fit, beside a word of its own, and
 // reserves their space in the tables.
-func (b *build) roomForSum(j *device.DecodeTask) bool {
+func (b *build) reserveForSum(j *device.DecodeTask) bool {
 	n := crcParts(j)
 	if !b.tablesHaveSpace(n*crcSize) || len(b.chunks)+len(b.crcs)+n >= maxWords {
 		return false

@@ -54,7 +54,7 @@ type Device struct {
 	link    C.owcu_handle // event
 
 	mu       sync.Mutex
-	idle     [2]*Queue       // by rank
+	idle     [2]*Queue       // by idleQueueFor
 	list     *unsafe.Pointer // device.Listed blocks without a holder; in C memory
 	live     int             // blocks not yet freed
 	kept     []keptBlock     // free memory for the next load
@@ -162,7 +162,7 @@ func (d *Device) Trim() error {
 	if e := d.trimResident(); err == nil {
 		err = e
 	}
-	if e := d.giveBack(); err == nil {
+	if e := d.freeKept(); err == nil {
 		err = e
 	}
 	d.freeDeferred()
@@ -181,8 +181,8 @@ func (d *Device) takeSpare() pages {
 	return <-d.spare
 }
 
-// Free is how much of the device's memory is free, and how much it has, in bytes.
-func (d *Device) Free() (unused, total int64, err error) {
+// MemoryInfo is how much of the device's memory is free, and how much it has, in bytes.
+func (d *Device) MemoryInfo() (unused, total int64, err error) {
 	var a, b C.uint64_t
 	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_memory(d.ctx, &a, &b, e) })
 	return int64(a), int64(b), err
@@ -257,7 +257,7 @@ func (d *Device) close() error {
 	}
 	d.mu.Unlock()
 	for { // the reaper may have kept what it has just freed
-		e := d.giveBack()
+		e := d.freeKept()
 		d.freeDeferred()
 		if e == nil {
 			break

@@ -95,10 +95,10 @@ var machineCode = map[string][]int{"amd64": {80, 90, 100, 120}, "arm64": {90, 10
 
 const ptx = 80
 
-// Kernels names the code that a GPU of a compute capability ("8.7") runs: machine
+// KernelCodeFor names the code that a GPU of a compute capability ("8.7") runs: machine
 // code of its own generation that is not newer than itself ("sm_80"), "PTX", which
 // the driver compiles at first use, or "" if there is none.
-func Kernels(compute string) string { return codeFor(machineCode[runtime.GOARCH], compute) }
+func KernelCodeFor(compute string) string { return codeFor(machineCode[runtime.GOARCH], compute) }
 
 func codeFor(architectures []int, compute string) string {
 	major, minor := 0, 0

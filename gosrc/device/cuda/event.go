@@ -12,8 +12,8 @@ type Event struct {
 	c   C.owcu_handle
 }
 
-// Before makes a stream wait for the event, if there is one; the stream's number is as for WaitFor.
-func (v *Event) Before(stream uintptr) error {
+// HoldStream makes a stream wait for the event, if there is one; the stream's number is as for WaitFor.
+func (v *Event) HoldStream(stream uintptr) error {
 	if v == nil {
 		return nil
 	}
@@ -47,7 +47,7 @@ func (s *Slot) EndEvent() *Event { return &Event{dev: s.q.dev, c: s.c.done} }
 // looseGap is more than the bytes that may lie between neighbours of a loose piece.
 const looseGap = 16
 
-// Loose lets the slot's next Submit also write the bytes between the destinations of
+// AllowGapWrites lets the slot's next Submit also write the bytes between the destinations of
 // neighbouring tasks, fewer than 16: what lies alike in the slot and at its
 // destinations then goes there in one copy, without the staging and without a kernel.
-func (s *Slot) Loose() { s.loose = true }
+func (s *Slot) AllowGapWrites() { s.loose = true }

@@ -67,7 +67,7 @@ func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *E
 	copy(s.Memory(), p.bytes)
 	s.Check()
 	own := s.(*Slot)
-	own.Loose()
+	own.AllowGapWrites()
 	own.WaitForEvent(after)
 	return p, Filled{own, int64(len(p.bytes)), p.jobs, func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }

@@ -64,7 +64,7 @@ func TestLoose(t *testing.T) {
 			}
 			copy(s.Memory(), b)
 			if loose {
-				s.(*Slot).Loose()
+				s.(*Slot).AllowGapWrites()
 			}
 			cudatest.History()
 			if err := q.Submit(s, int64(len(b)), jobs, func(i int, err error) {
@@ -114,7 +114,7 @@ func TestWaitForEvent(t *testing.T) {
 		t.Fatal(err)
 	}
 	after := q.slots[3].EndEvent()
-	q.Exchange()
+	q.PollForEnd()
 	for n, loose := range []bool{true, false, true} {
 		s, err := q.Get(t.Context())
 		if err != nil {
@@ -123,10 +123,10 @@ func TestWaitForEvent(t *testing.T) {
 		own := s.(*Slot)
 		own.WaitForEvent(after)
 		if loose {
-			own.Loose()
+			own.AllowGapWrites()
 		}
 		var tasks []device.DecodeTask
-		for i := range 4 { // more than fewRaw: without Loose by a kernel
+		for i := range 4 { // more than fewRaw: without AllowGapWrites by a kernel
 			c := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 1024, Logical: 1024}
 			tasks = append(tasks, device.DecodeTask{Chunk: c, Src: uint32(1024 * i),
 				Dst: unsafe.Add(mem[0].Ptr, 1024*i)})
@@ -215,7 +215,7 @@ func TestWaitForStreams(t *testing.T) {
 			t.Errorf("behind %d streams: %v, or other bytes", n, err)
 		}
 		for _, s := range streams {
-			d.EndStream(s)
+			d.SyncAndFreeStream(s)
 		}
 	}
 	mem[0].Release()

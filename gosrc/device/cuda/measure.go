@@ -22,11 +22,11 @@ func (q *Queue) Floor(n int64, count int) (time.Duration, error) {
 	if _, _, err := q.Staging(); err != nil {
 		return 0, err
 	}
-	on := Order{Stream: uintptr(unsafe.Pointer(*q.c.pad.streams))}
+	on := Order{Stream: uintptr(unsafe.Pointer(*q.c.slab.streams))}
 	start := time.Now()
 	for i := range count {
 		s := q.slots[i%len(q.slots)]
-		if err := q.dev.Copy(on, uint64(q.c.pad.device)+uint64(s.at), uint64(uintptr(s.host)), n,
+		if err := q.dev.Copy(on, uint64(q.c.slab.device)+uint64(s.at), uint64(uintptr(s.host)), n,
 			i+1 == count); err != nil {
 			_ = q.dev.SyncStream(on.Stream)
 			return 0, err
@@ -35,9 +35,9 @@ func (q *Queue) Floor(n int64, count int) (time.Duration, error) {
 	return time.Since(start), nil
 }
 
-// StagingBytes is how many bytes of host memory are registered for the queue; the
+// PinnedBytes is how many bytes of host memory are registered for the queue; the
 // staging on the device, where there is one, has the same size.
-func (q *Queue) StagingBytes() int64 { return q.pages.n }
+func (q *Queue) PinnedBytes() int64 { return q.pages.n }
 
 // Asynchronous is true: a completer reports what has landed.
 func (q *Queue) Asynchronous() bool { return true }

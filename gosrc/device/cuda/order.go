@@ -67,9 +67,9 @@ func (d *Device) FreeStream(stream uintptr) error {
 	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_free(d.ctx, C.uint64_t(stream), e) })
 }
 
-// EndStream waits for a stream's work and frees it. On a lost device it is simply
+// SyncAndFreeStream waits for a stream's work and frees it. On a lost device it is simply
 // dropped.
-func (d *Device) EndStream(stream uintptr) {
+func (d *Device) SyncAndFreeStream(stream uintptr) {
 	for range 2 { // a call that fails once may not fail again
 		if d.SyncStream(stream) == nil {
 			break
@@ -83,9 +83,9 @@ func (d *Device) SyncStream(stream uintptr) error {
 	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_sync(d.ctx, C.uint64_t(stream), e) })
 }
 
-// OwnsStream refuses a stream of another device. The special ones belong to every
+// CheckStream refuses a stream of another device. The special ones belong to every
 // device.
-func (d *Device) OwnsStream(stream uintptr) error {
+func (d *Device) CheckStream(stream uintptr) error {
 	if stream <= 2 {
 		return nil
 	}

@@ -4,13 +4,13 @@
 #include "driver/call.h"
 
 // wait_for_streams waits for all work of a pack.
-static void wait_for_streams(const struct owcu_pad *p)
+static void wait_for_streams(const struct owcu_slab *p)
 {
 	for (int i = 0; i < p->nstreams; i++)
 		owcu->stream_sync(p->streams[i]);
 }
 
-int owcu_pack_encode(owcu_handle ctx, const struct owcu_pad *p, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n, uint32_t threads,
+int owcu_pack_encode(owcu_handle ctx, const struct owcu_slab *p, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n, uint32_t threads,
                      struct owcu_error *e)
 {
 	struct owcu_guard g;
@@ -26,7 +26,7 @@ int owcu_pack_encode(owcu_handle ctx, const struct owcu_pad *p, int slot, owcu_h
 	return leave(&g, rc);
 }
 
-int owcu_pack_fetch(owcu_handle ctx, const struct owcu_pad *p, int slot, uint64_t n, const struct owcu_fetch *copies, struct owcu_error *e)
+int owcu_pack_fetch(owcu_handle ctx, const struct owcu_slab *p, int slot, uint64_t n, const struct owcu_fetch *copies, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	owcu_handle copier = p->streams[p->nevents + slot % OWCU_PACK_COPIERS];
@@ -43,7 +43,7 @@ int owcu_pack_fetch(owcu_handle ctx, const struct owcu_pad *p, int slot, uint64_
 	return leave(&g, rc);
 }
 
-int owcu_pack_wait(owcu_handle ctx, const struct owcu_pad *p, int slot, struct owcu_error *e)
+int owcu_pack_wait(owcu_handle ctx, const struct owcu_slab *p, int slot, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);

@@ -70,11 +70,11 @@ func (p *Packer) Device() *Device { return p.d }
 // Slots is how many slots there are.
 func (p *Packer) Slots() int { return int(p.slab.c.nevents) }
 
-// Slot is how many bytes a slot encodes at most, each range rounded up to 16.
-func (p *Packer) Slot() int64 { return p.slot }
+// SlotBytes is how many bytes a slot encodes at most, each range rounded up to 16.
+func (p *Packer) SlotBytes() int64 { return p.slot }
 
-// Bytes is the device memory that the packer takes.
-func (p *Packer) Bytes() int64 { return int64(p.Slots()) * p.slot }
+// DeviceBytes is the device memory that the packer takes.
+func (p *Packer) DeviceBytes() int64 { return int64(p.Slots()) * p.slot }
 
 // Encode encodes ranges by the kernel of codec X16 and waits for it. A range without a
 // transform, one that is not aligned to 16 and one that gains too little stay as they
@@ -128,9 +128,9 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 	return nil
 }
 
-// Sum queues the sums of the ranges that want them, for Sums once Wait has returned.
+// QueueSums queues the sums of the ranges that want them, for Sums once Wait has returned.
 // Encode may follow at once. The Packer was made with sums.
-func (p *Packer) Sum(slot int, all []Packed) error {
+func (p *Packer) QueueSums(slot int, all []Packed) error {
 	base := slot*int(p.pinned) + packRows*itemSize
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.slab.pages.p, base)), packRows)[:0:packRows]
 	at, end := base+packRows*itemSize, (slot+1)*int(p.pinned)

@@ -1,5 +1,5 @@
 // Device memory on its way to the host: chunks are encoded into the slots of a ring,
-// and what came of them is copied to pinned memory. They are those of a pad: its host's
+// and what came of them is copied to pinned memory. They are those of a slab: its host's
 // memory has the items of all slots, and each slot has an event and a stream that encodes;
 // the last streams copy. Only owcu_pack_wait waits, and for the slots' own work alone.
 #ifndef OWCU_PACK_H
@@ -16,12 +16,12 @@ struct owcu_fetch {
 };
 
 // owcu_pack_encode launches kernel(items, n) a block an item.
-int owcu_pack_encode(owcu_handle ctx, const struct owcu_pad *p, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n, uint32_t threads,
+int owcu_pack_encode(owcu_handle ctx, const struct owcu_slab *p, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n, uint32_t threads,
                      struct owcu_error *e);
 // owcu_pack_fetch queues copies to pinned memory of what has been encoded.
-int owcu_pack_fetch(owcu_handle ctx, const struct owcu_pad *p, int slot, uint64_t n, const struct owcu_fetch *copies, struct owcu_error *e);
+int owcu_pack_fetch(owcu_handle ctx, const struct owcu_slab *p, int slot, uint64_t n, const struct owcu_fetch *copies, struct owcu_error *e);
 // owcu_pack_wait waits for the slot's last encode or fetch. Whatever it returns, that
 // work has ended.
-int owcu_pack_wait(owcu_handle ctx, const struct owcu_pad *p, int slot, struct owcu_error *e);
+int owcu_pack_wait(owcu_handle ctx, const struct owcu_slab *p, int slot, struct owcu_error *e);
 
 #endif

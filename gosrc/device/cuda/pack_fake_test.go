@@ -43,7 +43,7 @@ func TestSumFake(t *testing.T) {
 			rows = append(rows, one)
 		}
 		slot := r.IntN(p.Slots())
-		if err := p.Sum(slot, rows); err != nil {
+		if err := p.QueueSums(slot, rows); err != nil {
 			t.Fatal(err)
 		}
 		if err := p.Encode(slot, rows); err != nil {

@@ -13,7 +13,7 @@
 // refused some of it.
 static int close_queue(struct owcu_queue *q, struct owcu_error *e)
 {
-	int left = owcu_close_pad(&q->pad, e);
+	int left = owcu_close_slab(&q->slab, e);
 
 	if (left)
 		return 1;
@@ -30,19 +30,19 @@ static int close_queue(struct owcu_queue *q, struct owcu_error *e)
 	return 0;
 }
 
-// open_queue makes a queue's pad and slots; close_queue frees what was made.
+// open_queue makes a queue's slab and slots; close_queue frees what was made.
 static int open_queue(struct owcu_queue *q, void *pinned, uint64_t bytes, int nslots, int staged, struct owcu_error *e)
 {
-	if (owcu_open_pad(&q->pad, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
+	if (owcu_open_slab(&q->slab, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
 		return -1;
-	q->join = q->pad.events[2 * nslots];
+	q->join = q->slab.events[2 * nslots];
 	q->slots = calloc((size_t)nslots, sizeof *q->slots);
 	for (; q->slots && q->nallocated < nslots; q->nallocated++) {
 		struct owcu_slot *s = q->slots[q->nallocated] = calloc(1, sizeof *s);
 		if (s == NULL)
 			break;
-		s->done = q->pad.events[q->nallocated];
-		s->copied = q->pad.events[nslots + q->nallocated];
+		s->done = q->slab.events[q->nallocated];
+		s->copied = q->slab.events[nslots + q->nallocated];
 	}
 	return q->nallocated < nslots ? failed(e, "calloc", OWCU_OUT_OF_MEMORY) : 0;
 }
@@ -114,17 +114,17 @@ static int record_mark(struct owcu_queue *q, struct owcu_slot *s, int k, owcu_ha
 // now, so one event serves them all.
 static int follow(struct owcu_queue *q, owcu_handle stream, uint64_t other, struct owcu_error *e)
 {
-	return uncaptured(other, e) || TRY(event_record, (q->join, handle(other))) ||
+	return refuse_captured(other, e) || TRY(event_record, (q->join, handle(other))) ||
 	       TRY(stream_wait, (stream, q->join, 0)) ? -1 : 0;
 }
 
 // submit_slot queues a slot's copies on the first stream, and its kernels on one of the others behind them.
 static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_error *e)
 {
-	owcu_handle copy = q->pad.streams[0], last = copy;
+	owcu_handle copy = q->slab.streams[0], last = copy;
 
 	if (s->nlaunches > 0)
-		last = q->pad.streams[1 + s->stream];
+		last = q->slab.streams[1 + s->stream];
 	if (s->ncopies == 0)
 		copy = last;
 	if (s->after && (s->early || last == copy) && TRY(stream_wait, (copy, s->after, 0)))
@@ -159,10 +159,10 @@ int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 	rc = submit_slot(q, s, e);
 	if (rc) {
 		// Some of it may run, on memory that the caller is about to reuse.
-		owcu->stream_sync(q->pad.streams[0]);
-		owcu->stream_sync(q->pad.streams[1 + s->stream]);
+		owcu->stream_sync(q->slab.streams[0]);
+		owcu->stream_sync(q->slab.streams[1 + s->stream]);
 	} else if (s->wait && (rc = TRY(event_sync, (s->done)))) {
-		owcu->stream_sync(q->pad.streams[1 + s->stream]);
+		owcu->stream_sync(q->slab.streams[1 + s->stream]);
 	}
 	return leave(&g, rc);
 }
@@ -197,7 +197,7 @@ int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 		rc = TRY(event_elapsed, (&q->slots[slot]->at[k], q->origin, q->slots[slot]->marks[k]));
 	// Whatever is wrong with the event, all work on the memory must have ended.
 	for (int i = 0; rc && i < OWCU_STREAMS; i++)
-		owcu->stream_sync(q->pad.streams[i]);
+		owcu->stream_sync(q->slab.streams[i]);
 	return leave(&g, rc);
 }
 
@@ -207,10 +207,10 @@ int owcu_join_stream(struct owcu_queue *q, uint64_t stream, struct owcu_error *e
 	int rc = enter(&g, q->ctx, e);
 
 	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(event_record, (q->join, handle(stream))) ? -1 : 0;
+		rc = refuse_captured(stream, e) || TRY(event_record, (q->join, handle(stream))) ? -1 : 0;
 	// A wait takes the event as it is now, so one event serves them all.
 	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
-		rc = TRY(stream_wait, (q->pad.streams[i], q->join, 0));
+		rc = TRY(stream_wait, (q->slab.streams[i], q->join, 0));
 	return leave(&g, rc);
 }
 
@@ -223,8 +223,8 @@ int owcu_relaunch(struct owcu_queue *q, int count, struct owcu_error *e)
 		return rc;
 	for (int i = 0; rc == 0 && i < count; i++)
 		for (int k = 0; rc == 0 && k < q->nslots; k++)
-			rc = launch_all(q, q->slots[k], q->pad.streams[1], e);
-	rc |= TRY(stream_sync, (q->pad.streams[1]));
+			rc = launch_all(q, q->slots[k], q->slab.streams[1], e);
+	rc |= TRY(stream_sync, (q->slab.streams[1]));
 	return leave(&g, rc);
 }
 
@@ -241,7 +241,7 @@ int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e)
 			if (q->slots[i / 4]->marks[i % 4] == NULL)
 				rc = TRY(event_create, (&q->slots[i / 4]->marks[i % 4], 0));
 		if (rc == 0)
-			rc = TRY(event_record, (q->origin, q->pad.streams[0])) || TRY(stream_sync, (q->pad.streams[0])) ? -1 : 0;
+			rc = TRY(event_record, (q->origin, q->slab.streams[0])) || TRY(stream_sync, (q->slab.streams[0])) ? -1 : 0;
 		q->timed = rc == 0;
 	}
 	return leave(&g, rc);

@@ -42,7 +42,7 @@ const (
 type Queue struct {
 	dev       *Device
 	c         *C.struct_owcu_queue
-	inPlace   bool // the kernels read slots where they are; see InPlace
+	inPlace   bool // the kernels read slots where they are; see ReadInPlace
 	pages     pages
 	size      int64   // of a slot
 	all       []*Slot // all that were made
@@ -53,7 +53,7 @@ type Queue struct {
 
 	mu       sync.Mutex // also orders submits: pieces that use scratch must not interleave
 	inflight int
-	moved    chan struct{} // closed and renewed when inflight falls to 0
+	drained  chan struct{} // closed and renewed when inflight falls to 0
 	broken   error         // the first device error; later submits fail with it
 	closed   bool
 	next     uint32           // compute stream
@@ -77,7 +77,7 @@ type Slot struct {
 	dev      uint64 // of Bytes, where the kernels read them: in the staging, or in place
 	owned    bool
 	reader   int     // who filled it last, alone; or anyone
-	loose    bool    // see Loose
+	loose    bool    // see AllowGapWrites
 	checks   bool    // see Check
 	count    int     // tasks of the piece
 	rounds   int     // of the last piece
@@ -176,7 +176,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	if errors.Is(err, errs.ErrMemory) {
 		// Dropped tensors, or another queue, may occupy the memory for the staging.
 		d.freeDeferred()
-		if e := d.giveBack(); e == nil && p.raw != nil {
+		if e := d.freeKept(); e == nil && p.raw != nil {
 			l, err = d.newQueue(&p, most, fns)
 		}
 	}
@@ -203,7 +203,7 @@ func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, erro
 	}
 	l := &Queue{
 		dev: d, c: c, inPlace: d.coherent, pages: *p, free: newFreeSlots(most), submitted: make(chan *Slot, most),
-		ended: make(chan struct{}), moved: make(chan struct{}),
+		ended: make(chan struct{}), drained: make(chan struct{}),
 	}
 	for i, s := range unsafe.Slice(c.slots, most) {
 		l.all = append(l.all, &Slot{q: l, c: s, index: i, reader: anyone, failures: map[int]error{}})
@@ -218,33 +218,33 @@ func (q *Queue) divideIntoSlots(slots int, room int64) {
 	q.free.takeAll(len(q.slots))
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
 	q.c.prompt = 0
-	base := q.c.pad.device
+	base := q.c.slab.device
 	if q.inPlace {
-		base = q.c.pad.mapped
+		base = q.c.slab.mapped
 	}
 	for i, s := range q.slots {
 		s.at = int64(i)*room + headBytes
 		s.host = unsafe.Add(q.pages.p, s.at)
 		s.Bytes = unsafe.Slice((*byte)(s.host), q.size)
 		s.dev = uint64(base) + uint64(s.at)
-		s.c.status = q.c.pad.mapped + C.owcu_ptr(s.at-headBytes)
+		s.c.status = q.c.slab.mapped + C.owcu_ptr(s.at-headBytes)
 		q.free.putSlot(s)
 	}
 }
 
-// InPlace makes the kernels read slots where they are, until Close, as those of a
+// ReadInPlace makes the kernels read slots where they are, until Close, as those of a
 // coherent device do anyway: for tests, since over another link it is slow. No slot may
 // be in use.
-func (q *Queue) InPlace() {
+func (q *Queue) ReadInPlace() {
 	q.inPlace = true
 	q.divideIntoSlots(len(q.slots), q.size+headBytes)
 }
 
-// Exchange suits the queue, until Close, to ranks of a host that wait for each other and
+// PollForEnd suits the queue, until Close, to ranks of a host that wait for each other and
 // share its memory: it asks the device again and again for the end of a slot's work, since
 // a thread that sleeps until the device wakes it is late by 150 microseconds. No slot may be
 // in use.
-func (q *Queue) Exchange() { q.c.prompt = 1 }
+func (q *Queue) PollForEnd() { q.c.prompt = 1 }
 
 // Get waits for a free slot, or for the end of ctx.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) { return q.GetFor(ctx, anyone) }
@@ -274,10 +274,10 @@ func (s *Slot) View(b []byte) {
 // caller that asks for it puts the piece's bytes there before Submit, which then copies
 // only its tables; as with ViewDevice.
 func (s *Slot) DeviceMirror() unsafe.Pointer {
-	if s.q.c.pad.device == 0 {
+	if s.q.c.slab.device == 0 {
 		return nil
 	}
-	at := s.q.c.pad.device + C.owcu_ptr(s.at)
+	at := s.q.c.slab.device + C.owcu_ptr(s.at)
 	s.ViewDevice(uintptr(at), int64(len(s.Bytes)))
 	return hostPointer(at)
 }
@@ -287,10 +287,10 @@ func (s *Slot) DeviceMirror() unsafe.Pointer {
 func (q *Queue) Staging() (base unsafe.Pointer, n int64, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if err := q.allocateOnce(&q.c.pad.device, q.pages.n, "the staging of a load"); err != nil {
+	if err := q.allocateOnce(&q.c.slab.device, q.pages.n, "the staging of a load"); err != nil {
 		return nil, 0, err
 	}
-	return hostPointer(q.c.pad.device), q.pages.n, nil
+	return hostPointer(q.c.slab.device), q.pages.n, nil
 }
 
 // allocateOnce allocates the queue's scratch or staging, unless it is there. q.mu is held.
@@ -407,7 +407,7 @@ func (q *Queue) freeSlotsOf(s *Slot) {
 // round but the last, since the next one overwrites the tables; pieces that need
 // several are rare. q.mu is held.
 func (q *Queue) queueRound(s *Slot, b *build) error {
-	if b.around {
+	if b.pieceNeedsScratch {
 		if err := q.allocateOnce(&q.c.scratch, scratchBytes, "scratch"); err != nil {
 			return err
 		}
@@ -479,8 +479,8 @@ func (q *Queue) finishSlot(s *Slot) {
 		q.mu.Lock()
 		defer q.mu.Unlock()
 		if q.inflight--; q.inflight == 0 {
-			close(q.moved)
-			q.moved = make(chan struct{})
+			close(q.drained)
+			q.drained = make(chan struct{})
 		}
 	}()
 	if err == nil {
@@ -510,7 +510,7 @@ func (s *Slot) callDone(err error) {
 func (q *Queue) Drain(ctx context.Context) error {
 	for {
 		q.mu.Lock()
-		n, signal, err := q.inflight, q.moved, q.broken
+		n, signal, err := q.inflight, q.drained, q.broken
 		q.mu.Unlock()
 		if n == 0 {
 			return err
@@ -568,7 +568,7 @@ func (q *Queue) Close() {
 func (q *Queue) destroy() error {
 	q.endCompleter()
 	var e C.struct_owcu_error
-	return q.dev.freeResult(q.giveBack(&e), &e, q.freeQueue)
+	return q.dev.handleFreeResult(q.freeInDriver(&e), &e, q.freeQueue)
 }
 
 // endCompleter ends the completer; no work may be in flight.
@@ -580,10 +580,10 @@ func (q *Queue) endCompleter() {
 // freeQueue frees a queue without a completer, and reports whether it is gone.
 func (q *Queue) freeQueue() bool {
 	var e C.struct_owcu_error
-	return q.giveBack(&e) <= 0
+	return q.freeInDriver(&e) <= 0
 }
 
-func (q *Queue) giveBack(e *C.struct_owcu_error) C.int {
+func (q *Queue) freeInDriver(e *C.struct_owcu_error) C.int {
 	rc := C.owcu_queue_free(q.c, e)
 	if rc <= 0 {
 		q.pages.free() // only now: they were registered

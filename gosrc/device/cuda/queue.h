@@ -42,7 +42,7 @@ struct owcu_slot {
 
 struct owcu_queue {
 	owcu_handle ctx;
-	struct owcu_pad pad; // stream 0 copies; the device's memory is the staging
+	struct owcu_slab slab; // stream 0 copies; the device's memory is the staging
 	owcu_handle kernels[OWCU_KERNELS];
 	owcu_handle join; // event for WaitFor
 	owcu_ptr scratch;

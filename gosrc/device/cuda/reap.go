@@ -72,9 +72,9 @@ func (d *Device) removeSurplus() (old []C.owcu_ptr, later bool) {
 	return old, false
 }
 
-// bestKeptBlock returns the smallest kept block for n bytes that is not much too long. d.mu
+// takeKeptBlock returns the smallest kept block for n bytes that is not much too long. d.mu
 // is held.
-func (d *Device) bestKeptBlock(n C.uint64_t) (best keptBlock, ok bool) {
+func (d *Device) takeKeptBlock(n C.uint64_t) (best keptBlock, ok bool) {
 	at := -1
 	for i, k := range d.kept {
 		if k.bytes >= n && k.bytes <= n+n/8+1<<20 && (at < 0 || k.bytes < d.kept[at].bytes) {
@@ -89,9 +89,9 @@ func (d *Device) bestKeptBlock(n C.uint64_t) (best keptBlock, ok bool) {
 	return best, true
 }
 
-// giveBack frees all tensor memory without a holder, and what is kept; it waits for
+// freeKept frees all tensor memory without a holder, and what is kept; it waits for
 // the work that uses it.
-func (d *Device) giveBack() error {
+func (d *Device) freeKept() error {
 	err := d.reapBlocks(true)
 	d.mu.Lock()
 	blocks := d.kept
@@ -268,9 +268,9 @@ func (d *Device) freeDeferred() {
 	d.mu.Unlock()
 }
 
-// freeResult turns the result of a C function that frees into an error, and has the
+// handleFreeResult turns the result of a C function that frees into an error, and has the
 // reaper try again if the driver refused.
-func (d *Device) freeResult(rc C.int, e *C.struct_owcu_error, again func() bool) error {
+func (d *Device) handleFreeResult(rc C.int, e *C.struct_owcu_error, again func() bool) error {
 	if rc == 0 {
 		return nil
 	}

@@ -15,9 +15,9 @@ type Kind uint32
 // FormatX16 is our codec among nvCOMP's numbers of algorithms.
 const FormatX16 = 'X'
 
-// A Stream is one bitstream on the device and the destination of its content, which
+// A Bitstream is one bitstream on the device and the destination of its content, which
 // has exactly Size bytes, in chunks of Chunk.
-type Stream struct {
+type Bitstream struct {
 	Src         uint64 // a multiple of 8; for X16 of 16, except raw blocks, which have 8 bytes before their first
 	Stored      int64
 	Dst         uint64 // X16: a multiple of 16
@@ -27,7 +27,7 @@ type Stream struct {
 }
 
 // blockCount is how many blocks a stream has; 1 if it has none.
-func (s *Stream) blockCount() int {
+func (s *Bitstream) blockCount() int {
 	return int(max(1, (s.Size+s.Chunk-1)/s.Chunk))
 }
 
@@ -37,7 +37,7 @@ const enough = 4096
 
 // warpsPerChunk is how many warps share each of the chunks: as many as encoders make
 // segments of the longest (codec/x16), unless there are enough warps without.
-func warpsPerChunk(streams []Stream, rows int) int {
+func warpsPerChunk(streams []Bitstream, rows int) int {
 	var most, all int64
 	for i := range streams {
 		all += streams[i].Size
@@ -68,10 +68,10 @@ func Seam() int64 { return seam }
 // Packed is a range of device memory on its way to the host, encoded or as it is.
 type Packed struct {
 	Src       uint64
-	N         int64          // bytes; encoded, at most Packer.Slot
+	N         int64          // bytes; encoded, at most Packer.SlotBytes
 	Transform uint8          // of X16; 0: not encoded
-	Hash      bool           // Sum makes its sums; Src is a multiple of 8
-	Tail      int            // for Sum: bytes that end with the range; the first may lie before Src
+	Hash      bool           // QueueSums makes its sums; Src is a multiple of 8
+	Tail      int            // for QueueSums: bytes that end with the range; the first may lie before Src
 	To        unsafe.Pointer // pinned, for Fetch
 
 	// Set by Encode: the bytes that Fetch copies, and X16's tiles of a segment, 0 if

@@ -457,7 +457,7 @@ func TestAlloc(t *testing.T) {
 			t.Errorf("%v: %v", bad, err)
 		}
 	}
-	_, total, err := d.Free()
+	_, total, err := d.MemoryInfo()
 	if err != nil {
 		t.Fatal(err)
 	}

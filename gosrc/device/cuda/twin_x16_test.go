@@ -229,24 +229,24 @@ func TestTwinX16Refused(t *testing.T) {
 // A chunk is shared by warps until there are enough of them: never so few that one
 // long chunk is left to itself beside short ones.
 func TestSplit(t *testing.T) {
-	native := func(size, chunk int64) Stream { return Stream{Size: size, Chunk: chunk} }
-	short := make([]Stream, 5000)
+	native := func(size, chunk int64) Bitstream { return Bitstream{Size: size, Chunk: chunk} }
+	short := make([]Bitstream, 5000)
 	for i := range short {
 		short[i] = native(4096, 4096)
 	}
 	for _, c := range []struct {
-		streams []Stream
+		streams []Bitstream
 		want    int
 	}{
 		{nil, 1},
-		{[]Stream{native(0, 1)}, 1},
-		{[]Stream{native(4096, 1<<20)}, 1},
-		{[]Stream{native(65536, 65536)}, 4},
-		{[]Stream{native(1<<20, 65536)}, 4},
-		{[]Stream{native(1<<30, 65536)}, 1},
-		{[]Stream{native(1<<30, 1<<20)}, 4},
-		{[]Stream{native(1<<28, 1<<20)}, 8},
-		{[]Stream{native(1<<24, 1<<24)}, 128},
+		{[]Bitstream{native(0, 1)}, 1},
+		{[]Bitstream{native(4096, 1<<20)}, 1},
+		{[]Bitstream{native(65536, 65536)}, 4},
+		{[]Bitstream{native(1<<20, 65536)}, 4},
+		{[]Bitstream{native(1<<30, 65536)}, 1},
+		{[]Bitstream{native(1<<30, 1<<20)}, 4},
+		{[]Bitstream{native(1<<28, 1<<20)}, 8},
+		{[]Bitstream{native(1<<24, 1<<24)}, 128},
 		{append(short, native(1<<24, 1<<24)), 128},
 	} {
 		rows := 0

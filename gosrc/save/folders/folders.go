@@ -43,10 +43,10 @@ func Make(dst string) (made string, err error) {
 	return "", atomicfile.Failed(dst, -1, err)
 }
 
-// Alone refuses a folder that has other weights than ours, by name, since it would then
+// RefuseOthers refuses a folder that has other weights than ours, by name, since it would then
 // be opened as two models. Files of a folder of src that is converted onto itself are
 // allowed, of a local one if its files keep their names.
-func Alone(ctx context.Context, dst string, src []string, renamed bool, ours map[string]bool,
+func RefuseOthers(ctx context.Context, dst string, src []string, renamed bool, ours map[string]bool,
 	opt source.Options) error {
 	others := func(name string) error {
 		if _, weights := modelfiles.ParseName(name); weights && !ours[name] && !ours[modelfiles.WithMark(name, "")] {

@@ -10,9 +10,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Padding checks the bytes of source k of ix between the chunks and after them, which
+// CheckPadding checks the bytes of source k of ix between the chunks and after them, which
 // the writer leaves zero: anything else is errs.ErrCorrupt, with its offset.
-func Padding(ctx context.Context, src source.Source, ix *tensor.Index, k int) error {
+func CheckPadding(ctx context.Context, src source.Source, ix *tensor.Index, k int) error {
 	var pad [64]byte
 	gap := func(i int, from, to int64) error {
 		for from < to {

@@ -108,7 +108,7 @@ class AllowList:
         if args:
             raise FormatError("an empty object takes no arguments")
         if kind is not object:
-            self.budget.memory(_MODULE)
+            self.budget.charge_memory(_MODULE)
         return kind.__new__(kind)
 
     def set_state(self, made: Any, state: Any) -> None:
@@ -182,7 +182,7 @@ def _copy_parts(budget: Budget, parts: Any, kind: Any) -> Any:
     """A copy of the parts of a module: nothing else of the pickle holds it."""
     if type(parts) is not dict and type(parts) is not collections.OrderedDict:
         raise FormatError("a module's parts are malformed")
-    budget.memory(ATTRIBUTE * len(parts))
+    budget.charge_memory(ATTRIBUTE * len(parts))
     for name, part in parts.items():
         if type(name) is not str or not (part is None or isinstance(part, kind)):
             raise FormatError("a module's part is malformed")
@@ -207,7 +207,7 @@ def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
     for row in [own.get("_flat_weights_names"), *rows]:
         if type(row) is not list:
             raise FormatError("the weights of an RNN are malformed")
-        budget.work(1 + len(row))
+        budget.charge_work(1 + len(row))
         for name in row:
             if type(name) is not str or hasattr(kind, name):
                 raise FormatError("the weights of an RNN are malformed")
@@ -285,7 +285,7 @@ def _make_timezone(budget: Budget, offset: Any, *name: Any) -> datetime.timezone
 def _make_decimal(budget: Budget, text: Any) -> decimal.Decimal:
     if type(text) is not str:
         raise _wrong_args("Decimal")
-    budget.memory(len(text))
+    budget.charge_memory(len(text))
     return decimal.Decimal(text)
 
 
@@ -310,7 +310,7 @@ def _make_size(budget: Budget, dims: Any) -> Any:
 
     if type(dims) is not tuple or not all(_is_int(d) for d in dims):
         raise _wrong_args("Size")
-    budget.memory(8 * len(dims))
+    budget.charge_memory(8 * len(dims))
     return torch.Size(dims)
 
 

@@ -68,13 +68,13 @@ class Budget:
         self._memory += _COPIES_OF_BLOBS * size
         self._work += _COPIES_OF_BLOBS * size
 
-    def memory(self, size: int) -> None:
+    def charge_memory(self, size: int) -> None:
         """Charges memory that is about to be taken, in bytes."""
         self._memory -= size
         if self._memory < 0:
             raise self.refuse("it makes more of its bytes than an honest bundle does")
 
-    def work(self, steps: int) -> None:
+    def charge_work(self, steps: int) -> None:
         """Charges work that is about to be done."""
         self._work -= steps
         if self._work < 0:
@@ -108,7 +108,7 @@ class Budget:
             kind = type(key)
             if kind is str and len(key) <= _SHORT or kind is int and -_OWN_HASH <= key <= _OWN_HASH:
                 continue
-            self.work(self._cost_of_key(key))
+            self.charge_work(self._cost_of_key(key))
             if kind is str or kind is bytes:
                 continue  # hashed with a secret of the process
             if same is None:
@@ -148,7 +148,7 @@ def attributes(budget: Budget, made: Any, state: Any) -> dict[str, Any]:
     """A copy of a state that sets attributes of `made` and nothing else."""
     if type(state) is not dict:
         raise FormatError("a state is no dict")
-    budget.memory(ATTRIBUTE * len(state))
+    budget.charge_memory(ATTRIBUTE * len(state))
     own = dict(state)
     kind = type(made)
     for name in own:

@@ -41,7 +41,7 @@ from ..paths import is_file, is_remote, local, path_of
 from ..progress import ProgressLike, watch
 from ..stores import write_bytes
 from ..verbs.save import save_bytes, stage_bytes
-from ..verbs.saving import Report, Saving, settle
+from ..verbs.saving import Report, Saving, await_save
 from .landing import DEVICES, ORDER, Landing, devices_of
 from .opening import DIGEST, MOST_PICKLE, open_pair
 from .turns import turn_of
@@ -254,7 +254,7 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
     # The blob's number is its place in this list; the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
     metadata = {DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {DIGEST: digest}
-    settle(target)
+    await_save(target)
     with contextlib.ExitStack() as turn:
         one = _remote_place(target, data, how, access) if remote else _local_place(target, data, how, turn)
         if not how.wait:

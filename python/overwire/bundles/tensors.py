@@ -133,7 +133,7 @@ def _private_copy(budget: Budget, tensor: Any) -> Any:
     )  # fmt: skip
     owner = budget.private.get(key)
     if owner is None:
-        budget.memory(view.numel() * view.element_size())
+        budget.charge_memory(view.numel() * view.element_size())
         # The view keeps its storage, so that no other gets its address.
         owner = budget.private[key] = (view.clone(memory_format=torch.contiguous_format), view)
     return owner[0]
@@ -243,7 +243,7 @@ def _sparse_parts(budget: Budget, indices: list[Any], values: Any) -> Any:
         if _check_dense(part).device != values.device or part.dim() == 0:
             raise _refuse_malformed("a sparse tensor")
         # Sorting them is what a check may cost; entries of no size count, too.
-        budget.work(part.numel() + part.shape[-1])
+        budget.charge_work(part.numel() + part.shape[-1])
     return values
 
 

@@ -38,7 +38,7 @@ from ..frameworks.spec import TensorSpec
 from .allowlist import AllowList
 from .budget import Budget
 from .machine import Machine
-from .unpickling import careful, inside
+from .unpickling import inside, run_machine
 
 #: The most bytes of a pickle without its tensors.
 _MOST = 256 << 20
@@ -313,7 +313,7 @@ class _Reader:
         if end - start > _MOST:
             raise self._error_of(f"its pickle has {end - start} bytes")
         data = self._read_bytes(start, end)
-        root = careful(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
+        root = run_machine(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
         contents = TorchFile([], {}, [])
         visits: set[int] = set()
         self._walk_value(contents, root, (), visits)
@@ -366,22 +366,22 @@ class _Reader:
 
     def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
         # One object may have many paths, and one key many objects below it.
-        self._budget.work(1)
-        self._budget.memory(_ENTRY + sum(map(len, at)))
+        self._budget.charge_work(1)
+        self._budget.charge_memory(_ENTRY + sum(map(len, at)))
         name = ".".join(at)
         if isinstance(value, _Tensor):
             seen.add(id(value))
             found.tensors.append((name, self._bytes_of(name, value)))
         elif isinstance(value, (_Opaque, _Named)):
             kind = ".".join(value.kind if isinstance(value, _Opaque) else value)
-            self._budget.memory(len(kind))
+            self._budget.charge_memory(len(kind))
             self._odd = self._odd or kind
             found.left.append(f"{name or 'all of it'}: {kind}")
         elif isinstance(value, dict) and len(at) < 64:
             for key, part in value.items():
                 self._walk_value(found, part, (*at, self._text_of_key(key)), seen)
         elif (size := self._size_of_plain(value)) is not None:
-            self._budget.memory(size)
+            self._budget.charge_memory(size)
             found.values[name] = list(value) if isinstance(value, (list, tuple)) else value
         elif isinstance(value, (list, tuple)) and len(at) < 64:
             for number, part in enumerate(value):
@@ -392,14 +392,14 @@ class _Reader:
     def _text_of_key(self, key: Any) -> str:
         """What a key is in a name: it is a plain value, or a tuple of them."""
         parts = key if type(key) is tuple else (key,)
-        self._budget.work(len(parts))
+        self._budget.charge_work(len(parts))
         size = 0
         for part in parts:
             own = self._size_of_plain(part)
             if own is None or isinstance(part, (list, tuple)):
                 raise self._error_of(f"a key is no name ({type(part).__name__})", NotSupportedError)
             size += own
-        self._budget.memory(size)
+        self._budget.charge_memory(size)
         return key if type(key) is str else str(key)
 
     def _size_of_plain(self, value: Any) -> int | None:
@@ -413,7 +413,7 @@ class _Reader:
             return 8
         if kind is not list and kind is not tuple:
             return None
-        self._budget.work(len(value))
+        self._budget.charge_work(len(value))
         sizes = [None if type(part) in (list, tuple) else self._size_of_plain(part) for part in value]
         return None if None in sizes else sum(8 + (size or 0) for size in sizes)
 

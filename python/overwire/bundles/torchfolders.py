@@ -144,7 +144,7 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
                 remainder += _plain_folder(source, plain[-1])
             else:
                 plain.append(os.path.join(place, _plain_name(os.path.basename(source))))
-                remainder += _plain_file(source, plain[-1])
+                remainder += _write_plain_file(source, plain[-1])
         yield plain, remainder
     finally:
         shutil.rmtree(top, ignore_errors=True)
@@ -181,7 +181,7 @@ def _sweep_leftovers(parent: str) -> None:
                     os.close(lock)
 
 
-def _plain_file(source: str, path: str) -> list[str]:
+def _write_plain_file(source: str, path: str) -> list[str]:
     """Writes the tensors of a file that torch.save wrote. Plain values become metadata. Returns what is left out."""
     with opened(source) as content:
         notes = {"format": "pt"}
@@ -224,7 +224,7 @@ def _plain_folder(source: str, path: str) -> list[str]:
         for name in sorted(os.listdir(folder)):
             at = os.path.join(folder, name)
             if name in weights:
-                remainder += _plain_file(at, os.path.join(place, _plain_name(name)))
+                remainder += _write_plain_file(at, os.path.join(place, _plain_name(name)))
             elif name.endswith(_INDEX):
                 _plain_index(at, os.path.join(place, _plain_name(name)))
             elif os.path.isdir(at) and not os.path.islink(at):

@@ -98,7 +98,7 @@ class _References:
             array = np.ndarray(shape, kind, base, offset, strides)
         elif 0 in shape or not kind.itemsize:
             if self._budget is not None:
-                self._budget.memory(kind.itemsize)  # numpy takes an element's size for none
+                self._budget.charge_memory(kind.itemsize)  # numpy takes an element's size for none
             array = np.empty(shape, kind)
         else:
             raise self._refuse_reference()
@@ -154,7 +154,7 @@ def load(data: bytes, blobs: Blobs, source: str, trust: bool) -> Any:
         return _Trusting(data, _References(blobs, source, None)).load()
     budget = Budget(source, len(data))
     references = _References(blobs, source, budget)
-    return careful(Machine(data, AllowList(budget), references.get), source)
+    return run_machine(Machine(data, AllowList(budget), references.get), source)
 
 
 class _NoNames(AllowList):
@@ -170,10 +170,10 @@ def load_plain(data: bytes, source: str) -> Any:
     def refuse_reference(pid: Any) -> Any:
         raise budget.refuse("it refers to something beside it")
 
-    return careful(Machine(data, _NoNames(budget), refuse_reference), source)
+    return run_machine(Machine(data, _NoNames(budget), refuse_reference), source)
 
 
-def careful(machine: Machine, source: str) -> Any:
+def run_machine(machine: Machine, source: str) -> Any:
     try:
         return machine.run()
     except OverwireError as error:

@@ -15,7 +15,7 @@ from .. import _engine
 from .._imports import skip_at_exit
 from ..errors import CancelledError, ForkedError
 from . import group as ranks
-from .group import Members, Unmapped, verb
+from .group import Members, Unmapped, group_verb
 from .load import REQUEST, GroupLoad, Wants, share_of_rank
 from .meeting import meet, open_files
 
@@ -38,22 +38,22 @@ class Blocks(NamedTuple):
     tables: Sequence[str]
 
 
-def should_share_reading(group: Any, pays: bool, opens: Callable[[], None] = lambda: None) -> bool:
+def should_share_reading(group: Any, pays: bool, open_all: Callable[[], None] = lambda: None) -> bool:
     """Collective: whether the ranks of a group are to share the reading: they are several, some of
     one host, which can map each other's memory as far as is known, and OVERWIRE_EXCHANGE is
     mapped, or auto and it pays.
 
-    pays: the ranks load onto GPUs, or from a store; the same on all of them. opens: called on
+    pays: the ranks load onto GPUs, or from a store; the same on all of them. open_all: called on
     the way; what it raises is raised on all ranks. Raises on all ranks ArgumentError where
     OVERWIRE_EXCHANGE differs.
     """
     if group is None:
         return False
-    with verb(group) as members:
+    with group_verb(group) as members:
         setting = ranks.exchange_setting() in ("mapped", "auto" if pays else "mapped")
 
         def describe() -> dict[str, Any]:
-            opens()
+            open_all()
             return {"shares": setting}
 
         reports = meet(members, describe)
@@ -74,7 +74,7 @@ def meet_to_load(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Bloc
         blocks.append(prepare())
         return _describe_blocks(blocks[0])
 
-    with verb(group) as members:
+    with group_verb(group) as members:
         reports = meet(members, describe, comparable=_are_comparable)
         if members.most_local == 1 or members.unreachable:
             return None, members.unreachable
@@ -137,10 +137,10 @@ class BlockLoad:
         others raise it.
         """
         members, device = self._members, self._blocks.device
-        with verb(members.group, device, False):
+        with group_verb(members.group, device, False):
             self._lands = True
             if not self._files:
-                members.exchange(beside)
+                members.gather_results(beside)
                 return ""
             models = [self._blocks.files[number]._live_model().on(device) for number in self._files]
             room = max(model.room() for model in models)

@@ -35,7 +35,7 @@ def torch_shape(row: Any) -> tuple[int, ...]:
     return packed_shape(row[1], shape) if row[1] in PACKED else shape
 
 
-class Task(NamedTuple):
+class CutTensor(NamedTuple):
     """One tensor: its position and row, its shape as loaded, and the dimension
     it is cut along, None for whole."""
 
@@ -57,7 +57,7 @@ class Cutting(NamedTuple):
     ranks: int
     rank: int
 
-    def shape(self, task: Task, rank: int | None = None) -> tuple[int, ...]:
+    def shape(self, task: CutTensor, rank: int | None = None) -> tuple[int, ...]:
         """The shape of what this rank, or another, gets of a tensor."""
         return (
             task.shape
@@ -65,7 +65,7 @@ class Cutting(NamedTuple):
             else _part_shape(task.shape, task.dim, self.ranks, self.rank if rank is None else rank)
         )
 
-    def block(self, task: Task, rank: int | None = None) -> tuple[int, int, int, int]:
+    def block(self, task: CutTensor, rank: int | None = None) -> tuple[int, int, int, int]:
         """The ranges of dims 0 and 1 that the engine reads of a tensor for this rank, or another."""
         dim, shape = task.engine_dim(), self.shape(task, rank)
         if dim < 0 or shape == task.row.shape:
@@ -73,7 +73,7 @@ class Cutting(NamedTuple):
         lo, hi = shard_range(task.shape[dim], self.ranks, self.rank if rank is None else rank)
         return (lo, hi, 0, WHOLE) if dim == 0 else (0, task.row.shape[0], lo, hi)
 
-    def row(self, task: Task) -> Row:
+    def row(self, task: CutTensor) -> Row:
         """The row of what the engine reads of a tensor for this rank."""
         if self.block(task) == ALL:
             return task.row
@@ -82,11 +82,11 @@ class Cutting(NamedTuple):
             shape=shape, nbytes=task.row.nbytes * math.prod(shape) // max(1, math.prod(task.shape))
         )
 
-    def lands_whole(self, task: Task) -> bool:
+    def lands_whole(self, task: CutTensor) -> bool:
         """Whether what the engine reads is what this rank gets: nothing of it is cut afterwards."""
         return self.block(task) != ALL or self.shape(task) == task.shape
 
-    def cut(self, task: Task, tensor: Any) -> Any:
+    def cut(self, task: CutTensor, tensor: Any) -> Any:
         """This rank's block of a tensor that may have been read whole: contiguous, with memory of
         its own."""
         if tuple(tensor.shape) == self.shape(task):
@@ -98,7 +98,7 @@ class Cutting(NamedTuple):
         index = tuple(slice(lo, hi, 1) if dim == task.dim else slice(0, size, 1) for dim, size in enumerate(task.shape))
         return self.frame.index(tensor, index, task.row.dtype)
 
-    def _empty_part(self, task: Task, device: str) -> Any:
+    def _empty_part(self, task: CutTensor, device: str) -> Any:
         shape = self.shape(task)
         # `frame.empty` counts elements as the file does; these are torch's.
         if task.row.dtype in PACKED:

@@ -5,9 +5,9 @@ by all ranks of the group, in the same order; none is called unless the user
 gave a group.
 
 A verb of a group runs within `verb`, from its first look at its arguments. What fails on
-a rank reaches the others where the ranks next agree (`exchange`, `agree`), and is
+a rank reaches the others where the ranks next agree (`gather_results`, `agree`), and is
 raised on all; a rank that reads meanwhile asks from time to time whether it may stop
-(`look`). An interrupt that comes while a rank waits for the others reaches them in the same
+(`look_for_failure`). An interrupt that comes while a rank waits for the others reaches them in the same
 way. What leaves a verb in between puts the ranks out of step: it goes to the others by the
 group's store, which those that wait look into, and the group serves no more loads.
 
@@ -69,13 +69,13 @@ _PATIENCE = 4.0
 _SPIN = 0.002
 
 
-class _Step:
+class _VerbState:
     """Where a rank is in its verbs.
 
     token: begins the keys of the group's store; "" before the ranks have met. born: when this
     was made, by the clock on the wall. number: of collectives that have begun. agreed: how
     often the ranks have agreed. depth: of verbs within verbs. known: an error that all ranks
-    have. halt: what `look` has raised because of another rank's error. interrupt: came while
+    have. halt: what `look_for_failure` has raised because of another rank's error. interrupt: came while
     this rank waited; the others are to hear of it. failure: what they hear of when they come,
     for which this rank waits `until` then. broken: why the ranks are out of step.
     """
@@ -114,7 +114,7 @@ class Members:
         self.hosts = 0
         self.unreachable = ""
         self.reached = False
-        self._step = _Step()
+        self._step = _VerbState()
 
     @property
     def group(self) -> Any:
@@ -140,7 +140,7 @@ class Members:
 
         return self.link_device("cpu") or f"cuda:{torch.cuda.current_device()}"
 
-    def exchange(self, work: Callable[[], _T]) -> list[_T]:
+    def gather_results(self, work: Callable[[], _T]) -> list[_T]:
         """Collective: does `work` here and returns what it gave on each rank.
 
         If it raised on any rank, all raise: that rank its own error, the others
@@ -154,8 +154,8 @@ class Members:
                 result = work()
         except BaseException as caught:
             error = caught
-        self._shorten_wait(error, math.inf)
-        self._hint_at_end(error)
+        self._limit_wait(error, math.inf)
+        self._post_failed(error)
         every = self._gather_objects(
             ((_pickle_error(error), _weight_of(error, error is not step.halt)), result, secrets.token_hex(8))
         )
@@ -171,8 +171,8 @@ class Members:
         if step.interrupt is not None:
             error, ours = step.interrupt, True
         ours = ours and (error is None or error is not step.halt)
-        self._shorten_wait(error, _PATIENCE)
-        self._hint_at_end(error if ours else None)
+        self._limit_wait(error, _PATIENCE)
+        self._post_failed(error if ours else None)
         has_failed = self._is_so_on_any_rank(error is not None)
         step.agreed += 1
         if has_failed:
@@ -200,12 +200,12 @@ class Members:
         now = time.monotonic()
         if now - self._step.looked >= _LOOK:
             self._step.looked = now
-            self._hear_failure()
+            self._raise_posted()
             if self._step.token and self._read_store(f"{self._step.token}/failed/{self._step.agreed}") is not None:
                 self._step.halt = CancelledError("overwire: group: another rank has failed")
                 raise self._step.halt
 
-    def _hear_failure(self) -> None:
+    def _raise_posted(self) -> None:
         step = self._step
         message = self._read_store(f"{step.token}/left") if step.token else None
         if message is None and step.agreed <= 1:
@@ -218,14 +218,14 @@ class Members:
             self._step.broken = str(error)
             self.raise_alike(error)
 
-    def _shorten_wait(self, error: BaseException | None, seconds: float) -> None:
+    def _limit_wait(self, error: BaseException | None, seconds: float) -> None:
         # How long this rank waits for the others with an error; not long with an interrupt.
         if isinstance(error, (KeyboardInterrupt, SystemExit, TimeoutError)) and not isinstance(error, OverwireError):
             seconds = _GRACE
         self._step.failure, self._step.until = error, time.monotonic() + seconds
 
-    def _hint_at_end(self, error: BaseException | None) -> None:
-        # For `look`: ranks that read need not end that first.
+    def _post_failed(self, error: BaseException | None) -> None:
+        # For `look_for_failure`: ranks that read need not end that first.
         if error is not None and self._step.token:
             self._write_store(f"{self._step.token}/failed/{self._step.agreed}", b"1")
 
@@ -272,7 +272,7 @@ class Members:
                 raise error
 
             with suppress(BaseException):
-                self.exchange(note_failure)
+                self.gather_results(note_failure)
             if step.known is error:
                 return
         step.broken = step.broken or f"{type(error).__name__} on rank {self.rank}"
@@ -344,17 +344,17 @@ class Members:
             except BaseException as interrupt:
                 if step.interrupt is None:
                     step.interrupt = interrupt
-                    self._shorten_wait(interrupt, _GRACE)
+                    self._limit_wait(interrupt, _GRACE)
                 continue
             now = time.monotonic()
             if now - max(step.looked, began) >= _LOOK:
                 step.looked = now
-                self._hear_failure()
+                self._raise_posted()
                 if step.failure is not None and now > step.until:
                     raise step.failure
 
     def note_hosts(self, hosts: list[str]) -> None:
-        """Collective: who is on which host, once a group."""
+        """Local: notes who is on which host; the first call of a group counts."""
         if self.local:
             return
         self.local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
@@ -473,7 +473,7 @@ def members_of(group: Any) -> Members:
     return members
 
 
-def current(device: Any) -> AbstractContextManager[Any]:
+def on_current_gpu(device: Any) -> AbstractContextManager[Any]:
     """NCCL sends flags and objects from the current GPU, which must be this rank's. A
     wrong device is refused later, where the error reaches all ranks."""
     import torch
@@ -485,17 +485,17 @@ def current(device: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[Members]:
+def group_verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[Members]:
     """All that a verb of a group does on this rank, from the look at its arguments on: what
     ends it here ends it on every rank. device: of this rank's tensors. meets: it begins with
-    `exchange`."""
+    `gather_results`."""
     members = members_of(group)
     first = members.begin()
     try:
-        with current(device):
+        with on_current_gpu(device):
             yield members
     except BaseException as error:
-        with current(device):
+        with on_current_gpu(device):
             members.tell_failure(error, first, meets)
         members.end()
         raise

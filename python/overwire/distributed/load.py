@@ -4,7 +4,7 @@ Each rank reads a share of the stored bytes, over the link of its own GPU, and g
 shares from the other ranks; then every rank decodes what it wants (plain tensors: copies it).
 A load goes in pieces, each in one of a few buffers; beside the tensors it needs only the ring
 of these buffers. The engine reads, lays out and decodes (`gosrc/relay`). Two carriers bring the
-pieces from rank to rank, and the ranks follow one rule to choose (`carrier_of`):
+pieces from rank to rank, and the ranks follow one rule to choose (`choose_carrier`):
 
     mapped       between ranks of a host that map each other's memory, by the engine itself.
     collective   between all ranks of the group, by torch.distributed. On GPUs the thread here
@@ -34,11 +34,11 @@ log = logging.getLogger("overwire")
 
 #: The most bytes of a piece that a rank reads: a chunk fits, and what lies between it and the next.
 #: Where ranks map each other's memory, a rank has BUFFERS such shares of its own, which the others map,
-#: and on a GPU STAGES of each other rank; by collectives FEW buffers for the shares of all ranks.
+#: and on a GPU STAGES of each other rank; by collectives COLLECTIVE_BUFFERS for the shares of all ranks.
 SHARE = 32 << 20
 BUFFERS = 9
 STAGES = 3
-FEW = 2
+COLLECTIVE_BUFFERS = 2
 
 # The least where ranks map each other's memory: they decode a share when all of it has been read.
 _FINE = 16 << 20
@@ -102,7 +102,7 @@ class Situation(NamedTuple):
     unreachable: bool
 
 
-def carrier_of(setting: str, now: Situation) -> str:
+def choose_carrier(setting: str, now: Situation) -> str:
     """The rule: "mapped", "collective" or "none". setting: OVERWIRE_EXCHANGE."""
     collective = "collective" if now.sends else "none"
     if setting == "none" or now.ranks == 1:
@@ -147,7 +147,7 @@ class GroupLoad:
         self._room = max(one["room"] for one in reports)
         sends = bool(self.link) and fits(members.size, self._room)
         place = members.size, members.hosts, members.most_local
-        self.carrier = carrier_of(
+        self.carrier = choose_carrier(
             setting, Situation(*place, self._device != "cpu", remote, sends, bool(members.unreachable))
         )
 
@@ -184,7 +184,7 @@ class GroupLoad:
                 relay.join_engines()
             relay.try_step(lambda: relay.set_requests(aim()))
             relay.try_step(beside)
-            yield from relay.map_pieces(agree, tell) if mapped else relay.gather_pieces(agree, tell)
+            yield from relay.follow_mapped(agree, tell) if mapped else relay.gather_pieces(agree, tell)
             self.report = relay.end_job()
         except BaseException:
             relay.abandon_job()
@@ -206,7 +206,9 @@ class GroupLoad:
         if not self._buffers:
             import torch
 
-            self._buffers += [torch.empty(request["size"], dtype=torch.uint8, device=self.link) for _ in range(FEW)]
+            self._buffers += [
+                torch.empty(request["size"], dtype=torch.uint8, device=self.link) for _ in range(COLLECTIVE_BUFFERS)
+            ]
         request["ring"] = [buffer.data_ptr() for buffer in self._buffers]
         relay.start_job(request, self._models)
 
@@ -288,7 +290,7 @@ class _Relay:
         if job is not None:
             job.abandon()
 
-    def map_pieces(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
+    def follow_mapped(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
         """The engines of each host exchange. Where a rank is gone, the others of its host raise
         that by themselves: no collective would end."""
         members = self._members
@@ -323,7 +325,7 @@ class _Relay:
                 raise self._error
             return relay_offer(self.job.number)
 
-        offers = self._members.exchange(offer)
+        offers = self._members.gather_results(offer)
         try:
             relay_join([offers[rank] for rank in self._members.local], self.job.number)
         except NotSupportedError as refusal:  # its memory stays, until the others have tried, too

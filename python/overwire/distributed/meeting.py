@@ -58,10 +58,10 @@ def meet(
         own["alike"] = {"OVERWIRE_EXCHANGE": ranks.exchange_setting(), **own.get("alike", {})}
         return {"host": ranks.host_name(), **own}
 
-    reports = members.exchange(report)
+    reports = members.gather_results(report)
     if reopen is not None and _find_difference(reports) is not None:
         reopen()
-        reports = members.exchange(report)
+        reports = members.gather_results(report)
     first = reports[0]
     source = first["opened"].uris[0] if first.get("opened") else ""
     for what, value in first["alike"].items():

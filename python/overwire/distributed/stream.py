@@ -11,7 +11,7 @@ from typing import Any
 from ..jobs import Steps
 from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
-from .group import current
+from .group import on_current_gpu
 from .tensors import TensorLoad, open_load
 
 
@@ -38,20 +38,20 @@ class GroupStream(Steps):
         self._load: TensorLoad | None = load
         self._names = [row[0] for row in load.model.table]
         self._order = iter(load.positions) if in_order else None
-        self._arrive = load.arrive()
+        self._tensors = load.iter_tensors()
         self._total = len(load.positions)
         super().__init__()
         _open.add(self)
 
     def _take_next(self) -> tuple[str, Any]:
         try:
-            with current(self._device):
+            with on_current_gpu(self._device):
                 if self._order is None:
-                    at, tensor = next(self._arrive)
+                    at, tensor = next(self._tensors)
                     return self._names[at], tensor
                 due = next(self._order, None)
                 while due not in self._early:
-                    at, tensor = next(self._arrive)
+                    at, tensor = next(self._tensors)
                     self._early[at] = tensor
                 assert due is not None
                 return self._names[due], self._early.pop(due)
@@ -75,10 +75,10 @@ class GroupStream(Steps):
         load, self._load, self._early = self._load, None, {}
         try:
             if load is not None:
-                with current(self._device):
-                    if inspect.getgeneratorstate(self._arrive) == inspect.GEN_CREATED:
+                with on_current_gpu(self._device):
+                    if inspect.getgeneratorstate(self._tensors) == inspect.GEN_CREATED:
                         load.close_unbegun()  # it would not run, to say so
-                    self._arrive.close()
+                    self._tensors.close()
         finally:
             if error is None:
                 self._stack.close()

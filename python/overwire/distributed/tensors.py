@@ -28,8 +28,8 @@ from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
-from .cuts import Cutting, Task, torch_shape
-from .group import Members, Unmapped, verb
+from .cuts import CutTensor, Cutting, torch_shape
+from .group import Members, Unmapped, group_verb
 from .load import GroupLoad, Wants
 from .meeting import meet, open_files
 
@@ -77,12 +77,12 @@ def open_load(
         loads.append(TensorLoad(members, source, shard, device, framework, (budget, beside), options))
         if choose is not None:
             loads[0].positions = list(choose(loads[0]))
-        return loads[0].report_wishes()
+        return loads[0].describe_wants()
 
-    with verb(group, device) as members:
+    with group_verb(group, device) as members:
         try:
             reports = meet(members, describe, close)
-            loads[0].decide_from(reports)
+            loads[0].apply_reports(reports)
             yield loads[0]
         finally:
             close()
@@ -108,7 +108,7 @@ class TensorLoad:
         # Every rank has the same table.
         whole = {name: value for name, value in opening(options).items() if name not in ("keys", "filter")}
         self._members = members
-        self._late: BaseException | None = None
+        self._deferred_error: BaseException | None = None
         self._count = self._bytes = 0  # of the tensors that have arrived
         self._frame = frame_for(framework)
         self._exchange = ranks.exchange_setting()
@@ -121,8 +121,8 @@ class TensorLoad:
         self._dtype = check_dtype(self._frame, options.get("dtype"))
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
         link = members.link_device(where)
-        carrier = link or where if self._exchange == "collective" else where  # where stored bytes go
-        prepare(carrier, self._exchange != "none")
+        place = link or where if self._exchange == "collective" else where  # where stored bytes go
+        prepare(place, self._exchange != "none")
         self.model = Model(source, device=where, **whole)
         self._load = GroupLoad(members, [self.model])
         self.model.alone()  # what was preloaded is not shared out
@@ -182,7 +182,7 @@ class TensorLoad:
         whole, part = math.prod(task.shape), math.prod(self._cutting.shape(task))
         return at, math.prod(task.row.shape) * part // max(whole, 1)
 
-    def report_wishes(self) -> dict[str, Any]:
+    def describe_wants(self) -> dict[str, Any]:
         """Local: what the ranks compare and must know of each other."""
         self._check_sizes(self.positions, self._budget)
         table = hashlib.sha256(repr([row[:5] for row in self.model.table]).encode())  # what the files hold, not where
@@ -202,7 +202,7 @@ class TensorLoad:
             "budgets": (self._budget, self._beside),
         }
 
-    def decide_from(self, reports: list[dict[str, Any]]) -> None:
+    def apply_reports(self, reports: list[dict[str, Any]]) -> None:
         """Once, first, and local: all ranks have the same `reports`, so all decide alike."""
         self._load.choose_carrier(self._exchange, reports)
         self._bitmaps = [one["wants"] for one in reports]
@@ -229,7 +229,7 @@ class TensorLoad:
         tensors = dict(self._load_windows(0, {}, False))
         return {self.model.table[at][0]: tensors[at] for at in self.positions}
 
-    def arrive(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
+    def iter_tensors(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
         """(position, tensor) of what this rank wants, as it arrives; after the last the
         ranks agree. Where the budget, or the carrier, wants it, the load goes in windows.
 
@@ -249,7 +249,7 @@ class TensorLoad:
         """Collective: ends on all ranks what `arrive` would give, which has not begun."""
         if self._load.carrier == "mapped" and self._split_positions()[0]:
             with suppress(OverwireError):
-                self._members.exchange(_refuse_closed)
+                self._members.gather_results(_refuse_closed)
         else:
             self._end_early()
 
@@ -287,7 +287,7 @@ class TensorLoad:
         if not agreed:
             self._agree_with()
 
-    def _own_tasks(self, window: list[int]) -> list[Task]:
+    def _own_tasks(self, window: list[int]) -> list[CutTensor]:
         return [self.task(at) for at in window if self._is_wanted(self._members.rank, at)]
 
     def _exchange_window(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
@@ -335,17 +335,17 @@ class TensorLoad:
         ]
         return Wants(sorted({need[0] for need in needs}), pack_requests(needs))
 
-    def _read_alone(self, tasks: list[Task]) -> Generator[tuple[int, Any], None, None]:
+    def _read_alone(self, tasks: list[CutTensor]) -> Generator[tuple[int, Any], None, None]:
         # Local: what this rank reads by itself. What fails is said when the ranks next agree.
         try:
-            if self._late is None:
+            if self._deferred_error is None:
                 yield from self._read_tasks(tasks)
         except GeneratorExit:
             raise
         except BaseException as error:
-            self._late = self._late or error
+            self._deferred_error = self._deferred_error or error
 
-    def _read_tasks(self, tasks: list[Task]) -> Iterator[tuple[int, Any]]:
+    def _read_tasks(self, tasks: list[CutTensor]) -> Iterator[tuple[int, Any]]:
         reads = [(task, self._cutting.block(task), self._cutting.row(task)) for task in tasks]
         busy = [(task, block, row) for task, block, row in reads if 0 not in row.shape]
         blocks, rows = [(task.at, block) for task, block, _ in busy], [row for *_, row in busy]
@@ -363,7 +363,7 @@ class TensorLoad:
         for (task, *_), tensor in zip(busy, load.tensors() if load is not None else (), strict=True):
             yield from self._finish_tensor(task, tensor)
 
-    def _make_places(self, tasks: list[Task], places: Mapping[int, Any], device: str) -> list[Any]:
+    def _make_places(self, tasks: list[CutTensor], places: Mapping[int, Any], device: str) -> list[Any]:
         # Where the engine writes what it reads of each tensor: the caller's memory, but not for
         # what is cut afterwards. While the first bytes are on their way; each decode goes after
         # what is queued for memory that the tensors got.
@@ -372,10 +372,10 @@ class TensorLoad:
         fresh = iter(self._frame.empty_on(device, [row for row, place in zip(rows, own, strict=True) if place is None]))
         return [next(fresh) if place is None else place for place in own]
 
-    def _finish_tensor(self, task: Task, tensor: Any) -> Iterator[tuple[int, Any]]:
+    def _finish_tensor(self, task: CutTensor, tensor: Any) -> Iterator[tuple[int, Any]]:
         # What fails here is said when the ranks next agree; then no more tensors are finished.
         try:
-            if self._late is None:
+            if self._deferred_error is None:
                 tensor = self._cutting.cut(task, tensor)
                 if str(tensor.device) == "cpu" != self.model.device:
                     tensor = tensor.to(self.model.device)
@@ -384,8 +384,8 @@ class TensorLoad:
                 self._count, self._bytes = self._count + 1, self._bytes + self.model.table[task.at][3]
                 self._tell_progress(0)
         except BaseException as error:
-            self._late = error
-        if self._late is None:
+            self._deferred_error = error
+        if self._deferred_error is None:
             yield task.at, tensor
 
     def _largest_size(self, at: int) -> int:
@@ -420,13 +420,13 @@ class TensorLoad:
         return windows
 
     def _agree_with(self, error: BaseException | None = None, ours: bool = True) -> None:
-        late, self._late = self._late, None
+        late, self._deferred_error = self._deferred_error, None
         self._members.agree(late or error, ours or late is not None)
 
-    def task(self, at: int) -> Task:
+    def task(self, at: int) -> CutTensor:
         """Local: a tensor, and how it is cut."""
         row = self.model.row(at)
-        return Task(at, row, torch_shape(row), self._dims.get(at))
+        return CutTensor(at, row, torch_shape(row), self._dims.get(at))
 
     def part_shape(self, at: int) -> tuple[int, ...]:
         """Local: the shape of this rank's part of a tensor."""

@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["AfterImport", "Lazy", "absent", "complete", "options", "uses_disk", "weights"]
+__all__ = ["AfterImport", "Lazy", "absent", "refuse_missing", "options", "uses_disk", "weights"]
 
 
 class AfterImport:
@@ -128,7 +128,7 @@ def weights(
     plan = overwire.plan(where, filter=wanted, framework="pt", storage_options=reach)
     names = {tensor.name: tensor.nbytes for tensor in plan.tensors}
     if index is not None:
-        complete(index, absent(index, where, names), wanted)
+        refuse_missing(index, absent(index, where, names), wanted)
     if unused is not None:
         names = {name: size for name, size in names.items() if not unused(name)} or names
     return overwire.stream(
@@ -163,7 +163,7 @@ def absent(index: str | None, files: Any, held: Container[str]) -> list[tuple[st
     ]
 
 
-def complete(index: str | None, missing: Iterable[tuple[str, str]], wanted: Callable[[str], bool] | None) -> None:
+def refuse_missing(index: str | None, missing: Iterable[tuple[str, str]], wanted: Callable[[str], bool] | None) -> None:
     """Raises ValueError for a wanted name of `absent`: it would leave a parameter as it was
     made."""
     lacking = sorted(f"{name} (of {file})" for name, file in missing if wanted is None or wanted(name))

@@ -30,7 +30,7 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     pairs: list[tuple[Any, Any]] = []
     loader = found(MODULES[0], "OffloadedWeightsLoader")
     if loader is not None:
-        pairs.append((loader, _through_overwire(loader, lazy)))
+        pairs.append((loader, _wrap_offload_loader(loader, lazy)))
     for name in ("dispatch_model", "cpu_offload"):
         original = found(MODULES[1], name)
         if original is not None:
@@ -38,7 +38,7 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     return pairs
 
 
-def _through_overwire(loader: Any, lazy: Lazy) -> Any:
+def _wrap_offload_loader(loader: Any, lazy: Lazy) -> Any:
     class OffloadedWeightsLoader(loader):  # type: ignore[misc]
         # Models keep it as long as they live, and read by it whenever they run.
         __doc__ = loader.__doc__

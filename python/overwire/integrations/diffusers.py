@@ -61,14 +61,14 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     if shards is not None:
         pairs.append((shards, _naming_shards(shards)))
     if warm is not None:
-        pairs.append((warm, _warming_allocator(warm)))
+        pairs.append((warm, _skip_warmup(warm)))
     pipeline, part, config = (
         found(_PIPELINE, "DiffusionPipeline"), found(_PIPELINE, "load_sub_model"), found(_CONFIG, "ConfigMixin")
     )
     if pipeline is not None and part is not None and config is not None:
         pairs += [
             ((pipeline, "from_pretrained"), _loading_pipeline(pipeline, lazy)),
-            ((config, "extract_init_dict"), _ordering_config(config)),
+            ((config, "extract_init_dict"), _note_components(config)),
             (part, _loading_component(part, lazy)),
         ]
     return pairs
@@ -247,7 +247,7 @@ def _loading_pipeline(owner: Any, lazy: Lazy) -> Any:
     return classmethod(from_pretrained)
 
 
-def _ordering_config(owner: Any) -> Any:
+def _note_components(owner: Any) -> Any:
     original = inspect.getattr_static(owner, "extract_init_dict")
 
     @functools.wraps(original.__func__)
@@ -436,7 +436,7 @@ def _dtype_for(name: str, dtype: Any, keep: Any) -> Any:
     return torch.float32 if is_kept else dtype
 
 
-def _warming_allocator(original: Any) -> Any:
+def _skip_warmup(original: Any) -> Any:
     @functools.wraps(original)
     def _caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
         # Memory for what is in its own already would be a second model's.

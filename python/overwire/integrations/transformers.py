@@ -40,11 +40,11 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     # Transformers 4 knows the map when it has built the model; so does transformers 5 of "auto".
     maps = (found(MODULES[1], name) for name in ("check_and_set_device_map", "_get_device_map"))
     pairs: list[tuple[Any, Any]] = [
-        (original, _mapping_devices(original, lazy)) for original in maps if original is not None
+        (original, _prepare_devices(original, lazy)) for original in maps if original is not None
     ]
     warm = found(MODULES[1], "caching_allocator_warmup")
     if warm is not None:
-        pairs.append((warm, _warming_allocator(warm, lazy)))
+        pairs.append((warm, _skip_warmup(warm, lazy)))
     convert = found(MODULES[0], "convert_and_load_state_dict_in_model")
     spawn = found(MODULES[0], "spawn_materialize")
     if convert is not None and spawn is not None:
@@ -53,7 +53,7 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     return pairs if shard is None else [*pairs, (shard, _wrap_shard_loader(shard, lazy))]
 
 
-def _mapping_devices(original: Any, lazy: Lazy) -> Any:
+def _prepare_devices(original: Any, lazy: Lazy) -> Any:
     @functools.wraps(original)
     def device_map_of(*args: Any, **kwargs: Any) -> Any:
         device_map = original(*args, **kwargs)
@@ -82,7 +82,7 @@ class _Result(Future[Any]):
         return super().result(timeout)
 
 
-def _warming_allocator(original: Any, lazy: Lazy) -> Any:
+def _skip_warmup(original: Any, lazy: Lazy) -> Any:
     @functools.wraps(original)
     def caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
         # A pipeline's model that was begun ahead is in its memory already: this would be a second model's.

@@ -21,7 +21,7 @@ from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
 from .save import notes_of
-from .states import State, batches, hosted, pair, place_tensor, same_names, settle_devices, tensors_of, write_back
+from .states import ModelSide, batches, hosted, pair, place_tensor, same_names, settle_devices, tensors_of, write_back
 
 if TYPE_CHECKING:
     from .._requests import DeltaFile, DeltaMerge, DeltaSave, DeltaTensors
@@ -280,8 +280,8 @@ def save_delta(
     target, most, watcher = local(path), parse_size(max_shard_size), watch(progress, "save")
     check_values(storage_options=storage_options)
     with (
-        State(new, "new", storage_options) as now,
-        State(base, "base", storage_options) as before,
+        ModelSide(new, "new", storage_options) as now,
+        ModelSide(base, "base", storage_options) as before,
         contextlib.ExitStack() as stack,
     ):
         same_names(now, before)
@@ -313,7 +313,7 @@ def save_delta(
     return report
 
 
-def _pair_states(names: list[str], now: State, before: State) -> tuple[DeltaTensors, bytes, Any]:
+def _pair_states(names: list[str], now: ModelSide, before: ModelSide) -> tuple[DeltaTensors, bytes, Any]:
     """What the engine is given of some tensors in both states, and what has to stay until it has ended."""
     news, olds = now.take(names), before.take(names)
     columns = columns_of([*(news[name] for name in names), *(olds[name] for name in names)])
@@ -468,7 +468,7 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
     rows: list[DeltaRow] = []
     watcher = watch(progress, "verify")
     check_values(storage_options=storage_options)
-    with State(a, "a", storage_options) as one, State(b, "b", storage_options) as two:
+    with ModelSide(a, "a", storage_options) as one, ModelSide(b, "b", storage_options) as two:
         for names in batches(one, two):
             lefts, rights = one.take(names), two.take(names)
             both = [(name, hosted(name, lefts[name]), hosted(name, rights[name])) for name in names]

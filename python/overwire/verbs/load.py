@@ -22,7 +22,7 @@ from ..model.options import (
 )
 from ..model.sources import SourceLike, named
 from ..progress import watch
-from .grouped import of_ranks
+from .grouped import group_context
 
 if TYPE_CHECKING:
     import numpy
@@ -108,7 +108,7 @@ def load_file(
     engine cannot run in a forked child: there, plain local files are read with the
     package safetensors, and all else raises ForkedError.
     """
-    with of_ranks(options, device):
+    with group_context(options, device):
         check_options("load_file", options, LoadOptions)
         source = named("load_file", source, filename)
         if options.get("base") is not None and (options.get("group") is not None or options.get("shard") is not None):

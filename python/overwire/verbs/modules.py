@@ -16,7 +16,7 @@ from ..model.opened import Model, opening
 from ..model.options import DeviceLike, ModuleOptions, SaveOptions, check_options, check_values, parse_size, spell_out
 from ..model.sources import SourceLike, named
 from ..progress import watch
-from .grouped import of_ranks
+from .grouped import group_context
 from .into import ALL, Target, fill, in_place, place_target, put, single
 from .save import notes_of, save_file
 from .saving import Report, Saving
@@ -72,7 +72,7 @@ def load_model(
 
     `load_state_dict` hooks of the module do not run.
     """
-    with of_ranks(options, device):
+    with group_context(options, device):
         check_options("load_model", options, ModuleOptions)
         check_values(strict=strict)
         source = named("load_model", source, filename)
@@ -150,7 +150,7 @@ def _load_together(
             choose=choose_tensors,
             **options,
         ) as load,
-        contextlib.closing(load.arrive(places)) as arriving,
+        contextlib.closing(load.iter_tensors(places)) as arriving,
     ):
         for at, tensor in arriving:
             if at in late:

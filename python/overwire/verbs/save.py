@@ -28,7 +28,7 @@ from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
-from .saving import After, Report, Saving, begin, settle
+from .saving import After, Report, Saving, await_save, begin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -188,7 +188,7 @@ def save_bytes(
     """Saves what is described already, and keeps it alive until that is done.
 
     end: of `jobs.time_limit`. how: see `_start_job`."""
-    settle(path)
+    await_save(path)
     with _start_job(described, path, metadata, end=end, **how) as job:
         return Report.of(job.finish())
 

@@ -241,7 +241,7 @@ def _key_of(path: str) -> str:
     return path if is_remote(path) else os.path.realpath(path_of(path) if is_file(path) else path)
 
 
-def settle(path: str) -> None:
+def await_save(path: str) -> None:
     """Waits for the save of a path that runs in the background; raises its error, if it has
     failed and no one knows it."""
     if not _last:

@@ -18,7 +18,7 @@ from .save import describe_named
 BATCH = 1 << 30
 
 
-class State:
+class ModelSide:
     """One side of a comparison. A path or URI is opened, and closed at the end of the `with`."""
 
     def __init__(self, model: Any, what: str, options: StorageOptions | None) -> None:
@@ -33,7 +33,7 @@ class State:
             self._tensors = tensors_of(model, what)
             self.sizes = dict.fromkeys(self._tensors, 0)
 
-    def __enter__(self) -> State:
+    def __enter__(self) -> ModelSide:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -47,7 +47,7 @@ class State:
         return self._opened.load([self._opened.places[name] for name in names], frame_for(None), None, None)
 
 
-def batches(a: State, b: State) -> Iterator[list[str]]:
+def batches(a: ModelSide, b: ModelSide) -> Iterator[list[str]]:
     """The names that both have, sorted, in lists that fit in memory; one at least."""
     batch: list[str] = []
     size = 0
@@ -87,7 +87,7 @@ def hosted(name: str, tensor: Any) -> Bytes:
     return describe_named(name, tensor)
 
 
-def same_names(now: State, base: State) -> None:
+def same_names(now: ModelSide, base: ModelSide) -> None:
     """Raises ArgumentError where one has a name that the other lacks."""
     for what, names in (
         ("base lacks", now.sizes.keys() - base.sizes.keys()), ("new lacks", base.sizes.keys() - now.sizes.keys())

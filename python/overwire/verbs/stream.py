@@ -26,7 +26,7 @@ from ..model.options import (
 )
 from ..model.sources import SourceLike
 from ..progress import Progress, Watcher, watch
-from .grouped import of_ranks
+from .grouped import group_context
 
 if TYPE_CHECKING:
     import numpy
@@ -104,7 +104,7 @@ def stream(
         (`OVERWIRE_EXCHANGE=mapped`), tensors are yielded while the others arrive, else
         after each GiB.
     """
-    with of_ranks(options, device):
+    with group_context(options, device):
         check_options("stream", options, StreamOptions)
         check_switches(in_order=in_order)
         budget = parse_size(options.get("max_memory"), "max_memory")

@@ -114,9 +114,9 @@ static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error
 
 static inline owcu_handle handle(uint64_t stream) { return (owcu_handle)(uintptr_t)stream; }
 
-// uncaptured refuses a stream that is being captured: work queued there would
+// refuse_captured refuses a stream that is being captured: work queued there would
 // become part of a graph, and queries would destroy it.
-static inline int uncaptured(uint64_t stream, struct owcu_error *e)
+static inline int refuse_captured(uint64_t stream, struct owcu_error *e)
 {
 	int status = 0;
 	int code = owcu->stream_capturing(handle(stream), &status);

@@ -96,7 +96,7 @@ int owcu_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_han
 	// capture began in between: such an event must not be queried.
 	for (int again = 0; rc == 0 && !captured && again < 2; again++) {
 		for (int i = 0; rc == 0 && !captured && i < n; i++) {
-			if (uncaptured(streams[i], &not_now)) {
+			if (refuse_captured(streams[i], &not_now)) {
 				captured = not_now.code == OWCU_CAPTURED;
 				rc = captured ? 0 : failed(e, not_now.call, not_now.code);
 			} else if (!again) {
@@ -209,5 +209,5 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
 {
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));
 }

@@ -24,7 +24,7 @@ struct owcu_info {
 
 int owcu_init_driver(int *version, int *count, struct owcu_error *e);
 int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
-// owcu_ctx_open also says what owcu_info does of the device.
+// owcu_ctx_open also returns two facts of owcu_info that a load needs: coherent and sms.
 int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e);
 int owcu_ctx_close(int device, struct owcu_error *e);
 
@@ -78,8 +78,8 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 // owcu_event_before makes a stream wait for an event's last record.
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
-// A pad is pinned memory of the host, memory of the device, and streams and events.
-struct owcu_pad {
+// A slab is pinned memory of the host, memory of the device, and streams and events.
+struct owcu_slab {
 	void *host;      // registered
 	owcu_ptr mapped; // its address on the device
 	owcu_ptr device; // 0: none
@@ -87,19 +87,19 @@ struct owcu_pad {
 	int nstreams, nevents;
 };
 
-// owcu_pad_new registers [host, host+n), allocates `room` bytes of the device (0: none),
+// owcu_slab_new registers [host, host+n), allocates `room` bytes of the device (0: none),
 // and makes streams and events, for the first of which (sleepers) waiting threads sleep and
-// for the others spin: all or nothing. p is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_pad_free.
+// for the others spin: all or nothing. p is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_slab_free.
 // That waits for the streams' work, returns 1 for the same reason, and may be called again.
-int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
+int owcu_slab_new(owcu_handle ctx, struct owcu_slab *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
                  struct owcu_error *e);
-int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e);
+int owcu_slab_free(owcu_handle ctx, struct owcu_slab *p, struct owcu_error *e);
 
-// owcu_open_pad and owcu_close_pad are the same for a caller that is in the context: after
+// owcu_open_slab and owcu_close_slab are the same for a caller that is in the context: after
 // an error of the first, the second frees what there is; it waits for the streams' work.
-int owcu_open_pad(struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
+int owcu_open_slab(struct owcu_slab *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
                   struct owcu_error *e);
-int owcu_close_pad(struct owcu_pad *p, struct owcu_error *e);
+int owcu_close_slab(struct owcu_slab *p, struct owcu_error *e);
 
 // owcu_follow makes a stream wait for what is queued on others, by an event that is
 // made at the first call; only one caller may use it at a time.

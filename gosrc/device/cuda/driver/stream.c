@@ -5,7 +5,7 @@ enum { POINTER_DEVICE = 9 }; // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e)
 {
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))));
 }
 
 int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
@@ -14,7 +14,7 @@ int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_
 	struct owcu_rows copy = {
 		.src_kind = 2, .src = src, .src_pitch = src_pitch, .dst_kind = 2, .dst = dst, .dst_pitch = dst_pitch, .width = width, .height = rows};
 
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_rows, (&copy, handle(stream))));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_rows, (&copy, handle(stream))));
 }
 
 // follow makes a stream wait for what is queued on others now.
@@ -22,14 +22,14 @@ static int follow(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_ha
 {
 	for (uint64_t i = 0; i < n; i++)
 		if (handle(after[i]) != stream &&
-		    (uncaptured(after[i], e) || TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
+		    (refuse_captured(after[i], e) || TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
 			return -1;
 	return 0;
 }
 
 int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
 {
-	return WITHIN(ctx, (*event == NULL && TRY(event_create, (event, NO_TIMING))) || uncaptured(stream, e) ||
+	return WITHIN(ctx, (*event == NULL && TRY(event_create, (event, NO_TIMING))) || refuse_captured(stream, e) ||
 	                           follow(handle(stream), after, nafter, *event, e));
 }
 
@@ -44,12 +44,12 @@ int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
 
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_destroy, (handle(stream))));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_destroy, (handle(stream))));
 }
 
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_sync, (handle(stream))));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_sync, (handle(stream))));
 }
 
 int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e)

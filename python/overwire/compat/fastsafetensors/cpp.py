@@ -265,7 +265,7 @@ class _Work:
             while position < length:
                 size = min(_PIECE, length - position)
                 into = (ctypes.c_char * size).from_address(buffer.get_base_address() + ptr_off + position)
-                position += _some(os.preadv(fd, [into], offset + position), offset + position)
+                position += _check_read(os.preadv(fd, [into], offset + position), offset + position)
                 self._tell_reached(number, position)
             return position
         finally:
@@ -285,7 +285,7 @@ class _Work:
             position = 0
             with torch.cuda.device(self._device):
                 while position < length:
-                    count = _some(
+                    count = _check_read(
                         os.preadv(fd, [into[: min(size, length - position)]], offset + position), offset + position
                     )
                     buffer._write(ptr_off + position, bounce[:count])
@@ -367,7 +367,7 @@ class _Reader:
             pool.shutdown(wait=True, cancel_futures=False)
 
 
-def _some(got: int, offset: int) -> int:
+def _check_read(got: int, offset: int) -> int:
     if got == 0:
         raise RuntimeError(f"submit_read: the file is truncated: it ends before byte {offset}")
     return got

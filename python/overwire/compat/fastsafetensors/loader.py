@@ -79,9 +79,9 @@ class BaseSafeTensorsFileLoader:
     def add_filenames(self, filenames: Mapping[int, list[str]]) -> None:
         """Reads the headers of the files, of all ranks: {rank: paths}. With a
         group of several ranks, all call it with the same files."""
-        self._together(lambda: self._add(filenames))
+        self._run_on_all_ranks(lambda: self._add(filenames))
 
-    def _together(self, work: Callable[[], Any]) -> Any:
+    def _run_on_all_ranks(self, work: Callable[[], Any]) -> Any:
         # What work returns. What fails on one rank raises on all, unless a pipeline agrees with them later.
         if not self._agrees:
             return work()
@@ -129,7 +129,7 @@ class BaseSafeTensorsFileLoader:
         """
         if borrowed_tensors and self.pg.size() != 1:
             raise ValueError("borrowed_tensors is for a group of one rank")
-        buffer: FilesBufferOnDevice = self._together(
+        buffer: FilesBufferOnDevice = self._run_on_all_ranks(
             lambda: self._copy(dtype, use_buf_register, max_copy_block_size, allow_inflight)
         )
         return buffer

@@ -99,7 +99,7 @@ class LazyTensorFactory:
         empty: TensorBase = self.framework.get_empty_tensor(logical, dtype, self.device)
         return empty
 
-    def _mine(self, name: str) -> TensorBase:
+    def _own_tensor(self, name: str) -> TensorBase:
         if name not in self.tensors:
             raise ValueError(
                 f"{self.metadata.src}: tensor {name} was freed already, or is not among those that were loaded"
@@ -112,10 +112,10 @@ class LazyTensorFactory:
         """The tensor on dst_rank, None elsewhere."""
         me = pg.rank()
         if pg.size() == 1 or src_rank == dst_rank:
-            return self._mine(tensor_name) if me == dst_rank or pg.size() == 1 else None
+            return self._own_tensor(tensor_name) if me == dst_rank or pg.size() == 1 else None
         self._tag += 1
         if me == src_rank:
-            pg.send(self._mine(tensor_name).contiguous(), dst_rank, self._tag)
+            pg.send(self._own_tensor(tensor_name).contiguous(), dst_rank, self._tag)
         elif me == dst_rank:
             tensor = self._empty(tensor_name, self.shape(tensor_name))
             pg.recv(tensor, src_rank, self._tag)
@@ -126,7 +126,7 @@ class LazyTensorFactory:
         """The whole tensor (dim -1) or this rank's block along dim: ceil(size /
         ranks) each, the last may be shorter or empty."""
         if pg.size() == 1:
-            return self._mine(tensor_name)
+            return self._own_tensor(tensor_name)
         result = self.shuffled.get((tensor_name, dim))
         if result is None:
             result = self._broadcast(pg, tensor_name) if dim == -1 else self._scatter(pg, tensor_name, dim)
@@ -141,7 +141,7 @@ class LazyTensorFactory:
 
     def _broadcast(self, pg: ProcessGroupBase, name: str) -> TensorBase:
         is_owner = pg.rank() == self.rank
-        tensor = self._mine(name).contiguous() if is_owner else self._empty(name, self.shape(name))
+        tensor = self._own_tensor(name).contiguous() if is_owner else self._empty(name, self.shape(name))
         pg.broadcast(tensor, self.rank)
         return tensor
 
@@ -167,7 +167,7 @@ class LazyTensorFactory:
         full = [*shape[:dim], block, *shape[dim + 1 :]]
         parts: list[TensorBase] = []
         if pg.rank() == self.rank:
-            whole = self._mine(name)
+            whole = self._own_tensor(name)
             for rank in range(ranks):
                 lo, hi = min(rank * block, shape[dim]), min((rank + 1) * block, shape[dim])
                 part = whole[index(lo, hi)].contiguous()

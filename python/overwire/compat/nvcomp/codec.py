@@ -462,7 +462,7 @@ class Codec:
             shapes = [(n, chunk if native else max(n, 1), self._algorithm) for n in src._sizes]
             return DecompressConfig._of(self, list(src._sizes), src._many, shapes)
         many, sources = placing.as_list(src)
-        buffer_shapes = [self._shape(a) for a in sources]
+        buffer_shapes = [self._peek_stream(a) for a in sources]
         if None not in buffer_shapes:
             return DecompressConfig._of(
                 self, [shape[0] for shape in buffer_shapes if shape is not None], many, buffer_shapes
@@ -479,7 +479,7 @@ class Codec:
             self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))
         )
 
-    def _shape(self, array: Array) -> onboard.Shape | None:
+    def _peek_stream(self, array: Array) -> onboard.Shape | None:
         """What a stream on a GPU says about itself; None: ask the host."""
         if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
             return None
@@ -502,7 +502,7 @@ class Codec:
         array = placing.as_list(source)[1][0]
         if self._original is not None:
             return self._original.ask_size("get_uncomp_buffer_size", array)
-        shape = self._shape(array)
+        shape = self._peek_stream(array)
         try:
             return shape[0] if shape is not None else self._sizes([array])[0]
         except _ForeignStreams as found:

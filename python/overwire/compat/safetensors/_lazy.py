@@ -282,8 +282,8 @@ def _plan_slices(device: Callable[[str], Any]) -> Iterator[None]:
 
 
 # It has its type here, since patching reads it while type checkers go in a circle.
-planned: Callable[[Callable[[str], Any]], contextlib.AbstractContextManager[None]]
-planned = contextlib.contextmanager(_plan_slices)
+slice_plan: Callable[[Callable[[str], Any]], contextlib.AbstractContextManager[None]]
+slice_plan = contextlib.contextmanager(_plan_slices)
 
 
 def kept(filename: Any) -> Any:

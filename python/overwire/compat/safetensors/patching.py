@@ -383,7 +383,7 @@ _LAZY = Lazy(
     _lazy.Slice,
     _lazy.ahead,
     _lazy.passed,
-    _lazy.planned,
+    _lazy.slice_plan,
     is_compressed,
     _files.safe_open,
     _lazy.ready,

@@ -18,7 +18,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_saf
 
 from .. import options, weights
 from ..shared.devices import served_device
-from ..shared.slices import Attempt, load_by_slices
+from ..shared.slices import SliceLoad, load_by_slices
 
 log = logging.getLogger("sglang.overwire")
 
@@ -41,7 +41,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     def __init__(self, load_config: Any) -> None:
         self._options = options(load_config.model_loader_extra_config or {}, _KEYS)
         super().__init__(replace(load_config, load_format=LoadFormat.SAFETENSORS, model_loader_extra_config={}))
-        self._attempt: Attempt | None = None  # gives stand-ins instead of tensors
+        self._attempt: SliceLoad | None = None  # gives stand-ins instead of tensors
 
     def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> _Weights:
         return _Weights(model_config, functools.partial(self._yield_weights, model_config, model))
@@ -65,7 +65,9 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             self.load_weights_only(model, weights, target_device)
         self.postprocess_weights(model, target_device)
 
-    def _load_by_slices(self, model: torch.nn.Module, weights: _Weights, target_device: Any, attempt: Attempt) -> None:
+    def _load_by_slices(
+        self, model: torch.nn.Module, weights: _Weights, target_device: Any, attempt: SliceLoad
+    ) -> None:
         self._attempt = attempt
         try:
             with attempt.replace_loader(model, weights.again):

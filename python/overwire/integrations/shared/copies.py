@@ -160,10 +160,10 @@ def load_copies(copies: Iterable[Copy], most: int) -> None:
         if job is not None:
             with job:
                 job.take()
-    _copy_beside(rest, most)
+    _load_indirectly(rest, most)
 
 
-def _copy_beside(copies: list[Copy], most: int) -> None:
+def _load_indirectly(copies: list[Copy], most: int) -> None:
     # What no request says: casts, targets with gaps, other views, files that are preloaded.
     into: dict[int, tuple[Any, list[Any]]] = {}
     others: list[tuple[Copy, tuple[int, int]]] = []

@@ -45,7 +45,7 @@ class Foreign(Exception):
     """What of a loader's code is not the engine's own."""
 
 
-def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> str:
+def digest_of_code(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> str:
     """The digest of what the code of a model goes by beside its arguments: what functions close over,
     and their defaults.
 
@@ -66,7 +66,7 @@ def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> s
     return hashlib.sha256(json.dumps(look.facts, default=str).encode()).hexdigest()
 
 
-def files_of(engine: str) -> str:
+def digest_of_files(engine: str) -> str:
     """The digest of size and time of all code of a package, Python's and libraries."""
     folder = os.path.dirname(str(sys.modules[engine].__file__))
     facts, folders = [], [folder]

@@ -70,7 +70,7 @@ class Unplannable(Exception):
         self.name, self.operation = name, operation
 
 
-class _Of(NamedTuple):
+class _Stored(NamedTuple):
     # What a stand-in is of. dtype: the stored one, as torch has it. device: where it would be. memory: whether
     # a view of it is alive; with this its memory's identity is no other's.
 
@@ -96,12 +96,12 @@ class Recorder:
         self._size = 0  # bytes noted since `early` was asked
         self._destinations = Destinations()  # of the copies that are recorded
         self._entered = contextlib.ExitStack()
-        self._of: dict[int, _Of] = {}  # by the identity of a stand-in's memory
-        self._living: list[_Of] = []  # those that were alive when it was looked last, and newer ones
+        self._of: dict[int, _Stored] = {}  # by the identity of a stand-in's memory
+        self._living: list[_Stored] = []  # those that were alive when it was looked last, and newer ones
         self._offered = False
         #: Whether all was recorded, and the rest of it was begun to be loaded.
         self.began = False
-        #: Why the load failed that `offer` began.
+        #: Why the load that `offer_early` began has failed.
         self.failed: BaseException | None = None
         #: What the loader did beside copying, None for nothing.
         self.impure: str | None = None
@@ -153,7 +153,7 @@ class Recorder:
         self, stored: Stored, stored_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         tensor = torch.empty(stored.shape, dtype=dtype, device="meta")
-        of = _Of(stored, stored_dtype, device, _weak_reference(tensor.untyped_storage()))
+        of = _Stored(stored, stored_dtype, device, _weak_reference(tensor.untyped_storage()))
         self._of[of.memory.cdata] = of
         self._living.append(of)
         return tensor
@@ -200,11 +200,11 @@ class Recorder:
             self._follow_operation(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _stored_of(self, tensor: Any) -> _Of | None:
+    def _stored_of(self, tensor: Any) -> _Stored | None:
         # What a stand-in is of; None for another tensor.
         return self._of.get(tensor.untyped_storage()._cdata) if _is_meta(tensor) else None
 
-    def _on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Of]]) -> Any:
+    def _on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Stored]]) -> Any:
         one, of = stands[0]
         if len(stands) == 1 and func is _COPY and args[1] is one:
             return self._note_copy(args[0], one, of)
@@ -222,13 +222,13 @@ class Recorder:
                 return self._cast_stand_in(one, of, kwargs.get("dtype") or one.dtype, device)
         raise Unplannable(of.stored.name, str(func))
 
-    def _cast_stand_in(self, one: torch.Tensor, of: _Of, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _cast_stand_in(self, one: torch.Tensor, of: _Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if dtype is not one.dtype is not of.dtype:
             raise Unplannable(of.stored.name, f"a cast of it to {one.dtype} and then {dtype}")
         other = self._stand_in(of.stored, of.dtype, dtype, device)
         return other.as_strided(one.shape, one.stride(), one.storage_offset())
 
-    def _note_copy(self, target: torch.Tensor, one: torch.Tensor, of: _Of) -> torch.Tensor:
+    def _note_copy(self, target: torch.Tensor, one: torch.Tensor, of: _Stored) -> torch.Tensor:
         # A tensor of the meta device is processed by what made it so, when it is complete;
         # a cast on the way must be the one that the copy makes anyway.
         name = of.stored.name
@@ -266,7 +266,7 @@ class Recorder:
                 self._note_impure(str(func))  # before that vLLM sets to zero what pads a vocabulary
             elif one.numel():
                 self._zeros.add(one.untyped_storage().data_ptr())
-        elif one is not None and func is _ITEM and self._is_constant(one):
+        elif one is not None and func is _ITEM and self._note_read(one):
             pass  # vLLM looks up by expert where an expert is
         elif one is not None and func is _COPY and self._is_given(args[1]):
             memory = one.untyped_storage().data_ptr()
@@ -280,7 +280,7 @@ class Recorder:
         if self._destinations:
             self._refuse_pending(func, args, kwargs)
 
-    def _is_constant(self, tensor: torch.Tensor) -> bool:
+    def _note_read(self, tensor: torch.Tensor) -> bool:
         # Whether an element that it reads was there before it ran.
         memory = tensor.untyped_storage().data_ptr()
         if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta" or memory in self._zeros:
@@ -313,7 +313,7 @@ _here = threading.local()
 _is_meta = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
 
 
-class _Places:
+class _DeviceAnswers:
     # While it is entered, by however many threads, stand-ins say that they are where the tensors would be: a loader
     # may go by that.
 
@@ -344,7 +344,7 @@ class _Places:
                     setattr(torch.Tensor, name, value)
 
 
-_places = _Places()
+_places = _DeviceAnswers()
 
 
 def _property_that_answers(own: Any, answer: Callable[[torch.device], Any]) -> property:
@@ -466,7 +466,7 @@ def open_source(
     """
     import overwire
 
-    from .. import absent, complete
+    from .. import absent, refuse_missing
 
     there = None if opening is None else opening.take(where, index, device)
     if there is not None:
@@ -478,7 +478,7 @@ def open_source(
         )
         sheet = Sheet(file)
         missing = absent(index, where, {row[0] for row in sheet.rows})
-    complete(index, missing, wanted)
+    refuse_missing(index, missing, wanted)
     on = torch.device(device)
     if on.type == "cuda" and on.index is None:
         on = torch.device("cuda", torch.cuda.current_device())

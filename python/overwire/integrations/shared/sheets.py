@@ -59,8 +59,8 @@ class Opening:
             result = self._find()
             if result is None:
                 return
-            reach = self._chosen.get("storage_options")
-            sheet = Sheet(overwire.safe_open(result[0], framework="pt", device=self._device, storage_options=reach))
+            options = self._chosen.get("storage_options")
+            sheet = Sheet(overwire.safe_open(result[0], framework="pt", device=self._device, storage_options=options))
             self._found, self._sheet = result, sheet  # from here on `close` closes it
             self._absent = absent(result[1], result[0], {row[0] for row in sheet.rows})
         except Exception:

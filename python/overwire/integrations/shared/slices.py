@@ -23,7 +23,7 @@ from .recording import Opened, Recorder, Unplannable
 APART = 32 << 20
 
 
-class Attempt:
+class SliceLoad:
     """What an engine's loader asks while a load by slices runs.
 
     The model's own `load_weights` is replaced while `replace_loader` is entered: it first looks
@@ -32,7 +32,7 @@ class Attempt:
 
     def __init__(self, recorder: Recorder, files: contextlib.ExitStack, log: Any) -> None:
         self._recorder, self._files, self._log = recorder, files, log
-        self._looks = False
+        self._is_listing = False
         self._quiet = contextlib.ExitStack()  # while the loader runs on stand-ins
         self._sources: list[Opened] = []
         self._left: list[Opened] = []
@@ -53,11 +53,11 @@ class Attempt:
 
     def next_stand_ins(self) -> Iterator[tuple[str, torch.Tensor]] | None:
         """The stand-ins of the next source that was opened; None while `open_source` opens them."""
-        return None if self._looks else recording.stand_ins(self._recorder, self._left.pop(0))
+        return None if self._is_listing else recording.stand_ins(self._recorder, self._left.pop(0))
 
     def load_recorded(self) -> None:
         """To be called after the last tensor of the last source: loads what was recorded."""
-        if not self._looks:
+        if not self._is_listing:
             self._quiet.close()
             self._recorder.load_noted()
 
@@ -71,8 +71,8 @@ class Attempt:
         of ranks that all do this, and can share the reading. pays: see `should_share_reading`.
         """
         own_loader = vars(model).get("load_weights")
-        own = model.load_weights
-        model.load_weights = functools.partial(self._load_slices, own, look, group, pays)
+        original = model.load_weights
+        model.load_weights = functools.partial(self._load_slices, original, look, group, pays)
         try:
             yield
         finally:
@@ -81,7 +81,7 @@ class Attempt:
             else:
                 model.load_weights = own_loader
 
-    def _load_slices(self, own: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
+    def _load_slices(self, original: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
         from ...plumbing import many_objects
 
         # Stand-ins by the ten thousand are no garbage, and would start full collections of
@@ -91,7 +91,7 @@ class Attempt:
         try:
             with self._quiet:
                 self._quiet.enter_context(many_objects())
-                return own(weights)
+                return original(weights)
         finally:
             with self._recorder.pause():
                 self._meet_ranks()  # the other ranks wait for one that has failed, or has nothing to load
@@ -108,10 +108,10 @@ class Attempt:
 
     def _open_sources(self, look: Any) -> None:
         # Opens what is to be read.
-        self._looks = True
+        self._is_listing = True
         for _ in look():
             pass
-        self._looks = False
+        self._is_listing = False
         self._left = list(self._sources)
 
     @property
@@ -119,7 +119,7 @@ class Attempt:
         """Whether the ranks are to share the reading of what they record."""
         return self._group is not None
 
-    def take_unshared(self, noted: list[Copy]) -> list[Copy]:
+    def postpone_shared(self, noted: list[Copy]) -> list[Copy]:
         """The copies that can be read at once: where the ranks are to meet, parts of a tensor's
         rows, which most likely no other rank needs. The others are kept for `read_together`."""
         if not self.is_shared:
@@ -133,7 +133,7 @@ class Attempt:
         return own_copies
 
     def take_later(self) -> list[Copy]:
-        """What `take_unshared` has kept."""
+        """What `postpone_shared` has kept."""
         copies, self._postponed = self._postponed, []
         return copies
 
@@ -158,7 +158,7 @@ class Attempt:
         blocks: list[Copy] = []
         beside: list[Copy] = []
 
-        def is_wanted() -> Any:
+        def request_blocks() -> Any:
             from ...plumbing import Blocks
 
             for copy in noted:
@@ -171,7 +171,7 @@ class Attempt:
                 str(self.device), [sheet.file for sheet in sheets], requests, [sheet.digest for sheet in sheets]
             )
 
-        together = self._meet_ranks(is_wanted)
+        together = self._meet_ranks(request_blocks)
         if together is None:
             return noted
         return [] if land_together(together, lambda: copies.load_copies(beside, most), self._log) else blocks
@@ -192,7 +192,7 @@ def land_together(together: Any, beside: Callable[[], None], log: Any) -> bool:
     return True
 
 
-def load_by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
+def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bool:
     """Whether a model was loaded by slices.
 
     load: runs the engine's loader, which enters `replace_loader` of the attempt that it gets. most: as for
@@ -224,13 +224,13 @@ def load_by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool
         )
 
     def begin_reading(noted: list[Copy]) -> list[Copy]:
-        copies = attempt.take_unshared(noted)
+        copies = attempt.postpone_shared(noted)
         return early.begin(copies) if copies else []
 
     early = copies.Early(lambda: attempt.device)
     recorder = Recorder(carry_out, begin_reading)
     with contextlib.ExitStack() as files:
-        attempt = Attempt(recorder, files, log)
+        attempt = SliceLoad(recorder, files, log)
         try:
             with recorder:
                 load(attempt)

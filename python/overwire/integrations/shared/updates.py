@@ -107,10 +107,10 @@ class Places:
             }
 
         with self._ranks_of_group() as members:
-            everyone = members.exchange(check_pieces)
+            everyone = members.gather_results(check_pieces)
             if any(pieces.keys() != everyone[0].keys() for pieces in everyone):
                 text = (
-                    "overwire: a delta cannot be applied: ranks divide other tensors than one another: push all weights"
+                    "overwire: a delta cannot be applied: the ranks do not divide the same tensors: push all weights"
                 )
                 members.raise_alike(ValueError(text))
             one = ready[0]
@@ -212,9 +212,9 @@ class Places:
     def _ranks_of_group(self) -> Any:
         if self._group is None:
             return contextlib.nullcontext(_Alone())
-        from ...plumbing import verb
+        from ...plumbing import group_verb
 
-        return verb(self._group, self._device)
+        return group_verb(self._group, self._device)
 
     def _copies_of(self, source: Opened) -> list[Copy]:
         params = [(name, param.data_ptr(), param.dtype, param.shape) for name, param in self._model.named_parameters()]
@@ -233,10 +233,10 @@ class Places:
 
 
 class _Alone:
-    # What `Places.delta` needs of a group, for one rank.
+    # What `Places.apply_delta` needs of a group, where there is one rank only.
     rank = 0
 
-    def exchange(self, work: Callable[[], Any]) -> list[Any]:
+    def gather_results(self, work: Callable[[], Any]) -> list[Any]:
         return [work()]
 
     def agree(self, error: BaseException | None) -> None:

@@ -67,7 +67,7 @@ def _add_sleep(backends: Any) -> None:
         factory.register_backend(FORMAT, f"{__name__}.sleeping", "SleepBackend")
 
 
-def _add_preparation(workers: Any) -> None:
+def _wrap_gpu_worker(workers: Any) -> None:
     load = workers.Worker.load_model
     if hasattr(load, "without_overwire"):
         return
@@ -132,7 +132,7 @@ _ADDS: dict[str, Callable[[Any], None]] = {
     _LOADERS: _add_format,
     _TRANSFERS: _add_transfer,
     _SLEEPS: _add_sleep,
-    _WORKERS: _add_preparation,
+    _WORKERS: _wrap_gpu_worker,
     _CPU_WORKERS: _add_writing,
     _STRATEGIES: _add_strategy,
 }

@@ -15,7 +15,7 @@ import vllm
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ..shared.origins import files_of
+from ..shared.origins import digest_of_files
 from ..shared.prepared import Refused, fingerprint
 
 #: Code that moves weights, whatever the model.
@@ -73,7 +73,7 @@ _PLACE = 8
 _SETTINGS = 1 << 20
 
 
-def place_of(config: Any, model_config: Any, prefix: str, device: torch.device) -> str:
+def fingerprint_prefix(config: Any, model_config: Any, prefix: str, device: torch.device) -> str:
     """What the fingerprint begins with: the model's path and the rank, which are known at once."""
     facts = _facts_of_place(config, model_config, prefix)
     return fingerprint(str(model_config.model), device.type, facts)[:_PLACE]
@@ -85,7 +85,7 @@ def _facts_of_place(config: Any, model_config: Any, prefix: str) -> list[Any]:
     return [prefix, is_draft, list(_ranks_of_groups())]
 
 
-def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: torch.device) -> str:
+def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any, device: torch.device) -> str:
     """The fingerprint of what a rank's load leaves. Raises Refused where a load leaves no state that
     can be kept, and what opening the model's files raises."""
     parallel = config.parallel_config
@@ -101,7 +101,7 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
     import overwire
 
     with ThreadPoolExecutor(1) as beside:  # vLLM's code is looked at while headers of weights are read
-        code = beside.submit(files_of, "vllm")
+        code = beside.submit(digest_of_files, "vllm")
         weights = list(_facts_of_files(model_config, loader))
     whole = fingerprint(
         [1, vllm.__version__, torch.__version__, overwire.__version__, code.result()],
@@ -124,7 +124,7 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
         },
         weights,
     )
-    return place_of(config, model_config, prefix, device) + whole[_PLACE:]
+    return fingerprint_prefix(config, model_config, prefix, device) + whole[_PLACE:]
 
 
 def is_offloading(config: Any) -> bool:

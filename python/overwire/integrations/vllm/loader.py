@@ -34,7 +34,7 @@ from .. import options
 from .. import weights as read_weights
 from ..shared.devices import tensor_ranks
 from ..shared.sheets import Opening
-from ..shared.slices import Attempt, load_by_slices
+from ..shared.slices import SliceLoad, load_by_slices
 from .coverage import Coverage
 from .device import device_of, likely_device
 from .methods import COPIED
@@ -103,9 +103,9 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             return self._load_hosted(vllm_config, model_config, prefix, **named)
         start = None
         if option := self._options.get("prepared"):
-            from .prepared import Start
+            from .prepared import PreparedStart
 
-            start = Start(option, vllm_config, model_config, prefix, self._reader)
+            start = PreparedStart(option, vllm_config, model_config, prefix, self._reader)
             ready = start.load_model()
             if ready is not None:
                 self._reader.note_model(model_config, ready)
@@ -140,7 +140,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         ):
             self._load_checked(model, model_config, is_quantised)
 
-    def _load_by_slices(self, model: torch.nn.Module, model_config: Any, quantised: bool, attempt: Attempt) -> None:
+    def _load_by_slices(self, model: torch.nn.Module, model_config: Any, quantised: bool, attempt: SliceLoad) -> None:
         reader = self._reader
         weights = functools.partial(reader.get_all_weights, model_config, model)
         ranks = tensor_ranks(parallel_state, "cpu_group")
@@ -206,7 +206,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self.counter_before_loading_weights: float = 0.0
         self._device = "cpu"
         self.loaded: set[str] | None = None  # what the model says it has loaded
-        self.attempt: Attempt | None = None  # gives stand-ins instead of tensors
+        self.attempt: SliceLoad | None = None  # gives stand-ins instead of tensors
         self._sourced_model: str | None = None  # the path of the model whose weights are at `source`
         self.config: Any = None  # vLLM's, while `load_model` runs
         self._opening: Opening | None = None

@@ -25,10 +25,10 @@ from vllm.logger import init_logger
 from ..shared import prepared
 from ..shared.described import Describer, is_plain
 from ..shared.devices import tensor_ranks
-from ..shared.origins import Foreign, origins_of
+from ..shared.origins import Foreign, digest_of_code
 from ..shared.parts import Arriving, put_tensors, restore_processed, take_tensors
 from ..shared.prepared import Damaged, Kept, Refused
-from .identity import CODE, OPAQUE, name_of, place_of
+from .identity import CODE, OPAQUE, fingerprint_of_load, fingerprint_prefix
 
 log = init_logger("vllm.overwire")
 
@@ -56,7 +56,7 @@ def finish_writing() -> None:
         _writers.pop().join()
 
 
-class Start:
+class PreparedStart:
     """One start of a model by prepared state: a load of what was kept, or what it takes to keep it."""
 
     def __init__(self, chosen: bool | str, config: Any, model_config: Any, prefix: str, loader: Any) -> None:
@@ -73,10 +73,10 @@ class Start:
         self._arriving: Arriving | None = None
         try:
             self._folder = prepared.folder_of(chosen)
-            likely = prepared.newest_name(self._folder, place_of(config, model_config, prefix, self._device))
+            likely = prepared.newest_name(self._folder, fingerprint_prefix(config, model_config, prefix, self._device))
             if likely is not None:
                 self._begin_early(self._folder, likely)
-            self._name = name_of(config, model_config, prefix, loader, self._device)
+            self._name = fingerprint_of_load(config, model_config, prefix, loader, self._device)
             if self._kept is None or self._name != likely:
                 self._let_go()
                 self._kept = prepared.find_file(self._folder, self._name)
@@ -178,7 +178,7 @@ class Start:
             with weights_already_processed():
                 process_weights_after_loading(model, self._model_config, self._device)
             restore_processed(model, names, tensors)
-        _reload_to(model, self._device)
+        _set_restore_device(model, self._device)
         model.eval()
         _compare_model(model, kept.record)
         return model
@@ -261,7 +261,9 @@ def _describe_model(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], di
     # Tensors to be stored, and the record of the model.
     tensors, rows, names = take_tensors(model)
     modules = Describer(model, tensors, "vllm", OPAQUE).describe_modules()
-    return tensors, {"names": names, "tensors": rows, "modules": modules, "origins": origins_of(model, "vllm", CODE)}
+    return tensors, {
+        "names": names, "tensors": rows, "modules": modules, "origins": digest_of_code(model, "vllm", CODE),
+    }
 
 
 def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
@@ -279,7 +281,7 @@ def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
         for name in entry.keys() | was.keys():
             if entry.get(name) != was.get(name) and not _set_attribute(modules[path], name, was.get(name)):
                 raise Refused(f"{path}.{name} is {entry.get(name)}, and was {was.get(name)}")
-    if origins_of(model, "vllm", CODE) != record["origins"]:
+    if digest_of_code(model, "vllm", CODE) != record["origins"]:
         raise Foreign("vLLM's code, or what was put in its place, has changed")
 
 
@@ -297,7 +299,7 @@ def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool
     return True
 
 
-def _reload_to(model: torch.nn.Module, device: torch.device) -> None:
+def _set_restore_device(model: torch.nn.Module, device: torch.device) -> None:
     # vLLM notes the device on which a model was made, for reloads.
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 

@@ -104,12 +104,12 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             )
         if init_info.deltas:
             try:
-                self._takes_deltas()
+                self._require_deltas()
             except ValueError:
                 self.shutdown()  # the trainer waited for this rank, and hears of it now
                 raise
 
-    def _takes_deltas(self) -> None:
+    def _require_deltas(self) -> None:
         if (reason := obstacle_of(self.model, self.model_config)) is not None:
             raise ValueError(
                 f"overwire: this model takes no deltas, since vLLM has changed its weights: {reason}: push all of them"
@@ -142,7 +142,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             if update_info.kind == "whole":
                 self._load_whole(where)
             else:
-                self._takes_deltas()
+                self._require_deltas()
                 self._places_of_model().apply_delta(where, self._info.storage_options)
 
     @contextlib.contextmanager

@@ -16,7 +16,7 @@ from ..frameworks import FrameworkOpBase, TensorBase
 from ..st_types import Device, DType, converts
 
 
-def _whole(value: Any, what: str) -> int:
+def _whole_number(value: Any, what: str) -> int:
     if isinstance(value, bool):
         raise ValueError(f"{what}: {value!r} is no number")
     try:
@@ -41,7 +41,7 @@ def validated_byte_ranges(
             begin, end = pair
         except (TypeError, ValueError):
             raise ValueError(f"{what}: {pair!r} is no (begin, end)") from None
-        begin, end = _whole(begin, what), _whole(end, what)
+        begin, end = _whole_number(begin, what), _whole_number(end, what)
         if not position <= begin < end <= limit:
             raise ValueError(
                 f"{what}: [{begin}, {end}) is empty, not in order, or not in the data [{metadata.header_length}, "
@@ -56,7 +56,7 @@ def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocati
     """The size as an int. ValueError if it is less than the span of all ranges."""
     if allocation_size is None:
         return None
-    size = _whole(allocation_size, "allocation_size")
+    size = _whole_number(allocation_size, "allocation_size")
     span = max(end for _, end in byte_ranges) - min(begin for begin, _ in byte_ranges) if byte_ranges else 1
     if size < span or size < 1:
         raise ValueError(f"allocation_size {size}: the ranges span {span} bytes")
@@ -192,7 +192,7 @@ class EngineCopier(CopierInterface):
     def set_byte_ranges(self, byte_ranges: list[tuple[int, int]] | None) -> None:
         """Loads only tensors that are completely inside the ranges."""
         ranges = validated_byte_ranges(self.metadata, byte_ranges)
-        self.names = None if ranges is None else self._within(ranges)
+        self.names = None if ranges is None else self._names_within(ranges)
 
     def set_chunk(
         self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None
@@ -200,11 +200,11 @@ class EngineCopier(CopierInterface):
         """Each tensor has its own memory, of its size: allocation_size is only checked."""
         ranges = validated_byte_ranges(self.metadata, byte_ranges) or []
         validated_chunk_allocation_size(ranges, allocation_size)
-        if missing := set(names) - set(self._within(ranges)):
+        if missing := set(names) - set(self._names_within(ranges)):
             raise ValueError(f"{self.metadata.src}: set_chunk: {sorted(missing)[:3]} are not in the ranges")
         self.names = [name for name in self.metadata.tensors if name in names]
 
-    def _within(self, ranges: list[tuple[int, int]]) -> list[str]:
+    def _names_within(self, ranges: list[tuple[int, int]]) -> list[str]:
         # Both are in the order of the file.
         inside, at = [], 0
         for name, frame in self.metadata.tensors.items():
@@ -226,7 +226,7 @@ class EngineCopier(CopierInterface):
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> cpp.gds_device_buffer:
         if max_copy_block_size <= 0:
             raise ValueError(f"max_copy_block_size {max_copy_block_size} must be positive")
-        names = self._wanted()
+        names = self._wanted_names()
         offsets = [self.metadata.tensors[name].data_offsets for name in names]
         nbytes = sum(end - begin for begin, end in offsets)
         torch = self.framework.get_name() == "pytorch"
@@ -240,7 +240,7 @@ class EngineCopier(CopierInterface):
         self._gbuf = self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
         return self._gbuf
 
-    def _wanted(self) -> list[str]:
+    def _wanted_names(self) -> list[str]:
         return list(self.metadata.tensors) if self.names is None else self.names
 
     def _advance(self, until: str | None) -> None:
@@ -270,7 +270,7 @@ class EngineCopier(CopierInterface):
 
     def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
         """A mapping: looking a tensor up waits for it."""
-        return _Arriving(self._wanted(), self)
+        return _Arriving(self._wanted_names(), self)
 
     def wait_tensor(self, name: str) -> None:
         self._advance(name)

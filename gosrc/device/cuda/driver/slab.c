@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-int owcu_close_pad(struct owcu_pad *p, struct owcu_error *e)
+int owcu_close_slab(struct owcu_slab *p, struct owcu_error *e)
 {
 	int left = 0;
 
@@ -19,11 +19,11 @@ int owcu_close_pad(struct owcu_pad *p, struct owcu_error *e)
 	if (left)
 		return 1;
 	free(p->streams);
-	*p = (struct owcu_pad){0};
+	*p = (struct owcu_slab){0};
 	return 0;
 }
 
-int owcu_open_pad(struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
+int owcu_open_slab(struct owcu_slab *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
 {
 	p->streams = calloc((size_t)(nstreams + nevents), sizeof *p->streams);
 	if (p->streams == NULL)
@@ -45,25 +45,25 @@ int owcu_open_pad(struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int
 	return 0;
 }
 
-int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
+int owcu_slab_new(owcu_handle ctx, struct owcu_slab *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
                  struct owcu_error *e)
 {
 	struct owcu_guard g;
 	struct owcu_error ignored = {0};
 	int rc = enter(&g, ctx, e);
 
-	if (rc == 0 && (rc = owcu_open_pad(p, host, n, room, nstreams, nevents, sleepers, e)) && owcu_close_pad(p, &ignored))
+	if (rc == 0 && (rc = owcu_open_slab(p, host, n, room, nstreams, nevents, sleepers, e)) && owcu_close_slab(p, &ignored))
 		rc = 1;
 	return leave(&g, rc);
 }
 
-int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e)
+int owcu_slab_free(owcu_handle ctx, struct owcu_slab *p, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = retire(&g, ctx, e);
 
 	if (rc)
 		return rc;
-	rc = owcu_close_pad(p, e);
+	rc = owcu_close_slab(p, e);
 	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }
