@@ -349,3 +349,18 @@ def test_arguments_of_another_type_are_named_as_python_names_them(tmp_path: Path
     with pytest.raises(ow.ArgumentError, match=r"x\.gguf: the name is that of another format"):
         ow.save_file(weights, tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())
+
+
+def test_damage_of_stored_bytes_has_one_rule(tmp_path: Path) -> None:
+    """Promise: stored bytes of another checksum are one error with one rule, whichever verb reads them."""
+    base = {"a": torch.arange(65536, dtype=torch.float32).sin()}
+    ow.save_file(base, tmp_path / "m")
+    ow.save_delta({"a": base["a"] + 1}, base, tmp_path / "d")
+    for name, reads in {"m": (ow.load_file, ow.verify), "d": (ow.open_delta,)}.items():
+        content = bytearray((tmp_path / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (tmp_path / name).write_bytes(content)
+        for read in reads:
+            with pytest.raises(ow.CorruptError, match="checksum mismatch: [0-9a-f]{8} stored, ") as damage:
+                read(tmp_path / name)
+            assert (damage.value.rule, damage.value.tensor) == ("Checksum", "a")

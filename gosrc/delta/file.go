@@ -349,7 +349,7 @@ func (p *parser) checkChunks(ctx context.Context) error {
 			}
 			err := delta.Check(c, p.f.chunkLength(t, k), widthOf(t.DType))
 			if sum := codec.Sum(c); sum != p.sums[n] {
-				err = errs.New(errs.ErrCorrupt, "checksum mismatch: %08x, not %08x", p.sums[n], sum)
+				err = errs.NewMismatch(p.sums[n], sum)
 			}
 			if err != nil {
 				return errs.Locate("delta", p.f.URI, t.Name, int64(k), err)

@@ -177,7 +177,7 @@ func (s *Tensor) readBlock(ctx context.Context, dst []byte, k, whole int64) erro
 		return errs.Locate("read", s.src.URI(), t.Name, k, err)
 	}
 	if sum := codec.Sum(in); sum != c.Sum {
-		return fail("check", errs.New(errs.ErrCorrupt, "checksum mismatch: %08x, not %08x", sum, c.Sum))
+		return fail("check", errs.NewMismatch(c.Sum, sum))
 	}
 	if len(dst) > 0 && &in[0] == &dst[0] {
 		return nil
