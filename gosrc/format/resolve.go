@@ -306,11 +306,12 @@ func (f *Files) explainMissing(err error) error {
 
 // loneFile names the single file that lies beside an index, if there is one.
 func (f *Files) loneFile() string {
-	single := f.Index
-	if i := strings.LastIndex(single, suffix+"."); i >= 0 {
-		single = single[:i+len(suffix)]
+	i := strings.LastIndex(f.Index, suffix+".")
+	if i < 0 || f.index.Remote {
+		return ": fetch the model again"
 	}
-	if _, err := os.Stat(single); f.index.Remote || err != nil || slices.Contains(f.URIs, single) {
+	single := f.Index[:i+len(suffix)]
+	if _, err := os.Stat(single); err != nil || slices.Contains(f.URIs, single) {
 		return ": fetch the model again"
 	}
 	return "; beside it is " + single + ", a model by itself: remove the one that is old"

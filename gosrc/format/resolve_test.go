@@ -395,6 +395,11 @@ func TestTheIndexDecides(t *testing.T) {
 			t.Errorf("a stale index beside one file: %v", err)
 		}
 	}
+	put("i.index.json", listing("a", "2.safetensors"))
+	_, _, _, err = OpenAll(t.Context(), []string{dir + "i.index.json"}, open, Options{})
+	if err == nil || !strings.HasSuffix(err.Error(), "i.index.json lists it: fetch the model again") {
+		t.Errorf("an index whose name is that of no file of weights: %v", err)
+	}
 }
 
 // If the index is replaced while the shards are opened, they are opened again, once: a load
