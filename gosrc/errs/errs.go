@@ -95,7 +95,7 @@ type At struct {
 }
 
 // Error returns: decode model.safetensors tensor "x" chunk 17 @4096: checksum mismatch.
-// A system error names the path only if it is not Source.
+// A system error names the path only if it is not Source, and no refusal twice.
 func (a *At) Error() string { return a.placeText() + ": " + a.reasonText() }
 
 func (a *At) placeText() string {
@@ -121,7 +121,8 @@ func (a *At) reasonText() string {
 	if sys, ok := errors.AsType[*fs.PathError](a.Err); ok && sys.Path == a.Source {
 		reason = strings.Replace(reason, sys.Error(), sys.Err.Error(), 1)
 	}
-	return reason
+	refusal := ErrPermission.Error()
+	return strings.Replace(reason, refusal+": "+refusal, refusal+": look at its mode, and at those of its folders", 1)
 }
 
 // Unwrap returns the cause.

@@ -50,6 +50,10 @@ func TestAtText(t *testing.T) {
 			t.Errorf("got  %s\nwant %s", err, want)
 		}
 	}
+	err = &At{"open", "a", "", -1, -1, FromOS(&os.PathError{Op: "open", Path: "a", Err: syscall.EACCES})}
+	if err.Error() != "open a: permission denied: look at its mode, and at those of its folders" {
+		t.Errorf("got %s", err)
+	}
 }
 
 // FromOS promises a class for each error of the system and keeps the error.
