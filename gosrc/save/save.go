@@ -235,7 +235,8 @@ func (s *Spec) checkSpec() error {
 		s.Path = path
 	case scheme != "" && open.Writable(s.Path):
 	case scheme != "":
-		return errs.In("save", s.Path, errs.New(errs.ErrNotSupported, "writing to %s://", scheme))
+		return errs.In("save", s.Path, errs.New(errs.ErrNotSupported,
+			"writing to %s://: save to s3://, redis:// or a local file", scheme))
 	}
 	switch {
 	case s.Parts != 1 && s.Parts != 2 && s.Parts != 4 && s.Parts != 8:

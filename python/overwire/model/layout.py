@@ -255,7 +255,7 @@ def not_beside(path: str, container: str) -> NotFoundError:
     """What is said of a local pickle without its container."""
     return NotFoundError(
         f"overwire: open {path}: its tensors are not at {container}; copy the folder beside the pickle with it; "
-        "a pickle that compress_pickle did not write is read by what wrote it: pickle, torch.load",
+        "what save_bundle or compress_pickle did not write is read by load_file (safetensors), torch.load or pickle",
         source=path,
     )
 

@@ -294,10 +294,10 @@ def check_values(**values: object) -> None:
         elif what == "storage_options" and not isinstance(value, Mapping):
             raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(value).__name__}")
         elif what == "keys" and (isinstance(value, str) or not isinstance(value, Iterable)):
-            kind = "one str" if isinstance(value, str) else type(value).__name__
+            kind = "one str: put it into a list" if isinstance(value, str) else type(value).__name__
             raise ArgumentError(f"overwire: keys: expected several names, got {kind}")
         elif what == "filter" and not callable(value):
-            raise ArgumentError("overwire: filter: expected a callable of a name")
+            raise ArgumentError(f"overwire: filter: expected a callable, got {type(value).__name__}; keys= takes names")
 
 
 def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
