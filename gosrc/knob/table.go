@@ -25,11 +25,11 @@ var (
 	Patch = flag("OVERWIRE_PATCH", "transformers.md#unchanged-programs",
 		"Let what reads with the package safetensors read through overwire, from the import of overwire on.")
 	Cache = text("OVERWIRE_CACHE", "", "stores.md#keep-a-copy",
-		"Folder that keeps whole objects of stores, for when they cannot be reached; on is the user's.")
+		"Folder that keeps whole objects of stores, for when they cannot be reached; on: in the user's cache folder.")
 	CacheGB = number("OVERWIRE_CACHE_GB", 0, 1_000_000, 0, "stores.md#keep-a-copy",
 		"Most GB of objects in that folder: those that were used longest ago go first; 0 means no limit.")
 	Prepared = text("OVERWIRE_PREPARED", "", "vllm.md#prepared-state",
-		"Folder in which the plug-in for vLLM keeps models as the engine holds them; empty is the user's.")
+		"Folder in which the plug-in for vLLM keeps models as the engine holds them; else in the user's cache folder.")
 	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200, "vllm.md#prepared-state",
 		"GB that this folder may take; the models that were not used for the longest time go first.")
 	Log = choice("OVERWIRE_LOG", "metrics.md",
