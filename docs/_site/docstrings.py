@@ -21,7 +21,7 @@ FOREIGN = [
 ]
 
 _MODULES = {"codecs", "compat", "distributed", "errors"}
-_KINDS = {name: "exc" if name.endswith(("Error", "Failure")) else "obj" for name in overwire.__all__ if name not in _MODULES}
+_KINDS = {name: "exc" if name.endswith(("Error", "Failure")) else "obj" for name in dir(overwire) if name not in _MODULES}
 _WORDS = re.compile(rf"(?<![\w`.~])({'|'.join(sorted((n for n, k in _KINDS.items() if k == 'exc'), key=len, reverse=True))})(?![\w`])")
 _FIELD = re.compile(r"^([a-z]\w*(?:, \w+)*): (?=\S)")
 

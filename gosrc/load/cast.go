@@ -8,7 +8,6 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -136,5 +135,3 @@ func (t *wholeCasts) castLanded(ctx context.Context, queue *cuda.Queue, land fun
 	}
 	return nil
 }
-
-func (t *wholeCasts) freeUncast() { cpu.Release(t.mem) }
