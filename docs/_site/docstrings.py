@@ -16,7 +16,7 @@ FOREIGN = [
     (r"py:.*", r"(torch|numpy|np|os|typing|typing_extensions|collections|contextlib|types)\..*"),
     (r"py:class", r"(overwire\..*\.)?(BinaryFile|Bytes|DeltaFile|Experts|Format|FormatAccess|Model|Shared)"),
     (r"py:class", r"(overwire\..*\.)?(PipelineStages|WorkStages|T|TensorizerDerivation|TorchName)"),
-    (r"py:class", r"(overwire\..*\.)?(BundleOptions|SaveOptions|UnpickleOptions)"),  # the verb explains them
+    (r"py:class", r"(overwire\..*\.)?(BundleOptions|SaveOptions|UnpickleOptions|_EncodeOptions)"),  # the verb explains them
     (r"py:class", r"PathLike|(dict|tuple)\[str"),  # of a NamedTuple's fields, whose annotations are texts
 ]
 
