@@ -334,3 +334,19 @@ def test_one_file_beside_an_index(tmp_path: Path) -> None:
     ow.save_file(X, path, max_shard_size="1GB")
     assert list(tmp_path.iterdir()) == [path]
     assert set(ow.load_file(tmp_path, framework="np")) == {"x"}
+
+
+def test_the_name_of_a_folder_is_no_file(tmp_path: Path) -> None:
+    """Where a file is to be written, a name that ends with / is refused: it wrote a file of that name without it."""
+    tensors = {"a": np.zeros(4, np.float32)}
+    ow.save_file(tensors, tmp_path / "m.safetensors")
+    folder = f"{tmp_path}/new/"
+    for save in (
+        lambda: ow.save_file(tensors, folder),
+        lambda: ow.save_bundle(tensors, folder),
+        lambda: ow.sleep({}, to_file=folder),
+        lambda: ow.save_file(tensors, "s3://bucket/key/"),
+    ):
+        with pytest.raises(ow.ArgumentError, match="is the name of a folder: name the file in it"):
+            save()
+    assert os.listdir(tmp_path) == ["m.safetensors"]

@@ -50,6 +50,15 @@ def local(path: Any) -> str:
     return os.path.join(os.getcwd(), text) if ".." in text.split("/") else os.path.abspath(text)
 
 
+def local_file(path: Any) -> str:
+    """`local` of a file that is to be written; ArgumentError for the name of a folder, which ends with /."""
+    target = local(path)
+    if os.fsdecode(path).endswith("/"):
+        raise ArgumentError(f"overwire: {_shown_path(os.fsdecode(path))} is the name of a folder: name the file in it")
+    return target
+
+
+
 def _shown_path(text: str) -> str:
     """A path as people may see it. The engine, which hides secrets, cannot take this
     one: of a URI only the scheme is left."""

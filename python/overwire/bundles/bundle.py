@@ -37,7 +37,7 @@ from ..model.options import (
 from ..model.reading import read_uri
 from ..model.sources import SourceLike
 from ..model.storage import storage
-from ..paths import is_file, is_remote, local, path_of
+from ..paths import is_file, is_remote, local_file, path_of
 from ..progress import ProgressLike, watch
 from ..stores import write_bytes
 from ..verbs.save import save_bytes, stage_bytes
@@ -411,7 +411,7 @@ def _is_anothers(container: str) -> bool:
 
 def _target_of(path: str | os.PathLike[str]) -> str:
     """A pickle's path, or the URI of one in a store."""
-    target = local(path)
+    target = local_file(path)
     return path_of(target) if is_file(target) else target
 
 

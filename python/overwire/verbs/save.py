@@ -26,7 +26,7 @@ from ..model.options import (
 )
 from ..model.sources import named
 from ..model.storage import storage
-from ..paths import local
+from ..paths import local_file
 from ..progress import ProgressLike, watch
 from .saving import After, Report, Saving, await_save, begin
 
@@ -134,7 +134,7 @@ def save_file(
         advice = "; the tensors come first, then the path" if isinstance(tensors, (str, os.PathLike)) else advice
         raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}{advice}")
     check_values(wait=wait)
-    target = local(path)
+    target = local_file(path)
     if os.path.splitext(target)[1].lower() in _OTHERS:
         raise ArgumentError(
             f"overwire: save {target}: the name is that of another format; safetensors files end in .safetensors"

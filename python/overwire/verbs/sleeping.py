@@ -21,7 +21,7 @@ from ..frameworks.frame import overlaps_itself
 from ..jobs import Job, log, time_limit
 from ..model.opened import Model
 from ..model.options import StorageOptions, check_values, parse_size
-from ..paths import is_remote, local
+from ..paths import is_remote, local_file
 from ..progress import ProgressLike, Watcher, watch
 from .into import ALL, place_of
 from .save import save_bytes
@@ -264,7 +264,7 @@ def sleep(
     groups: dict[str, list[_Sleeper]] = {}
     check_values(release=release, storage_options=storage_options)
     end = time_limit(timeout)
-    path = "" if to_file is None else local(to_file)
+    path = "" if to_file is None else local_file(to_file)
     places = {name: place_of(tensor) for name, tensor in tensors_by_name.items()}
     # The stored bytes of one device are the file; else it is saved as others are.
     uri, path = (path, "") if is_remote(path) or len(set(places.values())) != 1 else ("", path)
