@@ -1,12 +1,17 @@
 package peers
 
 import (
+	"bytes"
 	"context"
+	"encoding/hex"
 	"errors"
 	"os/exec"
+	"strings"
 	"testing"
 	"time"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -245,6 +250,38 @@ func TestStrangers(t *testing.T) {
 		}
 	}
 	if _, err := New(nil, 4096, 2, 2); !errors.Is(err, errs.ErrArgument) {
+		t.Error(err)
+	}
+}
+
+// Memory that processes share keeps its size, also for a process that has it open; what could shrink is refused.
+func TestSharedMemoryKeepsItsSize(t *testing.T) {
+	token := bytes.Repeat([]byte{7}, tokenBytes)
+	s, err := newShared(8192, token)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.close()
+	for _, size := range []int64{0, pageBytes, 1 << 20} {
+		if err := unix.Ftruncate(s.fd, size); !errors.Is(err, unix.EPERM) {
+			t.Errorf("it has %d bytes now: %v", size, err)
+		}
+	}
+	own := &Offer{Process: pid(), Token: hex.EncodeToString(token)}
+	again, err := openShared(own, s.fd, 8192)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again.close()
+	fd, err := unix.MemfdCreate("other", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	_, _ = unix.Pwrite(fd, token, 0)
+	_ = unix.Ftruncate(fd, pageBytes+8192)
+	if _, err = openShared(own, fd, 8192); !errors.Is(err, errs.ErrNotSupported) ||
+		!strings.Contains(err.Error(), "its size can change") {
 		t.Error(err)
 	}
 }

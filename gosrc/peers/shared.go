@@ -6,6 +6,7 @@ package peers
 import (
 	"bytes"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -19,6 +20,9 @@ import (
 const (
 	tokenBytes = 16
 	pageBytes  = 4096 // the file's first page has the token, the memory follows
+
+	// lasting: a process that shrank the file would end those that have it mapped, at their next look.
+	lasting = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 )
 
 // A shared is such memory, mapped here. nil is none.
@@ -33,13 +37,16 @@ func pid() int { return os.Getpid() }
 
 // newShared makes n bytes of zeros.
 func newShared(n int64, token []byte) (*shared, error) {
-	fd, err := unix.MemfdCreate("overwire", unix.MFD_CLOEXEC)
+	fd, err := unix.MemfdCreate("overwire", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
 		return nil, errs.New(errs.ErrIO, "shared memory: %v", err)
 	}
 	size := pageBytes + n
 	if err = unix.Ftruncate(fd, size); err == nil {
 		_, err = unix.Pwrite(fd, token, 0)
+	}
+	if err == nil {
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, lasting|unix.F_SEAL_SEAL)
 	}
 	if err != nil {
 		_ = unix.Close(fd)
@@ -75,6 +82,11 @@ func openShared(o *Offer, number int, n int64) (*shared, error) {
 	token := make([]byte, tokenBytes)
 	if err = unix.Fstat(fd, &st); err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size != pageBytes+n) {
 		err = io.ErrUnexpectedEOF
+	}
+	if err == nil {
+		if seals, e := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); e != nil || seals&lasting != lasting {
+			err = errors.New("its size can change")
+		}
 	}
 	if err == nil {
 		_, err = unix.Pread(fd, token, 0)
