@@ -9,6 +9,7 @@ import (
 	"golang.org/x/crypto/argon2"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
@@ -73,12 +74,19 @@ func (d *Derivation) identityOf() string {
 // abandoned ones do not add up their memory.
 var deriving = make(chan struct{}, 1)
 
-// Key derives the key from a password. It takes d.Memory bytes, and about a second
-// for 256 MiB. The end of ctx ends the wait at once; the derivation itself cannot
-// be stopped, and ends in the background.
+// available is how much memory a derivation may take.
+var available = hostmem.Available
+
+// Key derives the key from a password. It takes d.Memory bytes, or is errs.ErrMemory where
+// the host has less, and about a second for 256 MiB. The end of ctx ends the wait at once;
+// the derivation itself cannot be stopped, and ends in the background.
 func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 	if err := d.Check(); err != nil {
 		return nil, err
+	}
+	if most := available(); int64(d.Memory) > most {
+		return nil, errs.New(errs.ErrMemory, "a key of a password takes %d bytes of memory here, and %d are free",
+			d.Memory, most)
 	}
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)

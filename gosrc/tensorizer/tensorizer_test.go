@@ -14,11 +14,13 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -223,6 +225,16 @@ func TestDerivation(t *testing.T) {
 		if _, err := d.Key(t.Context(), []byte("x")); err == nil {
 			t.Errorf("%+v was taken", d)
 		}
+	}
+}
+
+// A key that takes more memory than there is is refused, and the process goes on.
+func TestDerivationWithoutMemory(t *testing.T) {
+	defer func() { available = hostmem.Available }()
+	available = func() int64 { return 1 << 20 }
+	_, err := Derivation{1, 2 << 20, make([]byte, 16)}.Key(t.Context(), []byte("x"))
+	if !errors.Is(err, errs.ErrMemory) || !strings.Contains(err.Error(), "2097152 bytes") {
+		t.Error(err)
 	}
 }
 
