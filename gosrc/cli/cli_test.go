@@ -522,3 +522,16 @@ func TestDoctorOfPreloads(t *testing.T) {
 		}
 	}
 }
+
+// A file whose name has no ending is put into a folder under a name by which the folder is opened.
+func TestFolderOfANameWithoutAnEnding(t *testing.T) {
+	plain, dir := made(t, "llama-bf16"), t.TempDir()
+	bare := filepath.Join(dir, "bare")
+	must(t, "compress", plain, "-o", bare)
+	must(t, "compress", bare, "-o", dir+"/folder/")
+	must(t, "decompress", dir+"/folder", "-o", dir+"/back.safetensors")
+	want, _ := os.ReadFile(plain)
+	if got, err := os.ReadFile(dir + "/back.safetensors"); err != nil || !bytes.Equal(got, want) {
+		t.Error("other bytes came back", err)
+	}
+}

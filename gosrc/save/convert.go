@@ -170,8 +170,7 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 // intoFolder writes parts into dst, which is made, beside the companions of the folders
 // from. Their own weights may lie in dst if they are among src.
 func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string, parts []outputFile,
-	how companionOptions) (rep Report,
-	err error) {
+	how companionOptions) (rep Report, err error) {
 	made, err := folders.Make(dst)
 	if err != nil {
 		return rep, err
@@ -242,6 +241,9 @@ func (m *model) parts(
 		seen := map[string]bool{}
 		for k, s := range m.srcs {
 			name := filepath.Base(source.Path(folders.Local(s.URI())))
+			if filepath.Ext(name) == "" {
+				name += extension // without it no one who opens the folder would find the file
+			}
 			if seen[name] {
 				return nil, badArgument(dst, "", "two sources are called %q", name)
 			}
@@ -339,9 +341,8 @@ func namesIndex(path string) bool {
 // model, since what refers to others comes last, and lists those that are not
 // copied. Weights are opened as every load opens them, through any link: only their
 // tensors are copied.
-func withCompanions(src []string, dst string, parts []outputFile, spec Spec, how companionOptions) (all []outputFile,
-	left []string,
-	err error) {
+func withCompanions(src []string, dst string, parts []outputFile, spec Spec, how companionOptions) (
+	all []outputFile, left []string, err error) {
 	taken := map[string]bool{}
 	for _, p := range parts {
 		taken[filepath.Base(p.path)] = true
