@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Conversion is what the caller makes of tensors that have landed, one after the other;
+// A Conversion is what the caller makes of tensors that have landed, one after the other;
 // a tensor then lies in memory twice.
 type Conversion struct {
 	// To is what floating tensors become, Invalid where that has no name here, and Item
@@ -111,7 +111,7 @@ func Windows(costs []Cost, budget int64) (ws []Window, over int) {
 	return ws, -1
 }
 
-// addSaturating and times end at the largest number: headers may promise more than that.
+// addSaturating and mulSaturating end at the largest number: headers may promise more than that.
 func addSaturating(a, b int64) int64 {
 	if a > math.MaxInt64-b {
 		return math.MaxInt64

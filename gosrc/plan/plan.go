@@ -383,7 +383,7 @@ func (m *maker) bytesToCut(off int64, t *tensor.Tensor) int64 {
 	return m.lim.Piece
 }
 
-// alignDown and up are the multiples of Align around off in source s.
+// alignDown and alignUp are the multiples of Align around off in source s.
 func (m *maker) alignDown(off int64) int64 { return off &^ (max(1, m.lim.Align) - 1) }
 
 func (m *maker) alignUp(off int64, s int32) int64 {

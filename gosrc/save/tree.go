@@ -94,8 +94,8 @@ func makeFolder(ctx context.Context, dst string, rep *Report, spec Spec) (undo f
 
 // convertFolder converts the models that lie in a folder itself, last the one that the folder
 // stands for, with the companions of all.
-func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, how companionOptions) (rep Report,
-	err error) {
+func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, how companionOptions) (
+	rep Report, err error) {
 	models, err := format.Models(ctx, dir, urisIn(dir, how.files), open.With(spec.Storage.Options).Open)
 	if err != nil {
 		return rep, err
