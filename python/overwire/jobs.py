@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -404,11 +405,11 @@ class Steps(Iterator[tuple[str, Any]]):
                 f"overwire: stream: {step}() within next(): a signal handler takes from the stream that it interrupts"
             )
 
-    def _take_next(self) -> tuple[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _take_next(self) -> tuple[str, Any]: ...
 
-    def _free_rest(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _free_rest(self) -> None: ...
 
     def _end_waits(self) -> None:
         pass

@@ -159,4 +159,5 @@ def _served_path() -> Any:
 
 
 def _current_device() -> str:
-    return served_device(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))  # type: ignore[no-untyped-call]
+    is_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return served_device(torch.device("cuda" if is_begun else "cpu"))
