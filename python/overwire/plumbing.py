@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from ._apart import apart
-    from ._engine import forked
+    from ._engine import forked, refuse_child
     from ._imports import Undisturbed, imported, skip_at_exit
     from ._locks import new_lock
     from ._verbs import read_floor
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # Module -> its names above; a test compares them.
 _HOMES = {
     "_apart": ("apart",),
-    "_engine": ("forked",),
+    "_engine": ("forked", "refuse_child"),
     "_imports": ("Undisturbed", "imported", "skip_at_exit"),
     "_locks": ("new_lock",),
     "_verbs": ("read_floor",),

@@ -8,13 +8,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from overwire.errors import ArgumentError, CancelledError, ForkedError
-from overwire.plumbing import Undisturbed, forked
+from overwire.errors import ArgumentError, CancelledError
+from overwire.plumbing import Undisturbed, forked, refuse_child
 
 from .common import SafeTensorsMetadata, SingleGroup
 from .config import check_producers
 from .file_buffer import FilesBufferOnDevice
 from .loader import BaseSafeTensorsFileLoader, SafeTensorsFileLoader
+
+_READ_BY = "PipelineParallel: it is read by"  # a thread of the process that made it
 
 
 class BudgetInfeasibleError(ValueError):
@@ -185,7 +187,7 @@ class PipelineParallel:
         another iteration of this goes on, and CancelledError where another thread closes it."""
         if self._is_closed:
             return
-        self._refuse_child()
+        refuse_child(_READ_BY)
         if self._is_ending:
             self._finish()  # its end was interrupted
         if self._thread is not None:
@@ -202,14 +204,14 @@ class PipelineParallel:
                 thread.start()
                 self._thread = thread
             for _ in self._plan:
-                self._refuse_child()
+                refuse_child(_READ_BY)
                 item = self.batch_queue.get()
                 try:
                     group.agree(item.error)
                     buffer = item.buffer
                     assert buffer is not None
                     for name in list(buffer.key_to_rank_lidx):
-                        self._refuse_child()
+                        refuse_child(_READ_BY)
                         yield name, buffer.get_tensor(name)
                 finally:
                     if item.buffer is not None and not sys.is_finalizing():
@@ -222,10 +224,6 @@ class PipelineParallel:
             self.loader._agrees = True
             if bar is not None:
                 bar.close()
-
-    def _refuse_child(self) -> None:
-        if forked():  # the thread that reads is the parent's
-            raise ForkedError("PipelineParallel: it is read by the process that this one was forked from")
 
     def _finish(self) -> None:
         thread = self._thread

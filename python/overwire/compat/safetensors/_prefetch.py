@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import overwire
-from overwire.plumbing import forked, new_lock
+from overwire.plumbing import forked, new_lock, refuse_child
 
 from ._errors import SafetensorError, check, reading
 
@@ -121,8 +121,7 @@ class PrefetchLoader(Internal):
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         # Threads wait for each other. The lock lets a signal handler of the same thread in.
-        if forked():  # perhaps while another thread of the parent had the lock
-            raise overwire.ForkedError(f"{self._name}: it is loaded by the process that this one was forked from")
+        refuse_child(f"{self._name}: it is loaded by")
         with self._lock:
             if self._busy:
                 raise SafetensorError("a signal handler takes from the prefetch loader that it interrupts")
