@@ -259,7 +259,7 @@ class ObjectWriter(io.BufferedRandom):
 
     def drop(self) -> None:
         """Closes it, and writes nothing."""
-        self._end_once(self._discard)
+        self._end_once(self._drop_temporary)
 
     def close(self) -> None:
         """Writes the object, and returns when it stands."""
@@ -275,7 +275,7 @@ class ObjectWriter(io.BufferedRandom):
             self._is_ending = True
             try:
                 if not self.closed:  # where it is over, the rest of an end was interrupted
-                    self._discard() if self._is_over else end()
+                    self._drop_temporary() if self._is_over else end()
             finally:
                 self._is_ending = False
 
@@ -285,9 +285,9 @@ class ObjectWriter(io.BufferedRandom):
             self.flush()
             self._write_object()
         finally:
-            self._discard()
+            self._drop_temporary()
 
-    def _discard(self) -> None:
+    def _drop_temporary(self) -> None:
         self.raw.close()  # what is buffered, which a full disk would not take, goes with it
 
     @skip_at_exit
@@ -295,7 +295,7 @@ class ObjectWriter(io.BufferedRandom):
         # What was interrupted before anything was written leaves the old object. `getattr`: so may the constructor be.
         if getattr(self, "raw", None) is not None and not self.closed:
             is_empty = not self.tell() and not os.fstat(self.fileno()).st_size
-            self._end_once(self._discard if is_empty else self._write_all)
+            self._end_once(self._drop_temporary if is_empty else self._write_all)
 
     def _write_object(self) -> None:
         size = os.fstat(self.fileno()).st_size
@@ -346,8 +346,8 @@ class FileWriter(ObjectWriter):
         folder, base = os.path.split(self._real)
         return os.path.join(folder, f".{os.fsdecode(os.fsencode(base)[:224])}.overwire-{secrets.token_hex(8)}")
 
-    def _discard(self) -> None:
-        super()._discard()
+    def _drop_temporary(self) -> None:
+        super()._drop_temporary()
         name, self._hidden_name = self._hidden_name, ""
         if name:
             with contextlib.suppress(OSError):

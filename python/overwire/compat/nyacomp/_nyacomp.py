@@ -119,7 +119,7 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
 def decompress_from_meta(csv_path: str | os.PathLike[str]) -> list[Any]:
     """The tensors of all files of a meta.csv (a path or URI), in its order. Of a
     bundle of overwire's own: all tensors in it, in the order of its pickle."""
-    return _read_entries(_entries(os.fspath(csv_path)), None)
+    return _read_entries(_parse_entries(os.fspath(csv_path)), None)
 
 
 class AsyncDecompressor:
@@ -145,7 +145,7 @@ class AsyncDecompressor:
         `decompress_from_meta` does, and starts anew when called again after that."""
         with self._lock:
             if self._tensors is None:
-                self._tensors = _read_entries(_entries(self.path), self._preload)
+                self._tensors = _read_entries(_parse_entries(self.path), self._preload)
             return list(self._tensors)
 
     def take(self) -> list[Any]:
@@ -153,7 +153,7 @@ class AsyncDecompressor:
         later call loads again."""
         with self._lock:
             tensors, self._tensors = self._tensors, None
-            return _read_entries(_entries(self.path), self._preload) if tensors is None else tensors
+            return _read_entries(_parse_entries(self.path), self._preload) if tensors is None else tensors
 
 
 class _Entry(NamedTuple):
@@ -163,7 +163,7 @@ class _Entry(NamedTuple):
     place: str
 
 
-def _entries(csv_path: str) -> list[_Entry]:
+def _parse_entries(csv_path: str) -> list[_Entry]:
     manifest = manifests.read_csv(csv_path)
     return [_Entry(CompressedFile(*row), _place(row.filename, csv_path)) for row in manifest.rows]
 

@@ -160,7 +160,7 @@ def _is_row(row: dict[str, Any]) -> bool:
     return all(type(size) is int and size >= 0 for size in sizes) and isinstance(row.get("dtype"), torch.dtype)
 
 
-def _entries(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.CompressedFile]]:
+def _read_layout(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.CompressedFile]]:
     """The state dict without its bins, and the keys and files of its large
     tensors, largest first."""
     boneless = _boneless(path)
@@ -189,7 +189,7 @@ def _entries(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.
 
 def dry_load(path: _PathLike) -> list[list[Any]]:
     """What `good_load` would read: names of files, shapes, dtypes."""
-    _, _, files = _entries(path)
+    _, _, files = _read_layout(path)
     return [[file.filename for file in files], [list(file.shape) for file in files], [file.dtype for file in files]]
 
 
@@ -199,7 +199,7 @@ def good_load(path: _PathLike) -> dict[str, Any]:
 
     Raises CorruptError for a tensor whose file another checkpoint of the folder has
     replaced."""
-    state, keys, files = _entries(path)
+    state, keys, files = _read_layout(path)
     assignments = partition.massage([file.compressed_size for file in files], settings.num_threads())
     state.update(zip(keys, _nyacomp.batch_decompress(files, assignments), strict=True))
     return state
@@ -259,7 +259,7 @@ def _shapes(path: _PathLike) -> dict[str, Any]:
     # The state dict without the elements of its large tensors.
     import torch
 
-    state, keys, _ = _entries(path)
+    state, keys, _ = _read_layout(path)
     state.update({key: torch.empty(state[key]["shape"], dtype=state[key]["dtype"], device="meta") for key in keys})
     return state
 
@@ -281,7 +281,7 @@ class _Opened:
         return {"format": "pt"}
 
     def keys(self) -> list[str]:
-        return list(_entries(self._path)[0])
+        return list(_read_layout(self._path)[0])
 
     offset_keys = keys
 
