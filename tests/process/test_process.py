@@ -292,6 +292,40 @@ assert not failed, failed
 """, small)
 
 
+@pytest.mark.parametrize("first", ["main", "another"])
+def test_other_interpreters_are_refused(first: str, small: str) -> None:
+    """A second interpreter of the process gets an ImportError that says so, the main one goes on as if nothing had
+    been, and the exit waits for no one, whichever comes first and whether the second is closed or not."""
+    pytest.importorskip("_xxsubinterpreters")
+    run(
+        r"""
+import _xxsubinterpreters as interpreters
+small, first = sys.argv[1:]
+asks = f'''
+import sys
+sys.path[:] = {sys.path}
+from overwire import load_file
+try:
+    load_file({small!r})
+except ImportError as error:
+    assert 'interpreter' in str(error), error
+else:
+    raise SystemExit(1)
+'''
+if first == "main":
+    kept = load(small)
+for _ in range(2):
+    other = interpreters.create()
+    interpreters.run_string(other, asks)
+interpreters.destroy(other)
+assert len(load(small)) == 1 and e.knobs()
+""",
+        small,
+        first,
+        timeout=60,
+    )
+
+
 def test_panic_poisons_and_python_lives() -> None:
     """A panic in Go is EngineError, also for every later call; its stack is printed once; the process goes on."""
     done = run("""

@@ -29,18 +29,27 @@ static PyMethodDef functions[] = {
 	{NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_core", NULL, -1, functions, NULL, NULL, NULL, NULL};
+// Runs for every interpreter that imports the module. The engine keeps objects of one: handles that
+// Python frees, the result types, who waits.
+static int begin(PyObject *module)
+{
+	if (PyInterpreterState_GetID(PyInterpreterState_Get()) != 0) {
+		PyErr_SetString(PyExc_ImportError, "overwire: the engine serves a process's main interpreter, and this is "
+			"another one (in mod_wsgi, WSGIApplicationGroup %{GLOBAL} runs a program in the main one)");
+		return -1;
+	}
+	if (ow_fork_watch()) {
+		PyErr_SetString(PyExc_ImportError, "overwire: cannot register with pthread_atfork");
+		return -1;
+	}
+	return ow_add_exporter(module);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, begin}, {0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_core", NULL, 0, functions, slots, NULL, NULL, NULL};
 
 __attribute__((visibility("default"))) PyObject *PyInit__core(void)
 {
-	if (ow_fork_watch()) {
-		PyErr_SetString(PyExc_ImportError, "overwire: cannot register with pthread_atfork");
-		return NULL;
-	}
-	PyObject *m = PyModule_Create(&definition);
-	if (m != NULL && ow_add_exporter(m)) {
-		Py_DECREF(m);
-		return NULL;
-	}
-	return m;
+	return PyModuleDef_Init(&definition);
 }
