@@ -128,7 +128,7 @@ func (a *At) reasonText() string {
 // Unwrap returns the cause.
 func (a *At) Unwrap() error { return a.Err }
 
-// RuleChecksum is the rule of stored bytes that have another checksum.
+// RuleChecksum is the rule of stored bytes, an index or a header that have another checksum.
 const RuleChecksum = "Checksum"
 
 // NewMismatch says which checksum was stored, and which the bytes have.

@@ -102,7 +102,8 @@ func (d *decoder) decodeFrame() error {
 	d.chunkRecords = d.records + tensorSize*d.tensors
 	end := d.chunkRecords + chunkSize*d.chunks
 	if sum := crc32.Checksum(b[:end], castagnoli); sum != le.Uint32(b[end:]) {
-		return corrupt(end, "checksum mismatch of the index: %08x, not %08x", le.Uint32(b[end:]), sum)
+		return errs.WithRule(errs.RuleChecksum,
+			corrupt(end, "checksum mismatch of the index: %08x, not %08x", le.Uint32(b[end:]), sum))
 	}
 	if !allZero(b[end+4:]) {
 		return corrupt(end+4, "the padding of the index is not zero")
@@ -127,7 +128,8 @@ func (d *decoder) decodeFrame() error {
 			remedyFor(uint64(major)))
 	}
 	if sum := le.Uint32(b[40:]); sum != d.h.Sum {
-		return corrupt(40, "checksum mismatch of the header before the data: %08x, not %08x", d.h.Sum, sum)
+		return errs.WithRule(errs.RuleChecksum,
+			corrupt(40, "checksum mismatch of the header before the data: %08x, not %08x", d.h.Sum, sum))
 	}
 	if !d.newer && !allZero(b[44:headerSize]) {
 		d.at = 44

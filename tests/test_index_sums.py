@@ -1,0 +1,25 @@
+"""Errors of sums that cover an index and a header name their rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import overwire as ow
+import pytest
+
+
+@pytest.mark.parametrize("part", ["index", "header"])
+def test_a_wrong_sum_of_what_describes_tensors_has_a_rule(tmp_path: Path, part: str) -> None:
+    """A changed bit of the index, or of the header before it, is refused by the rule that a chunk's wrong sum has."""
+    path = tmp_path / "m.safetensors"
+    ow.save_file({"w": np.zeros((256, 256), np.float32)}, path, metadata={"note": "abcd"})
+    stored = bytearray(path.read_bytes())
+    length = int.from_bytes(stored[:8], "little")
+    assert json.loads(stored[8 : 8 + length])["__metadata__"]["note"] == "abcd"
+    stored[8 + length + 9 if part == "index" else stored.index(b"abcd")] ^= 1
+    path.write_bytes(stored)
+    with pytest.raises(ow.CorruptError, match=f"checksum mismatch of the {part}") as caught:
+        ow.load_file(path, framework="np")
+    assert caught.value.rule == "Checksum"
