@@ -46,7 +46,7 @@ var jsonOption = option{name: "json", doc: "print one JSON document for machines
 var threadsOption = option{name: "threads", short: "j", value: "N", lo: 1, hi: 4096, doc: "cores to use (default: all)"}
 
 var storageOption = option{name: "storage", value: "JSON",
-	doc: `options of the stores that URIs name, as {"timeout": "10"} (Python's storage_options)`}
+	doc: `options of the stores that URIs name, as {"timeout": 10} (Python's storage_options)`}
 
 // access sets how to reach files: the options of stores, from --storage and the
 // environment, and keys.
@@ -62,14 +62,37 @@ func (c *call) access() (err error) {
 	if !ok {
 		return nil
 	}
-	if err := rawjson.Unmarshal(text, &c.storage.Storage); err != nil {
-		return usage(`--storage: expected a JSON object of strings, as {"timeout": "10"}`)
+	if c.storage.Storage, err = storageTexts(text); err != nil {
+		return err
 	}
 	if on, _ := c.storage.Flag("insecure"); on {
 		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked, so anyone on the network path "+
 			"can change the weights")
 	}
 	return nil
+}
+
+// storageTexts reads --storage: texts, and numbers and switches as texts.
+func storageTexts(text string) (map[string]string, error) {
+	var values map[string]any
+	err := rawjson.Unmarshal(text, &values)
+	texts := make(map[string]string, len(values))
+	for name, value := range values {
+		switch v := value.(type) {
+		case string:
+			texts[name] = v
+		case bool:
+			texts[name] = strconv.FormatBool(v)
+		case float64:
+			texts[name] = strconv.FormatFloat(v, 'f', -1, 64)
+		default:
+			return nil, usage("--storage: %s: expected a text, a number, true or false", strconv.Quote(name))
+		}
+	}
+	if err != nil || values == nil {
+		return nil, usage(`--storage: expected a JSON object, as {"timeout": 10}`)
+	}
+	return texts, nil
 }
 
 // verbGroups are the verbs in the order of help. It is a function because the verbs' code

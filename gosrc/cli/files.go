@@ -172,7 +172,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	for _, f := range rep.Anew {
 		fmt.Fprintf(w, "new header, since no original is kept of it: %s\n", errs.OneLine(f))
 	}
-	counts := humanize.Comma(int64(rep.Tensors)) + " tensors"
+	counts := humanize.Comma(int64(rep.Tensors)) + plural(rep.Tensors, " tensor", " tensors")
 	if rep.Compressed > 0 {
 		counts += fmt.Sprintf(", %s compressed", humanize.Comma(int64(rep.Compressed)))
 	}
