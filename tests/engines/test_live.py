@@ -7,6 +7,7 @@ tested here, and vLLM's engine on stand-ins of what it hooks into.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -283,7 +284,8 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 @pytest.mark.imports_torch
 def test_a_group_carries_pushes() -> None:
-    """Two processes of workers get every push of a trainer from memory."""
+    """Two processes of workers get every push of a trainer from memory; a size that is not the push's is refused on
+    all ranks before memory is taken, and the next push comes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -294,18 +296,29 @@ def test_a_group_carries_pushes() -> None:
             worker = subprocess.Popen(words, env=SHARED, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             stack.enter_context(ended(worker))
             workers.append(worker)
+
+        def tell_workers(seed: int, *sizes: object) -> None:
+            for worker, size in zip(workers, sizes, strict=True):
+                assert worker.stdin is not None
+                worker.stdin.write(json.dumps([size, seed]) + "\n")
+                worker.stdin.flush()
+
+        def answers_of_workers() -> list[str]:
+            return [next(answers(worker.stdout)).strip() for worker in workers if worker.stdout is not None]
+
         publisher = Publisher(group=Group("127.0.0.1", port, 0, 3, LIMIT))
         for seed in (1, 2):
             with publisher.push(tensors(seed, big=torch.arange(1 << 12).repeat(1 << 5))) as push:
                 assert push.info["path"] is None
-                for worker in workers:
-                    assert worker.stdin is not None and worker.stdout is not None
-                    worker.stdin.write(f"{push.info['size']} {seed}\n")
-                    worker.stdin.flush()
+                size = push.info["size"]
+                for wrong in (size - 1, size + 1, 1 << 62, 1 << 70, 0, -5, True, "many", None, 1.5):
+                    tell_workers(seed, size, wrong)
+                    with pytest.raises(overwire.ArgumentError, match=rf"not the {size} bytes .* on ranks \[2\]"):
+                        push.carry()
+                    assert answers_of_workers() == ["ArgumentError"] * 2
+                tell_workers(seed, size, size)
                 push.carry()
-                for worker in workers:
-                    assert worker.stdout is not None
-                    assert next(answers(worker.stdout)) == "True\n"
+                assert answers_of_workers() == ["True"] * 2
         publisher.close()
 
 
@@ -314,10 +327,14 @@ def worker(port: int, rank: int) -> None:
     model = Fused()
     into = places(model)
     for line in sys.stdin:
-        size, seed = map(int, line.split())
-        with group.received(size) as path:
-            done = into.load_whole(path, None, log)
-        print(done and model.holds(tensors(seed)), flush=True)
+        size, seed = json.loads(line)
+        try:
+            with group.received(size) as path:
+                done = into.load_whole(path, None, log)
+        except overwire.ArgumentError as error:
+            print(type(error).__name__, flush=True)
+        else:
+            print(done and model.holds(tensors(seed)), flush=True)
 
 
 # What the transfer of weights hooks into, with the signatures of vLLM 0.32.

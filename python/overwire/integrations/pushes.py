@@ -123,23 +123,27 @@ def _copy_tensors(tensors: Mapping[str, torch.Tensor], into: dict[str, torch.Ten
 class Group:
     """A process group of torch's for pushes alone, by gloo: the trainer is rank 0.
 
-    Making it waits for all ranks. Each broadcast ends with an error after timeout seconds.
+    Making it waits for all ranks. What ranks do together ends with an error after timeout seconds.
     """
 
     def __init__(self, address: str, port: int, rank: int, size: int, timeout: float = 300) -> None:
         dist: Any = importlib.import_module("torch.distributed")
         limit = timedelta(seconds=timeout)
+        self._size = size
         self._store: Any = dist.TCPStore(address, port, size, rank == 0, timeout=limit)
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
 
     def send(self, path: str) -> None:
-        """Sends a file to all other ranks."""
+        """Sends a file to all other ranks; ArgumentError, on all of them, if one was told another size."""
+        self._agree_on_size(os.path.getsize(path))
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
             self._broadcast_file(memory)
 
     @contextlib.contextmanager
     def received(self, size: int) -> Iterator[str]:
-        """A path of a file in memory with the next `size` bytes that are sent."""
+        """A path of a file in memory with the next `size` bytes that are sent. ArgumentError, on all ranks and
+        before memory is taken, if the trainer sends more or fewer, or another rank was told another size."""
+        self._agree_on_size(size)
         number = os.memfd_create("overwire-push", os.MFD_CLOEXEC)
         try:
             os.ftruncate(number, size)
@@ -148,6 +152,20 @@ class Group:
             yield f"/proc/self/fd/{number}"
         finally:
             os.close(number)
+
+    def _agree_on_size(self, size: Any) -> None:
+        # Collective: a rank that refused alone would leave the others waiting, and gloo ends a process whose
+        # buffer is smaller than what comes.
+        from ..errors import ArgumentError
+
+        is_count = isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 63
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        self._group.allgather([sizes], [torch.tensor([size if is_count else -1])]).wait()
+        true_size, *others = (int(one) for one in sizes)
+        if not is_count:
+            raise ArgumentError(f"overwire: update_info: size must be a number of bytes, got {str(size)[:80]!r}")
+        if wrong := [rank for rank, one in enumerate(others, 1) if one != true_size]:
+            raise ArgumentError(f"overwire: update_info: size is not the {true_size} bytes that are sent, on ranks {wrong}")
 
     def _broadcast_file(self, mapped: mmap.mmap) -> None:
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
