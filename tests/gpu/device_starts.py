@@ -125,7 +125,7 @@ def watch_parts(seconds: dict[str, float]) -> None:
     calls = {
         utils.initialize_model: "made",
         utils.process_weights_after_loading: "processed",
-        identity.name_of: "checked",
+        identity.fingerprint_of_load: "checked",
         find_file: "checked",
         prepared._compare_model: "checked",
         put_tensors: "weights",
@@ -294,8 +294,9 @@ def compare_formats(args: argparse.Namespace, lines: Lines, seconds: dict[str, f
     absent: set[str] = set()
     base.load(args, "dummy")  # what only the first model of a process imports and makes ready
     for turn in range(args.repeat):
-        again = 0 if turn else 1  # prepared state is kept by the first
-        for kind in (one for one in args.kinds.split(",") for _ in range(1 + again * one.startswith("prepared"))):
+        # Prepared state is kept by the first.
+        kinds = args.kinds.split(",") if turn else base.starts_of(args.kinds)
+        for kind in [*kinds, *(filter(None, args.once.split(",")) if turn == args.repeat - 1 else ())]:
             if kind in absent:
                 continue
             start = take_slowest(args, start_once(args, kind, seconds, lines, theirs))
@@ -314,6 +315,7 @@ def main() -> None:
     parser.add_argument("--shape", default="8b", help=f"of {', '.join(base.SHAPES)}: one, or several")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kinds", default=KINDS, help="FORMAT[:FOLDER], ...; compared with the first")
+    parser.add_argument("--once", default="", help="more of them, in the last turn only")
     parser.add_argument("--layers", type=int, default=0, help="fewer of them")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel, one GPU each")
@@ -336,7 +338,7 @@ def main() -> None:
         env.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="INFO", VLLM_USE_FLASHINFER_SAMPLER="0")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, __file__, "--device", args.device, "--layers", str(args.layers)]
-        command += ["--kinds", args.kinds, "--repeat", str(args.repeat)]
+        command += ["--kinds", args.kinds, "--once", args.once, "--repeat", str(args.repeat)]
         command += ["--ranks", str(args.ranks), "--port", str(args.port)]
 
         def job(name: str, shape: str, where: Path, rank: int = 0) -> subprocess.Popen[bytes]:

@@ -73,6 +73,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES["names"] = {**SHAPES["moe"], "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SHAPES["fp8"] = {**SHAPES["8b"], "quantization_config": FP8}
+# So few layers that a whole engine is soon up.
+SHAPES["short"], SHAPES["short-fp8"] = ({**SHAPES[shape], "num_hidden_layers": 4} for shape in ("8b", "fp8"))
 SHAPES["names"].update(moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
 TOOK = re.compile(r"(?:Loading weights took|made of prepared state: \d+ tensors, in) ([0-9.]+) s")
 # Also why they do not.
@@ -164,7 +166,6 @@ def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = Non
 
     form, folder, _ = parts(kind)
     gpu = args.device != "cpu"
-    more: dict[str, Any] = {"attention_backend": "TRITON_ATTN"} if gpu else {}
     arguments = EngineArgs(
         model=str(Path(args.dir) / folder),
         load_format="overwire" if form == "prepared" else form,
@@ -176,7 +177,7 @@ def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = Non
         enforce_eager=True,
         max_model_len=64,
         use_tqdm_on_load=False,
-        **more,
+        **backend_of(args),
     )
     config = arguments.create_engine_config()
     if gpu:
@@ -437,28 +438,60 @@ def timed(args: argparse.Namespace, kind: str) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    """The whole engine, in its own process: the same tokens from each format."""
-    from vllm import LLM, SamplingParams
+    """vLLM's whole engine in this process: the same tokens after a start by each format, and others from weights of
+    vLLM's dummy loader, so that equal tokens say something."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from device_starts import without_kernels
 
-    tokens = {}
-    for kind in args.kinds.split(","):
+    lacks_kernels = without_kernels()
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import registry
+
+    if lacks_kernels:
+        registry._run_in_subprocess = lambda inspect: inspect()  # which would lack what stands in for them
+    asked = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in ([5, 17, 101, 7], list(range(1, 33)))]
+    tokens: dict[str, list[list[int]]] = {}
+    for turn, kind in enumerate([*starts_of(args.kinds), "dummy"]):
         form, folder, _ = parts(kind)
         llm = LLM(
             model=str(Path(args.dir) / folder),
-            load_format=form,
+            load_format="overwire" if form == "prepared" else form,
+            model_loader_extra_config=extra_of(args, form),
             tensor_parallel_size=args.ranks,
             dtype="bfloat16",
             skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=64,
-            gpu_memory_utilization=0.5,
+            gpu_memory_utilization=0.3,
+            **backend_of(args),
         )
-        asked = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
-        tokens[kind] = list(llm.generate({"prompt_token_ids": [5, 17, 101, 7]}, asked, use_tqdm=False)[0].outputs[0].token_ids)
-        print(f"  {kind}: generated {tokens[kind]}", flush=True)
+        every = llm.generate(prompts, asked, use_tqdm=False)
+        name = f"{turn} {kind}"
+        tokens[name] = [list(each.outputs[0].token_ids) for each in every]
+        print(f"  {name}: generated {tokens[name]}", flush=True)
+        if form == "prepared":  # the engine has begun to write it: the next start is made of it
+            from overwire.integrations.vllm import prepared
+
+            prepared.finish_writing()
+        llm.llm_engine.engine_core.shutdown()
         del llm
-    if len({tuple(each) for each in tokens.values()}) > 1:
-        raise SystemExit("the tokens differ")
+        cleanup_dist_env_and_memory()
+    *ours, dummy = tokens.values()
+    if any(each != ours[0] for each in ours) or dummy == ours[0]:
+        raise SystemExit("the tokens differ, or those of other weights do not")
+    print(f"  {len(ours)} starts generated the same tokens, and other weights others", flush=True)
+
+
+def backend_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The argument for vLLM's attention: on a GPU that of Triton, which needs none of its compiled libraries."""
+    return {} if args.device == "cpu" else {"attention_backend": "TRITON_ATTN"}
+
+
+def starts_of(kinds: str) -> list[str]:
+    """The kinds in their order; prepared state is started twice, at first and by what that has kept."""
+    return [one for one in kinds.split(",") for _ in range(2 if one.startswith("prepared") else 1)]
 
 
 def forget(folder: Path) -> None:
@@ -552,7 +585,7 @@ def main() -> None:
         ended: dict[str, list[float]] = {}
         for _ in range(args.repeat):
             shutil.rmtree(base / "prepared", ignore_errors=True)
-            for kind in [one for one in args.kinds.split(",") for _ in range(2 if one.startswith("prepared") else 1)]:
+            for kind in starts_of(args.kinds):
                 if args.cold:
                     forget(base / parts(kind)[1])
                 texts = processes(args, kind)
