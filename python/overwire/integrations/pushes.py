@@ -165,7 +165,8 @@ class Group:
         if not is_count:
             raise ArgumentError(f"overwire: update_info: size must be a number of bytes, got {str(size)[:80]!r}")
         if wrong := [rank for rank, one in enumerate(others, 1) if one != true_size]:
-            raise ArgumentError(f"overwire: update_info: size is not the {true_size} bytes that are sent, on ranks {wrong}")
+            text = f"size is not the {true_size} bytes that are sent, on ranks {wrong}"
+            raise ArgumentError(f"overwire: update_info: {text}")
 
     def _broadcast_file(self, mapped: mmap.mmap) -> None:
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
