@@ -438,50 +438,10 @@ def timed(args: argparse.Namespace, kind: str) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    """vLLM's whole engine in this process: the same tokens after a start by each format, and others from weights of
-    vLLM's dummy loader, so that equal tokens say something."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from device_starts import without_kernels
+    """The same tokens from each start."""
+    from device_tokens import compare_tokens
 
-    lacks_kernels = without_kernels()
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.model_executor.models import registry
-
-    if lacks_kernels:
-        registry._run_in_subprocess = lambda inspect: inspect()  # which would lack what stands in for them
-    asked = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
-    prompts = [{"prompt_token_ids": ids} for ids in ([5, 17, 101, 7], list(range(1, 33)))]
-    tokens: dict[str, list[list[int]]] = {}
-    for turn, kind in enumerate([*starts_of(args.kinds), "dummy"]):
-        form, folder, _ = parts(kind)
-        llm = LLM(
-            model=str(Path(args.dir) / folder),
-            load_format="overwire" if form == "prepared" else form,
-            model_loader_extra_config=extra_of(args, form),
-            tensor_parallel_size=args.ranks,
-            dtype="bfloat16",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=64,
-            gpu_memory_utilization=0.3,
-            **backend_of(args),
-        )
-        every = llm.generate(prompts, asked, use_tqdm=False)
-        name = f"{turn} {kind}"
-        tokens[name] = [list(each.outputs[0].token_ids) for each in every]
-        print(f"  {name}: generated {tokens[name]}", flush=True)
-        if form == "prepared":  # the engine has begun to write it: the next start is made of it
-            from overwire.integrations.vllm import prepared
-
-            prepared.finish_writing()
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-    *ours, dummy = tokens.values()
-    if any(each != ours[0] for each in ours) or dummy == ours[0]:
-        raise SystemExit("the tokens differ, or those of other weights do not")
-    print(f"  {len(ours)} starts generated the same tokens, and other weights others", flush=True)
+    compare_tokens(args)
 
 
 def backend_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class Group:
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
 
     def send(self, path: str) -> None:
-        """Sends a file to all other ranks; ArgumentError, on all of them, if one was told another size."""
+        """Sends a file to all other ranks; ArgumentError, on all of them, if one expects another size."""
         self._agree_on_size(os.path.getsize(path))
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
             self._broadcast_file(memory)
@@ -142,7 +142,7 @@ class Group:
     @contextlib.contextmanager
     def received(self, size: int) -> Iterator[str]:
         """A path of a file in memory with the next `size` bytes that are sent. ArgumentError, on all ranks and
-        before memory is taken, if the trainer sends more or fewer, or another rank was told another size."""
+        before memory is taken, if the trainer sends more or fewer, or another rank expects another size."""
         self._agree_on_size(size)
         number = os.memfd_create("overwire-push", os.MFD_CLOEXEC)
         try:
