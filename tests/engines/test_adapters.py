@@ -1,5 +1,4 @@
-"""TensorRT-LLM, ModelExpress and ComfyUI, against small stand-ins of what overwire hooks
-into. None of them can run here; the stand-ins follow their sources."""
+"""ModelExpress against small stand-ins of what overwire hooks into, which follow its sources."""
 
 from __future__ import annotations
 
@@ -9,49 +8,6 @@ import pytest
 import test_vllm as base
 
 engines, model = base.engines, base.model
-
-TENSORRT = {
-    "tensorrt_llm/__init__": "",
-    "tensorrt_llm/_torch/__init__": "",
-    "tensorrt_llm/_torch/models/__init__": "",
-    "tensorrt_llm/_torch/models/modeling_utils": """
-LOADERS, WEIGHTS, CONFIGS = {}, {}, {}
-def register_checkpoint_loader(name): return lambda cls: LOADERS.setdefault(name, cls)
-def register_checkpoint_weight_loader(name): return lambda cls: WEIGHTS.setdefault(name, cls)
-def register_config_loader(name): return lambda cls: CONFIGS.setdefault(name, cls)
-""",
-    "tensorrt_llm/_torch/models/checkpoints/__init__": "",
-    "tensorrt_llm/_torch/models/checkpoints/base_weight_loader": """
-class ConsumableWeightsDict:
-    def __init__(self, weights):
-        self._weights = weights
-    def items(self):
-        return list(self._weights.items())
-    def mark_consumed(self, prefix):
-        gone = [key for key in self._weights if key.startswith(prefix + ".")]
-        for key in gone:
-            del self._weights[key]
-        return len(gone)
-""",
-    "tensorrt_llm/_torch/models/checkpoints/hf/__init__": "",
-    "tensorrt_llm/_torch/models/checkpoints/hf/config_loader": "class HfConfigLoader: pass",
-    "tensorrt_llm/_torch/models/checkpoints/hf/weight_loader": """
-class HfWeightLoader:
-    def load_weights(self, checkpoint_dir, mapping, **more):
-        return "its own", checkpoint_dir, mapping, more
-""",
-    "tensorrt_llm/_torch/models/checkpoints/hf/checkpoint_loader": """
-from .weight_loader import HfWeightLoader
-class HfCheckpointLoader:
-    def __init__(self, *, weight_loader=None, weight_mapper=None, config_loader=None):
-        self.weight_loader = self.get_default_weight_loader() if weight_loader is None else weight_loader
-        self.config_loader, self.checkpoint_format = config_loader, "HF"
-    def get_default_weight_loader(self):
-        return HfWeightLoader()
-    def load_weights(self, checkpoint_dir, mapping, **more):
-        return self.weight_loader.load_weights(checkpoint_dir, mapping=mapping, **more)
-""",
-}
 
 EXPRESS = {
     "modelexpress/__init__": "",
@@ -158,62 +114,15 @@ def execute_load_strategies(model, ctx, strategies):
 """,
 }
 
-COMFY = {
-    "comfy/__init__": "",
-    "comfy/storage": """
-def annotate_state_dict(state_dict, path):
-    for value in state_dict.values():
-        value.untyped_storage()._comfy_source_path = path
-""",
-    "comfy/utils": """
-import comfy.storage
-def load_torch_file(ckpt, safe_load=False, device=None, return_metadata=False):
-    return "its own", ckpt, safe_load, device, return_metadata
-""",
-}
-
 
 @pytest.fixture(scope="module")
 def programs(engines: Path) -> Path:
     """The folder of vLLM's stand-in, with theirs."""
-    for files in (TENSORRT, EXPRESS, COMFY):
-        for name, text in files.items():
-            path = engines / f"{name}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+    for name, text in EXPRESS.items():
+        path = engines / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     return engines
-
-
-def test_tensorrt_llm(programs: Path, model: Path) -> None:
-    """Its registries lead to a loader that reads both kinds of files, and leaves others to it."""
-    code = """
-from tensorrt_llm._torch.models import modeling_utils as registries
-import overwire.integrations.tensorrt_llm as ours
-weights = registries.WEIGHTS["overwire"]()
-made = registries.LOADERS["overwire"](weight_loader=weights, config_loader=registries.CONFIGS["overwire"]())
-assert made.weight_loader is weights and made.checkpoint_format == "HF"
-assert type(registries.LOADERS["overwire"]().weight_loader) is ours.OverwireWeightLoader
-for kind in ("plain", "compressed"):
-    found = made.load_weights(base + "/" + kind, mapping="ranks", model=None)
-    tensors = dict(found.items())
-    assert len(tensors) == 6
-    for n, part in enumerate(json.loads(sys.argv[3])):
-        assert torch.equal(tensors[part + ".weight"], torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64))
-    assert found.mark_consumed("mlp") == 2
-other = sys.argv[2]
-assert made.load_weights(other, mapping="ranks", a=1) == ("its own", other, "ranks", {"a": 1})
-os.symlink(base + "/plain/model-1.safetensors", other + "/model-[1].safetensors")
-os.symlink(base + "/plain/model-10.safetensors", other + "/consolidated.safetensors")
-names = lambda **more: [name.removesuffix(".weight") for name, _ in made.load_weights(other, mapping=0, **more).items()]
-assert names() == ["k", "q", "v"] and names(use_consolidated=True) == ["linear", "mlp.experts.0", "mlp.experts.1"]
-os.remove(other + "/model-[1].safetensors")
-assert len(names()) == 3  # there is nothing else
-"""
-    other = model / "other [x]"
-    other.mkdir()
-    import json
-
-    base.run(programs, base.PRELUDE + code, model, other, json.dumps(base.PARTS))
 
 
 def test_modelexpress(programs: Path, model: Path) -> None:
@@ -304,23 +213,3 @@ assert right(made) and strategies.tried == ["overwire"]
 raised(RuntimeError, lambda: run(Model(), base + "/plain", chain=[kind()]))
 """
     base.run(programs, base.REGISTER + base.PRELUDE + code, model, tmp_path)
-
-
-def test_comfyui(programs: Path, model: Path) -> None:
-    """Its own reader is used but for compressed files."""
-    code = """
-import comfy.utils
-from overwire.integrations.comfyui import NODE_CLASS_MAPPINGS, install
-install(); install()
-load = comfy.utils.load_torch_file
-assert NODE_CLASS_MAPPINGS == {} and not hasattr(load.__wrapped__, "__wrapped__")
-plain, packed = (base + f"/{kind}/model-1.safetensors" for kind in ("plain", "compressed"))
-assert load(plain, device="cpu") == ("its own", plain, False, "cpu", False)
-assert load("nothing.ckpt", True)[:3] == ("its own", "nothing.ckpt", True)
-tensors, metadata = load(packed, safe_load=True, device=torch.device("cpu"), return_metadata=True)
-assert metadata is None and list(tensors) == ["k.weight", "q.weight", "v.weight"]
-assert torch.equal(tensors["q.weight"], torch.arange(1, 4097, dtype=torch.bfloat16).view(64, 64))
-assert tensors["q.weight"].untyped_storage()._comfy_source_path == packed
-assert load(packed).keys() == tensors.keys()
-"""
-    base.run(programs, base.PRELUDE + code, model)

@@ -46,8 +46,8 @@ DOORS = [*PUBLIC, *"""
     compat.nyacomp compat.fastsafetensors.copier compat.nvcomp.external_memory compat.nyacomp.hf
     compat.safetensors compat.safetensors.[!_]* compat.safetensors._safetensors_rust
     compat.tensorizer compat.tensorizer.[!_]*
-    integrations.accelerate integrations.comfyui integrations.diffusers integrations.modelexpress integrations.pushes
-    integrations.tensorrt_llm integrations.transformers
+    integrations.accelerate integrations.diffusers integrations.modelexpress integrations.pushes
+    integrations.transformers
 """.split()]
 
 # What integrations share: `pushes` is a trainer's door, too.
