@@ -31,7 +31,7 @@ static PyMethodDef functions[] = {
 
 // Runs for every interpreter that imports the module. The engine keeps objects of one: handles that
 // Python frees, the result types, who waits.
-static int begin(PyObject *module)
+static int begin_module(PyObject *module)
 {
 	if (PyInterpreterState_GetID(PyInterpreterState_Get()) != 0) {
 		PyErr_SetString(PyExc_ImportError, "overwire: the engine serves a process's main interpreter, and this is "
@@ -45,7 +45,7 @@ static int begin(PyObject *module)
 	return ow_add_exporter(module);
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, begin}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, begin_module}, {0, NULL}};
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_core", NULL, 0, functions, slots, NULL, NULL, NULL};
 
