@@ -1,4 +1,4 @@
-"""bench_faces.py: loads by each name in fresh processes, here on the host."""
+"""`overwire bench --device cuda`: loads by each name in fresh processes, here on the host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from conftest import cleaned
 
 torch = pytest.importorskip("torch")
 
-BENCHES = Path(__file__).with_name("benches")
-PROGRAM = f"import sys; sys.path.insert(0, {str(BENCHES)!r})" + """
-import bench_faces as faces
+PROGRAM = """
+import sys
+from overwire import _bench_faces as faces
 words = ["--device", "cpu", "--size", "3MB", "--repeat", "2", "--dir", ".", "--json"]
 args = faces._read_arguments(words)
 from pathlib import Path
@@ -80,7 +80,7 @@ for row in faces._measure_faces(args, folder):
 
 SAVES = """
 import json
-import bench_saves as saves
+from overwire import _bench_saves as saves
 folder.joinpath("space").mkdir()
 def write_plain():
     import overwire as ow
@@ -119,9 +119,10 @@ saves._WAYS |= {"flips": (flip, 0, ""), "fails": (fail, 0, ""), "is not here": (
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
 def test_without_a_gpu_the_engine_says_so(tmp_path: Path) -> None:
-    """`overwire bench --device cuda` ends with the engine's status and words where there is no GPU, and leaves no
-    file."""
+    """`overwire bench --device cuda` ends with the engine's status and words where there is no GPU, and measures no
+    name."""
     for words in (("--device", "cuda"), ("--device=cuda:0", "--json")):
         done = warm.fresh(["-m", "overwire", "bench", *words, "--size", "1MB", "--dir", str(tmp_path)], env=cleaned())
         assert done.returncode != 0 and "NVIDIA" in done.stderr, done.stderr
+        assert "fresh process" not in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -25,6 +25,13 @@ is timed. The first line estimates how long it takes. It needs a bit more than
 twice --size in the temporary folder and three times in memory, and loads from
 the page cache.
 
+With --device cuda, and where torch is installed, rows follow of each name to
+load by (load_file, safe_open, bundles, the names of other libraries, and these
+themselves where they are installed): the first and the second load of fresh
+processes, in random order, and device memory beside the tensors. Then rows of
+saving (save_file in one file and in eight, wait=False, compress_pickle, dcp,
+safetensors, torch.save), beside what pwrite does of as many bytes.
+
 gen writes realistic weights as a plain safetensors file:
 ` + kindsText(),
 	example: `overwire bench
@@ -37,6 +44,7 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "file", value: "FILE", doc: "your own weights, to see how small they become"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
+		{name: "faces", value: "NAMES", doc: "only names to load or save by that contain one of these, by commas"},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},
 		{name: "force", short: "f", doc: "gen: replace OUT if it exists"},
 		storageOption,

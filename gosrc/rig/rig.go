@@ -3,7 +3,8 @@
 // of its own and no part of the library: `make rig` builds build/bin/overwire-rig.
 //
 // A figure is the median of several runs in this process. What a program in Python
-// sees, and other libraries, are measured by the programs in tests/benches.
+// sees, and other libraries, are measured by `overwire bench --device` and by
+// tests/benches.
 package main
 
 import (

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_saves import print_line, run_overwire
+from overwire._bench_saves import print_line, run_overwire
 from overwire.plumbing import parse_size
 
 _ONE = Path(__file__).with_name("bench_ranks_one.py")

@@ -23,7 +23,7 @@ from typing import Any
 import overwire as ow
 import torch
 import torch.distributed
-from bench_saves import read_plain
+from overwire._bench_saves import read_plain
 from overwire.distributed import shard_range
 from overwire.plumbing import read_floor
 

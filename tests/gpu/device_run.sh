@@ -50,7 +50,7 @@ for name in ${*:-doctor tests sanitizer nvcomp bench python}; do
     # shellcheck disable=SC2086 # BENCH are several words
     bench) step bench 570 "$RIG" --device cuda --dir "$DIR" --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
     python)
-        step loads 300 "$PYTHON" tests/benches/bench_faces.py --dir "$DIR"
+        step loads 300 "$PYTHON" -m overwire bench --device cuda --dir "$DIR"
         step starts 120 "$PYTHON" tests/benches/bench_start.py --device cuda --dir "$DIR"
         ;;
     *) echo "no step is called $name" && failed="$failed $name" ;;

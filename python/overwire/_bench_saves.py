@@ -1,4 +1,4 @@
-"""Rows of `bench_faces`: what saving gives on this machine, beside its floors and other libraries.
+"""`overwire bench --device cuda`: what saving gives on this machine, beside its floors and other libraries.
 
 Every row is a fork of a process that has imported torch alone. It has the model on the
 device, saves it twice, and loads and compares what the first save wrote. A floor is the
@@ -86,8 +86,9 @@ def _save_by(module: str, name: str, file: str) -> Save:
 
 def _read_back(folder: str) -> Tensors:
     """The tensors of the files that a way to save has left in the folder."""
-    import overwire as ow
     import torch
+
+    import overwire as ow
 
     at = Path(folder)
     if (at / "model.pt").exists():
@@ -128,7 +129,7 @@ def run_overwire(*words: str) -> None:
         [sys.executable, "-m", "overwire", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if process.returncode:
-        sys.exit(f"overwire {words[0]} ended with status {process.returncode}: {process.stdout}")
+        sys.exit(f"overwire: bench: overwire {words[0]} ended with status {process.returncode}: {process.stdout}")
 
 
 def print_line(line: str) -> None:
@@ -195,8 +196,9 @@ def _seconds_of_pwrite(folder: Path, nbytes: int, files: int) -> float:
 
 def _save_twice(name: str, plain: Path, device: str, folder: Path) -> dict[str, Any]:
     """Two saves of a model in this process, of which the first is compared."""
-    import overwire as ow
     import torch
+
+    import overwire as ow
 
     save, files, _ = _WAYS[name]
     tensors: Tensors = ow.load_file(plain, device=device)

@@ -1,4 +1,5 @@
-"""Loads by each name in fresh processes, and saves (`bench_saves`): python tests/benches/bench_faces.py
+"""`overwire bench --device cuda`: the engine's rows, and behind them loads by each name, in fresh processes,
+and saves (`_bench_saves`).
 
 Every row is a fresh process, a fork of one that has imported torch alone, in which two loads
 run one after the other: what a program imports before it loads is imported before, what is
@@ -20,6 +21,7 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,10 +30,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_saves import find_difference, measure_saves, print_line, run_overwire, show_save
-from overwire.plumbing import parse_size
+from ._bench_saves import find_difference, measure_saves, print_line, run_overwire, show_save
+from .plumbing import parse_size
 
 Case = tuple[str, str]  # of a name to load by, and a file
+
+_ENGINE = "import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:]))"
 
 
 class _Face(NamedTuple):
@@ -131,7 +135,8 @@ def _build_module(shapes: dict[str, list[int]]) -> Any:
 def _write_files(folder: Path, device: str) -> dict[str, int]:
     """Makes the other files out of the plain one; returns the tensors' bytes."""
     import overwire as ow
-    from overwire.compat.tensorizer import TensorSerializer
+
+    from .compat.tensorizer import TensorSerializer
 
     plain = ow.load_file(folder / "plain")
     ow.save_file(plain, folder / "compressed")
@@ -243,7 +248,7 @@ def _measure_faces(args: argparse.Namespace, folder: Path) -> list[dict[str, Any
     sys.dont_write_bytecode = False  # modules are compiled once, as those of an installed package are
     report = _run_in_fork(lambda: _write_files(folder, args.device))
     if "failed" in report:
-        sys.exit(f"{report['failed']}")
+        sys.exit(f"overwire: bench: {report['failed']}")
     cases = list(_list_cases(args.device, args.faces))
     runs: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     for number in range(args.repeat):
@@ -254,14 +259,14 @@ def _measure_faces(args: argparse.Namespace, folder: Path) -> list[dict[str, Any
 
 
 def _read_arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
-    parser.add_argument("--size", default="2GB", help="bytes of the model's tensors")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds")
-    parser.add_argument("--dir", help="folder for temporary files; it takes several times --size")
-    parser.add_argument("--json", action="store_true", help="print one JSON document for machines")
-    parser.add_argument("--faces", default="", help="only names that contain one of these, by commas")
-    args = parser.parse_args(words)
+    parser = argparse.ArgumentParser("overwire bench", add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--size", default="2GB")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--dir")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--faces", default="")
+    args, _ = parser.parse_known_args(words)
     args.bytes = parse_size(args.size, "--size")
     if args.device == "cuda":
         args.device = "cuda:0"
@@ -269,21 +274,27 @@ def _read_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    """The program; its exit status: 1 where bytes are wrong."""
+    """The command, without `bench`; its exit status: the engine's, or 1 where bytes are wrong."""
+    as_json = "--json" in words
+    engine = [sys.executable, "-c", _ENGINE, "bench", *words]  # its own part, in a process of its own
+    result = subprocess.run(engine, text=True, stdout=subprocess.PIPE if as_json else None)
+    if result.returncode or importlib.util.find_spec("torch") is None or "-h" in words or "--help" in words:
+        sys.stdout.write(result.stdout or "")
+        return result.returncode
     args = _read_arguments(words)
-    if not args.json:
+    if not as_json:
         print_line("first / second load of a fresh process, by each name")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overwire-bench-", dir=args.dir)))
         rows = _measure_faces(args, folder)
-        if not args.json:
+        if not as_json:
             print_line("\n".join(map(_show_row, rows)))
             print_line(f"first / second save of a fresh process, to {args.dir or folder.parent}")
         for file in set(folder.iterdir()) - {folder / "plain"}:  # saves need the space
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         saves = measure_saves(folder / "plain", args.device, folder, args.faces, _run_in_fork)
-    if args.json:
-        print_line(json.dumps({"faces": rows, "saves": saves}, indent=1))
+    if as_json:
+        print_line(json.dumps(json.loads(result.stdout) | {"faces": rows, "saves": saves}, indent=1))
     else:
         print_line("\n".join(map(show_save, saves)))
     return 1 if any("wrong" in row for row in rows + saves) else 0
