@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/bench"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/weights"
@@ -37,6 +38,7 @@ gen writes realistic weights as a plain safetensors file:
 	example: `overwire bench
 overwire bench --device cuda --size 8GB --dir /dev/shm
 overwire bench --file model.safetensors
+overwire bench --ranks auto --size 16GB --dir /dev/shm
 overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
 		{name: "size", value: "SIZE", size: true, doc: "tensor bytes to save and load (default 2GB), or to generate"},
@@ -44,6 +46,7 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "file", value: "FILE", doc: "your own weights, to see how small they become"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
+		{name: "ranks", value: "N", doc: "measure loads by N processes together, one GPU each, or auto; with torch"},
 		{name: "faces", value: "NAMES", doc: "only names to load or save by that contain one of these, by commas"},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},
 		{name: "force", short: "f", doc: "gen: replace OUT if it exists"},
@@ -54,6 +57,9 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		switch {
 		case len(c.args) > 0 && c.args[0] == "gen":
 			return c.generate()
+		case c.opts["ranks"] != "":
+			return errs.New(errs.ErrNotSupported,
+				"bench --ranks is carried out by the command overwire of the Python package")
 		case len(c.args) > 0:
 			return usage("bench %s: write overwire bench, or overwire bench gen KIND OUT", c.args[0])
 		}

@@ -30,7 +30,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._bench_saves import find_difference, measure_saves, print_line, run_overwire, show_save
+from ._bench import print_line, run_overwire
+from ._bench_saves import find_difference, measure_saves, show_save
 from .plumbing import parse_size
 
 Case = tuple[str, str]  # of a name to load by, and a file

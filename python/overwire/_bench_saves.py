@@ -15,8 +15,6 @@ import json
 import mmap
 import os
 import shutil
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -121,21 +119,6 @@ _WAYS: dict[str, tuple[Save, int, str]] = {
 
 
 # -- measurements
-
-
-def run_overwire(*words: str) -> None:
-    """Runs the command line in a process of its own; exits where it fails."""
-    process = subprocess.run(
-        [sys.executable, "-m", "overwire", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if process.returncode:
-        sys.exit(f"overwire: bench: overwire {words[0]} ended with status {process.returncode}: {process.stdout}")
-
-
-def print_line(line: str) -> None:
-    """Prints a line at once."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def read_plain(path: Path) -> dict[str, tuple[Any, Any, list[int]]]:

@@ -281,6 +281,8 @@ def main() -> None:
         from ._run import run
 
         run(sys.argv[2:])
+    if sys.argv[1:2] == ["bench"] and any(word.partition("=")[0] == "--ranks" for word in sys.argv[2:]):
+        os.execv(sys.executable, [sys.executable, "-m", "overwire._bench", *sys.argv[2:]])
     words = " ".join(["", *sys.argv[2:]]).replace("--device ", "--device=")
     if sys.argv[1:2] == ["bench"] and " --device=cuda" in words:
         os.execv(sys.executable, [sys.executable, "-m", "overwire._bench_faces", *sys.argv[2:]])

@@ -27,7 +27,7 @@ for name in ${*:-tests example bench}; do
     example) step example 45 "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts= tests/peers/test_fastsafetensors.py -k "nccl" ;;
     bench)
         work=$(mktemp -d "$DIR/overwire-ranks-XXXXXX")
-        step bench 200 "$PYTHON" tests/benches/bench_ranks.py --ranks "$RANKS" --size "$SIZE" --dir "$work"
+        step bench 200 "$PYTHON" -m overwire bench --ranks "$RANKS" --size "$SIZE" --dir "$work"
         rm -r "$work"
         ;;
     *) echo "no step is called $name" && failed="$failed $name" ;;

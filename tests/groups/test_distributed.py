@@ -164,16 +164,13 @@ def test_two_gpus(folder: Path, backend: str) -> None:
     ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
 
 
-BENCHES = Path(__file__).parents[1] / "benches"
-
-
 def bench(*words: str, exchange: str = "mapped") -> subprocess.CompletedProcess[str]:
-    return warm.fresh([str(BENCHES / "bench_ranks.py"), *words], env=cleaned() | {"OVERWIRE_EXCHANGE": exchange})
+    return warm.fresh(["-m", "overwire", "bench", *words], env=cleaned() | {"OVERWIRE_EXCHANGE": exchange})
 
 
 @pytest.mark.imports_torch
 def test_bench_of_ranks(tmp_path: Path) -> None:
-    """bench_ranks.py prints floors and rows, each compared and beside its floor, and leaves no file."""
+    """`overwire bench --ranks` prints floors and rows, each compared and beside its floor, and leaves no file."""
     done = bench("--ranks", "2", "--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -195,7 +192,7 @@ def test_bench_refuses_wrong_bytes(tmp_path: Path) -> None:
     ow.save_file({"a": torch.ones(64, 64)}, tmp_path / "plain.safetensors", compress=False)
     ow.save_file({"a": torch.ones(64, 64) * 2}, tmp_path / "packed.safetensors")
     task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "mapped", "device": "cpu", "repeat": 1, "first": True, "floors": {}}
-    done = warm.fresh([str(BENCHES / "bench_ranks_one.py"), json.dumps(task)], env=cleaned())
+    done = warm.fresh(["-m", "overwire._bench_rank", json.dumps(task)], env=cleaned())
     assert done.returncode == 1 and "compressed, whole, mapped: rank 0: a is wrong" in done.stderr, done.stderr
     for words in (("--ranks", "0"), ("--ranks=many",), ("--ranks", "2", "--size", "much"), ("--ranks", "2", "--repeat", "0")):
         assert bench(*words).returncode == 2, words

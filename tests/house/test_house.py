@@ -34,7 +34,7 @@ LAYERS: list[tuple[str, str]] = [
     ("checkpoints", "checkpoints checkpoints.*"),
     ("plumbing", "plumbing"),
     ("portable", "portable portable.*"),
-    ("outside", "compat compat.* integrations integrations.* __main__ _bench_* _torch"),
+    ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_* _torch"),
 ]
 
 # Modules that the outside may import, beside the names of overwire.__all__.
@@ -59,6 +59,7 @@ ALLOWED = {
     ("integrations.vllm", "_core"): "asks sys.modules whether the engine may run, which no fork survives; imports nothing",
     ("integrations.vllm", "integrations.modelexpress"): "what vLLM calls in each process is ModelExpress's only door",
     ("_engine", "_torch"): "this process becomes that program; imports nothing",
+    ("_engine", "_bench"): "this process becomes that program; imports nothing",
     ("_engine", "_bench_faces"): "this process becomes that program; imports nothing",
     ("__main__", "_engine"): "the command line is the engine's",
     ("compat.safetensors._errors", "compat.safetensors"): "names the module that its class says it is of; imports nothing",

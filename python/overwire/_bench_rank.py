@@ -1,4 +1,4 @@
-"""One rank of `bench_ranks`: floors, loads over a group, other libraries.
+"""One rank of `overwire bench --ranks`: floors, loads over a group, other libraries.
 
 Rank 0 prints a JSON document for each row on standard output. Tensors are compared with
 the bytes of the plain file, read here without overwire; a wrong one ends all ranks.
@@ -20,12 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import overwire as ow
 import torch
 import torch.distributed
-from overwire._bench_saves import read_plain
-from overwire.distributed import shard_range
-from overwire.plumbing import read_floor
+
+import overwire as ow
+
+from ._bench_saves import read_plain
+from .distributed import shard_range
+from .plumbing import read_floor
 
 dist: Any = torch.distributed  # its types hide half of it
 

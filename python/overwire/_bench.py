@@ -1,6 +1,6 @@
-"""Loads by several processes together, beside what the machine allows: python tests/benches/bench_ranks.py
+"""`overwire bench --ranks N`: loads by several processes together, beside what the machine allows.
 
-This process makes a model, starts the ranks (`bench_ranks_one`), one GPU each as far as there
+This process makes a model, starts the ranks (`_bench_rank`), one GPU each as far as there
 are as many, and prints their rows. Each way of exchange has ranks of its own, so that its
 first load is one. If a rank fails, all end.
 """
@@ -18,10 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from overwire._bench_saves import print_line, run_overwire
-from overwire.plumbing import parse_size
+from .plumbing import parse_size
 
-_ONE = Path(__file__).with_name("bench_ranks_one.py")
 _WAYS = ("mapped", "collective", "none")
 
 _DOC = """Loads a model by several processes of a torch.distributed group together: whole on each, and
@@ -33,8 +31,10 @@ twice --size in the folder."""
 
 
 def _parse_arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=_DOC, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="auto", help="processes, or auto: one for each GPU, two without one")
+    parser = argparse.ArgumentParser(
+        "overwire bench", description=_DOC, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", required=True, help="processes, or auto: one for each GPU, two without one")
     parser.add_argument("--size", help="bytes of the model's tensors (default: 2GB, 256MB without a GPU)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--repeat", type=int, default=3, help="loads behind the first")
@@ -48,6 +48,21 @@ def _parse_arguments(words: list[str]) -> argparse.Namespace:
     if args.repeat < 1 or args.ranks != "auto" and not (args.ranks.isdigit() and 1 <= int(args.ranks) <= 64):
         parser.error("--ranks is auto or 1 to 64, and --repeat at least 1")
     return args
+
+
+def run_overwire(*words: str) -> None:
+    """Runs the command line in a process of its own; exits where it fails."""
+    process = subprocess.run(
+        [sys.executable, "-m", "overwire", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if process.returncode:
+        sys.exit(f"overwire: bench: overwire {words[0]} ended with status {process.returncode}: {process.stdout}")
+
+
+def print_line(line: str) -> None:
+    """Prints a line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def _show_row(row: dict[str, Any]) -> str:
@@ -72,7 +87,7 @@ def _run_ranks(
         processes = []
         for rank in range(ranks):
             errors = stack.enter_context(tempfile.TemporaryFile())
-            command = [sys.executable, str(_ONE), json.dumps({**task, "rank": rank})]
+            command = [sys.executable, "-m", "overwire._bench_rank", json.dumps({**task, "rank": rank})]
             one = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE if rank == 0 else errors,
@@ -98,15 +113,15 @@ def _run_ranks(
             if one.wait():
                 errors.seek(0)
                 text = errors.read().decode(errors="replace").strip()
-                sys.exit(f"rank {rank} of {ranks} ended with status {one.returncode}:\n{text[-4000:]}")
+                sys.exit(f"overwire: bench: rank {rank} of {ranks} ended with status {one.returncode}:\n{text[-4000:]}")
     return rows
 
 
 def main(words: list[str]) -> None:
-    """The program. Exits with 2 for wrong arguments, 1 where a rank fails."""
+    """The command, without `bench`. Exits with 2 for wrong arguments, 1 where a rank fails."""
     args = _parse_arguments(words)
     if importlib.util.find_spec("torch") is None:
-        sys.exit("it needs torch")
+        sys.exit("overwire: bench: --ranks needs torch")
     gpus = 0
     if args.device != "cpu":
         import torch
@@ -115,7 +130,7 @@ def main(words: list[str]) -> None:
     if args.device is None:
         args.device = "cuda" if gpus else "cpu"
     if args.device == "cuda" and not gpus:
-        sys.exit("--device cuda: torch sees no GPU")
+        sys.exit("overwire: bench: --device cuda: torch sees no GPU")
     args.bytes = args.bytes or (2 * 10**9 if args.device == "cuda" else 256 * 10**6)
     ranks = (gpus or 2) if args.ranks == "auto" else int(args.ranks)
     exchange = os.environ.get("OVERWIRE_EXCHANGE")
