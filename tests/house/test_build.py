@@ -255,7 +255,7 @@ def test_floor_is_enforced() -> None:
     assert elf.exports() == ["PyInit__core"] and elf.needed() == ["libc.so.6"]
     assert all(v.version.startswith("GLIBC_2.") for v in elf.needed_versions())
     names = {s.name for s in elf.symbols() if not s.defined}
-    assert "PyModule_Create2" in names and "malloc" in names
+    assert "PyModuleDef_Init" in names and "malloc" in names
 
 
 def test_there_is_one_version() -> None:
