@@ -1,0 +1,81 @@
+"""Programs of tests/ that need an engine or a GPU name what overwire's modules have, though nothing here runs them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "python/overwire"
+
+
+def file_of(module: str) -> Path | None:
+    """The file of one of overwire's modules written in Python."""
+    path = ROOT / "python" / module.replace(".", "/")
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+@cache
+def names_of(file: Path) -> frozenset[str] | None:
+    """What a module binds at its top; None where it makes names when it is asked for them."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = {part.name.partition(".")[0] for part in file.parent.iterdir()} | {"__file__", "__name__"}
+    for node in ast.walk(ast.Module([one for one in tree.body if not isinstance(one, ast.ClassDef)], [])):
+        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+            return None
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+    return frozenset(names | {one.name for one in tree.body if isinstance(one, ast.ClassDef)})
+
+
+def absent_names(source: str) -> Iterator[str]:
+    """The names of overwire's modules that a program uses and that they do not have, with their lines."""
+    tree = ast.parse(source)
+    modules: dict[str, Path] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("overwire"):
+            continue
+        file = file_of(node.module or "")
+        names = None if file is None else names_of(file)
+        for alias in node.names:
+            if (part := file_of(f"{node.module}.{alias.name}")) is not None:
+                modules[alias.asname or alias.name] = part
+            elif names is not None and alias.name not in names:
+                yield f"{node.lineno}: {node.module}.{alias.name}"
+    for node in ast.walk(tree):  # what is bound otherwise, too, may be something else there
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            modules.pop(node.id, None)
+        elif isinstance(node, ast.arg):
+            modules.pop(node.arg, None)
+        elif isinstance(node, ast.Import) or isinstance(node, ast.ImportFrom) and "overwire" not in (node.module or ""):
+            for alias in node.names:
+                modules.pop((alias.asname or alias.name).partition(".")[0], None)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            names = names_of(modules[node.value.id])
+            if names is not None and node.attr not in names:
+                yield f"{node.lineno}: {node.value.id}.{node.attr}"
+
+
+def test_programs_name_what_there_is() -> None:
+    """No program or test names a function of overwire's that was renamed."""
+    absent = []
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.py")]
+    for file in files:
+        absent += [f"{file.relative_to(ROOT)}:{one}" for one in absent_names(file.read_text(encoding="utf-8"))]
+    assert len(files) > 100 and not absent, absent
+
+
+def test_an_absent_name_is_seen() -> None:
+    """A renamed function, and one that is reached through its module."""
+    source = "from overwire.integrations.vllm import prepared\nfrom overwire.integrations.vllm.methods import GONE\n"
+    assert [*absent_names(source + "prepared.gone()\nprepared.begin_writing()\n")] == [
+        "2: overwire.integrations.vllm.methods.GONE",
+        "3: prepared.gone",
+    ]
