@@ -117,6 +117,12 @@ KINDS = ("marlin_moe", "triton_moe")
 # Those of which vLLM has no experts for CPUs.
 INTEGERS = ("GPTQ", "AWQ", "AutoRound", "W4A", "W8A16", "W8A8, int8", "Quark int8")
 
+# Of which vLLM says that it takes weights that are already processed, as prepared state needs it.
+_EITHER = ("fp8", "fp8, static", "fp8, blocks", "ModelOpt NVFP4")
+PREPARED = frozenset(f"{kind}, {case}" for case in _EITHER for kind in BOTH) | {
+    f"dense, {case}" for case in ("ModelOpt MXFP8", "MXFP8", "int8 from bf16")
+}
+
 # What two ranks load: a method for each way in which a parameter is divided.
 DIVIDED = ("GPTQ", "AWQ", "W4A16", "W8A8, int8", "NVFP4", "fp8", "fp8, blocks", "ModelOpt MXFP8", "Quark MXFP4")
 
@@ -342,8 +348,22 @@ def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log:
         raise SystemExit(f"{kind}, {case} ({named}): not as vLLM's own: {wrong}, {[one[2] for one in loads]}")
     if (method in COPIED) != ("loaded into their places" in how[1]):
         raise SystemExit(f"{kind}, {case} ({method}): {how[1]}")
+    if takes_processed(model) != (f"{kind}, {case}" in PREPARED):
+        raise SystemExit(f"{kind}, {case}: takes prepared state: {takes_processed(model)}")
     processed = f"not processed here ({loads[0][2]})" if loads[0][2] else "processed"
     print(f"  {kind}, {case} ({method}): {len(loads[0][0])} values as vLLM's own, {processed}; {how[-1]}", flush=True)
+
+
+def takes_processed(model: torch.nn.Module) -> bool:
+    """Whether prepared state can be kept of a model, as far as its methods go."""
+    from overwire.integrations.shared.prepared import Refused
+    from overwire.integrations.vllm.prepared import _check_supported
+
+    try:
+        _check_supported(model)
+    except Refused:
+        return False
+    return True
 
 
 def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from engines_quantised import CASES, PREPARED
 from overwire.integrations.vllm.methods import COPIED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -520,12 +521,16 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 
 
 def test_the_table_of_quantised_models_is_the_loaders() -> None:
-    """docs/vllm.md names each method of quantisation once or by its checkpoints, and those by slices are the
-    loader's."""
+    """docs/vllm.md names each method of quantisation once or by its checkpoints; those by slices are the loader's, and
+    those that keep prepared state are those that vLLM says take it."""
     lines = (ROOT / "docs/vllm.md").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in (line.split("|") for line in lines) if len(row) == 6 and "`" in row[2]]
+    rows = [row for row in (line.split("|") for line in lines) if len(row) == 7 and "`" in row[2]]
     slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}
     assert slices == COPIED and len(rows) > 12
+    for row in rows:  # of the models that engines_quantised.py makes
+        names = re.findall(r"`([\w-]+)`", row[2])
+        kept = {f"{kind}, {case}" in PREPARED for case, (name, _, kinds) in CASES.items() if name in names for kind in kinds}
+        assert not kept or {"yes": {True}, "no": {False}}.get(row[4].strip(), {True, False}) >= kept, row
 
 
 def test_joins_a_preload(engines: Path, model: Path) -> None:
