@@ -114,12 +114,11 @@ soak: build ## loops with concurrency and faults over the public interface: SECO
 	$(PY) tests/soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 demo: build ## the main job on real weights, with figures and proof
 	$(PY) examples/demo.py
-rig: ## build/bin/overwire-rig, the developers' benchmarks: see docs/benchmarks.md
-	go build -tags=netgo,osusergo,nethttpomithttp2,nostores -trimpath -o $(BIN)/overwire-rig ./gosrc/rig
 plots: $(DOCS)/.ready ## docs/plots/*.svg from docs/plots/figures.json
 	$(DOCS)/bin/python docs/plots/draw.py
-bench: build rig ## the engine's figures beside the floors of this machine and their goals, and the binding's
-	$(BIN)/overwire-rig
+bench: build ## this machine's figures beside its floors, and those of the binding and of loads over HTTP
+	$(PY) -m overwire bench
+	$(PY) tests/benches/bench_net.py
 	$(PY) tests/benches/bench_binding.py
 
 docs: $(DOCS)/.ready ## build/docs/html: the site, from docs/ and the docstrings; needs no network once it is installed
@@ -145,5 +144,5 @@ kernels: $(NVCC) ## compile cuda/built/*.fatbin anew, byte for byte, by the pinn
 
 $(NVCC):
 	$(PYTHON) -m pip install -q --disable-pip-version-check --target build/nvcc "cuda-toolkit[nvcc,cudart]==13.0.*"
-gpubench: build rig ## on a machine with a GPU: its tests, the memory checkers, every figure
-	PYTHON=$(PY) RIG=$(BIN)/overwire-rig tests/gpu/device_run.sh
+gpubench: build ## on a machine with a GPU: its tests, the memory checkers, every figure
+	PYTHON=$(PY) tests/gpu/device_run.sh

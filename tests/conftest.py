@@ -39,10 +39,10 @@ def share_cores(env: MutableMapping[str, str], cores: int) -> None:
 # Their tests take longest: with them at the end, all but one worker would wait.
 FIRST = ("test_transformers.py", "test_waiting.py", "test_process.py", "test_build.py")
 # Files whose tests start many processes, or builds: `make quick` leaves them out.
-HEAVY = """build compat_nvcomp demo distributed examples face_memory face_stream fastsafetensors fastsafetensors_later
+HEAVY = """benches build compat_nvcomp demo distributed examples face_memory face_stream fastsafetensors fastsafetensors_later
     fastsafetensors_plugins fastsafetensors_release forked guides hostile_manifests http interrupts nyacomp_readme
     patch_safetensors pickle_hostile pickle_limits preload preload_identity process process_handles processes
-    redirects rig secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores tensorizer_streams
+    redirects secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores tensorizer_streams
     transformers typing vllm waiting writers""".split()
 
 

@@ -3,8 +3,7 @@
 // and wire in the same run.
 //
 // Every load is one of the engine, from the page cache into fresh memory; bytes are
-// compared before anything is timed. The rig (gosrc/rig) measures the project's
-// goals and other libraries.
+// compared before anything is timed. GB/s are 10^9 bytes of tensors, not of files.
 package bench
 
 import (

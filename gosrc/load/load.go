@@ -28,7 +28,6 @@ type Options struct {
 	// CUDA: the dtype that floats become as they land, where there is a kernel for it; "": none
 	Cast    string `json:"cast"`
 	Threads int    `json:"threads"`  // 0: one per core
-	NoCheck bool   `json:"-"`        // benchmarks only: no checksums
 	InPlace bool   `json:"coherent"` // tests only: a GPU reads slots as over a coherent link
 	Read    string `json:"read"`     // a value of OVERWIRE_READ; "": the setting's own
 	Trace   string `json:"trace"`    // path for a Chrome trace; "": the setting's own

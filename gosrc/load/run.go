@@ -234,7 +234,7 @@ func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
 // pipelineTask is the pipeline's task of a shape.
 func (l *Loading) pipelineTask(s *shape, queue *cuda.Queue, depth int, opt Options) *pipeline.Task {
 	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan,
-		Workers: l.machine.Workers(depth), NoCheck: opt.NoCheck}
+		Workers: l.machine.Workers(depth)}
 	if queue != nil {
 		t.Queue, t.Near = queue, l.target.GPU.Place()
 	}

@@ -45,9 +45,8 @@ type Task struct {
 	Near    *nodes.Place // where the workers run; nil: anywhere
 	// Range, if not nil, says how many bytes a worker should request of a source's
 	// Ranges at once, to read them in steps. It excludes Gate.
-	Range   func() int64
-	NoCheck bool // for benchmarks only: skip checksums
-	Trace   *Trace
+	Range func() int64
+	Trace *Trace
 
 	// Destination, if not nil, resolves a decode task's destination right before it
 	// is submitted to the device; it may wait.
@@ -166,7 +165,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 
 func newRun(t *Task, queue device.Queue) *run {
 	r := &run{feed: feed{Task: t, facts: make([]source.Facts, len(t.Sources))}, queue: queue, last: "decode",
-		staged: make([]staged, len(t.Plan.Pieces)), checks: !t.NoCheck && !queue.Checks()}
+		staged: make([]staged, len(t.Plan.Pieces)), checks: !queue.Checks()}
 	if queue.Asynchronous() {
 		r.last = "submit"
 	}
@@ -410,7 +409,7 @@ func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, e
 		}
 		slot.View(b)
 	}
-	if !w.checks && !w.NoCheck && w.comparesSums(p) {
+	if !w.checks && w.comparesSums(p) {
 		slot.Check()
 	}
 	if err := w.settleTasks(p, t0); err != nil {

@@ -242,7 +242,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	ahead := r.piecesAhead()
 	task := &pipeline.Task{
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch, Queue: r.feed,
-		Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
+		Workers: r.machine.Workers(depth),
 		Gate: func(ctx context.Context, job int32) error {
 			return r.awaitFree(ctx, int(r.spots[job].Group)-r.ringOf(0, r.spec.Rank).count+1-ahead)
 		},

@@ -15,6 +15,7 @@ missing its rows are left out; without a GPU there is none, and the exit status 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -200,6 +201,9 @@ def main() -> int:
             measured(what + ", X16", "overwire", lambda c=chunk: codec_pair(ours, data, c, x16))
             if nvcomp is not None:
                 measured(what + ", ANS", theirs, lambda c=chunk: codec_pair(nvcomp, data, c, ans))
+        # What a copy reads and writes, a decoder that makes as many bytes writes, and reads less.
+        copied = rate(data.nbytes, functools.partial(torch.empty_like(data).copy_, data))
+        say("copy within the device's memory", "torch", {"decode": copied})
         words = text(512 << 20)
         for name in ("LZ4", "Snappy"):
             if nvcomp is not None:

@@ -1,15 +1,13 @@
 #!/bin/bash
 # What a machine with an NVIDIA GPU shows of overwire: that it is right, then how
-# fast it is. Needs overwire and torch in PYTHON, the rig (`make rig`) in RIG for
-# the engine's figures, pytest for the tests, compute-sanitizer and nvCOMP's wheels (in
-# WHEELS) for what needs them.
+# fast it is. Needs overwire and torch in PYTHON, pytest for the tests,
+# compute-sanitizer and nvCOMP's wheels (in WHEELS) for what needs them.
 #
 #   tests/gpu/device_run.sh                      everything, 20 minutes at most
-#   tests/gpu/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench python
+#   tests/gpu/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench net python
 #   OUT=folder DIR=/dev/shm BENCH="--size 4GB" PYTHON=python3 tests/gpu/device_run.sh
 set -u
 cd "$(dirname "$0")/../.."
-RIG=${RIG:-build/bin/overwire-rig}
 OUT=${OUT:-/tmp/overwire-gpu}
 . tests/gpu/steps.sh
 
@@ -41,16 +39,29 @@ sanitizer() {
     rm -r "$dir"
 }
 
-for name in ${*:-doctor tests sanitizer nvcomp bench python}; do
+# Whole loads of weights of other kinds, the last with a trace.
+each_kind() {
+    local dir kind
+    dir=$(mktemp -d "$DIR/overwire-kinds-XXXXXX")
+    for kind in fp16 fp32 fp8-e4m3 moe-bf16; do
+        "$PYTHON" -m overwire bench gen $kind --size 4GB "$dir/plain.safetensors" -f &&
+            "$PYTHON" -m overwire compress "$dir/plain.safetensors" -o "$dir/packed.safetensors" -f &&
+            step $kind 60 "$PYTHON" -m overwire load "$dir/packed.safetensors" --device cuda --repeat 5 --trace "$OUT/trace.json"
+    done
+    rm -r "$dir"
+}
+
+for name in ${*:-doctor tests sanitizer nvcomp bench net python}; do
     case $name in
     doctor) step doctor 60 "$PYTHON" -m overwire doctor --measure ;;
     tests) tests ;;
     sanitizer) sanitizer ;;
     nvcomp) step nvcomp 120 "$PYTHON" tests/benches/bench_codecs.py ${WHEELS:+--wheels "$WHEELS"} ;;
     # shellcheck disable=SC2086 # BENCH are several words
-    bench) step bench 570 "$RIG" --device cuda --dir "$DIR" --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
+    bench) step bench 300 "$PYTHON" -m overwire bench --device cuda --dir "$DIR" ${BENCH:-} ;;
+    net) step net 200 "$PYTHON" tests/benches/bench_net.py --device cuda --size 8GB --repeat 3 --dir "$DIR" ;;
     python)
-        step loads 300 "$PYTHON" -m overwire bench --device cuda --dir "$DIR"
+        each_kind
         step starts 120 "$PYTHON" tests/benches/bench_start.py --device cuda --dir "$DIR"
         ;;
     *) echo "no step is called $name" && failed="$failed $name" ;;

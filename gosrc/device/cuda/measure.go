@@ -42,27 +42,6 @@ func (q *Queue) PinnedBytes() int64 { return q.pages.n }
 // Asynchronous is true: a completer reports what has landed.
 func (q *Queue) Asynchronous() bool { return true }
 
-// RunAgain measures kernels alone: it launches those of every slot's last piece again,
-// count times, and copies nothing. Those pieces must have been submitted since the
-// queue was made and have landed, in one round and without scratch, and their
-// destinations must still be allocated. No slot may be in use.
-func (q *Queue) RunAgain(count int) (time.Duration, error) {
-	if count <= 0 {
-		return 0, errs.New(errs.ErrArgument, "%d launches", count)
-	}
-	for _, s := range q.slots {
-		if s.rounds > 1 {
-			return 0, errs.New(errs.ErrArgument, "a piece that took %d rounds cannot be launched again", s.rounds)
-		}
-	}
-	start := time.Now()
-	var e C.struct_owcu_error
-	if C.owcu_relaunch(q.c, C.int(count), &e) != 0 {
-		return 0, errorOf(q.dev.index, &e)
-	}
-	return time.Since(start), nil
-}
-
 // TraceTimes calls trace for every piece that has landed, with the times of its copy and
 // of its kernels; nil ends this. No piece may be in flight. For a piece of several
 // rounds it reports the last.

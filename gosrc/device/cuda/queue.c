@@ -214,20 +214,6 @@ int owcu_join_stream(struct owcu_queue *q, uint64_t stream, struct owcu_error *e
 	return leave(&g, rc);
 }
 
-int owcu_relaunch(struct owcu_queue *q, int count, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = enter(&g, q->ctx, e);
-
-	if (rc)
-		return rc;
-	for (int i = 0; rc == 0 && i < count; i++)
-		for (int k = 0; rc == 0 && k < q->nslots; k++)
-			rc = launch_all(q, q->slots[k], q->slab.streams[1], e);
-	rc |= TRY(stream_sync, (q->slab.streams[1]));
-	return leave(&g, rc);
-}
-
 int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e)
 {
 	struct owcu_guard g;

@@ -80,7 +80,6 @@ type Slot struct {
 	loose    bool    // see AllowGapWrites
 	checks   bool    // see Check
 	count    int     // tasks of the piece
-	rounds   int     // of the last piece
 	with     []*Slot // whose work this one's includes; see SubmitAll
 	copied   int64   // bytes, for the trace
 	done     func(task int, err error)
@@ -380,10 +379,8 @@ func (q *Queue) submitPieces(s *Slot) error {
 	defer q.mu.Unlock()
 	b := &s.build
 	err := q.broken
-	s.rounds = 0
 	for err == nil && !b.finished() {
 		err = q.queueRound(s, b)
-		s.rounds++
 	}
 	if err != nil {
 		q.freeSlotsOf(s)

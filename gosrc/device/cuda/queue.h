@@ -76,11 +76,6 @@ int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_join_stream makes the queue wait for what is queued now on a caller's stream.
 int owcu_join_stream(struct owcu_queue *q, uint64_t stream, struct owcu_error *e);
 
-// owcu_relaunch launches the kernels of every slot's last submit again, count times,
-// and waits; it copies nothing. The caller owns the slots, and their destinations
-// are still allocated.
-int owcu_relaunch(struct owcu_queue *q, int count, struct owcu_error *e);
-
 // owcu_time_slots turns the marks of the slots on, with the origin now, or off. No work
 // may be in flight. Off, they cost a comparison.
 int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e);

@@ -121,10 +121,6 @@ var mayImport = map[string][]string{
 		"pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
-	// The rig is a program beside the library: no package imports it.
-	"rig": {"measure", "weights", "serve", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "errs",
-		"internal/..."},
-
 	// nvCOMP's bitstreams. The library imports package nvcomp, but none of the
 	// packages below it.
 	"nvcomp": {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "errs",
@@ -151,7 +147,7 @@ var modules = map[string][]string{
 	"golang.org/x/sys": {""},
 	"github.com/zeebo/xxh3": {"codec", "codec/blocksum", "device/cuda", "save", "sleep", "format",
 		"load", "source/cache"},
-	"github.com/dustin/go-humanize":           {"cli", "rig"},
+	"github.com/dustin/go-humanize":           {"cli"},
 	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4"},
 	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "codec/planes"},
 	"github.com/go-python/gopy":               {"bind"},
@@ -175,7 +171,6 @@ var mayWrite = map[string]string{
 	"source/spool": "a file without a name",
 	"source/pipe":  "a log that is only added to",
 	"measure":      "scratch files in a folder of its own",
-	"rig":          "scratch files in the folder of its run",
 }
 
 // longPackages are over the limit, each for a reason. An entry that is no longer

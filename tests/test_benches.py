@@ -1,14 +1,12 @@
-"""The rig (gosrc/rig) and benches beside it, on the device that every machine has: the CPU.
+"""The programs of tests/benches, on the device that every machine has: the CPU.
 
-What needs a driver is tested on the fake one (`make fakegpu`); the very same
-rows on a GPU come out of tests/gpu/device_run.sh.
+The very same rows on a GPU come out of tests/gpu/device_run.sh.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -26,26 +24,15 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.mark.slow
-def test_rows_through_the_command_line(tmp_path: Path) -> None:
-    """Every group has its rows, in the file as on the screen, a wrong command line says so, and nothing stays."""
-    if not shutil.which("go"):
-        pytest.skip("needs Go")
-    rig, folder, out = str(tmp_path / "overwire-rig"), tmp_path / "dir", tmp_path / "report.json"
-    folder.mkdir()
-    command = ["go", "build", "-tags=netgo,osusergo,nostores", "-o", rig, "./gosrc/rig"]
-    subprocess.run(command, cwd=ROOT, env={"GOEXPERIMENT": "simd", **os.environ, "GOFLAGS": ""}, check=True)
-    ways = {"codec": {"codec"}, "net": {"net"}, "--device cpu --only bf16,net": {"bf16", "net", "floors"}}
-    for words, groups in ways.items():
-        command = [rig, *words.split(), "--size", "8MB", "--repeat", "1", "--dir", str(folder), "--out", str(out), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-        assert done.returncode == 0, done.stderr
-        rows = json.loads(done.stdout)["rows"]
-        assert {row["group"] for row in rows} == groups
-        assert json.loads(out.read_text())["rows"] == rows
-    done = subprocess.run([rig, "speed"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "nothing to measure is called" in done.stderr
-    assert os.listdir(folder) == []
+def test_links_have_rows_beside_their_floors(tmp_path: Path) -> None:
+    """Every link and the bare loopback have rows for both kinds of file, and nothing stays."""
+    command = [sys.executable, ROOT / "tests/benches/bench_net.py", "--size", "8MB", "--repeat", "1", "--json"]
+    done = subprocess.run([*command, "--dir", tmp_path], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert len(rows) == 11
+    assert all(row["value"] > 0 and row["floor"] > 0 for row in rows)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("how", ["plain", "crc32", "key"])
