@@ -11,22 +11,33 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
-	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
 // Options choose what is measured. The zero value measures loads to the host with 2
 // GB of generated weights.
 type Options struct {
-	measure.Options
-	Device string // device of the loads: "cuda", "cuda:1", "cpu"; "": "cpu"
-	File   string // the user's own weights, whose ratio is measured too; "" for none
+	Device  string        // device of the loads: "cuda", "cuda:1", "cpu"; "": "cpu"
+	File    string        // the user's own weights, whose ratio is measured too; "" for none
+	Size    int64         // tensor bytes of the load rows
+	Repeat  int           // runs of each measurement; 0: 5
+	Threads int           // 0: all cores
+	Dir     string        // where the run makes its folder; "": the system's temporary folder
+	Storage format.Access // how files that the user names are reached
+
+	// Begin, if not nil, is called with the report when its head is known, and Row
+	// with every row as soon as it is measured.
+	Begin func(*Report)
+	Row   func(Row)
 }
 
 // kinds are the weights whose ratio is measured.
@@ -43,51 +54,62 @@ const sampleBytes = 64 << 20
 
 // run is one run.
 type run struct {
-	*measure.Run
-	opt  Options
-	gpu  *cuda.Device // nil: loads go to the host
-	wire float64      // GB/s of copies to the GPU
+	Options // with all defaults filled in
+	ctx     context.Context
+	job     *job.Job // may be nil
+	folder  string   // contains only the files of this run
+	report  Report
+	gpu     *cuda.Device // nil: loads go to the host
+	wire    float64      // GB/s of copies to the GPU
 }
 
 // Run measures. It removes its files before it returns. Errors are those of the
 // verbs that it measures; a folder with too little space is errs.ErrIO.
-func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
+func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
+	began := time.Now()
 	if opt.Size <= 0 {
 		opt.Size = 2e9
 	}
-	m, err := measure.Start(ctx, j, opt.Options)
-	if err != nil {
-		return measure.Report{}, err
+	if opt.Repeat <= 0 {
+		opt.Repeat = 5
 	}
-	defer m.Close()
-	r := &run{Run: m, opt: opt}
+	if opt.Threads <= 0 {
+		opt.Threads = runtime.GOMAXPROCS(0)
+	}
+	folder, err := os.MkdirTemp(opt.Dir, "overwire-bench-")
+	if err != nil {
+		return Report{}, errs.New(errs.ErrIO, "%v", err)
+	}
+	defer os.RemoveAll(folder)
+	r := &run{Options: opt, ctx: ctx, job: j, folder: folder, report: Report{Machine: ThisMachine()}}
 	for _, step := range []func() error{
 		r.openDevice, r.estimateTime, r.measureMachine, r.measureSizes, r.measureLoads,
 	} {
 		if err := step(); err != nil {
-			return r.Report, err
+			return r.report, err
 		}
-		if err := r.Stopped(); err != nil {
-			return r.Report, err
+		if err := r.stopError(); err != nil {
+			return r.report, err
 		}
 	}
-	return r.Finish(), nil
+	r.report.Seconds = time.Since(began).Seconds()
+	return r.report, nil
 }
 
 // bytesNeeded is how many bytes the run's files take at most.
-func (r *run) bytesNeeded() int64 { return 3*r.Size + r.FloorBytes() + 64<<20 }
+func (r *run) bytesNeeded() int64 { return 3*r.Size + r.floorBytes() + 64<<20 }
 
 // openDevice opens the device and checks the space for files.
 func (r *run) openDevice() (err error) {
-	if r.opt.Device != "" {
-		if r.gpu, err = r.OpenDevice(r.opt.Device); err != nil {
+	if r.Device != "" {
+		if r.gpu, err = r.openGPU(r.Device); err != nil {
 			return err
 		}
 	}
-	if free := r.Free(); free >= 0 && free < r.bytesNeeded() {
+	if free := r.freeBytes(); free >= 0 && free < r.bytesNeeded() {
 		return errs.New(errs.ErrIO, "%.1f GB are free in %s and %.1f are needed: name another folder, or a smaller "+
 			"size",
-			float64(free)/1e9, filepath.Dir(r.Folder), float64(r.bytesNeeded())/1e9)
+			float64(free)/1e9, filepath.Dir(r.folder), float64(r.bytesNeeded())/1e9)
 	}
 	return nil
 }
@@ -96,47 +118,47 @@ func (r *run) openDevice() (err error) {
 // small, and multiplied by how often the run does it.
 func (r *run) estimateTime() error {
 	n := min(16<<20, r.Size)
-	path := r.Path("estimate.safetensors")
+	path := r.pathOf("estimate.safetensors")
 	var in []save.Input
 	var seconds [5]float64
 	for i, step := range []func() error{
-		func() (err error) { in, _, err = r.Make("llama-bf16", n, 1); return err },
+		func() (err error) { in, _, err = r.makeWeights("llama-bf16", n, 1); return err },
 		func() error {
-			_, err := save.Write(r.Ctx, r.Job, save.Spec{Path: path, Threads: r.Threads}, in)
+			_, err := save.Write(r.ctx, r.job, save.Spec{Path: path, Threads: r.Threads}, in)
 			return err
 		},
-		func() error { _, err := r.Ratio(path, in); return err },
-		func() error { return r.Same(path, in) },
-		func() error { return measure.Fresh(n, func(m []byte) error { measure.Touch(m); return nil }) },
+		func() error { _, err := r.measureRatio(path, in); return err },
+		func() error { return r.compareLoaded(path, in) },
+		func() error { return mapFresh(n, func(m []byte) error { touchPages(m); return nil }) },
 	} {
 		var err error
-		if seconds[i], err = measure.Timed(step); err != nil {
+		if seconds[i], err = timeOf(step); err != nil {
 			return err
 		}
 	}
 	generation, plain, packing, loading, touching := seconds[0], seconds[1], seconds[2], seconds[3], seconds[4]
 	times := func(bytes int64) float64 { return float64(bytes) / float64(n) }
 	repeat := float64(r.Repeat)
-	r.Report.Estimate = 1 + times(r.FloorBytes())*7*repeat*touching +
+	r.report.Estimate = 1 + times(r.floorBytes())*7*repeat*touching +
 		float64(len(kinds))*times(min(sampleBytes, r.Size))*(generation+packing) +
 		times(r.Size)*(generation+plain+2*packing+(2*repeat+4)*loading)
 	if r.Begin != nil {
-		r.Begin(&r.Report)
+		r.Begin(&r.report)
 	}
 	return nil
 }
 
 // measureMachine measures memory, files and the wire without overwire.
 func (r *run) measureMachine() error {
-	if err := r.MeasureFloors(); err != nil {
+	if err := r.measureFloors(); err != nil {
 		return err
 	}
-	f := r.Report.Floors
-	row := measure.Row{Group: "this machine", Unit: "GB/s"}
-	row.Name, row.Value, row.Note = "copy memory", f.CopyAll, fmt.Sprintf("one core %s", measure.Number(f.CopyOne))
-	r.Add(row)
+	f := r.report.Floors
+	row := Row{Group: "this machine", Unit: "GB/s"}
+	row.Name, row.Value, row.Note = "copy memory", f.CopyAll, fmt.Sprintf("one core %s", numberText(f.CopyOne))
+	r.addRow(row)
 	row.Name, row.Value, row.Note = "read the page cache into fresh memory", f.RawCopy, ""
-	r.Add(row)
+	r.addRow(row)
 	if r.gpu == nil {
 		return nil
 	}
@@ -145,28 +167,28 @@ func (r *run) measureMachine() error {
 		return err
 	}
 	defer func() { queue.Close(); _ = r.gpu.Trim() }()
-	if r.wire, err = r.ToDevice(queue, cuda.DefaultSlotBytes); err != nil {
+	if r.wire, err = r.measureWire(queue, cuda.DefaultSlotBytes); err != nil {
 		return err
 	}
-	r.Report.Device.Wire = r.wire
-	row.Name, row.Value = "copy pinned memory to "+r.Report.Device.Name, r.wire
-	r.Add(row)
+	r.report.Device.Wire = r.wire
+	row.Name, row.Value = "copy pinned memory to "+r.report.Device.Name, r.wire
+	r.addRow(row)
 	return nil
 }
 
 // measureSizes measures ratios.
 func (r *run) measureSizes() error {
 	add := func(name string, in []save.Input) error {
-		row, err := r.Ratio(r.Path("sizes.safetensors"), in)
+		row, err := r.measureRatio(r.pathOf("sizes.safetensors"), in)
 		if err != nil {
 			return err
 		}
 		row.Group, row.Name, row.FloorName = "size", name, "the least of the default level"
-		r.Add(row)
-		return r.Stopped()
+		r.addRow(row)
+		return r.stopError()
 	}
 	for _, k := range kinds {
-		in, _, err := r.Make(k.kind, min(sampleBytes, r.Size), 1)
+		in, _, err := r.makeWeights(k.kind, min(sampleBytes, r.Size), 1)
 		if err != nil {
 			return err
 		}
@@ -174,37 +196,37 @@ func (r *run) measureSizes() error {
 			return err
 		}
 	}
-	if r.opt.File == "" {
+	if r.File == "" {
 		return nil
 	}
-	in, err := r.File(r.opt.File)
+	in, err := r.readTensors(r.File)
 	if err != nil {
 		return err
 	}
-	return add(filepath.Base(r.opt.File)+"'s weights", in)
+	return add(filepath.Base(r.File)+"'s weights", in)
 }
 
 // measureLoads measures saving and loading of one model, compressed and plain.
 func (r *run) measureLoads() error {
-	in, total, err := r.Make("llama-bf16", r.Size, 2)
+	in, total, err := r.makeWeights("llama-bf16", r.Size, 2)
 	if err != nil {
 		return err
 	}
-	files := map[bool]string{false: r.Path("plain.safetensors"), true: r.Path("compressed.safetensors")}
+	files := map[bool]string{false: r.pathOf("plain.safetensors"), true: r.pathOf("compressed.safetensors")}
 	var speed [2]float64
 	ratio := 1.0
 	for i, compress := range []bool{false, true} {
-		rep, err := save.Write(r.Ctx, r.Job, save.Spec{Path: files[compress], Compress: compress, Threads: r.Threads},
+		rep, err := save.Write(r.ctx, r.job, save.Spec{Path: files[compress], Compress: compress, Threads: r.Threads},
 			in)
 		if err != nil {
 			return err
 		}
-		speed[i], ratio = measure.Rate(total, rep.Seconds), rep.Ratio
-		if err := r.Same(files[compress], in); err != nil {
+		speed[i], ratio = rateOf(total, rep.Seconds), rep.Ratio
+		if err := r.compareLoaded(files[compress], in); err != nil {
 			return err
 		}
 	}
-	r.Add(measure.Row{Group: "save", Name: fmt.Sprintf("compress and save %s of bf16", sizeText(total)),
+	r.addRow(Row{Group: "save", Name: fmt.Sprintf("compress and save %s of bf16", sizeText(total)),
 		Value: speed[1], Unit: "GB/s",
 		Floor: speed[0], FloorName: "saving it as it is"})
 	if err := r.saveInBackground(in, total); err != nil {
@@ -229,16 +251,16 @@ func (r *run) measureLoads() error {
 
 // saveInBackground measures when tensors may change again during a save that no one waits for.
 func (r *run) saveInBackground(in []save.Input, total int64) error {
-	path := r.Path("background.safetensors")
+	path := r.pathOf("background.safetensors")
 	spec := save.Spec{Path: path, Compress: true, Threads: r.Threads, Staged: func() {}}
-	rep, err := save.Write(r.Ctx, r.Job, spec, in)
+	rep, err := save.Write(r.ctx, r.job, spec, in)
 	if err != nil {
 		return err
 	}
-	r.Add(measure.Row{Group: "save", Name: "in the background, until the tensors may change",
-		Value: measure.Rate(total, rep.Staged), Unit: "GB/s",
-		Floor: measure.Rate(total, rep.Seconds), FloorName: "until the file is there"})
-	if err := r.Same(path, in); err != nil {
+	r.addRow(Row{Group: "save", Name: "in the background, until the tensors may change",
+		Value: rateOf(total, rep.Staged), Unit: "GB/s",
+		Floor: rateOf(total, rep.Seconds), FloorName: "until the file is there"})
+	if err := r.compareLoaded(path, in); err != nil {
 		return err
 	}
 	return errs.FromOS(os.Remove(path))
@@ -247,24 +269,24 @@ func (r *run) saveInBackground(in []save.Input, total int64) error {
 // measureLoad measures loads of a file: the first of this process, which prepares what
 // later ones reuse, and the median of those after it.
 func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
-	opt := load.Options{Device: r.opt.Device, Threads: r.opt.Threads}
-	once := func() error { return r.Loaded(path, opt, nil) }
-	first, err := measure.Timed(once)
+	opt := load.Options{Device: r.Device, Threads: r.Threads}
+	once := func() error { return r.loadFile(path, opt, nil) }
+	first, err := timeOf(once)
 	if err != nil {
 		return err
 	}
-	seconds, err := r.Median(once)
+	seconds, err := r.medianTime(once)
 	if err != nil {
 		return err
 	}
-	row := measure.Row{Group: "load", Name: fmt.Sprintf("load %s of %s bf16", sizeText(total), name),
-		Value: measure.Rate(total, seconds), Unit: "GB/s",
-		Floor: r.Report.Floors.RawCopy, FloorName: "copying as many bytes in memory",
-		Note: fmt.Sprintf("the first at %s", measure.Number(measure.Rate(total, first)))}
+	row := Row{Group: "load", Name: fmt.Sprintf("load %s of %s bf16", sizeText(total), name),
+		Value: rateOf(total, seconds), Unit: "GB/s",
+		Floor: r.report.Floors.RawCopy, FloorName: "copying as many bytes in memory",
+		Note: fmt.Sprintf("the first at %s", numberText(rateOf(total, first)))}
 	if r.gpu != nil {
 		row.Floor, row.FloorName = r.wire/ratio, "what the wire allows"
 	}
-	r.Add(row)
+	r.addRow(row)
 	return nil
 }
 

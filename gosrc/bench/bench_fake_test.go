@@ -11,7 +11,6 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/measure"
 )
 
 // Loads to a GPU stand beside the wire of the same run, and nothing is left on
@@ -19,9 +18,9 @@ import (
 func TestRunFake(t *testing.T) {
 	end := cuda.Fake(2 << 30)
 	var text bytes.Buffer
-	opt := Options{Device: "cuda", Options: measure.Options{Size: 8 << 20, Repeat: 1, Dir: t.TempDir()}}
-	opt.Begin = func(rep *measure.Report) { WriteHead(&text, rep) }
-	opt.Row = func(row measure.Row) { WriteRow(&text, row) }
+	opt := Options{Device: "cuda", Size: 8 << 20, Repeat: 1, Dir: t.TempDir()}
+	opt.Begin = func(rep *Report) { WriteHead(&text, rep) }
+	opt.Row = func(row Row) { WriteRow(&text, row) }
 	rep, err := Run(t.Context(), nil, opt)
 	if err != nil {
 		t.Fatal(err)
@@ -65,11 +64,11 @@ func TestReadingFake(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	slots := make([]byte, 2*measure.SlotsEach*measure.ReadStep)
+	slots := make([]byte, 2*SlotsEach*ReadStep)
 	if err := gpu.Register(slots); err != nil {
 		t.Fatal(err)
 	}
-	r := measure.Reading{Path: path, Lo: lo, Hi: int64(len(want)), To: uint64(uintptr(m[0].Ptr)),
+	r := Reading{Path: path, Lo: lo, Hi: int64(len(want)), To: uint64(uintptr(m[0].Ptr)),
 		Slots: uint64(uintptr(unsafe.Pointer(&slots[0]))), Threads: 2}
 	if err := r.Run(t.Context()); err != nil {
 		t.Fatal(err)

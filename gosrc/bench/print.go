@@ -5,13 +5,11 @@ package bench
 import (
 	"fmt"
 	"io"
-
-	"github.com/overwire/overwire/gosrc/measure"
 )
 
 // WriteHead prints what is measured, on which machine, and about how long that
 // takes.
-func WriteHead(w io.Writer, rep *measure.Report) {
+func WriteHead(w io.Writer, rep *Report) {
 	m := rep.Machine
 	fmt.Fprintf(w, "%s, %d cores, %s/%s, decoder %s\n", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder)
 	if rep.Device != nil {
@@ -23,8 +21,8 @@ func WriteHead(w io.Writer, rep *measure.Report) {
 }
 
 // WriteRow prints one row: what was done, the answer, and the floor.
-func WriteRow(w io.Writer, row measure.Row) {
-	value := measure.Number(row.Value)
+func WriteRow(w io.Writer, row Row) {
+	value := numberText(row.Value)
 	switch {
 	case row.Unit == "x":
 		fmt.Fprintf(w, "  %s: %.3f of their size; %s: %.3f\n", row.Name, row.Value, row.FloorName, row.Floor)

@@ -10,7 +10,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/weights"
 )
@@ -77,9 +76,8 @@ func kindsText() string {
 
 // measure is bench without gen.
 func (c *call) measure() error {
-	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"],
-		Options: measure.Options{Dir: c.opts["dir"], Size: c.size("size"), Repeat: c.number("repeat", 0),
-			Threads: c.threads(), Storage: c.storage}}
+	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"], Dir: c.opts["dir"], Size: c.size("size"),
+		Repeat: c.number("repeat", 0), Threads: c.threads(), Storage: c.storage}
 	if opt.File != "" { // what is wrong with it is said now
 		if _, err := save.Inspect(c.ctx, []string{opt.File}, c.storage); err != nil {
 			return err
@@ -87,8 +85,8 @@ func (c *call) measure() error {
 	}
 	if !c.is("json") { // rows appear as they are measured
 		group := ""
-		opt.Begin = func(rep *measure.Report) { bench.WriteHead(c.stdout, rep) }
-		opt.Row = func(row measure.Row) {
+		opt.Begin = func(rep *bench.Report) { bench.WriteHead(c.stdout, rep) }
+		opt.Row = func(row bench.Row) {
 			if row.Group != group {
 				group = row.Group
 				fmt.Fprintf(c.stdout, "%s\n", group)
@@ -125,7 +123,7 @@ func (c *call) generate() error {
 		return err
 	}
 	generation := time.Since(start).Seconds()
-	in, total := measure.Inputs(all)
+	in, total := bench.Inputs(all)
 	rep, err := save.Write(c.ctx, c.job, save.Spec{Path: out, Threads: opt.Threads,
 		Metadata: map[string]string{"format": "pt", "made_by": fmt.Sprintf("overwire bench gen %s --seed %d", opt.Kind,
 			opt.Seed)}}, in)

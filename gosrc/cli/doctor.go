@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/cpu"
 
+	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -21,7 +22,6 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
-	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
@@ -60,21 +60,21 @@ memory. A fifth of a GPU is left for what the model computes.`,
 
 // A Diagnosis is what doctor reports.
 type Diagnosis struct {
-	Version  string          `json:"version"`
-	Python   string          `json:"python,omitempty"`
-	Machine  measure.Machine `json:"machine"`
-	Features []string        `json:"cpu_features"`
-	Cipher   string          `json:"cipher"` // of encrypted .tensors files
-	Memory   Memory          `json:"memory"`
-	Nodes    []nodes.Node    `json:"nodes"` // with their cores; empty: the system does not tell
-	GPU      GPU             `json:"gpu"`
-	Preload  Preload         `json:"preload"`
-	Model    *Model          `json:"model,omitempty"` // that is asked about
-	GDS      gds.Report      `json:"gpudirect_storage"`
-	Engine   string          `json:"engine"` // "ok", or the panic that poisoned it
-	Workers  int             `json:"goroutines"`
-	Settings []knob.Row      `json:"settings"`
-	Advice   []string        `json:"advice"`
+	Version  string        `json:"version"`
+	Python   string        `json:"python,omitempty"`
+	Machine  bench.Machine `json:"machine"`
+	Features []string      `json:"cpu_features"`
+	Cipher   string        `json:"cipher"` // of encrypted .tensors files
+	Memory   Memory        `json:"memory"`
+	Nodes    []nodes.Node  `json:"nodes"` // with their cores; empty: the system does not tell
+	GPU      GPU           `json:"gpu"`
+	Preload  Preload       `json:"preload"`
+	Model    *Model        `json:"model,omitempty"` // that is asked about
+	GDS      gds.Report    `json:"gpudirect_storage"`
+	Engine   string        `json:"engine"` // "ok", or the panic that poisoned it
+	Workers  int           `json:"goroutines"`
+	Settings []knob.Row    `json:"settings"`
+	Advice   []string      `json:"advice"`
 }
 
 // Memory is in bytes; Limit is the control group's, 0 without one.
@@ -100,7 +100,7 @@ type Preload struct {
 func Diagnose(env Env, wire bool) Diagnosis {
 	d := Diagnosis{
 		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python),
-		Machine:  measure.ThisMachine(),
+		Machine:  bench.ThisMachine(),
 		Features: features(), Cipher: tensorizer.Cipher(), Memory: memory(), GDS: gds.Probe(), Engine: "ok",
 		Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
 		Nodes: append([]nodes.Node{}, nodes.Read(tables)...), GPU: diagnoseGPU(wire),

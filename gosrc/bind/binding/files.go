@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/cli"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
@@ -22,7 +23,6 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
-	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/sleep"
 	"github.com/overwire/overwire/gosrc/source"
@@ -194,7 +194,7 @@ func fileVerbs() []*Verb {
 			}).awaited(),
 		started("read_floor", "Read bytes [begin, end) of a file to a GPU (-1: the host) by pinned slots, as loads do.",
 			func(ctx context.Context, _ *job.Job, path Text, n []int64) (none, error) {
-				r := measure.Reading{Path: string(path), Lo: n[0], Hi: n[1], GPU: int(n[2]), To: uint64(n[3]),
+				r := bench.Reading{Path: string(path), Lo: n[0], Hi: n[1], GPU: int(n[2]), To: uint64(n[3]),
 					Slots: uint64(n[4]), Threads: int(n[5])}
 				return none{}, r.Run(ctx)
 			}).awaited().ints("begin", "end", "device", "to", "slots", "threads").onCallersMemory(),

@@ -113,11 +113,10 @@ var mayImport = map[string][]string{
 	"weights": {"tensor", "errs", "internal/..."},
 	"serve":   {"errs", "internal/..."},
 	"fetch":   {"source", "source/open", "job", "errs", "internal/..."},
-	"measure": {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda",
+	"bench": {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda",
 		"device/cuda/driver", "job", "tensor", "errs", "internal/..."},
-	"page":  {"save", "errs"},
-	"bench": {"measure", "load", "save", "device/cuda", "job", "errs"},
-	"cli": {"page", "format", "tensorizer", "load", "save", "delta", "plan", "preload", "bench", "measure", "weights",
+	"page": {"save", "errs"},
+	"cli": {"page", "format", "tensorizer", "load", "save", "delta", "plan", "preload", "bench", "weights",
 		"pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
@@ -134,7 +133,7 @@ var mayImport = map[string][]string{
 
 	// The binding to Python.
 	"bind/api": {"bind/binding", "dlpack"},
-	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "measure", "preload", "sleep",
+	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "bench", "preload", "sleep",
 		"source", "source/cache", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
@@ -170,7 +169,7 @@ var mayWrite = map[string]string{
 	"source/cache": "names are made of contents and never replaced; syncing would cost more than fetching again",
 	"source/spool": "a file without a name",
 	"source/pipe":  "a log that is only added to",
-	"measure":      "scratch files in a folder of its own",
+	"bench":        "scratch files in a folder of its own",
 }
 
 // longPackages are over the limit, each for a reason. An entry that is no longer

@@ -1,4 +1,4 @@
-package measure
+package bench
 
 // This file measures what several processes read together: the floor of loads by ranks.
 
@@ -41,11 +41,11 @@ func (r Reading) Run(ctx context.Context) error {
 	}
 	defer file.Close()
 	if r.GPU < 0 {
-		return Parallel(r.Threads, r.Hi-r.Lo, ReadStep, func(_ int, lo, hi int64) error {
+		return runParallel(r.Threads, r.Hi-r.Lo, ReadStep, func(_ int, lo, hi int64) error {
 			if err := ctx.Err(); err != nil {
 				return errs.Cause(ctx)
 			}
-			return ReadAt(file, unsafe.Slice((*byte)(device.Pointer(uintptr(r.To)+uintptr(lo))), hi-lo), r.Lo+lo)
+			return readAt(file, unsafe.Slice((*byte)(device.Pointer(uintptr(r.To)+uintptr(lo))), hi-lo), r.Lo+lo)
 		})
 	}
 	gpu, err := cuda.Open(r.GPU)
@@ -66,7 +66,7 @@ func (r Reading) Run(ctx context.Context) error {
 		}
 	}
 	turns := make([]int, r.Threads)
-	err = Parallel(r.Threads, r.Hi-r.Lo, ReadStep, func(w int, lo, hi int64) error {
+	err = runParallel(r.Threads, r.Hi-r.Lo, ReadStep, func(w int, lo, hi int64) error {
 		if err := ctx.Err(); err != nil {
 			return errs.Cause(ctx)
 		}
@@ -76,7 +76,7 @@ func (r Reading) Run(ctx context.Context) error {
 			return err
 		}
 		slot := r.Slots + uint64(at)*ReadStep
-		if err := ReadAt(file, unsafe.Slice((*byte)(device.Pointer(uintptr(slot))), hi-lo), r.Lo+lo); err != nil {
+		if err := readAt(file, unsafe.Slice((*byte)(device.Pointer(uintptr(slot))), hi-lo), r.Lo+lo); err != nil {
 			return err
 		}
 		return gpu.Copy(cuda.Order{Stream: streams[at]}, r.To+uint64(lo), slot, hi-lo, false)

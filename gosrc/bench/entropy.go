@@ -1,4 +1,4 @@
-package measure
+package bench
 
 // This file computes the field entropy: what X16 could reach with tables that cost nothing.
 
@@ -9,13 +9,13 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// FieldEntropy is the fewest bytes that a coder of the kind of X16 could store data
+// fieldEntropy is the fewest bytes that a coder of the kind of X16 could store data
 // in: the order-0 entropy of the field that it codes, with tables of its own
 // for every tensor and no cost for them, plus the other bits raw. Byte planes
 // that are constant cost nothing. For integers it is the least of the ways
 // that docs/format.md allows. It is no bound of other coders: one that codes the
 // other bits, too, can be below it.
-func FieldEntropy(d tensor.DType, data []byte) float64 {
+func fieldEntropy(d tensor.DType, data []byte) float64 {
 	switch d {
 	case tensor.BF16:
 		return codedBytes(data, 2, 7, 8)

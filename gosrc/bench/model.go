@@ -1,4 +1,4 @@
-package measure
+package bench
 
 // This file makes weights, loads them back and compares them, and opens devices.
 
@@ -28,8 +28,8 @@ func Inputs(all []weights.Tensor) (in []save.Input, total int64) {
 	return in, total
 }
 
-// Make generates weights of a kind.
-func (r *Run) Make(kind string, size int64, seed uint64) (in []save.Input, total int64, err error) {
+// makeWeights generates weights of a kind.
+func (r *run) makeWeights(kind string, size int64, seed uint64) (in []save.Input, total int64, err error) {
 	all, err := weights.Make(weights.Options{Kind: kind, Size: size, Seed: seed, Threads: r.Threads})
 	if err != nil {
 		return nil, 0, err
@@ -38,55 +38,45 @@ func (r *Run) Make(kind string, size int64, seed uint64) (in []save.Input, total
 	return in, total, nil
 }
 
-// Load opens files, loads all of them into fresh memory of the options' device,
-// calls fn, if not nil, with the bytes by tensor, and frees them. Nothing is
-// mapped. fn must be nil for a GPU.
-func (r *Run) Load(uris []string, opt load.Options, fn func(*load.Model, [][]byte) error) (rep load.Report, err error) {
+// loadFile opens a file, loads all of it into fresh memory of the options' device, calls
+// fn, if not nil, with the bytes by tensor, and frees them. Nothing is mapped. fn must be
+// nil for a GPU.
+func (r *run) loadFile(path string, opt load.Options, fn func(*load.Model, [][]byte) error) error {
 	isMapped := false
-	m, err := load.Open(r.Ctx, load.Spec{URIs: uris, Map: &isMapped, Storage: r.Storage})
+	m, err := load.Open(r.ctx, load.Spec{URIs: []string{path}, Map: &isMapped, Storage: r.Storage})
 	if err != nil {
-		return rep, err
+		return err
 	}
 	defer m.Close()
 	l, err := m.Start(nil, opt)
 	if err != nil {
-		return rep, err
+		return err
 	}
 	defer l.Close()
-	if _, err := l.Job().Wait(-1); err != nil {
-		return rep, err
-	}
-	rep, _ = l.Job().Value().(load.Report)
-	if fn == nil {
-		return rep, nil
+	if _, err := l.Job().Wait(-1); err != nil || fn == nil {
+		return err
 	}
 	data := make([][]byte, l.Len())
 	for i := range data {
 		mem, _, _, ok := l.Take(i)
 		if !ok {
-			return rep, errs.New(errs.ErrEngine, "%s: tensor %d has no memory", strings.Join(uris, ", "), i)
+			return errs.New(errs.ErrEngine, "%s: tensor %d has no memory", path, i)
 		}
 		defer mem.Release()
 		if mem.Bytes > 0 {
 			data[i] = mem.Slice()
 		}
 	}
-	return rep, fn(m, data)
+	return fn(m, data)
 }
 
-// Loaded is Load of one file without the report.
-func (r *Run) Loaded(path string, opt load.Options, fn func(*load.Model, [][]byte) error) error {
-	_, err := r.Load([]string{path}, opt, fn)
-	return err
-}
-
-// Same loads a file and compares it with what was saved.
-func (r *Run) Same(path string, in []save.Input) error {
+// compareLoaded loads a file and compares it with what was saved.
+func (r *run) compareLoaded(path string, in []save.Input) error {
 	want := map[string]*save.Input{}
 	for i := range in {
 		want[in[i].Name] = &in[i]
 	}
-	return r.Loaded(path, load.Options{}, func(m *load.Model, data [][]byte) error {
+	return r.loadFile(path, load.Options{}, func(m *load.Model, data [][]byte) error {
 		if len(data) != len(in) {
 			return errs.New(errs.ErrEngine, "%s: %d tensors came back of %d", path, len(data), len(in))
 		}
@@ -99,9 +89,9 @@ func (r *Run) Same(path string, in []save.Input) error {
 	})
 }
 
-// File loads a file's tensors into Go's memory.
-func (r *Run) File(path string) (in []save.Input, err error) {
-	err = r.Loaded(path, load.Options{}, func(m *load.Model, data [][]byte) error {
+// readTensors loads a file's tensors into Go's memory.
+func (r *run) readTensors(path string) (in []save.Input, err error) {
+	err = r.loadFile(path, load.Options{}, func(m *load.Model, data [][]byte) error {
 		for i, t := range m.Index().Tensors {
 			in = append(in, save.Input{Name: t.Name, DType: t.DType, Shape: t.Shape, Data: bytes.Clone(data[i])})
 		}
@@ -110,20 +100,20 @@ func (r *Run) File(path string) (in []save.Input, err error) {
 	return in, err
 }
 
-// Ratio saves tensors compressed in a file, loads them back, compares every
+// measureRatio saves tensors compressed in a file, loads them back, compares every
 // byte, and returns the row of their size beside the field entropy. Tied tensors
 // are stored once; the entropy counts each.
-func (r *Run) Ratio(path string, in []save.Input) (Row, error) {
-	rep, err := save.Write(r.Ctx, nil, save.Spec{Path: path, Compress: true, Threads: r.Threads}, in)
+func (r *run) measureRatio(path string, in []save.Input) (Row, error) {
+	rep, err := save.Write(r.ctx, nil, save.Spec{Path: path, Compress: true, Threads: r.Threads}, in)
 	if err != nil {
 		return Row{}, err
 	}
-	if err := r.Same(path, in); err != nil {
+	if err := r.compareLoaded(path, in); err != nil {
 		return Row{}, err
 	}
 	var entropy, total float64
 	for _, t := range in {
-		entropy += min(FieldEntropy(t.DType, t.Data), float64(len(t.Data)))
+		entropy += min(fieldEntropy(t.DType, t.Data), float64(len(t.Data)))
 		total += float64(len(t.Data))
 	}
 	return Row{Value: rep.Ratio, Unit: "x", Floor: entropy / total, FloorName: "field entropy"}, nil
@@ -133,18 +123,16 @@ func (r *Run) Ratio(path string, in []save.Input) (Row, error) {
 type Device struct {
 	Name string              `json:"name"` // "cuda:0"
 	Info []driver.DeviceInfo `json:"info,omitempty"`
-	// Wire is the rate of pinned copies of a slot's size and Across that of
-	// copies inside the device's memory, both in GB/s of bytes copied.
-	Wire   float64 `json:"wire,omitempty"`
-	Across float64 `json:"across,omitempty"`
-	Files  string  `json:"files"` // the file system of the models: "tmpfs", "ext4"
+	// Wire is the rate of pinned copies of a slot's size in GB/s.
+	Wire  float64 `json:"wire,omitempty"`
+	Files string  `json:"files"` // the file system of the models: "tmpfs", "ext4"
 }
 
-// OpenDevice opens a device by its name, "cpu", "cuda" or "cuda:N", and notes it
+// openGPU opens a device by its name, "cpu", "cuda" or "cuda:N", and notes it
 // in the report; nil is the host.
-func (r *Run) OpenDevice(name string) (*cuda.Device, error) {
-	d := &Device{Name: name, Files: FileSystem(r.Folder)}
-	r.Report.Device = d
+func (r *run) openGPU(name string) (*cuda.Device, error) {
+	d := &Device{Name: name, Files: fileSystemOf(r.folder)}
+	r.report.Device = d
 	kind, number, _ := strings.Cut(name, ":")
 	index, err := 0, error(nil)
 	if number != "" {
@@ -165,21 +153,21 @@ func (r *Run) OpenDevice(name string) (*cuda.Device, error) {
 	return gpu, err
 }
 
-// ToDevice is the rate of pinned copies to a queue's device, n bytes at a time.
-func (r *Run) ToDevice(queue *cuda.Queue, n int64) (float64, error) {
+// measureWire is the rate of pinned copies to a queue's device, n bytes at a time.
+func (r *run) measureWire(queue *cuda.Queue, n int64) (float64, error) {
 	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
-	v, err := r.MedianOf(func() (float64, error) {
+	v, err := r.medianOf(func() (float64, error) {
 		took, err := queue.Floor(n, count)
 		return took.Seconds(), err
 	})
 	if err != nil {
 		return 0, err
 	}
-	return Rate(n*int64(count), v), nil
+	return rateOf(n*int64(count), v), nil
 }
 
-// FileSystem names the kind of file system that a folder lies in.
-func FileSystem(dir string) string {
+// fileSystemOf names the kind of file system that a folder lies in.
+func fileSystemOf(dir string) string {
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil {
 		return "unknown"
@@ -199,10 +187,10 @@ func FileSystem(dir string) string {
 	return fmt.Sprintf("%#x", st.Type)
 }
 
-// Free is how many bytes fit into the run's folder, -1 if that is not known.
-func (r *Run) Free() int64 {
+// freeBytes is how many bytes fit into the run's folder, -1 if that is not known.
+func (r *run) freeBytes() int64 {
 	var disk unix.Statfs_t
-	if err := unix.Statfs(r.Folder, &disk); err != nil {
+	if err := unix.Statfs(r.folder, &disk); err != nil {
 		return -1
 	}
 	return int64(disk.Bavail) * disk.Bsize

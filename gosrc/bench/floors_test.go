@@ -1,4 +1,4 @@
-package measure
+package bench
 
 import (
 	"bytes"
@@ -49,12 +49,12 @@ func TestBound(t *testing.T) {
 			return 0
 		}), 7. / 32},
 	} {
-		if got := FieldEntropy(c.d, c.data) / float64(len(c.data)); math.Abs(got-c.want) > 1e-9 {
+		if got := fieldEntropy(c.d, c.data) / float64(len(c.data)); math.Abs(got-c.want) > 1e-9 {
 			t.Errorf("%s: %.6f of the bytes, want %.6f", c.name, got, c.want)
 		}
 	}
 	for _, d := range []tensor.DType{tensor.BF16, tensor.F32, tensor.U8} {
-		if got := FieldEntropy(d, nil); got != 0 {
+		if got := fieldEntropy(d, nil); got != 0 {
 			t.Errorf("%v without bytes: %v", d, got)
 		}
 	}
@@ -63,7 +63,7 @@ func TestBound(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := FieldEntropy(tensor.BF16, w[0].Data) / float64(len(w[0].Data)); got < 10.55/16 || got > 10.65/16 {
+	if got := fieldEntropy(tensor.BF16, w[0].Data) / float64(len(w[0].Data)); got < 10.55/16 || got > 10.65/16 {
 		t.Errorf("generated bf16: %.4f", got)
 	}
 }
@@ -71,7 +71,7 @@ func TestBound(t *testing.T) {
 // The first error of parallel work wins, every part is done once otherwise.
 func TestParallel(t *testing.T) {
 	done := make([]int, 1000)
-	if err := Parallel(4, 1000, 7, func(_ int, lo, hi int64) error {
+	if err := runParallel(4, 1000, 7, func(_ int, lo, hi int64) error {
 		for i := lo; i < hi; i++ {
 			done[i]++
 		}
@@ -85,7 +85,7 @@ func TestParallel(t *testing.T) {
 		}
 	}
 	boom := errors.New("boom")
-	if err := Parallel(4, 1000, 7, func(int, int64, int64) error { return boom }); err != boom {
+	if err := runParallel(4, 1000, 7, func(int, int64, int64) error { return boom }); err != boom {
 		t.Errorf("got %v", err)
 	}
 }

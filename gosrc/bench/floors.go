@@ -1,4 +1,4 @@
-package measure
+package bench
 
 // This file measures the machine without overwire.
 
@@ -25,12 +25,12 @@ type Floors struct {
 	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache into fresh memory: a load without decoding
 }
 
-// FloorBytes is how much memory the floors use: more than every cache, unless the
+// floorBytes is how much memory the floors use: more than every cache, unless the
 // whole run is tiny.
-func (r *Run) FloorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
+func (r *run) floorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
 
-// Fresh maps memory as the CPU device does, calls fn with it and unmaps it.
-func Fresh(n int64, fn func([]byte) error) error {
+// mapFresh maps memory as the CPU device does, calls fn with it and unmaps it.
+func mapFresh(n int64, fn func([]byte) error) error {
 	p, length, err := cpu.Map(n)
 	if err != nil {
 		return err
@@ -39,19 +39,19 @@ func Fresh(n int64, fn func([]byte) error) error {
 	return fn(unsafe.Slice((*byte)(p), n))
 }
 
-// MeasureFloors fills in the report's floors.
-func (r *Run) MeasureFloors() error {
-	f := &r.Report.Floors
-	threads, floorBytes := r.Threads, r.FloorBytes()
-	err := Fresh(floorBytes, func(src []byte) error {
-		return Fresh(floorBytes, func(dst []byte) (err error) {
-			Touch(src)
-			Touch(dst)
-			if f.CopyOne, err = r.Speed(floorBytes, func() error { copy(dst, src); return nil }); err != nil {
+// measureFloors fills in the report's floors.
+func (r *run) measureFloors() error {
+	f := &r.report.Floors
+	threads, floorBytes := r.Threads, r.floorBytes()
+	err := mapFresh(floorBytes, func(src []byte) error {
+		return mapFresh(floorBytes, func(dst []byte) (err error) {
+			touchPages(src)
+			touchPages(dst)
+			if f.CopyOne, err = r.medianRate(floorBytes, func() error { copy(dst, src); return nil }); err != nil {
 				return err
 			}
-			f.CopyAll, err = r.Speed(floorBytes, func() error {
-				return Parallel(threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
+			f.CopyAll, err = r.medianRate(floorBytes, func() error {
+				return runParallel(threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
 					copy(dst[lo:hi], src[lo:hi])
 					return nil
 				})
@@ -62,7 +62,7 @@ func (r *Run) MeasureFloors() error {
 	if err != nil {
 		return err
 	}
-	file, err := r.CachedFile()
+	file, err := r.writeCachedFile()
 	if err != nil {
 		return err
 	}
@@ -76,16 +76,16 @@ func (r *Run) MeasureFloors() error {
 		for i := range bufs {
 			bufs[i] = make([]byte, piece)
 		}
-		if *c.read, err = r.Speed(floorBytes, func() error {
-			return Parallel(c.threads, floorBytes, piece, func(w int, lo, hi int64) error {
-				return ReadAt(file, bufs[w][:hi-lo], lo)
+		if *c.read, err = r.medianRate(floorBytes, func() error {
+			return runParallel(c.threads, floorBytes, piece, func(w int, lo, hi int64) error {
+				return readAt(file, bufs[w][:hi-lo], lo)
 			})
 		}); err != nil {
 			return err
 		}
 		if *c.fault, err = r.freshSpeed(func(m []byte) error {
-			return Parallel(c.threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
-				Touch(m[lo:hi])
+			return runParallel(c.threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
+				touchPages(m[lo:hi])
 				return nil
 			})
 		}); err != nil {
@@ -95,8 +95,8 @@ func (r *Run) MeasureFloors() error {
 			continue
 		}
 		if *c.rawResult, err = r.freshSpeed(func(m []byte) error {
-			return Parallel(c.threads, floorBytes, piece, func(_ int, lo, hi int64) error {
-				return ReadAt(file, m[lo:hi], lo)
+			return runParallel(c.threads, floorBytes, piece, func(_ int, lo, hi int64) error {
+				return readAt(file, m[lo:hi], lo)
 			})
 		}); err != nil {
 			return err
@@ -107,10 +107,10 @@ func (r *Run) MeasureFloors() error {
 
 // freshSpeed is Speed over memory that fn is the first to touch; mapping and
 // unmapping are not timed.
-func (r *Run) freshSpeed(fn func([]byte) error) (float64, error) {
-	s, err := r.MedianOf(func() (s float64, err error) {
-		err = Fresh(r.FloorBytes(), func(m []byte) error {
-			s, err = Timed(func() error { return fn(m) })
+func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
+	s, err := r.medianOf(func() (s float64, err error) {
+		err = mapFresh(r.floorBytes(), func(m []byte) error {
+			s, err = timeOf(func() error { return fn(m) })
 			return err
 		})
 		return s, err
@@ -118,12 +118,12 @@ func (r *Run) freshSpeed(fn func([]byte) error) (float64, error) {
 	if err != nil {
 		return 0, err
 	}
-	return Rate(r.FloorBytes(), s), nil
+	return rateOf(r.floorBytes(), s), nil
 }
 
-// CachedFile is a file of FloorBytes bytes whose pages are in the page cache.
-func (r *Run) CachedFile() (*os.File, error) {
-	file, err := os.Create(r.Path("floor"))
+// writeCachedFile is a file of FloorBytes bytes whose pages are in the page cache.
+func (r *run) writeCachedFile() (*os.File, error) {
+	file, err := os.Create(r.pathOf("floor"))
 	if err != nil {
 		return nil, errs.New(errs.ErrIO, "%v", err)
 	}
@@ -131,7 +131,7 @@ func (r *Run) CachedFile() (*os.File, error) {
 	for i := range buf {
 		buf[i] = byte(i * 7)
 	}
-	for n := int64(0); n < r.FloorBytes() && err == nil; n += int64(len(buf)) {
+	for n := int64(0); n < r.floorBytes() && err == nil; n += int64(len(buf)) {
 		_, err = file.Write(buf)
 	}
 	if err != nil {
@@ -141,24 +141,24 @@ func (r *Run) CachedFile() (*os.File, error) {
 	return file, nil
 }
 
-// ReadAt fills p.
-func ReadAt(f *os.File, p []byte, off int64) error {
+// readAt fills p.
+func readAt(f *os.File, p []byte, off int64) error {
 	if _, err := f.ReadAt(p, off); err != nil {
 		return errs.New(errs.ErrIO, "%v", err)
 	}
 	return nil
 }
 
-// Touch writes one byte into every page.
-func Touch(m []byte) {
+// touchPages writes one byte into every page.
+func touchPages(m []byte) {
 	for i := 0; i < len(m); i += 4096 {
 		m[i] = 1
 	}
 }
 
-// Parallel divides [0, n) into steps, which several workers take. It returns the
+// runParallel divides [0, n) into steps, which several workers take. It returns the
 // first error.
-func Parallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
+func runParallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
 	var next atomic.Int64
 	var first atomic.Pointer[error]
 	spawn.Workers("measure", workers, func(err error) { first.CompareAndSwap(nil, &err) }, func(w int) error {

@@ -1,0 +1,140 @@
+package bench
+
+// This file has what a run is made of: its folder, its report, medians, and rows.
+
+import (
+	"fmt"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// A Row is one figure.
+type Row struct {
+	Group string  `json:"group"`
+	Name  string  `json:"name"`
+	Value float64 `json:"value"`
+	Unit  string  `json:"unit"`
+	// Floor is the rate of the bare operation, in the same unit, and Share is Value
+	// / Floor. Zero when there is none.
+	Floor     float64 `json:"floor,omitempty"`
+	FloorName string  `json:"floor_name,omitempty"`
+	Share     float64 `json:"share,omitempty"`
+	Note      string  `json:"note,omitempty"`
+}
+
+// A Report is a whole run.
+type Report struct {
+	Machine Machine `json:"machine"`
+	Floors  Floors  `json:"floors"`
+	// Estimate is how many seconds the run was expected to take; 0: not estimated.
+	Estimate float64 `json:"estimate,omitempty"`
+	Rows     []Row   `json:"rows"`
+	Seconds  float64 `json:"seconds"`
+	// Device is the device of the load rows, nil for the host.
+	Device *Device `json:"device,omitempty"`
+}
+
+// Machine is what the figures were measured on.
+type Machine struct {
+	OS      string `json:"os"`
+	Arch    string `json:"arch"`
+	CPU     string `json:"cpu"`
+	Cores   int    `json:"cores"`
+	Decoder string `json:"decoder"` // the best decoder of this CPU
+	THP     string `json:"transparent_huge_pages"`
+	Go      string `json:"go"`
+}
+
+// ThisMachine describes the machine.
+func ThisMachine() Machine {
+	return Machine{
+		OS: runtime.GOOS, Arch: runtime.GOARCH, CPU: cpuName(), Cores: runtime.GOMAXPROCS(0),
+		Decoder: x16.Using().String(), THP: hugePagesSetting(), Go: runtime.Version(),
+	}
+}
+
+// addRow keeps a row and shows it.
+func (r *run) addRow(row Row) {
+	if row.Floor > 0 {
+		row.Share = row.Value / row.Floor
+	}
+	r.report.Rows = append(r.report.Rows, row)
+	if r.Row != nil {
+		r.Row(row)
+	}
+}
+
+// pathOf is a file of this run.
+func (r *run) pathOf(name string) string { return filepath.Join(r.folder, name) }
+
+// stopError is the error of a cancelled run.
+func (r *run) stopError() error {
+	if r.ctx.Err() != nil {
+		return errs.New(errs.ErrCancelled, "bench")
+	}
+	return nil
+}
+
+// medianTime runs fn Repeat times and returns the median of its seconds.
+func (r *run) medianTime(fn func() error) (float64, error) {
+	return r.medianOf(func() (float64, error) { return timeOf(fn) })
+}
+
+// medianOf is Median for functions that return their own seconds.
+func (r *run) medianOf(fn func() (float64, error)) (float64, error) {
+	all := make([]float64, 0, r.Repeat)
+	for range r.Repeat {
+		if err := r.stopError(); err != nil {
+			return 0, err
+		}
+		s, err := fn()
+		if err != nil {
+			return 0, err
+		}
+		all = append(all, s)
+	}
+	return middleOf(all), nil
+}
+
+// medianRate is the median GB/s of fn over n bytes.
+func (r *run) medianRate(n int64, fn func() error) (float64, error) {
+	s, err := r.medianTime(fn)
+	if err != nil {
+		return 0, err
+	}
+	return rateOf(n, s), nil
+}
+
+// middleOf is the median.
+func middleOf(all []float64) float64 {
+	all = slices.Clone(all)
+	slices.Sort(all)
+	n := len(all)
+	return (all[(n-1)/2] + all[n/2]) / 2
+}
+
+// rateOf is GB/s.
+func rateOf(bytes int64, seconds float64) float64 { return float64(bytes) / seconds / 1e9 }
+
+// timeOf returns the seconds that fn took.
+func timeOf(fn func() error) (float64, error) {
+	start := time.Now()
+	err := fn()
+	return time.Since(start).Seconds(), err
+}
+
+// numberText shows three significant digits, ratios four.
+func numberText(v float64) string {
+	switch {
+	case v < 0, v >= 10:
+		return fmt.Sprintf("%.1f", v)
+	case v >= 1.01:
+		return fmt.Sprintf("%.2f", v)
+	}
+	return fmt.Sprintf("%.4f", v)
+}
