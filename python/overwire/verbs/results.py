@@ -107,9 +107,7 @@ class Verification(TypedDict):
     note: NotRequired[str]
 
 
-class Machine(TypedDict):
-    """The host."""
-
+class BenchMachine(TypedDict):
     os: str
     arch: str
     cpu: str
@@ -222,7 +220,7 @@ class Diagnosis(TypedDict):
 
     version: str
     python: NotRequired[str]
-    machine: Machine
+    machine: BenchMachine
     cpu_features: list[str]
     cipher: str
     memory: HostMemory
