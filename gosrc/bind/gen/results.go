@@ -14,7 +14,7 @@ import (
 var pythonNames = map[string]string{
 	"SaveInspection": "Inspection", "SaveInspectedFile": "InspectedFile", "SaveInspectedTensor": "InspectedTensor",
 	"SaveTotal": "Total", "SaveVerifyReport": "Verification", "SaveVerifiedFile": "VerifiedFile",
-	"SaveOriginal": "VerifiedOriginal", "CliDiagnosis": "Diagnosis", "MeasureMachine": "Machine",
+	"SaveOriginal": "VerifiedOriginal", "CliDiagnosis": "Diagnosis", "BenchMachine": "Machine",
 	"CliMemory": "HostMemory", "NodesNode": "HostNode", "CliGPU": "Gpu", "CliGPUDevice": "Device",
 	"CliPreload": "PreloadSetting", "GdsReport": "DirectStorage", "KnobRow": "Setting",
 }

@@ -107,7 +107,9 @@ class Verification(TypedDict):
     note: NotRequired[str]
 
 
-class BenchMachine(TypedDict):
+class Machine(TypedDict):
+    """The host."""
+
     os: str
     arch: str
     cpu: str
@@ -220,7 +222,7 @@ class Diagnosis(TypedDict):
 
     version: str
     python: NotRequired[str]
-    machine: BenchMachine
+    machine: Machine
     cpu_features: list[str]
     cipher: str
     memory: HostMemory
