@@ -175,6 +175,8 @@ class JobNumber(_Number):
     longer uses the caller's memory."""
 
     how = FREE_ENDED
+    #: What is kept until then.
+    memory: object = None
 
 
 class ModelNumber(_Number):

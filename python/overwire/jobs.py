@@ -300,6 +300,10 @@ class Job:
     def _said(self) -> str:
         return self._report if self._report is not None else _verbs.report(self.number)[0]
 
+    def keep_memory(self, memory: object) -> None:
+        """Keeps what it writes to until it has ended, also where the job is dropped after that memory."""
+        self.number.memory = memory
+
     def cancel(self) -> None:
         """Asks the job to stop and waits for its end: it uses no memory of the caller
         after that. In a forked child, whose parent has the job, nothing."""

@@ -406,3 +406,16 @@ def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(error):
             Arriving(str(file), rows, torch.device("cpu")).finish_loading()
         assert str(file) not in _open_files()
+
+
+def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
+    """Who is interrupted may lose the tensors before the load that writes to them: they stay until it has ended."""
+    path, record = kept(processed(), tmp_path)
+    arriving = Arriving(path, record["tensors"], torch.device("cpu"))
+    tensors = [weakref.ref(tensor) for tensor in arriving.tensors.values() if tensor.data_ptr() and tensor.dim()]
+    number = arriving._job.number
+    dense = [tensor for tensor in tensors if tensor().is_contiguous()]  # type: ignore[union-attr]
+    del arriving
+    assert len(dense) > 4 and all(tensor() is not None for tensor in dense)
+    del number
+    assert all(tensor() is None for tensor in tensors)

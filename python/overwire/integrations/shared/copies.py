@@ -140,7 +140,10 @@ def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, li
             requests.append(request)
             direct.append(copy)
     job = landing(file, str(device), requests) if requests else None
-    return (None, [], list(copies)) if job is None else (job, direct, others)
+    if job is None:
+        return None, [], list(copies)
+    job.keep_memory(direct)  # an interrupted program may drop the tensors before the job
+    return job, direct, others
 
 
 def load_copies(copies: Iterable[Copy], most: int) -> None:
