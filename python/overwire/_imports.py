@@ -176,3 +176,12 @@ class Undisturbed:
             except BaseException:
                 self.__exit__()  # the handlers of the others
                 raise
+
+
+def start_thread(start: "Callable[..., Any]", *args: "Any") -> "Any":
+    """Calls what starts a thread (a thread's `start`, a pool's `submit` or `map`), and returns what that returns.
+
+    Ctrl-C waits meanwhile, and is raised when the thread runs: interrupted within, Python's own code leaves
+    a thread that waits for ever, for which the end of a pool and that of the process wait."""
+    with Undisturbed(ctrl_c=True):
+        return start(*args)

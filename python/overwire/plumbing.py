@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._apart import apart
     from ._engine import forked, refuse_child
-    from ._imports import Undisturbed, imported, skip_at_exit
+    from ._imports import Undisturbed, imported, skip_at_exit, start_thread
     from ._locks import new_lock
     from ._verbs import read_floor
     from .bundles.bundle import save_listed
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "_apart": ("apart",),
     "_engine": ("forked", "refuse_child"),
-    "_imports": ("Undisturbed", "imported", "skip_at_exit"),
+    "_imports": ("Undisturbed", "imported", "skip_at_exit", "start_thread"),
     "_locks": ("new_lock",),
     "_verbs": ("read_floor",),
     "bundles.bundle": ("save_listed",),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._imports import start_thread
 from ..errors import OutOfMemoryError
 
 # What one thread allocates at once.
@@ -65,7 +66,7 @@ def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
     try:
         pieces = [(descriptor, at, min(_STEP, nbytes - at)) for at in range(0, nbytes, _STEP)]
         with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, 8)) as pool:
-            list(pool.map(lambda piece: os.posix_fallocate(*piece), pieces))
+            list(start_thread(pool.map, lambda piece: os.posix_fallocate(*piece), pieces))
         array = (ctypes.c_ubyte * nbytes).from_buffer(mmap.mmap(descriptor, nbytes))
         begin = ctypes.addressof(array)
         if pinned and int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 1)):  # type: ignore[no-untyped-call]

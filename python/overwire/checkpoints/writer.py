@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from .._imports import start_thread
 from ..errors import ArgumentError, NotSupportedError
 from ..model.options import Level, StorageOptions, TensorLike, check_values, parse_size
 from ..paths import local
@@ -153,7 +154,7 @@ class CheckpointWriter(Located, StorageWriter):
                             tensors[entry.name] = _bytes_of(planner, items[entry.blocks[0].index])
                     if len(saves) == _AT_ONCE:
                         results.extend(saves.popleft().result())
-                    saves.append(pool.submit(self._write_step, step, tensors, copies))
+                    saves.append(start_thread(pool.submit, self._write_step, step, tensors, copies))
 
                 def finish_writing() -> None:
                     for one in saves:

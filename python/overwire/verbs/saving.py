@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from .. import _verbs
 from .._engine import refuse_child
+from .._imports import start_thread
 from .._locks import new_lock
 from ..errors import ArgumentError, CancelledError, DeadlineError
 from ..jobs import Job, log, shown, time_limit
@@ -293,7 +294,7 @@ def begin(path: str, start: Callable[[], Job], after: After, *, key: str | None 
         raise
     saving._starter = 0
     try:
-        threading.Thread(target=saving._run_saving, args=(after,), name="overwire saving").start()
+        start_thread(threading.Thread(target=saving._run_saving, args=(after,), name="overwire saving").start)
     except RuntimeError:  # at the end of the interpreter
         saving._run_saving(after)
     return saving

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import overwire
-from overwire.plumbing import Undisturbed, new_lock, regular
+from overwire.plumbing import new_lock, regular, start_thread
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.malloc.restype = ctypes.c_void_p
@@ -320,9 +320,13 @@ class _Reader:
         number = next(self._numbers)
         if track:
             self._work.done[number] = 0
-        with Undisturbed(ctrl_c=True):  # it starts a thread
-            future = self._pool.submit(self._work.read_range, own, buffer, offset, length, ptr_off, number)
+        pool = self._pool
+
+        def begin_read() -> None:
+            future = pool.submit(self._work.read_range, own, buffer, offset, length, ptr_off, number)
             self._pending[number] = future, buffer.get_base_address() + ptr_off
+
+        start_thread(begin_read)
         return number
 
     def wait_read(self, number: int) -> int:

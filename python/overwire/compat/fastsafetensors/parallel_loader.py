@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from overwire.errors import ArgumentError, CancelledError
-from overwire.plumbing import Undisturbed, forked, refuse_child
+from overwire.plumbing import forked, refuse_child, start_thread
 
 from .common import SafeTensorsMetadata, SingleGroup
 from .config import check_producers
@@ -199,10 +199,7 @@ class PipelineParallel:
             self._room.put(None)
         group = self.loader.pg
         try:
-            with Undisturbed(ctrl_c=True):
-                thread = threading.Thread(target=self._produce, name="overwire-fst", daemon=True)
-                thread.start()
-                self._thread = thread
+            start_thread(self._start_producing)
             for _ in self._plan:
                 refuse_child(_READ_BY)
                 item = self.batch_queue.get()
@@ -224,6 +221,11 @@ class PipelineParallel:
             self.loader._agrees = True
             if bar is not None:
                 bar.close()
+
+    def _start_producing(self) -> None:
+        thread = threading.Thread(target=self._produce, name="overwire-fst", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _finish(self) -> None:
         thread = self._thread

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import overwire
-from overwire.plumbing import FileWriter
+from overwire.plumbing import FileWriter, start_thread
 
 from .common import MAX_HEADER, SafeTensorsMetadata
 from .frameworks import TensorBase, get_framework_op
@@ -110,7 +110,7 @@ def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: in
 
     def fill(work: list[tuple[memoryview, WriteEntry]]) -> None:
         with ThreadPoolExecutor(num_threads) as pool:
-            for future in [pool.submit(fn, buffer, entry) for buffer, entry in work]:
+            for future in [start_thread(pool.submit, fn, buffer, entry) for buffer, entry in work]:
                 future.result()
 
     return fill
@@ -412,4 +412,4 @@ class ParallelSaver:
             return plan.path
 
         with ThreadPoolExecutor(self.num_threads) as pool:
-            return list(pool.map(write, plans))
+            return list(start_thread(pool.map, write, plans))

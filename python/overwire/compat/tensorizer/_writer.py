@@ -11,7 +11,7 @@ import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from overwire.plumbing import new_lock
+from overwire.plumbing import new_lock, start_thread
 
 from ...plumbing import number_of, written
 from ...records import NewRecord, Record, make_front, write_records
@@ -204,7 +204,7 @@ class TensorSerializer:
                     for spec in under_way.result():
                         if spec.holder is not None:
                             setattr(spec.holder, str(spec.path[0]).rpartition(".")[2], None)
-                under_way = pool.submit(self._put, turn) if turn else None
+                under_way = start_thread(pool.submit, self._put, turn) if turn else None
                 del turn
 
     def _drop(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...plumbing import start_thread
 from . import copies
 from .copies import Copy, Stored, spanned_elements
 from .described import Memory
@@ -108,8 +109,8 @@ class Arriving:
         self._rest: list[Copy] = []
         self._failed: BaseException | None = None
         self._opening = threading.Thread(target=self._open_file, name="overwire arriving", daemon=True)
-        self._opening.start()
         try:
+            start_thread(self._opening.start)
             self.tensors = {name: _empty_tensor(row, device) for name, row in rows.items() if row[5] is None}
             self._opening.join()
             if self._failed is not None:
@@ -163,7 +164,8 @@ class Arriving:
 
     def close(self) -> None:
         """Ends the load, closes the file and lets go of the tensors."""
-        self._opening.join()
+        if self._opening.ident is not None:  # it was started
+            self._opening.join()
         job, self._job = self._job, None
         if job is not None:
             job.abandon()

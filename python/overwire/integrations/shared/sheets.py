@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...plumbing import start_thread
 from .copies import elements
 
 #: The elements of a tensor that a loader gets with its data: scales, and shapes of packed matrices, which several
@@ -48,7 +49,7 @@ class Opening:
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run_opening, name="overwire opening", daemon=True
         )
-        self._thread.start()
+        start_thread(self._thread.start)
 
     def _run_opening(self) -> None:
         import overwire

@@ -22,6 +22,7 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
+from ...plumbing import start_thread
 from ..shared import prepared
 from ..shared.described import Describer, is_plain
 from ..shared.devices import tensor_ranks
@@ -42,10 +43,12 @@ def begin_writing() -> None:
     be called when the engine is up."""
     works, _waiting[:] = list(_waiting), []
     if works:
-        _writers.append(
-            threading.Thread(target=lambda: [work() for work in works], name="overwire prepared", daemon=True)
-        )
-        _writers[-1].start()
+        thread = threading.Thread(target=lambda: [work() for work in works], name="overwire prepared", daemon=True)
+        _writers.append(thread)
+        try:
+            start_thread(thread.start)
+        except RuntimeError as error:
+            log.info("overwire: keeps no prepared state: %s", error)
 
 
 def finish_writing() -> None:
@@ -53,7 +56,9 @@ def finish_writing() -> None:
     weights change, or their memory goes."""
     _waiting.clear()
     while _writers:
-        _writers.pop().join()
+        if _writers[-1].ident is not None:  # it was started
+            _writers[-1].join()  # until it has ended it is one of them, also if Ctrl-C comes
+        _writers.pop()
 
 
 class PreparedStart:

@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.logger import init_logger
 
+from ...plumbing import start_thread
 from .. import weights
 from ..pushes import Group, Publisher
 from ..shared.devices import tensor_ranks
@@ -277,7 +278,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
         if info.master_address is not None and info.master_port is not None and info.world_size is not None:
             facts.update(master_address=info.master_address, master_port=info.master_port, world_size=info.world_size)
             with ThreadPoolExecutor(1) as side:  # workers wait for the group within the call
-                future = side.submit(self.client.init_weight_transfer_engine, facts)
+                future = start_thread(side.submit, self.client.init_weight_transfer_engine, facts)
                 group = Group(info.master_address, info.master_port, 0, info.world_size, info.timeout)
                 future.result()
         else:
@@ -300,7 +301,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
             self.client.start_weight_update()
             side = ThreadPoolExecutor(1)
             try:
-                future = side.submit(self.client.update_weights, push.info)
+                future = start_thread(side.submit, self.client.update_weights, push.info)
                 push.carry()
                 future.result()
             finally:
