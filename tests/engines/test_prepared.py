@@ -6,8 +6,11 @@ vLLM's real code makes models of it in tests/engines/engines_prepared.py.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import json
 import os
+import signal
 import stat
 import threading
 import weakref
@@ -407,7 +410,6 @@ def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
             Arriving(str(file), rows, torch.device("cpu")).finish_loading()
         assert str(file) not in _open_files()
 
-
 def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
     """Who is interrupted may lose the tensors before the load that writes to them: they stay until it has ended."""
     path, record = kept(processed(), tmp_path)
@@ -419,3 +421,83 @@ def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
     assert len(dense) > 4 and all(tensor() is not None for tensor in dense)
     del number
     assert all(tensor() is None for tensor in tensors)
+
+
+def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that holds more than it may, as a folder of models that was named by mistake, loses no file of its
+    user's: only those that are called by a fingerprint go."""
+    others = ["model-00001-of-00002.safetensors", "a" * 39 + ".safetensors", "A" * 40 + ".safetensors", ".begun-notes"]
+    for name in others:
+        (tmp_path / name).write_bytes(bytes(1000))
+        os.utime(tmp_path / name, (1, 1))
+    monkeypatch.setattr(prepared, "_GB", 0)
+    for name in "bc":
+        prepared.keep_file(str(tmp_path), name * 40, {}, {}, {})
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "c" * 40 + ".safetensors"])
+
+
+def test_what_a_killed_writer_left_goes_before_the_next_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_script: Callable[..., Any]
+) -> None:
+    """A process that is killed while it compares or reads its file leaves a whole one. The next writer removes it
+    before it writes, but not that of a writer that is there, nor one so young that its writer may just lock it."""
+    program = f"""
+import os, signal
+import overwire as ow, torch
+from overwire.integrations.shared import prepared
+def die(*args, **named): os.kill(os.getpid(), signal.SIGKILL)
+STEP = die
+tensors = {{"a": torch.arange(1000)}}
+prepared.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors))
+"""
+    for step in ("ow.verify", "prepared._read_twice", "os.replace"):
+        assert torch_script(program.replace("STEP", step), check=False).returncode == -signal.SIGKILL
+    left = sorted(os.listdir(tmp_path))
+    assert len(left) == 3 and all(name.startswith(".begun-") for name in left)
+    for name in left[:2]:
+        os.utime(tmp_path / name, (1, 1))
+    save = ow.save_file
+
+    def save_file(*args: Any, **named: Any) -> Any:
+        assert sorted(os.listdir(tmp_path)) == left[1:], "a disk needs room for one file, not for all that were begun"
+        return save(*args, **named)
+
+    monkeypatch.setattr(ow, "save_file", save_file)
+    with open(tmp_path / left[1], "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        path = prepared.keep_file(str(tmp_path), "a" * 40, {}, {}, {})
+    assert sorted(os.listdir(tmp_path)) == [*left[1:], os.path.basename(path)]
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines whose processes have one number, as in two containers, write the same file at once: what appears is
+    what its own writer has compared."""
+    tensors, others = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
+    verify, inner = ow.verify, iter([True])
+
+    def verify_late(*args: Any, **named: Any) -> Any:
+        result = verify(*args, **named)
+        for _ in inner:
+            prepared.keep_file(str(tmp_path), "a" * 40, others, {}, ow.digest(others))
+        return result
+
+    monkeypatch.setattr(ow, "verify", verify_late)
+    path = prepared.keep_file(str(tmp_path), "a" * 40, tensors, {}, ow.digest(tensors))
+    assert torch.equal(ow.load_file(path)["a"], tensors["a"]) and len(os.listdir(tmp_path)) == 1
+
+
+def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that this process cannot read now, for want of descriptors or memory, stays for other starts; one that
+    another process has just removed is none."""
+    path, _ = kept(processed(), tmp_path)
+    for error in (ow.OutOfMemoryError("no memory"), ow.OverwireError("too many files are open"), OSError("no")):
+        monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, error))
+        with pytest.raises(Refused, match="cannot be read") as caught:
+            prepared.find_file(str(tmp_path), "a" * 40)
+        assert not isinstance(caught.value, prepared.Damaged) and os.path.exists(path)
+    monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, ow.NotFoundError("gone")))
+    assert prepared.find_file(str(tmp_path), "a" * 40) is None
+
+
+def _raise(error: Exception, *_: Any, **__: Any) -> Any:
+    raise error

@@ -12,9 +12,12 @@ larger than it may be: those first that were not used for the longest time.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
 import stat
 import time
 from collections.abc import Mapping
@@ -28,8 +31,11 @@ KEY = "overwire.prepared"
 _SUFFIX = ".safetensors"
 _BEGUN = ".begun-"
 
-# How long a file that was begun may lie there until it is someone's who has ended.
-_LEFT = 24 * 3600.0
+# What files of the folder are called: others in it are not ours to remove.
+_OURS = re.compile(r"[0-9a-f]{40}" + re.escape(_SUFFIX))
+
+# Seconds that a writer needs, at most, from the last byte of a file that it has begun to its lock.
+_LATE = 60.0
 
 _GB = 10**9
 
@@ -102,9 +108,13 @@ def find_file(folder: str, name: str) -> Kept | None:
         whole = all(isinstance(record.get(part), kind) for part, kind in _RECORD.items())
         if not record.get("refused") and not whole:
             raise ValueError("its record lacks a part")
-    except (overwire.OverwireError, KeyError, ValueError, RecursionError) as error:
+    except (overwire.CorruptError, overwire.FormatError, KeyError, ValueError, RecursionError) as error:
         remove_file(path)
         raise Damaged(f"{path} is damaged: {error}") from None
+    except overwire.NotFoundError:
+        return None  # another process has removed it
+    except (overwire.OverwireError, OSError) as error:  # of this process or machine: the file may be whole
+        raise Refused(f"{path} cannot be read: {error}") from None
     if record.get("refused"):
         raise Refused(str(record["refused"]))
     return Kept(path, record)
@@ -150,19 +160,35 @@ def keep_file(
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > most:
         raise Refused(f"its {size / 1e9:.1f} GB are more than {folder} may hold (OVERWIRE_PREPARED_GB)")
+    _remove_left(folder)
     path = os.path.join(folder, name + _SUFFIX)
-    temporary = os.path.join(folder, f"{_BEGUN}{os.getpid()}-{name}{_SUFFIX}")
+    temporary = os.path.join(folder, f"{_BEGUN}{secrets.token_hex(8)}-{name}{_SUFFIX}")  # of this writer alone
     try:
         overwire.save_file(tensors, temporary, {KEY: json.dumps(record)}, digests=True)
-        os.chmod(temporary, 0o600)
-        if tensors and not overwire.verify(temporary, tensors=tensors)["ok"] or overwire.digest(tensors) != digests:
-            raise Refused("its weights have changed since it was loaded")
-        _read_twice(temporary)
-        os.replace(temporary, path)
+        with open(temporary, "rb") as file:
+            with contextlib.suppress(OSError):  # where files cannot be locked, nothing that was begun is removed
+                fcntl.flock(file, fcntl.LOCK_SH)
+            os.chmod(temporary, 0o600)
+            if tensors and not overwire.verify(temporary, tensors=tensors)["ok"] or overwire.digest(tensors) != digests:
+                raise Refused("its weights have changed since it was loaded")
+            _read_twice(temporary)
+            os.replace(temporary, path)
     finally:
         remove_file(temporary)
     _bound_folder(folder, path, most)
     return path
+
+
+def _remove_left(folder: str) -> None:
+    # What writers have begun that have ended since, in whatever container: no one has it locked.
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith(_BEGUN) or not entry.is_file(follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError), open(entry.path, "rb") as file:
+                if entry.name.endswith(_SUFFIX) and time.time() - os.fstat(file.fileno()).st_mtime > _LATE:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_file(entry.path)
 
 
 def _read_twice(path: str) -> None:
@@ -184,15 +210,13 @@ def note_refusal(folder: str, name: str, reason: str) -> None:
 
 
 def _bound_folder(folder: str, newest: str, most: int) -> None:
-    # Removes what is too much, and what was begun and left.
+    # Removes what is too much of our files.
     files = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 state = entry.stat(follow_symlinks=False)
-                if entry.name.startswith(_BEGUN) and time.time() - state.st_mtime > _LEFT:
-                    remove_file(entry.path)
-                elif entry.name.endswith(_SUFFIX) and not entry.name.startswith("."):
+                if _OURS.fullmatch(entry.name) and stat.S_ISREG(state.st_mode):
                     files.append((entry.path == newest, state.st_mtime_ns, state.st_size, entry.path))
     files.sort(reverse=True)
     total = 0
