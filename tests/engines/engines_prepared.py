@@ -9,6 +9,7 @@ damage, refusals; reloads and pushes on top; two ranks.
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from pathlib import Path
@@ -175,7 +176,14 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     LlamaForCausalLM.load_weights = lambda self, weights: own(self, weights)
     check("does not fit: the function")
     LlamaForCausalLM.load_weights = own
+    LlamaForCausalLM.allow_patterns_overrides = ["*.safetensors"]
+    check("it has allow_patterns_overrides")
+    del LlamaForCausalLM.allow_patterns_overrides
+    for name in folder.glob("*.safetensors"):
+        name.unlink()  # among them the note that such a model does not fit
+    check("prepared state kept")
     check("made of prepared state")
+    check_failed_starts(path, root / "failed", where, log, (base.state(first), held(first)))
     if alive := check_refused_memory(path, folder, where, log):
         raise SystemExit(f"vLLM's own load begins while a refused model still has {alive} tensors")
     print("  what does not fit is loaded as always", flush=True)
@@ -191,6 +199,32 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     if steps != ["Arriving", "fingerprint_of_load"] * 2:
         raise SystemExit(f"not begun before the fingerprint was known, or begun again: {steps}")
     print("  the file that was used last is begun at once, and let go where it does not count", flush=True)
+
+
+def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], log: Log, theirs: Any) -> None:
+    """A model that goes before the engine is up leaves nothing to be written, and no memory; what cannot be
+    described, digested or written is no reason to have no model."""
+    from overwire.integrations.vllm import prepared
+
+    model, _ = base.load(path, *where, "overwire", {"prepared": str(folder)})
+    tensors = [weakref.ref(tensor.untyped_storage()) for tensor in model.parameters()]
+    waiting = len(prepared._waiting)
+    del model
+    gc.collect()
+    alive = sum(ref() is not None for ref in tensors)
+    if not waiting or prepared._waiting or alive:
+        raise SystemExit(f"a model that is gone: {waiting} to be written, then {prepared._waiting}, {alive} tensors")
+
+    def fail(*_: Any) -> Any:
+        raise RecursionError("too deep")
+
+    for owner, name in ((prepared, "_describe_model"), (prepared.prepared, "keep_file")):
+        own = getattr(owner, name)
+        setattr(owner, name, fail)
+        model, _ = start(path, folder, where)
+        setattr(owner, name, own)
+        log.take("keeps no prepared state: too deep")
+        same(f"{name} fails", model, theirs)
 
 
 def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> int:

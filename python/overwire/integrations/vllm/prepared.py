@@ -15,6 +15,7 @@ import functools
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,15 +34,16 @@ from .identity import CODE, OPAQUE, fingerprint_of_load, fingerprint_prefix
 
 log = init_logger("vllm.overwire")
 
-# What is to be written when the engine is up, and what writes it.
-_waiting: list[Callable[[], None]] = []
+# What is to be written when the engine is up, unless the model has gone, as after a failed start; and what writes it.
+_waiting: dict[weakref.ref[torch.nn.Module], Callable[[], None]] = {}
 _writers: list[threading.Thread] = []
 
 
 def begin_writing() -> None:
     """Begins to write, in the background, what the loads of this process have left to be kept. To
     be called when the engine is up."""
-    works, _waiting[:] = list(_waiting), []
+    works = list(_waiting.values())
+    _waiting.clear()
     if works:
         thread = threading.Thread(target=lambda: [work() for work in works], name="overwire prepared", daemon=True)
         _writers.append(thread)
@@ -159,7 +161,8 @@ class PreparedStart:
             prepared.remove_file(kept.path)
         else:
             log.info("overwire: loads as always: the prepared state %s does not fit: %s", kept.path, reason)
-            passing = overwire.OverwireError | torch.OutOfMemoryError | Foreign  # says nothing about other starts
+            # What says nothing about other starts.
+            passing = overwire.OverwireError | torch.OutOfMemoryError | MemoryError | OSError | Foreign
             if not isinstance(reason, passing) and self._folder is not None:
                 prepared.note_refusal(self._folder, self._name, f"the model does not fit: {reason}")
             self._folder = None
@@ -198,22 +201,21 @@ class PreparedStart:
             _check_supported(model)
             tensors, record = _describe_model(model)
             digests = overwire.digest(tensors)
-        except (Refused, Foreign, overwire.OverwireError) as error:
-            log.info("overwire: keeps no prepared state: %s", error)
+        except Exception as error:  # the model is there, and may be used
+            log.info("overwire: keeps no prepared state: %s", error or type(error).__name__)
             return
-        _waiting.append(functools.partial(_write_prepared, self._folder, self._name, tensors, record, digests))
+        work = functools.partial(_write_prepared, self._folder, self._name, tensors, record, digests)
+        _waiting[weakref.ref(model, lambda reference: _waiting.pop(reference, None))] = work
 
 
 def _write_prepared(
     folder: str, name: str, tensors: dict[str, torch.Tensor], record: dict[str, Any], digests: dict[str, str]
 ) -> None:
-    import overwire
-
     began = time.perf_counter()
     try:
         path = prepared.keep_file(folder, name, tensors, record, digests)
-    except (Refused, overwire.OverwireError, OSError, ValueError) as error:
-        log.info("overwire: keeps no prepared state: %s", error)
+    except Exception as error:
+        log.info("overwire: keeps no prepared state: %s", error or type(error).__name__)
         return
     log.info("overwire: prepared state kept in %.1f s: %s", time.perf_counter() - began, path)
 
@@ -254,8 +256,9 @@ def _check_supported(model: torch.nn.Module) -> None:
     # By the rule of vLLM's own weight cache.
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    if getattr(model, "secondary_weights", None):
-        raise Refused("it has secondary weights")
+    for name in ("secondary_weights", "allow_patterns_overrides"):
+        if getattr(model, name, None):
+            raise Refused(f"it has {name}: files that its fingerprint does not know")
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
