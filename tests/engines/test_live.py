@@ -7,9 +7,11 @@ tested here, and vLLM's engine on stand-ins of what it hooks into.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -284,8 +286,8 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 @pytest.mark.imports_torch
 def test_a_group_carries_pushes() -> None:
-    """Two processes of workers get every push of a trainer from memory; a size that is not the push's is refused on
-    all ranks before memory is taken, and the next push comes."""
+    """Two processes of workers get every push of a trainer from memory. One whose size or number is not the push's, or
+    that ends without an answer, has all refuse the push before memory is taken, and the next one comes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -297,26 +299,49 @@ def test_a_group_carries_pushes() -> None:
             stack.enter_context(ended(worker))
             workers.append(worker)
 
-        def tell_workers(seed: int, *sizes: object) -> None:
-            for worker, size in zip(workers, sizes, strict=True):
+        def tell_workers(seed: int, *facts: tuple[object, object]) -> None:
+            for worker, (size, number) in zip(workers, facts, strict=False):
                 assert worker.stdin is not None
-                worker.stdin.write(json.dumps([size, seed]) + "\n")
+                worker.stdin.write(json.dumps([size, number, seed]) + "\n")
                 worker.stdin.flush()
 
-        def answers_of_workers() -> list[str]:
-            return [next(answers(worker.stdout)).strip() for worker in workers if worker.stdout is not None]
+        def answers_of_workers(count: int = 2) -> list[str]:
+            return [next(answers(worker.stdout)).strip() for worker in workers[:count] if worker.stdout is not None]
 
-        publisher = Publisher(group=Group("127.0.0.1", port, 0, 3, LIMIT))
-        for seed in (1, 2):
+        group = Group("127.0.0.1", port, 0, 3, LIMIT)
+        publisher = Publisher(group=group)
+
+        @contextlib.contextmanager
+        def pushing(seed: int) -> Iterator[tuple[Any, tuple[int, int]]]:
             with publisher.push(tensors(seed, big=torch.arange(1 << 12).repeat(1 << 5))) as push:
                 assert push.info["path"] is None
-                size = push.info["size"]
-                for wrong in (size - 1, size + 1, 1 << 62, 1 << 70, 0, -5, True, "many", None, 1.5):
-                    tell_workers(seed, size, wrong)
-                    with pytest.raises(overwire.ArgumentError, match=rf"not the {size} bytes .* on ranks \[2\]"):
-                        push.carry()
-                    assert answers_of_workers() == ["ArgumentError"] * 2
-                tell_workers(seed, size, size)
+                yield push, (push.info["size"], push.info["number"])
+
+        sizes = [lambda size: size - 1, lambda size: size + 1, *(1 << 62, 1 << 70, 0, -5, True, "many", None, 1.5)]
+        for seed, wrong in enumerate(sizes):
+            with pushing(seed) as (push, (size, number)):
+                one = wrong(size) if callable(wrong) else wrong
+                tell_workers(seed, (size, number), (one, number))
+                is_size = type(one) is int and 0 < one < 1 << 63
+                words = "bytes that are sent, on ranks [2]" if is_size else "rank 2: size must"
+                with pytest.raises(overwire.ArgumentError, match=re.escape(words)):
+                    push.carry()
+                assert answers_of_workers() == ["ArgumentError"] * 2
+        for wrong in (+1, -1, -2):
+            with pushing(1) as (push, (size, number)):
+                tell_workers(1, (size, number), (size, number + wrong))
+                answered = functools.partial(group._count_of, f"{number}/answers")
+                with pytest.raises(overwire.ArgumentError, match="rank 2: |not all have taken"):
+                    push.carry(lambda: answered() == 1 and wrong < 0)  # noqa: B023
+                assert answers_of_workers() == ["ArgumentError"] * 2
+        with pushing(1) as (push, facts):
+            tell_workers(1, facts)  # the other one has ended
+            with pytest.raises(overwire.ArgumentError, match="not all have taken"):
+                push.carry(lambda: group._count_of(f"{facts[1]}/answers") == 1)
+            assert answers_of_workers(1) == ["ArgumentError"]
+        for seed in (1, 2):
+            with pushing(seed) as (push, facts):
+                tell_workers(seed, facts, facts)
                 push.carry()
                 assert answers_of_workers() == ["True"] * 2
         publisher.close()
@@ -327,9 +352,9 @@ def worker(port: int, rank: int) -> None:
     model = Fused()
     into = places(model)
     for line in sys.stdin:
-        size, seed = json.loads(line)
+        size, number, seed = json.loads(line)
         try:
-            with group.received(size) as path:
+            with group.received(size, number) as path:
                 done = into.load_whole(path, None, log)
         except overwire.ArgumentError as error:
             print(type(error).__name__, flush=True)
@@ -474,12 +499,29 @@ assert holds(quantized.engine.model, 4)
 with overwire.integrations.pushes.Publisher(sys.argv[2], deltas=True).push(step(5)) as push:
     assert "no deltas" in raised(ValueError, lambda: quantized.engine.update_weights(push.info | {"kind": "delta"}))
 import socket
-with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
-over = dict(rank=0, master_address="127.0.0.1", master_port=port, world_size=2, timeout=60, deltas=True)
-made = lambda: transfer.TrainerEngine.trainer_init(transfer.TrainerInit(**over), client=quantized, source=source)
+def over(**more):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return transfer.TrainerInit(rank=0, master_address="127.0.0.1", master_port=port, world_size=2, **more)
+made = lambda: transfer.TrainerEngine.trainer_init(over(timeout=60, deltas=True), client=quantized, source=source)
 assert "no deltas" in raised(ValueError, made) and quantized.engine._group is None
+fresh = engine(Model())  # a trainer that waited for a rank that refuses would do so for an hour
+class Refusing(Client):
+    def update_weights(self, info):
+        super().update_weights(change(info))
+pushing = transfer.TrainerEngine.trainer_init(over(timeout=3600), client=Refusing(fresh), source=source)
+for change, words in (
+    (lambda info: info | {"kind": "none"}, "kind must be"), (lambda info: info | {"path": 0}, "path must be text"),
+    (lambda info: info | {"size": "9"}, "size must be"), (lambda info: {"kind": "whole", "number": 1}, "size"),
+    (lambda info: info | {"more": 1}, "more"), (lambda info: info | {"size": 9}, "size is not"),
+):
+    reason = raised((TypeError, ValueError), pushing.send_weights)
+    assert words in reason, (words, reason)
+Refusing.update_weights = Client.update_weights
+pushing.send_weights()
+assert holds(fresh.model, 4)
+pushing.shutdown()
 idle = transfer.TrainerEngine.trainer_init(transfer.TrainerInit(rank=1, where="x"), client=None, source=Source(step(1)))
 idle.send_weights()
 assert "where" in raised(ValueError, lambda: transfer.TrainerInit(rank=0))

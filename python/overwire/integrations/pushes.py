@@ -12,7 +12,8 @@ import importlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch
 
 __all__ = ["Group", "Publisher", "Push"]
 
-# Bytes of one broadcast.
-_STEP = 64 << 20
+# Bytes of one broadcast, and seconds between two looks at what others have said.
+_STEP, _TICK = 64 << 20, 0.002
 
 
 class Push:
@@ -32,10 +33,11 @@ class Push:
         self.info = info
         self._file, self._group = file, group
 
-    def carry(self) -> None:
-        """Sends the bytes over the group, while the engines receive them; nothing without one."""
+    def carry(self, has_ended: Callable[[], bool] = lambda: False) -> None:
+        """Sends the bytes over the group, while the engines receive them; nothing without one. has_ended: whether
+        the engines have answered, which they cannot have before they have it. ArgumentError if one refuses it."""
         if self._group is not None:
-            self._group.send(self._file)
+            self._group.send(self._file, self.info["number"], has_ended)
 
 
 class Publisher:
@@ -123,50 +125,115 @@ def _copy_tensors(tensors: Mapping[str, torch.Tensor], into: dict[str, torch.Ten
 class Group:
     """A process group of torch's for pushes alone, by gloo: the trainer is rank 0.
 
-    Making it waits for all ranks. What ranks do together ends with an error after timeout seconds.
+    Making it waits for all ranks. What ranks do together ends with an error after timeout seconds. Before anything
+    is broadcast they agree by the store of the group: a broadcast that one of them refuses would keep the others.
     """
 
     def __init__(self, address: str, port: int, rank: int, size: int, timeout: float = 300) -> None:
         dist: Any = importlib.import_module("torch.distributed")
         limit = timedelta(seconds=timeout)
-        self._size = size
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._last_number = 0  # the number of the last push that this rank has taken part in
         self._store: Any = dist.TCPStore(address, port, size, rank == 0, timeout=limit)
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
 
-    def send(self, path: str) -> None:
-        """Sends a file to all other ranks; ArgumentError, on all of them, if one expects another size."""
-        self._agree_on_size(os.path.getsize(path))
+    def refuse_push(self, number: object, reason: str) -> None:
+        """A rank's: says to the trainer, and so to all, that it does not take a push that its engine was asked to take."""
+        self._store.set(f"{number}/refusal", f"rank {self._rank}: {reason}")
+        self._store.add(f"{number}/refusals", 1)
+
+    def send(self, path: str, number: int = 1, has_ended: Callable[[], bool] = lambda: False) -> None:
+        """Sends a file to all other ranks; ArgumentError, on all of them, if one expects another size or refuses it.
+        number: of the push, larger than those before. has_ended: as for `Push.carry`."""
+        from ..errors import ArgumentError
+
+        reason = "the trainer sends nothing"
+        for key in ("reason", "verdict", "answers", "refusals", "refusal", *range(1, self._size)):
+            self._store.delete_key(f"{number - 2}/{key}")  # no rank asks for these any more
+        self._store.set("number", str(number))
+        self._store.add("begun", 1)
+        try:
+            reason = self._reason_of_ranks(number, os.path.getsize(path), has_ended)
+        finally:
+            self._store.set(f"{number}/reason", reason)
+            self._store.add(f"{number}/verdict", 1)
+        if reason:
+            raise ArgumentError(f"overwire: update_info: {reason}")
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
             self._broadcast_file(memory)
 
-    @contextlib.contextmanager
-    def received(self, size: int) -> Iterator[str]:
-        """A path of a file in memory with the next `size` bytes that are sent. ArgumentError, on all ranks and
-        before memory is taken, if the trainer sends more or fewer, or another rank expects another size."""
-        self._agree_on_size(size)
-        number = os.memfd_create("overwire-push", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(number, size)
-            with mmap.mmap(number, size) as memory:
-                self._broadcast_file(memory)
-            yield f"/proc/self/fd/{number}"
-        finally:
-            os.close(number)
+    def _count_of(self, key: object) -> int:
+        return int(self._store.add(key, 0))
 
-    def _agree_on_size(self, size: Any) -> None:
-        # Collective: a rank that refused alone would leave the others waiting, and gloo ends a process whose
-        # buffer is smaller than what comes.
+    def _reason_of_ranks(self, number: int, size: int, has_ended: Callable[[], bool]) -> str:
+        # Why not all take a push of this size; "" if they do.
+        def has_all() -> bool:
+            return self._count_of(f"{number}/answers") == self._size - 1
+
+        self._wait_for(lambda: has_all() or self._count_of(f"{number}/refusals") or has_ended())
+        if self._count_of(f"{number}/refusals"):
+            return str(self._store.get(f"{number}/refusal").decode())
+        if not has_all():
+            return "the engines have answered, and not all have taken the push"
+        sizes = {rank: self._store.get(f"{number}/{rank}").decode() for rank in range(1, self._size)}
+        wrong = [rank for rank, one in sizes.items() if one != str(size)]
+        return f"size is not the {size} bytes that are sent, on ranks {wrong}" if wrong else ""
+
+    @contextlib.contextmanager
+    def received(self, size: int, number: int = 1) -> Iterator[str]:
+        """A path of a file in memory with the `size` bytes of the push of that number. ArgumentError, on all ranks and
+        before memory is taken, if the trainer sends more or fewer, or another rank refuses it."""
+        self._agree_to_take(size, number)
+        descriptor = os.memfd_create("overwire-push", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+            with mmap.mmap(descriptor, size) as memory:
+                self._broadcast_file(memory)
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+
+    def _agree_to_take(self, size: Any, number: Any) -> None:
         from ..errors import ArgumentError
 
-        is_count = isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 63
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        self._group.allgather([sizes], [torch.tensor([size if is_count else -1])]).wait()
-        true_size, *others = (int(one) for one in sizes)
-        if not is_count:
-            raise ArgumentError(f"overwire: update_info: size must be a number of bytes, got {str(size)[:80]!r}")
-        if wrong := [rank for rank, one in enumerate(others, 1) if one != true_size]:
-            text = f"size is not the {true_size} bytes that are sent, on ranks {wrong}"
-            raise ArgumentError(f"overwire: update_info: {text}")
+        def is_ready() -> bool:
+            # Whether the trainer sends this push, and no other one.
+            if not self._count_of("begun"):
+                return False
+            current = int(self._store.get("number"))
+            if current > number or current < number and not self._count_of(f"{current}/verdict"):
+                raise ArgumentError(f"overwire: update_info: number is {number}, and push {current} is sent")
+            return bool(current == number)
+
+        reason = ""
+        for name, value in (("size", size), ("number", number)):
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 63:
+                reason = f"{name} must be a positive number, got {str(value)[:80]!r}"
+        if not reason and number <= self._last_number:
+            reason = f"push {number} was taken before"
+        if reason:
+            self.refuse_push(number, reason)
+            raise ArgumentError(f"overwire: update_info: {reason}")
+        try:
+            self._wait_for(is_ready)
+        except ArgumentError as error:
+            self.refuse_push(int(self._store.get("number")), str(error))
+            raise
+        self._last_number = number
+        self._store.set(f"{number}/{self._rank}", str(size))
+        self._store.add(f"{number}/answers", 1)
+        self._wait_for(lambda: self._count_of(f"{number}/verdict"))
+        if reason := self._store.get(f"{number}/reason").decode():
+            raise ArgumentError(f"overwire: update_info: {reason}")
+
+    def _wait_for(self, is_so: Callable[[], object]) -> None:
+        from ..errors import DeadlineError
+
+        end = time.monotonic() + self._timeout
+        while not is_so():
+            if time.monotonic() > end:
+                raise DeadlineError(f"overwire: a push: not all ranks have taken part within {self._timeout} s")
+            time.sleep(_TICK)
 
     def _broadcast_file(self, mapped: mmap.mmap) -> None:
         whole = torch.frombuffer(mapped, dtype=torch.uint8)

@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.logger import init_logger
 
+from ...errors import ArgumentError
 from ...plumbing import start_thread
 from .. import weights
 from ..pushes import Group, Publisher
@@ -68,6 +69,15 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
     number: int
     size: int
     path: str | None = None
+
+
+def _reason_against(info: UpdateInfo) -> str:
+    # What is wrong with it; "" for nothing.
+    if info.kind not in ("whole", "delta"):
+        return f"kind must be 'whole' or 'delta', got {str(info.kind)[:80]!r}"
+    if info.path is not None and not isinstance(info.path, str):  # a number would be a descriptor of this process
+        return f"path must be text, got {str(info.path)[:80]!r}"
+    return ""
 
 
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
@@ -137,8 +147,10 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         delta of other weights: nothing has changed then. After any other error the model
         may have old weights and new ones: push all of it again.
         """
-        if update_info.kind not in ("whole", "delta"):
-            raise ValueError(f"overwire: update_info: kind must be 'whole' or 'delta', got {update_info.kind!r}")
+        if reason := _reason_against(update_info):
+            if self._group is not None:
+                self._group.refuse_push(update_info.number, reason)  # others would wait for this rank
+            raise ValueError(f"overwire: update_info: {reason}")
         with self._receive_file(update_info) as where:
             if update_info.kind == "whole":
                 self._load_whole(where)
@@ -155,7 +167,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
                 "overwire: update_info has no path, and no group was joined: init_weight_transfer_engine comes first"
             )
         else:
-            with self._group.received(info.size) as where:
+            with self._group.received(info.size, info.number) as where:
                 yield where
 
     def _load_whole(self, where: str) -> None:
@@ -302,7 +314,12 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
             side = ThreadPoolExecutor(1)
             try:
                 future = start_thread(side.submit, self.client.update_weights, push.info)
-                push.carry()
+                try:
+                    push.carry(future.done)
+                except ArgumentError:
+                    if future.done():
+                        future.result()  # the engines' own error says more
+                    raise
                 future.result()
             finally:
                 side.shutdown(wait=False)  # a worker that failed may never answer
