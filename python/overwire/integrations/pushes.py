@@ -138,7 +138,7 @@ class Group:
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
 
     def refuse_push(self, number: object, reason: str) -> None:
-        """A rank's: says to the trainer, and so to all, that it does not take a push that its engine was asked to take."""
+        """A rank's: says to the trainer, and so to all, that it does not take a push that its engine is to take."""
         self._store.set(f"{number}/refusal", f"rank {self._rank}: {reason}")
         self._store.add(f"{number}/refusals", 1)
 
