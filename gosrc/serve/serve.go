@@ -19,6 +19,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -93,7 +94,7 @@ func New(dir string, opt Options) (*Server, error) {
 			NextProtos: []string{"http/1.1"}})
 	}
 	s.http = &http.Server{Handler: http.HandlerFunc(s.answerRequest), ReadHeaderTimeout: time.Minute,
-		ErrorLog: log.New(io.Discard, "", 0)}
+		IdleTimeout: time.Minute, ErrorLog: log.New(io.Discard, "", 0)}
 	spawn.Go("serve", func() {
 		defer close(s.done)
 		_ = s.http.Serve(l) // ends with Close
@@ -146,7 +147,8 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	name := strings.TrimPrefix(r.URL.Path, "/")
-	f, err := s.root.Open(name) // never out of the folder, links included
+	// Never out of the folder, links included; and a pipe does not wait for its writer.
+	f, err := s.root.OpenFile(name, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		http.NotFound(w, r)
 		return

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -51,6 +52,9 @@ func TestServe(t *testing.T) {
 	if err := os.Symlink("../secret", filepath.Join(dir, "link")); err != nil {
 		t.Fatal(err)
 	}
+	if err := syscall.Mkfifo(filepath.Join(dir, "pipe"), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	s, err := New(dir, Options{})
 	if err != nil {
 		t.Fatal(err)
@@ -62,6 +66,7 @@ func TestServe(t *testing.T) {
 	}{
 		{"sub/a", "", 200, "0123456789"}, {"sub/a", "bytes=3-5", 206, "345"}, {"sub/a", "bytes=20-", 416, ""},
 		{"link", "", 404, ""}, {"sub", "", 404, ""}, {"%2e%2e/secret", "", 404, ""}, {"none", "", 404, ""},
+		{"pipe", "", 404, ""}, // no thread waits for its writer
 	} {
 		code, body := get(t, s.URL()+c.path, c.span)
 		if code != c.code || c.body != "" && body != c.body {
