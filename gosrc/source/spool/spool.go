@@ -3,8 +3,8 @@
 // arrived. They are kept in a file because the tensors need the memory, and whole
 // because a tensor's bytes may be read in any order, and twice.
 //
-// Of an object whose size is not stated, at most half of what is free in the temporary
-// folder is kept. If its first bytes say how long it is (source.Outline), its last byte
+// An object that is larger than what is free in the temporary folder is refused before any of
+// it is kept; of one whose size is not stated, at most half of that is kept. If its first bytes say how long it is (source.Outline), its last byte
 // can be read only when the object has ended there.
 package spool
 
@@ -27,7 +27,7 @@ type File struct {
 	uri     string
 	file    *os.File
 	outline source.Outline
-	room    int64 // for an object whose size is not stated
+	free    int64 // bytes of the temporary folder, when this was made
 
 	// Of the goroutine that fills it.
 	need   int64 // the outline tells the size from this number of bytes on; -1: it has
@@ -56,12 +56,12 @@ func New(uri string, outline source.Outline) (*File, error) {
 		return nil, errs.FromOS(err)
 	}
 	_ = os.Remove(f.Name())
-	room := int64(math.MaxInt64)
+	free := int64(math.MaxInt64)
 	var st unix.Statfs_t
 	if unix.Fstatfs(int(f.Fd()), &st) == nil && st.Blocks > 0 {
-		room = int64(min(st.Bavail, math.MaxInt64/2/uint64(st.Bsize)) * uint64(st.Bsize) / 2)
+		free = int64(min(st.Bavail, math.MaxInt64/uint64(st.Bsize)) * uint64(st.Bsize))
 	}
-	return &File{uri: uri, file: f, outline: outline, room: room, size: -1, ends: -1, more: make(chan struct{})}, nil
+	return &File{uri: uri, file: f, outline: outline, free: free, size: -1, ends: -1, more: make(chan struct{})}, nil
 }
 
 // Append adds bytes. It refuses those that the object cannot have, and all as soon as the
@@ -72,9 +72,12 @@ func (f *File) Append(p []byte) error {
 	switch most := f.outline.Most; {
 	case most > 0 && have > most:
 		return errs.New(errs.ErrFormat, "it has more than %d bytes", most)
-	case !f.stated && have > f.room:
+	case f.stated && f.Size() > f.free:
+		return errs.New(errs.ErrIO, "it has %d bytes, and %d are free in %s, where it has to be kept: set TMPDIR to a "+
+			"larger disk", f.Size(), f.free, os.TempDir())
+	case !f.stated && have > f.free/2:
 		return errs.New(errs.ErrIO, "its size is not stated, and it has more than %d bytes, half of what was free "+
-			"in %s", f.room, os.TempDir())
+			"in %s", f.free/2, os.TempDir())
 	case f.ends >= 0 && have > f.ends:
 		return f.appendBeyond(p[:f.ends-before])
 	}

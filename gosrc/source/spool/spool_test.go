@@ -77,15 +77,15 @@ func TestEnds(t *testing.T) {
 	}
 }
 
-// Of an object whose size is not stated, only what has room is kept, and what its
-// reader takes.
+// An object that is larger than what is free is refused at once; of one whose size is not
+// stated only what fits is kept, and what its reader takes.
 func TestBounds(t *testing.T) {
 	block := make([]byte, 1000)
 	f := made(t)
-	if f.room <= 0 {
-		t.Error("no room in the temporary folder:", f.room)
+	if f.free <= 0 {
+		t.Error("nothing is free in the temporary folder:", f.free)
 	}
-	f.room = 1500
+	f.free = 3000
 	if err := f.Append(block); err != nil {
 		t.Fatal(err)
 	}
@@ -95,6 +95,12 @@ func TestBounds(t *testing.T) {
 	f.Expect(2000) // it is stated after all
 	if err := f.Append(block); err != nil {
 		t.Error(err)
+	}
+	f = made(t)
+	f.free = 1500
+	f.Expect(2000)
+	if err := f.Append(block[:1]); !errors.Is(err, errs.ErrIO) || f.Have() != 0 {
+		t.Error(err, f.Have())
 	}
 	g, err := New("x", source.Outline{Most: 1500})
 	if err != nil {
