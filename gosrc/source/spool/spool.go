@@ -4,8 +4,9 @@
 // because a tensor's bytes may be read in any order, and twice.
 //
 // An object that is larger than what is free in the temporary folder is refused before any of
-// it is kept; of one whose size is not stated, at most half of that is kept. If its first bytes say how long it is (source.Outline), its last byte
-// can be read only when the object has ended there.
+// it is kept; of one whose size is not stated, at most half of that is kept. If its first
+// bytes say how long it is (source.Outline), its last byte can be read only when the object
+// has ended there.
 package spool
 
 import (
