@@ -41,11 +41,13 @@ class Budget:
     """The account of one unpickling; each method raises UntrustedPickleError
     when the pickle asks for more than its size accounts for.
 
-    size: bytes of the pickle; source: for messages.
+    size: bytes of the pickle; source: for messages; cure: what these advise, where the caller takes no `trust`.
     """
 
-    def __init__(self, source: str, size: int) -> None:
-        self._source = source
+    def __init__(
+        self, source: str, size: int, cure: str = "If you trust where the file comes from, load it with trust=True"
+    ) -> None:
+        self._source, self._cure = source, cure
         self._memory = _MEMORY_BASE + _MEMORY_EACH * size
         self._work = _WORK_BASE + _WORK_EACH * size
         self._growth = _NESTED
@@ -57,11 +59,7 @@ class Budget:
 
     def refuse(self, what: str) -> UntrustedPickleError:
         """The error for a pickle that does what only a trusted one may."""
-        return UntrustedPickleError(
-            f"overwire: unpickle {self._source}: {what}. If you trust where the file comes from, load it with "
-            f"trust=True",
-            source=self._source,
-        )
+        return UntrustedPickleError(f"overwire: unpickle {self._source}: {what}. {self._cure}", source=self._source)
 
     def add_blob(self, size: int) -> None:
         """Allows for work on a blob of `size` bytes, once a blob."""

@@ -43,6 +43,9 @@ from .unpickling import inside, run_machine
 #: The most bytes of a pickle without its tensors.
 _MOST = 256 << 20
 
+# What helps where a pickle is refused.
+_CURE = "Nothing of it was run. If it is your own file, save its state_dict() alone, by torch.save, and take that"
+
 #: The bytes that strided tensors may have beyond those of the file.
 _SPARE = 256 << 20
 
@@ -269,7 +272,7 @@ class _Reader:
         if len(pickles) != 1:
             raise self._error_of("it has no data.pkl")
         self._folder = pickles[0].removesuffix("data.pkl")
-        self._budget = Budget(path, min(_MOST, self._entries[pickles[0]].file_size))
+        self._budget = Budget(path, min(_MOST, self._entries[pickles[0]].file_size), _CURE)
         self._made = 0
         self._named = 0  # bytes of the mapped ones, under all their names
         self._copied = 0  # bytes of strided tensors, which are not mapped

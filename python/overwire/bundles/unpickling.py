@@ -165,7 +165,7 @@ class _NoNames(AllowList):
 def load_plain(data: bytes, source: str) -> Any:
     """Unpickles numbers, texts and containers of them, which name nothing and
     refer to no blob: UntrustedPickleError for anything else, FormatError."""
-    budget = Budget(source, len(data))
+    budget = Budget(source, len(data), "Nothing of it was run")
 
     def refuse_reference(pid: Any) -> Any:
         raise budget.refuse("it refers to something beside it")
