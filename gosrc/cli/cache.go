@@ -98,9 +98,9 @@ func preparedFiles(folder string) ([]prepared, error) {
 	files := []prepared{}
 	for _, entry := range entries {
 		name := entry.Name()
-		isPartial := strings.HasPrefix(name, ".begun-")
-		if stem, ok := strings.CutSuffix(name, ".safetensors"); !ok || !entry.Type().IsRegular() ||
-			!isPartial && !isFingerprint(stem) {
+		stem, rest, ok := strings.Cut(name, ".safetensors")
+		isPartial := strings.HasPrefix(name, ".begun-") || strings.HasPrefix(name, "..begun-") // see atomicfile
+		if !ok || !entry.Type().IsRegular() || !isPartial && (rest != "" || !isFingerprint(stem)) {
 			continue
 		}
 		info, err := entry.Info()

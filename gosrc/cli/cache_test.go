@@ -11,7 +11,8 @@ import (
 func TestCache(t *testing.T) {
 	folder := t.TempDir()
 	name := strings.Repeat("0a", 20) + ".safetensors"
-	for _, file := range []string{name, ".begun-1-" + name, "model.safetensors", strings.Repeat("0a", 20) + ".txt"} {
+	for _, file := range []string{name, ".begun-1-" + name, "..begun-1-" + name + ".overwire-0a1b", "model.safetensors",
+		name + ".bak", strings.Repeat("0a", 20) + ".txt"} {
 		if err := os.WriteFile(filepath.Join(folder, file), make([]byte, 1000), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -19,11 +20,11 @@ func TestCache(t *testing.T) {
 	if out := must(t, "cache", "list", folder); !strings.Contains(out, name) || !strings.Contains(out, "1 files, 1.0 kB kept") {
 		t.Errorf("list says %q", out)
 	}
-	if out := must(t, "cache", "clear", folder); !strings.Contains(out, "2 files, 2.0 kB removed") {
+	if out := must(t, "cache", "clear", folder); !strings.Contains(out, "3 files, 3.0 kB removed") {
 		t.Errorf("clear says %q", out)
 	}
 	left, err := os.ReadDir(folder)
-	if err != nil || len(left) != 2 {
+	if err != nil || len(left) != 3 {
 		t.Errorf("left: %v, %v", left, err)
 	}
 	if out := must(t, "cache", "list", filepath.Join(folder, "none")); !strings.Contains(out, "0 files") {
