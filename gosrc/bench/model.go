@@ -157,7 +157,7 @@ func (r *run) openGPU(name string) (*cuda.Device, error) {
 func (r *run) measureWire(queue *cuda.Queue, n int64) (float64, error) {
 	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
 	v, err := r.medianOf(func() (float64, error) {
-		took, err := queue.Floor(n, count)
+		took, err := queue.MeasureLink(n, count)
 		return took.Seconds(), err
 	})
 	if err != nil {

@@ -90,7 +90,7 @@ func wire(index int) (float64, error) {
 	defer l.Close()
 	count := cuda.DefaultSlots
 	for {
-		took, err := l.Floor(cuda.DefaultSlotBytes, count)
+		took, err := l.MeasureLink(cuda.DefaultSlotBytes, count)
 		if err != nil {
 			return 0, err
 		}

@@ -28,7 +28,7 @@ type gdsReads struct {
 // byGDS prepares the load's local files for GPUDirect Storage. What it cannot reach
 // is read through the host.
 func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
-	base, n, err := queue.Staging()
+	base, n, err := queue.StagingMemory()
 	if err != nil {
 		return nil, err
 	}

@@ -147,7 +147,7 @@ func (m *Model) countStaging(o *Outlook, parts []Part, q Prospect) error {
 	p := plan.Make(m.ix, wants, dest, mc.Limits())
 	if gpu {
 		slots, size := ringFor(p.Slot, mc)
-		o.Staging = cuda.Staging(slots, size)
+		o.Staging = cuda.StagingSize(slots, size)
 		o.Pinned = o.Staging
 		return nil
 	}

@@ -69,7 +69,7 @@ func Ring(m plan.Machine) (slots int, bytes int64) {
 	case m.RangeBytes > 0 || m.InGroup:
 		return cuda.FineRing()
 	}
-	return cuda.Ring()
+	return cuda.DefaultRing()
 }
 
 // Queue makes the GPU's queue for pieces of at most `largest` bytes. On the host it

@@ -41,15 +41,15 @@ const (
 	futexWake = 1 // FUTEX_WAKE
 )
 
-// A taking is how many pieces of another's memory a process needs no more. It alone writes
+// A takenFlag is how many pieces of another's memory a process needs no more. It alone writes
 // this, and rings its bell.
-type taking struct {
+type takenFlag struct {
 	bell   atomic.Uint32
 	pieces atomic.Uint64
 }
 
 // takingBytes is the space of a taking.
-const takingBytes = int(unsafe.Sizeof(taking{}))
+const takingBytes = int(unsafe.Sizeof(takenFlag{}))
 
 // ringBell wakes those that wait for a bell.
 func ringBell(bell *atomic.Uint32) {
@@ -98,14 +98,14 @@ func (p *Peers) Publish(pieces int) {
 // flagBytes is the space of all flags: the lines, and behind them what each takes of each.
 func flagBytes(ranks int) int64 { return int64(ranks)*lineBytes + int64(ranks*ranks*takingBytes) }
 
-// taking is what a process has taken of an owner.
-func (p *Peers) taking(owner, by int) *taking {
-	return (*taking)(unsafe.Add(p.flags.base, p.ranks*lineBytes+(by*p.ranks+owner)*takingBytes))
+// takenFlagOf is what a process has taken of an owner.
+func (p *Peers) takenFlagOf(owner, by int) *takenFlag {
+	return (*takenFlag)(unsafe.Add(p.flags.base, p.ranks*lineBytes+(by*p.ranks+owner)*takingBytes))
 }
 
 // ReleasePieces says that this process needs the first pieces of another's memory no more.
 func (p *Peers) ReleasePieces(owner, pieces int) {
-	own := p.taking(owner, p.mine.Rank)
+	own := p.takenFlagOf(owner, p.mine.Rank)
 	setNumber(&own.pieces, pieces, &own.bell)
 }
 
@@ -152,7 +152,7 @@ func (p *Peers) AwaitPiece(ctx context.Context, rank, pieces int) error {
 // AwaitTaken waits until no other process needs the first pieces of this one's memory.
 func (p *Peers) AwaitTaken(ctx context.Context, pieces int) error {
 	return p.awaitAll(ctx, func(rank int) (*atomic.Uint32, *atomic.Uint64) {
-		t := p.taking(p.mine.Rank, rank)
+		t := p.takenFlagOf(p.mine.Rank, rank)
 		return &t.bell, &t.pieces
 	}, uint64(pieces))
 }

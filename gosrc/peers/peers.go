@@ -61,11 +61,11 @@ type Peers struct {
 	offers []Offer
 
 	memory device.Memory // of the GPU
-	file   *shared       // memory of the host
-	flags  *shared
+	file   *sharedMemory // memory of the host
+	flags  *sharedMemory
 	lines  []*processFlags
 	at     []unsafe.Pointer // by rank: its memory, mapped here
-	files  []*shared
+	files  []*sharedMemory
 	ended  bool
 
 	processes []*process // by rank; nil: this one, or not joined
@@ -88,7 +88,7 @@ func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	}
 	p := &Peers{gpu: gpu, ranks: ranks, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n},
 		stop: make(chan struct{}),
-		at:   make([]unsafe.Pointer, ranks), files: make([]*shared, ranks), processes: make([]*process, ranks),
+		at:   make([]unsafe.Pointer, ranks), files: make([]*sharedMemory, ranks), processes: make([]*process, ranks),
 		seen: make([]uint64, ranks), since: make([]time.Time, ranks)}
 	if err := p.makeMemory(n); err != nil {
 		p.Close()

@@ -25,8 +25,8 @@ const (
 	lasting = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 )
 
-// A shared is such memory, mapped here. nil is none.
-type shared struct {
+// A sharedMemory is such memory, mapped here. nil is none.
+type sharedMemory struct {
 	fd   int
 	raw  unsafe.Pointer
 	base unsafe.Pointer
@@ -36,7 +36,7 @@ type shared struct {
 func pid() int { return os.Getpid() }
 
 // newShared makes n bytes of zeros.
-func newShared(n int64, token []byte) (*shared, error) {
+func newShared(n int64, token []byte) (*sharedMemory, error) {
 	fd, err := unix.MemfdCreate("overwire", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
 		return nil, errs.New(errs.ErrIO, "shared memory: %v", err)
@@ -55,7 +55,7 @@ func newShared(n int64, token []byte) (*shared, error) {
 	return mapShared(fd, size)
 }
 
-func mapShared(fd int, size int64) (*shared, error) {
+func mapShared(fd int, size int64) (*sharedMemory, error) {
 	raw, err := unix.MmapPtr(fd, 0, nil, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		_ = unix.Close(fd)
@@ -63,12 +63,12 @@ func mapShared(fd int, size int64) (*shared, error) {
 	}
 	// A forked child has no use for it.
 	_ = unix.Madvise(unsafe.Slice((*byte)(raw), size), unix.MADV_DONTFORK)
-	return &shared{fd: fd, raw: raw, base: unsafe.Add(raw, pageBytes), n: size}, nil
+	return &sharedMemory{fd: fd, raw: raw, base: unsafe.Add(raw, pageBytes), n: size}, nil
 }
 
 // openShared maps n bytes of another process's, or of this one's again.
-func openShared(o *Offer, number int, n int64) (*shared, error) {
-	refuse := func(why any) (*shared, error) {
+func openShared(o *Offer, number int, n int64) (*sharedMemory, error) {
+	refuse := func(why any) (*sharedMemory, error) {
 		return nil, errs.New(errs.ErrNotSupported, "the shared memory of process %d cannot be reached: %v", o.Process,
 			why)
 	}
@@ -106,7 +106,7 @@ func openShared(o *Offer, number int, n int64) (*shared, error) {
 	return s, nil
 }
 
-func (s *shared) close() {
+func (s *sharedMemory) close() {
 	if s == nil || s.raw == nil {
 		return
 	}

@@ -126,9 +126,9 @@ func (r *Relay) ownersShareAt(k, rank int) unsafe.Pointer {
 	return unsafe.Add(r.carrier.Memory(rank), int64(k%r.spec.Buffers)*r.shareSpace())
 }
 
-// endExchange waits for the pulls in flight, and for the other ranks to end theirs; when ctx
+// awaitPulls waits for the pulls in flight, and for the other ranks to end theirs; when ctx
 // has ended, not long. Once is enough.
-func (r *Relay) endExchange(ctx context.Context) {
+func (r *Relay) awaitPulls(ctx context.Context) {
 	c := r.carrier
 	if c == nil || c.gone {
 		return
@@ -212,8 +212,8 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 	return nil
 }
 
-// carryPieces brings all pieces, in the background: those of each rank by themselves.
-func (r *Relay) carryPieces(ctx context.Context) {
+// beginCarrying brings all pieces, in the background: those of each rank by themselves.
+func (r *Relay) beginCarrying(ctx context.Context) {
 	begin := func(work func(context.Context) error) {
 		spawn.GoFor(&r.carrier.work, "relay carry", func() {
 			err := spawn.Guard("relay carry", func() error { return work(ctx) })
@@ -251,7 +251,7 @@ func (r *Relay) followStream(ctx context.Context) error {
 		return nil
 	}
 	for _, s := range r.carrier.streams {
-		if err := r.target.GPU.Follow(s, uintptr(r.spec.Stream)); err != nil {
+		if err := r.target.GPU.AwaitStreams(s, uintptr(r.spec.Stream)); err != nil {
 			return err
 		}
 	}
@@ -295,7 +295,7 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 			}
 		}
 		select {
-		case r.readsToDecode(own) <- of:
+		case r.waitingReads(own) <- of:
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
@@ -306,7 +306,7 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 // decodeBatches decodes on the GPU what has arrived, all that has while it waits for a slot
 // together: this rank's own shares, or those of the others.
 func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
-	ready, left := r.readsToDecode(own), 0
+	ready, left := r.waitingReads(own), 0
 	for i := range r.parts {
 		if from := i % r.spec.Ranks; (from == r.spec.Rank) == own && r.wantsAnyOf(i/r.spec.Ranks, from) {
 			left++
@@ -346,8 +346,8 @@ func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
 	return nil
 }
 
-// readsToDecode is what waits for its decoding: of this rank's own shares, or of the others'.
-func (r *Relay) readsToDecode(own bool) chan ranksRead {
+// waitingReads is what waits for its decoding: of this rank's own shares, or of the others'.
+func (r *Relay) waitingReads(own bool) chan ranksRead {
 	if own {
 		return r.carrier.own
 	}
@@ -374,7 +374,7 @@ func (r *Relay) pullShare(ctx context.Context, k, from int) error {
 	if q.used == 0 || q.last == q.first {
 		return nil
 	}
-	if err := r.fillableAfter(k, from).HoldStream(c.streams[from]); err != nil {
+	if err := r.eventBeforeFill(k, from).HoldStream(c.streams[from]); err != nil {
 		return err
 	}
 	to, at := r.localShareAt(k, from), r.ownersShareAt(k, from)
@@ -404,8 +404,8 @@ func (r *Relay) recycleBuffers(ctx context.Context) error {
 	return nil
 }
 
-// countArrived counts chunks of this rank's shares whose bytes the others may read.
-func (r *Relay) countArrived(k int) {
+// countReadableChunks counts chunks of this rank's shares whose bytes the others may read.
+func (r *Relay) countReadableChunks(k int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	c := r.carrier

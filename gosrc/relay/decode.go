@@ -76,7 +76,7 @@ func (r *Relay) decodeOnHost(of ranksRead) error {
 		cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
 			j := &jobs[i]
 			if err := cpu.Decode(j, unsafe.Slice((*byte)(unsafe.Add(base, j.Src)), j.Chunk.Stored)); err != nil {
-				return r.placeError(first+i, err)
+				return r.locateError(first+i, err)
 			}
 			r.countTask(first + i)
 			return nil
@@ -90,9 +90,9 @@ func (r *Relay) decodeOnHost(of ranksRead) error {
 	return nil
 }
 
-// fillableAfter is the event after which what a rank reads of a piece may be written to its part
+// eventBeforeFill is the event after which what a rank reads of a piece may be written to its part
 // of the buffer: the decoding of the buffer's earlier piece, which is queued. nil: it has ended.
-func (r *Relay) fillableAfter(k, rank int) *cuda.Event {
+func (r *Relay) eventBeforeFill(k, rank int) *cuda.Event {
 	buffers := r.ringOf(k, rank).count
 	if k < buffers {
 		return nil
@@ -137,7 +137,7 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []ranksRead, streams []uin
 	defer r.countDriverTime(time.Now())
 	err := r.queue.Submit(slot, from.bytes, jobs, func(i int, err error) {
 		if err != nil {
-			r.failWith(r.placeError(number(i), err), false)
+			r.failWith(r.locateError(number(i), err), false)
 			return
 		}
 		if !none {
@@ -151,7 +151,7 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []ranksRead, streams []uin
 		}
 	})
 	if err != nil {
-		err = r.placeError(number(0), err)
+		err = r.locateError(number(0), err)
 		r.failWith(err, true)
 		return err
 	}
@@ -161,8 +161,8 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []ranksRead, streams []uin
 	return nil
 }
 
-// placeError adds the tensor and chunk to an error.
-func (r *Relay) placeError(i int, err error) error {
+// locateError adds the tensor and chunk to an error.
+func (r *Relay) locateError(i int, err error) error {
 	if i >= len(r.refs) { // of a piece of which this rank wants nothing
 		return r.model.PlaceError("decode", err)
 	}

@@ -28,7 +28,7 @@ type feedQueue struct {
 }
 
 type submission struct {
-	cuda.Filled
+	cuda.FilledSlot
 	to int // the piece of the relay
 }
 
@@ -65,7 +65,7 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 		}
 		done(task, err)
 	}
-	q.todo <- submission{cuda.Filled{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}, 0}
+	q.todo <- submission{cuda.FilledSlot{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}, 0}
 	return nil
 }
 
@@ -76,13 +76,13 @@ func (q *feedQueue) submitSlots(all []submission) {
 	for i := range all {
 		s := &all[i]
 		s.to = r.pieceToFill(s.Tasks[0].Dst)
-		s.Slot.WaitForEvent(r.fillableAfter(s.to, r.spec.Rank))
+		s.Slot.WaitForEvent(r.eventBeforeFill(s.to, r.spec.Rank))
 		s.Slot.AllowGapWrites() // a share has its chunks as they lie in the file
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.to, b.to) })
-	pieces := make([]cuda.Filled, len(all))
+	pieces := make([]cuda.FilledSlot, len(all))
 	for i := range all {
-		pieces[i] = all[i].Filled
+		pieces[i] = all[i].FilledSlot
 	}
 	_ = q.SubmitAll(pieces) // done has said what failed
 }

@@ -16,21 +16,21 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// layout is what travels in which piece, and where in its buffer. It does not change.
-type layout struct {
+// exchangeLayout is what travels in which piece, and where in its buffer. It does not change.
+type exchangeLayout struct {
 	ix            *tensor.Index // an index in which all shared tensors have chunks
 	bare          []bool        // by tensor: it has chunks there only, without checksums
 	stripRowBytes []int64       // by tensor of these: bytes of a row, if ranks copy columns; else 0
 	at            []chunkPlace  // by number of a chunk in ix
-	pieces        []relayPiece
+	pieces        []pieceState
 	parts         []rankPart // by piece, and in that by rank
 	spots         []plan.Spot
 	fetch         *plan.Plan
 	fetchWants    []plan.Want // of fetch: a chunk each
 }
 
-// A relayPiece is what the ranks read at about the same time.
-type relayPiece struct {
+// A pieceState is what the ranks read at about the same time.
+type pieceState struct {
 	share   int64         // the space of each rank in the buffer
 	begin   int           // this rank's first spot
 	checked chan struct{} // closed when this rank's share is there, and right: the others may read it
@@ -48,8 +48,8 @@ type rankPart struct {
 	done        bool // decoded
 }
 
-// aims are this rank's requests, and their decode tasks.
-type aims struct {
+// localRequests are this rank's requests, and their decode tasks.
+type localRequests struct {
 	jobs   []device.DecodeTask // by piece and rank that reads them
 	refs   []plan.Ref          // of each job
 	wants  []plan.Want
@@ -57,7 +57,9 @@ type aims struct {
 }
 
 // partOf is what a rank reads of a piece.
-func (l *layout) partOf(k, rank int) *rankPart { return &l.parts[k*(len(l.parts)/len(l.pieces))+rank] }
+func (l *exchangeLayout) partOf(k, rank int) *rankPart {
+	return &l.parts[k*(len(l.parts)/len(l.pieces))+rank]
+}
 
 // chunkPlace is where a chunk travels: in which piece, and where in its buffer; piece
 // is -1 for a chunk that is not shared.
@@ -103,9 +105,9 @@ func (s *Spec) checkSize() error {
 	return nil
 }
 
-// Room is the most that one chunk of a model takes of a buffer for each rank: a smaller
+// RoomForChunk is the most that one chunk of a model takes of a buffer for each rank: a smaller
 // share holds not every chunk.
-func Room(m *load.Model) int64 {
+func RoomForChunk(m *load.Model) int64 {
 	most := int64(plainChunkBytes)
 	for i := range m.Seen().Tensors {
 		if t := &m.Seen().Tensors[i]; t.Count > 0 {
@@ -237,12 +239,12 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 // are in their buffers at the same time.
 func (r *Relay) addPiece(shares []plan.RankShare) {
 	number := len(r.pieces)
-	p := relayPiece{checked: make(chan struct{}), begin: len(r.spots)}
+	p := pieceState{checked: make(chan struct{}), begin: len(r.spots)}
 	for rank := range shares {
 		s, own := &shares[rank], rankPart{}
 		if common := s.Chunks[:s.Common]; r.hasStrips() {
 			slices.SortStableFunc(common, func(a, b plan.ChunkOf) int {
-				return orderTrueFirst(!r.isStrip(a), !r.isStrip(b))
+				return orderTrueFirst(!r.isCopiedAsStrips(a), !r.isCopiedAsStrips(b))
 			})
 		}
 		pos := int64(0)
@@ -254,7 +256,7 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 			pos, last = pos+int64(chunk.Stored), chunk
 			switch {
 			case i >= s.Common:
-			case r.isStrip(c):
+			case r.isCopiedAsStrips(c):
 				own.beside = true
 			default:
 				own.used = pos

@@ -74,7 +74,7 @@ func TestCuts(t *testing.T) {
 		Size: ranks * (1<<20 + 4096), Ranks: ranks, Mapped: true, Buffers: 2}
 	readers, all := map[plan.ChunkOf]int{}, 0
 	var read [ranks]int64
-	var pieces []relayPiece
+	var pieces []pieceState
 	for rank := range ranks {
 		s := spec
 		s.Rank = rank
@@ -92,8 +92,8 @@ func TestCuts(t *testing.T) {
 			at := r.placeOf(c)
 			p := &r.pieces[at.piece]
 			q := r.partOf(at.piece, rank)
-			travels := at.off%p.share < q.used || r.isStrip(c) && q.beside
-			if r.isStrip(c) != (c.Data == 1) {
+			travels := at.off%p.share < q.used || r.isCopiedAsStrips(c) && q.beside
+			if r.isCopiedAsStrips(c) != (c.Data == 1) {
 				t.Errorf("chunk %v: strips", c)
 			}
 			if first := c.Data == 1 || c.Data == 2; first && !travels {
@@ -213,7 +213,7 @@ func TestAliasesTravel(t *testing.T) {
 // than those of the piece before it.
 func TestPieceFilling(t *testing.T) {
 	r := &Relay{spec: &Spec{Ring: []uint64{1 << 20, 1 << 30}, Size: 1 << 20, Ranks: 4, Rank: 3},
-		layout: layout{pieces: []relayPiece{{share: 1 << 18}, {share: 1 << 18}, {share: 256}}}}
+		exchangeLayout: exchangeLayout{pieces: []pieceState{{share: 1 << 18}, {share: 1 << 18}, {share: 256}}}}
 	for piece := range r.pieces {
 		r.free = max(0, piece-1)
 		if got := r.pieceToFill(unsafe.Add(r.localShareAt(piece, 3), 100)); got != piece {

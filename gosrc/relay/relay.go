@@ -70,14 +70,14 @@ type Relay struct {
 	landings *job.Landings
 	carrier  *carrier // nil: the caller exchanges the shares
 	profile
-	layout
-	aims
-	lane
+	exchangeLayout
+	localRequests
+	gpuState
 	state
 }
 
-// lane is what a relay has of a GPU.
-type lane struct {
+// gpuState is what a relay has of a GPU.
+type gpuState struct {
 	queue *cuda.Queue  // decodes; nil: the host does
 	feed  device.Queue // fetches; nil: the host
 }
@@ -162,7 +162,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	defer func() {
 		if err != nil {
-			r.endExchange(context.Background())
+			r.awaitPulls(context.Background())
 		}
 	}()
 	if err := spec.checkSize(); err != nil {
@@ -244,20 +244,20 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch, Queue: r.feed,
 		Workers: r.machine.Workers(depth),
 		Gate: func(ctx context.Context, job int32) error {
-			return r.awaitFree(ctx, int(r.spots[job].Group)-r.ringOf(0, r.spec.Rank).count+1-ahead)
+			return r.awaitFreeBuffers(ctx, int(r.spots[job].Group)-r.ringOf(0, r.spec.Rank).count+1-ahead)
 		},
-		Landed: func(spot int32) { r.countArrived(int(r.spots[spot].Group)) },
+		Landed: func(spot int32) { r.countReadableChunks(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.awaitFree(ctx, int(r.spots[spot].Group)-r.ringOf(0, r.spec.Rank).count+1)
+			return dst, r.awaitFreeBuffers(ctx, int(r.spots[spot].Group)-r.ringOf(0, r.spec.Rank).count+1)
 		}
 	}
 	if r.feed != nil {
 		task.Near = r.target.GPU.Place()
 	}
 	if r.carrier != nil {
-		r.carryPieces(ctx)
+		r.beginCarrying(ctx)
 	}
 	st, err := pipeline.Run(ctx, task)
 	if err == nil {
@@ -291,7 +291,7 @@ func (r *Relay) leaveExchange(ctx context.Context) {
 	}
 	r.carrier.work.Wait()
 	r.closeQueues()
-	r.endExchange(ctx)
+	r.awaitPulls(ctx)
 }
 
 // piecesAhead is how many pieces beyond the ring may be read into slots of the queue,
@@ -337,8 +337,8 @@ func (r *Relay) failWith(err error, ours bool) {
 	r.job.Cancel()
 }
 
-// awaitFree waits until the buffers of the first pieces may be filled again.
-func (r *Relay) awaitFree(ctx context.Context, pieces int) error {
+// awaitFreeBuffers waits until the buffers of the first pieces may be filled again.
+func (r *Relay) awaitFreeBuffers(ctx context.Context, pieces int) error {
 	return r.awaitState(ctx, func() bool { return r.free >= pieces })
 }
 

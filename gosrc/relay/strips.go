@@ -134,8 +134,8 @@ func (r *Relay) countStrips(k, lo, hi int) {
 	}
 }
 
-// isStrip reports whether columns of a chunk are copied.
-func (r *Relay) isStrip(c plan.ChunkOf) bool { return r.stripRowBytes[c.Data] > 0 }
+// isCopiedAsStrips reports whether columns of a chunk are copied.
+func (r *Relay) isCopiedAsStrips(c plan.ChunkOf) bool { return r.stripRowBytes[c.Data] > 0 }
 
 // hasStrips reports whether columns of any tensor are copied.
 func (r *Relay) hasStrips() bool {

@@ -134,7 +134,7 @@ func (g *gpu) readAhead(items []*item) error {
 				to = append(to, func(b []byte) { a.ahead[piece{off, n}] = bytes.Clone(b) })
 			}
 		}
-		if err := g.Sample(at, n, func(i int, b []byte) { to[i](b) }); err != nil {
+		if err := g.CopySamples(at, n, func(i int, b []byte) { to[i](b) }); err != nil {
 			return err
 		}
 	}
@@ -155,7 +155,7 @@ func (w *writer) closeGPUs() {
 // takeRings takes the pinned memory that stored bytes come down to.
 func (w *writer) takeRings() error {
 	for _, g := range w.gpus {
-		n := int64(g.Slots()) * g.room
+		n := int64(g.SlotCount()) * g.room
 		var err error
 		if g.ring, err = pinned.Take(n, max(n, pinned.Ready(g.Device())), g.Device()); err != nil {
 			return errs.In("save", w.spec.Path, err)
@@ -181,7 +181,7 @@ type pack struct {
 	bytes  int64 // of the rows, each rounded up to 16
 	slot   int
 	before *pack // the one that has the slot before it; nil: none
-	packed []cuda.Packed
+	packed []cuda.PackedRange
 	at     []int64       // places of the rows in the file
 	out    []byte        // stored bytes, with the gaps between chunks
 	over   chan struct{} // closed when the slot is free again
@@ -195,7 +195,7 @@ func (f *fileWriter) packChunk(r row) {
 		p = f.tasks[k].pack
 	}
 	if p == nil || p.gpu != r.t.gpu || p.bytes+n > p.gpu.SlotBytes() || len(p.rows) == batchRows {
-		slots := r.t.gpu.Slots() / f.lane.of
+		slots := r.t.gpu.SlotCount() / f.lane.of
 		p = &pack{gpu: r.t.gpu, slot: f.lane.number*slots + len(f.packs[r.t.gpu])%slots, over: make(chan struct{})}
 		if all := f.packs[p.gpu]; len(all) >= slots {
 			p.before = all[len(all)-slots]
@@ -218,7 +218,7 @@ func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
 		p.before = nil
 	}
 	defer addLap(&f.clock.encode, time.Now())
-	p.packed = make([]cuda.Packed, len(p.rows))
+	p.packed = make([]cuda.PackedRange, len(p.rows))
 	for i := range p.rows {
 		r, to := &p.rows[i], &p.packed[i]
 		to.Src, to.N = uint64(r.t.body.(*away).Addr)+uint64(r.off), int64(r.n)
@@ -291,7 +291,7 @@ func (f *fileWriter) placePack(ctx context.Context, p *pack) error {
 }
 
 // addSums adds a chunk to the hash of its tensor.
-func (r *row) addSums(from *cuda.Packed) error {
+func (r *row) addSums(from *cuda.PackedRange) error {
 	t := r.t
 	if r.begins {
 		t.sums = blocksum.New(t.bytes)

@@ -33,7 +33,7 @@ func (w *writer) lanesOf(parts []outputFile) []lane {
 		n = min(n, max(1, w.threads/laneThreads))
 	}
 	for _, g := range w.gpus {
-		n = min(n, max(1, g.Slots()/laneSlots))
+		n = min(n, max(1, g.SlotCount()/laneSlots))
 	}
 	if source.Remote(w.spec.Path) {
 		n = 1 // an upload has several connections

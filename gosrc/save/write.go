@@ -317,7 +317,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 func (f *fileWriter) windowSize() (window, workers int) {
 	window, workers = 2*f.lane.threads+4, f.lane.threads
 	for g := range f.packs {
-		window = max(window, g.Slots()/f.lane.of)
+		window = max(window, g.SlotCount()/f.lane.of)
 	}
 	if len(f.packs) > 0 {
 		workers = window + 1

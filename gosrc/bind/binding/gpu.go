@@ -49,7 +49,9 @@ func gpuVerbs() []*Verb {
 			func(d *cuda.Device, n []int64) (none, error) { d.NoteStream(uintptr(n[0])); return none{}, nil }).
 			ints("device", "stream"),
 		onDevice("gpu_follow", "Make a stream wait for what is queued on another now.",
-			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.Follow(uintptr(n[0]), uintptr(n[1])) }).
+			func(d *cuda.Device, n []int64) (none, error) {
+				return none{}, d.AwaitStreams(uintptr(n[0]), uintptr(n[1]))
+			}).
 			ints("device", "stream", "after"),
 		onDevice("gpu_stream_new", "A new stream.", func(d *cuda.Device, _ []int64) (int64, error) {
 			s, err := d.NewStream()
@@ -209,7 +211,7 @@ func gpuWait(_ none, n []int64) (*Result, error) {
 	if err != nil {
 		return nil, err
 	}
-	r, texts := &Result{Numbers: append([]int64{1, int64(len(each))}, b.Sizes()...)}, failures{}
+	r, texts := &Result{Numbers: append([]int64{1, int64(len(each))}, b.EncodedSizes()...)}, failures{}
 	for i, e := range each {
 		if e != nil {
 			texts[i] = errs.Describe(&errs.At{Verb: "decode", Chunk: -1, Offset: -1, Err: e})

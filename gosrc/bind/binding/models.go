@@ -20,7 +20,7 @@ import (
 // opened is the result of opening a model, beside its handle and its table.
 type opened struct {
 	Sources []openedSource `json:"sources"`
-	Room    int64          `json:"room"` // see relay.Room
+	Room    int64          `json:"room"` // see relay.RoomForChunk
 }
 
 type openedSource struct {
@@ -142,7 +142,7 @@ func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Resu
 		return nil, err
 	}
 	ix := m.Index()
-	o := opened{make([]openedSource, len(ix.Sources)), relay.Room(m)}
+	o := opened{make([]openedSource, len(ix.Sources)), relay.RoomForChunk(m)}
 	for i, s := range ix.Sources {
 		o.Sources[i] = openedSource{errs.RedactURI(s.URI), s.Size, s.Metadata, s.Overwire(),
 			m.Sources()[i].Facts().Remote}

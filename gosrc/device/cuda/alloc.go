@@ -31,16 +31,16 @@ func isAllocatedAlone(n int64) bool {
 	return n >= slabBytes || n >= 1<<20 && ((n+unit-1)&^(unit-1)-n)*16 <= n
 }
 
-// A region is one allocation and the tensors in it.
-type region struct {
+// A sharedAllocation is one allocation and the tensors in it.
+type sharedAllocation struct {
 	bytes  int64
 	member []int
 	at     []int64
 }
 
 // layOutRegions assigns tensors to regions.
-func layOutRegions(sizes []int64) ([]region, error) {
-	var all []region
+func layOutRegions(sizes []int64) ([]sharedAllocation, error) {
+	var all []sharedAllocation
 	slab := -1
 	for i, n := range sizes {
 		switch {
@@ -49,13 +49,13 @@ func layOutRegions(sizes []int64) ([]region, error) {
 		case n == 0:
 			continue
 		case isAllocatedAlone(n):
-			all = append(all, region{bytes: n, member: []int{i}, at: []int64{0}})
+			all = append(all, sharedAllocation{bytes: n, member: []int{i}, at: []int64{0}})
 			continue
 		}
 		room := (n + Align - 1) &^ (Align - 1)
 		if slab < 0 || all[slab].bytes+room > slabBytes {
 			slab = len(all)
-			all = append(all, region{})
+			all = append(all, sharedAllocation{})
 		}
 		r := &all[slab]
 		r.member, r.at = append(r.member, i), append(r.at, r.bytes)
@@ -175,12 +175,12 @@ func (d *Device) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int
 		all += n
 		most = max(most, n)
 	}
-	return d.nameSizes(err, all, fmt.Sprintf("%d tensors, the largest of %d", len(sizes), most))
+	return d.addSizesToError(err, all, fmt.Sprintf("%d tensors, the largest of %d", len(sizes), most))
 }
 
-// nameSizes adds to an out-of-memory error how much was asked for, for what, and how
+// addSizesToError adds to an out-of-memory error how much was asked for, for what, and how
 // much there was. Other errors stay as they are.
-func (d *Device) nameSizes(err error, asked int64, what string) error {
+func (d *Device) addSizesToError(err error, asked int64, what string) error {
 	var mem *errs.Memory
 	if !errors.As(err, &mem) {
 		return err

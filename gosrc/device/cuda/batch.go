@@ -69,13 +69,13 @@ type pad struct {
 
 // A slab is one pinned and one device allocation, with streams and events.
 type slab struct {
-	pages pages
+	pages hugePages
 	c     C.struct_owcu_slab
 	pads  []*pad // into which it is cut for batches
 }
 
-// batches are the pads and kernels of a Device.
-type batches struct {
+// batchPool are the pads and kernels of a Device.
+type batchPool struct {
 	mu      sync.Mutex
 	kernels []C.owcu_handle // nil: not yet looked up
 	waiting int             // callers in Wait: their events must not be destroyed
@@ -95,7 +95,7 @@ type Batch struct {
 }
 
 func (d *Device) batchKernels() ([]C.owcu_handle, error) {
-	return d.lookUp(&d.batch.kernels, d.module, built.X16, batchNames)
+	return d.findKernels(&d.batch.kernels, d.module, built.X16, batchNames)
 }
 
 // newSlab allocates `bytes` of the host and `room` of the device; see owcu_slab_new.
@@ -116,11 +116,11 @@ func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what 
 	} else {
 		p.free()
 	}
-	return nil, d.nameSizes(errorOf(d.index, &e), room, what)
+	return nil, d.addSizesToError(errorOf(d.index, &e), room, what)
 }
 
-// newPads makes a slab that is cut into pads.
-func (d *Device) newPads(count, bytes, room int) (*slab, error) {
+// newSlabOfPads makes a slab that is cut into pads.
+func (d *Device) newSlabOfPads(count, bytes, room int) (*slab, error) {
 	s, err := d.newSlab(int64(count*bytes), int64(count*room), 0, count, 0, "the tables of a batch")
 	if err != nil {
 		return nil, err
@@ -140,16 +140,16 @@ func (d *Device) freeSlab(s *slab) error {
 		d.waitForPad(p)
 	}
 	var e C.struct_owcu_error
-	return d.handleFreeResult(d.tryFree(s, &e), &e, func() bool { return d.releaseSlab(s) })
+	return d.handleFreeResult(d.tryFreeSlab(s, &e), &e, func() bool { return d.releaseSlab(s) })
 }
 
 // releaseSlab frees a slab that no batch uses, and reports whether it is gone.
 func (d *Device) releaseSlab(s *slab) bool {
 	var e C.struct_owcu_error
-	return d.tryFree(s, &e) <= 0
+	return d.tryFreeSlab(s, &e) <= 0
 }
 
-func (d *Device) tryFree(s *slab, e *C.struct_owcu_error) C.int {
+func (d *Device) tryFreeSlab(s *slab, e *C.struct_owcu_error) C.int {
 	rc := C.owcu_slab_free(d.ctx, &s.c, e)
 	if rc <= 0 {
 		s.pages.free()
@@ -205,7 +205,7 @@ func (b *Batch) readStatuses(p *pad, err error) {
 	b.err = err
 	b.words = append([]uint32(nil), unsafe.Slice((*uint32)(p.host), b.n)...)
 	if b.peeks != nil {
-		copy(b.peeks, unsafe.Slice((*C.ow_stream_peek_t)(unsafe.Add(p.host, peekAt(b.n))), b.n))
+		copy(b.peeks, unsafe.Slice((*C.ow_stream_peek_t)(unsafe.Add(p.host, answersOffset(b.n))), b.n))
 	}
 	b.pad, p.batch = nil, nil
 }
@@ -216,7 +216,7 @@ func (d *Device) takePad(n, rows int) (*pad, error) {
 	bytes, room := padSizes(n, rows)
 	if bytes <= padBytes && room <= padRoom {
 		if b.small == nil {
-			s, err := d.newPads(padCount, padBytes, padRoom)
+			s, err := d.newSlabOfPads(padCount, padBytes, padRoom)
 			if err != nil {
 				return nil, err
 			}
@@ -241,7 +241,7 @@ func (d *Device) takePad(n, rows int) (*pad, error) {
 		d.deferFree(func() bool { return d.freeIdleSlab(first) })
 	}
 	up := func(n int) int { return (n + n/4 + huge - 1) &^ (huge - 1) }
-	s, err := d.newPads(1, up(bytes), up(room))
+	s, err := d.newSlabOfPads(1, up(bytes), up(room))
 	if err != nil {
 		return nil, err
 	}
@@ -272,15 +272,15 @@ func (d *Device) freeIdleSlab(s *slab) bool {
 }
 
 // The layout of a pad: status words, then the table; for Peek the answers follow.
-func tableAt(n int) int { return (4*n + 63) &^ 63 }
-func peekAt(n int) int  { return tableAt(n) + headSize + n*entrySize }
+func tableOffset(n int) int   { return (4*n + 63) &^ 63 }
+func answersOffset(n int) int { return tableOffset(n) + headSize + n*entrySize }
 
 func padSizes(n, rows int) (bytes, room int) {
-	return peekAt(n) + n*peekSize, rowsAt(n) + rows*rowBytes
+	return answersOffset(n) + n*peekSize, rowsOffset(n) + rows*rowBytes
 }
 
-// rowsAt is the offset of the rows on the device.
-func rowsAt(n int) int { return (headSize + n*entrySize + 255) &^ 255 }
+// rowsOffset is the offset of the rows on the device.
+func rowsOffset(n int) int { return (headSize + n*entrySize + 255) &^ 255 }
 
 // MaxBatch is the most streams, and the most chunks in them, of one batch.
 const MaxBatch = 1 << 24
@@ -307,12 +307,12 @@ func (d *Device) Decode(on Order, format uint32, streams []Bitstream) (*Batch, e
 	if !items && format != FormatX16 {
 		return nil, errs.New(errs.ErrNotSupported, "format %d on a GPU", format)
 	}
-	t := work{format: format, streams: streams, rows: rows, few: !items && len(streams) <= C.OW_STREAM_FEW}
-	return d.startBatch(on, t, func(split int) []step {
+	t := batchWork{format: format, streams: streams, rows: rows, few: !items && len(streams) <= C.OW_STREAM_FEW}
+	return d.startBatch(on, t, func(split int) []kernelStep {
 		if !items {
-			return []step{{kernel: batchX16, n: rows * split, threads: 32, shared: C.OW_STREAM_SHARED}}
+			return []kernelStep{{kernel: batchX16, n: rows * split, threads: 32, shared: C.OW_STREAM_SHARED}}
 		}
-		return []step{{kernel: batchOpen, n: rows, threads: 1},
+		return []kernelStep{{kernel: batchOpen, n: rows, threads: 1},
 			{kernel: decoder, n: rows, threads: 32, block: C.OW_BATCH_THREADS, items: true},
 			{kernel: batchClose, n: rows, threads: 1}}
 	})
@@ -321,7 +321,7 @@ func (d *Device) Decode(on Order, format uint32, streams []Bitstream) (*Batch, e
 // Peek returns what streams say about the length of their content, and waits for
 // the answer. It uses only Src and Stored. Of raw blocks only those of X16 and
 // Snappy know it.
-func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Bitstream) ([]Peeked, error) {
+func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Bitstream) ([]StreamInfo, error) {
 	if len(streams) == 0 {
 		return nil, nil
 	}
@@ -329,8 +329,8 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Bitstream) (
 	for i, s := range streams {
 		each[i] = Bitstream{Src: s.Src, Stored: s.Stored, Kind: kind}
 	}
-	b, err := d.startBatch(on, work{format: format, streams: each, answers: true}, func(int) []step {
-		return []step{{kernel: batchPeek, n: len(each), threads: 1}}
+	b, err := d.startBatch(on, batchWork{format: format, streams: each, answers: true}, func(int) []kernelStep {
+		return []kernelStep{{kernel: batchPeek, n: len(each), threads: 1}}
 	})
 	if err != nil {
 		return nil, err
@@ -338,17 +338,17 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Bitstream) (
 	if _, err := b.Wait(); err != nil {
 		return nil, err
 	}
-	out := make([]Peeked, len(each))
+	out := make([]StreamInfo, len(each))
 	for i, p := range b.peeks {
-		out[i] = Peeked{Size: int64(p.size), Chunk: int64(p.chunk), Format: uint32(p.format),
+		out[i] = StreamInfo{Size: int64(p.size), Chunk: int64(p.chunk), Format: uint32(p.format),
 			Err: statusError(uint32(p.status))}
 	}
 	return out, nil
 }
 
-// A step is a launch of a kernel, by its number, for n items, with `threads` threads each,
+// A kernelStep is a launch of a kernel, by its number, for n items, with `threads` threads each,
 // in blocks of `block` threads (0: eight warps). items: it takes rows alone.
-type step struct {
+type kernelStep struct {
 	kernel, n, threads, block, shared int
 	items                             bool
 }
@@ -357,7 +357,7 @@ type step struct {
 // are the content, Dst and Stored the space for the stream; all are multiples of
 // 16, and so is Chunk if there are several chunks. Arg is the transform of X16 (0:
 // store as it is). scratch is device memory for a block of every chunk, of Scratch
-// bytes. Batch.Sizes returns the lengths of the streams.
+// bytes. Batch.EncodedSizes returns the lengths of the streams.
 func (d *Device) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch, error) {
 	rows := 0
 	for i := range streams {
@@ -377,18 +377,18 @@ func (d *Device) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch, 
 	if rows == 0 {
 		return &Batch{d: d}, nil
 	}
-	t := work{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
-	return d.startBatch(on, t, func(split int) []step {
+	t := batchWork{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
+	return d.startBatch(on, t, func(split int) []kernelStep {
 		threads := int(C.ow_x16_threads(C.uint64_t(blockSpace(streams))))
-		return []step{{kernel: batchCut, n: rows, threads: 1},
+		return []kernelStep{{kernel: batchCut, n: rows, threads: 1},
 			{kernel: batchEncode, n: rows, threads: threads, block: threads, items: true},
 			{kernel: batchSum, n: len(streams), threads: 32}, {kernel: batchJoin, n: rows * split, threads: 32}}
 	})
 }
 
-// work describes a batch. rows is 0 if streams are inspected only; few: the table goes
+// batchWork describes a batch. rows is 0 if streams are inspected only; few: the table goes
 // with the launch; answers: the kernels write an answer for each stream.
-type work struct {
+type batchWork struct {
 	format  uint32
 	streams []Bitstream
 	rows    int
@@ -398,7 +398,7 @@ type work struct {
 }
 
 // launch is a step's, of the kernels of batches, for a table, its rows and status words.
-func (s step) launch(kernels []C.owcu_handle, table, rows, status uint64) C.struct_owcu_step {
+func (s kernelStep) launch(kernels []C.owcu_handle, table, rows, status uint64) C.struct_owcu_step {
 	if s.block == 0 {
 		s.block = 32 * C.OW_X16_WARPS
 	}
@@ -416,9 +416,9 @@ func (s step) launch(kernels []C.owcu_handle, table, rows, status uint64) C.stru
 }
 
 // startBatch writes a batch to a pad and queues it.
-func (d *Device) startBatch(on Order, t work, plan func(split int) []step) (*Batch, error) {
+func (d *Device) startBatch(on Order, t batchWork, plan func(split int) []kernelStep) (*Batch, error) {
 	format, streams, rows := t.format, t.streams, t.rows
-	if err := d.Follow(on.Stream, on.After...); err != nil {
+	if err := d.AwaitStreams(on.Stream, on.After...); err != nil {
 		return nil, err
 	}
 	g := &d.batch
@@ -434,7 +434,7 @@ func (d *Device) startBatch(on Order, t work, plan func(split int) []step) (*Bat
 	}
 	n := len(streams)
 	clear(unsafe.Slice((*uint32)(p.host), n))
-	table := unsafe.Add(p.host, tableAt(n))
+	table := unsafe.Add(p.host, tableOffset(n))
 	entries := unsafe.Slice((*C.ow_stream)(unsafe.Add(table, headSize)), n)
 	first, split := 0, warpsPerChunk(streams, rows)
 	for i := range streams {
@@ -451,19 +451,19 @@ func (d *Device) startBatch(on Order, t work, plan func(split int) []step) (*Bat
 		}
 	}
 	*(*C.ow_stream_head)(table) = C.ow_stream_head{
-		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), answers: C.uint32_t(peekAt(n)),
+		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), answers: C.uint32_t(answersOffset(n)),
 		scratch: C.uint64_t(t.scratch), slot: C.uint64_t(blockSpace(streams)),
 	}
 	b := C.struct_owcu_batch{
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done,
 		to: p.dev, table: table, bytes: C.uint64_t(headSize + n*entrySize),
 	}
-	at, to := uint64(p.dev), uint64(p.dev)+uint64(rowsAt(n))
+	at, to := uint64(p.dev), uint64(p.dev)+uint64(rowsOffset(n))
 	if t.few {
 		b.bytes, at = 0, 0
 	}
 	if rows == 0 {
-		to = uint64(p.mapped) + uint64(peekAt(n))
+		to = uint64(p.mapped) + uint64(answersOffset(n))
 	}
 	for i, s := range plan(split) {
 		b.steps[i] = s.launch(kernels, at, to, uint64(p.mapped))
@@ -489,16 +489,16 @@ func blockSpace(streams []Bitstream) (n int64) {
 	return (n + 15) &^ 15
 }
 
-// Scratch is how many bytes of scratch memory Encode needs.
-func Scratch(streams []Bitstream) (n int64) {
+// ScratchSize is how many bytes of scratch memory Encode needs.
+func ScratchSize(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n += int64(streams[i].blockCount())
 	}
 	return n * blockSpace(streams)
 }
 
-// Sizes returns the lengths of the streams of Encode, once Wait has returned.
-func (b *Batch) Sizes() []int64 {
+// EncodedSizes returns the lengths of the streams of Encode, once Wait has returned.
+func (b *Batch) EncodedSizes() []int64 {
 	g := &b.d.batch
 	g.mu.Lock()
 	defer g.mu.Unlock()

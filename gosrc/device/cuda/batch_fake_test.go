@@ -44,7 +44,7 @@ func TestBatchOrder(t *testing.T) {
 	if b.Done() {
 		t.Error("a batch is done before any wait: the test shows nothing")
 	}
-	if err := g.Follow(first, second); err != nil {
+	if err := g.AwaitStreams(first, second); err != nil {
 		t.Fatal(err)
 	}
 	got := make([]byte, len(in[0]))

@@ -189,7 +189,7 @@ func TestBench(t *testing.T) {
 		name := fmt.Sprintf("%d x %.1f MiB: ", g.slots, float64(g.bytes)/(1<<20))
 		repeat(t, name+"floor, pinned copies", func() (int64, time.Duration) {
 			count := max(1, int(total/g.bytes/2))
-			took, err := l.Floor(g.bytes, count)
+			took, err := l.MeasureLink(g.bytes, count)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -30,9 +30,9 @@ const (
 	partSize  = int(unsafe.Sizeof(C.ow_part{}))
 )
 
-// A build turns the decode tasks of a piece into copies, tables and launches, in
+// A pieceBuilder turns the decode tasks of a piece into copies, tables and launches, in
 // one round or several. It keeps its memory between pieces.
-type build struct {
+type pieceBuilder struct {
 	s                 *Slot
 	tasks             []device.DecodeTask
 	at                int    // the next task
@@ -44,8 +44,8 @@ type build struct {
 	scratch           bool // this round uses it
 	used              int  // bytes of tables
 	inScr             int64
-	runs              []run // the whole piece, where its tasks are few copies; see Slot.AllowGapWrites
-	summing           int   // parts of checksums in these
+	runs              []rawRun // the whole piece, where its tasks are few copies; see Slot.AllowGapWrites
+	summing           int      // parts of checksums in these
 	chunks            []C.ow_x16_chunk
 	owner             []int // task of each chunk
 	moves             []C.ow_move
@@ -53,7 +53,7 @@ type build struct {
 	segs              []C.ow_x16_seg
 	parts             []C.ow_part
 	crcs              []C.ow_crc_part
-	sums              []summed
+	sums              []summedChunk
 	copies            []C.struct_owcu_copy
 	launches          []launch
 
@@ -63,9 +63,9 @@ type build struct {
 	cast        []C.ow_part
 }
 
-// A run is raw tasks that lie in the slot as they do at their destinations: bytes
+// A rawRun is raw tasks that lie in the slot as they do at their destinations: bytes
 // [lo, hi) of the piece.
-type run struct {
+type rawRun struct {
 	lo, hi int64
 	dst    unsafe.Pointer
 }
@@ -73,10 +73,10 @@ type run struct {
 // A launch is a kernel and its items: in segs, for moves and casts in parts, for checksums in crcs.
 type launch struct{ kernel, first, n int }
 
-// begin checks a piece's tasks and decides which bytes a kernel reads, and are copied
+// planPiece checks a piece's tasks and decides which bytes a kernel reads, and are copied
 // to the staging for that unless it reads them in place. Other raw chunks are copied
 // straight to their destinations.
-func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
+func (b *pieceBuilder) planPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	b.s, b.tasks, b.at, b.begun, b.staged, b.pieceNeedsScratch, b.base = s, tasks, 0, false, s.isReadInPlace(), false,
 		s.dev
 	switch {
@@ -117,7 +117,7 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 
 // joinRuns finds the runs of a loose piece. It reports whether they are few, and all that
 // the piece has.
-func (b *build) joinRuns() bool {
+func (b *pieceBuilder) joinRuns() bool {
 	b.summing = 0
 	for i := range b.tasks {
 		j := &b.tasks[i]
@@ -130,12 +130,12 @@ func (b *build) joinRuns() bool {
 			return false
 		}
 		if next {
-			b.runs = append(b.runs, run{lo, hi, j.Dst})
+			b.runs = append(b.runs, rawRun{lo, hi, j.Dst})
 		} else {
 			b.runs[k].hi = hi
 		}
 		if b.comparesSum(j) {
-			b.summing += crcParts(j)
+			b.summing += countCRCParts(j)
 		}
 	}
 	if b.summing >= maxWords {
@@ -146,7 +146,7 @@ func (b *build) joinRuns() bool {
 
 // checkTask checks that a task can run. The kernel checks words in a chunk that only
 // decoding can check.
-func (b *build) checkTask(n int64, j *device.DecodeTask) error {
+func (b *pieceBuilder) checkTask(n int64, j *device.DecodeTask) error {
 	c := &j.Chunk
 	lo, hi := int64(j.Src), int64(j.Src)+int64(c.Stored)
 	if hi > n || j.Dst == nil && c.Logical > 0 {
@@ -179,11 +179,11 @@ func (b *build) checkTask(n int64, j *device.DecodeTask) error {
 }
 
 // finished reports whether every task is in a round.
-func (b *build) finished() bool { return b.begun && b.at == len(b.tasks) }
+func (b *pieceBuilder) finished() bool { return b.begun && b.at == len(b.tasks) }
 
 // fillRound takes the next tasks, as many as the tables hold. scratch is the address of
 // scratch memory, if the piece needs it.
-func (b *build) fillRound(scratch uint64) {
+func (b *pieceBuilder) fillRound(scratch uint64) {
 	b.scratch, b.used, b.inScr = false, 0, 0
 	b.chunks, b.owner, b.moves, b.segs, b.parts = b.chunks[:0], b.owner[:0], b.moves[:0], b.segs[:0], b.parts[:0]
 	b.casts, b.crcs, b.sums = b.casts[:0], b.crcs[:0], b.sums[:0]
@@ -203,7 +203,7 @@ func (b *build) fillRound(scratch uint64) {
 }
 
 // addTask adds a task to the round, and reports whether it fits.
-func (b *build) addTask(j *device.DecodeTask, scratch uint64) bool {
+func (b *pieceBuilder) addTask(j *device.DecodeTask, scratch uint64) bool {
 	before, hasSum := b.used, b.comparesSum(j)
 	fits := !hasSum || b.reserveForSum(j)
 	switch {
@@ -239,7 +239,7 @@ func checkCast(j *device.DecodeTask) error {
 
 // needsScratch reports whether a chunk goes through scratch: kernels write whole chunks,
 // at multiples of 16, and cast whole elements.
-func (b *build) needsScratch(j *device.DecodeTask) bool {
+func (b *pieceBuilder) needsScratch(j *device.DecodeTask) bool {
 	if j.Cast.To != 0 {
 		return j.Chunk.Codec == tensor.CodecX16 || (b.base+uint64(j.Src))%uint64(j.Cast.From.Bits()/8) != 0
 	}
@@ -247,7 +247,7 @@ func (b *build) needsScratch(j *device.DecodeTask) bool {
 }
 
 // addCoded adds an X16 chunk.
-func (b *build) addCoded(j *device.DecodeTask, scratch uint64) bool {
+func (b *pieceBuilder) addCoded(j *device.DecodeTask, scratch uint64) bool {
 	through := b.needsScratch(j)
 	n := x16.Segments(j.Chunk)
 	need := chunkSize + n*segSize
@@ -289,9 +289,9 @@ func (b *build) addCoded(j *device.DecodeTask, scratch uint64) bool {
 }
 
 // addRaw adds a raw chunk: by a kernel if that reads those bytes, else by a copy of its own.
-func (b *build) addRaw(j *device.DecodeTask, scratch uint64) bool {
+func (b *pieceBuilder) addRaw(j *device.DecodeTask, scratch uint64) bool {
 	if j.Cast.To != 0 {
-		return b.rawCast(j, scratch)
+		return b.addRawCast(j, scratch)
 	}
 	lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
 	if lo < b.lo || hi > b.hi {
@@ -313,7 +313,7 @@ func (b *build) addRaw(j *device.DecodeTask, scratch uint64) bool {
 
 // splitIntoMoves splits a task's bytes into moves: one, or for a view whole rows and a
 // partial row at either end.
-func (b *build) splitIntoMoves(j *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
+func (b *pieceBuilder) splitIntoMoves(j *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
 	if j.View == nil {
 		return []C.ow_move{{src: C.uint64_t(src), dst: C.uint64_t(dst), width: C.uint32_t(j.Chunk.Logical), rows: 1}}
 	}
@@ -335,9 +335,9 @@ func (b *build) splitIntoMoves(j *device.DecodeTask, src, dst uint64) (out []C.o
 	return out
 }
 
-// rawCast adds a raw chunk whose elements are cast from where the kernels read it, or
+// addRawCast adds a raw chunk whose elements are cast from where the kernels read it, or
 // from scratch if they are not aligned to their size there.
-func (b *build) rawCast(j *device.DecodeTask, scratch uint64) bool {
+func (b *pieceBuilder) addRawCast(j *device.DecodeTask, scratch uint64) bool {
 	src := b.base + uint64(j.Src)
 	need := tableBytesOfCast(j)
 	var moves []C.ow_move
@@ -362,7 +362,7 @@ func (b *build) rawCast(j *device.DecodeTask, scratch uint64) bool {
 
 // placeInScratch returns the task's address in scratch. Earlier chunks there may
 // have to be launched first.
-func (b *build) placeInScratch(j *device.DecodeTask, scratch uint64) uint64 {
+func (b *pieceBuilder) placeInScratch(j *device.DecodeTask, scratch uint64) uint64 {
 	if b.inScr+int64(j.Chunk.Logical) > scratchBytes {
 		b.flushBatch()
 		b.inScr = 0
@@ -377,7 +377,7 @@ func tableBytesOfCast(j *device.DecodeTask) int {
 }
 
 // addCast adds the cast of a task's elements at src.
-func (b *build) addCast(j *device.DecodeTask, src uint64) {
+func (b *pieceBuilder) addCast(j *device.DecodeTask, src uint64) {
 	k := C.uint32_t(len(b.casts))
 	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
 	b.casts = append(b.casts, C.ow_cast{src: C.uint64_t(src), dst: C.uint64_t(uintptr(j.Dst)), n: C.uint64_t(n),
@@ -395,12 +395,12 @@ func tableBytesOf(moves []C.ow_move) (n int) {
 }
 
 // tablesHaveSpace reports whether n more bytes of tables fit.
-func (b *build) tablesHaveSpace(n int) bool {
+func (b *pieceBuilder) tablesHaveSpace(n int) bool {
 	// The launches of this batch and the next, that of the checksums, and the tables' rounding.
 	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.pendingSegs)+2)+1 <= C.OWCU_LAUNCHES
 }
 
-func (b *build) addMoves(moves []C.ow_move) {
+func (b *pieceBuilder) addMoves(moves []C.ow_move) {
 	for i := range moves {
 		k := C.uint32_t(len(b.moves))
 		b.moves = append(b.moves, moves[i])
@@ -411,7 +411,7 @@ func (b *build) addMoves(moves []C.ow_move) {
 }
 
 // flushBatch adds the launches of a batch: decode, then move, then cast.
-func (b *build) flushBatch() {
+func (b *pieceBuilder) flushBatch() {
 	for t := range b.pendingSegs {
 		if n := len(b.pendingSegs[t]); n > 0 {
 			b.launches = append(b.launches, launch{t, len(b.segs), n})
@@ -432,7 +432,7 @@ func (b *build) flushBatch() {
 }
 
 // writeRound writes the round into the slot's pinned memory and its C struct.
-func (b *build) writeRound() {
+func (b *pieceBuilder) writeRound() {
 	s := b.s
 	head := unsafe.Add(s.host, -headBytes)
 	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.casts)*castSize + len(b.segs)*segSize +
@@ -509,7 +509,7 @@ func copyTable[T any](p unsafe.Pointer, off int, table []T) int {
 }
 
 // collectErrors turns the status words of a finished round into errors.
-func (b *build) collectErrors() {
+func (b *pieceBuilder) collectErrors() {
 	words := unsafe.Slice((*uint32)(unsafe.Add(b.s.host, -headBytes)), len(b.chunks)+len(b.crcs))
 	for i, w := range words[:len(b.chunks)] {
 		if w != 0 {

@@ -27,9 +27,9 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// A summed chunk is one of a round whose checksum is compared. Its parts end where those
+// A summedChunk chunk is one of a round whose checksum is compared. Its parts end where those
 // of the next one begin.
-type summed struct {
+type summedChunk struct {
 	slot         *Slot
 	task, first  int
 	stored, want uint32
@@ -84,24 +84,24 @@ func (q *Queue) Checks() bool { return !q.inPlace }
 func (s *Slot) Check() { s.checks = true }
 
 // comparesSum is whether the device compares a task's checksum.
-func (b *build) comparesSum(j *device.DecodeTask) bool {
+func (b *pieceBuilder) comparesSum(j *device.DecodeTask) bool {
 	return b.s.checks && j.Summed && !b.s.isReadInPlace()
 }
 
-// crcParts is into how many parts a task's chunk is cut.
-func crcParts(j *device.DecodeTask) int {
+// countCRCParts is into how many parts a task's chunk is cut.
+func countCRCParts(j *device.DecodeTask) int {
 	return (int(j.Chunk.Stored) + C.OW_CRC_PART - 1) / C.OW_CRC_PART
 }
 
 // addSumParts adds the parts of the next task's chunk. They are cut from its end on, so that they
 // have whole parts behind them.
-func (b *build) addSumParts(j *device.DecodeTask) {
+func (b *pieceBuilder) addSumParts(j *device.DecodeTask) {
 	lo, n := int64(j.Src), uint64(j.Chunk.Stored)
 	at := uint64(uintptr(j.Dst)) // copied straight there
 	if lo >= b.lo && lo+int64(n) <= b.hi {
 		at = b.base + uint64(lo)
 	}
-	b.sums = append(b.sums, summed{b.s, b.at, len(b.crcs), j.Chunk.Stored, j.Chunk.Sum})
+	b.sums = append(b.sums, summedChunk{b.s, b.at, len(b.crcs), j.Chunk.Stored, j.Chunk.Sum})
 	behind := &powers().parts[-(at+n)&3]
 	for k, end := 0, n; end > 0; k++ {
 		size := min(end, C.OW_CRC_PART)
@@ -113,8 +113,8 @@ func (b *build) addSumParts(j *device.DecodeTask) {
 
 // reserveForSum reports whether the parts of a task's chunk fit, beside a word of its own, and
 // reserves their space in the tables.
-func (b *build) reserveForSum(j *device.DecodeTask) bool {
-	n := crcParts(j)
+func (b *pieceBuilder) reserveForSum(j *device.DecodeTask) bool {
+	n := countCRCParts(j)
 	if !b.tablesHaveSpace(n*crcSize) || len(b.chunks)+len(b.crcs)+n >= maxWords {
 		return false
 	}
@@ -123,7 +123,7 @@ func (b *build) reserveForSum(j *device.DecodeTask) bool {
 }
 
 // compareSums turns the words of a round's parts into errors.
-func (b *build) compareSums(words []uint32) {
+func (b *pieceBuilder) compareSums(words []uint32) {
 	for i, c := range b.sums {
 		end := len(words)
 		if i+1 < len(b.sums) {
@@ -143,7 +143,7 @@ func (b *build) compareSums(words []uint32) {
 
 // explainBadChunk is err, which says that stored bytes are no chunk, or that they are not those
 // that were written.
-func (b *build) explainBadChunk(j *device.DecodeTask, err error) error {
+func (b *pieceBuilder) explainBadChunk(j *device.DecodeTask, err error) error {
 	if !errors.Is(err, errs.ErrCorrupt) || !b.comparesSum(j) {
 		return err
 	}

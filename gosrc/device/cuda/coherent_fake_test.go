@@ -67,10 +67,10 @@ func TestCoherentStaging(t *testing.T) {
 		t.Error("a slot has a mirror")
 	}
 	l.Put(s)
-	if _, err := l.Floor(1<<20, 3); err != nil {
+	if _, err := l.MeasureLink(1<<20, 3); err != nil {
 		t.Error(err)
 	}
-	base, n, err := l.Staging()
+	base, n, err := l.StagingMemory()
 	if now := cudatest.Now(); err != nil || now.Blocks != 1 || now.Bytes != n || base == nil {
 		t.Errorf("staging of %d bytes at %p: %v; %+v", n, base, err, now)
 	}

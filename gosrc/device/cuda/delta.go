@@ -44,25 +44,25 @@ func checkDelta(chunks []DeltaChunk) error {
 	return nil
 }
 
-// A deltaPart is the chunks [lo, hi), whose rows and stored chunks take bytes.
-type deltaPart struct{ lo, hi, bytes int }
+// A deltaRange is the chunks [lo, hi), whose rows and stored chunks take bytes.
+type deltaRange struct{ lo, hi, bytes int }
 
-// deltaParts cuts chunks into batches by their stored bytes. stored gives those of one.
-func deltaParts(n int, stored func(i int) int) (parts []deltaPart) {
+// divideIntoBatches cuts chunks into batches by their stored bytes. stored gives those of one.
+func divideIntoBatches(n int, stored func(i int) int) (parts []deltaRange) {
 	for i := range n {
 		s := deltaRow + stored(i)
 		if last := len(parts) - 1; last >= 0 && parts[last].bytes+s <= deltaBatch {
 			parts[last].hi++
 			parts[last].bytes += s
 		} else {
-			parts = append(parts, deltaPart{i, i + 1, s})
+			parts = append(parts, deltaRange{i, i + 1, s})
 		}
 	}
 	return parts
 }
 
 // runInLanes calls f for each batch, for as many at once as there are lanes.
-func runInLanes(parts []deltaPart, f func(part deltaPart, lane int) error) error {
+func runInLanes(parts []deltaRange, f func(part deltaRange, lane int) error) error {
 	return spawn.Each(context.Background(), "cuda delta batch", residentLanes, len(parts), func(i int) error {
 		return f(parts[i], i%residentLanes)
 	})
@@ -75,7 +75,7 @@ func (d *Device) ReserveDelta(chunks []DeltaChunk) error {
 		return err
 	}
 	most := 0
-	parts := deltaParts(len(chunks), func(i int) int { return len(chunks[i].Stored) })
+	parts := divideIntoBatches(len(chunks), func(i int) int { return len(chunks[i].Stored) })
 	for _, p := range parts {
 		most = max(most, p.bytes)
 	}
@@ -90,10 +90,10 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 		return err
 	}
 	var mu sync.Mutex
-	var parts []deltaPart
-	err := runInLanes(deltaParts(len(chunks), func(i int) int {
+	var parts []deltaRange
+	err := runInLanes(divideIntoBatches(len(chunks), func(i int) int {
 		return len(chunks[i].Stored)
-	}), func(p deltaPart, lane int) error {
+	}), func(p deltaRange, lane int) error {
 		err := d.applyDelta(on, lane, chunks[p.lo:p.hi], p.bytes)
 		if err == nil {
 			mu.Lock()
@@ -113,7 +113,7 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 }
 
 func (d *Device) applyDelta(on Order, lane int, chunks []DeltaChunk, bytes int) error {
-	return d.runResident(on, residentRun{
+	return d.runResident(on, residentLaunch{
 		kernel: residentDeltaApply, lane: lane, grid: deltaGrid(len(chunks)), block: C.OW_DELTA_THREADS, bytes: bytes,
 		fill: func(table unsafe.Pointer, dev uint64) {
 			rows, at := unsafe.Slice((*C.ow_delta_row)(table), len(chunks)), len(chunks)*deltaRow
@@ -178,7 +178,7 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 	for i := range rows {
 		rows[i] = chunks[i].kernelRow(0)
 	}
-	err := d.runResident(on, residentRun{
+	err := d.runResident(on, residentLaunch{
 		kernel: residentDeltaMeasure, grid: deltaGrid(len(rows)), block: C.OW_DELTA_THREADS,
 		bytes: deltaRow * len(rows), back: deltaRow * len(rows),
 		fill: func(table unsafe.Pointer, _ uint64) { copyTable(table, 0, rows) },
@@ -194,9 +194,9 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 			some = append(some, i)
 		}
 	}
-	return runInLanes(deltaParts(len(some), func(k int) int {
+	return runInLanes(divideIntoBatches(len(some), func(k int) int {
 		return int(rows[some[k]].stored)
-	}), func(p deltaPart, lane int) error {
+	}), func(p deltaRange, lane int) error {
 		return d.writeDelta(on, lane, chunks, rows, some[p.lo:p.hi], p.bytes)
 	})
 }
@@ -205,7 +205,7 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 func (d *Device) writeDelta(on Order, lane int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int,
 	bytes int) error {
 	head := deltaRow * len(some)
-	return d.runResident(on, residentRun{
+	return d.runResident(on, residentLaunch{
 		kernel: residentDeltaWrite, lane: lane, grid: deltaGrid(len(some)), block: C.OW_DELTA_THREADS, bytes: head,
 		room: bytes, back: bytes - head, backAt: head,
 		fill: func(table unsafe.Pointer, dev uint64) {

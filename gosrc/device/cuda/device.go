@@ -38,7 +38,7 @@ type Device struct {
 	sms      int          // its multiprocessors
 	number   C.int        // the driver's
 	ctx      C.owcu_handle
-	spare    chan pages // pinned memory for a first queue, made ready by Open
+	spare    chan hugePages // pinned memory for a first queue, made ready by Open
 
 	making    sync.Mutex  // of a queue
 	freeing   sync.Mutex  // of blocks
@@ -64,8 +64,8 @@ type Device struct {
 	reaping  bool
 	taken    bool // spare was taken
 
-	batch    batches
-	resident resident
+	batch    batchPool
+	resident residentModule
 }
 
 // opened are the devices of the process, by index.
@@ -98,8 +98,8 @@ func Open(index int) (*Device, error) {
 		return nil, errs.New(errs.ErrMemory, "the state of cuda:%d", index)
 	}
 	d := &Device{index: index, near: nodes.Near(driver.System, func() string { return driver.Bus(index) }),
-		spare: make(chan pages, 1), list: list,
-		module: new(C.struct_owcu_module), resident: resident{module: new(C.struct_owcu_module)}}
+		spare: make(chan hugePages, 1), list: list,
+		module: new(C.struct_owcu_module), resident: residentModule{module: new(C.struct_owcu_module)}}
 	spawn.Go("cuda ring", func() {
 		p, _ := newPages(firstRing, d.near) // zero if it failed: Queue tries again
 		d.spare <- p
@@ -147,7 +147,7 @@ func (d *Device) Trim() error {
 	idle := d.idle
 	d.idle = [2]*Queue{}
 	d.mu.Unlock()
-	d.takeSpare().free()
+	d.takeSparePages().free()
 	var err error
 	for _, l := range idle {
 		if l != nil {
@@ -169,14 +169,14 @@ func (d *Device) Trim() error {
 	return err
 }
 
-// takeSpare returns what Open prepared, to the first caller, when it is ready.
-func (d *Device) takeSpare() pages {
+// takeSparePages returns what Open prepared, to the first caller, when it is ready.
+func (d *Device) takeSparePages() hugePages {
 	d.mu.Lock()
 	again := d.taken
 	d.taken = true
 	d.mu.Unlock()
 	if again {
-		return pages{}
+		return hugePages{}
 	}
 	return <-d.spare
 }
@@ -221,9 +221,9 @@ func (d *Device) WithContext(fn func() error) error {
 	return fn()
 }
 
-// lookUp finds kernels of a module by names, which end with NUL, unless it has. The first
+// findKernels finds kernels of a module by names, which end with NUL, unless it has. The first
 // call for a module loads its image. The driver loads a kernel when it is looked up.
-func (d *Device) lookUp(kernels *[]C.owcu_handle, in *C.struct_owcu_module, image []byte,
+func (d *Device) findKernels(kernels *[]C.owcu_handle, in *C.struct_owcu_module, image []byte,
 	names string) ([]C.owcu_handle, error) {
 	d.loading.Lock()
 	defer d.loading.Unlock()
@@ -267,10 +267,10 @@ func (d *Device) close() error {
 		}
 	}
 	for _, event := range append(d.pending.events, d.link) {
-		for !d.tryToFree(C.OWCU_EVENT, unsafe.Pointer(event)) {
+		for !d.tryFreeThing(C.OWCU_EVENT, unsafe.Pointer(event)) {
 		}
 	}
-	for !d.tryToFree(C.OWCU_STREAM, unsafe.Pointer(d.stream)) {
+	for !d.tryFreeThing(C.OWCU_STREAM, unsafe.Pointer(d.stream)) {
 	}
 	var e C.struct_owcu_error
 	for _, m := range []*C.struct_owcu_module{d.module, d.resident.module} {

@@ -41,7 +41,7 @@ func (d *Device) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 			continue
 		}
 		j := C.ow_digest_job{bytes: C.uint64_t(n), first: C.uint64_t(tiles), dims: C.uint32_t(len(dims))}
-		dims = digestShape(&j, views[i], dims)
+		dims = fillDigestShape(&j, views[i], dims)
 		jobs, owner = append(jobs, j), append(owner, i)
 		tiles += (uint64(n) + C.OW_DIGEST_TILE - 1) / C.OW_DIGEST_TILE
 	}
@@ -49,7 +49,7 @@ func (d *Device) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 	if len(jobs) > 0 {
 		at, end := digestSums*len(jobs), digestSums*len(jobs)+digestJob*len(jobs)
 		warps := uint64(C.OW_DIGEST_THREADS / 32)
-		err := d.runResident(on, residentRun{
+		err := d.runResident(on, residentLaunch{
 			kernel: residentDigest, grid: int(min((tiles+warps-1)/warps, 1<<30)), block: C.OW_DIGEST_THREADS,
 			blocks: C.OW_DIGEST_BLOCKS,
 			bytes:  end + digestDim*len(dims), back: at,
@@ -87,9 +87,9 @@ func commonAlignment(all ...uint64) int64 {
 	return 1 << bits.TrailingZeros64(v)
 }
 
-// digestShape fills in how the kernel reads a tensor: as bytes in order, or by
+// fillDigestShape fills in how the kernel reads a tensor: as bytes in order, or by
 // dimensions, which it appends.
-func digestShape(j *C.ow_digest_job, v digest.View, dims []C.ow_digest_dim) []C.ow_digest_dim {
+func fillDigestShape(j *C.ow_digest_job, v digest.View, dims []C.ow_digest_dim) []C.ow_digest_dim {
 	m := v.Merged()
 	j.src = C.uint64_t(m.Address)
 	last := len(m.Shape) - 1

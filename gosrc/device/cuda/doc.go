@@ -47,15 +47,15 @@ func slotStride(n int64) int64 { return headBytes + (n+4095)&^4095 }
 // huge is the size of the pages that pinned memory lies on.
 const huge = 2 << 20
 
-// Staging is the memory of a queue with these slots: of the host, pinned, and as much
+// StagingSize is the memory of a queue with these slots: of the host, pinned, and as much
 // of the device unless that is coherent.
-func Staging(slots int, slotBytes int64) int64 {
+func StagingSize(slots int, slotBytes int64) int64 {
 	return (int64(slots)*slotStride(slotBytes) + huge - 1) &^ (huge - 1)
 }
 
-// Ring is the number of slots of a queue, and their bytes, for loads of no special
+// DefaultRing is the number of slots of a queue, and their bytes, for loads of no special
 // size.
-func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
+func DefaultRing() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
 // FineRing has half more memory, divided into more and smaller slots: for remote sources,
 // each of whose connections fills a slot alone.
@@ -98,9 +98,11 @@ const ptx = 80
 // KernelCodeFor names the code that a GPU of a compute capability ("8.7") runs: machine
 // code of its own generation that is not newer than itself ("sm_80"), "PTX", which
 // the driver compiles at first use, or "" if there is none.
-func KernelCodeFor(compute string) string { return codeFor(machineCode[runtime.GOARCH], compute) }
+func KernelCodeFor(compute string) string {
+	return machineCodeFor(machineCode[runtime.GOARCH], compute)
+}
 
-func codeFor(architectures []int, compute string) string {
+func machineCodeFor(architectures []int, compute string) string {
 	major, minor := 0, 0
 	if _, err := fmt.Sscanf(compute, "%d.%d", &major, &minor); err != nil {
 		return ""
@@ -120,8 +122,8 @@ func codeFor(architectures []int, compute string) string {
 	return ""
 }
 
-// A Filled is a filled slot: what Submit takes.
-type Filled struct {
+// A FilledSlot is a filled slot: what Submit takes.
+type FilledSlot struct {
 	Slot  *Slot
 	N     int64
 	Tasks []device.DecodeTask

@@ -50,8 +50,8 @@ func (f *freeSlots) takeSlot(ctx context.Context, reader int) (*Slot, error) {
 	return s, nil
 }
 
-// takeAll waits until n slots are back, and takes them.
-func (f *freeSlots) takeAll(n int) {
+// takeSlots waits until n slots are back, and takes them.
+func (f *freeSlots) takeSlots(n int) {
 	for range n {
 		_, _ = f.takeSlot(context.Background(), anyone) // it does not end
 	}

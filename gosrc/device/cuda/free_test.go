@@ -6,7 +6,7 @@ import (
 )
 
 // A free slot is one that the reader filled, else for a reader the one that is the longest
-// back, and for others the last one; takeAll waits for all of them.
+// back, and for others the last one; takeSlots waits for all of them.
 func TestFreeSlots(t *testing.T) {
 	f := newFreeSlots(3)
 	slots := []*Slot{{index: 0}, {index: 1}, {index: 2}}
@@ -32,7 +32,7 @@ func TestFreeSlots(t *testing.T) {
 	}
 	all := make(chan struct{})
 	go func() {
-		f.takeAll(3)
+		f.takeSlots(3)
 		close(all)
 	}()
 	f.putSlot(slots[0])

@@ -10,7 +10,7 @@ const groupSlots = 16
 // loose, and lie as at their destinations, go up as one: each by its copies, the checksums
 // of all by one kernel, and they end together. An error is one of each task of the
 // pieces that did not go up: then done is called here.
-func (q *Queue) SubmitAll(pieces []Filled) (err error) {
+func (q *Queue) SubmitAll(pieces []FilledSlot) (err error) {
 	for i := range pieces {
 		p := &pieces[i]
 		p.Slot.beginPiece(p.N, p.Tasks, p.Done)
@@ -47,7 +47,7 @@ func (s *Slot) joinSlot(other *Slot) bool {
 }
 
 // absorbRuns adds the round of another build, of runs, to this one of runs.
-func (b *build) absorbRuns(o *build) {
+func (b *pieceBuilder) absorbRuns(o *pieceBuilder) {
 	b.copies = append(b.copies, o.copies...)
 	for _, c := range o.sums {
 		c.first += len(b.crcs)

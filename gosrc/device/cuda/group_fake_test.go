@@ -16,7 +16,7 @@ func TestSubmitAllShares(t *testing.T) {
 	events := twoEvents(q)
 	for _, c := range []struct{ slots, others, kernels int }{{1, 0, 1}, {groupSlots, 0, 1}, {groupSlots + 1, 0, 2},
 		{3, 3, 2}} {
-		var pieces []Filled
+		var pieces []FilledSlot
 		for i := range c.slots + c.others {
 			k := 0
 			if i >= c.slots {
@@ -50,7 +50,7 @@ func TestSubmitAllFails(t *testing.T) {
 	for nth, reached := int64(1), true; reached; nth++ {
 		d, q, end := faked(t, 4, 192<<10)
 		var all []*parcel
-		var pieces []Filled
+		var pieces []FilledSlot
 		for i := range 4 {
 			p, piece := sending(t, d, q, r, []int{alike, alike, scattered, encoded}[i], &Event{})
 			all, pieces = append(all, p), append(pieces, piece)

@@ -32,7 +32,7 @@ const (
 func twoEvents(q *Queue) [2]*Event { return [2]*Event{q.slots[0].EndEvent(), q.slots[1].EndEvent()} }
 
 // sending fills a slot with a parcel of a kind, and sums its tasks.
-func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *Event) (*parcel, Filled) {
+func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *Event) (*parcel, FilledSlot) {
 	t.Helper()
 	p := &parcel{bad: -1}
 	for range 2 + r.IntN(4) {
@@ -69,7 +69,7 @@ func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *E
 	own := s.(*Slot)
 	own.AllowGapWrites()
 	own.WaitForEvent(after)
-	return p, Filled{own, int64(len(p.bytes)), p.jobs, func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
+	return p, FilledSlot{own, int64(len(p.bytes)), p.jobs, func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }
 
 // Pieces that go up together land as each would alone: every byte, and the error of one
@@ -80,7 +80,7 @@ func TestSubmitAll(t *testing.T) {
 	events := twoEvents(q)
 	for range 8 {
 		var all []*parcel
-		var pieces []Filled
+		var pieces []FilledSlot
 		for range 1 + r.IntN(groupSlots+6) {
 			kind, after := []int{alike, alike, alike, alike, scattered, encoded}[r.IntN(6)], events[r.IntN(8)/7]
 			p, piece := sending(t, d, q, r, kind, after)

@@ -13,13 +13,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Floor measures the link: count copies of n bytes from the queue's slots to their
+// MeasureLink measures the link: count copies of n bytes from the queue's slots to their
 // staging, and nothing else. No slot may be in use.
-func (q *Queue) Floor(n int64, count int) (time.Duration, error) {
+func (q *Queue) MeasureLink(n int64, count int) (time.Duration, error) {
 	if n <= 0 || n > q.size || count <= 0 {
 		return 0, errs.New(errs.ErrArgument, "%d copies of %d bytes", count, n)
 	}
-	if _, _, err := q.Staging(); err != nil {
+	if _, _, err := q.StagingMemory(); err != nil {
 		return 0, err
 	}
 	on := Order{Stream: uintptr(unsafe.Pointer(*q.c.slab.streams))}

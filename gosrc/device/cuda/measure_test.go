@@ -47,14 +47,14 @@ func sent(t *testing.T, d *Device, l *Queue, p *piece) []device.Memory {
 // The link's floor has a time, and copies that do not fit a slot are refused.
 func TestFloor(t *testing.T) {
 	_, l := open(t, 2, 1<<20)
-	if took, err := l.Floor(1<<20, 5); err != nil || took <= 0 {
+	if took, err := l.MeasureLink(1<<20, 5); err != nil || took <= 0 {
 		t.Error(took, err)
 	}
 	for _, c := range []struct {
 		n     int64
 		count int
 	}{{0, 1}, {1, 0}, {1 << 40, 1}} {
-		if _, err := l.Floor(c.n, c.count); !errors.Is(err, errs.ErrArgument) {
+		if _, err := l.MeasureLink(c.n, c.count); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", c, err)
 		}
 	}

@@ -67,19 +67,19 @@ func (p *Packer) Close() { _ = p.d.freeSlab(p.slab) } // the reaper frees what t
 // Device is the GPU.
 func (p *Packer) Device() *Device { return p.d }
 
-// Slots is how many slots there are.
-func (p *Packer) Slots() int { return int(p.slab.c.nevents) }
+// SlotCount is how many slots there are.
+func (p *Packer) SlotCount() int { return int(p.slab.c.nevents) }
 
 // SlotBytes is how many bytes a slot encodes at most, each range rounded up to 16.
 func (p *Packer) SlotBytes() int64 { return p.slot }
 
 // DeviceBytes is the device memory that the packer takes.
-func (p *Packer) DeviceBytes() int64 { return int64(p.Slots()) * p.slot }
+func (p *Packer) DeviceBytes() int64 { return int64(p.SlotCount()) * p.slot }
 
 // Encode encodes ranges by the kernel of codec X16 and waits for it. A range without a
 // transform, one that is not aligned to 16 and one that gains too little stay as they
 // are.
-func (p *Packer) Encode(slot int, all []Packed) error {
+func (p *Packer) Encode(slot int, all []PackedRange) error {
 	base := slot * int(p.pinned)
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.slab.pages.p, base)), packRows)[:0:packRows]
 	var rows []int
@@ -130,7 +130,7 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 
 // QueueSums queues the sums of the ranges that want them, for Sums once Wait has returned.
 // Encode may follow at once. The Packer was made with sums.
-func (p *Packer) QueueSums(slot int, all []Packed) error {
+func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 	base := slot*int(p.pinned) + packRows*itemSize
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.slab.pages.p, base)), packRows)[:0:packRows]
 	at, end := base+packRows*itemSize, (slot+1)*int(p.pinned)
@@ -159,7 +159,7 @@ func (p *Packer) QueueSums(slot int, all []Packed) error {
 }
 
 // Fetch queues the copies of encoded ranges to their places, in pinned memory.
-func (p *Packer) Fetch(slot int, all []Packed) error {
+func (p *Packer) Fetch(slot int, all []PackedRange) error {
 	var copies []C.struct_owcu_fetch
 	for i := range all {
 		r := &all[i]
@@ -185,9 +185,9 @@ func (p *Packer) Wait(slot int) error {
 	return p.d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_pack_wait(p.d.ctx, &p.slab.c, C.int(slot), e) })
 }
 
-// Sample copies n bytes from each address to the host and calls got with each, which
+// CopySamples copies n bytes from each address to the host and calls got with each, which
 // may keep nothing of them. No slot may be in use.
-func (p *Packer) Sample(at []uint64, n int64, got func(i int, b []byte)) error {
+func (p *Packer) CopySamples(at []uint64, n int64, got func(i int, b []byte)) error {
 	most := int(p.slab.pages.n / n)
 	for first := 0; first < len(at); first += most {
 		part := at[first:min(len(at), first+most)]

@@ -33,16 +33,16 @@ func TestSumFake(t *testing.T) {
 		}
 		data := mem[0].Slice()
 		copy(data, random8(r, n))
-		var rows []Packed
+		var rows []PackedRange
 		for off := 0; off < n; off += chunk {
-			one := Packed{Src: uint64(uintptr(unsafe.Pointer(&data[off]))), N: int64(min(chunk, n-off)), Transform: 1,
-				Hash: true}
+			one := PackedRange{Src: uint64(uintptr(unsafe.Pointer(&data[off]))), N: int64(min(chunk, n-off)),
+				Transform: 1, Hash: true}
 			if off+chunk >= n {
 				one.Tail = blocksum.Tail(int64(n))
 			}
 			rows = append(rows, one)
 		}
-		slot := r.IntN(p.Slots())
+		slot := r.IntN(p.SlotCount())
 		if err := p.QueueSums(slot, rows); err != nil {
 			t.Fatal(err)
 		}

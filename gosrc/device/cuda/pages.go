@@ -14,9 +14,9 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
-// pages is host memory on huge pages, all of it touched: registering such memory
+// hugePages is host memory on huge pages, all of it touched: registering such memory
 // takes a thirtieth of the time of the driver's own allocation.
-type pages struct {
+type hugePages struct {
 	raw    unsafe.Pointer
 	mapped uintptr
 	p      unsafe.Pointer // aligned to a huge page
@@ -25,25 +25,25 @@ type pages struct {
 
 // newPages makes some near a device; nil: anywhere. Where a container refuses that, they
 // lie where the threads that touch them run.
-func newPages(n int64, near *nodes.Place) (pages, error) {
+func newPages(n int64, near *nodes.Place) (hugePages, error) {
 	n = (n + huge - 1) &^ (huge - 1)
 	if n <= 0 || n > 1<<40 {
-		return pages{}, errs.New(errs.ErrArgument, "%d bytes of pinned memory", n)
+		return hugePages{}, errs.New(errs.ErrArgument, "%d bytes of pinned memory", n)
 	}
 	length := uintptr(n + huge)
 	raw, err := unix.MmapPtr(-1, 0, nil, length, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
-		return pages{}, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1, For: "a pinned ring",
+		return hugePages{}, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1, For: "a pinned ring",
 			Err: err.Error()}
 	}
 	up := (huge - int64(uintptr(raw)&(huge-1))) & (huge - 1)
-	m := pages{raw: raw, mapped: length, p: unsafe.Add(raw, up), n: n}
+	m := hugePages{raw: raw, mapped: length, p: unsafe.Add(raw, up), n: n}
 	b := unsafe.Slice((*byte)(m.p), n)
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	// A forked child must not copy pages that the GPU reads or writes.
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
 	_ = near.Bind(b)
-	Touch(b, near, 0)
+	TouchPages(b, near, 0)
 	return m, nil
 }
 
@@ -58,7 +58,7 @@ func (d *Device) Register(b []byte) error {
 	if err != nil {
 		_ = unix.Madvise(b, unix.MADV_DOFORK)
 	}
-	return d.nameSizes(err, int64(len(b)), "pinned memory")
+	return d.addSizesToError(err, int64(len(b)), "pinned memory")
 }
 
 // Unregister undoes Register, after the last copy, and then calls `then`. That may
@@ -66,7 +66,7 @@ func (d *Device) Register(b []byte) error {
 // must stay allocated until then.
 func (d *Device) Unregister(b []byte, then func()) {
 	d.deferFree(func() bool {
-		isGone := d.tryToFree(C.OWCU_PINNED, unsafe.Pointer(&b[0]))
+		isGone := d.tryFreeThing(C.OWCU_PINNED, unsafe.Pointer(&b[0]))
 		if isGone {
 			then()
 		}
@@ -74,8 +74,8 @@ func (d *Device) Unregister(b []byte, then func()) {
 	})
 }
 
-// cut gives back what is more than the first n bytes.
-func (m *pages) cut(n int64) {
+// shrinkTo gives back what is more than the first n bytes.
+func (m *hugePages) shrinkTo(n int64) {
 	n = (n + huge - 1) &^ (huge - 1)
 	if m.raw == nil || m.n <= n {
 		return
@@ -87,7 +87,7 @@ func (m *pages) cut(n int64) {
 	}
 }
 
-func (m pages) free() {
+func (m hugePages) free() {
 	if m.raw != nil {
 		_ = unix.MunmapPtr(m.raw, m.mapped)
 	}

@@ -43,7 +43,7 @@ type Queue struct {
 	dev       *Device
 	c         *C.struct_owcu_queue
 	inPlace   bool // the kernels read slots where they are; see ReadInPlace
-	pages     pages
+	pages     hugePages
 	size      int64   // of a slot
 	all       []*Slot // all that were made
 	slots     []*Slot // those in use
@@ -84,7 +84,7 @@ type Slot struct {
 	copied   int64   // bytes, for the trace
 	done     func(task int, err error)
 	failures map[int]error // by task
-	build    build
+	build    pieceBuilder
 }
 
 // idleQueueFor says in which of the device's two idle queues slots of n bytes fit.
@@ -155,7 +155,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		l.endCompleter()
 		d.deferFree(l.freeQueue)
 	}
-	fns, err := d.lookUp(&d.kernels, d.module, built.X16, kernelNames)
+	fns, err := d.findKernels(&d.kernels, d.module, built.X16, kernelNames)
 	if err != nil {
 		return nil, err
 	}
@@ -164,8 +164,8 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		fine, _ := FinestRing()
 		most = max(most, fine)
 	}
-	p := d.takeSpare()
-	if p.cut(n); p.n < n {
+	p := d.takeSparePages()
+	if p.shrinkTo(n); p.n < n {
 		p.free()
 		if p, err = newPages(n, d.near); err != nil {
 			return nil, err
@@ -181,7 +181,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	}
 	if err != nil {
 		p.free()
-		return nil, d.nameSizes(err, n, "the staging of a load")
+		return nil, d.addSizesToError(err, n, "the staging of a load")
 	}
 	l.divideIntoSlots(slots, slotStride(slotBytes))
 	return l, nil
@@ -189,14 +189,14 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 
 // newQueue makes a queue on some pages, with space for `most` slots but none yet.
 // After an error the caller still owns the pages, unless they are zero.
-func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, error) {
+func (d *Device) newQueue(p *hugePages, most int, fns []C.owcu_handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var remainder *C.struct_owcu_queue
 	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), cBool(!d.coherent), &fns[0], &remainder, &e)
 	if c == nil {
 		if remainder != nil {
 			d.deferFree((&Queue{dev: d, c: remainder, pages: *p}).freeQueue)
-			*p = pages{}
+			*p = hugePages{}
 		}
 		return nil, errorOf(d.index, &e)
 	}
@@ -214,7 +214,7 @@ func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, erro
 // divideIntoSlots divides the queue's memory into slots of `room` bytes each, tables
 // included. No slot may be in use.
 func (q *Queue) divideIntoSlots(slots int, room int64) {
-	q.free.takeAll(len(q.slots))
+	q.free.takeSlots(len(q.slots))
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
 	q.c.prompt = 0
 	base := q.c.slab.device
@@ -281,9 +281,9 @@ func (s *Slot) DeviceMirror() unsafe.Pointer {
 	return hostPointer(at)
 }
 
-// Staging is the device memory that contains the slots' mirrors. A queue of a coherent
+// StagingMemory is the device memory that contains the slots' mirrors. A queue of a coherent
 // device has none before the first call. No slot may be in use.
-func (q *Queue) Staging() (base unsafe.Pointer, n int64, err error) {
+func (q *Queue) StagingMemory() (base unsafe.Pointer, n int64, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if err := q.allocateOnce(&q.c.slab.device, q.pages.n, "the staging of a load"); err != nil {
@@ -296,7 +296,7 @@ func (q *Queue) Staging() (base unsafe.Pointer, n int64, err error) {
 func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 	var e C.struct_owcu_error
 	if *which == 0 && C.owcu_queue_alloc(q.c, which, C.uint64_t(n), &e) != 0 {
-		return q.dev.nameSizes(q.recordError(&e), n, what)
+		return q.dev.addSizesToError(q.recordError(&e), n, what)
 	}
 	return nil
 }
@@ -370,7 +370,7 @@ func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int
 	if s.isReadInPlace() {
 		s.copied = 0 // but for what round copies
 	}
-	s.build.begin(s, n, tasks)
+	s.build.planPiece(s, n, tasks)
 }
 
 // submitPieces queues the work of a slot that has begun, and of those with it.
@@ -403,7 +403,7 @@ func (q *Queue) freeSlotsOf(s *Slot) {
 // queueRound queues as many of a piece's tasks as the tables hold. It waits for every
 // round but the last, since the next one overwrites the tables; pieces that need
 // several are rare. q.mu is held.
-func (q *Queue) queueRound(s *Slot, b *build) error {
+func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	if b.pieceNeedsScratch {
 		if err := q.allocateOnce(&q.c.scratch, scratchBytes, "scratch"); err != nil {
 			return err
@@ -540,7 +540,7 @@ func (q *Queue) WaitFor(stream uintptr) error {
 // Close waits for work in flight and until every slot is back, and returns the
 // queue to its device. It may be called once.
 func (q *Queue) Close() {
-	q.free.takeAll(len(q.slots))
+	q.free.takeSlots(len(q.slots))
 	for _, s := range q.slots {
 		q.free.putSlot(s)
 	}

@@ -78,7 +78,7 @@ func TestQueueIsReshaped(t *testing.T) {
 	var p piece
 	p.coded(weights(r, x16.BF16, 90_000), x16.BF16)
 	p.raw(weights(r, x16.Bytes, 20_000))
-	slots, size := Ring()
+	slots, size := DefaultRing()
 	fine, fineSize := FineRing()
 	finest, finestSize := FinestRing()
 	for _, cut := range [][2]int64{{int64(fine), fineSize}, {int64(finest), finestSize}} {
@@ -135,7 +135,7 @@ func TestFinestQueueServesFiles(t *testing.T) {
 		t.Fatal(err)
 	}
 	first.Close()
-	second, err := d.Queue(Ring())
+	second, err := d.Queue(DefaultRing())
 	if err != nil {
 		t.Fatal(err)
 	}

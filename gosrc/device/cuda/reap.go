@@ -229,13 +229,13 @@ func (d *Device) freeAll(at []C.owcu_ptr) (left []C.owcu_ptr, err error) {
 // freeOrDefer frees a thing of the driver's that nothing uses; if the driver refuses, the
 // reaper tries again.
 func (d *Device) freeOrDefer(what C.int, thing unsafe.Pointer) {
-	if !d.tryToFree(what, thing) {
-		d.deferFree(func() bool { return d.tryToFree(what, thing) })
+	if !d.tryFreeThing(what, thing) {
+		d.deferFree(func() bool { return d.tryFreeThing(what, thing) })
 	}
 }
 
-// tryToFree frees a thing and reports whether it is gone; with a lost device it is.
-func (d *Device) tryToFree(what C.int, thing unsafe.Pointer) bool {
+// tryFreeThing frees a thing and reports whether it is gone; with a lost device it is.
+func (d *Device) tryFreeThing(what C.int, thing unsafe.Pointer) bool {
 	var e C.struct_owcu_error
 	return C.owcu_drop(d.ctx, what, thing, &e) <= 0
 }

@@ -26,28 +26,28 @@ const (
 	residentDeltaWrite
 )
 
-// resident is the second module of a Device, loaded at its first use.
-type resident struct {
+// residentModule is the second module of a Device, loaded at its first use.
+type residentModule struct {
 	module  *C.struct_owcu_module
 	kernels []C.owcu_handle // nil: not yet looked up
-	lanes   [residentLanes]residentLane
+	lanes   [residentLanes]residentTable
 }
 
 // residentLanes is how many kernels may be on the way at once: while one runs, the host
 // fills the table of the next.
 const residentLanes = 2
 
-// A residentLane is the memory of a kernel's table.
-type residentLane struct {
+// A residentTable is the memory of a kernel's table.
+type residentTable struct {
 	mu   sync.Mutex // held while a kernel runs
 	slab *slab      // of one pad
 }
 
-// A residentRun is a launch. The table has `room` bytes (0: `bytes`), the first `bytes` of
+// A residentLaunch is a launch. The table has `room` bytes (0: `bytes`), the first `bytes` of
 // which are copied to the device; then `back` bytes from backAt on are answers that are
 // copied back. fill gets the table in host memory, and both it and args its address on
 // the device.
-type residentRun struct {
+type residentLaunch struct {
 	kernel, grid, block int
 	lane                int
 	blocks              int // of a processor at most, 0: any
@@ -60,11 +60,11 @@ type residentRun struct {
 
 // residentKernels are the kernels of the second module.
 func (d *Device) residentKernels() ([]C.owcu_handle, error) {
-	return d.lookUp(&d.resident.kernels, d.resident.module, built.Resident, residentNames)
+	return d.findKernels(&d.resident.kernels, d.resident.module, built.Resident, residentNames)
 }
 
 // residentPad returns a lane's memory for a table. The lane's lock is held.
-func (d *Device) residentPad(r *residentLane, bytes int) (*pad, error) {
+func (d *Device) residentPad(r *residentTable, bytes int) (*pad, error) {
 	if r.slab != nil && r.slab.pads[0].bytes >= bytes {
 		return r.slab.pads[0], nil
 	}
@@ -76,7 +76,7 @@ func (d *Device) residentPad(r *residentLane, bytes int) (*pad, error) {
 		}
 	}
 	n := (bytes + bytes/4 + huge - 1) &^ (huge - 1)
-	s, err := d.newPads(1, n, n)
+	s, err := d.newSlabOfPads(1, n, n)
 	if err != nil {
 		return nil, err
 	}
@@ -85,12 +85,12 @@ func (d *Device) residentPad(r *residentLane, bytes int) (*pad, error) {
 }
 
 // runResident runs a kernel of the second module on the caller's stream and waits for it.
-func (d *Device) runResident(on Order, run residentRun) error {
+func (d *Device) runResident(on Order, run residentLaunch) error {
 	kernels, err := d.residentKernels()
 	if err != nil {
 		return err
 	}
-	if err := d.Follow(on.Stream, on.After...); err != nil {
+	if err := d.AwaitStreams(on.Stream, on.After...); err != nil {
 		return err
 	}
 	lane := &d.resident.lanes[run.lane]

@@ -65,8 +65,8 @@ var seam int64 = 32 << 20
 // it, and no copy of this package's crosses one.
 func Seam() int64 { return seam }
 
-// Packed is a range of device memory on its way to the host, encoded or as it is.
-type Packed struct {
+// PackedRange is a range of device memory on its way to the host, encoded or as it is.
+type PackedRange struct {
 	Src       uint64
 	N         int64          // bytes; encoded, at most Packer.SlotBytes
 	Transform uint8          // of X16; 0: not encoded
@@ -84,7 +84,7 @@ type Packed struct {
 
 // Sums are those of the blocks of a range, for package blocksum, and the bytes of its
 // tail: valid until the slot's next use.
-func (r *Packed) Sums() (sums, tail []byte) {
+func (r *PackedRange) Sums() (sums, tail []byte) {
 	n := len(r.sums) - r.Tail
 	return r.sums[:n], r.sums[n:]
 }
@@ -99,9 +99,9 @@ type DeltaChunk struct {
 	Stored    []byte
 }
 
-// Peeked is what a stream says about itself. Only native streams have Chunk and
+// StreamInfo is what a stream says about itself. Only native streams have Chunk and
 // Format.
-type Peeked struct {
+type StreamInfo struct {
 	Size, Chunk int64
 	Format      uint32
 	Err         error

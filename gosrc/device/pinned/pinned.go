@@ -280,7 +280,7 @@ func (m *Memory) touchRange(lo, hi int64) error {
 	if m.isGentle() {
 		threads = 1
 	}
-	cuda.Touch(b, near, threads)
+	cuda.TouchPages(b, near, threads)
 	return nil
 }
 
