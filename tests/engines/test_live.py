@@ -506,6 +506,8 @@ def over(**more):
     return transfer.TrainerInit(rank=0, master_address="127.0.0.1", master_port=port, world_size=2, **more)
 made = lambda: transfer.TrainerEngine.trainer_init(over(timeout=60, deltas=True), client=quantized, source=source)
 assert "no deltas" in raised(ValueError, made) and quantized.engine._group is None
+unwilling = lambda: transfer.TrainerEngine.trainer_init(over(timeout=3600, max_memory="much"), client=Client(engine(Model())), source=source)
+assert "max_memory" in raised(ValueError, unwilling)
 fresh = engine(Model())  # a trainer that waited for a rank that refuses would do so for an hour
 class Refusing(Client):
     def update_weights(self, info):

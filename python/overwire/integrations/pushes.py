@@ -129,12 +129,22 @@ class Group:
     is broadcast they agree by the store of the group: a broadcast that one of them refuses would keep the others.
     """
 
-    def __init__(self, address: str, port: int, rank: int, size: int, timeout: float = 300) -> None:
+    def __init__(
+        self, address: str, port: int, rank: int, size: int, timeout: float = 300,
+        has_ended: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """has_ended: whether a rank that has not joined never will; ArgumentError then."""
+        from ..errors import ArgumentError
+
         dist: Any = importlib.import_module("torch.distributed")
         limit = timedelta(seconds=timeout)
         self._rank, self._size, self._timeout = rank, size, timeout
         self._last_number = 0  # the number of the last push that this rank has taken part in
-        self._store: Any = dist.TCPStore(address, port, size, rank == 0, timeout=limit)
+        self._store: Any = dist.TCPStore(address, port, size, rank == 0, timeout=limit, wait_for_workers=False)
+        self._store.add("ranks", 1)
+        self._wait_for(lambda: self._count_of("ranks") >= size or has_ended())
+        if self._count_of("ranks") < size:
+            raise ArgumentError("overwire: the engines have answered, and not all have joined the group")
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
 
     def refuse_push(self, number: object, reason: str) -> None:
@@ -232,7 +242,7 @@ class Group:
         end = time.monotonic() + self._timeout
         while not is_so():
             if time.monotonic() > end:
-                raise DeadlineError(f"overwire: a push: not all ranks have taken part within {self._timeout} s")
+                raise DeadlineError(f"overwire: pushes: not all ranks have taken part within {self._timeout} s")
             time.sleep(_TICK)
 
     def _broadcast_file(self, mapped: mmap.mmap) -> None:

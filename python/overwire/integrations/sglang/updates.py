@@ -17,7 +17,7 @@ import torch
 
 from .. import weights
 from ..shared.devices import served_device, tensor_ranks
-from ..shared.updates import Places
+from ..shared.updates import Places, reason_against
 
 log = logging.getLogger("sglang.overwire")
 
@@ -52,8 +52,8 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     if len(pairs) != 1 or pairs[0][0] != _NAME:
         raise ValueError(f"overwire: {LOADER} takes what its message() makes, got {[name for name, _ in pairs][:3]}")
     info = json.loads(bytes(pairs[0][1].cpu().numpy()))
-    if info["kind"] not in ("whole", "delta"):
-        raise ValueError(f"overwire: the push must be 'whole' or 'delta', got {info['kind']!r}")
+    if reason := reason_against(info["kind"], info["path"]):
+        raise ValueError(f"overwire: the push's {reason}")
     device = served_device(next(model.parameters()).device)
     places = _places_of(model, device)
     if info["kind"] == "delta":

@@ -28,6 +28,15 @@ class Incomplete(ValueError):
     """A push lacks weights of the model. Nothing was changed."""
 
 
+def reason_against(kind: object, path: object) -> str:
+    """What is wrong with what an engine is told of a push; "" for nothing."""
+    if kind not in ("whole", "delta"):
+        return f"kind must be 'whole' or 'delta', got {str(kind)[:80]!r}"
+    if path is not None and not isinstance(path, str):  # a number would be a descriptor of this process
+        return f"path must be text, got {str(path)[:80]!r}"
+    return ""
+
+
 class _Piece(NamedTuple):
     # A share of a tensor, as a view of it in elements.
     offset: int

@@ -31,7 +31,7 @@ from ...plumbing import start_thread
 from .. import weights
 from ..pushes import Group, Publisher
 from ..shared.devices import tensor_ranks
-from ..shared.updates import Incomplete, Places
+from ..shared.updates import Incomplete, Places, reason_against
 from .coverage import Coverage
 from .device import device_of
 from .straight import obstacle_of
@@ -69,15 +69,6 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
     number: int
     size: int
     path: str | None = None
-
-
-def _reason_against(info: UpdateInfo) -> str:
-    # What is wrong with it; "" for nothing.
-    if info.kind not in ("whole", "delta"):
-        return f"kind must be 'whole' or 'delta', got {str(info.kind)[:80]!r}"
-    if info.path is not None and not isinstance(info.path, str):  # a number would be a descriptor of this process
-        return f"path must be text, got {str(info.path)[:80]!r}"
-    return ""
 
 
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
@@ -147,7 +138,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         delta of other weights: nothing has changed then. After any other error the model
         may have old weights and new ones: push all of it again.
         """
-        if reason := _reason_against(update_info):
+        if reason := reason_against(update_info.kind, update_info.path):
             if self._group is not None:
                 self._group.refuse_push(update_info.number, reason)  # others would wait for this rank
             raise ValueError(f"overwire: update_info: {reason}")
@@ -291,7 +282,13 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
             facts.update(master_address=info.master_address, master_port=info.master_port, world_size=info.world_size)
             with ThreadPoolExecutor(1) as side:  # workers wait for the group within the call
                 future = start_thread(side.submit, self.client.init_weight_transfer_engine, facts)
-                group = Group(info.master_address, info.master_port, 0, info.world_size, info.timeout)
+                try:
+                    group = Group(
+                        info.master_address, info.master_port, 0, info.world_size, info.timeout, future.done
+                    )
+                except ArgumentError:
+                    future.result()  # the engines' own error says more
+                    raise
                 future.result()
         else:
             self.client.init_weight_transfer_engine(facts)
