@@ -81,7 +81,11 @@ def tensors(order: str, rows: Iterable[tuple[str, str, Iterable[int], int, int]]
     """A table of tensors: of each its name, dtype, shape, and its bytes in memory and in the file."""
     cells = ((name, dtype, list(shape), size(nbytes), size(stored)) for name, dtype, shape, nbytes, stored in rows)
     return table(
-        f"{count:,} tensors, {order}", ("tensor", "dtype", "shape", "in memory", "stored"), cells, count, folded=folded
+        f"{count:,} tensor{'' if count == 1 else 's'}, {order}",
+        ("tensor", "dtype", "shape", "in memory", "stored"),
+        cells,
+        count,
+        folded=folded,
     )
 
 

@@ -76,7 +76,8 @@ class _Line(Watcher):
         seconds = max(time.monotonic() - self._start, 1e-9)
         total = f"/{now.total_bytes / 1e9:.2f}" if now.total_bytes else ""
         size = now.bytes / 1e9
-        self._text = f"{self._verb}: {size:.2f}{total} GB, {now.tensors} tensors, {size / seconds:.2f} GB/s"
+        count = spell_count(now.tensors, "tensor")
+        self._text = f"{self._verb}: {size:.2f}{total} GB, {count}, {size / seconds:.2f} GB/s"
         if sys.stderr.isatty():
             sys.stderr.write("\r" + self._text)
             sys.stderr.flush()
@@ -86,6 +87,11 @@ class _Line(Watcher):
         if text:
             sys.stderr.write("\n" if sys.stderr.isatty() else text + "\n")
             sys.stderr.flush()
+
+
+def spell_count(count: int, noun: str) -> str:
+    """A count and its noun, in the plural unless it is one."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def check_progress(progress: object) -> None:

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import pickle
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,15 @@ def test_nothing_and_little(tmp_path: Path) -> None:
         for thing in (report, ow.inspect(path), ow.plan(path, framework="np"), opened):
             checked(thing)
             assert "0 tensors" in repr(thing)
+
+
+def test_one_is_singular(tmp_path: Path) -> None:
+    """What has one tensor, file or block says so in the singular, in a line and in a notebook."""
+    path, one = tmp_path / "m.safetensors", {"a": np.zeros(1)}
+    answers = [ow.save_file(one, path), ow.inspect(path), ow.plan(path, framework="np"), ow.diff(one, one)]
+    with ow.safe_open(path, framework="np") as opened:
+        for thing in (*answers, opened, ow.stream(path, framework="np")):
+            line = repr(thing)
+            assert "1 tensor" in line and not re.search(r"\b1 (tensors|files|elements)", line), line
+        assert "1 tensor, in the order of their bytes" in checked(opened).texts
+    assert "1 tensor, the largest first" in checked(answers[1]).texts

@@ -11,6 +11,7 @@ from typing import Any
 from ..jobs import Steps
 from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
+from ..progress import spell_count
 from .group import on_current_gpu
 from .tensors import TensorLoad, open_load
 
@@ -63,7 +64,7 @@ class GroupStream(Steps):
             raise
 
     def __repr__(self) -> str:
-        return f"<stream of {self._total} tensors of a group to {self._device}>"
+        return f"<stream of {spell_count(self._total, 'tensor')} of a group to {self._device}>"
 
     def _free_rest(self) -> None:
         self._refuse_within("close")  # the step goes on, with the other ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..progress import spell_count
 from .budget import outlook
 from .opened import Model, check_target, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size, spell_out
@@ -103,12 +104,13 @@ class LoadPlan:
 
     def __repr__(self) -> str:
         text = (
-            f"LoadPlan({len(self.tensors)} tensors of {len(self.files)} files, nbytes={self.nbytes}, "
+            f"LoadPlan({spell_count(len(self.tensors), 'tensor')} of {spell_count(len(self.files), 'file')}, "
+            f"nbytes={self.nbytes}, "
             f"peak={self.peak}, stored={self.stored}, staging={self.staging}, pinned={self.pinned}"
         )
         if self.offload is not None:
             one = self.offload
-            text += f"; offload: {len(one.blocks)} blocks of {one.streamed} bytes streamed, "
+            text += f"; offload: {spell_count(len(one.blocks), 'block')} of {one.streamed} bytes streamed, "
             text += f"{one.device} bytes on the device"
         return text + ")"
 

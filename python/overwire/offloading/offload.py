@@ -13,6 +13,7 @@ from .._engine import forked
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for
 from ..model.options import parse_size
+from ..progress import spell_count
 
 if TYPE_CHECKING:
     import torch
@@ -245,7 +246,8 @@ class Offloaded:
     def __repr__(self) -> str:
         if self._closed:
             return "Offloaded(closed)"
-        return f"Offloaded({len(self.blocks)} blocks, {self.nbytes} bytes in {self.stored} of host memory)"
+        count = spell_count(len(self.blocks), "block")
+        return f"Offloaded({count}, {self.nbytes} bytes in {self.stored} of host memory)"
 
     def __enter__(self) -> Offloaded:
         return self

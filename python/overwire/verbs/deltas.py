@@ -19,7 +19,7 @@ from ..jobs import Job, time_limit
 from ..model.options import StorageOptions, check_values, parse_size
 from ..model.storage import storage
 from ..paths import local
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, spell_count, watch
 from .save import notes_of
 from .states import ModelSide, batches, hosted, pair, place_tensor, same_names, settle_devices, tensors_of, write_back
 
@@ -104,8 +104,9 @@ class Diff:
     def __repr__(self) -> str:
         elements, changed_elements = sum(row.elements for row in self.rows), sum(row.changed for row in self.rows)
         return (
-            f"Diff({len(self.changed)} of {len(self.rows)} tensors differ, in {changed_elements} of {elements} "
-            f"elements; only_a={len(self.only_a)}, only_b={len(self.only_b)}, other={len(self.other)})"
+            f"Diff({len(self.changed)} of {spell_count(len(self.rows), 'tensor')} differ, "
+            f"in {changed_elements} of {spell_count(elements, 'element')}; "
+            f"only_a={len(self.only_a)}, only_b={len(self.only_b)}, other={len(self.other)})"
         )
 
     def _repr_html_(self) -> str:
@@ -198,7 +199,8 @@ class Delta:
         return iter(self._places)
 
     def __repr__(self) -> str:
-        return f"Delta({len(self)} tensors, {len(self.changed)} change, {self.nbytes} bytes for {self.tensor_bytes})"
+        count = spell_count(len(self), "tensor")
+        return f"Delta({count}, {len(self.changed)} change, {self.nbytes} bytes for {self.tensor_bytes})"
 
     @skip_at_exit
     def __del__(self) -> None:

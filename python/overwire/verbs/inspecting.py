@@ -17,7 +17,7 @@ from ..model.options import Level, StorageOptions, check_values, parse_size
 from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
 from ..paths import local
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, spell_count, watch
 from .results import Diagnosis, Inspection, Verification
 from .save import notes_of
 from .saving import Report
@@ -43,7 +43,8 @@ class InspectionDict(Facts):
     def __repr__(self) -> str:
         every = self["totals"]["all"]
         return (
-            f"Inspection({every['tensors']} tensors of {len(self['sources'])} files, bytes={every['bytes']}, "
+            f"Inspection({spell_count(every['tensors'], 'tensor')} of {spell_count(len(self['sources']), 'file')}, "
+            f"bytes={every['bytes']}, "
             f"stored={every['stored']}; a dict with the keys 'sources' and 'totals')"
         )
 
@@ -66,7 +67,7 @@ class InspectionDict(Facts):
             ),
         )
         tensors = html.table(
-            f"{len(rows):,} tensors, the largest first",
+            f"{len(rows):,} tensor{'' if len(rows) == 1 else 's'}, the largest first",
             ("tensor", "dtype", "shape", "in memory", "stored", "ratio", "stored as"),
             (
                 (t["name"], t["dtype"], t["shape"], *_sizes_of(html, t), t["coding"])

@@ -25,7 +25,7 @@ from ..model.options import (
     spell_out,
 )
 from ..model.sources import SourceLike, named
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, spell_count, watch
 from .ahead import Block, ReadAhead
 from .into import fill, target_of
 
@@ -164,7 +164,8 @@ class safe_open(Generic[T]):
         if (model := self._model) is None:
             return "safe_open(closed)"
         more = f" and {len(model.uris) - 1} more" if len(model.uris) > 1 else ""
-        return f"safe_open({model.uris[0]!r}{more}, {self._frame.name!r}, {model.device!r}): {len(model.table)} tensors"
+        count = spell_count(len(model.table), "tensor")
+        return f"safe_open({model.uris[0]!r}{more}, {self._frame.name!r}, {model.device!r}): {count}"
 
     def _repr_html_(self) -> str:
         from .. import _notebook as html

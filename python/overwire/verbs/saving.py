@@ -16,7 +16,7 @@ from .._locks import new_lock
 from ..errors import ArgumentError, CancelledError, DeadlineError
 from ..jobs import Job, log, shown, time_limit
 from ..paths import is_file, is_remote, path_of
-from ..progress import Progress
+from ..progress import Progress, spell_count
 
 _lock = new_lock()
 _last: dict[str, Saving] = {}  # by path: what runs, or failed and no one knows
@@ -74,8 +74,8 @@ class Report:
 
     def __repr__(self) -> str:
         return (
-            f"Report({self.tensors} tensors, {self.compressed} compressed, in {len(self.files)} files: "
-            f"bytes_in={self.bytes_in}, "
+            f"Report({spell_count(self.tensors, 'tensor')}, {self.compressed} compressed, "
+            f"in {spell_count(len(self.files), 'file')}: bytes_in={self.bytes_in}, "
             f"bytes_out={self.bytes_out}, ratio={self.ratio:.4f}, seconds={self.seconds:.3f})"
         )
 

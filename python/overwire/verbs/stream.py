@@ -25,7 +25,7 @@ from ..model.options import (
     spell_out,
 )
 from ..model.sources import SourceLike
-from ..progress import Progress, Watcher, watch
+from ..progress import Progress, Watcher, spell_count, watch
 from .grouped import group_context
 
 if TYPE_CHECKING:
@@ -180,7 +180,8 @@ class _Stream(Steps):
         return self._landed.pop()
 
     def __repr__(self) -> str:
-        return f"<stream of {len(self._names)} tensors to {self._device}{'' if self._load is not None else ', ended'}>"
+        suffix = "" if self._load is not None else ", ended"
+        return f"<stream of {spell_count(len(self._names), 'tensor')} to {self._device}{suffix}>"
 
     def landed(self) -> bool:
         """Whether all of it has; an error is raised where it comes in turn."""
@@ -271,7 +272,8 @@ class _Windows(Steps):
 
     def __repr__(self) -> str:
         suffix = "" if self._now is not None else ", ended"
-        return f"<stream of {self._total[1]} tensors to {self._model.device}, {self._budget} bytes at a time{suffix}>"
+        count = spell_count(self._total[1], "tensor")
+        return f"<stream of {count} to {self._model.device}, {self._budget} bytes at a time{suffix}>"
 
     def _end_waits(self) -> None:
         for stream, _ in filter(None, (self._now, self._next)):
