@@ -69,8 +69,12 @@ def _get_slices(names: Any, file: str, device: str) -> dict[str, Any]:
         return {name: reader.get_slice(name)[:] for name in reader.keys()}  # noqa: SIM118
 
 
-def _load_pickle(names: Any, file: str, device: str, **options: Any) -> Any:
-    return names.load_compressed_pickle(file, **options)  # tensors come back to where they were
+def _load_bundle(names: Any, file: str, device: str) -> Any:
+    return names.load_bundle(file, trust=True)  # tensors come back to where they were
+
+
+def _load_pickle(names: Any, file: str, device: str) -> Any:
+    return names.load_compressed_pickle(file)
 
 
 def _copy_files(names: Any, file: str, device: str) -> dict[str, Any]:
@@ -99,7 +103,7 @@ _BOTH, _OURS, _TENSORS = ("plain", "compressed"), "overwire.compat.", ("tensors"
 _FACES = {
     "load_file": _Face("overwire", _load_file, _BOTH),
     "safe_open, get_tensor": _Face("overwire", _get_tensors, _BOTH),
-    "load_compressed_pickle": _Face("overwire", partial(_load_pickle, trust=True), ("bundle",)),
+    "load_bundle": _Face("overwire", _load_bundle, ("bundle",)),
     "safetensors' load_file by overwire": _Face(_OURS + "safetensors.torch", _load_file, _BOTH),
     "safetensors' get_slice by overwire": _Face(_OURS + "safetensors", _get_slices, _BOTH),
     "nyacomp's by overwire": _Face(_OURS + "nyacomp", _load_pickle, ("bundle",)),
