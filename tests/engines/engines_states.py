@@ -236,7 +236,7 @@ def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
                 log.take(words)  # what is written in the background is there when the memory goes
                 backend.suspend(1)
 
-            plugin._before_change(sleep)()
+            plugin._finish_writing_before(sleep)()
             if any(memory.any() for memory in allocator.memory.values()):
                 raise SystemExit(f"{name} does not sleep")
             backend.resume()

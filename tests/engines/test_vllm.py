@@ -586,7 +586,7 @@ class CPUWorker(Worker):
     def compile_or_warm_up_model(self): done.append("cpu"); return super().compile_or_warm_up_model()
 plug._wrap_gpu_worker(workers); plug._wrap_gpu_worker(workers)
 cpu = types.SimpleNamespace(CPUWorker=CPUWorker)
-plug._add_writing(cpu); plug._add_writing(cpu)
+plug._wrap_cpu_worker(cpu); plug._wrap_cpu_worker(cpu)
 assert Worker().compile_or_warm_up_model() == 7 and done == ["warm"], done
 sys.modules["overwire.integrations.vllm.prepared"] = types.SimpleNamespace(
     begin_writing=lambda: done.append("begin"), finish_writing=lambda: done.append("finish"))

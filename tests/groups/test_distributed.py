@@ -248,7 +248,7 @@ def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -
     for path, chunk in (("compressed", 1 << 20), ("plain", (1 << 20) - 8192)):
         with ow.safe_open(tmp_path / path) as file:
             room = file._live_model().room()
-        assert room == chunk + 288 and relays.fits(2047, room) and not relays.fits(2100, room)
+        assert room == chunk + 288 and relays.do_chunks_fit(2047, room) and not relays.do_chunks_fit(2100, room)
 
 
 def test_without_a_group_there_is_nothing_to_share(folder: Path) -> None:

@@ -4,7 +4,7 @@ Nothing here reads a file, and nothing else uses collectives. Every method that 
 by all ranks of the group, in the same order; none is called unless the user
 gave a group.
 
-A verb of a group runs within `verb`, from its first look at its arguments. What fails on
+A verb of a group runs within `group_verb`, from its first look at its arguments. What fails on
 a rank reaches the others where the ranks next agree (`gather_results`, `agree`), and is
 raised on all; a rank that reads meanwhile asks from time to time whether it may stop
 (`look_for_failure`). An interrupt that comes while a rank waits for the others reaches them in the same
@@ -157,7 +157,7 @@ class Members:
         self._limit_wait(error, math.inf)
         self._post_failed(error)
         every = self._gather_objects(
-            ((_pickle_error(error), _weight_of(error, error is not step.halt)), result, secrets.token_hex(8))
+            ((_pickle_error(error), _severity_of_error(error, error is not step.halt)), result, secrets.token_hex(8))
         )
         step.agreed += 1
         step.token = step.token or every[0][2]
@@ -176,7 +176,7 @@ class Members:
         has_failed = self._is_so_on_any_rank(error is not None)
         step.agreed += 1
         if has_failed:
-            self._raise_first(self._gather_objects((_pickle_error(error), _weight_of(error, ours))), error)
+            self._raise_first(self._gather_objects((_pickle_error(error), _severity_of_error(error, ours))), error)
 
     def raise_alike(self, error: BaseException) -> None:
         """Raises what every rank raises here."""
@@ -191,7 +191,7 @@ class Members:
             self.raise_alike(mine)
         for rank, (fault, weight) in enumerate(faults):
             if fault is not None and weight == most:
-                self.raise_alike(_from_rank(rank, pickle.loads(fault)))
+                self.raise_alike(_name_rank(rank, pickle.loads(fault)))
 
     def look_for_failure(self) -> None:
         """Local: raises what another rank has left a verb with, or a CancelledError if one
@@ -214,7 +214,7 @@ class Members:
                 return  # of an earlier group of that name
         if message is not None:
             rank, fault, _ = pickle.loads(message)
-            error = _from_rank(rank, pickle.loads(fault))
+            error = _name_rank(rank, pickle.loads(fault))
             self._step.broken = str(error)
             self.raise_alike(error)
 
@@ -247,7 +247,7 @@ class Members:
                 store: Any = self._dist.distributed_c10d._get_process_group_store(group)
                 store.set(f"overwire/{key}", value)
 
-    def begin(self) -> int:
+    def begin_verb(self) -> int:
         """Begins a verb; returns what `tell_failure` takes. IOFailure if the ranks are out of step,
         ForkedError in a forked child."""
         step = self._step
@@ -261,8 +261,8 @@ class Members:
 
     def tell_failure(self, error: BaseException, first: int, meets: bool) -> None:
         """Tells the other ranks of an error that ends a verb here, unless they have it: in
-        step if the ranks have not met yet. first: what `begin` returned. meets: as for
-        `verb`."""
+        step if the ranks have not met yet. first: what `begin_verb` returned. meets: as for
+        `group_verb`."""
         step = self._step
         if error is step.known:
             return
@@ -280,7 +280,7 @@ class Members:
             f"{step.token}/left" if step.token else "left", pickle.dumps((self.rank, _pickle_error(error), time.time()))
         )
 
-    def end(self) -> None:
+    def end_verb(self) -> None:
         """Raises an interrupt that came when the ranks had nothing more to tell each other. Errors
         are forgotten with the outermost verb: their frames have the group."""
         step = self._step
@@ -417,7 +417,7 @@ class Unmapped(NotSupportedError):
     """The ranks of a host cannot map each other's memory. It never leaves this package."""
 
 
-def _weight_of(error: BaseException | None, ours: bool) -> int:
+def _severity_of_error(error: BaseException | None, ours: bool) -> int:
     # What comes of another rank's error counts where there is no other, and that ranks cannot
     # reach each other where no rank has failed.
     return 0 if error is None else 1 if not ours else 2 if isinstance(error, Unmapped) else 3
@@ -432,7 +432,7 @@ def _pickle_error(error: BaseException | None) -> bytes | None:
     return pickle.dumps(error)
 
 
-def _from_rank(rank: int, error: OverwireError) -> OverwireError:
+def _name_rank(rank: int, error: OverwireError) -> OverwireError:
     error.args = (f"overwire: on rank {rank}: {str(error).removeprefix('overwire: ')}",)
     return error
 
@@ -490,16 +490,16 @@ def group_verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[
     ends it here ends it on every rank. device: of this rank's tensors. meets: it begins with
     `gather_results`."""
     members = members_of(group)
-    first = members.begin()
+    first = members.begin_verb()
     try:
         with on_current_gpu(device):
             yield members
     except BaseException as error:
         with on_current_gpu(device):
             members.tell_failure(error, first, meets)
-        members.end()
+        members.end_verb()
         raise
-    members.end()
+    members.end_verb()
 
 
 def agree(group: Any, error: BaseException | None) -> None:

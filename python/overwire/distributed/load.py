@@ -79,11 +79,11 @@ def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
 
 
 def mapped_share(ranks: int, room: int) -> int:
-    """Likewise where ranks map each other's memory: eight chunks have space. room: as of `fits`."""
+    """Likewise where ranks map each other's memory: eight chunks have space. room: as of `do_chunks_fit`."""
     return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGES)
 
 
-def fits(ranks: int, room: int) -> bool:
+def do_chunks_fit(ranks: int, room: int) -> bool:
     """Whether every chunk of a model fits where that number of ranks exchange. room: see `Model.room`."""
     return room <= share_of_rank(ranks, SHARE)
 
@@ -145,7 +145,7 @@ class GroupLoad:
         `describe_files` gave on each rank."""
         members, remote = self._members, any(one["remote"] for one in reports)
         self._room = max(one["room"] for one in reports)
-        sends = bool(self.link) and fits(members.size, self._room)
+        sends = bool(self.link) and do_chunks_fit(members.size, self._room)
         place = members.size, members.hosts, members.most_local
         self.carrier = choose_carrier(
             setting, Situation(*place, self._device != "cpu", remote, sends, bool(members.unreachable))
@@ -269,9 +269,9 @@ class _Relay:
             try:
                 step()
             except BaseException as error:
-                self._end_with(error)
+                self._end_with_error(error)
 
-    def _end_with(self, error: BaseException) -> None:
+    def _end_with_error(self, error: BaseException) -> None:
         self._error = self._error or error
         if self._job is not None:
             self._job.cancel()  # nothing writes to the ring any more
@@ -305,7 +305,7 @@ class _Relay:
         except GeneratorExit:
             raise
         except BaseException as error:
-            self._end_with(error)
+            self._end_with_error(error)
         if self._job is not None and (self._job.report() or {}).get("unmapped"):
             self._error = Unmapped(str(self._error))
         if (
@@ -331,7 +331,7 @@ class _Relay:
         except NotSupportedError as refusal:  # its memory stays, until the others have tried, too
             self._error = Unmapped(str(refusal))
         except BaseException as error:
-            self._end_with(error)
+            self._end_with_error(error)
 
     def gather_pieces(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
         """All ranks gather piece after piece; the requests land at the end."""

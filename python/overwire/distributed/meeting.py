@@ -81,9 +81,9 @@ def _find_difference(reports: Sequence[Mapping[str, Any]]) -> CorruptError | Non
     files = {rank: one["opened"] for rank, one in enumerate(reports) if one.get("opened")}
     nearest: dict[tuple[str, str], int] = {}
     for rank, one in files.items():
-        near = nearest.setdefault(one.space, rank)
-        for other in sorted({min(files), near}):
-            at = _first_unlike(files[other], one, other == near)
+        neighbour = nearest.setdefault(one.space, rank)
+        for other in sorted({min(files), neighbour}):
+            at = _first_differing_file(files[other], one, other == neighbour)
             if at is None:
                 continue
             uris = files[min(files)].uris
@@ -95,16 +95,16 @@ def _find_difference(reports: Sequence[Mapping[str, Any]]) -> CorruptError | Non
     return None
 
 
-def _first_unlike(one: OpenFiles, two: OpenFiles, near: bool) -> int | None:
+def _first_differing_file(one: OpenFiles, two: OpenFiles, same_host: bool) -> int | None:
     # The number of the first file that is not the same.
     if len(one.files) != len(two.files):
         return min(len(one.files), len(two.files))
     pairs = enumerate(zip(one.files, two.files, strict=True))
-    return next((at for at, pair in pairs if not _is_same(*pair, near)), None)
+    return next((at for at, pair in pairs if not _is_same(*pair, same_host)), None)
 
 
-def _is_same(one: dict[str, Any], two: dict[str, Any], near: bool) -> bool:
-    # near: both are on one host, where paths mean the same.
+def _is_same(one: dict[str, Any], two: dict[str, Any], same_host: bool) -> bool:
+    # same_host: both are on one host, where paths mean the same.
     if one == two:
         return True
     if one["layout"] != two["layout"]:
@@ -115,4 +115,4 @@ def _is_same(one: dict[str, Any], two: dict[str, Any], near: bool) -> bool:
         return bool(one["pin"] == two["pin"])
     if one["network"] and two["network"]:
         return bool(one["modified"] == two["modified"])
-    return not near or not (one["inode"] or two["inode"])
+    return not same_host or not (one["inode"] or two["inode"])

@@ -246,7 +246,7 @@ class TensorLoad:
             raise
 
     def close_unbegun(self) -> None:
-        """Collective: ends on all ranks what `arrive` would give, which has not begun."""
+        """Collective: ends on all ranks what `iter_tensors` would give, which has not begun."""
         if self._load.carrier == "mapped" and self._split_positions()[0]:
             with suppress(OverwireError):
                 self._members.gather_results(_refuse_closed)
@@ -255,7 +255,7 @@ class TensorLoad:
 
     def _end_early(self) -> None:
         with suppress(OverwireError):
-            self._agree_with(CancelledError(_CLOSED))
+            self._agree_or_raise(CancelledError(_CLOSED))
 
     def _load_windows(self, budget: int, places: Mapping[int, Any], streams: bool) -> Iterator[tuple[int, Any]]:
         # Collective: windows of what all go through, then those of what this rank reads by itself.
@@ -266,7 +266,7 @@ class TensorLoad:
             window, windows = windows[0], windows[1:]
             mapped = self._load.carrier == "mapped"
             if streams and not mapped:
-                self._agree_with()  # with those that have closed
+                self._agree_or_raise()  # with those that have closed
                 self._check_sizes(window, self._beside)
                 window, *more = self._windows_of(window, budget or self._beside or _WINDOW)
                 windows = more + windows
@@ -285,7 +285,7 @@ class TensorLoad:
         for window in self._windows_of([at for at in lone if at not in arrived], (budget or _WINDOW) if streams else 0):
             yield from self._read_alone(self._own_tasks(window))
         if not agreed:
-            self._agree_with()
+            self._agree_or_raise()
 
     def _own_tasks(self, window: list[int]) -> list[CutTensor]:
         return [self.task(at) for at in window if self._is_wanted(self._members.rank, at)]
@@ -309,15 +309,15 @@ class TensorLoad:
             blocks = [(tasks[slot].at, tensors[slot].data_ptr(), *self._cutting.block(tasks[slot])) for slot in aims]
             return pack_requests(blocks)
 
-        wants = self._needs_here(window) if carrier == "mapped" else Wants(window)
-        with closing(self._load.land_requests(wants, aim, self._agree_with, self._tell_progress)) as landing:
+        wants = self._needs_of_host(window) if carrier == "mapped" else Wants(window)
+        with closing(self._load.land_requests(wants, aim, self._agree_or_raise, self._tell_progress)) as landing:
             for number in landing:
                 slot = aims[number]
                 tensor, tensors[slot] = tensors[slot], None  # it is the caller's
                 yield from self._finish_tensor(tasks[slot], tensor)
         yield from empty
 
-    def _needs_here(self, window: list[int]) -> Wants:
+    def _needs_of_host(self, window: list[int]) -> Wants:
         # Of the ranks of this host.
         local = self._members.local
         if all(self._is_wanted(rank, at) for rank in local for at in window) and not any(
@@ -354,7 +354,7 @@ class TensorLoad:
             for task, _, row in reads:
                 if 0 in row.shape:
                     yield from self._finish_tensor(task, self._frame.empty(row.dtype, row.shape, self.model.device))
-            while load is not None and not load.crowded and not _is_over(load):
+            while load is not None and not load.crowded and not _has_ended(load):
                 self._members.look_for_failure()
         except BaseException:
             if load is not None:
@@ -419,7 +419,7 @@ class TensorLoad:
             left -= size
         return windows
 
-    def _agree_with(self, error: BaseException | None = None, ours: bool = True) -> None:
+    def _agree_or_raise(self, error: BaseException | None = None, ours: bool = True) -> None:
         late, self._deferred_error = self._deferred_error, None
         self._members.agree(late or error, ours or late is not None)
 
@@ -443,7 +443,7 @@ def _refuse_closed() -> None:
     raise CancelledError(_CLOSED)
 
 
-def _is_over(load: Load) -> bool:
+def _has_ended(load: Load) -> bool:
     try:
         return load.job.ended(_TICK)
     except OverwireError:

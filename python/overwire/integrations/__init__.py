@@ -1,13 +1,13 @@
 """What stands between overwire and other programs, one module or package each.
 
 For libraries: what takes the place of their functions while `overwire.patch_safetensors` is in force. Each
-module has `hooks(found, lazy)`: found looks up a name in a loaded module of
+module has `list_patches(found, lazy)`: found looks up a name in a loaded module of
 the library, lazy is what the patch offers (`Lazy`). It returns pairs of an object that
 the library's modules have bound, or of a class and the name of one of its members, and
 what stands for it. `MODULES` are the modules that found may be asked for. A version of the library that lacks a
 name is served without that hook: its files are read as before, tensor by tensor.
 
-For engines: plug-ins that their own registries find, `vllm` and `sglang`; `weights` is
+For engines: plug-ins that their own registries find, `vllm` and `sglang`; `iter_weights` is
 what both read with. For both: `AfterImport`.
 """
 
@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["AfterImport", "Lazy", "absent", "refuse_missing", "options", "uses_disk", "weights"]
+__all__ = ["AfterImport", "Lazy", "missing_names", "refuse_missing", "check_options", "uses_disk", "iter_weights"]
 
 
 class AfterImport:
@@ -46,7 +46,7 @@ class AfterImport:
 
 
 class Lazy(NamedTuple):
-    """What a patch offers to hooks.
+    """What a patch offers to `list_patches`.
 
     slice: the class of tensors of a file that is open and not read, which `get_slice` gives while the patch is
     in force. ahead: makes one load of many of them, or gives the one that is passed to this thread
@@ -80,7 +80,7 @@ _KEYS: dict[str, tuple[Any, str]] = {
 }
 
 
-def options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
+def check_options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     """An engine's extra configuration, checked; max_memory in bytes, 1 GiB by default.
 
     Raises ValueError for an unknown key and for a value of the wrong kind.
@@ -100,7 +100,7 @@ def options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     return {**given, "max_memory": parse_size(given.get("max_memory", "1GiB"), "model_loader_extra_config: max_memory")}
 
 
-def weights(
+def iter_weights(
     where: Any,
     device: str,
     chosen: Mapping[str, Any],
@@ -115,7 +115,7 @@ def weights(
     Each tensor is on the device, and the caller owns it. At most `max_memory` bytes, or
     the largest tensor, are loaded ahead.
 
-    where: what `overwire.load_file` takes. chosen: what `options` returned. wanted: whether
+    where: what `overwire.load_file` takes. chosen: what `check_options` returned. wanted: whether
     a name is read. unused: whether the model ignores a name; where it ignores all, all are
     read. index: the index.json of the files.
 
@@ -128,7 +128,7 @@ def weights(
     plan = overwire.plan(where, filter=wanted, framework="pt", storage_options=reach)
     names = {tensor.name: tensor.nbytes for tensor in plan.tensors}
     if index is not None:
-        refuse_missing(index, absent(index, where, names), wanted)
+        refuse_missing(index, missing_names(index, where, names), wanted)
     if unused is not None:
         names = {name: size for name, size in names.items() if not unused(name)} or names
     return overwire.stream(
@@ -143,7 +143,7 @@ def weights(
     )
 
 
-def absent(index: str | None, files: Any, held: Container[str]) -> list[tuple[str, str]]:
+def missing_names(index: str | None, files: Any, held: Container[str]) -> list[tuple[str, str]]:
     """The names that an index.json lists in these files, paths, and that are not among those
     held, each with its file as the index has it."""
     import json
@@ -164,7 +164,7 @@ def absent(index: str | None, files: Any, held: Container[str]) -> list[tuple[st
 
 
 def refuse_missing(index: str | None, missing: Iterable[tuple[str, str]], wanted: Callable[[str], bool] | None) -> None:
-    """Raises ValueError for a wanted name of `absent`: it would leave a parameter as it was
+    """Raises ValueError for a wanted name of `missing_names`: it would leave a parameter as it was
     made."""
     lacking = sorted(f"{name} (of {file})" for name, file in missing if wanted is None or wanted(name))
     if lacking:

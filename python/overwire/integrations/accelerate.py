@@ -17,15 +17,15 @@ from typing import Any
 
 from . import Lazy
 
-__all__ = ["MODULES", "hooks"]
+__all__ = ["MODULES", "list_patches"]
 
-#: The modules of accelerate that `hooks` looks into.
+#: The modules of accelerate that `list_patches` looks into.
 MODULES = ("accelerate.utils.offload", "accelerate.big_modeling")
 
 log = logging.getLogger("overwire")
 
 
-def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
+def list_patches(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """The names that change, and what stands for each while patched."""
     pairs: list[tuple[Any, Any]] = []
     loader = found(MODULES[0], "OffloadedWeightsLoader")

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 from ..plumbing import new_lock
 from . import Lazy, uses_disk
 
-__all__ = ["MODULES", "hooks"]
+__all__ = ["MODULES", "list_patches"]
 
 _MODEL = "diffusers.models.modeling_utils"
 _CONFIG = "diffusers.configuration_utils"
 _PIPELINE = "diffusers.pipelines.pipeline_utils"
 
-#: The modules of diffusers that `hooks` looks into.
+#: The modules of diffusers that `list_patches` looks into.
 MODULES = (_CONFIG, _MODEL, _PIPELINE)
 
 # A larger config.json or index of shards is left to diffusers.
@@ -45,7 +45,7 @@ _LARGE = 1 << 20
 _thread = threading.local()
 
 
-def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
+def list_patches(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """The names that change, and what stands for each while patched."""
     names = (
         "ModelMixin", "load_state_dict", "_load_shard_file", "_get_checkpoint_shard_files", "_caching_allocator_warmup"
@@ -54,12 +54,12 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     if model is None or read is None or shard is None:
         return []
     pairs: list[tuple[Any, Any]] = [
-        ((model, "from_pretrained"), _loading_model(model, lazy)),
-        (read, _reading_state(read)),
-        (shard, _loading_shard(shard, read)),
+        ((model, "from_pretrained"), _wrap_from_pretrained(model, lazy)),
+        (read, _wrap_state_reading(read)),
+        (shard, _wrap_shard_loading(shard, read)),
     ]
     if shards is not None:
-        pairs.append((shards, _naming_shards(shards)))
+        pairs.append((shards, _wrap_shard_names(shards)))
     if warm is not None:
         pairs.append((warm, _skip_warmup(warm)))
     pipeline, part, config = (
@@ -67,9 +67,9 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     )
     if pipeline is not None and part is not None and config is not None:
         pairs += [
-            ((pipeline, "from_pretrained"), _loading_pipeline(pipeline, lazy)),
+            ((pipeline, "from_pretrained"), _wrap_pipeline_loading(pipeline, lazy)),
             ((config, "extract_init_dict"), _note_components(config)),
-            (part, _loading_component(part, lazy)),
+            (part, _wrap_component_loading(part, lazy)),
         ]
     return pairs
 
@@ -213,7 +213,7 @@ def _current_scope() -> _Scope | None:
     return getattr(_thread, "scope", None)
 
 
-def _loading_model(owner: Any, lazy: Lazy) -> Any:
+def _wrap_from_pretrained(owner: Any, lazy: Lazy) -> Any:
     from ..plumbing import many_objects
 
     original = inspect.getattr_static(owner, "from_pretrained")
@@ -233,7 +233,7 @@ def _loading_model(owner: Any, lazy: Lazy) -> Any:
     return classmethod(from_pretrained)
 
 
-def _loading_pipeline(owner: Any, lazy: Lazy) -> Any:
+def _wrap_pipeline_loading(owner: Any, lazy: Lazy) -> Any:
     from ..plumbing import many_objects
 
     original = inspect.getattr_static(owner, "from_pretrained")
@@ -267,7 +267,7 @@ class _Shard(str):
     model: _Model
 
 
-def _naming_shards(original: Any) -> Any:
+def _wrap_shard_names(original: Any) -> Any:
     @functools.wraps(original)
     def _get_checkpoint_shard_files(*args: Any, **kwargs: Any) -> Any:
         files, metadata = original(*args, **kwargs)
@@ -283,7 +283,7 @@ def _naming_shards(original: Any) -> Any:
     return _get_checkpoint_shard_files
 
 
-def _reading_state(original: Any) -> Any:
+def _wrap_state_reading(original: Any) -> Any:
     @functools.wraps(original)
     def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
         from ..plumbing import torch_dtype
@@ -349,7 +349,7 @@ def _unread_maker() -> Callable[[Any, Any, _Where], Any]:
     return make_unread
 
 
-def _loading_shard(original: Any, read: Any) -> Any:
+def _wrap_shard_loading(original: Any, read: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -447,7 +447,7 @@ def _skip_warmup(original: Any) -> Any:
     return _caching_allocator_warmup
 
 
-def _loading_component(original: Any, lazy: Lazy) -> Any:
+def _wrap_component_loading(original: Any, lazy: Lazy) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -504,7 +504,7 @@ def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device:
         return False
     model = _Model(files, lazy)
     try:
-        _note_all(model, name, library, kind, device, scope.given)
+        _note_component(model, name, library, kind, device, scope.given)
         if model.begin():
             scope.ahead[name] = model
             return True
@@ -514,7 +514,7 @@ def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device:
     return False
 
 
-def _note_all(model: _Model, name: str, library: str, kind: str, device: str, asked: Mapping[str, Any]) -> None:
+def _note_component(model: _Model, name: str, library: str, kind: str, device: str, asked: Mapping[str, Any]) -> None:
     import torch
 
     dtype = asked.get("torch_dtype", asked.get("dtype"))

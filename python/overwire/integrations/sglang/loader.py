@@ -16,7 +16,7 @@ import torch
 from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_safetensors
 
-from .. import options, weights
+from .. import check_options, iter_weights
 from ..shared.devices import served_device
 from ..shared.slices import SliceLoad, load_by_slices
 
@@ -39,7 +39,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     """
 
     def __init__(self, load_config: Any) -> None:
-        self._options = options(load_config.model_loader_extra_config or {}, _KEYS)
+        self._options = check_options(load_config.model_loader_extra_config or {}, _KEYS)
         super().__init__(replace(load_config, load_format=LoadFormat.SAFETENSORS, model_loader_extra_config={}))
         self._attempt: SliceLoad | None = None  # gives stand-ins instead of tensors
 
@@ -105,7 +105,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         if self._attempt is not None:
             tensors = self._attempt.open_source(where, _current_device(), self._options, index=index)
         else:
-            tensors = weights(where, _current_device(), self._options, index=index)
+            tensors = iter_weights(where, _current_device(), self._options, index=index)
         return self._rename_weights(source, tensors)
 
     def _rename_weights(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .. import weights
+from .. import iter_weights
 from ..shared.devices import served_device, tensor_ranks
 from ..shared.updates import Places, reason_against
 
@@ -60,7 +60,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
         places.apply_delta(info["path"], info["storage_options"])
     elif not places.load_whole(info["path"], info["storage_options"], log):
         options = {"storage_options": info["storage_options"], "max_memory": _MOST}
-        model.load_weights(weights(info["path"], device, options))  # type: ignore[operator]
+        model.load_weights(iter_weights(info["path"], device, options))  # type: ignore[operator]
 
 
 def _places_of(model: torch.nn.Module, device: str) -> Places:

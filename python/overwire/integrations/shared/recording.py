@@ -458,15 +458,15 @@ def open_source(
     index: str | None = None,
     opening: Opening | None = None,
 ) -> Opened:
-    """Opens what `weights` would read.
+    """Opens what `iter_weights` would read.
 
     files: closes the file when its tensors are no longer wanted. wanted: None for all.
     opening: may have opened it already. The other arguments, and what is raised, are those
-    of `weights`.
+    of `iter_weights`.
     """
     import overwire
 
-    from .. import absent, refuse_missing
+    from .. import missing_names, refuse_missing
 
     there = None if opening is None else opening.take(where, index, device)
     if there is not None:
@@ -477,7 +477,7 @@ def open_source(
             overwire.safe_open(where, framework="pt", device=device, storage_options=chosen.get("storage_options"))
         )
         sheet = Sheet(file)
-        missing = absent(index, where, {row[0] for row in sheet.rows})
+        missing = missing_names(index, where, {row[0] for row in sheet.rows})
     refuse_missing(index, missing, wanted)
     on = torch.device(device)
     if on.type == "cuda" and on.index is None:
@@ -495,7 +495,7 @@ def open_source(
 
 
 def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `weights` yields, with stand-ins for those that are not small."""
+    """What `iter_weights` yields, with stand-ins for those that are not small."""
     from ...plumbing import torch_dtype
 
     dtypes = {dtype: torch_dtype(dtype) for dtype in {one.dtype for one in source.tensors}}

@@ -41,7 +41,7 @@ class Opening:
     def __init__(
         self, find: Callable[[], tuple[Any, str | None] | None], device: str, chosen: Mapping[str, Any]
     ) -> None:
-        """find: what to open, and its index.json; None for nothing. chosen: see `options`."""
+        """find: what to open, and its index.json; None for nothing. chosen: see `check_options`."""
         self._find, self._device, self._chosen = find, device, chosen
         self._found: tuple[Any, str | None] | None = None
         self._sheet: Sheet | None = None
@@ -54,7 +54,7 @@ class Opening:
     def _run_opening(self) -> None:
         import overwire
 
-        from .. import absent
+        from .. import missing_names
 
         try:
             result = self._find()
@@ -63,13 +63,13 @@ class Opening:
             options = self._chosen.get("storage_options")
             sheet = Sheet(overwire.safe_open(result[0], framework="pt", device=self._device, storage_options=options))
             self._found, self._sheet = result, sheet  # from here on `close` closes it
-            self._absent = absent(result[1], result[0], {row[0] for row in sheet.rows})
+            self._absent = missing_names(result[1], result[0], {row[0] for row in sheet.rows})
         except Exception:
             self._found = None
 
     def take(self, where: Any, index: str | None, device: str) -> tuple[Sheet, list[tuple[str, str]]] | None:
         """What was opened, the caller's from now on, and the names that the index lists and
-        the files lack, see `absent`; None if it is not this source, or was taken."""
+        the files lack, see `missing_names`; None if it is not this source, or was taken."""
         self._wait_for_thread()
         sheet, self._sheet = self._sheet, None
         if sheet is None:

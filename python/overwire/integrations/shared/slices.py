@@ -47,7 +47,7 @@ class SliceLoad:
     def open_source(
         self, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Opens a source, for `next_stand_ins`, and yields nothing; the arguments are those of `weights`."""
+        """Opens a source, for `next_stand_ins`, and yields nothing; the arguments are those of `iter_weights`."""
         self._sources.append(recording.open_source(self._files, where, device, chosen, **asked))
         return iter(())
 
@@ -132,7 +132,7 @@ class SliceLoad:
             (own_copies if rows else self._postponed).append(copy)
         return own_copies
 
-    def take_later(self) -> list[Copy]:
+    def take_postponed(self) -> list[Copy]:
         """What `postpone_shared` has kept."""
         copies, self._postponed = self._postponed, []
         return copies
@@ -207,7 +207,7 @@ def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bo
 
     def carry_out(noted: list[Copy]) -> None:
         first = time.perf_counter()
-        noted = attempt.take_later() + noted
+        noted = attempt.take_postponed() + noted
         every = early.copies + noted
         early.end()
         copies.load_copies(attempt.read_together(noted, most), most)

@@ -84,13 +84,13 @@ def _wrap_gpu_worker(workers: Any) -> None:
     workers.Worker.load_model = load_model
     for name in _CHANGES:
         if hasattr(workers.Worker, name):
-            setattr(workers.Worker, name, _before_change(getattr(workers.Worker, name)))
+            setattr(workers.Worker, name, _finish_writing_before(getattr(workers.Worker, name)))
     warm = getattr(workers.Worker, "compile_or_warm_up_model", None)
     if warm is not None:  # else nothing says when the engine is up, and nothing is kept
         workers.Worker.compile_or_warm_up_model = _write_after_warm_up(warm)
 
 
-def _add_writing(workers: Any) -> None:
+def _wrap_cpu_worker(workers: Any) -> None:
     warm = workers.CPUWorker.compile_or_warm_up_model
     if not hasattr(warm, "__wrapped__"):
         workers.CPUWorker.compile_or_warm_up_model = _write_after_warm_up(warm)
@@ -107,7 +107,7 @@ def _write_after_warm_up(warm: Callable[..., Any]) -> Callable[..., Any]:
     return compile_or_warm_up_model
 
 
-def _before_change(change: Callable[..., Any]) -> Callable[..., Any]:
+def _finish_writing_before(change: Callable[..., Any]) -> Callable[..., Any]:
     # What is written in the background ends before weights change; layers that are streamed do not change.
     @functools.wraps(change)
     def changed(*args: Any, **named: Any) -> Any:
@@ -133,7 +133,7 @@ _ADDS: dict[str, Callable[[Any], None]] = {
     _TRANSFERS: _add_transfer,
     _SLEEPS: _add_sleep,
     _WORKERS: _wrap_gpu_worker,
-    _CPU_WORKERS: _add_writing,
+    _CPU_WORKERS: _wrap_cpu_worker,
     _STRATEGIES: _add_strategy,
 }
 

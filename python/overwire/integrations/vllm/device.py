@@ -27,7 +27,7 @@ def device_of(model: torch.nn.Module, load_config: Any) -> str:
     return served_device(configured_device)
 
 
-def likely_device(config: Any, load_config: Any) -> str:
+def device_of_config(config: Any, load_config: Any) -> str:
     """The same for a model that is still to be made."""
     device = config.device_config.device if load_config.device is None else load_config.device
     return served_device(torch.device(device))

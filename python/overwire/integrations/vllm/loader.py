@@ -30,13 +30,12 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from ...plumbing import parse_size
-from .. import options
-from .. import weights as read_weights
+from .. import check_options, iter_weights
 from ..shared.devices import tensor_ranks
 from ..shared.sheets import Opening
 from ..shared.slices import SliceLoad, load_by_slices
 from .coverage import Coverage
-from .device import device_of, likely_device
+from .device import device_of, device_of_config
 from .methods import COPIED
 
 # vLLM configures loggers of its own name only.
@@ -66,7 +65,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
-        self._options = options(load_config.model_loader_extra_config, _KEYS)
+        self._options = check_options(load_config.model_loader_extra_config, _KEYS)
         offload = self._options.get("offload")
         self._streams = bool(offload)
         self._keep = parse_size(offload if isinstance(offload, str) else None, "model_loader_extra_config: offload")
@@ -121,7 +120,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         from .streaming import hosted_layers, refuse_config
 
         refuse_config(vllm_config, model_config)
-        with hosted_layers(torch.device(likely_device(vllm_config, self.load_config))) as layers:
+        with hosted_layers(torch.device(device_of_config(vllm_config, self.load_config))) as layers:
             model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
             layers.stream_layers(model, self._keep)
         return model
@@ -220,7 +219,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
     def open_ahead(self, vllm_config: Any, model_config: Any) -> None:
         """Begins to open what the model, which is still to be made, most likely reads."""
-        device = likely_device(vllm_config, self.load_config)
+        device = device_of_config(vllm_config, self.load_config)
         self._opening = Opening(functools.partial(self._likely_files, model_config), device, self._options)
 
     def at_source(self, model_config: Any) -> bool:
@@ -282,7 +281,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         options: dict[str, Any] = {"wanted": self._is_wanted, "unused": part.is_unused_weight, "index": index}
         if self.attempt is None:
             progress = bool(enable_tqdm(self.load_config.use_tqdm_on_load))
-            return read_weights(files, self._device, self._options, progress=progress, **options)
+            return iter_weights(files, self._device, self._options, progress=progress, **options)
         if self.local_expert_ids is None:
             options["wanted"] = None
         return self.attempt.open_source(files, self._device, self._options, opening=self._opening, **options)

@@ -85,15 +85,15 @@ class PreparedStart:
                 self._begin_early(self._folder, likely)
             self._name = fingerprint_of_load(config, model_config, prefix, loader, self._device)
             if self._kept is None or self._name != likely:
-                self._let_go()
+                self._drop_kept_file()
                 self._kept = prepared.find_file(self._folder, self._name)
         except Exception as error:
             log.info("overwire: no prepared state: %s", error)
-            self._let_go()
+            self._drop_kept_file()
             if not isinstance(error, Damaged):
                 self._folder = None
         except BaseException:
-            self._let_go()
+            self._drop_kept_file()
             raise
 
     def _begin_early(self, folder: str, likely: str) -> None:
@@ -109,7 +109,7 @@ class PreparedStart:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _let_go(self) -> None:
+    def _drop_kept_file(self) -> None:
         # Of a file that does not count, and of the memory that was taken for it.
         arriving, self._arriving, self._kept = self._arriving, None, None
         if arriving is not None:
@@ -124,13 +124,13 @@ class PreparedStart:
             file = self._kept if _all_agree(self._kept is not None) else None
             return None if file is None else self._load_kept(file)
         finally:
-            self._let_go()
+            self._drop_kept_file()
 
     def _load_kept(self, kept: Kept) -> torch.nn.Module | None:
         from ...plumbing import many_objects
 
         model: torch.nn.Module | None = None
-        with _undo_unless(self._config, lambda: model is not None), many_objects():
+        with _restore_registries_unless(self._config, lambda: model is not None), many_objects():
             reason = None
             began = time.perf_counter()
             try:
@@ -231,7 +231,7 @@ def _all_agree(mine: bool) -> bool:
 
 
 @contextlib.contextmanager
-def _undo_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
+def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
     # What making a model leaves outside of it: layers by name, and modules that models share.
     from vllm.model_executor.layers import rotary_embedding
 

@@ -28,7 +28,7 @@ from vllm.logger import init_logger
 
 from ...errors import ArgumentError
 from ...plumbing import start_thread
-from .. import weights
+from .. import iter_weights
 from ..pushes import Group, Publisher
 from ..shared.devices import tensor_ranks
 from ..shared.updates import Incomplete, Places, reason_against
@@ -202,7 +202,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         }
         initialize_layerwise_reload(self.model)
         with disable_mtp_completeness_check():
-            self.model.load_weights(weights(where, device, options))
+            self.model.load_weights(iter_weights(where, device, options))
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -305,7 +305,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
             return
         if self._publisher is None:
             raise RuntimeError("overwire: send_weights: after shutdown")
-        tensors = {name: self._take_tensor(tensor) for name, tensor in self.source}
+        tensors = {name: self._convert_tensor(tensor) for name, tensor in self.source}
         with self._publisher.push(tensors, whole=whole) as push:
             self.client.start_weight_update()
             side = ThreadPoolExecutor(1)
@@ -322,7 +322,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
                 side.shutdown(wait=False)  # a worker that failed may never answer
             self.client.finish_weight_update()
 
-    def _take_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _convert_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = getattr(torch, self._info.dtype) if self._info.dtype and tensor.is_floating_point() else tensor.dtype
         return tensor.detach().to(device="cpu" if self._info.host else None, dtype=dtype)
 
