@@ -113,7 +113,7 @@ class OpenRecords:
     """A .tensors file that stays open once its records are read: loads take it as a source, and
     neither open nor index it again. `storage_options` may change till the first load."""
 
-    resident = False  # loads join what was preloaded of it
+    has_bytes = False  # loads join what was preloaded of it
     _number: int = 0
     _model: Model | None = None
 

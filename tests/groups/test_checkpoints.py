@@ -505,11 +505,11 @@ def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
     offer = buffers.offer_buffers()
     block = memory[256:300].view(torch.int32)
     block.copy_(torch.arange(11, dtype=torch.int32))
-    spot = buffers.find_block(block, offer)
+    place = buffers.find_block(block, offer)
     mapped = buffers.map_buffers(offer)
-    assert spot is not None and mapped is not None
-    assert torch.equal(mapped[spot.buffer][spot.offset :][:44].view(torch.int32), block)
-    assert mapped[spot.buffer].data_ptr() != memory.data_ptr()
+    assert place is not None and mapped is not None
+    assert torch.equal(mapped[place.buffer][place.offset :][:44].view(torch.int32), block)
+    assert mapped[place.buffer].data_ptr() != memory.data_ptr()
     assert buffers.find_block(memory[::2], offer) is None and buffers.find_block(torch.zeros(3), offer) is None
     (number, name, size), *_ = offer.buffers
     for other in (

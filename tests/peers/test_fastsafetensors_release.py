@@ -275,7 +275,7 @@ def test_a_3fs_reader_on_a_gpu_fills_host_memory(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(op, "pinned", lambda size: op.wrap_tensor(torch.empty(size, dtype=torch.uint8)))
     monkeypatch.setattr(op, "synchronize_current_stream", lambda device: calls.append("wait"))
     monkeypatch.setattr(cpp, "memcpy_h2d_async", upload)
-    monkeypatch.setattr(copier.threefs, "_STAGE", 1 << 20)
+    monkeypatch.setattr(copier.threefs, "_PINNED_BYTES", 1 << 20)
     meta = fst.SafeTensorsMetadata.from_file(path, op)
     one = copier.ThreeFSFileCopier(meta, Device.from_str("cuda:0"), Reader(), op)
     used = op.get_mem_used()

@@ -246,10 +246,10 @@ def described(blob: Blob) -> Bytes:
     """A blob's bytes; copied to the host if neither that nor a GPU has them."""
     data = blob.data
     if hasattr(data, "untyped"):  # a torch storage
-        from ..frameworks.torch import on_gpu, settled
+        from ..frameworks.torch import await_writes, on_gpu
 
         if data.device.type != "cpu" and not on_gpu(data):
             data = data.cpu()
-        return Bytes(blob.dtype, blob.shape, data.data_ptr(), data.nbytes(), data, settled(data))
+        return Bytes(blob.dtype, blob.shape, data.data_ptr(), data.nbytes(), data, await_writes(data))
     start, _ = _bounds_of(data)
     return Bytes(blob.dtype, blob.shape, start, data.nbytes, data)

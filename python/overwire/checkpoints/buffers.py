@@ -32,7 +32,7 @@ class _Buffer(NamedTuple):
     name: str
 
 
-class Spot(NamedTuple):
+class BufferOffset(NamedTuple):
     """Where a block is in the buffers of an offer."""
 
     buffer: int
@@ -64,9 +64,9 @@ def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
     except OSError:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
     try:
-        pieces = [(descriptor, at, min(_STEP, nbytes - at)) for at in range(0, nbytes, _STEP)]
-        with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, 8)) as pool:
-            list(start_thread(pool.map, lambda piece: os.posix_fallocate(*piece), pieces))
+        steps = [(descriptor, at, min(_STEP, nbytes - at)) for at in range(0, nbytes, _STEP)]
+        with ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1, 8)) as pool:
+            list(start_thread(pool.map, lambda step: os.posix_fallocate(*step), steps))
         array = (ctypes.c_ubyte * nbytes).from_buffer(mmap.mmap(descriptor, nbytes))
         begin = ctypes.addressof(array)
         if pinned and int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 1)):  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ def offer_buffers() -> Offer:
     return Offer(host, os.getpid(), tuple((one.descriptor, one.name, one.nbytes) for one in list(_buffers.values())))
 
 
-def find_block(tensor: torch.Tensor, offer: Offer) -> Spot | None:
+def find_block(tensor: torch.Tensor, offer: Offer) -> BufferOffset | None:
     """Where a tensor is in this process's buffers; None: in none, or not contiguous."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
@@ -111,7 +111,7 @@ def find_block(tensor: torch.Tensor, offer: Offer) -> Spot | None:
     for one in list(_buffers.values()):
         if one.begin <= begin and begin + tensor.nbytes <= one.begin + one.nbytes:
             with contextlib.suppress(ValueError):  # a buffer that came after the offer
-                return Spot(offer.buffers.index((one.descriptor, one.name, one.nbytes)), begin - one.begin)
+                return BufferOffset(offer.buffers.index((one.descriptor, one.name, one.nbytes)), begin - one.begin)
     return None
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..errors import ArgumentError, CancelledError
 from ..frameworks.spec import JoinedTensor
-from .buffers import Spot, find_block, map_buffers, offer_buffers
+from .buffers import BufferOffset, find_block, map_buffers, offer_buffers
 from .schedule import Block, Duty, Entry, Round
 
 #: A place in a tensor, and the block that belongs there.
@@ -44,7 +44,7 @@ class Exchange:
         self._shared: set[tuple[int, MetadataIndex]] = set()
         self._readers: set[int] = set()  # the ranks that do
         # By rank, its memory and the places of its blocks.
-        self._sources: dict[int, tuple[list[torch.Tensor], Iterator[Spot | None]]] = {}
+        self._sources: dict[int, tuple[list[torch.Tensor], Iterator[BufferOffset | None]]] = {}
 
     def run(self, work: Callable[[Round], None], finish: Callable[[], None]) -> None:
         """Runs all rounds, then `finish`. Raises what fails on this rank, and CancelledError for what fails on
@@ -90,15 +90,15 @@ class Exchange:
     def _agree_on_ways(self) -> None:
         """Collective: where blocks are gathered, and which of them are copied from other ranks' memory."""
         offer = offer_buffers()
-        spots: dict[int, list[Spot | None]] = {}  # of the blocks for each rank, in their order
+        offsets: dict[int, list[BufferOffset | None]] = {}  # of the blocks for each rank, in their order
         with self._ending_together():
             here = {self._tensor(block.index).device.type for block in self._own_blocks()}
             for step in self._duty.rounds:
                 for peer, index in step.sends:
                     tensor = self._tensor(index)
                     here.add(tensor.device.type)
-                    spots.setdefault(peer, []).append(spot := find_block(tensor, offer))
-                    if spot is not None:
+                    offsets.setdefault(peer, []).append(place := find_block(tensor, offer))
+                    if place is not None:
                         self._shared.add((peer, index))
         if not self._shared:
             offer = offer._replace(buffers=())
@@ -116,8 +116,8 @@ class Exchange:
             for rank, (_, other) in enumerate(there)
             if other.buffers and rank != self._duty.rank
         }
-        beside = {rank: some for rank, some in spots.items() if there[rank][1].host == offer.host}
-        answers = self._tell(({rank for rank, some in buffers.items() if some is not None}, beside))
+        same_host = {rank: some for rank, some in offsets.items() if there[rank][1].host == offer.host}
+        answers = self._tell(({rank for rank, some in buffers.items() if some is not None}, same_host))
         self._readers = {rank for rank, (sources, _) in enumerate(answers) if self._duty.rank in sources}
         for rank, memory in buffers.items():
             if memory is not None:
@@ -197,12 +197,12 @@ class Exchange:
         # The block in its rank's own memory; None: it is sent.
         if block.rank not in self._sources:
             return None
-        memory, spots = self._sources[block.rank]
-        spot = next(spots)
-        if spot is None:
+        memory, offsets = self._sources[block.rank]
+        place = next(offsets)
+        if place is None:
             return None
         size = math.prod(block.sizes) * dtype.itemsize
-        return memory[spot.buffer][spot.offset : spot.offset + size].view(dtype).view(block.sizes)
+        return memory[place.buffer][place.offset : place.offset + size].view(dtype).view(block.sizes)
 
 
 def copy_blocks(copies: list[Copy]) -> None:

@@ -128,11 +128,11 @@ class BlockLoad:
         #: Stored bytes that this rank has read, and that it has copied from others.
         self.read, self.copied = 0, 0
 
-    def land(self, beside: Callable[[], None]) -> str:
+    def land(self, meanwhile: Callable[[], None]) -> str:
         """Collective: lands all blocks, by one load over the files. "", or why the ranks
         cannot reach each other's memory: then no block has landed.
 
-        beside: this rank's part of the load beside them; it runs while the first bytes are
+        meanwhile: this rank's other part of the load; it runs while the first bytes are
         read, and what it raises is raised on all ranks. If a rank fails or is gone, the
         others raise it.
         """
@@ -140,7 +140,7 @@ class BlockLoad:
         with group_verb(members.group, device, False):
             self._lands = True
             if not self._files:
-                members.gather_results(beside)
+                members.gather_results(meanwhile)
                 return ""
             models = [self._blocks.files[number]._live_model().on(device) for number in self._files]
             room = max(model.room() for model in models)
@@ -150,7 +150,7 @@ class BlockLoad:
             wants = Wants(sorted(set(array("q", needs)[0::_WORDS])), needs)
             try:
                 for _ in load.land_requests(
-                    wants, lambda: self._number_rows(self._blocks.requests), members.agree, beside=beside
+                    wants, lambda: self._number_rows(self._blocks.requests), members.agree, meanwhile=meanwhile
                 ):
                     pass
             except Unmapped as reason:

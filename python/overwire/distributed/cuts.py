@@ -23,7 +23,7 @@ def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 @lru_cache
-def _part_shape(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tuple[int, ...]:
+def _slice_shape(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tuple[int, ...]:
     # The shape of a rank's block. A model has few.
     lo, hi = shard_range(shape[dim], ranks, rank)
     return (*shape[:dim], hi - lo, *shape[dim + 1 :])
@@ -62,7 +62,7 @@ class Cutting(NamedTuple):
         return (
             task.shape
             if task.dim is None
-            else _part_shape(task.shape, task.dim, self.ranks, self.rank if rank is None else rank)
+            else _slice_shape(task.shape, task.dim, self.ranks, self.rank if rank is None else rank)
         )
 
     def block(self, task: CutTensor, rank: int | None = None) -> tuple[int, int, int, int]:
@@ -94,11 +94,11 @@ class Cutting(NamedTuple):
         assert task.dim is not None
         lo, hi = shard_range(task.shape[task.dim], self.ranks, self.rank)
         if hi <= lo:
-            return self._empty_part(task, str(tensor.device))
+            return self._empty_slice(task, str(tensor.device))
         index = tuple(slice(lo, hi, 1) if dim == task.dim else slice(0, size, 1) for dim, size in enumerate(task.shape))
         return self.frame.index(tensor, index, task.row.dtype)
 
-    def _empty_part(self, task: CutTensor, device: str) -> Any:
+    def _empty_slice(self, task: CutTensor, device: str) -> Any:
         shape = self.shape(task)
         # `frame.empty` counts elements as the file does; these are torch's.
         if task.row.dtype in PACKED:

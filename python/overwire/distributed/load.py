@@ -166,12 +166,12 @@ class GroupLoad:
         aim: Callable[[], bytes],
         agree: Agree,
         tell: Callable[[int], None] = lambda _: None,
-        beside: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Generator[int, None, None]:
         """Collective: the numbers of this rank's requests, as they land; after the last the ranks
         agree. A caller that closes this early has to agree by itself.
 
-        aim: gives this rank's requests; it and `beside` run while the first bytes are read, and
+        aim: gives this rank's requests; it and `meanwhile` run while the first bytes are read, and
         what they raise is raised on all ranks. tell: gets the bytes of tensors decoded so far,
         now and then.
 
@@ -183,7 +183,7 @@ class GroupLoad:
             if mapped:
                 relay.join_engines()
             relay.try_step(lambda: relay.set_requests(aim()))
-            relay.try_step(beside)
+            relay.try_step(meanwhile)
             yield from relay.follow_mapped(agree, tell) if mapped else relay.gather_pieces(agree, tell)
             self.report = relay.end_job()
         except BaseException:

@@ -52,13 +52,13 @@ def open_load(
     device: DeviceLike = "cpu",
     framework: str | None = None,
     budget: int | None = None,
-    beside: int = 0,
+    unmapped_budget: int = 0,
     choose: Callable[[TensorLoad], Iterable[int]] | None = None,
     **options: Any,
 ) -> Iterator[TensorLoad]:
     """Collective: a load that is open on all ranks and has read nothing. budget: what
     max_memory means for a stream, which holds a part of its tensors at a time; None: it
-    is of all of them. beside: the same where ranks do not map each other's memory. choose:
+    is of all of them. unmapped_budget: the same where ranks do not map each other's memory. choose:
     called before the ranks meet, it returns the tensors that this rank wants, by position;
     its errors reach all ranks."""
     if group is None:
@@ -74,7 +74,7 @@ def open_load(
             raise ArgumentError(
                 "overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike"
             )
-        loads.append(TensorLoad(members, source, shard, device, framework, (budget, beside), options))
+        loads.append(TensorLoad(members, source, shard, device, framework, (budget, unmapped_budget), options))
         if choose is not None:
             loads[0].positions = list(choose(loads[0]))
         return loads[0].describe_wants()
@@ -113,7 +113,7 @@ class TensorLoad:
         self._frame = frame_for(framework)
         self._exchange = ranks.exchange_setting()
         # after the meeting the smallest of any rank's, 0: none
-        self._budget, self._beside = budgets[0] or 0, budgets[1]
+        self._budget, self._unmapped_budget = budgets[0] or 0, budgets[1]
         self._bitmaps: list[bytes] = []  # by rank: what it wants
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
@@ -132,7 +132,7 @@ class TensorLoad:
             self.positions = list(range(len(self.model.table))) if selection is None else selection
             self._dims = self._cut_dims(shard)
             if budgets[0] is None:
-                sizes = map(self.part_size, self.positions)
+                sizes = map(self.slice_size, self.positions)
                 fit(self.model, self._frame, self._dtype, options.get("max_memory"), sizes)
         except BaseException:
             self.close()
@@ -173,14 +173,14 @@ class TensorLoad:
             dims[at] = dim % rank
         return dims
 
-    def part_size(self, at: int) -> tuple[int, int]:
+    def slice_size(self, at: int) -> tuple[int, int]:
         """Local: what this rank gets of a tensor: how many of its elements as the file
         counts them."""
         if at not in self._dims:
             return at, WHOLE
         task = self.task(at)
-        whole, part = math.prod(task.shape), math.prod(self._cutting.shape(task))
-        return at, math.prod(task.row.shape) * part // max(whole, 1)
+        whole, own = math.prod(task.shape), math.prod(self._cutting.shape(task))
+        return at, math.prod(task.row.shape) * own // max(whole, 1)
 
     def describe_wants(self) -> dict[str, Any]:
         """Local: what the ranks compare and must know of each other."""
@@ -199,7 +199,7 @@ class TensorLoad:
             "wants": bytes(bitmap),
             "opened": open_files([self.model]),
             **self._load.describe_files(),
-            "budgets": (self._budget, self._beside),
+            "budgets": (self._budget, self._unmapped_budget),
         }
 
     def apply_reports(self, reports: list[dict[str, Any]]) -> None:
@@ -207,7 +207,7 @@ class TensorLoad:
         self._load.choose_carrier(self._exchange, reports)
         self._bitmaps = [one["wants"] for one in reports]
         budgets = [[one["budgets"][n] for one in reports if one["budgets"][n]] for n in range(2)]
-        self._budget, self._beside = (min(sizes, default=0) for sizes in budgets)
+        self._budget, self._unmapped_budget = (min(sizes, default=0) for sizes in budgets)
 
     def _is_wanted(self, rank: int, at: int) -> bool:
         return bool(self._bitmaps[rank][at >> 3] >> (at & 7) & 1)
@@ -234,7 +234,7 @@ class TensorLoad:
         ranks agree. Where the budget, or the carrier, wants it, the load goes in windows.
 
         places: by position, memory of this rank on the model's device, dense and of the
-            file's dtype, for its part of a tensor. What is yielded is that memory, or,
+            file's dtype, for its slice of a tensor. What is yielded is that memory, or,
             where the engine cannot write there, another.
 
         A rank that closes this early ends it on all.
@@ -267,8 +267,8 @@ class TensorLoad:
             mapped = self._load.carrier == "mapped"
             if streams and not mapped:
                 self._agree_or_raise()  # with those that have closed
-                self._check_sizes(window, self._beside)
-                window, *more = self._windows_of(window, budget or self._beside or _WINDOW)
+                self._check_sizes(window, self._unmapped_budget)
+                window, *more = self._windows_of(window, budget or self._unmapped_budget or _WINDOW)
                 windows = more + windows
             try:
                 with closing(self._exchange_window(window, places)) as arriving:
@@ -389,7 +389,7 @@ class TensorLoad:
             yield task.at, tensor
 
     def _largest_size(self, at: int) -> int:
-        # The most bytes of any rank's part of a tensor, and of what it is cast to.
+        # The most bytes of any rank's slice of a tensor, and of what it is cast to.
         task = self.task(at)
         elements = math.prod(self._cutting.shape(task, 0))
         size = elements * task.row.nbytes // max(math.prod(task.shape), 1)
@@ -428,8 +428,8 @@ class TensorLoad:
         row = self.model.row(at)
         return CutTensor(at, row, torch_shape(row), self._dims.get(at))
 
-    def part_shape(self, at: int) -> tuple[int, ...]:
-        """Local: the shape of this rank's part of a tensor."""
+    def slice_shape(self, at: int) -> tuple[int, ...]:
+        """Local: the shape of this rank's slice of a tensor."""
         return self._cutting.shape(self.task(at))
 
     def _tell_progress(self, done: int) -> None:

@@ -202,17 +202,17 @@ def _device_number(device: torch.device) -> int:
     return 0
 
 
-def settled(data: Any) -> int:
+def await_writes(data: Any) -> int:
     """0 for memory of the host; for a GPU's 1 + its number, after the work that
     is queued on its current stream now, as torch's own copies to the host are: the
     engine's reads wait for no stream."""
     if data.device.type != "cuda":
         return 0
-    settle(data.device)
+    await_stream(data.device)
     return int(data.device.index) + 1
 
 
-def settle(device: Any) -> None:
+def await_stream(device: Any) -> None:
     """Waits for the work that is queued on a GPU's current stream."""
     with _errors_of(str(device)):
         _refuse_capture(device)
@@ -415,7 +415,7 @@ class TorchFrame(Frame):
                 raise ArgumentError("overwire: a pair of F4 needs a last dimension")
             shape = (*shape[:-1], shape[-1] * 2)
         size = dense.numel() * dense.element_size()
-        return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense, settled(dense))
+        return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense, await_writes(dense))
 
 
 def _rising_slice(entry: slice) -> tuple[slice, bool]:

@@ -17,7 +17,7 @@ class Kept:
     """A file that is open, as verbs take it for a source. It is closed when the last
     model of it has gone, and `keep` no longer has it."""
 
-    resident = False
+    has_bytes = False
 
     def __init__(self, path: str) -> None:
         self._model = Model(path)

@@ -119,7 +119,7 @@ class Model:
             self.__dict__.update(shared_handle().on(device).__dict__)
             self.read = read
             self._shared = source
-            if getattr(source, "resident", True):
+            if getattr(source, "has_bytes", True):
                 self.lands = device  # it has the files' bytes itself
             self.chosen = self.choose(keys, filter)
             return

@@ -307,9 +307,9 @@ def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
     for name in options:
         if name not in names:
             # Loads have these by name.
-            beside = {"device", "framework"} if "dtype" in names else {"device"} if "lenient" in names else set[str]()
+            own = {"device", "framework"} if "dtype" in names else {"device"} if "lenient" in names else set[str]()
             option, text = _INSTEAD.get(name, ("", ""))
-            hint = f"; {text}" if option in names | beside else did_you_mean(name, (names | beside) - {name})
+            hint = f"; {text}" if option in names | own else did_you_mean(name, (names | own) - {name})
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{hint}")
     check_values(**options)
 

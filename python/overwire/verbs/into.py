@@ -77,7 +77,7 @@ def fill(
     _take_turns(targets, lands)
     groups: dict[str, list[_Landing]] = {device: [] for device in views}
     landings: dict[tuple[str, int], _Landing] = {}  # of preloaded tensors
-    beside: list[tuple[int, int]] = []
+    indirect: list[tuple[int, int]] = []
     for number, (target, device, here) in enumerate(zip(targets, where, lands, strict=True)):
         if here:
             groups[device].append(_Landing(target.at, target.tensor.data_ptr(), target.block, []))
@@ -86,12 +86,12 @@ def fill(
             if one is None:
                 one = landings[device, target.at] = _Landing(target.at, 0, ALL, [])
                 groups[device].append(one)
-                beside.append((target.at, WHOLE))
+                indirect.append((target.at, WHOLE))
             one.users.append((number, target))
         else:
             groups[device].append(_Landing(target.at, 0, target.block, [(number, target)]))
-            beside.append((target.at, WHOLE if target.block == ALL else _count_elements(target, model)))
-    fit(model, frame, None, max_memory, beside)
+            indirect.append((target.at, WHOLE if target.block == ALL else _count_elements(target, model)))
+    fit(model, frame, None, max_memory, indirect)
     with contextlib.ExitStack() as stack:
         jobs = []
         for device, group in groups.items():

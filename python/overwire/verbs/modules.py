@@ -84,10 +84,10 @@ def load_model(
             path = isinstance(module, (str, os.PathLike))
             _refuse_other(module, f"; load_file({os.fsdecode(module)!r}) returns its tensors" if path else "")
         targets: dict[str, Any] = module.state_dict(keep_vars=True)
-        beside = parse_size(options.get("max_memory"), "max_memory")
+        unmapped_budget = parse_size(options.get("max_memory"), "max_memory")
         if options.get("group") is not None or options.get("shard") is not None:
             return _load_together(
-                module, source, strict, place or single(list(targets.values())), targets, dict(options), beside
+                module, source, strict, place or single(list(targets.values())), targets, dict(options), unmapped_budget
             )
     with Model(source, device=place or single(list(targets.values())), **opening(options)) as model:
         setters = _extra_states(module)
@@ -114,7 +114,7 @@ def _load_together(
     device: str,
     targets: Mapping[str, Any],
     options: dict[str, Any],
-    beside: int,
+    unmapped_budget: int,
 ) -> tuple[list[str], list[str]]:
     """`load_model` over a group."""
     from ..distributed.tensors import TensorLoad, open_load
@@ -128,14 +128,14 @@ def _load_together(
 
     def choose_tensors(load: TensorLoad) -> list[int]:
         setters = _extra_states(module)
-        missing, surplus, positions = _match_names(module, targets, setters, load.model, strict, load.part_shape)
+        missing, surplus, positions = _match_names(module, targets, setters, load.model, strict, load.slice_shape)
         names[0][:], names[1][:] = missing, surplus
         into.clear()
-        into.update(_targets_of(module, targets, setters, load.model, positions, load.part_shape))
+        into.update(_targets_of(module, targets, setters, load.model, positions, load.slice_shape))
         here, late[:] = in_place(load.model, list(into.values()), device)
         places.clear()
         places.update(here)
-        fit(load.model, frame, None, max_memory, [load.part_size(at) for at in positions.values() if at not in places])
+        fit(load.model, frame, None, max_memory, [load.slice_size(at) for at in positions.values() if at not in places])
         return list(positions.values())
 
     tensors: dict[int, Any] = {}
@@ -146,7 +146,7 @@ def _load_together(
             options.pop("shard", None),
             device=device,
             budget=0,
-            beside=beside,
+            unmapped_budget=unmapped_budget,
             choose=choose_tensors,
             **options,
         ) as load,

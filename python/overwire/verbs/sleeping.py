@@ -427,9 +427,9 @@ def _sleep_request(device: str, stored: list[_Sleeper], limit: int) -> tuple[Sle
         "q", [n for one in stored for n in (one.dense.data_ptr() if one.nbytes else 0, one.nbytes)]
     ).tobytes()
     if device != "cpu":
-        from ..frameworks.torch import settled
+        from ..frameworks.torch import await_writes
 
-        settled(stored[0].dense)  # what writes the tensors has ended then
+        await_writes(stored[0].dense)  # what writes the tensors has ended then
     return request, numbers
 
 

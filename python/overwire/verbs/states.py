@@ -116,9 +116,9 @@ def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
 def settle_devices(devices: Iterable[int]) -> None:
     """Waits for what is queued on the current stream of each GPU."""
     for cuda in set(devices) - {0}:
-        from ..frameworks.torch import settle
+        from ..frameworks.torch import await_stream
 
-        settle(f"cuda:{cuda - 1}")
+        await_stream(f"cuda:{cuda - 1}")
 
 
 def place_tensor(name: str, tensor: Any) -> tuple[Bytes, bool]:

@@ -130,13 +130,13 @@ class PipelineParallel:
         largest = max((nbytes for batch in sizes for file in batch for nbytes in file.values()), default=0)
         if budget is not None:
             every = [(name, nbytes) for batch in sizes for file in batch for name, nbytes in file.items()]
-            resident = sum(nbytes for name, nbytes in every if stays(name))
+            stay_bytes = sum(nbytes for name, nbytes in every if stays(name))
             # A tensor that came from another rank is beside the batches.
-            beside = largest if self.pg.size() > 1 else 0
+            transit = largest if self.pg.size() > 1 else 0
             copier, paths = self.loader.copier_class, self.hf_weights_files
             times, padding = copier.chunk_transient_multiplier(paths), copier.chunk_device_overhead(paths)
             overhead = copier.fixed_device_overhead(paths)
-            free = budget - overhead - resident - beside
+            free = budget - overhead - stay_bytes - transit
 
             def room(depth: int) -> int:
                 return (free // depth - padding) // times
@@ -145,7 +145,7 @@ class PipelineParallel:
                 self._depth -= 1
             if room(self._depth) < largest:
                 raise BudgetInfeasibleError(
-                    f"device_memory_budget {budget}: {resident} bytes stay, {beside} are on their way, the copier "
+                    f"device_memory_budget {budget}: {stay_bytes} bytes stay, {transit} are on their way, the copier "
                     f"holds "
                     f"{overhead}, and {times} times {padding} more than a batch, and the largest tensor has {largest}"
                 )

@@ -156,14 +156,14 @@ class SliceLoad:
             return noted
         rows = {id(source.file): array("q") for source in self._sources}
         blocks: list[Copy] = []
-        beside: list[Copy] = []
+        indirect: list[Copy] = []
 
         def request_blocks() -> Any:
             from ...plumbing import Blocks
 
             for copy in noted:
                 request = copies.request_of(copy, self.device)
-                (beside if request is None else blocks).append(copy)
+                (indirect if request is None else blocks).append(copy)
                 rows[id(copy.of.file)].extend(request or ())
             sheets = [source.sheet for source in self._sources]
             requests = [row.tobytes() for row in rows.values()]
@@ -174,13 +174,13 @@ class SliceLoad:
         together = self._meet_ranks(request_blocks)
         if together is None:
             return noted
-        return [] if land_together(together, lambda: copies.load_copies(beside, most), self._log) else blocks
+        return [] if land_together(together, lambda: copies.load_copies(indirect, most), self._log) else blocks
 
 
-def land_together(together: Any, beside: Callable[[], None], log: Any) -> bool:
-    """Collective: whether the ranks have landed their blocks together. beside: as for `land`
+def land_together(together: Any, meanwhile: Callable[[], None], log: Any) -> bool:
+    """Collective: whether the ranks have landed their blocks together. meanwhile: as for `land`
     of BlockLoad. One line of the log says what was read, or why each rank has to by itself."""
-    reason = together.land(beside)
+    reason = together.land(meanwhile)
     if reason:
         log.info("overwire: each rank reads by itself: %s", reason)
         return False

@@ -4,9 +4,9 @@ Where a model's own loader puts tensors is found out once, on stand-ins, and kep
 the updates that follow. It is right only for parameters that hold what the loader has put
 there: the engine that uses this says which models are so.
 
-A delta is checked by digests of whole tensors. A rank that holds only a share of one
-gathers the shares of all ranks in a tensor beside, which is compared and changed, and
-takes its own share back: so each rank checks what all of them hold.
+A delta is checked by digests of whole tensors. A rank that holds only a slice of one
+gathers the slices of all ranks in a tensor beside, which is compared and changed, and
+takes its own slice back: so each rank checks what all of them hold.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def reason_against(kind: object, path: object) -> str:
     return ""
 
 
-class _Piece(NamedTuple):
-    # A share of a tensor, as a view of it in elements.
+class _SliceView(NamedTuple):
+    # A slice of a tensor, as a view of it in elements.
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,11 +46,11 @@ class _Piece(NamedTuple):
 
 class _Ready(NamedTuple):
     # A delta and what it goes to. into: tensors that lie whole here. again: others that
-    # hold the same. shares: of divided tensors.
+    # hold the same. slices: of divided tensors.
     delta: Any
     into: dict[str, torch.Tensor]
     again: list[tuple[torch.Tensor, str]]
-    shares: dict[str, list[Copy]]
+    slices: dict[str, list[Copy]]
 
 
 class Places:
@@ -107,17 +107,17 @@ class Places:
 
         ready: list[_Ready] = []
 
-        def check_pieces() -> dict[str, list[_Piece]]:
+        def describe_slices() -> dict[str, list[_SliceView]]:
             ready.append(self._prepare_delta(where, storage_options))
             apply_part(ready[0].into, [ready[0].delta], "check")
             return {
-                name: [_Piece(one.offset, one.shape, one.stride) for one in pieces]
-                for name, pieces in ready[0].shares.items()
+                name: [_SliceView(one.offset, one.shape, one.stride) for one in views]
+                for name, views in ready[0].slices.items()
             }
 
         with self._ranks_of_group() as members:
-            everyone = members.gather_results(check_pieces)
-            if any(pieces.keys() != everyone[0].keys() for pieces in everyone):
+            everyone = members.gather_results(describe_slices)
+            if any(views.keys() != everyone[0].keys() for views in everyone):
                 text = (
                     "overwire: a delta cannot be applied: the ranks do not divide the same tensors: push all weights"
                 )
@@ -133,7 +133,7 @@ class Places:
                     whole = self._gather_tensors(members, one, names, everyone)
                 _do_on_all_ranks(members, functools.partial(apply_part, whole, [one.delta], "change"))
                 for name, tensor in whole.items():
-                    for copy in one.shares[name]:
+                    for copy in one.slices[name]:
                         copy.target.copy_(tensor.as_strided(copy.shape, copy.stride, copy.offset))
 
     def _prepare_delta(self, where: Any, storage_options: Any) -> _Ready:
@@ -151,20 +151,20 @@ class Places:
             ) from error
         into: dict[str, torch.Tensor] = {}
         again: list[tuple[torch.Tensor, str]] = []
-        shares: dict[str, list[Copy]] = {}
+        slices: dict[str, list[Copy]] = {}
         for copy in copies:
             whole = _whole_target(copy)
-            if whole is None or copy.of.name in shares:
-                shares.setdefault(copy.of.name, []).append(copy)
+            if whole is None or copy.of.name in slices:
+                slices.setdefault(copy.of.name, []).append(copy)
             elif copy.of.name in into:
                 again.append((whole, copy.of.name))
             else:
                 into[copy.of.name] = whole
-        if both := shares.keys() & into.keys():
+        if both := slices.keys() & into.keys():
             raise ValueError(
                 f"overwire: a delta cannot be applied: {min(both)} is there whole and in part: push all weights"
             )
-        return _Ready(delta, into, again, shares)
+        return _Ready(delta, into, again, slices)
 
     def _change_tensors(self, members: Any, ready: _Ready) -> None:
         # Collective: of the tensors that lie whole here; on all ranks, or on none.
@@ -189,33 +189,33 @@ class Places:
         # Names of tensors that change and are divided, alike on all ranks.
         batches: list[list[str]] = []
         size = 0
-        for name in (name for name in sorted(ready.shares) if ready.delta.base(name) != ready.delta.new(name)):
+        for name in (name for name in sorted(ready.slices) if ready.delta.base(name) != ready.delta.new(name)):
             if not batches or size >= self._most:
                 batches.append([])
                 size = 0
             batches[-1].append(name)
-            size += math.prod(ready.delta.shape(name)) * ready.shares[name][0].target.element_size()
+            size += math.prod(ready.delta.shape(name)) * ready.slices[name][0].target.element_size()
         return batches
 
     def _gather_tensors(
-        self, members: Any, ready: _Ready, names: list[str], everyone: list[dict[str, list[_Piece]]]
+        self, members: Any, ready: _Ready, names: list[str], everyone: list[dict[str, list[_SliceView]]]
     ) -> dict[str, torch.Tensor]:
-        # Collective: whole tensors of the shares that all ranks have.
+        # Collective: whole tensors of the slices that all ranks have.
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            shares = ready.shares[name]
-            target = shares[0].target
-            whole = tensors[name] = torch.empty(shares[0].of.shape, dtype=target.dtype, device=target.device)
-            for rank, pieces in enumerate(everyone):
-                for at, piece in enumerate(pieces[name]):
+            slices = ready.slices[name]
+            target = slices[0].target
+            whole = tensors[name] = torch.empty(slices[0].of.shape, dtype=target.dtype, device=target.device)
+            for rank, views in enumerate(everyone):
+                for at, view in enumerate(views[name]):
                     own = rank == members.rank
-                    share = (
-                        shares[at].target.contiguous()
+                    own_slice = (
+                        slices[at].target.contiguous()
                         if own
-                        else torch.empty(piece.shape, dtype=target.dtype, device=target.device)
+                        else torch.empty(view.shape, dtype=target.dtype, device=target.device)
                     )
-                    members.broadcast(share, rank)
-                    whole.as_strided(piece.shape, piece.stride, piece.offset).copy_(share)
+                    members.broadcast(own_slice, rank)
+                    whole.as_strided(view.shape, view.stride, view.offset).copy_(own_slice)
         return tensors
 
     def _ranks_of_group(self) -> Any:

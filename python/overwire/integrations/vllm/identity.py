@@ -101,8 +101,8 @@ def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any
         raise Refused("weights are offloaded")
     import overwire
 
-    with ThreadPoolExecutor(1) as beside:  # vLLM's code is looked at while headers of weights are read
-        code = start_thread(beside.submit, digest_of_files, "vllm")
+    with ThreadPoolExecutor(1) as worker:  # vLLM's code is looked at while headers of weights are read
+        code = start_thread(worker.submit, digest_of_files, "vllm")
         weights = list(_facts_of_files(model_config, loader))
     whole = fingerprint(
         [1, vllm.__version__, torch.__version__, overwire.__version__, code.result()],

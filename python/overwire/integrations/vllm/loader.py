@@ -322,5 +322,5 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
 def _natural_order(path: str) -> list[Any]:
     return [
-        (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", os.path.basename(path))
+        (int(text), "") if text.isdigit() else (-1, text) for text in re.split(r"(\d+)", os.path.basename(path))
     ]

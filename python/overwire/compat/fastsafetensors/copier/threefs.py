@@ -12,7 +12,7 @@ from .base import CopierConstructFunc, CopierInterface
 from .registry import register_copier_constructor
 
 # What a GPU's file comes through, in bytes.
-_STAGE = 256 << 20
+_PINNED_BYTES = 256 << 20
 
 
 class ThreeFSFileCopier(CopierInterface):
@@ -37,11 +37,11 @@ class ThreeFSFileCopier(CopierInterface):
             if not through_host:
                 self._read_range(gbuf.get_base_address(), offset, length, max_copy_block_size)
             elif length:
-                stage = self.framework.pinned(min(length, _STAGE))
-                for at in range(0, length, _STAGE):
-                    size = min(_STAGE, length - at)
-                    self._read_range(stage.data_ptr(), offset + at, size, max_copy_block_size)
-                    cpp.memcpy_h2d_async(gbuf.get_base_address() + at, stage.data_ptr(), size)
+                buffer = self.framework.pinned(min(length, _PINNED_BYTES))
+                for at in range(0, length, _PINNED_BYTES):
+                    size = min(_PINNED_BYTES, length - at)
+                    self._read_range(buffer.data_ptr(), offset + at, size, max_copy_block_size)
+                    cpp.memcpy_h2d_async(gbuf.get_base_address() + at, buffer.data_ptr(), size)
                     self.framework.synchronize_current_stream(self.device)
         except BaseException:
             self.framework.free_tensor_memory(gbuf, self.device)
