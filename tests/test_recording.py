@@ -51,7 +51,7 @@ def _copied(loads: Callable[[torch.Tensor, dict[str, torch.Tensor]], None], tmp_
         recorder = recording.Recorder(load)
         source = recording.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {})
         with recorder:
-            loads(target, dict(recording.stand_ins(recorder, source)))
+            loads(target, dict(recording.iter_stand_ins(recorder, source)))
             recorder.load_rest()
     expected = torch.zeros_like(target)
     loads(expected, tensors)
@@ -102,7 +102,7 @@ def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path,
         recorder = recording.Recorder(lambda every: copies.load_copies(every, 1 << 20), begin)
         source = recording.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {})
         with recorder:
-            for name, tensor in recording.stand_ins(recorder, source):
+            for name, tensor in recording.iter_stand_ins(recorder, source):
                 into[name].copy_(tensor * 1 if reads and name == "a" else tensor)
                 del tensor
             recorder.load_rest()

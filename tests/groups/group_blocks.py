@@ -297,9 +297,9 @@ def block_shards(folder: Path) -> None:
 def block_hosts(folder: Path) -> None:
     """A host of one rank beside one of two: where a host needs nothing, it reads nothing. A share has space for
     the largest chunk."""
-    rank, name = dist.get_rank(), grouping.host_name
+    rank, name = dist.get_rank(), grouping.host_identity
     block_loads.SHARE = 256  # a chunk has space in any case
-    grouping.host_name = lambda: "alone" if rank == 0 else "together"
+    grouping.host_identity = lambda: "alone" if rank == 0 else "together"
     world = dist.new_group()
     for idle in ((), (0,), (1, 2)):
         made = together(
@@ -309,7 +309,7 @@ def block_hosts(folder: Path) -> None:
             group=world,
         )
         assert (made.read == 0) == (rank in idle), (idle, made.read)
-    grouping.host_name = name
+    grouping.host_identity = name
 
 
 def block_gone(folder: Path) -> None:

@@ -100,7 +100,7 @@ def hosts(folder: Path) -> None:
     small()
     by("mapped")
     for name, here in ((lambda: f"host{rank // 2}", (0, 1)), (lambda: "alone" if rank == 0 else "together", (1, 2, 3))):
-        grouping.host_name = name
+        grouping.host_identity = name
         world = dist.new_group()  # whose ranks have not met
         read = reads(world)
         for shard in ({}, SHARD):
@@ -113,7 +113,7 @@ def spread(folder: Path) -> None:
     """Two hosts of two ranks read each stored byte once, all together; what fails on one
     ends all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.new_group()
-    grouping.host_name = lambda: f"host{rank // 2}"
+    grouping.host_identity = lambda: f"host{rank // 2}"
     relays.SHARE, relays._AGREE = 3 << 20, 1  # pieces of several chunks
     by("collective")
     read = reads(world)
@@ -141,7 +141,7 @@ def afar(folder: Path) -> None:
     relays.SHARE = (1 << 20) + 4096
     by("auto")
     for hosts in (size, 2):
-        grouping.host_name = lambda hosts=hosts: f"host{rank % hosts}"
+        grouping.host_identity = lambda hosts=hosts: f"host{rank % hosts}"
         world = dist.new_group()
         read = reads(world)
         with ExitStack() as stack:

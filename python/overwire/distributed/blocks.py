@@ -17,7 +17,7 @@ from ..errors import CancelledError, ForkedError
 from . import group as ranks
 from .group import Members, Unmapped, group_verb
 from .load import REQUEST, GroupLoad, Wants, share_of_rank
-from .meeting import meet, open_files
+from .meeting import describe_open_files, meet
 
 _WORDS = REQUEST // 8
 
@@ -107,7 +107,7 @@ def _describe_blocks(blocks: Blocks | None) -> dict[str, Any]:
         flat[1::_WORDS] = array("q", bytes(8 * (len(flat) // _WORDS)))  # an address is no one else's business
         requests.append(flat.tobytes())
     device, tables = blocks.device.partition(":")[0], [*blocks.tables, *offsets]
-    return {"opened": open_files(models), "requests": requests, "device": device, "tables": tables}
+    return {"opened": describe_open_files(models), "requests": requests, "device": device, "tables": tables}
 
 
 class BlockLoad:

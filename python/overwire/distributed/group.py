@@ -173,7 +173,7 @@ class Members:
         ours = ours and (error is None or error is not step.halt)
         self._limit_wait(error, _PATIENCE)
         self._post_failed(error if ours else None)
-        has_failed = self._is_so_on_any_rank(error is not None)
+        has_failed = self._is_true_on_any_rank(error is not None)
         step.agreed += 1
         if has_failed:
             self._raise_first(self._gather_objects((_pickle_error(error), _severity_of_error(error, ours))), error)
@@ -290,7 +290,7 @@ class Members:
         if interrupt is not None:
             raise interrupt
 
-    def _is_so_on_any_rank(self, mine: bool) -> bool:
+    def _is_true_on_any_rank(self, mine: bool) -> bool:
         # Collective: whether it is so on any rank.
         import torch
 
@@ -368,7 +368,7 @@ class Members:
         with _naming_lost_ranks():
             self._wait_for(self._dist.broadcast(tensor, source, group=self.group, async_op=True), tensor)
 
-    def gather(self, buffer: Any, share: int) -> None:
+    def gather_shares(self, buffer: Any, share: int) -> None:
         """Collective: rank r has bytes [r * share, (r + 1) * share) of the buffer, and gets the
         others'. On a GPU it is only queued."""
         whole, part = buffer[: share * self.size], buffer[share * self.rank :][:share]
@@ -437,7 +437,7 @@ def _name_rank(rank: int, error: OverwireError) -> OverwireError:
     return error
 
 
-def host_name() -> str:
+def host_identity() -> str:
     """What tells this host, and this boot of it, from others."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return socket.gethostname() + " " + file.read().strip()

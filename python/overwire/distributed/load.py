@@ -340,7 +340,7 @@ class _Relay:
         agree(self._error, True)  # from here on all ranks have the same pieces
         for piece, share in enumerate(shares):
             self.try_step(lambda piece=piece: self._await_share(piece))  # type: ignore[misc]
-            members.gather(self._ring[piece % len(self._ring)], share)  # what fails here is out of step
+            members.gather_shares(self._ring[piece % len(self._ring)], share)  # what fails here is out of step
             self.try_step(lambda piece=piece: relay_decode(self.job.number, piece, self._stream))  # type: ignore[misc]
             if piece % _AGREE == _AGREE - 1:
                 self.try_step(lambda: tell(self.job.progress().bytes))

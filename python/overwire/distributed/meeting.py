@@ -29,14 +29,14 @@ class OpenFiles(NamedTuple):
     uris: list[str]
 
 
-def open_files(models: Sequence[Any]) -> OpenFiles:
+def describe_open_files(models: Sequence[Any]) -> OpenFiles:
     """Local: what the ranks compare of the files of models."""
     try:
         space = os.readlink("/proc/self/ns/mnt")
     except OSError:
         space = ""
     files = [dict(state) for model in models for state in states(model.handle)]
-    return OpenFiles((ranks.host_name(), space), files, [uri for model in models for uri in model.uris])
+    return OpenFiles((ranks.host_identity(), space), files, [uri for model in models for uri in model.uris])
 
 
 def meet(
@@ -46,7 +46,7 @@ def meet(
     comparable: Callable[[list[dict[str, Any]]], bool] = lambda _: True,
 ) -> list[dict[str, Any]]:
     """Collective: what each rank reports. Of that "alike" must be the same on all, as
-    OVERWIRE_EXCHANGE must, and so must be "opened", what `open_files` gives or None, where it is
+    OVERWIRE_EXCHANGE must, and so must be "opened", what `describe_open_files` gives or None, where it is
     `comparable`. reopen: called where files differ, before all report again:
     another one may have been put there meanwhile.
 
@@ -56,7 +56,7 @@ def meet(
     def report() -> dict[str, Any]:
         own = describe()
         own["alike"] = {"OVERWIRE_EXCHANGE": ranks.exchange_setting(), **own.get("alike", {})}
-        return {"host": ranks.host_name(), **own}
+        return {"host": ranks.host_identity(), **own}
 
     reports = members.gather_results(report)
     if reopen is not None and _find_difference(reports) is not None:

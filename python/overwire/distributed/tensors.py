@@ -31,7 +31,7 @@ from . import group as ranks
 from .cuts import CutTensor, Cutting, torch_shape
 from .group import Members, Unmapped, group_verb
 from .load import GroupLoad, Wants
-from .meeting import meet, open_files
+from .meeting import describe_open_files, meet
 
 # Tensor bytes of a window of a stream that has no budget, where ranks do not map each other's
 # memory.
@@ -178,7 +178,7 @@ class TensorLoad:
         counts them."""
         if at not in self._dims:
             return at, WHOLE
-        task = self.task(at)
+        task = self.cut_tensor(at)
         whole, own = math.prod(task.shape), math.prod(self._cutting.shape(task))
         return at, math.prod(task.row.shape) * own // max(whole, 1)
 
@@ -197,7 +197,7 @@ class TensorLoad:
                 "device": self.model.device.partition(":")[0],
             },
             "wants": bytes(bitmap),
-            "opened": open_files([self.model]),
+            "opened": describe_open_files([self.model]),
             **self._load.describe_files(),
             "budgets": (self._budget, self._unmapped_budget),
         }
@@ -283,16 +283,16 @@ class TensorLoad:
                 shared, lone = self._split_positions()
                 windows = self._windows_of([at for at in shared if at in rest], budget)
         for window in self._windows_of([at for at in lone if at not in arrived], (budget or _WINDOW) if streams else 0):
-            yield from self._read_alone(self._own_tasks(window))
+            yield from self._read_alone(self._own_tensors(window))
         if not agreed:
             self._agree_or_raise()
 
-    def _own_tasks(self, window: list[int]) -> list[CutTensor]:
-        return [self.task(at) for at in window if self._is_wanted(self._members.rank, at)]
+    def _own_tensors(self, window: list[int]) -> list[CutTensor]:
+        return [self.cut_tensor(at) for at in window if self._is_wanted(self._members.rank, at)]
 
     def _exchange_window(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
         # Of a window what this rank wants, and what it reads for others.
-        tasks, tensors, aims, empty = self._own_tasks(window), list[Any](), list[int](), list[tuple[int, Any]]()
+        tasks, tensors, aims, empty = self._own_tensors(window), list[Any](), list[int](), list[tuple[int, Any]]()
         carrier = self._load.carrier
         device = self._load.link if carrier == "collective" else self.model.device
         if carrier == "none":
@@ -324,7 +324,7 @@ class TensorLoad:
             at in self._dims for at in window
         ):
             return Wants(window)
-        tasks = [self.task(at) for at in window]
+        tasks = [self.cut_tensor(at) for at in window]
         needs = [
             (task.at, number, *block)
             for task in tasks
@@ -339,13 +339,13 @@ class TensorLoad:
         # Local: what this rank reads by itself. What fails is said when the ranks next agree.
         try:
             if self._deferred_error is None:
-                yield from self._read_tasks(tasks)
+                yield from self._read_tensors(tasks)
         except GeneratorExit:
             raise
         except BaseException as error:
             self._deferred_error = self._deferred_error or error
 
-    def _read_tasks(self, tasks: list[CutTensor]) -> Iterator[tuple[int, Any]]:
+    def _read_tensors(self, tasks: list[CutTensor]) -> Iterator[tuple[int, Any]]:
         reads = [(task, self._cutting.block(task), self._cutting.row(task)) for task in tasks]
         busy = [(task, block, row) for task, block, row in reads if 0 not in row.shape]
         blocks, rows = [(task.at, block) for task, block, _ in busy], [row for *_, row in busy]
@@ -390,7 +390,7 @@ class TensorLoad:
 
     def _largest_size(self, at: int) -> int:
         # The most bytes of any rank's slice of a tensor, and of what it is cast to.
-        task = self.task(at)
+        task = self.cut_tensor(at)
         elements = math.prod(self._cutting.shape(task, 0))
         size = elements * task.row.nbytes // max(math.prod(task.shape), 1)
         return size if self._dtype is None else size + elements * int(getattr(self._dtype, "itemsize", 8))
@@ -423,14 +423,14 @@ class TensorLoad:
         late, self._deferred_error = self._deferred_error, None
         self._members.agree(late or error, ours or late is not None)
 
-    def task(self, at: int) -> CutTensor:
+    def cut_tensor(self, at: int) -> CutTensor:
         """Local: a tensor, and how it is cut."""
         row = self.model.row(at)
         return CutTensor(at, row, torch_shape(row), self._dims.get(at))
 
     def slice_shape(self, at: int) -> tuple[int, ...]:
         """Local: the shape of this rank's slice of a tensor."""
-        return self._cutting.shape(self.task(at))
+        return self._cutting.shape(self.cut_tensor(at))
 
     def _tell_progress(self, done: int) -> None:
         # done: bytes of tensors that are on their way; those of tensors that have arrived count.

@@ -34,7 +34,7 @@ def list_patches(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any
     for name in ("dispatch_model", "cpu_offload"):
         original = found(MODULES[1], name)
         if original is not None:
-            pairs.append((original, _streaming_dispatch(original, lazy)))
+            pairs.append((original, _wrap_dispatch(original, lazy)))
     return pairs
 
 
@@ -57,7 +57,7 @@ def _wrap_offload_loader(loader: Any, lazy: Lazy) -> Any:
     return OffloadedWeightsLoader
 
 
-def _streaming_dispatch(original: Any, lazy: Lazy) -> Any:
+def _wrap_dispatch(original: Any, lazy: Lazy) -> Any:
     @functools.wraps(original)
     def dispatch_and_stream(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
@@ -106,7 +106,7 @@ def _stream_modules(model: Any) -> None:
     }
     maps: dict[int, _Weights] = {}
     weights = {module: own for module, hook in hooks_of_modules.items() if (own := _weights_of(module, hook, maps))}
-    _leave_shared(weights, hooks_of_modules)
+    _drop_shared(weights, hooks_of_modules)
     hosted_of: dict[torch.device, Hosted] = {}
     for name, block, owners in _blocks_of(listed_blocks(model), weights):
         for device in dict.fromkeys(_device_of(hooks_of_modules[owner]) for owner in owners):
@@ -143,7 +143,7 @@ def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
     return out
 
 
-def _leave_shared(weights: dict[Any, list[Any]], offloaded: Mapping[Any, Any]) -> None:
+def _drop_shared(weights: dict[Any, list[Any]], offloaded: Mapping[Any, Any]) -> None:
     # Modules that share weights with others are accelerate's: it copies such weights once.
     values = Counter(weight.values.data_ptr() for own in weights.values() for weight in own)
     holders = Counter(id(one) for module in offloaded for one in module._parameters.values())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import iter_weights
-from ..shared.devices import served_device, tensor_ranks
+from ..shared.devices import served_device, tensor_parallel_group
 from ..shared.updates import Places, reason_against
 
 log = logging.getLogger("sglang.overwire")
@@ -69,7 +69,7 @@ def _places_of(model: torch.nn.Module, device: str) -> Places:
 
     places = vars(model).get("_overwire_places")
     if not isinstance(places, Places):
-        ranks = tensor_ranks(parallel_state, "device_group")
+        ranks = tensor_parallel_group(parallel_state, "device_group")
         places = Places(model, model.load_weights, device, _MOST, ranks)  # type: ignore[arg-type]
         vars(model)["_overwire_places"] = places
     return places

@@ -49,7 +49,7 @@ class Memory:
             memory, low, high = memory_range(tensor)
             self._held.setdefault(memory, []).append((low, high, name))
 
-    def __call__(self, view: torch.Tensor) -> tuple[str, int] | None:
+    def find_holder(self, view: torch.Tensor) -> tuple[str, int] | None:
         """Its name, and the byte of it at which the view begins; None if there is none. Raises
         Refused if it lies in one in part."""
         if view.device.type == "meta" or not view.numel():
@@ -169,7 +169,7 @@ class Describer:
         shape = f"{value.dtype} {list(value.shape)}"
         if not value.numel():
             return shape
-        at = self._memory(value)
+        at = self._memory.find_holder(value)
         if at is not None:
             return f"{shape} {list(value.stride())} at {at[1]} of {at[0]}"
         if value.device.type == "meta":

@@ -14,7 +14,7 @@ def served_device(asked: torch.device) -> str:
     return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"
 
 
-def tensor_ranks(parallel_state: Any, kind: str) -> Any:
+def tensor_parallel_group(parallel_state: Any, kind: str) -> Any:
     """The group of the ranks that divide tensors among them and load at the same time, by an engine's module of groups;
     None for one rank. kind: "cpu_group", on the host, or "device_group"."""
     group = getattr(parallel_state, "_TP", None)

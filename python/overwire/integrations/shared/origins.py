@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+# What holds no code that is looked at.
+_LEAVES = (torch.nn.Module, torch.Tensor, ModuleType, BuiltinFunctionType)
 _GROUPS = (tuple, list, set, frozenset)
 
 # What holds a function.
@@ -51,7 +53,7 @@ def digest_of_code(model: torch.nn.Module, engine: str, loaders: Iterable[str]) 
 
     engine: the name of its package. loaders: its modules that move weights. Raises Foreign.
     """
-    look = _Look(engine)
+    look = _CodeWalk(engine)
     kinds: dict[type, None] = {}  # in the order in which they are met
     for one in (*model.modules(), *model.parameters(), *model.buffers()):
         kinds[type(one)] = None
@@ -80,7 +82,7 @@ def digest_of_files(engine: str) -> str:
     return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()
 
 
-class _Look:
+class _CodeWalk:
     def __init__(self, engine: str) -> None:
         folder = os.path.dirname(str(sys.modules[engine].__file__))
         if not glob.glob(f"{glob.escape(os.path.dirname(folder))}{os.sep}{engine}*.dist-info"):
@@ -103,7 +105,7 @@ class _Look:
                 raise Foreign(f"the class {one.__module__}.{one.__qualname__}")
             if top == self._engine:
                 modules.add(one.__module__)
-                if self._is_new(one):
+                if self._mark_seen(one):
                     for name, value in sorted(vars(one).items()):
                         if name not in _ABOUT:
                             self.facts.append(name)
@@ -119,11 +121,11 @@ class _Look:
             if (
                 not isinstance(value, FunctionType)
                 or value.__closure__
-                or not self._is_imported(value, value.__code__.co_filename)
+                or not self._note_imported(value, value.__code__.co_filename)
             ):
                 self.look_at_value(value)
 
-    def _is_imported(self, value: Any, file: str) -> bool:
+    def _note_imported(self, value: Any, file: str) -> bool:
         # Whether it is what a package that the engine is built on has under that name; its file is noted.
         module, name = value.__module__ or "", value.__name__
         if module.partition(".")[0] not in _BUILT_ON or getattr(sys.modules.get(module), name, None) is not value:
@@ -137,9 +139,7 @@ class _Look:
             self.facts.append(repr(value))
         elif isinstance(value, FunctionType):
             self._note_function(value)
-        elif isinstance(value, torch.nn.Module | torch.Tensor | ModuleType | BuiltinFunctionType) or not self._is_new(
-            value
-        ):
+        elif isinstance(value, _LEAVES) or not self._mark_seen(value):
             return
         elif isinstance(value, _GROUPS):
             for part in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
@@ -151,7 +151,7 @@ class _Look:
         elif isinstance(value, type):
             self.facts.append((value.__module__, value.__qualname__))
             file = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
-            if value.__module__.partition(".")[0] not in self._tops and not self._is_imported(value, file):
+            if value.__module__.partition(".")[0] not in self._tops and not self._note_imported(value, file):
                 raise Foreign(f"the class {value.__module__}.{value.__qualname__}")
         else:
             self._note_object(value)
@@ -173,11 +173,11 @@ class _Look:
             self.facts.append(f"{kind.__module__}.{kind.__qualname__}")
 
     def _note_function(self, function: FunctionType) -> None:
-        if not self._is_new(function):
+        if not self._mark_seen(function):
             return
         file = function.__code__.co_filename
         is_generated = file.startswith("<") and (function.__module__ or "").partition(".")[0] in self._tops
-        if not is_generated and not file.startswith(self._own) and not self._is_of_python(file):
+        if not is_generated and not file.startswith(self._own) and not self._is_standard_library(file):
             raise Foreign(f"the function {function.__module__}.{function.__qualname__} of {file}")
         self.facts.append((function.__module__, function.__qualname__, function.__code__.co_firstlineno))
         self.look_at_value(function.__defaults__)
@@ -188,11 +188,11 @@ class _Look:
             except ValueError:
                 self.facts.append("empty")
 
-    def _is_of_python(self, file: str) -> bool:
+    def _is_standard_library(self, file: str) -> bool:
         return file.startswith(self._python) and "-packages" not in file[len(self._python) :].partition(os.sep)[0]
 
-    def _is_new(self, value: Any) -> bool:
-        # Whether it has not been looked at.
+    def _mark_seen(self, value: Any) -> bool:
+        # Whether it had not been looked at before; now it has.
         if id(value) in self._seen:
             return False
         self._seen[id(value)] = value

@@ -65,7 +65,7 @@ def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows,
                 or getattr(tensor, "_vllm_is_uva_offloaded", False)
             ):
                 raise Refused(f"{name} has no memory of its own on {tensor.device.type}")
-            at = memory(tensor)
+            at = memory.find_holder(tensor)
             if at is None:
                 memory.add(name, tensor)
                 own[name] = _dense_order(tensor.detach())

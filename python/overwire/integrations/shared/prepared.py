@@ -171,11 +171,11 @@ def keep_file(
             os.chmod(temporary, 0o600)
             if tensors and not overwire.verify(temporary, tensors=tensors)["ok"] or overwire.digest(tensors) != digests:
                 raise Refused("its weights have changed since it was loaded")
-            _read_twice(temporary)
+            _activate_pages(temporary)
             os.replace(temporary, path)
     finally:
         remove_file(temporary)
-    _bound_folder(folder, path, most)
+    _evict_files(folder, path, most)
     return path
 
 
@@ -191,7 +191,7 @@ def _remove_left(folder: str) -> None:
                     remove_file(entry.path)
 
 
-def _read_twice(path: str) -> None:
+def _activate_pages(path: str) -> None:
     # Linux moves each page of a new file to the list of those in use when it is read again, under one lock for all
     # processors: without this the first load of 16 GB takes 0.2 s longer than later ones.
     block = memoryview(bytearray(_BLOCK))
@@ -209,7 +209,7 @@ def note_refusal(folder: str, name: str, reason: str) -> None:
         keep_file(folder, name, {}, {"refused": reason}, {})
 
 
-def _bound_folder(folder: str, newest: str, most: int) -> None:
+def _evict_files(folder: str, newest: str, most: int) -> None:
     # Removes what is too much of our files.
     files = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:

@@ -131,25 +131,25 @@ class Recorder:
     def load_rest(self) -> None:
         """Loads the rest. Raises Unplannable if a stand-in is still referenced."""
         self.load_noted()
-        if self._count_alive():
-            self._refuse_alive()
+        if self._count_stand_ins():
+            self._refuse_kept_stand_ins()
 
-    def _count_alive(self) -> int:
+    def _count_stand_ins(self) -> int:
         self._living = [one for one in self._living if not one.memory.expired()]
         return len(self._living)
 
-    def _refuse_alive(self) -> None:
+    def _refuse_kept_stand_ins(self) -> None:
         gc.collect()
         for one in self._living:
             if not one.memory.expired():
                 raise Unplannable(one.stored.name, "its loader, which keeps it,")
 
-    def stand_in(self, of: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def make_stand_in(self, of: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor for the model's loader."""
         with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]):
-            return self._stand_in(of, dtype, dtype, device)
+            return self._make_stand_in(of, dtype, dtype, device)
 
-    def _stand_in(
+    def _make_stand_in(
         self, stored: Stored, stored_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         tensor = torch.empty(stored.shape, dtype=dtype, device="meta")
@@ -170,7 +170,7 @@ class Recorder:
         if self._size < EARLY or self._early is None:
             return
         self._size = 0
-        if self._works or self._count_alive() > _KEPT:
+        if self._works or self._count_stand_ins() > _KEPT:
             return
         try:
             with self.pause():
@@ -182,8 +182,8 @@ class Recorder:
 
     def load_noted(self) -> None:
         """Loads what is noted."""
-        if self._count_alive() > _KEPT:
-            self._refuse_alive()  # before anything is loaded in vain
+        if self._count_stand_ins() > _KEPT:
+            self._refuse_kept_stand_ins()  # before anything is loaded in vain
         notes, self._noted = self._noted, []
         if notes or self._offered:
             self.began, self._offered = True, False
@@ -195,7 +195,7 @@ class Recorder:
         """What an operation of the loader's returns; runs with the recorder off."""
         stands = [(tensor, of) for tensor in _tensors_in((args, kwargs)) if (of := self._stored_of(tensor)) is not None]
         if stands:
-            return self._on_stand_in(func, args, kwargs, stands)
+            return self._run_on_stand_in(func, args, kwargs, stands)
         if not _is_view(func):
             self._follow_operation(func, args, kwargs)
         return func(*args, **kwargs)
@@ -204,7 +204,7 @@ class Recorder:
         # What a stand-in is of; None for another tensor.
         return self._of.get(tensor.untyped_storage()._cdata) if _is_meta(tensor) else None
 
-    def _on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Stored]]) -> Any:
+    def _run_on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Stored]]) -> Any:
         one, of = stands[0]
         if len(stands) == 1 and func is _COPY and args[1] is one:
             return self._note_copy(args[0], one, of)
@@ -225,7 +225,7 @@ class Recorder:
     def _cast_stand_in(self, one: torch.Tensor, of: _Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if dtype is not one.dtype is not of.dtype:
             raise Unplannable(of.stored.name, f"a cast of it to {one.dtype} and then {dtype}")
-        other = self._stand_in(of.stored, of.dtype, dtype, device)
+        other = self._make_stand_in(of.stored, of.dtype, dtype, device)
         return other.as_strided(one.shape, one.stride(), one.storage_offset())
 
     def _note_copy(self, target: torch.Tensor, one: torch.Tensor, of: _Stored) -> torch.Tensor:
@@ -268,7 +268,7 @@ class Recorder:
                 self._zeros.add(one.untyped_storage().data_ptr())
         elif one is not None and func is _ITEM and self._note_read(one):
             pass  # vLLM looks up by expert where an expert is
-        elif one is not None and func is _COPY and self._is_given(args[1]):
+        elif one is not None and func is _COPY and self._is_small_given(args[1]):
             memory = one.untyped_storage().data_ptr()
             if memory in self._reads:
                 self._note_impure("a copy to where it read")
@@ -288,7 +288,7 @@ class Recorder:
         self._reads.add(memory)
         return True
 
-    def _is_given(self, tensor: Any) -> bool:
+    def _is_small_given(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self._given
 
     def give_small(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -494,7 +494,7 @@ def open_source(
     return source
 
 
-def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
     """What `iter_weights` yields, with stand-ins for those that are not small."""
     from ...plumbing import torch_dtype
 
@@ -507,4 +507,4 @@ def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.T
         dtype = dtypes[one.dtype]
         if dtype is None:
             raise Unplannable(one.name, f"its dtype {one.dtype}, which torch lacks,")
-        yield one.name, recorder.stand_in(one, dtype, source.device)
+        yield one.name, recorder.make_stand_in(one, dtype, source.device)

@@ -53,7 +53,7 @@ class SliceLoad:
 
     def next_stand_ins(self) -> Iterator[tuple[str, torch.Tensor]] | None:
         """The stand-ins of the next source that was opened; None while `open_source` opens them."""
-        return None if self._is_listing else recording.stand_ins(self._recorder, self._left.pop(0))
+        return None if self._is_listing else recording.iter_stand_ins(self._recorder, self._left.pop(0))
 
     def load_recorded(self) -> None:
         """To be called after the last tensor of the last source: loads what was recorded."""
@@ -87,7 +87,7 @@ class SliceLoad:
         # Stand-ins by the ten thousand are no garbage, and would start full collections of
         # all that an engine has imported.
         with self._recorder.pause(), many_objects():
-            self._prepare_reading(functools.partial(self._open_sources, look), group, pays)
+            self._open_with_ranks(functools.partial(self._open_sources, look), group, pays)
         try:
             with self._quiet:
                 self._quiet.enter_context(many_objects())
@@ -96,7 +96,7 @@ class SliceLoad:
             with self._recorder.pause():
                 self._meet_ranks()  # the other ranks wait for one that has failed, or has nothing to load
 
-    def _prepare_reading(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
+    def _open_with_ranks(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
         # With the other ranks, where they share the reading.
         if group is None:  # one rank alone needs no code of groups, whose import takes 20 ms
             opens()

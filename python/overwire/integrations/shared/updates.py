@@ -21,7 +21,7 @@ import torch
 
 from . import copies
 from .copies import Copy, Stored, block_of, view_in_shape
-from .recording import Opened, Recorder, open_source, stand_ins
+from .recording import Opened, Recorder, iter_stand_ins, open_source
 
 
 class Incomplete(ValueError):
@@ -234,7 +234,7 @@ class Places:
         copies: list[Copy] = []
         recorder = Recorder(copies.extend)
         with recorder:
-            self._load(stand_ins(recorder, source))
+            self._load(iter_stand_ins(recorder, source))
             recorder.load_rest()
         if recorder.impure is None:  # else the loader has to run each time
             self._key, self._copies = key, [copy._replace(of=copy.of._replace(file=None)) for copy in copies]

@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from ...plumbing import parse_size
 from .. import check_options, iter_weights
-from ..shared.devices import tensor_ranks
+from ..shared.devices import tensor_parallel_group
 from ..shared.sheets import Opening
 from ..shared.slices import SliceLoad, load_by_slices
 from .coverage import Coverage
@@ -142,7 +142,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     def _load_by_slices(self, model: torch.nn.Module, model_config: Any, quantised: bool, attempt: SliceLoad) -> None:
         reader = self._reader
         weights = functools.partial(reader.get_all_weights, model_config, model)
-        ranks = tensor_ranks(parallel_state, "cpu_group")
+        ranks = tensor_parallel_group(parallel_state, "cpu_group")
         reader.attempt = attempt
         try:
             with attempt.replace_loader(model, weights, ranks, reader.sharing_pays):

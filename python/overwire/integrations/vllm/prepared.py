@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 from ...plumbing import start_thread
 from ..shared import prepared
 from ..shared.described import Describer, is_plain
-from ..shared.devices import tensor_ranks
+from ..shared.devices import tensor_parallel_group
 from ..shared.origins import Foreign, digest_of_code
 from ..shared.parts import Arriving, put_tensors, restore_processed, take_tensors
 from ..shared.prepared import Damaged, Kept, Refused
@@ -222,7 +222,7 @@ def _write_prepared(
 
 def _all_agree(mine: bool) -> bool:
     # Collective among the ranks that load together: whether all of them say so.
-    group = tensor_ranks(parallel_state, "cpu_group")
+    group = tensor_parallel_group(parallel_state, "cpu_group")
     if group is None:
         return mine
     every = torch.tensor([mine], dtype=torch.int32)

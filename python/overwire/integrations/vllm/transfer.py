@@ -30,7 +30,7 @@ from ...errors import ArgumentError
 from ...plumbing import start_thread
 from .. import iter_weights
 from ..pushes import Group, Publisher
-from ..shared.devices import tensor_ranks
+from ..shared.devices import tensor_parallel_group
 from ..shared.updates import Incomplete, Places, reason_against
 from .coverage import Coverage
 from .device import device_of
@@ -175,7 +175,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         model = self.model
         if id(model) not in self._places:
             most = parse_size(self._info.max_memory, "max_memory") or 1
-            ranks = tensor_ranks(parallel_state, "device_group")
+            ranks = tensor_parallel_group(parallel_state, "device_group")
             self._places[id(model)] = Places(
                 model, self._load_weights, device_of(model, self.vllm_config.load_config), most, ranks
             )
