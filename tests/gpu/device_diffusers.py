@@ -144,7 +144,7 @@ def named(phases: Phases) -> None:
     time(ours, "_look_ahead", "patch: plans what to read ahead")
     time(ours, "_note_all", "patch: notes tensors read ahead")
     time(ours, "_note_targets", "patch: notes tensors")
-    time(ours, "_filled_state", "patch: gives tensors")
+    time(ours, "_fill_state", "patch: gives tensors")
     time(ours._Model, "slices_of", "patch: slices of a file")
     time(kept, "keep", "patch: opens files")
     time(opened.Model, "__init__", "patch: opens files")

@@ -54,7 +54,7 @@ def list_patches(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any
     if model is None or read is None or shard is None:
         return []
     pairs: list[tuple[Any, Any]] = [
-        ((model, "from_pretrained"), _wrap_from_pretrained(model, lazy)),
+        ((model, "from_pretrained"), _wrap_from_pretrained(model, lazy, False)),
         (read, _wrap_state_reading(read)),
         (shard, _wrap_shard_loading(shard, read)),
     ]
@@ -67,7 +67,7 @@ def list_patches(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any
     )
     if pipeline is not None and part is not None and config is not None:
         pairs += [
-            ((pipeline, "from_pretrained"), _wrap_pipeline_loading(pipeline, lazy)),
+            ((pipeline, "from_pretrained"), _wrap_from_pretrained(pipeline, lazy, True)),
             ((config, "extract_init_dict"), _note_components(config)),
             (part, _wrap_component_loading(part, lazy)),
         ]
@@ -213,36 +213,22 @@ def _current_scope() -> _Scope | None:
     return getattr(_thread, "scope", None)
 
 
-def _wrap_from_pretrained(owner: Any, lazy: Lazy) -> Any:
+def _wrap_from_pretrained(owner: Any, lazy: Lazy, is_pipeline: bool) -> Any:
     from ..plumbing import many_objects
 
     original = inspect.getattr_static(owner, "from_pretrained")
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = _current_scope()
-        if scope is None or scope.given is None:  # no pipeline's
+        scope = None if is_pipeline else _current_scope()
+        if scope is None or scope.given is None:  # no pipeline's component
             lazy.prepare(kwargs.get("device_map"))
-            with _within_scope(lazy), many_objects():
+            with _within_scope(lazy, kwargs.copy() if is_pipeline else None), many_objects():
                 return original.__get__(None, cls)(*args, **kwargs)
         try:
             return original.__get__(None, cls)(*args, **kwargs)
         finally:
             scope.end()
-
-    return classmethod(from_pretrained)
-
-
-def _wrap_pipeline_loading(owner: Any, lazy: Lazy) -> Any:
-    from ..plumbing import many_objects
-
-    original = inspect.getattr_static(owner, "from_pretrained")
-
-    @functools.wraps(original.__func__)
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        lazy.prepare(kwargs.get("device_map"))
-        with _within_scope(lazy, kwargs.copy()), many_objects():
-            return original.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(from_pretrained)
 
@@ -370,7 +356,7 @@ def _wrap_shard_loading(original: Any, read: Any) -> Any:
             notes = {name: getattr(value, "overwire", value) for name, value in shard_file.items()}
         if not any(isinstance(where, _Where) for where in notes.values()):
             return original(shard_file, *args, **kwargs)
-        state = _filled_state(notes, _note_targets(arguments, notes))
+        state = _fill_state(notes, _note_targets(arguments, notes))
         del notes
         return original(state, *args, **kwargs)
 
@@ -394,7 +380,7 @@ def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str
     return keys
 
 
-def _filled_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     # The state dict. What the model lacks stays unread.
     whole: dict[str, Any] = {}  # plain files that safetensors has mapped
     tensors: dict[str, Any] = {}
