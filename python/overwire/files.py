@@ -50,6 +50,16 @@ def _refuse_special(path: str | os.PathLike[str]) -> ArgumentError:
     return ArgumentError(f"overwire: open {name}: not a regular file", source=name)
 
 
+def state_of_file(place: Any) -> tuple[int, ...] | None:
+    """What tells a local file, by its path or descriptor, from one that has taken its name since, or from what it was
+    before a write; None of what is no such file."""
+    try:
+        state = os.stat(place)
+    except (OSError, TypeError, ValueError):
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
 def number_of(file: Any) -> int | None:
     """The descriptor of an open file that reads its very bytes. None for others,
     whatever their `fileno` says: it may be that of the bytes that they decompress

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 
 from ..errors import CorruptError, FormatError, NotFoundError, OverwireError
-from ..files import read_file
+from ..files import read_file, state_of_file
 from ..jobs import shown
 from ..metering import note
 from ..model import layout
@@ -33,7 +32,7 @@ def open_pair(
     A save may end after the pickle has been read: the new one is read then."""
     remote = is_remote(target)
     for attempts in reversed(range(_TRIES)):
-        state = None if remote else _state_of_file(target)
+        state = None if remote else state_of_file(target)
         data = read_uri(target, options, MOST_PICKLE) if remote else read_file(target)
         digest = hashlib.sha256(data).hexdigest()
         candidates: list[SourceLike]
@@ -46,20 +45,11 @@ def open_pair(
                 candidates = [name for one in layout.containers_of(target) for name in (one, layout.previous_of(one))]
             return data, _open_container(target, digest, candidates, options if remote or tensors is not None else None)
         except (CorruptError, NotFoundError) as error:
-            present = read_uri(target, options, MOST_PICKLE) if remote else _state_of_file(target)
+            present = read_uri(target, options, MOST_PICKLE) if remote else state_of_file(target)
             if not attempts or present == (data if remote else state):
                 note("open", "", type(error).__name__)
                 raise
     raise AssertionError("the last try returns or raises")
-
-
-def _state_of_file(path: str) -> tuple[int, ...] | None:
-    # What differs between a file and the one that takes its place.
-    try:
-        state = os.stat(path)
-    except OSError:
-        return None
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _open_container(

@@ -32,7 +32,7 @@ from ..errors import (
     OverwireError,
     UntrustedPickleError,
 )
-from ..files import regular
+from ..files import regular, state_of_file
 from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
 from .allowlist import AllowList
@@ -178,7 +178,7 @@ def opened(path: str) -> Iterator[TorchFile]:
     except OSError as error:
         raise IOFailure(f"overwire: open {path}: {error.strerror}", source=path) from error
     with file:
-        before = _state_of_file(file.fileno())
+        before = state_of_file(file.fileno())
         try:
             entries = _entries_of(file)
             content = _Reader(path, entries, file.fileno()).read_content()
@@ -194,16 +194,11 @@ def opened(path: str) -> Iterator[TorchFile]:
         try:
             yield content
         except IOFailure as error:  # of memory whose file is shorter now
-            if _state_of_file(file.fileno()) != before:
+            if state_of_file(file.fileno()) != before:
                 raise failure from error
             raise
-        if _state_of_file(file.fileno()) != before:
+        if state_of_file(file.fileno()) != before:
             raise failure
-
-
-def _state_of_file(number: int) -> tuple[int, int]:
-    state = os.fstat(number)
-    return state.st_size, state.st_mtime_ns
 
 
 class _Names(AllowList):

@@ -8,7 +8,7 @@ from typing import Any
 
 import overwire
 from overwire import safe_open as open_tensors  # imported with this, and not by the first call
-from overwire.plumbing import nbytes
+from overwire.plumbing import nbytes, state_of_file
 
 from ._errors import SafetensorError, check, reading
 from ._frameworks import Framework, framework_of
@@ -60,7 +60,7 @@ class safe_open:
         if backend not in ("mmap", "pread"):
             raise SafetensorError(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
         lands = self._device if self._framework.native == "pt" and self._device.startswith("cuda") else "cpu"
-        self._name, self._source, self._state = name, source, _state_of(source)
+        self._name, self._source, self._state = name, source, state_of_file(source)
         self._entries: dict[str, tuple[str, list[int], tuple[int, int]]] = {}
         with reading(name):
             self._file: overwire.safe_open | None = open_tensors(
@@ -154,7 +154,7 @@ class safe_open:
         if where != "cpu" and not where.startswith("cuda"):
             raise SafetensorError(f"prefetch loads to cuda devices, not {where}")
         parts = rows_of_plan(file, plan)
-        if _state_of(self._source) != self._state:
+        if state_of_file(self._source) != self._state:
             raise SafetensorError(f"{self._name} has changed since it was opened")
         loader: PrefetchLoader = object.__new__(PrefetchLoader)
         try:
@@ -172,15 +172,6 @@ class _safe_open_handle(safe_open):
 
     def __init__(self, f: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
         self._open(f, f.name, framework, device, backend)
-
-
-def _state_of(source: Any) -> tuple[int, ...] | None:
-    # What tells a local file from one that has taken its name since; None of other sources.
-    try:
-        state = os.stat(source)
-    except (OSError, TypeError, ValueError):
-        return None
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 class PySafeSlice(Internal):
