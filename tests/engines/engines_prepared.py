@@ -9,6 +9,7 @@ damage, refusals; reloads and pushes on top; two ranks.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import weakref
@@ -147,6 +148,9 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
 
 def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     """Damage, changed files, other settings, code of others: the usual load, which says why, and the right weights."""
+    import torch
+    from overwire.integrations.vllm import prepared
+
     path, folder = root / "llama/plain", root / "refused"
     first, _ = start(path, folder, where)
     log.take("prepared state kept")
@@ -184,11 +188,15 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     check("prepared state kept")
     check("made of prepared state")
     check_failed_starts(path, root / "failed", where, log, (base.state(first), held(first)))
+    compare = prepared._compare_model
+    for error in (MemoryError("passes"), OSError("passes"), torch.AcceleratorError("passes")):
+        prepared._compare_model = functools.partial(fail, error)
+        check("does not fit: passes")
+        prepared._compare_model = compare
+        check("made of prepared state")  # its file is still there
     if alive := check_refused_memory(path, folder, where, log):
         raise SystemExit(f"vLLM's own load begins while a refused model still has {alive} tensors")
     print("  what does not fit is loaded as always", flush=True)
-    from overwire.integrations.vllm import prepared
-
     steps = []
     for name in ("Arriving", "fingerprint_of_load"):
         call = getattr(prepared, name)
@@ -199,6 +207,10 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     if steps != ["Arriving", "fingerprint_of_load"] * 2:
         raise SystemExit(f"not begun before the fingerprint was known, or begun again: {steps}")
     print("  the file that was used last is begun at once, and let go where it does not count", flush=True)
+
+
+def fail(error: Exception, *_: Any) -> Any:
+    raise error
 
 
 def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], log: Log, theirs: Any) -> None:
@@ -215,12 +227,9 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
     if not waiting or prepared._waiting or alive:
         raise SystemExit(f"a model that is gone: {waiting} to be written, then {prepared._waiting}, {alive} tensors")
 
-    def fail(*_: Any) -> Any:
-        raise RecursionError("too deep")
-
     for owner, name in ((prepared, "_describe_model"), (prepared.prepared, "keep_file")):
         own = getattr(owner, name)
-        setattr(owner, name, fail)
+        setattr(owner, name, functools.partial(fail, RecursionError("too deep")))
         model, _ = start(path, folder, where)
         setattr(owner, name, own)
         log.take("keeps no prepared state: too deep")

@@ -161,8 +161,9 @@ class PreparedStart:
             prepared.remove_file(kept.path)
         else:
             log.info("overwire: loads as always: the prepared state %s does not fit: %s", kept.path, reason)
-            # What says nothing about other starts.
-            passing = overwire.OverwireError | torch.OutOfMemoryError | MemoryError | OSError | Foreign
+            # What says nothing about other starts; the note would take the place of a good file.
+            of_gpu = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError)
+            passing = overwire.OverwireError, MemoryError, OSError, Foreign, *of_gpu
             if not isinstance(reason, passing) and self._folder is not None:
                 prepared.note_refusal(self._folder, self._name, f"the model does not fit: {reason}")
             self._folder = None
