@@ -13,6 +13,7 @@ import functools
 import gc
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,7 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
         check("does not fit: passes")
         prepared._compare_model = compare
         check("made of prepared state")  # its file is still there
+    check_hostile_records(path, root / "hostile", where, log)
     if alive := check_refused_memory(path, folder, where, log):
         raise SystemExit(f"vLLM's own load begins while a refused model still has {alive} tensors")
     print("  what does not fit is loaded as always", flush=True)
@@ -234,6 +236,29 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
         setattr(owner, name, own)
         log.take("keeps no prepared state: too deep")
         same(f"{name} fails", model, theirs)
+
+
+def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> None:
+    """A record that would put a value in the place of a method, or that has another module, is refused."""
+    from overwire.integrations.vllm import prepared
+
+    find, note = prepared.prepared.find_file, prepared.prepared.note_refusal
+    start(path, folder, where)
+    prepared.prepared.note_refusal = lambda *_: None  # so that the file stays
+
+    def find_changed(change: Callable[[dict[str, Any]], Any], *args: Any) -> Any:
+        kept = find(*args)
+        if kept is not None:
+            change(kept.record["modules"])
+        return kept
+
+    changes = {"model.norm.forward is": lambda modules: modules["model.norm"].update(forward="1"),
+               "it has no module gone": lambda modules: modules.update(gone={"": "gone"})}  # fmt: skip
+    for text, change in changes.items():
+        prepared.prepared.find_file = functools.partial(find_changed, change)
+        start(path, folder, where)
+        log.take(f"does not fit: {text}")
+    prepared.prepared.find_file, prepared.prepared.note_refusal = find, note
 
 
 def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> int:

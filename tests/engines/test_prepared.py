@@ -450,7 +450,7 @@ STEP = die
 tensors = {{"a": torch.arange(1000)}}
 prepared.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors))
 """
-    for step in ("ow.verify", "prepared._read_twice", "os.replace"):
+    for step in ("ow.verify", "prepared._activate_pages", "os.replace"):
         assert torch_script(program.replace("STEP", step), check=False).returncode == -signal.SIGKILL
     left = sorted(os.listdir(tmp_path))
     assert len(left) == 3 and all(name.startswith(".begun-") for name in left)

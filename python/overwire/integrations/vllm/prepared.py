@@ -283,6 +283,8 @@ def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
             name = next(name for name in [*current, *was] if current.get(name) != was.get(name))
             raise Refused(f"{name} is {current.get(name)}, and was {was.get(name)}")
     modules = dict(model.named_modules())
+    if absent := record["modules"].keys() - modules.keys():
+        raise Refused(f"it has no module {min(absent)}")
     for path, entry in Describer(model, tensors, "vllm", OPAQUE).describe_modules().items():
         was = record["modules"].get(path, {})
         if entry == was:
@@ -298,6 +300,8 @@ def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool
     # Whether an attribute is now the plain value that the text is of.
     if text is None or not name or "." in name or isinstance(module.__dict__.get(name), torch.Tensor):
         return False
+    if name not in vars(module) and not is_plain(getattr(type(module), name, None)):
+        return False  # it would take the place of a method
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
