@@ -142,7 +142,7 @@ def named(phases: Phases) -> None:
     time(patching.SafetensorsPatch, "__init__", "patch: begins")
     time(patching.SafetensorsPatch, "undo", "patch: ends")
     time(ours, "_look_ahead", "patch: plans what to read ahead")
-    time(ours, "_note_all", "patch: notes tensors read ahead")
+    time(ours, "_note_component", "patch: notes tensors read ahead")
     time(ours, "_note_targets", "patch: notes tensors")
     time(ours, "_fill_state", "patch: gives tensors")
     time(ours._Model, "slices_of", "patch: slices of a file")
