@@ -163,7 +163,7 @@ class GroupLoad:
     def land_requests(
         self,
         wants: Wants,
-        aim: Callable[[], bytes],
+        make_requests: Callable[[], bytes],
         agree: Agree,
         tell: Callable[[int], None] = lambda _: None,
         meanwhile: Callable[[], None] = lambda: None,
@@ -171,7 +171,7 @@ class GroupLoad:
         """Collective: the numbers of this rank's requests, as they land; after the last the ranks
         agree. A caller that closes this early has to agree by itself.
 
-        aim: gives this rank's requests; it and `meanwhile` run while the first bytes are read, and
+        make_requests: gives this rank's requests; it and `meanwhile` run while the first bytes are read, and
         what they raise is raised on all ranks. tell: gets the bytes of tensors decoded so far,
         now and then.
 
@@ -182,7 +182,7 @@ class GroupLoad:
             relay.try_step(lambda: (self._begin_mapped if mapped else self._begin_collective)(relay, wants))
             if mapped:
                 relay.join_engines()
-            relay.try_step(lambda: relay.set_requests(aim()))
+            relay.try_step(lambda: relay.set_requests(make_requests()))
             relay.try_step(meanwhile)
             yield from relay.follow_mapped(agree, tell) if mapped else relay.gather_pieces(agree, tell)
             self.report = relay.end_job()

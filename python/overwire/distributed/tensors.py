@@ -292,27 +292,28 @@ class TensorLoad:
 
     def _exchange_window(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
         # Of a window what this rank wants, and what it reads for others.
-        tasks, tensors, aims, empty = self._own_tensors(window), list[Any](), list[int](), list[tuple[int, Any]]()
+        tasks, tensors, slots, empty = self._own_tensors(window), list[Any](), list[int](), list[tuple[int, Any]]()
         carrier = self._load.carrier
         device = self._load.link if carrier == "collective" else self.model.device
         if carrier == "none":
             yield from self._read_alone(tasks)
             return
 
-        def aim() -> bytes:
+        def make_requests() -> bytes:
             tensors.extend(self._make_places(tasks, places if carrier == "mapped" else {}, device))
             for slot, (task, tensor) in enumerate(zip(tasks, tensors, strict=True)):
                 if tensor.numel():
-                    aims.append(slot)
+                    slots.append(slot)
                 else:
                     empty.extend(self._finish_tensor(task, tensor))
-            blocks = [(tasks[slot].at, tensors[slot].data_ptr(), *self._cutting.block(tasks[slot])) for slot in aims]
+            blocks = [(tasks[slot].at, tensors[slot].data_ptr(), *self._cutting.block(tasks[slot])) for slot in slots]
             return pack_requests(blocks)
 
         wants = self._needs_of_host(window) if carrier == "mapped" else Wants(window)
-        with closing(self._load.land_requests(wants, aim, self._agree_or_raise, self._tell_progress)) as landing:
+        landing = self._load.land_requests(wants, make_requests, self._agree_or_raise, self._tell_progress)
+        with closing(landing):
             for number in landing:
-                slot = aims[number]
+                slot = slots[number]
                 tensor, tensors[slot] = tensors[slot], None  # it is the caller's
                 yield from self._finish_tensor(tasks[slot], tensor)
         yield from empty
