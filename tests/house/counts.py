@@ -156,7 +156,7 @@ def count_file(path: str, text: str) -> dict[str, int]:
 
 def is_counted(path: str) -> bool:
     """Whether a file is the product's, the developers' or a test's own source."""
-    ours = path.startswith(("gosrc/", "cuda/", "python/overwire/", "tests/", "rig/")) and "/testdata/" not in path
+    ours = path.startswith(("gosrc/", "cuda/", "python/overwire/", "tests/")) and "/testdata/" not in path
     return ours and path.endswith((".go", ".py", ".c", ".cc", ".h", ".cu", ".cuh"))
 
 
