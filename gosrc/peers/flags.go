@@ -48,8 +48,8 @@ type takenFlag struct {
 	pieces atomic.Uint64
 }
 
-// takingBytes is the space of a taking.
-const takingBytes = int(unsafe.Sizeof(takenFlag{}))
+// takenFlagBytes is the space of a takenFlag.
+const takenFlagBytes = int(unsafe.Sizeof(takenFlag{}))
 
 // ringBell wakes those that wait for a bell.
 func ringBell(bell *atomic.Uint32) {
@@ -57,8 +57,8 @@ func ringBell(bell *atomic.Uint32) {
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWake, math.MaxInt32, 0, 0, 0)
 }
 
-// setNumber sets a number, and rings if it is another one.
-func setNumber(number *atomic.Uint64, to int, bell *atomic.Uint32) {
+// setAndRing sets a number, and rings if it is another one.
+func setAndRing(number *atomic.Uint64, to int, bell *atomic.Uint32) {
 	if number.Swap(uint64(to)) != uint64(to) {
 		ringBell(bell)
 	}
@@ -92,21 +92,21 @@ func (p *Peers) showLife(own *processFlags) {
 // Publish says that the first pieces of this process's memory are complete.
 func (p *Peers) Publish(pieces int) {
 	own := p.lines[p.mine.Rank]
-	setNumber(&own.published, pieces, &own.bell)
+	setAndRing(&own.published, pieces, &own.bell)
 }
 
 // flagBytes is the space of all flags: the lines, and behind them what each takes of each.
-func flagBytes(ranks int) int64 { return int64(ranks)*lineBytes + int64(ranks*ranks*takingBytes) }
+func flagBytes(ranks int) int64 { return int64(ranks)*lineBytes + int64(ranks*ranks*takenFlagBytes) }
 
 // takenFlagOf is what a process has taken of an owner.
 func (p *Peers) takenFlagOf(owner, by int) *takenFlag {
-	return (*takenFlag)(unsafe.Add(p.flags.base, p.ranks*lineBytes+(by*p.ranks+owner)*takingBytes))
+	return (*takenFlag)(unsafe.Add(p.flags.base, p.ranks*lineBytes+(by*p.ranks+owner)*takenFlagBytes))
 }
 
 // ReleasePieces says that this process needs the first pieces of another's memory no more.
 func (p *Peers) ReleasePieces(owner, pieces int) {
 	own := p.takenFlagOf(owner, p.mine.Rank)
-	setNumber(&own.pieces, pieces, &own.bell)
+	setAndRing(&own.pieces, pieces, &own.bell)
 }
 
 // ReportFailure says that this process has failed: those that wait for it stop.
@@ -140,7 +140,7 @@ func (p *Peers) AwaitMapTurn(ctx context.Context) error {
 // EndMapTurn says that this process has mapped the memory of the others.
 func (p *Peers) EndMapTurn() {
 	own := p.lines[p.mine.Rank]
-	setNumber(&own.joined, 2, &own.bell)
+	setAndRing(&own.joined, 2, &own.bell)
 }
 
 // AwaitPiece waits until the first pieces of a process's memory are complete.

@@ -50,32 +50,32 @@ type carrier struct {
 }
 
 func (r *Relay) makeCarrier() error {
-	s, gpu := r.spec, r.target.GPU
-	if s.Buffers < 1 || s.Buffers > maxBuffers || gpu != nil && s.Stages < 1 || s.Stages > maxBuffers ||
-		len(s.Ring) > 0 {
-		return errs.New(errs.ErrArgument, "relay: %d and %d shares of %d bytes for %d ranks, and %d buffers", s.Buffers,
-			s.Stages, s.Size, s.Ranks, len(s.Ring))
+	spec, gpu := r.spec, r.target.GPU
+	if spec.Buffers < 1 || spec.Buffers > maxBuffers || gpu != nil && spec.Stages < 1 || spec.Stages > maxBuffers ||
+		len(spec.Ring) > 0 {
+		return errs.New(errs.ErrArgument, "relay: %d and %d shares of %d bytes for %d ranks, and %d buffers",
+			spec.Buffers, spec.Stages, spec.Size, spec.Ranks, len(spec.Ring))
 	}
-	p, err := peers.New(gpu, int64(s.Buffers)*r.shareSpace(), s.Rank, s.Ranks)
+	p, err := peers.New(gpu, int64(spec.Buffers)*r.shareSpace(), spec.Rank, spec.Ranks)
 	if err != nil {
 		return err
 	}
 	c := &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
-		waits: make([]atomic.Int64, s.Ranks), own: make(chan ranksRead, s.Buffers),
-		pulls: make(chan ranksRead, s.Ranks*s.Stages)}
+		waits: make([]atomic.Int64, spec.Ranks), own: make(chan ranksRead, spec.Buffers),
+		pulls: make(chan ranksRead, spec.Ranks*spec.Stages)}
 	r.carrier = c
-	for range s.Ranks {
+	for range spec.Ranks {
 		c.mapped = append(c.mapped, make(chan struct{}))
 	}
 	if gpu == nil {
 		return nil
 	}
-	staging, err := gpu.Alloc([]int64{int64(s.Stages*(s.Ranks-1)) * r.shareSpace()}) // of one rank: none
+	staging, err := gpu.Alloc([]int64{int64(spec.Stages*(spec.Ranks-1)) * r.shareSpace()}) // of one rank: none
 	if err != nil {
 		return err
 	}
 	c.staging = staging[0]
-	for range s.Ranks {
+	for range spec.Ranks {
 		stream, err := gpu.NewStream()
 		if err != nil {
 			return err
@@ -126,9 +126,9 @@ func (r *Relay) ownersShareAt(k, rank int) unsafe.Pointer {
 	return unsafe.Add(r.carrier.Memory(rank), int64(k%r.spec.Buffers)*r.shareSpace())
 }
 
-// awaitPulls waits for the pulls in flight, and for the other ranks to end theirs; when ctx
+// closeCarrier waits for the pulls in flight, and for the other ranks to end theirs; when ctx
 // has ended, not long. Once is enough.
-func (r *Relay) awaitPulls(ctx context.Context) {
+func (r *Relay) closeCarrier(ctx context.Context) {
 	c := r.carrier
 	if c == nil || c.gone {
 		return
@@ -225,7 +225,7 @@ func (r *Relay) beginCarrying(ctx context.Context) {
 	begin(r.recycleBuffers)
 	begin(r.mapOthers)
 	begin(func(ctx context.Context) error {
-		if err := r.followStream(ctx); err != nil {
+		if err := r.awaitExchangeStart(ctx); err != nil {
 			return err
 		}
 		if r.queue != nil {
@@ -239,9 +239,9 @@ func (r *Relay) beginCarrying(ctx context.Context) {
 	})
 }
 
-// followStream waits until the ranks have met and this one's requests are known, and orders what is
+// awaitExchangeStart waits until the ranks have met and this one's requests are known, and orders what is
 // copied and decoded behind what is on the caller's stream: strips go where its work was.
-func (r *Relay) followStream(ctx context.Context) error {
+func (r *Relay) awaitExchangeStart(ctx context.Context) error {
 	for _, ready := range []chan struct{}{r.carrier.joined, r.carrier.aimed} {
 		if err := awaitChannel(ctx, ready); err != nil {
 			return err
@@ -282,7 +282,7 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 		switch {
 		case !wanted:
 			r.markQueued(k, from, from+1, nil)
-			r.countDecoded(of)
+			r.markDecoded(of)
 			continue
 		case r.queue == nil:
 			if err := r.decodeBatch([]ranksRead{of}); err != nil {
@@ -363,7 +363,7 @@ func (r *Relay) wantsAnyOf(k, from int) bool {
 // pullShare queues the copy of a rank's share, behind the decoding of the buffer's earlier
 // piece.
 func (r *Relay) pullShare(ctx context.Context, k, from int) error {
-	c, q := r.carrier, r.partOf(k, from)
+	c, part := r.carrier, r.partOf(k, from)
 	if err := r.awaitState(ctx, func() bool { return r.queued[from] > k-r.spec.Stages }); err != nil {
 		return err
 	}
@@ -371,15 +371,15 @@ func (r *Relay) pullShare(ctx context.Context, k, from int) error {
 	if err := r.pullStrips(k, from); err != nil {
 		return err
 	}
-	if q.used == 0 || q.last == q.first {
+	if part.used == 0 || part.last == part.first {
 		return nil
 	}
 	if err := r.eventBeforeFill(k, from).HoldStream(c.streams[from]); err != nil {
 		return err
 	}
 	to, at := r.localShareAt(k, from), r.ownersShareAt(k, from)
-	r.pulled.Add(q.used)
-	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), q.used,
+	r.pulled.Add(part.used)
+	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), part.used,
 		false)
 }
 
@@ -404,8 +404,8 @@ func (r *Relay) recycleBuffers(ctx context.Context) error {
 	return nil
 }
 
-// countReadableChunks counts chunks of this rank's shares whose bytes the others may read.
-func (r *Relay) countReadableChunks(k int) {
+// countReadableChunk counts a chunk of this rank's share of a piece whose bytes the others may read now.
+func (r *Relay) countReadableChunk(k int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	c := r.carrier

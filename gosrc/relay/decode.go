@@ -16,11 +16,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Decode decodes a piece whose buffer has every rank's share, and then frees the
+// DecodePiece decodes a piece whose buffer has every rank's share, and then frees the
 // buffer, for a caller that exchanges the shares. On a GPU it queues the decoding after the
 // work that is on a stream now (0: none), and does not wait; errors end the job. Each piece is
 // decoded once, in their order.
-func (r *Relay) Decode(k int, stream uintptr) error {
+func (r *Relay) DecodePiece(k int, stream uintptr) error {
 	if k < 0 || k >= len(r.pieces) {
 		return errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
 	}
@@ -86,7 +86,7 @@ func (r *Relay) decodeOnHost(of ranksRead) error {
 		return err
 	}
 	r.markQueued(of.piece, of.lo, of.hi, nil)
-	r.countDecoded(of)
+	r.markDecoded(of)
 	return nil
 }
 
@@ -146,7 +146,7 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []ranksRead, streams []uin
 		if left--; left == 0 {
 			for _, of := range batch {
 				r.countStrips(of.piece, of.lo, of.hi)
-				r.countDecoded(of)
+				r.markDecoded(of)
 			}
 		}
 	})

@@ -147,10 +147,10 @@ func TestRelayPrepared(t *testing.T) {
 // passed carries a relay of one rank through.
 func passed(r *relay.Relay) error {
 	for k := range r.ShareSizes() {
-		if landed, err := r.Wait(k, time.Minute); !landed || err != nil {
+		if landed, err := r.AwaitOwnShare(k, time.Minute); !landed || err != nil {
 			break
 		}
-		if err := r.Decode(k, 1); err != nil {
+		if err := r.DecodePiece(k, 1); err != nil {
 			break
 		}
 	}

@@ -194,15 +194,15 @@ func ranksLoad(t *testing.T, m *load.Model, travel []int64, where string, ranks 
 			if fmt.Sprint(r.ShareSizes()) != fmt.Sprint(relays[0].ShareSizes()) {
 				t.Fatal("the ranks do not agree where the shares are")
 			}
-			if landed, err := r.Wait(k, time.Minute); !landed || err != nil {
+			if landed, err := r.AwaitOwnShare(k, time.Minute); !landed || err != nil {
 				t.Fatalf("piece %d: %v, %v", k, landed, err)
 			}
 		}
 		for _, r := range relays {
-			if err := r.Decode(k, streamOf(where)); err != nil {
+			if err := r.DecodePiece(k, streamOf(where)); err != nil {
 				t.Fatalf("piece %d: %v", k, err)
 			}
-			if err := r.Decode(k, 0); err == nil {
+			if err := r.DecodePiece(k, 0); err == nil {
 				t.Fatal("decoded twice")
 			}
 		}
@@ -287,7 +287,7 @@ func TestRelayEnds(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := r.Decode(0, 0); !errors.Is(err, errs.ErrArgument) {
+			if err := r.DecodePiece(0, 0); !errors.Is(err, errs.ErrArgument) {
 				t.Errorf("decoded without requests: %v", err)
 			}
 			for _, want := range []error{nil, errs.ErrArgument} {
@@ -296,21 +296,21 @@ func TestRelayEnds(t *testing.T) {
 				}
 			}
 			for k := range decodes {
-				if _, err := r.Wait(k, time.Minute); err != nil {
+				if _, err := r.AwaitOwnShare(k, time.Minute); err != nil {
 					t.Fatal(err)
 				}
-				if err := r.Decode(k, streamOf(where)); err != nil {
+				if err := r.DecodePiece(k, streamOf(where)); err != nil {
 					t.Fatal(err)
 				}
 			}
-			if landed, err := r.Wait(decodes+2, 20*time.Millisecond); landed || err != nil {
+			if landed, err := r.AwaitOwnShare(decodes+2, 20*time.Millisecond); landed || err != nil {
 				t.Errorf("piece %d of a ring of two: %v, %v", decodes+2, landed, err)
 			}
 			r.Job().Cancel()
 			if done, err := r.Job().Wait(time.Minute); !done || !errors.Is(err, errs.ErrCancelled) {
 				t.Errorf("%v, %v", done, err)
 			}
-			if err := r.Decode(decodes, 0); !errors.Is(err, errs.ErrCancelled) {
+			if err := r.DecodePiece(decodes, 0); !errors.Is(err, errs.ErrCancelled) {
 				t.Error(err)
 			}
 		}

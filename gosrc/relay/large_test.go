@@ -89,11 +89,11 @@ func TestManyRanks(t *testing.T) {
 	}
 	for k := range r.pieces {
 		for ok := false; !ok; {
-			if ok, err = r.Wait(k, time.Minute); err != nil {
+			if ok, err = r.AwaitOwnShare(k, time.Minute); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if err := r.Decode(k, 0); err != nil {
+		if err := r.DecodePiece(k, 0); err != nil {
 			t.Fatal(err)
 		}
 	}

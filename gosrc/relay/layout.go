@@ -39,13 +39,13 @@ type pieceState struct {
 
 // A rankPart is what one rank reads of a piece, and this rank's tasks of it.
 type rankPart struct {
-	first, last int     // decode tasks
-	used        int64   // bytes that others copy whole
-	beside      bool    // behind that, it has chunks of strips
-	strips      []strip // that this rank copies
-	queued      bool    // its decoding is
-	idle        *cuda.Event
-	done        bool // decoded
+	first, last    int     // decode tasks
+	used           int64   // bytes that others copy whole
+	hasStripChunks bool    // behind that, it has chunks of strips
+	strips         []strip // that this rank copies
+	queued         bool    // its decoding is
+	idle           *cuda.Event
+	done           bool // decoded
 }
 
 // localRequests are this rank's requests, and their decode tasks.
@@ -239,33 +239,33 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 // are in their buffers at the same time.
 func (r *Relay) addPiece(shares []plan.RankShare) {
 	number := len(r.pieces)
-	p := pieceState{checked: make(chan struct{}), begin: len(r.spots)}
+	piece := pieceState{checked: make(chan struct{}), begin: len(r.spots)}
 	for rank := range shares {
-		s, own := &shares[rank], rankPart{}
-		if common := s.Chunks[:s.Common]; r.hasStrips() {
+		share, own := &shares[rank], rankPart{}
+		if common := share.Chunks[:share.Common]; r.hasStrips() {
 			slices.SortStableFunc(common, func(a, b plan.ChunkOf) int {
 				return orderTrueFirst(!r.isCopiedAsStrips(a), !r.isCopiedAsStrips(b))
 			})
 		}
 		pos := int64(0)
 		var last *tensor.Chunk
-		for i, c := range s.Chunks {
+		for i, c := range share.Chunks {
 			chunk := r.chunkAt(c)
 			pos += gapBefore(pos, last, chunk)
 			*r.placeOf(c) = chunkPlace{number, pos}
 			pos, last = pos+int64(chunk.Stored), chunk
 			switch {
-			case i >= s.Common:
+			case i >= share.Common:
 			case r.isCopiedAsStrips(c):
-				own.beside = true
+				own.hasStripChunks = true
 			default:
 				own.used = pos
 			}
 		}
-		p.share = max(p.share, pos)
+		piece.share = max(piece.share, pos)
 		r.parts = append(r.parts, own)
 		if rank == r.spec.Rank {
-			own := s.Chunks
+			own := share.Chunks
 			if !slices.IsSortedFunc(own, r.compareInFile) {
 				own = slices.Clone(own)
 				slices.SortFunc(own, r.compareInFile)
@@ -273,26 +273,26 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 			for _, c := range own {
 				r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data]})
 			}
-			p.unread = int32(len(own))
+			piece.unread = int32(len(own))
 		}
 	}
-	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
+	piece.share = (piece.share + shareAlign - 1) &^ (shareAlign - 1)
 	if r.carrier != nil {
-		p.share = r.shareSpace()
+		piece.share = r.shareSpace()
 	}
-	r.pieces = append(r.pieces, p)
+	r.pieces = append(r.pieces, piece)
 	base := r.localShareAt(number, r.spec.Rank)
-	for i := range r.spots[p.begin:] {
-		s := &r.spots[p.begin+i]
+	for i := range r.spots[piece.begin:] {
+		s := &r.spots[piece.begin+i]
 		s.Dst = unsafe.Add(base, r.placeOf(plan.ChunkOf{Data: s.Data, N: s.N}).off)
 	}
 	for rank := range shares {
 		for _, c := range shares[rank].Chunks {
-			r.placeOf(c).off += int64(rank) * p.share
+			r.placeOf(c).off += int64(rank) * piece.share
 		}
 	}
-	if p.unread == 0 {
-		close(p.checked)
+	if piece.unread == 0 {
+		close(piece.checked)
 	}
 }
 
@@ -344,44 +344,45 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	}
 	for i := range wants { // the chunks of an alias travel as the rows of its tensor want it
 		if !shared[wants[i].Tensor] {
-			return doesNotTravel(i)
+			return errNotShared(i)
 		}
 	}
-	p := plan.Tasks(r.ix, wants, dest)
-	where := make([]int, len(p.Tasks))
-	for i := range p.Tasks {
-		at := r.placeOf(plan.ChunkOf{Data: wants[p.Refs[i].Want].Data, N: p.Refs[i].N})
+	tasksPlan := plan.Tasks(r.ix, wants, dest)
+	where := make([]int, len(tasksPlan.Tasks))
+	for i := range tasksPlan.Tasks {
+		at := r.placeOf(plan.ChunkOf{Data: wants[tasksPlan.Refs[i].Want].Data, N: tasksPlan.Refs[i].N})
 		if at.piece < 0 {
-			return doesNotTravel(int(p.Refs[i].Want))
+			return errNotShared(int(tasksPlan.Refs[i].Want))
 		}
 		rank := int(at.off / r.pieces[at.piece].share)
 		off := r.ringOf(at.piece, rank).offsetOf(at.piece) + at.off%r.pieces[at.piece].share
-		if off > maxSize-int64(p.Tasks[i].Chunk.Stored) {
-			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", p.Refs[i].Want, off)
+		if off > maxSize-int64(tasksPlan.Tasks[i].Chunk.Stored) {
+			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer",
+				tasksPlan.Refs[i].Want, off)
 		}
-		p.Tasks[i].Src = uint32(off)
+		tasksPlan.Tasks[i].Src = uint32(off)
 		where[i] = at.piece*r.spec.Ranks + rank
 	}
-	for i, n := range p.Left {
+	for i, n := range tasksPlan.Left {
 		if n == 0 && wants[i].Bytes > 0 { // plain, so without chunks
-			return doesNotTravel(i)
+			return errNotShared(i)
 		}
 	}
-	r.sortTasksByPart(p, where)
+	r.sortTasksByPart(tasksPlan, where)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.aimed {
 		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
-	where = r.divertStrips(p, where, wants)
+	where = r.divertStrips(tasksPlan, where, wants)
 	next := 0
 	for k := range r.parts { // also of those that have none: pieces are decoded as a whole, too
 		for r.parts[k].first = next; next < len(where) && where[next] == k; next++ {
 		}
 		r.parts[k].last = next
 	}
-	r.jobs, r.refs, r.coming = p.Tasks, p.Refs, p.Left
-	for i, n := range p.Left {
+	r.jobs, r.refs, r.coming = tasksPlan.Tasks, tasksPlan.Refs, tasksPlan.Left
+	for i, n := range tasksPlan.Left {
 		if n == 0 { // it has no bytes
 			r.job.Tensors.Add(1)
 			r.landings.Add(i)
@@ -398,6 +399,6 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	return nil
 }
 
-func doesNotTravel(request int) error {
+func errNotShared(request int) error {
 	return errs.New(errs.ErrArgument, "relay: request %d is for a tensor that this group does not share", request)
 }

@@ -162,7 +162,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	defer func() {
 		if err != nil {
-			r.awaitPulls(context.Background())
+			r.closeCarrier(context.Background())
 		}
 	}()
 	if err := spec.checkSize(); err != nil {
@@ -246,7 +246,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		Gate: func(ctx context.Context, job int32) error {
 			return r.awaitFreeBuffers(ctx, int(r.spots[job].Group)-r.ringOf(0, r.spec.Rank).count+1-ahead)
 		},
-		Landed: func(spot int32) { r.countReadableChunks(int(r.spots[spot].Group)) },
+		Landed: func(spot int32) { r.countReadableChunk(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
@@ -291,7 +291,7 @@ func (r *Relay) leaveExchange(ctx context.Context) {
 	}
 	r.carrier.work.Wait()
 	r.closeQueues()
-	r.awaitPulls(ctx)
+	r.closeCarrier(ctx)
 }
 
 // piecesAhead is how many pieces beyond the ring may be read into slots of the queue,
@@ -383,7 +383,7 @@ func (r *Relay) freeBuffers() {
 	r.wakeWaiters()
 }
 
-func (r *Relay) countDecoded(of ranksRead) {
+func (r *Relay) markDecoded(of ranksRead) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for rank := of.lo; rank < of.hi; rank++ {
@@ -437,9 +437,9 @@ func (r *Relay) ShareSizes() []int64 {
 	return out
 }
 
-// Wait waits up to d until this rank's share of a piece is in its buffer and was checked. It
+// AwaitOwnShare waits up to d until this rank's share of a piece is in its buffer and was checked. It
 // returns the job's error if there is one.
-func (r *Relay) Wait(k int, d time.Duration) (bool, error) {
+func (r *Relay) AwaitOwnShare(k int, d time.Duration) (bool, error) {
 	if k < 0 || k >= len(r.pieces) {
 		return false, errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
 	}

@@ -10,8 +10,8 @@ import (
 // The arithmetic of CRC-32 (IEEE): polynomials modulo its own, their bits reversed
 // as in its sums, so that 1<<31 is one.
 
-// crcTimes multiplies.
-func crcTimes(a, b uint32) uint32 {
+// multiplyCRC is the product of two polynomials.
+func multiplyCRC(a, b uint32) uint32 {
 	var p uint32
 	for m := uint32(1) << 31; m != 0; m >>= 1 {
 		if a&m != 0 {
@@ -27,7 +27,7 @@ func crcPower(n uint64) uint32 {
 	p := uint32(1) << 31
 	for k := 0; n != 0; k, n = k+1, n>>1 {
 		if n&1 != 0 {
-			p = crcTimes(crcSquares()[k&31], p)
+			p = multiplyCRC(crcSquares()[k&31], p)
 		}
 	}
 	return p
@@ -35,13 +35,13 @@ func crcPower(n uint64) uint32 {
 
 // crcJoin is the CRC-32 of two consecutive pieces with the sums a and b; the second
 // has n bytes.
-func crcJoin(a, b uint32, n int64) uint32 { return crcTimes(crcPower(uint64(n)*8), a) ^ b }
+func crcJoin(a, b uint32, n int64) uint32 { return multiplyCRC(crcPower(uint64(n)*8), a) ^ b }
 
 // crcSquares are x to the powers of two, which repeat after 32.
 var crcSquares = sync.OnceValue(func() (all [32]uint32) {
 	all[0] = 1 << 30 // x
 	for i := 1; i < len(all); i++ {
-		all[i] = crcTimes(all[i-1], all[i-1])
+		all[i] = multiplyCRC(all[i-1], all[i-1])
 	}
 	return all
 })

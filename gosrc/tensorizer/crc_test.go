@@ -41,9 +41,9 @@ func TestPower(t *testing.T) {
 		if got := crcPower(n); got != p {
 			t.Fatalf("x to the %d: %08x, not %08x", n, got, p)
 		}
-		p = crcTimes(1<<30, p)
+		p = multiplyCRC(1<<30, p)
 	}
-	if a, b := crcPower(1<<40+5), crcTimes(crcPower(1<<39), crcTimes(crcPower(1<<39), crcPower(5))); a != b {
+	if a, b := crcPower(1<<40+5), multiplyCRC(crcPower(1<<39), multiplyCRC(crcPower(1<<39), crcPower(5))); a != b {
 		t.Errorf("x to the 2^40+5: %08x, not %08x", a, b)
 	}
 }

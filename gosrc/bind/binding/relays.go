@@ -48,12 +48,12 @@ func relayVerbs() []*Verb {
 			})).ints("job"),
 		answered("relay_wait", "Wait up to ms for this rank's checked share of a piece (1; 0: not yet).",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (int64, error) {
-				there, err := r.Wait(int(n[0]), time.Duration(n[1])*time.Millisecond)
+				there, err := r.AwaitOwnShare(int(n[0]), time.Duration(n[1])*time.Millisecond)
 				return truth(there), err
 			})).ints("job", "piece", "ms"),
 		answered("relay_decode", "Decode a piece after a stream's work (0: none), and free its buffer.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (none, error) {
-				return none{}, r.Decode(int(n[0]), uintptr(n[1]))
+				return none{}, r.DecodePiece(int(n[0]), uintptr(n[1]))
 			})).ints("job", "piece", "stream"),
 	}
 }

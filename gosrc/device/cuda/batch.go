@@ -210,7 +210,7 @@ func (b *Batch) readStatuses(p *pad, err error) {
 	b.pad, p.batch = nil, nil
 }
 
-// takePad returns memory for n streams and rows. b.mu is held.
+// takePad returns memory for n streams and rows. The mu of Device.batch is held.
 func (d *Device) takePad(n, rows int) (*pad, error) {
 	b := &d.batch
 	bytes, room := padSizes(n, rows)
@@ -397,8 +397,8 @@ type batchWork struct {
 	scratch uint64
 }
 
-// launch is a step's, of the kernels of batches, for a table, its rows and status words.
-func (s kernelStep) launch(kernels []C.owcu_handle, table, rows, status uint64) C.struct_owcu_step {
+// asCStep is the step as C has it, of the kernels of batches, for a table, its rows and status words.
+func (s kernelStep) asCStep(kernels []C.owcu_handle, table, rows, status uint64) C.struct_owcu_step {
 	if s.block == 0 {
 		s.block = 32 * C.OW_X16_WARPS
 	}
@@ -466,7 +466,7 @@ func (d *Device) startBatch(on Order, t batchWork, plan func(split int) []kernel
 		to = uint64(p.mapped) + uint64(answersOffset(n))
 	}
 	for i, s := range plan(split) {
-		b.steps[i] = s.launch(kernels, at, to, uint64(p.mapped))
+		b.steps[i] = s.asCStep(kernels, at, to, uint64(p.mapped))
 		b.nsteps++
 	}
 	batch := &Batch{d: d, n: n, pad: p}

@@ -103,7 +103,7 @@ func (b *pieceBuilder) planPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 			smallLo, smallHi = min(smallLo, lo), max(smallHi, hi)
 		}
 	}
-	if b.runs = b.runs[:0]; s.loose && !b.staged && len(s.failures) == 0 && b.joinRuns() {
+	if b.runs = b.runs[:0]; s.loose && !b.staged && len(s.failures) == 0 && b.findRuns() {
 		return
 	}
 	if small > fewRaw {
@@ -115,9 +115,9 @@ func (b *pieceBuilder) planPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	}
 }
 
-// joinRuns finds the runs of a loose piece. It reports whether they are few, and all that
+// findRuns finds the runs of a loose piece. It reports whether they are few, and all that
 // the piece has.
-func (b *pieceBuilder) joinRuns() bool {
+func (b *pieceBuilder) findRuns() bool {
 	b.summing = 0
 	for i := range b.tasks {
 		j := &b.tasks[i]
@@ -178,8 +178,8 @@ func (b *pieceBuilder) checkTask(n int64, j *device.DecodeTask) error {
 	return errs.New(errs.ErrNotSupported, "codec %d on a GPU", uint8(c.Codec))
 }
 
-// finished reports whether every task is in a round.
-func (b *pieceBuilder) finished() bool { return b.begun && b.at == len(b.tasks) }
+// hasAllTasks reports whether every task is in a round.
+func (b *pieceBuilder) hasAllTasks() bool { return b.begun && b.at == len(b.tasks) }
 
 // fillRound takes the next tasks, as many as the tables hold. scratch is the address of
 // scratch memory, if the piece needs it.
@@ -433,18 +433,18 @@ func (b *pieceBuilder) flushBatch() {
 
 // writeRound writes the round into the slot's pinned memory and its C struct.
 func (b *pieceBuilder) writeRound() {
-	s := b.s
-	head := unsafe.Add(s.host, -headBytes)
+	slot := b.s
+	head := unsafe.Add(slot.host, -headBytes)
 	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.casts)*castSize + len(b.segs)*segSize +
 		len(b.parts)*partSize + len(b.crcs)*crcSize
 	size = (size + 15) &^ 15
-	table := unsafe.Add(s.host, -size)
-	device := s.dev - uint64(size)
-	near := !s.isReadInPlace() && len(b.runs) == 0
+	table := unsafe.Add(slot.host, -size)
+	device := slot.dev - uint64(size)
+	near := !slot.isReadInPlace() && len(b.runs) == 0
 	if !near {
 		// The kernels read the tables in host memory: a copy would wait for copies of other
 		// queues, which occupy the link for milliseconds, or interrupt those of runs.
-		device = uint64(s.c.status) + headBytes - uint64(size)
+		device = uint64(slot.c.status) + headBytes - uint64(size)
 	}
 	if n := len(b.crcs); n > 0 {
 		b.launches = append(b.launches, launch{kernelCRC, 0, n})
@@ -459,23 +459,24 @@ func (b *pieceBuilder) writeRound() {
 	at[5], _ = n, n+copyTable(table, n, b.crcs)
 	clear(unsafe.Slice((*uint32)(head), len(b.chunks)))
 
-	copies := s.c.copies[:0]
+	copies := slot.c.copies[:0]
 	if size > 0 && near {
 		upto := int64(0)
-		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.view == nil {
+		if !b.staged && b.lo <= nearby && b.hi > b.lo && slot.view == nil {
 			upto, b.staged = b.hi, true
 		}
 		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(device), src: table,
 			n: C.uint64_t(int64(size) + upto)})
 		if !b.staged && b.hi > b.lo {
 			b.staged = true
-			copies = appendCopies(copies, C.owcu_ptr(s.dev+uint64(b.lo)), unsafe.Pointer(&s.Memory()[b.lo]), b.hi-b.lo)
+			copies = appendCopies(copies, C.owcu_ptr(slot.dev+uint64(b.lo)),
+				unsafe.Pointer(&slot.Memory()[b.lo]), b.hi-b.lo)
 		}
 	}
 	copies = append(copies, b.copies...)
-	s.c.early = C.uint32_t(len(b.copies))
-	s.c.ncopies = C.uint32_t(len(copies))
-	s.c.nlaunches = C.uint32_t(len(b.launches))
+	slot.c.early = C.uint32_t(len(b.copies))
+	slot.c.ncopies = C.uint32_t(len(copies))
+	slot.c.nlaunches = C.uint32_t(len(b.launches))
 	for i, l := range b.launches {
 		c := C.struct_owcu_launch{kernel: C.uint32_t(l.kernel), n: C.uint32_t(l.n)}
 		switch l.kernel {
@@ -484,11 +485,11 @@ func (b *pieceBuilder) writeRound() {
 		case kernelCast:
 			c.a, c.b = C.owcu_ptr(device+uint64(at[4])), C.owcu_ptr(device+uint64(at[3]+l.first*partSize))
 		case kernelCRC:
-			c.a, c.b = C.owcu_ptr(device+uint64(at[5])), s.c.status+C.owcu_ptr(4*len(b.chunks))
+			c.a, c.b = C.owcu_ptr(device+uint64(at[5])), slot.c.status+C.owcu_ptr(4*len(b.chunks))
 		default:
 			c.a, c.b = C.owcu_ptr(device+uint64(at[0])), C.owcu_ptr(device+uint64(at[2]+l.first*segSize))
 		}
-		s.c.launches[i] = c
+		slot.c.launches[i] = c
 	}
 }
 

@@ -35,8 +35,8 @@ type summedChunk struct {
 	stored, want uint32
 }
 
-// crcTimes is the product of two polynomials.
-func crcTimes(a, b uint32) (p uint32) {
+// multiplyCRC is the product of two polynomials.
+func multiplyCRC(a, b uint32) (p uint32) {
 	for ; a != 0; a <<= 1 {
 		if a&crcOne != 0 {
 			p ^= b
@@ -57,13 +57,13 @@ var powers = sync.OnceValue(func() *crcPowers {
 	v := uint32(crcOne)
 	for n := range p.bytes {
 		p.bytes[n] = v
-		v = crcTimes(crcOne>>8, v)
+		v = multiplyCRC(crcOne>>8, v)
 	}
 	part := v
 	v = crcOne
 	for n := range p.parts[0] {
 		p.parts[0][n] = v
-		v = crcTimes(part, v)
+		v = multiplyCRC(part, v)
 	}
 	for k := range p.parts[1:] {
 		for n, v := range p.parts[k] {
@@ -131,7 +131,8 @@ func (b *pieceBuilder) compareSums(words []uint32) {
 		}
 		// A CRC begins with ones, which the bytes move on, and its bits are inverted.
 		pow := powers()
-		sum := ^crcTimes(^uint32(0), crcTimes(pow.bytes[c.stored%C.OW_CRC_PART], pow.parts[0][c.stored/C.OW_CRC_PART]))
+		sum := ^multiplyCRC(^uint32(0), multiplyCRC(pow.bytes[c.stored%C.OW_CRC_PART],
+			pow.parts[0][c.stored/C.OW_CRC_PART]))
 		for _, w := range words[c.first:end] {
 			sum ^= w
 		}

@@ -61,8 +61,8 @@ func divideIntoBatches(n int, stored func(i int) int) (parts []deltaRange) {
 	return parts
 }
 
-// runInLanes calls f for each batch, for as many at once as there are lanes.
-func runInLanes(parts []deltaRange, f func(part deltaRange, lane int) error) error {
+// runBatchesAtOnce calls f for each batch, for as many at once as there are lanes.
+func runBatchesAtOnce(parts []deltaRange, f func(part deltaRange, lane int) error) error {
 	return spawn.Each(context.Background(), "cuda delta batch", residentLanes, len(parts), func(i int) error {
 		return f(parts[i], i%residentLanes)
 	})
@@ -91,7 +91,7 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	}
 	var mu sync.Mutex
 	var parts []deltaRange
-	err := runInLanes(divideIntoBatches(len(chunks), func(i int) int {
+	err := runBatchesAtOnce(divideIntoBatches(len(chunks), func(i int) int {
 		return len(chunks[i].Stored)
 	}), func(p deltaRange, lane int) error {
 		err := d.applyDelta(on, lane, chunks[p.lo:p.hi], p.bytes)
@@ -194,7 +194,7 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 			some = append(some, i)
 		}
 	}
-	return runInLanes(divideIntoBatches(len(some), func(k int) int {
+	return runBatchesAtOnce(divideIntoBatches(len(some), func(k int) int {
 		return int(rows[some[k]].stored)
 	}), func(p deltaRange, lane int) error {
 		return d.writeDelta(on, lane, chunks, rows, some[p.lo:p.hi], p.bytes)

@@ -142,18 +142,18 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	}
 	d.mu.Lock()
 	idle := &d.idle[idleQueueFor(slotBytes)]
-	l := *idle
+	queue := *idle
 	*idle = nil
 	d.mu.Unlock()
-	if l != nil {
-		if need := int64(slots) * slotStride(slotBytes); slots <= len(l.all) && need <= l.pages.n &&
-			l.pages.n <= 2*need+huge {
-			l.closed, l.inPlace = false, d.coherent
-			l.divideIntoSlots(slots, slotStride(slotBytes))
-			return l, nil
+	if queue != nil {
+		if need := int64(slots) * slotStride(slotBytes); slots <= len(queue.all) && need <= queue.pages.n &&
+			queue.pages.n <= 2*need+huge {
+			queue.closed, queue.inPlace = false, d.coherent
+			queue.divideIntoSlots(slots, slotStride(slotBytes))
+			return queue, nil
 		}
-		l.endCompleter()
-		d.deferFree(l.freeQueue)
+		queue.endCompleter()
+		d.deferFree(queue.freeQueue)
 	}
 	fns, err := d.findKernels(&d.kernels, d.module, built.X16, kernelNames)
 	if err != nil {
@@ -164,27 +164,27 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		fine, _ := FinestRing()
 		most = max(most, fine)
 	}
-	p := d.takeSparePages()
-	if p.shrinkTo(n); p.n < n {
-		p.free()
-		if p, err = newPages(n, d.near); err != nil {
+	memory := d.takeSparePages()
+	if memory.shrinkTo(n); memory.n < n {
+		memory.free()
+		if memory, err = newPages(n, d.near); err != nil {
 			return nil, err
 		}
 	}
-	l, err = d.newQueue(&p, most, fns)
+	queue, err = d.newQueue(&memory, most, fns)
 	if errors.Is(err, errs.ErrMemory) {
 		// Dropped tensors, or another queue, may occupy the memory for the staging.
 		d.freeDeferred()
-		if e := d.freeKept(); e == nil && p.raw != nil {
-			l, err = d.newQueue(&p, most, fns)
+		if e := d.freeKept(); e == nil && memory.raw != nil {
+			queue, err = d.newQueue(&memory, most, fns)
 		}
 	}
 	if err != nil {
-		p.free()
+		memory.free()
 		return nil, d.addSizesToError(err, n, "the staging of a load")
 	}
-	l.divideIntoSlots(slots, slotStride(slotBytes))
-	return l, nil
+	queue.divideIntoSlots(slots, slotStride(slotBytes))
+	return queue, nil
 }
 
 // newQueue makes a queue on some pages, with space for `most` slots but none yet.
@@ -200,15 +200,15 @@ func (d *Device) newQueue(p *hugePages, most int, fns []C.owcu_handle) (*Queue, 
 		}
 		return nil, errorOf(d.index, &e)
 	}
-	l := &Queue{
+	queue := &Queue{
 		dev: d, c: c, inPlace: d.coherent, pages: *p, free: newFreeSlots(most), submitted: make(chan *Slot, most),
 		ended: make(chan struct{}), drained: make(chan struct{}),
 	}
 	for i, s := range unsafe.Slice(c.slots, most) {
-		l.all = append(l.all, &Slot{q: l, c: s, index: i, reader: anyone, failures: map[int]error{}})
+		queue.all = append(queue.all, &Slot{q: queue, c: s, index: i, reader: anyone, failures: map[int]error{}})
 	}
-	spawn.Go("cuda completer", l.runCompleter)
-	return l, nil
+	spawn.Go("cuda completer", queue.runCompleter)
+	return queue, nil
 }
 
 // divideIntoSlots divides the queue's memory into slots of `room` bytes each, tables
@@ -379,7 +379,7 @@ func (q *Queue) submitPieces(s *Slot) error {
 	defer q.mu.Unlock()
 	b := &s.build
 	err := q.broken
-	for err == nil && !b.finished() {
+	for err == nil && !b.hasAllTasks() {
 		err = q.queueRound(s, b)
 	}
 	if err != nil {
@@ -416,7 +416,7 @@ func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	}
 	c := s.c
 	c.wait = 0
-	if !b.finished() {
+	if !b.hasAllTasks() {
 		c.wait = 1
 	}
 	c.stream = 0

@@ -144,52 +144,52 @@ func (d *Device) reapBlocks(wait bool) (err error) {
 
 // reapStep takes one step of reap. busy: another step may do more.
 func (d *Device) reapStep() (busy bool, err error) {
-	p := &d.pending
+	pending := &d.pending
 	var e C.struct_owcu_error
-	if len(p.blocks) == 0 {
+	if len(pending.blocks) == 0 {
 		for b := (*device.Listed)(C.owcu_list_take((*unsafe.Pointer)(unsafe.Pointer(d.list)))); b != nil; b = b.Next() {
-			p.blocks = append(p.blocks, b)
+			pending.blocks = append(pending.blocks, b)
 		}
-		p.marked = false
+		pending.marked = false
 	}
-	if len(p.blocks) == 0 {
+	if len(pending.blocks) == 0 {
 		return false, nil
 	}
-	if !p.marked {
+	if !pending.marked {
 		d.mu.Lock()
 		streams := append([]C.uint64_t{defaultStream}, d.users...)
 		d.mu.Unlock()
-		for len(p.events) < len(streams) {
-			p.events = append(p.events, nil)
+		for len(pending.events) < len(streams) {
+			pending.events = append(pending.events, nil)
 		}
-		switch C.owcu_record_events(d.ctx, C.int(len(streams)), &streams[0], &p.events[0], &e) {
+		switch C.owcu_record_events(d.ctx, C.int(len(streams)), &streams[0], &pending.events[0], &e) {
 		case 0:
-			p.marked = true
+			pending.marked = true
 		case 1:
 			return false, nil
 		default:
 			return false, errorOf(d.index, &e)
 		}
 	}
-	switch C.owcu_events_passed(d.ctx, C.int(len(p.events)), &p.events[0], &e) {
+	switch C.owcu_events_passed(d.ctx, C.int(len(pending.events)), &pending.events[0], &e) {
 	case 0:
 		return true, nil
 	case 1:
 	default:
-		p.marked = false
+		pending.marked = false
 		return false, errorOf(d.index, &e)
 	}
 	d.mu.Lock()
-	for _, b := range p.blocks {
+	for _, b := range pending.blocks {
 		base, n := b.Base()
 		d.kept = append(d.kept, keptBlock{deviceAddress(base), C.uint64_t(n)})
 		C.free(unsafe.Pointer(b))
 	}
-	d.live -= len(p.blocks)
+	d.live -= len(pending.blocks)
 	d.touched = time.Now()
 	d.startReaper() // to free the excess later
 	d.mu.Unlock()
-	p.blocks = p.blocks[:0]
+	pending.blocks = pending.blocks[:0]
 	return true, nil // there may be more on the list
 }
 
