@@ -183,7 +183,7 @@ func (r *run) measureSizes() error {
 		if err != nil {
 			return err
 		}
-		row.Group, row.Name, row.FloorName = "size", name, "the least of the default level"
+		row.Group, row.Name, row.FloorName = "size", name, "the entropy of the coded field"
 		r.addRow(row)
 		return r.stopError()
 	}
@@ -281,7 +281,7 @@ func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
 	}
 	row := Row{Group: "load", Name: fmt.Sprintf("load %s of %s bf16", sizeText(total), name),
 		Value: rateOf(total, seconds), Unit: "GB/s",
-		Floor: r.report.Floors.RawCopy, FloorName: "copying as many bytes in memory",
+		Floor: r.report.Floors.RawCopy, FloorName: "reading as many bytes from the page cache",
 		Note: fmt.Sprintf("the first at %s", numberText(rateOf(total, first)))}
 	if r.gpu != nil {
 		row.Floor, row.FloorName = r.wire/ratio, "what the wire allows"

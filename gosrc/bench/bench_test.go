@@ -41,7 +41,7 @@ func TestRun(t *testing.T) {
 	if rep.Estimate <= 0 || rep.Seconds <= 0 || rep.Device != nil {
 		t.Errorf("%+v", rep)
 	}
-	for _, want := range []string{"this takes about ", "of copying as many bytes in memory", "of their size; the least of the default level: "} {
+	for _, want := range []string{"this takes about ", "of reading as many bytes from the page cache", "of their size; the entropy of the coded field: "} {
 		if !strings.Contains(text.String(), want) {
 			t.Errorf("no %q in\n%s", want, text.String())
 		}
