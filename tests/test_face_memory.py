@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 from pathlib import Path
@@ -153,24 +154,26 @@ def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
         assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == want.nbytes
 
 
-def test_tensors_that_torch_rounds_up_share_memory(seed: int) -> None:
-    """Each tensor is in one group; of a group with several, torch's allocator, which asks the driver for 2 MiB at a
-    time, wastes no more than that, and the group is no larger than it may be."""
-    from overwire.frameworks.torch import _group_sizes
+def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
+    """Each tensor is in one group, in order; a group of several is no larger than it may be, no two that follow each
+    other fit into one, and only what torch has other memory for, or fills one, is alone. Where torch keeps enough, each
+    is alone, the largest first."""
+    from overwire.frameworks.torch import _group_sizes, _order_sizes
 
     rng = random.Random(seed)
     for _ in range(50):
-        sizes = [
-            rng.choice([rng.randrange(1, 40 << 20), 8 << 20, 64 << 20, rng.randrange(1 << 20)])
-            for _ in range(rng.randrange(60))
-        ]
-        groups = list(_group_sizes(sizes))
+        kinds = [rng.randrange(1, 40 << 20), 8 << 20, 64 << 20, 300 << 20, rng.randrange(1 << 20)]
+        sizes = [rng.choice(kinds) for _ in range(rng.randrange(60))]
+        groups = list(_order_sizes(sizes, sum(sizes) - 1))
+        assert groups == list(_group_sizes(sizes))
         assert sorted(at for group in groups for at in group) == list(range(len(sizes)))
-        for group in groups:
-            assert len(group) < 2 or sum(sizes[at] for at in group) <= 128 << 20
-        alone = [sizes[group[0]] for group in groups if len(group) == 1]
-        middle = [size for size in alone if 1 << 20 < size < 10 << 20]
-        assert len(middle) <= 1  # what would share has a partner, but for the last one
+        shared = [group for group in groups if group and 1 << 20 < sizes[group[0]] < 256 << 20]
+        assert [at for group in shared for at in group] == [at for at, n in enumerate(sizes) if 1 << 20 < n < 256 << 20]
+        totals = [sum(sizes[at] for at in group) for group in shared]
+        assert all(total <= 256 << 20 for total in totals)
+        assert all(a + b > 256 << 20 for a, b in itertools.pairwise(totals))
+        single = [group[0] for group in _order_sizes(sizes, sum(sizes))]
+        assert [sizes[at] for at in single] == sorted(sizes, reverse=True) and len(set(single)) == len(sizes)
 
 
 def test_a_gpu_is_made_ready_before_torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,45 @@ def test_empty_cache(tmp_path: Path) -> None:
     equal(ow.load_file(tmp_path / "m", device="cuda"), ow.load_file(tmp_path / "m"))
 
 
+def test_tensors_share_the_memory_that_the_driver_is_asked_for(torch_script: Callable, tmp_path: Path) -> None:
+    """A first load asks the driver for a few groups of tensors, later ones for hardly anything; each tensor has a
+    storage of its own, and once all are dropped torch gives everything back. What torch keeps of others is used."""
+    sizes = [20, 34, 50, 8] * 10
+    tensors = {f"t{i:02}": torch.full((n << 20,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
+    ow.save_file(tensors, tmp_path / "m")
+    torch_script(
+        """
+import torch
+import overwire as ow
+def count_segments():
+    return sum(part["segment_type"] == "large" for part in torch.cuda.memory_snapshot())
+def check(tensors):
+    for number, tensor in enumerate(tensors.values()):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes and bool((tensor.cpu() == number).all()), number
+sizes = [tensor.nbytes for tensor in ow.load_file("m").values()]
+others = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (*sizes, 400 << 20)]
+reserved = torch.cuda.memory_reserved()
+del others
+check(tensors := ow.load_file("m", device="cuda"))
+assert torch.cuda.memory_reserved() <= reserved + (64 << 20)
+del tensors
+torch.cuda.empty_cache()
+assert not count_segments()
+check(tensors := ow.load_file("m", device="cuda"))
+assert count_segments() <= 10, count_segments()
+reserved = torch.cuda.memory_reserved()
+assert reserved <= sum(sizes) + (40 << 20)
+del tensors
+for _ in range(4):
+    check(tensors := ow.load_file("m", device="cuda"))
+    assert torch.cuda.memory_reserved() <= reserved + (40 << 20)
+    del tensors
+torch.cuda.empty_cache()
+assert not count_segments()
+"""
+    )
+
+
 def test_pinned(model: Path) -> None:
     for file in ("plain.safetensors", "packed.safetensors"):
         on_cpu = ow.load_file(model / file)

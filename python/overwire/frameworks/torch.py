@@ -84,10 +84,10 @@ def _free_memory(device: str) -> tuple[int | None, int | None]:
         return None, None
 
 
-# How torch's allocator rounds: every tensor to `_ROUND`, memory that it asks the driver for
-# to `_UNIT`, and that of a tensor above 1 MiB and below `_ALONE` to 20 MiB, which has room for
-# two of 8 MiB. Tensors that would waste much share memory of `_GROUP` at most.
-_ROUND, _UNIT, _ALONE, _GROUP = 512, 2 << 20, 10 << 20, 128 << 20
+# torch's allocator asks the driver for 2 MiB at a time, and for 20 MiB where a tensor has 1 to
+# 10: that wastes much of it, and each time copies stand still for 0.1 ms. So tensors above
+# `_LEAST` share what is asked for, `_GROUP` at most. Each begins at a multiple of `_ROUND`.
+_ROUND, _LEAST, _GROUP = 512, 1 << 20, 256 << 20
 
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -98,7 +98,7 @@ def _group_sizes(sizes: Sequence[int]) -> Iterator[list[int]]:
     alone: list[int] = []
     nbytes = 0
     for at, size in enumerate(sizes):
-        if not (1 << 20 < size < _ALONE or _ALONE <= size < 32 << 20 and size % _UNIT):
+        if not _LEAST < size < _GROUP:
             alone.append(at)
             continue
         if nbytes + size > _GROUP:
@@ -110,12 +110,29 @@ def _group_sizes(sizes: Sequence[int]) -> Iterator[list[int]]:
     yield from ([at] for at in alone)
 
 
-def _divide_block(device: torch.device, size: int) -> None:
-    # Memory that torch keeps, it divides: what is asked for next takes exactly this.
-    if any(word in conf for conf in map(os.environ.get, _CONFIGURED) if conf for word in ("max_split_size", "backend")):
-        return  # an allocator that may not divide it
-    with contextlib.suppress(torch.OutOfMemoryError):  # each by itself may still fit
-        torch.empty(size, dtype=torch.uint8, device=device)
+def _order_sizes(sizes: Sequence[int], idle: int) -> Iterable[list[int]]:
+    """The same where torch keeps `idle` bytes of free memory. Where that is enough, each is by itself and
+    the largest comes first: what is there fits best then, and a load that is repeated takes hardly more."""
+    if idle < sum(sizes):
+        return _group_sizes(sizes)
+    return ([at] for at in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True))
+
+
+def _divides_memory() -> bool:
+    """Whether torch keeps memory that is free, and divides it for what is asked for next."""
+    confs = filter(None, map(os.environ.get, _CONFIGURED))
+    return (
+        torch.cuda.get_allocator_backend() == "native"
+        and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
+        and not any("max_split_size" in conf for conf in confs)
+    )
+
+
+def _idle_memory(device: torch.device) -> int:
+    """The bytes that torch's allocator keeps of a GPU, and no tensor has."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    sums = [stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes") if stats]
+    return int(sums[0] - sums[1]) if sums else 0  # there are none before torch has used a GPU
 
 
 def unused(device: str) -> int:
@@ -302,9 +319,15 @@ class TorchFrame(Frame):
         where, new = torch.device(device), torch.empty_strided
         strides: dict[tuple[int, ...], list[int]] = {}
         tensors: list[Any] = [None] * len(rows)
-        for group in _group_sizes([row[3] for row in rows]):
-            if len(group) > 1 and where.type == "cuda":
-                _divide_block(where, sum(-(-rows[at][3] // _ROUND) * _ROUND for at in group))
+        sizes = [row[3] for row in rows]
+        groups: Iterable[list[int]] = ([at] for at in range(len(rows)))
+        if where.type == "cuda" and _divides_memory():
+            groups = _order_sizes(sizes, _idle_memory(where))
+        for group in groups:
+            if len(group) > 1:
+                with contextlib.suppress(torch.OutOfMemoryError):  # each by itself may still fit
+                    # Free again at once, it is what the allocator divides for the next ones.
+                    new((sum(-(-sizes[at] // _ROUND) * _ROUND for at in group),), (1,), dtype=torch.uint8, device=where)
             for at in group:
                 _, dtype, shape, *_ = rows[at]
                 if dtype in PACKED:
