@@ -92,30 +92,40 @@ _ROUND, _LEAST, _GROUP = 512, 1 << 20, 256 << 20
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def _group_sizes(sizes: Sequence[int]) -> Iterator[list[int]]:
+# The GPUs on which tensors of an earlier load share memory, so that what torch keeps of it has the sizes of groups.
+_gpus_of_groups: set[int | None] = set()
+
+
+def _group_sizes(sizes: Sequence[int]) -> list[list[int]]:
     """Tensors by position, in groups: those of one share memory, where it has several."""
-    group: list[int] = []
-    alone: list[int] = []
+    groups: list[list[int]] = []
+    shared: list[int] = []
     nbytes = 0
     for at, size in enumerate(sizes):
         if not _LEAST < size < _GROUP:
-            alone.append(at)
+            groups.append([at])
             continue
-        if nbytes + size > _GROUP:
-            yield group
-            group, nbytes = [], 0
-        group.append(at)
+        if nbytes + size > _GROUP or not shared:
+            groups.append(shared := [])
+            nbytes = 0
+        shared.append(at)
         nbytes += size
-    yield group
-    yield from ([at] for at in alone)
+    return groups
 
 
-def _order_sizes(sizes: Sequence[int], idle: int) -> Iterable[list[int]]:
-    """The same where torch keeps `idle` bytes of free memory. Where that is enough, each is by itself and
-    the largest comes first: what is there fits best then, and a load that is repeated takes hardly more."""
+def _order_sizes(sizes: Sequence[int], idle: int, gpu: int | None) -> list[list[int]]:
+    """The groups of a load to a GPU of which torch keeps `idle` bytes of free memory; where that is enough, and is not
+    of earlier groups, each tensor is by itself. The smallest comes first: torch takes the smallest free memory that is
+    large enough, so that each group of a repeated load gets what it had, and none lacks what another has left."""
     if idle < sum(sizes):
-        return _group_sizes(sizes)
-    return ([at] for at in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True))
+        _gpus_of_groups.add(gpu)
+    groups = _group_sizes(sizes) if gpu in _gpus_of_groups else [[at] for at in range(len(sizes))]
+    return sorted(groups, key=lambda group: _round_sizes(sizes[at] for at in group))
+
+
+def _round_sizes(sizes: Iterable[int]) -> int:
+    # What torch takes for tensors that lie behind each other.
+    return sum(-(-size // _ROUND) * _ROUND for size in sizes)
 
 
 def _divides_memory() -> bool:
@@ -322,12 +332,12 @@ class TorchFrame(Frame):
         sizes = [row[3] for row in rows]
         groups: Iterable[list[int]] = ([at] for at in range(len(rows)))
         if where.type == "cuda" and _divides_memory():
-            groups = _order_sizes(sizes, _idle_memory(where))
+            groups = _order_sizes(sizes, _idle_memory(where), where.index)
         for group in groups:
             if len(group) > 1:
                 with contextlib.suppress(torch.OutOfMemoryError):  # each by itself may still fit
                     # Free again at once, it is what the allocator divides for the next ones.
-                    new((sum(-(-sizes[at] // _ROUND) * _ROUND for at in group),), (1,), dtype=torch.uint8, device=where)
+                    new((_round_sizes(sizes[at] for at in group),), (1,), dtype=torch.uint8, device=where)
             for at in group:
                 _, dtype, shape, *_ = rows[at]
                 if dtype in PACKED:
