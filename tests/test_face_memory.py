@@ -174,10 +174,23 @@ def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
         assert all(len(group) < 2 or total <= 256 << 20 for group, total in zip(groups, totals, strict=True))
 
 
+def test_batches_have_whole_groups(seed: int) -> None:
+    """Each tensor is in one batch, and the groups of a batch are those of all tensors."""
+    from overwire.frameworks.torch import _group_sizes, divide_into_batches
+
+    rng = random.Random(seed)
+    for _ in range(50):
+        sizes = [rng.choice([rng.randrange(1, 90 << 20), 300 << 20]) for _ in range(rng.randrange(90))]
+        batches = [*divide_into_batches("cpu", sizes, 4, 16)]
+        assert sorted(at for batch in batches for at in batch) == list(range(len(sizes)))
+        groups = [[batch[at] for at in group] for batch in batches for group in _group_sizes([sizes[at] for at in batch])]
+        assert sorted(groups) == sorted(_group_sizes(sizes))
+
+
 def test_repeated_loads_take_no_more_memory(seed: int) -> None:
     """By a model of torch's allocator, which takes the smallest free memory that is large enough and divides it: what
     a second and a third load of a model take is what the first has left."""
-    from overwire.frameworks.torch import _order_sizes
+    from overwire.frameworks.torch import _order_sizes, divide_into_batches
 
     llama = [33 << 20, 8 << 20, 8 << 20, 33 << 20, 117 << 20, 117 << 20, 117 << 20, 8192, 8192] * 8
     models = [[1050 << 20, *llama, 8192, 1050 << 20]]
@@ -212,10 +225,12 @@ def test_repeated_loads_take_no_more_memory(seed: int) -> None:
         sums = []
         for _ in range(3):
             parts = []
-            for group in _order_sizes(sizes, sum(part[0] for part in free), -100 - number):
-                if len(group) > 1:
-                    give(take(sum(-(-sizes[at] // 512) * 512 for at in group)))
-                parts += [take(sizes[at]) for at in group]
+            for batch in divide_into_batches("cpu", sizes, 4 if not taken else len(sizes), 32):
+                idle = sum(part[0] for part in free)
+                for group in _order_sizes([sizes[at] for at in batch], idle, -100 - number):
+                    if len(group) > 1:
+                        give(take(sum(-(-sizes[batch[at]] // 512) * 512 for at in group)))
+                    parts += [take(sizes[batch[at]]) for at in group]
             sums.append(sum(taken))
             for part in parts:
                 give(part)

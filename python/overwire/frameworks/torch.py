@@ -123,6 +123,22 @@ def _order_sizes(sizes: Sequence[int], idle: int, gpu: int | None) -> list[list[
     return sorted(groups, key=lambda group: _round_sizes(sizes[at] for at in group))
 
 
+def divide_into_batches(device: str, sizes: Sequence[int], first: int, most: int) -> Iterator[list[int]]:
+    """Tensors by position, in the batches in which they are made: all at once where torch keeps enough free memory of a
+    GPU, else `first` of them and then twice as many each time, up to `most`. A group is in one batch."""
+    where = torch.device(device)
+    if where.type == "cuda" and _idle_memory(where) >= sum(sizes):
+        first = len(sizes)
+    batch: list[int] = []
+    for group in _group_sizes(sizes):
+        batch += group
+        if len(batch) >= first:
+            yield batch
+            batch, first = [], max(first, min(2 * first, most))
+    if batch:
+        yield batch
+
+
 def _round_sizes(sizes: Iterable[int]) -> int:
     # What torch takes for tensors that lie behind each other.
     return sum(-(-size // _ROUND) * _ROUND for size in sizes)

@@ -375,12 +375,11 @@ class Model:
     ) -> dict[int, Any]:
         # The tensors are made while the first bytes are on their way: growing
         # torch's allocator takes some 50 us a tensor.
-        from ..frameworks.torch import stream_of
+        from ..frameworks.torch import divide_into_batches, stream_of
 
         places: dict[int, Any] = {}
-        first = 0
-        while part := large[first : first + count]:
-            first, count = first + count, min(2 * count, _BATCH)
+        for batch in divide_into_batches(self.device, [rows[at][3] for at in large], count, _BATCH):
+            part = [large[at] for at in batch]
             tensors = frame.empty_on(self.device, [rows[at] for at in part], again=False)
             job.settle(
                 [n for at, tensor in zip(part, tensors, strict=True) for n in (at, tensor.data_ptr())],
