@@ -183,7 +183,9 @@ def test_batches_have_whole_groups(seed: int) -> None:
         sizes = [rng.choice([rng.randrange(1, 90 << 20), 300 << 20]) for _ in range(rng.randrange(90))]
         batches = [*divide_into_batches("cpu", sizes, 4, 16)]
         assert sorted(at for batch in batches for at in batch) == list(range(len(sizes)))
-        groups = [[batch[at] for at in group] for batch in batches for group in _group_sizes([sizes[at] for at in batch])]
+        groups = [
+            [batch[at] for at in group] for batch in batches for group in _group_sizes([sizes[at] for at in batch])
+        ]
         assert sorted(groups) == sorted(_group_sizes(sizes))
 
 

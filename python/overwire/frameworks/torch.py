@@ -99,17 +99,17 @@ _gpus_of_groups: set[int | None] = set()
 def _group_sizes(sizes: Sequence[int]) -> list[list[int]]:
     """Tensors by position, in groups: those of one share memory, where it has several."""
     groups: list[list[int]] = []
-    shared: list[int] = []
-    nbytes = 0
+    group: list[int] = []
+    nbytes = _GROUP
     for at, size in enumerate(sizes):
         if not _LEAST < size < _GROUP:
             groups.append([at])
-            continue
-        if nbytes + size > _GROUP or not shared:
-            groups.append(shared := [])
-            nbytes = 0
-        shared.append(at)
-        nbytes += size
+        elif nbytes + size <= _GROUP:
+            group.append(at)
+            nbytes += size
+        else:
+            groups.append(group := [at])
+            nbytes = size
     return groups
 
 
