@@ -36,7 +36,7 @@ template <u32 S> OW_DEV void element_put(u32 a, typename Element<S>::V v) {
     if (S == 4) sts32(a, (u32)v);
     if (S == 8) sts64(a, {(u32)v, (u32)((u64)v >> 32)});
 }
-OW_DEV u32 any32(const u8* p) {
+OW_DEV u32 load_unaligned32(const u8* p) {
     if (((uintptr_t)p & 3) == 0) return ldg32(p);
     return ldg8(p) | ldg8(p + 1) << 8 | ldg8(p + 2) << 16 | ldg8(p + 3) << 24;
 }
@@ -44,8 +44,8 @@ template <u32 S> OW_DEV typename Element<S>::V element_any(const u8* p) {
     typedef typename Element<S>::V V;
     if (S == 1) return (V)ldg8(p);
     if (S == 2) return (V)(ldg8(p) | ldg8(p + 1) << 8);
-    if (S == 4) return (V)any32(p);
-    return (V)((u64)any32(p + 4) << 32 | any32(p));
+    if (S == 4) return (V)load_unaligned32(p);
+    return (V)((u64)load_unaligned32(p + 4) << 32 | load_unaligned32(p));
 }
 OW_DEV u32 element_shfl(u32 v, u32 from) { return shfl(v, from); }
 OW_DEV u64 element_shfl(u64 v, u32 from) { return (u64)shfl((u32)(v >> 32), from) << 32 | shfl((u32)v, from); }
@@ -70,7 +70,7 @@ template <u32 S> OW_DEV bool cascaded_array(CascadedArray& a, const u8* p, u32 b
     }
     if (bytes < head) return false;
     a.least = element_any<S>(p);
-    u32 w = any32(p + word);
+    u32 w = load_unaligned32(p + word);
     a.width = w >> 16;
     a.n = w & 0xffff;
     a.p = p + head;
@@ -83,9 +83,9 @@ template <u32 S> OW_DEV typename Element<S>::V cascaded_at(const CascadedArray& 
     u32 at = i * a.width, skip = at & 31, upto = skip + a.width;
     if (a.width == 0) return (V)a.least;
     const u8* p = a.p + 4 * (at >> 5);
-    u64 v = any32(p) >> skip;
-    if (upto > 32) v |= (u64)any32(p + 4) << (32 - skip);
-    if (S == 8 && upto > 64) v |= (u64)any32(p + 8) << (64 - skip);
+    u64 v = load_unaligned32(p) >> skip;
+    if (upto > 32) v |= (u64)load_unaligned32(p + 4) << (32 - skip);
+    if (S == 8 && upto > 64) v |= (u64)load_unaligned32(p + 8) << (64 - skip);
     if (a.width < 64) v &= ((u64)1 << a.width) - 1;
     return (V)(v + a.least);
 }
@@ -160,13 +160,13 @@ template <u32 S> OW_DEV bool cascaded_open(CascadedChunk& c, const u8* src, u32 
     c.set = (0x1555u & ((1u << 2 * rles) - 1)) | (0x2aaau & ((1u << 2 * deltas) - 1));
     u32 firsts = (4 + 4 * (rles + 1) + S - 1) / S * S, at = firsts + (S * deltas + 3) / 4 * 4;
     if (left < at) return false;
-    c.used = any32(src);
+    c.used = load_unaligned32(src);
     if (c.used < at || c.used > left || c.used % word) return false;
     c.place = firsts + S * (lane_id() / 2);
     c.bytes = 0;
     for (u32 i = 0; i <= rles; i++) {  // each begins where the one before ends
         if (i == rles) at = (at + word - 1) / word * word;
-        u32 n = any32(src + 4 * (i + 1));
+        u32 n = load_unaligned32(src + 4 * (i + 1));
         if (at > c.used || n > c.used - at) return false;
         if (lane_id() == (i == rles ? 31 : 2 * i)) c.place = at, c.bytes = n;
         at = (at + n + 3) / 4 * 4;
@@ -209,9 +209,9 @@ OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shar
     if (made == 0 || made > room) return false;
     u32 words = ((uintptr_t)dst & 3) == 0 ? made / 4 : 0;
     OW_UNROLL(1)
-    for (u32 i = lane_id(); i < words; i += 32) put32(dst + 4 * i, lds32(in + 4 * i));
+    for (u32 i = lane_id(); i < words; i += 32) store_in_order32(dst + 4 * i, lds32(in + 4 * i));
     OW_UNROLL(1)
-    for (u32 i = 4 * words + lane_id(); i < made; i += 32) put8(dst + i, lds8(in + i));
+    for (u32 i = 4 * words + lane_id(); i < made; i += 32) store_in_order8(dst + i, lds8(in + i));
     return true;
 }
 
@@ -219,7 +219,7 @@ OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shar
 OW_DEV u32 cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u32& out) {
     out = 0;
     if (n < 8) return OW_BATCH_INPUT;
-    u32 head = any32(src), size = any32(src + 4), type = head >> 24;
+    u32 head = load_unaligned32(src), size = load_unaligned32(src + 4), type = head >> 24;
     if ((head & 255) > 7 || (head >> 8 & 255) > 7 || (head >> 16 & 255) > 1 || type > 7) return OW_BATCH_INPUT;
     u32 element = 1u << type / 2;
     if (size % element || size > (u64)(n - 8) * (kCascadedChunk / 8)) return OW_BATCH_INPUT;

@@ -27,7 +27,7 @@ static_assert(kDeltaQueue + 8 * (kDeltaMany - 1 + 512) <= OW_DELTA_SHARED && kDe
 
 OW_DEV u32 delta_bits(u64 x) {
     u32 hi = (u32)(x >> 32);
-    return hi ? 33 + highest(hi) : 1 + highest((u32)x);
+    return hi ? 33 + highest_bit(hi) : 1 + highest_bit((u32)x);
 }
 
 OW_DEV u32 delta_class(u64 x, u32 lg) {
@@ -84,8 +84,8 @@ struct DeltaReader {
 OW_DEV void delta_flip(u8* dst, u32 i, u64 x, u32 lg) {
     uintptr_t at = (uintptr_t)dst + ((uintptr_t)i << lg);
     u32* word = (u32*)(at & ~(uintptr_t)3);
-    flip(word, (u32)x << (8 * (at & 3)));
-    if (lg == 3) flip(word + 1, (u32)(x >> 32));
+    atomic_xor(word, (u32)x << (8 * (at & 3)));
+    if (lg == 3) atomic_xor(word + 1, (u32)(x >> 32));
 }
 
 // delta_run applies one run, of elements [first, last), whose bits end at `end`.
@@ -154,7 +154,7 @@ OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
     if (body > w.stored) return;
     u32 off = 0;
     for (u32 first = 0; first < runs; first += 32) {
-        u32 i = first + lane_id(), bits = i < runs ? ldg16(src + kDeltaHead + 2 * i) : 0, upto = scan(bits);
+        u32 i = first + lane_id(), bits = i < runs ? ldg16(src + kDeltaHead + 2 * i) : 0, upto = sum_of_lanes_to(bits);
         DeltaReader r = {src + body, (w.stored - body) / 4, ~1u, off + upto - bits, 0, 0};
         if (bits) delta_run(r, dst, i * run, umin(elements, (i + 1) * run), off + upto, k, shared, w.lg);
         off += shfl(upto, 31);
@@ -187,7 +187,7 @@ OW_DEV u32 delta_gather(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 have
     if (lg >= 2) m = (m | m >> 2) & 0x1111;
     if (lg == 3) m = (m | m >> 4) & 0x0101;
     if (!ballot(m != 0)) return have;
-    u32 n = popc(m), upto = scan(n), at = have + upto - n, first = (512 * tile + 16 * lane_id()) >> lg;
+    u32 n = popc(m), upto = sum_of_lanes_to(n), at = have + upto - n, first = (512 * tile + 16 * lane_id()) >> lg;
     for (; m; m &= m - 1, at++) {
         u32 i = lowest(m), half = i & 4;
         u32 x = (i & 8 ? (half ? v.w : v.z) : (half ? v.y : v.x)) >> (8 * (i & 3));
@@ -316,7 +316,7 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     u32 mine = 0;
     bool raw = false;
     delta_each(w, s, shared, [&](u32 gap, u64 x) { if (x) mine += delta_size(gap, k, lds32(codes + 4 * delta_class(x, lg))); }, [&](u32) {
-        u32 bits = shfl(scan(mine), 31);
+        u32 bits = shfl(sum_of_lanes_to(mine), 31);
         total += bits;
         raw = raw || bits > 0xffff;
         mine = 0;
@@ -338,19 +338,19 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
 OW_DEV void delta_put(u32* words, u32 pos, u64 v, u32 n) {
     u32 s = pos & 31, over = n + s;
     words += pos >> 5;
-    raise(words, (u32)v << s);
-    if (over > 32) raise(words + 1, (u32)(v >> (32 - s)));
-    if (over > 64) raise(words + 2, (u32)(v >> 32) >> (32 - s));
+    atomic_or(words, (u32)v << s);
+    if (over > 32) atomic_or(words + 1, (u32)(v >> (32 - s)));
+    if (over > 64) atomic_or(words + 2, (u32)(v >> 32) >> (32 - s));
 }
 
 OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
     ow_delta_row w = rows[job];
     if (w.stored == 0) return;
     u8* to = (u8*)(uintptr_t)w.at;
-    for (u32 i = 4 * lane_id(); i < w.stored; i += 128) put32(to + i, 0);
+    for (u32 i = 4 * lane_id(); i < w.stored; i += 128) store_in_order32(to + i, 0);
     syncwarp();
     if (lane_id() == 0) {
-        for (u32 i = 0; i < 4; i++) put32(to + 4 * i, w.head[i]);
+        for (u32 i = 0; i < 4; i++) store_in_order32(to + 4 * i, w.head[i]);
     }
     u32 lg = w.lg, codes = shared + kDeltaCodes;
     if ((w.head[0] & 255) == 1) {
@@ -364,7 +364,7 @@ OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
     u32* words = (u32*)(to + kDeltaHead + ((2 * runs + 3) & ~3u));
     u32 off = 0, begin = 0;
     auto put = [&](u32 gap, u64 x) {
-        u32 c = x ? lds32(codes + 4 * delta_class(x, lg)) : 0, bits = x ? delta_size(gap, k, c) : 0, upto = scan(bits), rest = c >> 16;
+        u32 c = x ? lds32(codes + 4 * delta_class(x, lg)) : 0, bits = x ? delta_size(gap, k, c) : 0, upto = sum_of_lanes_to(bits), rest = c >> 16;
         u32 pos = off + upto - bits + (gap >> k), fixed = 1 + k + (c >> 8 & 255);
         off += shfl(upto, 31);
         if (!x) return;

@@ -68,8 +68,8 @@ struct Feed {
         begin = (u32)((uintptr_t)src & 15);
         base = src - begin;
         end = begin + n;
-        ring = keep(to);
-        lane_id = keep(ow::lane_id());
+        ring = keep_in_register(to);
+        lane_id = keep_in_register(ow::lane_id());
         have = 0;
         mark = 0;
     }
@@ -95,8 +95,8 @@ struct Feed {
 
 // copy_run copies n bytes that do not overlap; `self`: the source is output of this
 // warp. Reads stay inside [lo, hi), which contains the source.
-template <bool SELF> OW_DEV u32 load8(const u8* p) { return SELF ? again8(p) : ldg8(p); }
-template <bool SELF> OW_DEV u32 load32(const u8* p) { return SELF ? again32(p) : ldg32(p); }
+template <bool SELF> OW_DEV u32 load8(const u8* p) { return SELF ? reload8(p) : ldg8(p); }
+template <bool SELF> OW_DEV u32 load32(const u8* p) { return SELF ? reload32(p) : ldg32(p); }
 
 // copy_long copies more than 64 bytes: words of the destination, each from one or
 // two words of the source; the rest at both ends, at most 7 bytes, singly.
@@ -111,10 +111,10 @@ template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const
     }
     u32 tail = n - head - 4 * words;
     if (lane_id() < 16) {
-        if (lane_id() < head) put8(to + lane_id(), load8<SELF>(from + lane_id()));
+        if (lane_id() < head) store_in_order8(to + lane_id(), load8<SELF>(from + lane_id()));
     } else if (lane_id() - 16 < tail) {
         u32 i = n - tail + lane_id() - 16;
-        put8(to + i, load8<SELF>(from + i));
+        store_in_order8(to + i, load8<SELF>(from + i));
     }
     u8* d = to + head;
     u32 sel = 0x3210 + 0x1111 * off, i = lane_id();
@@ -127,13 +127,13 @@ template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const
             if (off) v[k] = prmt(v[k], load32<SELF>(s + 4 * (u64)(i + 32 * k) + 4), sel);
         }
         OW_UNROLL(4)
-        for (u32 k = 0; k < 4; k++) put32(d + 4 * (u64)(i + 32 * k), v[k]);
+        for (u32 k = 0; k < 4; k++) store_in_order32(d + 4 * (u64)(i + 32 * k), v[k]);
     }
     OW_UNROLL(1)
     for (; i < words; i += 32) {
         u32 v = load32<SELF>(s + 4 * (u64)i);
         if (off) v = prmt(v, load32<SELF>(s + 4 * (u64)i + 4), sel);
-        put32(d + 4 * (u64)i, v);
+        store_in_order32(d + 4 * (u64)i, v);
     }
 }
 
@@ -143,8 +143,8 @@ template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u
     } else if (lane_id() < n) {
         u32 a = load8<SELF>(from + lane_id()), b = 0;
         if (lane_id() + 32 < n) b = load8<SELF>(from + lane_id() + 32);
-        put8(to + lane_id(), a);
-        if (lane_id() + 32 < n) put8(to + lane_id() + 32, b);
+        store_in_order8(to + lane_id(), a);
+        if (lane_id() + 32 < n) store_in_order8(to + lane_id() + 32, b);
     }
 }
 
@@ -154,7 +154,7 @@ template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u
 OW_COLD void copy_again(u8* to, u32 back, u32 n, const u8* lo, const u8* hi) {
     u32 done = 0;
     if (back < 32) {
-        put8(to + lane_id(), again8(to - back + lane_id() % back));
+        store_in_order8(to + lane_id(), reload8(to - back + lane_id() % back));
         done = 32;
         syncwarp();
     }
@@ -174,7 +174,7 @@ OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
     const u8* from = to - back;
     syncwarp();  // the bytes before are there
     if (n <= 32) {
-        if (lane_id() < n) put8(to + lane_id(), again8(from + (back < n ? lane_id() % back : lane_id())));
+        if (lane_id() < n) store_in_order8(to + lane_id(), reload8(from + (back < n ? lane_id() % back : lane_id())));
         return;
     }
     if (back >= n) copy_run<true>(to, from, n, dst, dst + cap);
@@ -229,7 +229,7 @@ template <u32 N> OW_DEV void short_copy(u8* to, u32 table, u32 m) {
 // them.
 OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
     u32 me = bit(f.lane_id), upto = me | (me - 1), before = 0;
-    u32 starts[2] = {any_or(is ? bit(start) : 0), any_or(is ? bit(start - 32) : 0)};
+    u32 starts[2] = {or_of_lanes(is ? bit(start) : 0), or_of_lanes(is ? bit(start - 32) : 0)};
     syncwarp();  // the table's last entries were read
     if (is) sts64(table + 8 * popc(heads & (me - 1)), {start | h.literals << 8 | (f.lane_id + 1) << 16, back});
     syncwarp();  // and the bytes before are there
@@ -242,7 +242,7 @@ OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is
         v[k] = shfl(b, (e.x >> 16) + in);
         at[k] = p;
         if (in >= (e.x >> 8 & 255) && p < n) {
-            if (p < e.y) v[k] = again8(to + ((int)(32 * k) - (int)e.y));
+            if (p < e.y) v[k] = reload8(to + ((int)(32 * k) - (int)e.y));
             else at[k] = p - e.y;
         }
         before += popc(starts[k]);
@@ -258,8 +258,8 @@ OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is
         y = ny;
     }
     u32 x0 = shfl(v[0], x), x1 = shfl(v[1], x), y0 = shfl(v[0], y), y1 = shfl(v[1], y);
-    if (f.lane_id < n) put8(to, x & 32 ? x1 : x0);
-    if (f.lane_id + 32 < n) put8(to + 32, y & 32 ? y1 : y0);
+    if (f.lane_id < n) store_in_order8(to, x & 32 ? x1 : x0);
+    if (f.lane_id + 32 < n) store_in_order8(to + 32, y & 32 ? y1 : y0);
 }
 
 // short_run decodes short elements from `at` on, where b is the lane's peek, and
@@ -297,7 +297,7 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
         if (n < kShortOut) {  // too few that can be copied
             is = is && end <= kShortOut && f.lane_id + h.size <= 32;
             heads = ballot(is);
-            u32 last = highest(heads);
+            u32 last = highest_bit(heads);
             n = shfl(end, last);
             at += shfl(f.lane_id + h.size, last);
             short_gather(f, h, b, heads, is, start, back, n, dst + out + f.lane_id, table);
@@ -307,7 +307,7 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
         at += first;
         is = heads & me;
     } else {
-        at += shfl(f.lane_id + h.size, highest(seen));
+        at += shfl(f.lane_id + h.size, highest_bit(seen));
     }
     u32 slot = popc(heads & (me - 1)), m = popc(heads);
     u64 literals = (u64)(uintptr_t)f.base + from + f.lane_id + 1;
@@ -325,7 +325,7 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
     }
     if (f.lane_id < 3) sts64(table + 16 * (m + f.lane_id) + 8, {0, 0});
     syncwarp();  // and the bytes before are there
-    u32 most = any_or(is ? (Format::kBoth ? h.match | h.literals : bytes) - 1 : 0);
+    u32 most = or_of_lanes(is ? (Format::kBoth ? h.match | h.literals : bytes) - 1 : 0);
     if (most < 16) short_copy<2>(dst + out, table, m);
     else if (most < 32) short_copy<4>(dst + out, table, m);
     else short_copy<8>(dst + out, table, m);
@@ -355,7 +355,7 @@ template <class Format> OW_DEV void lz_job(ow_batch_item* items, u32 job, u32 ba
     u32 status = OW_BATCH_ARG, out = 0;
     if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {
         Feed f((const u8*)(uintptr_t)it.src, (u32)it.src_len, place.ring);
-        status = Format::block(f, (u8*)(uintptr_t)it.dst, (u32)it.dst_cap, keep(place.table), out);
+        status = Format::block(f, (u8*)(uintptr_t)it.dst, (u32)it.dst_cap, keep_in_register(place.table), out);
         f.close();
     }
     batch_result(items + job, status, out);

@@ -71,7 +71,7 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
         if (literals > cap - out) return OW_BATCH_ROOM;
         if (literals <= 32) {
             b = f.peek(at);
-            if (f.lane_id < literals) put8(mine + out, b);
+            if (f.lane_id < literals) store_in_order8(mine + out, b);
         } else {
             copy_run<false>(dst + out, f.base + at, literals, f.base + f.begin, f.base + f.end);
         }

@@ -83,7 +83,7 @@ OW_DEV u32 widen(u32 v, u32 E, u32 M) {
     return sign | (exp + 127 - bias) << 23 | man << (23 - M);
 }
 
-OW_DEV u32 cast_in(u32 from, const u8* p) {
+OW_DEV u32 load_cast_element(u32 from, const u8* p) {
     switch (from) {
         case OW_CAST_F32: return ldg32(p);
         case OW_CAST_BF16: return ldg16(p) << 16;
@@ -126,7 +126,7 @@ OW_DEV void cast_job(const ow_cast* casts, const ow_part* parts, u32 job) {
     const u8* src = (const u8*)(uintptr_t)c.src + first * cast_size(c.from);
     u8* dst = (u8*)(uintptr_t)c.dst + first * cast_size(c.to);
     for (u32 i = lane_id(); i < n; i += 32) {
-        u32 f = cast_in(c.from, src + i * cast_size(c.from));
+        u32 f = load_cast_element(c.from, src + i * cast_size(c.from));
         if (c.to == OW_CAST_F32) stg32(dst + 4 * i, f);
         else stg16(dst + 2 * i, c.to == OW_CAST_BF16 ? to_bf16(f) : to_f16(f));
     }

@@ -55,12 +55,12 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_sum(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t i = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;
-    if (i < n) ow::stream_sum(head, rows, i, status);
+    if (i < n) ow::lay_out_stream(head, rows, i, status);
 }
 
 // A warp a share of a row: copies the row's block to its offset.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_join(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t job = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;
-    if (job < n) ow::stream_join(head, rows, job, status);
+    if (job < n) ow::write_row_share(head, rows, job, status);
 }

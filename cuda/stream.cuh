@@ -12,8 +12,8 @@ namespace ow {
 
 OW_DEV const ow_stream* stream_list(const ow_stream_head* head) { return (const ow_stream*)(head + 1); }
 
-// stream_of finds the stream of a row: the last whose first row is not above.
-OW_DEV u32 stream_of(const ow_stream_head* head, u32 row) {
+// find_stream finds the stream of a row: the last whose first row is not above.
+OW_DEV u32 find_stream(const ow_stream_head* head, u32 row) {
     const ow_stream* s = stream_list(head);
     u32 lo = 0, hi = head->streams;
     while (hi - lo > 1) {
@@ -128,7 +128,7 @@ OW_DEV u32 x16_block(ow_x16_chunk& c, const Block& b, u64 dst) {
 
 // stream_open fills a row. The row of a bad stream does nothing.
 OW_DEV void stream_open(const ow_stream_head* head, ow_batch_item* rows, u32 row, u32* status) {
-    u32 i = stream_of(head, row);
+    u32 i = find_stream(head, row);
     ow_stream s = stream_list(head)[i];
     Block b = {nullptr, 0, 0, 0};
     u32 bad = stream_block(b, s, row - s.first);
@@ -140,13 +140,13 @@ OW_DEV void stream_open(const ow_stream_head* head, ow_batch_item* rows, u32 row
         it.dst_cap = b.size;
     }
     rows[row] = it;
-    if (bad) raise(status + i, bad);
+    if (bad) atomic_or(status + i, bad);
 }
 
 // stream_close checks that a row was decoded completely.
 OW_DEV void stream_close(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
     const ow_batch_item& it = rows[row];
-    if (it.src_len && (it.status || it.written != it.dst_cap)) raise(status + stream_of(head, row), OW_STREAM_DATA);
+    if (it.src_len && (it.status || it.written != it.dst_cap)) atomic_or(status + find_stream(head, row), OW_STREAM_DATA);
 }
 
 // stream_peek returns the length of stream i's content if it is at a fixed offset:
@@ -209,7 +209,7 @@ template <int TR> OW_DEV void stream_segments(u32 kept, u32 share, u32 split, u3
     // What the Go decoder checks before it decodes: one of the warps does.
     if (share == 0 && total) {
         u32 bad = x16_vet(c, x16_form<TR>());
-        if (bad && lane_id() == 0) raise(status + c.status, bad);
+        if (bad && lane_id() == 0) atomic_or(status + c.status, bad);
     }
     bool table = false;
     OW_UNROLL(1)
@@ -222,7 +222,7 @@ template <int TR> OW_DEV void stream_segments(u32 kept, u32 share, u32 split, u3
 // stream_x16 decodes a warp's share of a row: every split-th segment. kept: shared
 // address of 32 bytes of the warp's.
 OW_DEV void stream_x16(const ow_stream_head* head, u32 job, u32* status, X16Place place, u32 kept) {
-    u32 split = head->split, row = job / split, share = job % split, i = stream_of(head, row);
+    u32 split = head->split, row = job / split, share = job % split, i = find_stream(head, row);
     ow_stream s = stream_list(head)[i];
     Block b = {nullptr, 0, 0, 0};
     ow_x16_chunk c = {0, 0, 0, 0, 0, (uint16_t)kDead, i};
@@ -231,7 +231,7 @@ OW_DEV void stream_x16(const ow_stream_head* head, u32 job, u32* status, X16Plac
         bad = x16_block(c, b, s.dst);
         if (bad) c.zero = (uint16_t)kDead;
     }
-    if (bad && share == 0 && lane_id() == 0) raise(status + i, bad);
+    if (bad && share == 0 && lane_id() == 0) atomic_or(status + i, bad);
     if (lane_id() == 0) {
         sts128(kept, {(u32)c.src, (u32)(c.src >> 32), (u32)c.dst, (u32)(c.dst >> 32)});
         sts128(kept + 16, {c.stored, c.logical, c.tiles | (u32)c.zero << 16, c.status});

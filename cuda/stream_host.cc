@@ -29,9 +29,9 @@ extern "C" void ow_stream_cut_host(const ow_stream_head* head, ow_batch_item* ro
 }
 
 extern "C" void ow_stream_sum_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
-    for (uint32_t i = 0; i < n; i++) ow::run_warp([&] { ow::stream_sum(head, rows, i, status); }, i & 1);
+    for (uint32_t i = 0; i < n; i++) ow::run_warp([&] { ow::lay_out_stream(head, rows, i, status); }, i & 1);
 }
 
 extern "C" void ow_stream_join_host(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
-    for (uint32_t job = 0; job < n; job++) ow::run_warp([&] { ow::stream_join(head, rows, job, status); }, job & 1);
+    for (uint32_t job = 0; job < n; job++) ow::run_warp([&] { ow::write_row_share(head, rows, job, status); }, job & 1);
 }

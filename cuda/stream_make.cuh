@@ -15,19 +15,19 @@ OW_DEV u32 stream_chunk(const ow_stream& s, u32 k) {
 
 // stream_cut fills a row: a chunk of content, and the space for its block.
 OW_DEV void stream_cut(const ow_stream_head* head, ow_batch_item* rows, u32 row) {
-    ow_stream s = stream_list(head)[stream_of(head, row)];
+    ow_stream s = stream_list(head)[find_stream(head, row)];
     u32 k = row - s.first;
     rows[row] = {s.src + (u64)k * s.chunk, stream_chunk(s, k), head->scratch + row * head->slot, head->slot, 0, 0, s.arg};
 }
 
 // The result of a row's chunk: a block, or the bytes as they are.
-OW_DEV bool row_plain(const ow_batch_item& it, u32 transform) { return !transform || it.status == OW_BATCH_GAIN; }
+OW_DEV bool is_row_plain(const ow_batch_item& it, u32 transform) { return !transform || it.status == OW_BATCH_GAIN; }
 
 OW_DEV void store64(u8* p, u64 v) { stg64(p, {(u32)v, (u32)(v >> 32)}); }
 
-// stream_sum lays out stream i: it gives each row its offset and length, the stream
+// lay_out_stream lays out stream i: it gives each row its offset and length, the stream
 // its tables and header, and the host the total length.
-OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u32* status) {
+OW_DEV void lay_out_stream(const ow_stream_head* head, ow_batch_item* rows, u32 i, u32* status) {
     ow_stream s = stream_list(head)[i];
     u8* dst = (u8*)(uintptr_t)s.dst;
     bool native = s.kind == OW_STREAM_NATIVE;
@@ -40,12 +40,12 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
         bool wrong = false;
         if (k < n) {
             const ow_batch_item& it = rows[s.first + k];
-            bool plain = row_plain(it, s.arg);
+            bool plain = is_row_plain(it, s.arg);
             wrong = !plain && it.status;
             stored = kBlockHead + (plain ? (u32)it.src_len : (u32)it.written);
             bytes = native ? (stored + 15) & ~15u : stored;
         }
-        if (ballot(wrong) && lane_id() == 0) raise(status + i, OW_STREAM_DATA);
+        if (ballot(wrong) && lane_id() == 0) atomic_or(status + i, OW_STREAM_DATA);
         u32 sum = bytes;
         for (u32 d = 1; d < 32; d *= 2) {
             u32 o = shfl(sum, lane_id() - d);
@@ -67,7 +67,7 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
     if (lane_id()) return;
     if (bad) {
         for (u32 k = 0; k < n; k++) rows[s.first + k].dst_cap = 0;
-        raise(status + i, OW_STREAM_ROOM);
+        atomic_or(status + i, OW_STREAM_ROOM);
         return;
     }
     ow_stream_peek_t* out = (ow_stream_peek_t*)((u8*)status + head->answers) + i;
@@ -87,13 +87,13 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
     stg32(dst + 56, (u32)front);
 }
 
-// stream_join writes a warp's share of a row: head, block, padding.
-OW_DEV void stream_join(const ow_stream_head* head, const ow_batch_item* rows, u32 job, u32*) {
+// write_row_share writes a warp's share of a row: head, block, padding.
+OW_DEV void write_row_share(const ow_stream_head* head, const ow_batch_item* rows, u32 job, u32*) {
     u32 split = head->split, row = job / split, share = job % split;
-    ow_stream s = stream_list(head)[stream_of(head, row)];
+    ow_stream s = stream_list(head)[find_stream(head, row)];
     ow_batch_item it = rows[row];
     if (it.dst_cap == 0 || (s.kind == OW_STREAM_NATIVE && !s.size)) return;
-    bool plain = row_plain(it, s.arg);
+    bool plain = is_row_plain(it, s.arg);
     u32 n = (u32)it.dst_cap - kBlockHead;
     stream_copy(it.dst + kBlockHead, plain ? it.src : head->scratch + row * head->slot, n, share, split);
     if (share) return;

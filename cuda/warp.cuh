@@ -45,18 +45,18 @@ OW_DEV u32 lanes_below() {
     asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(m));
     return m;
 }
-// keep makes a value one that the compiler holds in a register and does not
+// keep_in_register makes a value one that the compiler holds in a register and does not
 // compute anew.
-OW_DEV u32 keep(u32 v) {
+OW_DEV u32 keep_in_register(u32 v) {
     asm volatile("" : "+r"(v));
     return v;
 }
 OW_DEV u32 ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
 OW_DEV u32 shfl(u32 v, u32 from) { return __shfl_sync(0xffffffffu, v, (int)from); }
 // The bits that are set in any lane.
-OW_DEV u32 any_or(u32 v) { return __reduce_or_sync(0xffffffffu, v); }
+OW_DEV u32 or_of_lanes(u32 v) { return __reduce_or_sync(0xffffffffu, v); }
 // The sum over the lanes up to this one.
-OW_DEV u32 scan(u32 v) {
+OW_DEV u32 sum_of_lanes_to(u32 v) {
     for (u32 d = 1; d < 32; d *= 2) {
         asm volatile(
             "{\n.reg .pred p;\n.reg .u32 r;\nshfl.sync.up.b32 r|p, %0, %1, 0, -1;\n@p add.u32 %0, %0, r;\n}" : "+r"(v) : "r"(d));
@@ -70,7 +70,7 @@ OW_DEV u32 bit(u32 n) {
     asm("shl.b32 %0, 1, %1;" : "=r"(r) : "r"(n));
     return r;
 }
-OW_DEV u32 highest(u32 v) { return 31 - (u32)__clz((int)v); }  // of the bits that are set; v is not 0
+OW_DEV u32 highest_bit(u32 v) { return 31 - (u32)__clz((int)v); }  // of the bits that are set; v is not 0
 OW_DEV u32 popc(u32 v) { return (u32)__popc((int)v); }
 OW_DEV u32 lowest(u32 v) { return (u32)__ffs((int)v) - 1; }  // of the bits that are set; v is not 0
 // Doubles without contraction: the same bits as the Go encoder's.
@@ -85,7 +85,7 @@ OW_DEV u32 mulhi(u32 a, u32 b) {
     return r;
 }
 // x = x << 16 | w where x < 2^16.
-OW_DEV void append16(u32& x, u32 w) {
+OW_DEV void append_16_bits(u32& x, u32 w) {
     asm("{\n.reg .pred p;\nsetp.lt.u32 p, %0, 65536;\n@p mad.lo.u32 %0, %0, 65536, %1;\n}" : "+r"(x) : "r"(w));
 }
 OW_DEV u32 umin(u32 a, u32 b) { return a < b ? a : b; }
@@ -146,18 +146,18 @@ OW_DEV void stg32(u8* p, u32 v) { __stcs((u32*)p, v); }
 OW_DEV void stg64(u8* p, u32x2 v) { __stcs((uint2*)p, make_uint2(v.x, v.y)); }
 OW_DEV void stg128(u8* p, u32x4 v) { __stcs((uint4*)p, make_uint4(v.x, v.y, v.z, v.w)); }
 // What this warp wrote itself: through the first-level cache, in order.
-OW_DEV u32 again8(const u8* p) {
+OW_DEV u32 reload8(const u8* p) {
     u32 v;
     asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-OW_DEV u32 again32(const u8* p) {
+OW_DEV u32 reload32(const u8* p) {
     u32 v;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-OW_DEV void put8(u8* p, u32 v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-OW_DEV void put32(u8* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+OW_DEV void store_in_order8(u8* p, u32 v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+OW_DEV void store_in_order32(u8* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 // Copies bytes 0, 8, 16, 24 of what this warp wrote, as far as they are below n: all
 // loads, then all stores.
 OW_DEV void copy_eighths(u8* to, const u8* from, int n) {
@@ -178,8 +178,8 @@ OW_DEV void copy_quarters(u8* to, const u8* from, int n) {
         "l"(from), "r"(n)
         : "memory");
 }
-OW_DEV void raise(u32* word, u32 bits) { atomicOr(word, bits); }
-OW_DEV void flip(u32* word, u32 bits) { atomicXor(word, bits); }
+OW_DEV void atomic_or(u32* word, u32 bits) { atomicOr(word, bits); }
+OW_DEV void atomic_xor(u32* word, u32 bits) { atomicXor(word, bits); }
 OW_DEV void add64(u64* word, u64 v) { atomicAdd((unsigned long long*)word, (unsigned long long)v); }
 
 // Asynchronous copies of 16 bytes a lane. After copy_wait and a syncwarp every

@@ -189,7 +189,7 @@ void run_phase(F f, bool first, bool falling = false) {
 
 OW_DEV u32 lane_id() { return host::self()->now; }
 OW_DEV u32 lanes_below() { return (1u << lane_id()) - 1; }
-OW_DEV u32 keep(u32 v) { return v; }
+OW_DEV u32 keep_in_register(u32 v) { return v; }
 OW_DEV u32 ballot(bool p) {
     const u32* s = host::meet(p);
     u32 r = 0;
@@ -197,20 +197,20 @@ OW_DEV u32 ballot(bool p) {
     return r;
 }
 OW_DEV u32 shfl(u32 v, u32 from) { return host::meet(v)[from & 31]; }
-OW_DEV u32 any_or(u32 v) {
+OW_DEV u32 or_of_lanes(u32 v) {
     const u32* s = host::meet(v);
     u32 r = 0;
     for (u32 i = 0; i < 32; i++) r |= s[i];
     return r;
 }
-OW_DEV u32 scan(u32 v) {
+OW_DEV u32 sum_of_lanes_to(u32 v) {
     const u32* s = host::meet(v);
     u32 r = 0;
     for (u32 i = 0; i <= lane_id(); i++) r += s[i];
     return r;
 }
 OW_DEV u32 bit(u32 n) { return n < 32 ? 1u << n : 0; }
-OW_DEV u32 highest(u32 v) { return 31 - (u32)__builtin_clz(v); }
+OW_DEV u32 highest_bit(u32 v) { return 31 - (u32)__builtin_clz(v); }
 OW_DEV void syncwarp() { host::meet(0); }
 OW_DEV u32 popc(u32 v) { return (u32)__builtin_popcount(v); }
 OW_DEV u32 lowest(u32 v) { return (u32)__builtin_ctz(v); }
@@ -229,7 +229,7 @@ OW_DEV u64 shfl64(u64 v, u32 from) {
     return (u64)shfl((u32)(v >> 32), from) << 32 | low;
 }
 OW_DEV u32 mulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
-OW_DEV void append16(u32& x, u32 w) { if (x < 0x10000) x = x << 16 | w; }
+OW_DEV void append_16_bits(u32& x, u32 w) { if (x < 0x10000) x = x << 16 | w; }
 OW_DEV u32 umin(u32 a, u32 b) { return a < b ? a : b; }
 OW_DEV u32 prmt(u32 a, u32 b, u32 sel) {
     u64 v = (u64)b << 32 | a;
@@ -270,16 +270,16 @@ OW_DEV void stg16(u8* p, u32 v) { host::aligned(p, 2); u16 h = (u16)v; memcpy(p,
 OW_DEV void stg32(u8* p, u32 v) { host::aligned(p, 4); memcpy(p, &v, 4); }
 OW_DEV void stg64(u8* p, u32x2 v) { host::aligned(p, 8); memcpy(p, &v, 8); }
 OW_DEV void stg128(u8* p, u32x4 v) { host::aligned(p, 16); memcpy(p, &v, 16); }
-OW_DEV u32 again8(const u8* p) { return *p; }
-OW_DEV u32 again32(const u8* p) { host::aligned(p, 4); return load_as<u32>(p); }
-OW_DEV void put8(u8* p, u32 v) { *p = (u8)v; }
-OW_DEV void put32(u8* p, u32 v) { stg32(p, v); }
+OW_DEV u32 reload8(const u8* p) { return *p; }
+OW_DEV u32 reload32(const u8* p) { host::aligned(p, 4); return load_as<u32>(p); }
+OW_DEV void store_in_order8(u8* p, u32 v) { *p = (u8)v; }
+OW_DEV void store_in_order32(u8* p, u32 v) { stg32(p, v); }
 OW_DEV void copy_eighths(u8* to, const u8* from, int n) {
     for (int i = 0; i < 32 && i < n; i += 8) to[i] = from[i];
 }
 OW_DEV void copy_quarters(u8* to, const u8* from, int n) { copy_eighths(to, from, n < 16 ? n : 16); }
-OW_DEV void raise(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
-OW_DEV void flip(u32* word, u32 bits) { __atomic_fetch_xor(word, bits, __ATOMIC_RELAXED); }
+OW_DEV void atomic_or(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
+OW_DEV void atomic_xor(u32* word, u32 bits) { __atomic_fetch_xor(word, bits, __ATOMIC_RELAXED); }
 OW_DEV void add64(u64* word, u64 v) { __atomic_fetch_add(word, v, __ATOMIC_RELAXED); }
 
 OW_DEV void copy16(u32 to, const u8* from) {

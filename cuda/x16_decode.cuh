@@ -178,7 +178,7 @@ OW_DEV u32 x16_step(u32& x, u32 table) {
 OW_DEV void x16_refill(u32& x, u32& at, u32 below) {
     u32 need = ballot(x < 0x10000);
     u32 w = lds16(at + 2 * popc(need & below));
-    append16(x, w);
+    append_16_bits(x, w);
     at += 2 * popc(need);
 }
 
@@ -235,7 +235,7 @@ template <int TR> OW_DEV u32 x16_escapes(const X16Segment& s, u32 at) {
             bad = OW_X16_ESCAPE;
             continue;
         }
-        X::one(s.dst, s.first * 256 + n, ldg8(s.src + at + 2 * s.escapes + i), plane, k);
+        X::write_element(s.dst, s.first * 256 + n, ldg8(s.src + at + 2 * s.escapes + i), plane, k);
     }
     return bad;
 }
@@ -313,7 +313,7 @@ template <int TR, class Job> OW_DEV void x16_segment(const Job& job, u32* status
         X16Segment s;
         bad = x16_open<TR>(s, c, job.seg());
         if (bad) {
-            if (lane_id() == 0) raise(status + c.status, bad);
+            if (lane_id() == 0) atomic_or(status + c.status, bad);
             return;
         }
         if (!s.coded) {
@@ -334,7 +334,7 @@ template <int TR, class Job> OW_DEV void x16_segment(const Job& job, u32* status
         bool fits = s.escapes <= s.tiles * 256 && (list + 3 * s.escapes + 15) / 16 * 16 == s.end;
         if (!fits) bad |= OW_X16_WORDS;
         if (fits && s.escapes) bad |= x16_escapes<TR>(s, list);
-        if (bad) raise(status + c.status, bad);
+        if (bad) atomic_or(status + c.status, bad);
     }
     u32 full = (s.first + s.tiles) * 32 * X::kOut, tail = c.logical - full;
     if (tail < 32 * X::kOut) {

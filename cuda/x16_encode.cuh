@@ -212,7 +212,7 @@ template <int TR> struct Encode {
         u8* words = nullptr;
         u32x2 place = {0, 0};
         if (WRITE) {
-            place = {again32(dst + 96 + 8 * s), again32(dst + 100 + 8 * s)};
+            place = {reload32(dst + 96 + 8 * s), reload32(dst + 100 + 8 * s)};
             words = dst + place.x + 128 + 2 * lds32(shared + kCounts + 8 * s);
         }
         u32 x = 1 << 16, emitted = 0, escapes = 0, below = lanes_below();

@@ -72,10 +72,10 @@ template <int TR> OW_DEV Raw<Transform<TR>::kPlanes> unit_planes(const Unit& u) 
             break;
         case OW_FP32:
             for (int i = 0; i < 8; i++) t[i] = (w[i] >> 15 & 0xfe) | w[i] >> 31;
-            p[0] = {quad(t[0], t[1], t[2], t[3]), quad(t[4], t[5], t[6], t[7])};
+            p[0] = {join_bytes(t[0], t[1], t[2], t[3]), join_bytes(t[4], t[5], t[6], t[7])};
             p[1] = {prmt(prmt(w[0], w[1], 0x0051), prmt(w[2], w[3], 0x0051), 0x5410),
                     prmt(prmt(w[4], w[5], 0x0051), prmt(w[6], w[7], 0x0051), 0x5410)};
-            p[2] = {quad(w[0], w[1], w[2], w[3]), quad(w[4], w[5], w[6], w[7])};
+            p[2] = {join_bytes(w[0], w[1], w[2], w[3]), join_bytes(w[4], w[5], w[6], w[7])};
             break;
         case OW_E4M3:
             for (int i = 0; i < 2; i++) t[i] = (w[i] >> 4 & 0x08080808) | (w[i] & 0x07070707);
