@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST, 2) ow_x16_encode(ow_
     if (blockIdx.x >= n) return;
     ow_batch_item* item = items + blockIdx.x;
     ow_batch_item it = *item;
-    u32 bad = encode_refuses(it), at = (u32)__cvta_generic_to_shared(shared);
+    u32 bad = reason_not_to_encode(it), at = (u32)__cvta_generic_to_shared(shared);
     __syncthreads();
     if (bad) {
         if (threadIdx.x < 32) batch_result(item, bad, 0);

@@ -44,7 +44,7 @@ extern "C" void ow_cascaded_decode_host(ow_batch_item* items, uint32_t n) {
 extern "C" void ow_x16_encode_host(ow_batch_item* items, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
         ow_batch_item* p = items + i;
-        if (uint32_t bad = ow::encode_refuses(*p)) {
+        if (uint32_t bad = ow::reason_not_to_encode(*p)) {
             p->written = 0;
             p->status = bad;
             continue;

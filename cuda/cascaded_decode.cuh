@@ -23,14 +23,14 @@ template <> struct Element<8> {
     typedef u64 V;
 };
 
-template <u32 S> OW_DEV typename Element<S>::V element(u32 a) {
+template <u32 S> OW_DEV typename Element<S>::V load_element(u32 a) {
     if (S == 1) return lds8(a);
     if (S == 2) return lds16(a);
     if (S == 4) return lds32(a);
     u32x2 v = lds64(a);
     return (typename Element<S>::V)((u64)v.y << 32 | v.x);
 }
-template <u32 S> OW_DEV void element_put(u32 a, typename Element<S>::V v) {
+template <u32 S> OW_DEV void store_element(u32 a, typename Element<S>::V v) {
     if (S == 1) sts8(a, (u32)v);
     if (S == 2) sts16(a, (u32)v);
     if (S == 4) sts32(a, (u32)v);
@@ -40,15 +40,15 @@ OW_DEV u32 load_unaligned32(const u8* p) {
     if (((uintptr_t)p & 3) == 0) return ldg32(p);
     return ldg8(p) | ldg8(p + 1) << 8 | ldg8(p + 2) << 16 | ldg8(p + 3) << 24;
 }
-template <u32 S> OW_DEV typename Element<S>::V element_any(const u8* p) {
+template <u32 S> OW_DEV typename Element<S>::V load_unaligned_element(const u8* p) {
     typedef typename Element<S>::V V;
     if (S == 1) return (V)ldg8(p);
     if (S == 2) return (V)(ldg8(p) | ldg8(p + 1) << 8);
     if (S == 4) return (V)load_unaligned32(p);
     return (V)((u64)load_unaligned32(p + 4) << 32 | load_unaligned32(p));
 }
-OW_DEV u32 element_shfl(u32 v, u32 from) { return shfl(v, from); }
-OW_DEV u64 element_shfl(u64 v, u32 from) { return (u64)shfl((u32)(v >> 32), from) << 32 | shfl((u32)v, from); }
+OW_DEV u32 shuffle_element(u32 v, u32 from) { return shfl(v, from); }
+OW_DEV u64 shuffle_element(u64 v, u32 from) { return (u64)shfl((u32)(v >> 32), from) << 32 | shfl((u32)v, from); }
 
 // An Array is a stored array: n values above `least`, packed to `width` bits or not
 // packed.
@@ -59,8 +59,8 @@ struct CascadedArray {
     bool packed;
 };
 
-// cascaded_array opens an array of at most `most` elements; false: it is invalid.
-template <u32 S> OW_DEV bool cascaded_array(CascadedArray& a, const u8* p, u32 bytes, bool packed, u32 most) {
+// open_array opens an array of at most `most` elements; false: it is invalid.
+template <u32 S> OW_DEV bool open_array(CascadedArray& a, const u8* p, u32 bytes, bool packed, u32 most) {
     constexpr u32 word = S > 4 ? S : 4, head = (word + 4 + word - 1) / word * word;
     a.packed = packed;
     a.p = p;
@@ -69,7 +69,7 @@ template <u32 S> OW_DEV bool cascaded_array(CascadedArray& a, const u8* p, u32 b
         return bytes % S == 0 && a.n <= most;
     }
     if (bytes < head) return false;
-    a.least = element_any<S>(p);
+    a.least = load_unaligned_element<S>(p);
     u32 w = load_unaligned32(p + word);
     a.width = w >> 16;
     a.n = w & 0xffff;
@@ -77,9 +77,9 @@ template <u32 S> OW_DEV bool cascaded_array(CascadedArray& a, const u8* p, u32 b
     return a.width <= 8 * S && a.n <= most && (a.n * a.width + 31) / 32 * 4 == bytes - head;
 }
 
-template <u32 S> OW_DEV typename Element<S>::V cascaded_at(const CascadedArray& a, u32 i) {
+template <u32 S> OW_DEV typename Element<S>::V element_of_array(const CascadedArray& a, u32 i) {
     typedef typename Element<S>::V V;
-    if (!a.packed) return element_any<S>(a.p + S * i);
+    if (!a.packed) return load_unaligned_element<S>(a.p + S * i);
     u32 at = i * a.width, skip = at & 31, upto = skip + a.width;
     if (a.width == 0) return (V)a.least;
     const u8* p = a.p + 4 * (at >> 5);
@@ -90,32 +90,32 @@ template <u32 S> OW_DEV typename Element<S>::V cascaded_at(const CascadedArray& 
     return (V)(v + a.least);
 }
 
-template <class V> OW_DEV V prefix(V v) {  // the sum of the lanes up to this one
+template <class V> OW_DEV V prefix_sum(V v) {  // the sum of the lanes up to this one
     for (u32 d = 1; d < 32; d *= 2) {
-        V o = element_shfl(v, lane_id() - d);
+        V o = shuffle_element(v, lane_id() - d);
         if (lane_id() >= d) v += o;
     }
     return v;
 }
 
-// cascaded_sums makes n + 1 values of a first one and n differences.
-template <u32 S> OW_DEV void cascaded_sums(u32 to, u32 from, u32 n, typename Element<S>::V first) {
+// sum_differences makes n + 1 values of a first one and n differences.
+template <u32 S> OW_DEV void sum_differences(u32 to, u32 from, u32 n, typename Element<S>::V first) {
     typedef typename Element<S>::V V;
-    if (lane_id() == 0) element_put<S>(to, first);
+    if (lane_id() == 0) store_element<S>(to, first);
     OW_UNROLL(1)
     for (u32 i = 0; i < n; i += 32) {
-        V v = prefix(i + lane_id() < n ? element<S>(from + S * (i + lane_id())) : (V)0);
-        if (i + lane_id() < n) element_put<S>(to + S * (i + lane_id() + 1), v + first);
-        first += element_shfl(v, 31);
+        V v = prefix_sum(i + lane_id() < n ? load_element<S>(from + S * (i + lane_id())) : (V)0);
+        if (i + lane_id() < n) store_element<S>(to + S * (i + lane_id() + 1), v + first);
+        first += shuffle_element(v, 31);
     }
     syncwarp();
 }
 
-// cascaded_runs repeats n values as often as the array of run lengths says. It
+// expand_runs repeats n values as often as the array of run lengths says. It
 // returns their new number, or kMany if that is more than `most`.
 constexpr u32 kMany = ~0u;
 
-template <u32 S> OW_DEV u32 cascaded_runs(u32 to, u32 from, u32 n, const CascadedArray& runs, u32 most) {
+template <u32 S> OW_DEV u32 expand_runs(u32 to, u32 from, u32 n, const CascadedArray& runs, u32 most) {
     typedef typename Element<S>::V V;
     u32 made = 0;
     OW_UNROLL(1)
@@ -123,10 +123,10 @@ template <u32 S> OW_DEV u32 cascaded_runs(u32 to, u32 from, u32 n, const Cascade
         u32 times = 0;
         V v = 0;
         if (i + lane_id() < n) {
-            times = umin(cascaded_at<2>(runs, i + lane_id()), most + 1);
-            v = element<S>(from + S * (i + lane_id()));
+            times = umin(element_of_array<2>(runs, i + lane_id()), most + 1);
+            v = load_element<S>(from + S * (i + lane_id()));
         }
-        u32 upto = prefix(times), total = shfl(upto, 31);
+        u32 upto = prefix_sum(times), total = shfl(upto, 31);
         if (total > most - made) return kMany;
         OW_UNROLL(1)
         for (u32 k = 0; k < total; k += 32) {
@@ -134,8 +134,8 @@ template <u32 S> OW_DEV u32 cascaded_runs(u32 to, u32 from, u32 n, const Cascade
             for (u32 s = 16; s; s /= 2) {
                 if (shfl(upto, r + s - 1) <= k + lane_id()) r += s;
             }
-            V x = element_shfl(v, r);
-            if (k + lane_id() < total) element_put<S>(to + S * (made + k + lane_id()), x);
+            V x = shuffle_element(v, r);
+            if (k + lane_id() < total) store_element<S>(to + S * (made + k + lane_id()), x);
         }
         made += total;
     }
@@ -151,9 +151,9 @@ struct CascadedChunk {
     bool packed;
 };
 
-// cascaded_open finds the arrays of the chunk at src, of `left` bytes at most.
+// open_cascaded_chunk finds the arrays of the chunk at src, of `left` bytes at most.
 // False: it is invalid.
-template <u32 S> OW_DEV bool cascaded_open(CascadedChunk& c, const u8* src, u32 left, u32 head) {
+template <u32 S> OW_DEV bool open_cascaded_chunk(CascadedChunk& c, const u8* src, u32 left, u32 head) {
     constexpr u32 word = S > 4 ? S : 4;
     u32 rles = head & 255, deltas = head >> 8 & 255;
     c.packed = head >> 16 & 255;
@@ -180,26 +180,26 @@ template <u32 S>
 OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shared, u32 head, u32& used, u32& made) {
     constexpr u32 most = kCascadedChunk / S;
     CascadedChunk c;
-    if (!cascaded_open<S>(c, src, left, head)) return false;
+    if (!open_cascaded_chunk<S>(c, src, left, head)) return false;
     used = c.used;
     CascadedArray a;
-    if (!cascaded_array<S>(a, src + shfl(c.place, 31), shfl(c.bytes, 31), c.packed, most)) return false;
+    if (!open_array<S>(a, src + shfl(c.place, 31), shfl(c.bytes, 31), c.packed, most)) return false;
     u32 in = shared, out = shared + kCascadedChunk, n = a.n;
     syncwarp();  // the buffers' last readers are done
     OW_UNROLL(1)
-    for (u32 i = lane_id(); i < n; i += 32) element_put<S>(in + S * i, cascaded_at<S>(a, i));
+    for (u32 i = lane_id(); i < n; i += 32) store_element<S>(in + S * i, element_of_array<S>(a, i));
     syncwarp();
     OW_UNROLL(1)
     for (u32 i = 14; i-- > 0;) {
         if (!(c.set >> i & 1)) continue;
         u32 p = shfl(c.place, i), b = shfl(c.bytes, i);
         if (i % 2 == 0) {
-            if (!cascaded_array<2>(a, src + p, b, c.packed, most) || a.n != n) return false;
-            n = cascaded_runs<S>(out, in, n, a, most);
+            if (!open_array<2>(a, src + p, b, c.packed, most) || a.n != n) return false;
+            n = expand_runs<S>(out, in, n, a, most);
             if (n == kMany) return false;
         } else {
             if (n >= most) return false;
-            cascaded_sums<S>(out, in, n, element_any<S>(src + p));
+            sum_differences<S>(out, in, n, load_unaligned_element<S>(src + p));
             n++;
         }
         u32 t = in;

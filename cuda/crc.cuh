@@ -41,8 +41,8 @@ constexpr CrcWords crc_words() {
 
 OW_TABLE CrcWords kCrcWords = crc_words();
 
-// crc_times is crc_product at run time.
-OW_DEV u32 crc_times(u32 a, u32 b) {
+// multiply_crc is crc_product at run time.
+OW_DEV u32 multiply_crc(u32 a, u32 b) {
     u32 p = 0;
     OW_UNROLL(1)
     for (u32 i = 0; i < 32; i++) {
@@ -53,9 +53,9 @@ OW_DEV u32 crc_times(u32 a, u32 b) {
     return p;
 }
 
-// crc_table fills the table of a warp: word 16 k + v is nibble k with value v, 128 bytes
+// fill_crc_table fills the table of a warp: word 16 k + v is nibble k with value v, 128 bytes
 // further on.
-OW_DEV void crc_table(u32 table) {
+OW_DEV void fill_crc_table(u32 table) {
     u32 bit = kCrcWords.of[0];  // this lane's bit, moved so
     OW_UNROLL(1)
     for (u32 i = lane_id(); i < 31; i++) bit = bit >> 1 ^ (kCrcPoly & (0 - (bit & 1)));
@@ -68,16 +68,16 @@ OW_DEV void crc_table(u32 table) {
     syncwarp();
 }
 
-// crc_row is s, 128 bytes further on.
-OW_DEV u32 crc_row(u32 s, u32 table) {
+// advance_crc is s, 128 bytes further on.
+OW_DEV u32 advance_crc(u32 s, u32 table) {
     u32 v = 0;
     OW_UNROLL(2)
     for (u32 k = 0; k < 8; k++, s >>= 4) v ^= lds32(table + 64 * k + (s & 15) * 4);
     return v;
 }
 
-// crc_word is the word at p, without its bytes outside [begin, end).
-OW_DEV u32 crc_word(u64 p, u64 begin, u64 end) {
+// load_crc_word is the word at p, without its bytes outside [begin, end).
+OW_DEV u32 load_crc_word(u64 p, u64 begin, u64 end) {
     if (p + 4 <= begin || p >= end) return 0;
     u32 w = ldg32((const u8*)(uintptr_t)p);
     if (p < begin) w &= 0xffffffff << (8 * (u32)(begin - p));
@@ -85,9 +85,9 @@ OW_DEV u32 crc_word(u64 p, u64 begin, u64 end) {
     return w;
 }
 
-// crc_part sums part i. `table` is shared memory of this warp.
-OW_DEV void crc_part(const ow_crc_part* parts, u32* sums, u32 i, u32 table) {
-    crc_table(table);
+// sum_crc_part sums part i. `table` is shared memory of this warp.
+OW_DEV void sum_crc_part(const ow_crc_part* parts, u32* sums, u32 i, u32 table) {
+    fill_crc_table(table);
     ow_crc_part part = parts[i];
     u64 begin = part.src, end = begin + part.bytes, stop = (end + 3) & ~(u64)3;
     u32 rows = (u32)(stop - begin + 127) / 128;
@@ -97,15 +97,15 @@ OW_DEV void crc_part(const ow_crc_part* parts, u32* sums, u32 i, u32 table) {
     for (u32 r = 0; r < rows; r += 4) {  // four loads are on their way at a time
         u32 w[4];
         OW_UNROLL(4)
-        for (u32 k = 0; k < 4; k++, at += 128) w[k] = crc_word(at, begin, end);
+        for (u32 k = 0; k < 4; k++, at += 128) w[k] = load_crc_word(at, begin, end);
         OW_UNROLL(4)
         for (u32 k = 0; k < 4; k++)
-            if (r + k < rows) s = crc_row(s, table) ^ w[k];
+            if (r + k < rows) s = advance_crc(s, table) ^ w[k];
     }
-    s = crc_times(s, kCrcWords.of[lane_id()]);
+    s = multiply_crc(s, kCrcWords.of[lane_id()]);
     OW_UNROLL(1)
     for (u32 d = 16; d > 0; d /= 2) s ^= shfl(s, lane_id() ^ d);
-    s = crc_times(s, part.behind);
+    s = multiply_crc(s, part.behind);
     if (lane_id() == 0) stg32((u8*)(sums + i), s);
 }
 

@@ -3,6 +3,6 @@
 
 extern "C" void ow_crc_host(const ow_crc_part* parts, uint32_t* sums, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
-        ow::run_warp([&] { ow::crc_part(parts, sums, i, 0); }, i & 1);
+        ow::run_warp([&] { ow::sum_crc_part(parts, sums, i, 0); }, i & 1);
     }
 }

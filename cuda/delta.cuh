@@ -25,32 +25,32 @@ constexpr u32 kDeltaCounts = 0, kDeltaCodes = 128, kDeltaQueue = 256, kDeltaHigh
 constexpr u32 kDeltaMany = 64;  // in the queue are enough
 static_assert(kDeltaQueue + 8 * (kDeltaMany - 1 + 512) <= OW_DELTA_SHARED && kDeltaMany - 1 + 64 <= 128, "the queue has a tile's changes");
 
-OW_DEV u32 delta_bits(u64 x) {
+OW_DEV u32 bit_length(u64 x) {
     u32 hi = (u32)(x >> 32);
     return hi ? 33 + highest_bit(hi) : 1 + highest_bit((u32)x);
 }
 
 OW_DEV u32 delta_class(u64 x, u32 lg) {
-    u32 n = delta_bits(x);
+    u32 n = bit_length(x);
     if ((x & (x + 1)) == 0 && n <= kDeltaOnes) return n - 1;
     return kDeltaOnes + ((n - 1) >> (lg ? lg - 1 : 0));
 }
 
-// delta_rest is how many low bits of the XOR follow its class.
-OW_DEV u32 delta_rest(u32 cls, u32 lg) {
+// bits_after_class is how many low bits of the XOR follow its class.
+OW_DEV u32 bits_after_class(u32 cls, u32 lg) {
     if (cls < kDeltaOnes) return 0;
     return lg < 2 ? cls - kDeltaOnes : (cls - kDeltaOnes + 1) << (lg - 1);
 }
 
-OW_DEV u32 delta_reversed(u32 b) {
+OW_DEV u32 reverse_bits(u32 b) {
     u32 r = 0;
     for (u32 i = 0; i < 8; i++) r |= (b >> i & 1) << (7 - i);
     return r;
 }
 
-// delta_start is the place of a class among the 256 values of 8 bits, highest bit first.
+// first_slot_of_class is the place of a class among the 256 values of 8 bits, highest bit first.
 // length(i) is the code length of class i.
-template <class F> OW_DEV u32 delta_start(u32 cls, F length) {
+template <class F> OW_DEV u32 first_slot_of_class(u32 cls, F length) {
     u32 mine = length(cls), at = 0;
     for (u32 i = 0; i < kDeltaClasses; i++) {
         u32 n = length(i);
@@ -59,7 +59,7 @@ template <class F> OW_DEV u32 delta_start(u32 cls, F length) {
     return at;
 }
 
-OW_DEV u32 delta_length(const u32* head, u32 cls) { return (cls < 8 ? head[1] : cls < 16 ? head[2] : head[3]) >> (4 * (cls & 7)) & 15; }
+OW_DEV u32 code_length_of_class(const u32* head, u32 cls) { return (cls < 8 ? head[1] : cls < 16 ? head[2] : head[3]) >> (4 * (cls & 7)) & 15; }
 
 // A DeltaReader has the bits of a chunk; zeros follow the last.
 struct DeltaReader {
@@ -81,15 +81,15 @@ struct DeltaReader {
     }
 };
 
-OW_DEV void delta_flip(u8* dst, u32 i, u64 x, u32 lg) {
+OW_DEV void xor_element(u8* dst, u32 i, u64 x, u32 lg) {
     uintptr_t at = (uintptr_t)dst + ((uintptr_t)i << lg);
     u32* word = (u32*)(at & ~(uintptr_t)3);
     atomic_xor(word, (u32)x << (8 * (at & 3)));
     if (lg == 3) atomic_xor(word + 1, (u32)(x >> 32));
 }
 
-// delta_run applies one run, of elements [first, last), whose bits end at `end`.
-OW_DEV void delta_run(DeltaReader& r, u8* dst, u32 first, u32 last, u32 end, u32 k, u32 table, u32 lg) {
+// apply_run applies one run, of elements [first, last), whose bits end at `end`.
+OW_DEV void apply_run(DeltaReader& r, u8* dst, u32 first, u32 last, u32 end, u32 k, u32 table, u32 lg) {
     u32 at = first;
     while (r.pos < end) {
         u32 v = r.peek(), gap = 0;
@@ -103,7 +103,7 @@ OW_DEV void delta_run(DeltaReader& r, u8* dst, u32 first, u32 last, u32 end, u32
         r.pos += z + 1;
         v = r.peek();
         u64 to = at + ((u64)(gap + z) << k) + (v & ((1u << k) - 1));
-        u32 e = lds16(table + 2 * (v >> k & 255)), cls = e >> 8, n = delta_rest(cls, lg);
+        u32 e = lds16(table + 2 * (v >> k & 255)), cls = e >> 8, n = bits_after_class(cls, lg);
         r.pos += k + (e & 255);
         u64 x = cls < kDeltaOnes ? (2ull << cls) - 1 : 0;
         if (n) {
@@ -120,7 +120,7 @@ OW_DEV void delta_run(DeltaReader& r, u8* dst, u32 first, u32 last, u32 end, u32
         }
         if (cls >= kDeltaOnes && lg < 2) x |= 1u << (cls - kDeltaOnes);
         if (e == 0 || to >= last || r.pos > end) return;
-        delta_flip(dst, (u32)to, x, lg);
+        xor_element(dst, (u32)to, x, lg);
         at = (u32)to + 1;
     }
 }
@@ -137,7 +137,7 @@ OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
         for (u32 i = lane_id(); i < w.bytes >> w.lg; i += 32) {
             u64 x = 0;
             for (u32 b = 0; b < 1u << w.lg; b++) x |= (u64)ldg8(src + kDeltaHead + (i << w.lg) + b) << (8 * b);
-            delta_flip(dst, i, x, w.lg);
+            xor_element(dst, i, x, w.lg);
         }
         return;
     }
@@ -145,9 +145,9 @@ OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
     for (u32 i = lane_id(); i < 128; i += 32) sts32(shared + 4 * i, 0);
     syncwarp();
     u32 cls = lane_id();
-    if (cls < kDeltaClasses && delta_length(head, cls)) {
-        u32 n = delta_length(head, cls), at = delta_start(cls, [&](u32 i) { return delta_length(head, i); });
-        for (u32 j = 0; j < 256u >> n; j++) sts16(shared + 2 * (delta_reversed(at + j) & 255), cls << 8 | n);
+    if (cls < kDeltaClasses && code_length_of_class(head, cls)) {
+        u32 n = code_length_of_class(head, cls), at = first_slot_of_class(cls, [&](u32 i) { return code_length_of_class(head, i); });
+        for (u32 j = 0; j < 256u >> n; j++) sts16(shared + 2 * (reverse_bits(at + j) & 255), cls << 8 | n);
     }
     syncwarp();
     u32 elements = w.bytes >> w.lg, runs = (elements + run - 1) / run, body = kDeltaHead + ((2 * runs + 3) & ~3u);
@@ -156,13 +156,13 @@ OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
     for (u32 first = 0; first < runs; first += 32) {
         u32 i = first + lane_id(), bits = i < runs ? ldg16(src + kDeltaHead + 2 * i) : 0, upto = sum_of_lanes_to(bits);
         DeltaReader r = {src + body, (w.stored - body) / 4, ~1u, off + upto - bits, 0, 0};
-        if (bits) delta_run(r, dst, i * run, umin(elements, (i + 1) * run), off + upto, k, shared, w.lg);
+        if (bits) apply_run(r, dst, i * run, umin(elements, (i + 1) * run), off + upto, k, shared, w.lg);
         off += shfl(upto, 31);
     }
 }
 
-// delta_load is what differs in the 16 bytes at `at`; there are no bytes from w.bytes on.
-OW_DEV u32x4 delta_load(const ow_delta_row& w, u32 at) {
+// load_difference is what differs in the 16 bytes at `at`; there are no bytes from w.bytes on.
+OW_DEV u32x4 load_difference(const ow_delta_row& w, u32 at) {
     const u8 *a = (const u8*)(uintptr_t)w.now + at, *b = (const u8*)(uintptr_t)w.base + at;
     if (at + 16 <= w.bytes && (((uintptr_t)a | (uintptr_t)b) & 15) == 0) {
         u32x4 x = ldg128(a), y = ldg128(b);
@@ -173,16 +173,16 @@ OW_DEV u32x4 delta_load(const ow_delta_row& w, u32 at) {
     return {v[0], v[1], v[2], v[3]};
 }
 
-// delta_bytes is which of 4 bytes are not 0.
-OW_DEV u32 delta_bytes(u32 x) {
+// mask_of_changed_bytes is which of 4 bytes are not 0.
+OW_DEV u32 mask_of_changed_bytes(u32 x) {
     u32 top = (x | ((x & 0x7f7f7f7f) + 0x7f7f7f7f)) & 0x80808080;
     return ((top >> 7) * 0x10204080) >> 28;
 }
 
-// delta_gather puts the changed elements of a tile, 512 bytes of which v is a lane's 16,
+// queue_changes puts the changed elements of a tile, 512 bytes of which v is a lane's 16,
 // behind those in the queue, in order. It returns how many there are then.
-OW_DEV u32 delta_gather(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 have) {
-    u32 m = delta_bytes(v.x) | delta_bytes(v.y) << 4 | delta_bytes(v.z) << 8 | delta_bytes(v.w) << 12;
+OW_DEV u32 queue_changes(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 have) {
+    u32 m = mask_of_changed_bytes(v.x) | mask_of_changed_bytes(v.y) << 4 | mask_of_changed_bytes(v.z) << 8 | mask_of_changed_bytes(v.w) << 12;
     if (lg >= 1) m = (m | m >> 1) & 0x5555;
     if (lg >= 2) m = (m | m >> 2) & 0x1111;
     if (lg == 3) m = (m | m >> 4) & 0x0101;
@@ -198,9 +198,9 @@ OW_DEV u32 delta_gather(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 have
     return have + shfl(upto, 31);
 }
 
-// delta_drain calls f(gap, x) for each of the n changes in the queue, a lane for each, or
+// take_changes calls f(gap, x) for each of the n changes in the queue, a lane for each, or
 // with x 0 in lanes for which none is left. next is the element after the last change.
-template <class F> OW_DEV void delta_drain(u32 queue, u32 high, u32 n, u32 lg, u32& next, F f) {
+template <class F> OW_DEV void take_changes(u32 queue, u32 high, u32 n, u32 lg, u32& next, F f) {
     syncwarp();
     for (u32 i = lane_id(); i < ((n + 31) & ~31u); i += 32) {
         u32x2 e = {0, 0};
@@ -216,18 +216,18 @@ template <class F> OW_DEV void delta_drain(u32 queue, u32 high, u32 n, u32 lg, u
     syncwarp();
 }
 
-// delta_each calls f(gap, x) for the changes of a chunk, as delta_drain does, and after each
+// for_each_change calls f(gap, x) for the changes of a chunk, as take_changes does, and after each
 // run of 512 << s bytes done(run). Gaps begin anew in each run.
-template <class F, class G> OW_DEV void delta_each(const ow_delta_row& w, u32 s, u32 shared, F f, G done) {
+template <class F, class G> OW_DEV void for_each_change(const ow_delta_row& w, u32 s, u32 shared, F f, G done) {
     u32 queue = shared + kDeltaQueue, high = shared + kDeltaHigh, lg = w.lg, last = (1u << s) - 1, tiles = (w.bytes + 511) / 512;
     u32 n = 0, next = 0;
     OW_UNROLL(1)
     for (u32 t = 0; t < tiles; t++) {
         u32 at = 512 * t + 16 * lane_id();
-        n = delta_gather(at < w.bytes ? delta_load(w, at) : u32x4{0, 0, 0, 0}, t, lg, queue, high, n);
+        n = queue_changes(at < w.bytes ? load_difference(w, at) : u32x4{0, 0, 0, 0}, t, lg, queue, high, n);
         bool ends = (t & last) == last || t + 1 == tiles;
         if (n >= kDeltaMany || (n && ends)) {
-            delta_drain(queue, high, n, lg, next, f);
+            take_changes(queue, high, n, lg, next, f);
             n = 0;
         }
         if (ends) {
@@ -273,18 +273,18 @@ OW_COLD void delta_lengths(u32 counts) {
     for (u32 i = 0; i < kDeltaClasses; i++) sts32(counts + 4 * i, length[i]);
 }
 
-// delta_codes makes the table of codes (code | bits << 8 | rest << 16) of a header.
-OW_DEV void delta_codes(const u32* head, u32 lg, u32 codes) {
+// make_code_table makes the table of codes (code | bits << 8 | rest << 16) of a header.
+OW_DEV void make_code_table(const u32* head, u32 lg, u32 codes) {
     u32 cls = lane_id();
     if (cls < kDeltaClasses) {
-        u32 n = delta_length(head, cls), at = delta_start(cls, [&](u32 i) { return delta_length(head, i); });
-        sts32(codes + 4 * cls, n ? (delta_reversed(at) & 255) | n << 8 | delta_rest(cls, lg) << 16 : 0);
+        u32 n = code_length_of_class(head, cls), at = first_slot_of_class(cls, [&](u32 i) { return code_length_of_class(head, i); });
+        sts32(codes + 4 * cls, n ? (reverse_bits(at) & 255) | n << 8 | bits_after_class(cls, lg) << 16 : 0);
     }
     syncwarp();
 }
 
-// delta_size is the bits of a change with that code.
-OW_DEV u32 delta_size(u32 gap, u32 k, u32 code) { return (gap >> k) + 1 + k + (code >> 8 & 255) + (code >> 16); }
+// bits_of_change is the bits of a change with that code.
+OW_DEV u32 bits_of_change(u32 gap, u32 k, u32 code) { return (gap >> k) + 1 + k + (code >> 8 & 255) + (code >> 16); }
 
 OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     ow_delta_row w = rows[job];
@@ -292,7 +292,7 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     sts32(counts + 4 * lane_id(), 0);
     syncwarp();
     // The order does not matter here: one run.
-    delta_each(w, 31, shared, [&](u32, u64 x) { if (x) count32(counts + 4 * delta_class(x, lg)); }, [](u32) {});
+    for_each_change(w, 31, shared, [&](u32, u64 x) { if (x) count32(counts + 4 * delta_class(x, lg)); }, [](u32) {});
     syncwarp();
     u32 changed = 0;
     for (u32 i = 0; i < kDeltaClasses; i++) changed += lds32(counts + 4 * i);
@@ -306,16 +306,16 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     syncwarp();
     u32 elements = w.bytes >> lg, s = 0;
     u64 mean = 63 * (u64)(2 * elements - changed) / (262 * (u64)changed);
-    u32 k = mean ? delta_bits(mean) : 0;
+    u32 k = mean ? bit_length(mean) : 0;
     while (s < kDeltaMaxS && (u64)changed * (kDeltaRun << s) < 24 * (u64)w.bytes) s++;
     u32 head[4] = {k << 8 | s << 16, 0, 0, 0};
     for (u32 i = 0; i < kDeltaClasses; i++) head[1 + i / 8] |= lds32(counts + 4 * i) << (4 * (i & 7));
-    delta_codes(head, lg, codes);
+    make_code_table(head, lg, codes);
     u32 run = kDeltaRun << s, runs = (w.bytes + run - 1) / run;  // bytes
     u64 total = 0;
     u32 mine = 0;
     bool raw = false;
-    delta_each(w, s, shared, [&](u32 gap, u64 x) { if (x) mine += delta_size(gap, k, lds32(codes + 4 * delta_class(x, lg))); }, [&](u32) {
+    for_each_change(w, s, shared, [&](u32 gap, u64 x) { if (x) mine += bits_of_change(gap, k, lds32(codes + 4 * delta_class(x, lg))); }, [&](u32) {
         u32 bits = shfl(sum_of_lanes_to(mine), 31);
         total += bits;
         raw = raw || bits > 0xffff;
@@ -334,8 +334,8 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     }
 }
 
-// delta_put ORs n bits, at most 64, into words that were 0 there.
-OW_DEV void delta_put(u32* words, u32 pos, u64 v, u32 n) {
+// put_bits ORs n bits, at most 64, into words that were 0 there.
+OW_DEV void put_bits(u32* words, u32 pos, u64 v, u32 n) {
     u32 s = pos & 31, over = n + s;
     words += pos >> 5;
     atomic_or(words, (u32)v << s);
@@ -359,25 +359,25 @@ OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
         return;
     }
     u32 head[4] = {w.head[0], w.head[1], w.head[2], w.head[3]};
-    delta_codes(head, lg, codes);
+    make_code_table(head, lg, codes);
     u32 k = head[0] >> 8 & 255, s = head[0] >> 16, run = kDeltaRun << s, runs = (w.bytes + run - 1) / run;
     u32* words = (u32*)(to + kDeltaHead + ((2 * runs + 3) & ~3u));
     u32 off = 0, begin = 0;
     auto put = [&](u32 gap, u64 x) {
-        u32 c = x ? lds32(codes + 4 * delta_class(x, lg)) : 0, bits = x ? delta_size(gap, k, c) : 0, upto = sum_of_lanes_to(bits), rest = c >> 16;
+        u32 c = x ? lds32(codes + 4 * delta_class(x, lg)) : 0, bits = x ? bits_of_change(gap, k, c) : 0, upto = sum_of_lanes_to(bits), rest = c >> 16;
         u32 pos = off + upto - bits + (gap >> k), fixed = 1 + k + (c >> 8 & 255);
         off += shfl(upto, 31);
         if (!x) return;
         u64 low = 1 | (u64)(gap & ((1u << k) - 1)) << 1 | (u64)(c & 255) << (1 + k);
         x &= rest < 64 ? (1ull << rest) - 1 : ~0ull;
         if (fixed + rest <= 64) {
-            delta_put(words, pos, low | x << fixed, fixed + rest);
+            put_bits(words, pos, low | x << fixed, fixed + rest);
         } else {
-            delta_put(words, pos, low, fixed);
-            delta_put(words, pos + fixed, x, rest);
+            put_bits(words, pos, low, fixed);
+            put_bits(words, pos + fixed, x, rest);
         }
     };
-    delta_each(w, s, shared, put, [&](u32 r) {
+    for_each_change(w, s, shared, put, [&](u32 r) {
         if (lane_id() == 0) stg16(to + kDeltaHead + 2 * r, off - begin);
         begin = off;
     });

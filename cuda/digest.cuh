@@ -16,8 +16,8 @@ constexpr u32 kTileWords = OW_DIGEST_TILE / 8;
 
 struct DigestSums { u64 a, b; };
 
-// digest_word adds a word whose key is (its number + 1) * kDigestStep.
-OW_DEV void digest_word(DigestSums& s, u64 w, u64 key) {
+// add_word adds a word whose key is (its number + 1) * kDigestStep.
+OW_DEV void add_word(DigestSums& s, u64 w, u64 key) {
     u64 x = w + key;
     x = (x ^ x >> 32) * kDigestM1;
     x = (x ^ x >> 32) * kDigestM2;
@@ -37,8 +37,8 @@ OW_DEV u64 ldg_item(const u8* p, u32 item) {
     return (u64)v.y << 32 | v.x;
 }
 
-// digest_at is the address of an element, and how many follow it in its row.
-OW_DEV const u8* digest_at(const ow_digest_job& job, const ow_digest_dim* dims, u64 e, u64& row) {
+// element_address is the address of an element, and how many follow it in its row.
+OW_DEV const u8* element_address(const ow_digest_job& job, const ow_digest_dim* dims, u64 e, u64& row) {
     u64 at = job.src;
     OW_UNROLL(1)
     for (u32 i = job.rank; i-- > 0;) {
@@ -51,8 +51,8 @@ OW_DEV const u8* digest_at(const ow_digest_job& job, const ow_digest_dim* dims, 
     return (const u8*)(uintptr_t)at;
 }
 
-// digest_load is word w of a tensor; bytes behind its end are 0.
-OW_DEV u64 digest_load(const ow_digest_job& job, const ow_digest_dim* dims, u64 w) {
+// load_tensor_word is word w of a tensor; bytes behind its end are 0.
+OW_DEV u64 load_tensor_word(const ow_digest_job& job, const ow_digest_dim* dims, u64 w) {
     u64 left = job.bytes - 8 * w, v = 0;
     if (job.rank == 0) {
         const u8* p = (const u8*)(uintptr_t)job.src + 8 * w;
@@ -63,18 +63,18 @@ OW_DEV u64 digest_load(const ow_digest_job& job, const ow_digest_dim* dims, u64 
     }
     u32 item = job.item, n = (left < 8 ? (u32)left : 8) / item;
     u64 e = w * (8 / item), row, stride = (u64)dims[job.rank - 1].stride;
-    const u8* p = digest_at(job, dims, e, row);
+    const u8* p = element_address(job, dims, e, row);
     OW_UNROLL(1)
     for (u32 k = 0; k < n; k++) {
         v |= ldg_item(p, item) << (8 * item * k);
         if (--row) p += stride;
-        else if (k + 1 < n) p = digest_at(job, dims, e + k + 1, row);
+        else if (k + 1 < n) p = element_address(job, dims, e + k + 1, row);
     }
     return v;
 }
 
-// digest_tile adds one tile of a tensor, of which this lane takes a 32nd.
-OW_DEV void digest_tile(DigestSums& s, const ow_digest_job& job, const ow_digest_dim* dims, u64 tile) {
+// add_tile adds one tile of a tensor, of which this lane takes a 32nd.
+OW_DEV void add_tile(DigestSums& s, const ow_digest_job& job, const ow_digest_dim* dims, u64 tile) {
     u64 first = tile * kTileWords;
     if (job.rank == 0 && job.item == 16 && job.bytes - 8 * first >= OW_DIGEST_TILE) {
         const u8* p = (const u8*)(uintptr_t)job.src + 8 * first + 16 * lane_id();
@@ -84,8 +84,8 @@ OW_DEV void digest_tile(DigestSums& s, const ow_digest_job& job, const ow_digest
         u64 key = (first + 2 * lane_id() + 1) * kDigestStep;
         OW_UNROLL(8)
         for (u32 k = 0; k < 8; k++) {
-            digest_word(s, (u64)v[k].y << 32 | v[k].x, key);
-            digest_word(s, (u64)v[k].w << 32 | v[k].z, key + kDigestStep);
+            add_word(s, (u64)v[k].y << 32 | v[k].x, key);
+            add_word(s, (u64)v[k].w << 32 | v[k].z, key + kDigestStep);
             key += 64 * kDigestStep;
         }
         return;
@@ -93,12 +93,12 @@ OW_DEV void digest_tile(DigestSums& s, const ow_digest_job& job, const ow_digest
     u64 words = (job.bytes + 7) / 8 - first;
     OW_UNROLL(1)
     for (u32 k = lane_id(); k < kTileWords && k < words; k += 32) {
-        digest_word(s, digest_load(job, dims, first + k), (first + k + 1) * kDigestStep);
+        add_word(s, load_tensor_word(job, dims, first + k), (first + k + 1) * kDigestStep);
     }
 }
 
-// digest_flush adds the sums of all lanes to a tensor's.
-OW_DEV void digest_flush(u64* sums, DigestSums s) {
+// flush_sums adds the sums of all lanes to a tensor's.
+OW_DEV void flush_sums(u64* sums, DigestSums s) {
     OW_UNROLL(5)
     for (u32 d = 16; d > 0; d /= 2) {
         s.a += shfl64(s.a, lane_id() ^ d);
@@ -125,8 +125,8 @@ OW_DEV void digest_job(const ow_digest_job* jobs, u32 n, u64 tiles, const ow_dig
         u64 stop = job.first + (job.bytes + OW_DIGEST_TILE - 1) / OW_DIGEST_TILE;
         if (stop > end) stop = end;
         DigestSums s = {0, 0};
-        for (; at < stop; at++) digest_tile(s, job, dims + job.dims, at - job.first);
-        digest_flush(sums + 2 * j, s);
+        for (; at < stop; at++) add_tile(s, job, dims + job.dims, at - job.first);
+        flush_sums(sums + 2 * j, s);
     }
 }
 

@@ -14,9 +14,9 @@ namespace ow {
 
 constexpr u32 kFeedBlock = 512, kFeedRing = 2 * kFeedBlock, kFeedAhead = 64;
 
-// feed_issue requests the block at `at`. What of it is outside the input is neither
+// request_block requests the block at `at`. What of it is outside the input is neither
 // read nor written.
-OW_DEV void feed_issue(const u8* base, u32 begin, u32 end, u32 ring, u32 at) {
+OW_DEV void request_block(const u8* base, u32 begin, u32 end, u32 ring, u32 at) {
     at += 16 * lane_id();
     u32 to = ring | (at & (kFeedRing - 1));
     if (at >= begin && at + 16 <= end) {
@@ -44,7 +44,7 @@ OW_COLD u32 feed_serve(const u8* base, u32 begin, u32 end, u32 ring, u32 have, u
             copy_wait();
             landed = issued;
         } else if (issued < end && at + kFeedBlock >= issued) {
-            feed_issue(base, begin, end, ring, issued);
+            request_block(base, begin, end, ring, issued);
             issued += kFeedBlock;
         } else {
             break;
@@ -205,11 +205,11 @@ constexpr u32 kShortIn = 96, kShortOut = 64;
 // both literals and a match.
 constexpr u32 kShortTable = 24 * 16;
 
-// short_copy copies m parts of at most 8 * N bytes that do not depend on each
+// copy_short_parts copies m parts of at most 8 * N bytes that do not depend on each
 // other. An entry has an address, a length, and an offset behind `to`. Eight lanes
 // take one part, so four are made at a time. Empty entries follow, up to a multiple
 // of four.
-template <u32 N> OW_DEV void short_copy(u8* to, u32 table, u32 m) {
+template <u32 N> OW_DEV void copy_short_parts(u8* to, u32 table, u32 m) {
     u32 column = lane_id() & 7, at = table + 2 * (lane_id() - column), end = at + 16 * m;
     to += column;
     OW_UNROLL(1)
@@ -224,10 +224,10 @@ template <u32 N> OW_DEV void short_copy(u8* to, u32 table, u32 m) {
     }
 }
 
-// short_gather makes the bytes of elements that depend on each other: those of
+// gather_short_heads makes the bytes of elements that depend on each other: those of
 // `heads`, which end in the 32 bytes b and make n <= 64. is: the lane is one of
 // them.
-OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
+OW_DEV void gather_short_heads(const Feed& f, const Head& h, u32 b, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
     u32 me = bit(f.lane_id), upto = me | (me - 1), before = 0;
     u32 starts[2] = {or_of_lanes(is ? bit(start) : 0), or_of_lanes(is ? bit(start - 32) : 0)};
     syncwarp();  // the table's last entries were read
@@ -262,12 +262,12 @@ OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is
     if (f.lane_id + 32 < n) store_in_order8(to + 32, y & 32 ? y1 : y0);
 }
 
-// short_run decodes short elements from `at` on, where b is the lane's peek, and
+// decode_short_sequences decodes short elements from `at` on, where b is the lane's peek, and
 // returns how many bytes they make: 0 if the first is not short, or if there is no
 // space for all; kShortBad if an offset reaches back too far. It advances `at`, not
 // `out`. The caller makes sure that kShortIn bytes of input are left.
 constexpr u32 kShortBad = ~0u;
-template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* dst, u32 out, u32 room, u32 table) {
+template <class Format> OW_DEV u32 decode_short_sequences(const Feed& f, u32 b, u32& at, u8* dst, u32 out, u32 room, u32 table) {
     Head h = Format::head(b, f.lane_id);
     u32 from = at, me = bit(f.lane_id), bytes = h.literals + h.match, seen = h.is ? me : 0;
     // What the elements from here on make << 8, and the lane behind them; 32 and
@@ -300,7 +300,7 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
             u32 last = highest_bit(heads);
             n = shfl(end, last);
             at += shfl(f.lane_id + h.size, last);
-            short_gather(f, h, b, heads, is, start, back, n, dst + out + f.lane_id, table);
+            gather_short_heads(f, h, b, heads, is, start, back, n, dst + out + f.lane_id, table);
             return n;
         }
         total = n;
@@ -326,9 +326,9 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
     if (f.lane_id < 3) sts64(table + 16 * (m + f.lane_id) + 8, {0, 0});
     syncwarp();  // and the bytes before are there
     u32 most = or_of_lanes(is ? (Format::kBoth ? h.match | h.literals : bytes) - 1 : 0);
-    if (most < 16) short_copy<2>(dst + out, table, m);
-    else if (most < 32) short_copy<4>(dst + out, table, m);
-    else short_copy<8>(dst + out, table, m);
+    if (most < 16) copy_short_parts<2>(dst + out, table, m);
+    else if (most < 32) copy_short_parts<4>(dst + out, table, m);
+    else copy_short_parts<8>(dst + out, table, m);
     return total;
 }
 
@@ -336,7 +336,7 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
 // its size, then tables.
 struct LzPlace { u32 ring, table; };
 constexpr u32 kLzShared = OW_BATCH_WARPS * (kFeedRing + kShortTable);
-OW_DEV LzPlace lz_place(u32 base, u32 warp_id) {
+OW_DEV LzPlace lz_shared_memory(u32 base, u32 warp_id) {
     return {base + warp_id * kFeedRing, base + OW_BATCH_WARPS * kFeedRing + warp_id * kShortTable};
 }
 
@@ -350,7 +350,7 @@ OW_DEV void batch_result(ow_batch_item* item, u32 status, u64 written) {
 
 // lz_job decodes an item of a format.
 template <class Format> OW_DEV void lz_job(ow_batch_item* items, u32 job, u32 base, u32 warp_id) {
-    LzPlace place = lz_place(base, warp_id);
+    LzPlace place = lz_shared_memory(base, warp_id);
     ow_batch_item it = items[job];
     u32 status = OW_BATCH_ARG, out = 0;
     if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {

@@ -12,8 +12,8 @@
 
 namespace ow {
 
-// lz4_more adds the bytes at `at` that continue a length. Returns 0 or a status.
-OW_DEV u32 lz4_more(Feed& f, u32& at, u32& n, u32 most) {
+// lz4_add_length adds the bytes at `at` that continue a length. Returns 0 or a status.
+OW_DEV u32 lz4_add_length(Feed& f, u32& at, u32& n, u32 most) {
     OW_UNROLL(1)
     for (;;) {
         u32 b = f.peek(at);
@@ -53,7 +53,7 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     OW_UNROLL(1)
     for (;;) {
         if (f.end - at > kShortIn) {
-            u32 bytes = short_run<Lz4>(f, b, at, dst, out, cap - out, table);
+            u32 bytes = decode_short_sequences<Lz4>(f, b, at, dst, out, cap - out, table);
             if (bytes == kShortBad) return OW_BATCH_OFFSET;
             if (bytes) {
                 out += bytes;
@@ -64,7 +64,7 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
         u32 token = shfl(b, 0), literals = token >> 4, n = (token & 15) + 4;
         at++;
         if (literals == 15) {
-            u32 bad = lz4_more(f, at, literals, 1u << 31);
+            u32 bad = lz4_add_length(f, at, literals, 1u << 31);
             if (bad) return OW_BATCH_INPUT;
         }
         if (literals > f.end - at) return OW_BATCH_INPUT;
@@ -84,7 +84,7 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
         at += 2;
         if (back - 1 >= out) return OW_BATCH_OFFSET;
         if (n == 19) {
-            u32 bad = lz4_more(f, at, n, cap);
+            u32 bad = lz4_add_length(f, at, n, cap);
             if (bad) return bad;
         }
         if (n > cap - out) return OW_BATCH_ROOM;

@@ -12,9 +12,9 @@
 
 namespace ow {
 
-// move_unit copies unit u of a run: the bytes that fall into the u-th aligned
+// copy_unit copies unit u of a run: the bytes that fall into the u-th aligned
 // 16 bytes of the destination, counted from the first that the run touches.
-OW_DEV void move_unit(u8* dst, const u8* src, u32 n, u32 u) {
+OW_DEV void copy_unit(u8* dst, const u8* src, u32 n, u32 u) {
     u32 pad = (u32)((uintptr_t)dst & 15);
     u32 lo = u == 0 ? 0 : 16 * u - pad, hi = umin(16 * u + 16 - pad, n);
     const u8* from = src + lo;
@@ -35,8 +35,8 @@ OW_DEV void move_unit(u8* dst, const u8* src, u32 n, u32 u) {
     }
 }
 
-// move_units is how many units a run of n bytes at dst has.
-OW_DEV u32 move_units(const u8* dst, u32 n) { return (((u32)((uintptr_t)dst & 15) + n + 15) / 16); }
+// count_units is how many units a run of n bytes at dst has.
+OW_DEV u32 count_units(const u8* dst, u32 n) { return (((u32)((uintptr_t)dst & 15) + n + 15) / 16); }
 
 OW_DEV void move_job(const ow_move* moves, const ow_part* parts, u32 job) {
     ow_part p = parts[job];
@@ -50,8 +50,8 @@ OW_DEV void move_job(const ow_move* moves, const ow_part* parts, u32 job) {
         if (row >= m.rows) return;
         dst += row * m.dst_pitch + at;
         src += row * m.src_pitch + at;
-        u32 units = move_units(dst, n);
-        for (u32 u = lane_id(); u < units; u += 32) move_unit(dst, src, n, u);
+        u32 units = count_units(dst, n);
+        for (u32 u = lane_id(); u < units; u += 32) copy_unit(dst, src, n, u);
         return;
     }
     // Whole rows: as many lanes to a row as it has units, at most 32.
@@ -60,8 +60,8 @@ OW_DEV void move_job(const ow_move* moves, const ow_part* parts, u32 job) {
     u32 first = p.part * each, last = umin(first + each, m.rows);
     for (u32 r = first + lane_id() / width; r < last; r += 32 / width) {
         u8* to = dst + r * m.dst_pitch;
-        u32 units = move_units(to, m.width);
-        for (u32 u = lane_id() % width; u < units; u += width) move_unit(to, src + r * m.src_pitch, m.width, u);
+        u32 units = count_units(to, m.width);
+        for (u32 u = lane_id() % width; u < units; u += width) copy_unit(to, src + r * m.src_pitch, m.width, u);
     }
 }
 
@@ -70,7 +70,7 @@ OW_DEV void move_job(const ow_move* moves, const ow_part* parts, u32 job) {
 
 // widen gives the float32 of a small float with E exponent and M mantissa bits
 // and the usual infinities, which also rounds nothing.
-OW_DEV u32 widen(u32 v, u32 E, u32 M) {
+OW_DEV u32 widen_to_f32(u32 v, u32 E, u32 M) {
     u32 sign = v >> (E + M) << 31, exp = v >> M & ((1u << E) - 1), man = v & ((1u << M) - 1);
     u32 bias = (1u << (E - 1)) - 1;
     if (exp == (1u << E) - 1) return sign | 0x7f800000 | man << (23 - M) | (man ? 0x400000 : 0);
@@ -87,13 +87,13 @@ OW_DEV u32 load_cast_element(u32 from, const u8* p) {
     switch (from) {
         case OW_CAST_F32: return ldg32(p);
         case OW_CAST_BF16: return ldg16(p) << 16;
-        case OW_CAST_F16: return widen(ldg16(p), 5, 10);
-        case OW_CAST_E5M2: return widen(ldg8(p), 5, 2);
+        case OW_CAST_F16: return widen_to_f32(ldg16(p), 5, 10);
+        case OW_CAST_E5M2: return widen_to_f32(ldg8(p), 5, 2);
     }
     u32 v = ldg8(p);  // E4M3: no infinities, one NaN a sign
     if ((v & 127) == 127) return (v & 128) << 24 | 0x7fc00000;
     if ((v & 0x78) == 0x78) return (v & 128) << 24 | (15 + 120) << 23 | (v & 7) << 20;
-    return widen(v, 4, 3);
+    return widen_to_f32(v, 4, 3);
 }
 
 OW_DEV u32 to_bf16(u32 f) {
@@ -114,7 +114,7 @@ OW_DEV u32 to_f16(u32 f) {
     return sign | (v + (rest > half || (rest == half && (v & 1))));
 }
 
-OW_DEV u32 cast_size(u32 t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST_BF16 || t == OW_CAST_F16 ? 2 : 1; }
+OW_DEV u32 size_of_cast_type(u32 t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST_BF16 || t == OW_CAST_F16 ? 2 : 1; }
 
 OW_DEV void cast_job(const ow_cast* casts, const ow_part* parts, u32 job) {
     ow_part p = parts[job];
@@ -123,10 +123,10 @@ OW_DEV void cast_job(const ow_cast* casts, const ow_part* parts, u32 job) {
     if (first >= c.n || c.from > OW_CAST_E5M2) return;
     u64 rest = c.n - first;
     u32 n = rest < OW_CAST_PART ? (u32)rest : (u32)OW_CAST_PART;
-    const u8* src = (const u8*)(uintptr_t)c.src + first * cast_size(c.from);
-    u8* dst = (u8*)(uintptr_t)c.dst + first * cast_size(c.to);
+    const u8* src = (const u8*)(uintptr_t)c.src + first * size_of_cast_type(c.from);
+    u8* dst = (u8*)(uintptr_t)c.dst + first * size_of_cast_type(c.to);
     for (u32 i = lane_id(); i < n; i += 32) {
-        u32 f = load_cast_element(c.from, src + i * cast_size(c.from));
+        u32 f = load_cast_element(c.from, src + i * size_of_cast_type(c.from));
         if (c.to == OW_CAST_F32) stg32(dst + 4 * i, f);
         else stg16(dst + 2 * i, c.to == OW_CAST_BF16 ? to_bf16(f) : to_f16(f));
     }

@@ -11,7 +11,7 @@ static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 32 && sizeof(
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_open(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < n) ow::stream_open(head, rows, row, status);
+    if (row < n) ow::open_row(head, rows, row, status);
 }
 
 // A thread a row, behind the decoder: a row that was not decoded completely is an error of
@@ -19,14 +19,14 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_close(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < n) ow::stream_close(head, rows, row, status);
+    if (row < n) ow::close_row(head, rows, row, status);
 }
 
 // A thread a stream: how long its content is, for a host that does not know it.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, uint32_t n, uint32_t*) {
     uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) ow::stream_peek(head, out, i);
+    if (i < n) ow::peek_stream(head, out, i);
 }
 
 // A warp a share of a row, which is every split-th segment of its chunk: opens, checks and
@@ -38,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
     extern __shared__ __align__(1024) ow::u32 shared[];
     uint32_t warp_id = ow::warp_of_block(), job = blockIdx.x * OW_X16_WARPS + warp_id, base = (uint32_t)__cvta_generic_to_shared(shared);
     if (job >= n) return;
-    ow::X16Place place = ow::x16_place(base, warp_id, OW_X16_WARPS);
-    ow::stream_x16(head ? head : &few.head, job, status, place, base + OW_X16_SHARED + 32 * warp_id);
+    ow::X16Place place = ow::x16_shared_memory(base, warp_id, OW_X16_WARPS);
+    ow::decode_share(head ? head : &few.head, job, status, place, base + OW_X16_SHARED + 32 * warp_id);
 }
 
 // A thread a row: the chunk of content that ow_x16_encode is to code, and the space for its
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_cut(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t*) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < n) ow::stream_cut(head, rows, row);
+    if (row < n) ow::cut_row(head, rows, row);
 }
 
 // A warp a stream, behind the encoder: 32 rows at a time, prefix sums of their lengths give

@@ -73,9 +73,9 @@ struct Block {
 // sized_prefix is how many bytes precede the block of a sized stream: its length.
 OW_DEV u32 sized_prefix(const ow_stream& s) { return s.format == OW_STREAM_LZ4 ? 4 : 8; }
 
-// stream_block finds block k of a stream; a missing block has no stored bytes.
+// find_block finds block k of a stream; a missing block has no stored bytes.
 // Returns bits of status.
-OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
+OW_DEV u32 find_block(Block& b, const ow_stream& s, u32 k) {
     const u8* src = (const u8*)(uintptr_t)s.src;
     b.at = (u64)k * s.chunk;
     b.size = s.size - b.at < s.chunk ? s.size - b.at : s.chunk;
@@ -126,12 +126,12 @@ OW_DEV u32 x16_block(ow_x16_chunk& c, const Block& b, u64 dst) {
     return (c.src | c.dst) % 16 ? OW_STREAM_PLACE : 0;
 }
 
-// stream_open fills a row. The row of a bad stream does nothing.
-OW_DEV void stream_open(const ow_stream_head* head, ow_batch_item* rows, u32 row, u32* status) {
+// open_row fills a row. The row of a bad stream does nothing.
+OW_DEV void open_row(const ow_stream_head* head, ow_batch_item* rows, u32 row, u32* status) {
     u32 i = find_stream(head, row);
     ow_stream s = stream_list(head)[i];
     Block b = {nullptr, 0, 0, 0};
-    u32 bad = stream_block(b, s, row - s.first);
+    u32 bad = find_block(b, s, row - s.first);
     ow_batch_item it = {0, 0, 0, 0, 0, 0, s.arg};
     if (!bad) {
         it.src = (u64)(uintptr_t)b.src;
@@ -143,15 +143,15 @@ OW_DEV void stream_open(const ow_stream_head* head, ow_batch_item* rows, u32 row
     if (bad) atomic_or(status + i, bad);
 }
 
-// stream_close checks that a row was decoded completely.
-OW_DEV void stream_close(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
+// close_row checks that a row was decoded completely.
+OW_DEV void close_row(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
     const ow_batch_item& it = rows[row];
     if (it.src_len && (it.status || it.written != it.dst_cap)) atomic_or(status + find_stream(head, row), OW_STREAM_DATA);
 }
 
-// stream_peek returns the length of stream i's content if it is at a fixed offset:
+// peek_stream returns the length of stream i's content if it is at a fixed offset:
 // native and sized streams, and blocks of X16 and Snappy.
-OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i) {
+OW_DEV void peek_stream(const ow_stream_head* head, ow_stream_peek_t* out, u32 i) {
     const ow_stream& s = stream_list(head)[i];
     const u8* src = (const u8*)(uintptr_t)s.src;
     ow_stream_peek_t p = {0, 0, s.format, 0};
@@ -176,8 +176,8 @@ OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i
     out[i] = p;
 }
 
-// stream_copy copies a warp's share of n bytes that do not overlap.
-OW_DEV void stream_copy(u64 to, u64 from, u32 bytes, u32 share, u32 split) {
+// copy_share copies a warp's share of n bytes that do not overlap.
+OW_DEV void copy_share(u64 to, u64 from, u32 bytes, u32 share, u32 split) {
     const u8* src = (const u8*)(uintptr_t)from;
     u8* dst = (u8*)(uintptr_t)to;
     u32 unit = (from | to) % 16 == 0 ? 16 : (from | to) % 8 == 0 ? 8 : 1;
@@ -202,7 +202,7 @@ struct X16Kept {
     OW_METHOD u32 seg() const { return s; }
 };
 
-template <int TR> OW_DEV void stream_segments(u32 kept, u32 share, u32 split, u32* status, X16Place place) {
+template <int TR> OW_DEV void decode_segments_of_share(u32 kept, u32 share, u32 split, u32* status, X16Place place) {
     ow_x16_chunk c = X16Kept{kept, 0}.chunk();
     u32 total = c.logical / (32 * Transform<TR>::kOut);
     u32 segs = (total + c.tiles - 1) / c.tiles;
@@ -214,19 +214,19 @@ template <int TR> OW_DEV void stream_segments(u32 kept, u32 share, u32 split, u3
     bool table = false;
     OW_UNROLL(1)
     for (u32 seg = share; seg < (segs ? segs : 1); seg += split) {
-        x16_segment<TR>(X16Kept{kept, seg}, status, place, table);
+        x16_decode_segment<TR>(X16Kept{kept, seg}, status, place, table);
         syncwarp();  // the ring is the next segment's
     }
 }
 
-// stream_x16 decodes a warp's share of a row: every split-th segment. kept: shared
+// decode_share decodes a warp's share of a row: every split-th segment. kept: shared
 // address of 32 bytes of the warp's.
-OW_DEV void stream_x16(const ow_stream_head* head, u32 job, u32* status, X16Place place, u32 kept) {
+OW_DEV void decode_share(const ow_stream_head* head, u32 job, u32* status, X16Place place, u32 kept) {
     u32 split = head->split, row = job / split, share = job % split, i = find_stream(head, row);
     ow_stream s = stream_list(head)[i];
     Block b = {nullptr, 0, 0, 0};
     ow_x16_chunk c = {0, 0, 0, 0, 0, (uint16_t)kDead, i};
-    u32 bad = stream_block(b, s, row - s.first);
+    u32 bad = find_block(b, s, row - s.first);
     if (!bad && b.stored) {
         bad = x16_block(c, b, s.dst);
         if (bad) c.zero = (uint16_t)kDead;
@@ -238,15 +238,15 @@ OW_DEV void stream_x16(const ow_stream_head* head, u32 job, u32* status, X16Plac
     }
     syncwarp();
     switch (c.zero) {
-        case kPlain: stream_copy(c.dst, c.src, c.logical, share, split); break;
-        case OW_BF16: stream_segments<OW_BF16>(kept, share, split, status, place); break;
-        case OW_FP16: stream_segments<OW_FP16>(kept, share, split, status, place); break;
-        case OW_FP32: stream_segments<OW_FP32>(kept, share, split, status, place); break;
-        case OW_E4M3: stream_segments<OW_E4M3>(kept, share, split, status, place); break;
-        case OW_E5M2: stream_segments<OW_E5M2>(kept, share, split, status, place); break;
-        case OW_INT8: stream_segments<OW_INT8>(kept, share, split, status, place); break;
-        case OW_NIBBLES: stream_segments<OW_NIBBLES>(kept, share, split, status, place); break;
-        case OW_BYTES: stream_segments<OW_BYTES>(kept, share, split, status, place); break;
+        case kPlain: copy_share(c.dst, c.src, c.logical, share, split); break;
+        case OW_BF16: decode_segments_of_share<OW_BF16>(kept, share, split, status, place); break;
+        case OW_FP16: decode_segments_of_share<OW_FP16>(kept, share, split, status, place); break;
+        case OW_FP32: decode_segments_of_share<OW_FP32>(kept, share, split, status, place); break;
+        case OW_E4M3: decode_segments_of_share<OW_E4M3>(kept, share, split, status, place); break;
+        case OW_E5M2: decode_segments_of_share<OW_E5M2>(kept, share, split, status, place); break;
+        case OW_INT8: decode_segments_of_share<OW_INT8>(kept, share, split, status, place); break;
+        case OW_NIBBLES: decode_segments_of_share<OW_NIBBLES>(kept, share, split, status, place); break;
+        case OW_BYTES: decode_segments_of_share<OW_BYTES>(kept, share, split, status, place); break;
     }
 }
 

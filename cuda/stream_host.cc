@@ -3,29 +3,29 @@
 #include "stream_make.cuh"
 
 extern "C" void ow_stream_open_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
-    for (uint32_t row = 0; row < n; row++) ow::stream_open(head, rows, row, status);
+    for (uint32_t row = 0; row < n; row++) ow::open_row(head, rows, row, status);
 }
 
 extern "C" void ow_stream_close_host(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
-    for (uint32_t row = 0; row < n; row++) ow::stream_close(head, rows, row, status);
+    for (uint32_t row = 0; row < n; row++) ow::close_row(head, rows, row, status);
 }
 
 extern "C" void ow_stream_peek_host(const ow_stream_head* head, ow_stream_peek_t* out, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) ow::stream_peek(head, out, i);
+    for (uint32_t i = 0; i < n; i++) ow::peek_stream(head, out, i);
 }
 
 extern "C" void ow_stream_x16_host(const ow_stream_head* head, uint32_t n, uint32_t* status) {
     for (uint32_t job = 0; job < n; job++) {
         uint32_t warp_id = job % OW_X16_WARPS;
         ow::run_warp([&] {
-            ow::X16Place place = ow::x16_place(0, warp_id, OW_X16_WARPS);
-            ow::stream_x16(head, job, status, place, OW_X16_SHARED + 32 * warp_id);
+            ow::X16Place place = ow::x16_shared_memory(0, warp_id, OW_X16_WARPS);
+            ow::decode_share(head, job, status, place, OW_X16_SHARED + 32 * warp_id);
         }, job & 1);
     }
 }
 
 extern "C" void ow_stream_cut_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n) {
-    for (uint32_t row = 0; row < n; row++) ow::stream_cut(head, rows, row);
+    for (uint32_t row = 0; row < n; row++) ow::cut_row(head, rows, row);
 }
 
 extern "C" void ow_stream_sum_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {

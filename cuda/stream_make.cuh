@@ -13,8 +13,8 @@ OW_DEV u32 stream_chunk(const ow_stream& s, u32 k) {
     return (u32)(left < s.chunk ? left : s.chunk);
 }
 
-// stream_cut fills a row: a chunk of content, and the space for its block.
-OW_DEV void stream_cut(const ow_stream_head* head, ow_batch_item* rows, u32 row) {
+// cut_row fills a row: a chunk of content, and the space for its block.
+OW_DEV void cut_row(const ow_stream_head* head, ow_batch_item* rows, u32 row) {
     ow_stream s = stream_list(head)[find_stream(head, row)];
     u32 k = row - s.first;
     rows[row] = {s.src + (u64)k * s.chunk, stream_chunk(s, k), head->scratch + row * head->slot, head->slot, 0, 0, s.arg};
@@ -95,7 +95,7 @@ OW_DEV void write_row_share(const ow_stream_head* head, const ow_batch_item* row
     if (it.dst_cap == 0 || (s.kind == OW_STREAM_NATIVE && !s.size)) return;
     bool plain = is_row_plain(it, s.arg);
     u32 n = (u32)it.dst_cap - kBlockHead;
-    stream_copy(it.dst + kBlockHead, plain ? it.src : head->scratch + row * head->slot, n, share, split);
+    copy_share(it.dst + kBlockHead, plain ? it.src : head->scratch + row * head->slot, n, share, split);
     if (share) return;
     u8* dst = (u8*)(uintptr_t)it.dst;
     if (lane_id() == 0) {

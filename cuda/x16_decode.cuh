@@ -28,7 +28,7 @@ constexpr u32 kX16Shared = kX16Table + kX16Ring;
 
 struct X16Place { u32 table, ring; };  // shared addresses of one warp
 
-OW_DEV X16Place x16_place(u32 base, u32 warp_id, u32 warps) {
+OW_DEV X16Place x16_shared_memory(u32 base, u32 warp_id, u32 warps) {
     return {base + warp_id * kX16Table, base + warps * kX16Table + warp_id * kX16Ring};
 }
 
@@ -47,9 +47,9 @@ struct X16Segment {
 
 OW_DEV u32 header_byte(const X16Segment& s, u32 at) { return shfl(s.header, at >> 2) >> (8 * (at & 3)) & 255; }
 
-// x16_open reads and checks everything but the coded bytes. It returns 0 or
+// x16_open_segment reads and checks everything but the coded bytes. It returns 0 or
 // the bits for the status word; all lanes agree.
-template <int TR> OW_DEV u32 x16_open(X16Segment& s, const ow_x16_chunk& c, u32 seg) {
+template <int TR> OW_DEV u32 x16_open_segment(X16Segment& s, const ow_x16_chunk& c, u32 seg) {
     typedef Transform<TR> X;
     s.src = (const u8*)(uintptr_t)c.src;
     s.dst = (u8*)(uintptr_t)c.dst;
@@ -92,9 +92,9 @@ template <int TR> OW_DEV u32 x16_open(X16Segment& s, const ow_x16_chunk& c, u32 
     return fits ? 0 : OW_X16_LAYOUT;
 }
 
-// x16_table expands the 16 alias buckets to 256 slots of
+// x16_expand_table expands the 16 alias buckets to 256 slots of
 // freq << 24 | rank << 16 | value in place.
-template <int TR> OW_DEV void x16_table(const X16Segment& s, u32 table) {
+template <int TR> OW_DEV void x16_expand_table(const X16Segment& s, u32 table) {
     u32 b = lane_id() & 15;
     u32 value = header_byte(s, 16 + b), freq = header_byte(s, 32 + b);
     u32 div = header_byte(s, 48 + b), other = header_byte(s, 64 + b) & 15;
@@ -166,7 +166,7 @@ struct X16Words {
 };
 
 // One step: the symbol's entry is returned, the state moves on.
-OW_DEV u32 x16_step(u32& x, u32 table) {
+OW_DEV u32 x16_decode_symbol(u32& x, u32 table) {
     u32 e = lds32(table | (x << 2 & 0x3fc));
     u32 high = x >> 8;
     x = (e >> 24) * high + prmt(e, 0, 0x4442);
@@ -214,10 +214,10 @@ template <int TR> struct X16Planes {
     }
 };
 
-// x16_escapes patches the elements whose value is not in the palette. `at` is
+// x16_apply_escapes patches the elements whose value is not in the palette. `at` is
 // the offset in the chunk of the escape list. Returns bits for the status word,
 // of this lane only.
-template <int TR> OW_DEV u32 x16_escapes(const X16Segment& s, u32 at) {
+template <int TR> OW_DEV u32 x16_apply_escapes(const X16Segment& s, u32 at) {
     typedef Transform<TR> X;
     u32 bad = 0, total = s.logical / (32 * X::kOut), off = s.planes, konst = header_byte(s, 2);
     const u8* plane[X::kPlanes + 1];
@@ -240,9 +240,9 @@ template <int TR> OW_DEV u32 x16_escapes(const X16Segment& s, u32 at) {
     return bad;
 }
 
-// x16_tiles decodes the segment's tiles. Returns the bytes of words that were
+// x16_decode_tiles decodes the segment's tiles. Returns the bytes of words that were
 // used; `bad` gets bits for the status word, of this lane only.
-template <int TR> OW_DEV u32 x16_tiles(const X16Segment& s, X16Place place, u32& bad) {
+template <int TR> OW_DEV u32 x16_decode_tiles(const X16Segment& s, X16Place place, u32& bad) {
     typedef Transform<TR> X;
     X16Words w;
     w.src = s.src;
@@ -266,8 +266,8 @@ template <int TR> OW_DEV u32 x16_tiles(const X16Segment& s, X16Place place, u32&
         if (more) p.load(s.src, t);
         u32 was = at, e[8];
         for (int i = 0; i < 8; i += 2) {
-            e[i] = x16_step(x, place.table);
-            e[i + 1] = x16_step(x, place.table);
+            e[i] = x16_decode_symbol(x, place.table);
+            e[i + 1] = x16_decode_symbol(x, place.table);
             x16_refill(x, at, below);
         }
         X::store(out, e, raw);
@@ -279,8 +279,8 @@ template <int TR> OW_DEV u32 x16_tiles(const X16Segment& s, X16Place place, u32&
     return w.finish(at);
 }
 
-// x16_constant writes the tiles of a chunk that has one symbol only.
-template <int TR> OW_DEV void x16_constant(const X16Segment& s) {
+// x16_write_constant writes the tiles of a chunk that has one symbol only.
+template <int TR> OW_DEV void x16_write_constant(const X16Segment& s) {
     typedef Transform<TR> X;
     u32 symbol = header_byte(s, 1) & 15, v = X::value(header_byte(s, 16 + symbol)) & 0xffff;
     u32 e[8] = {v, v, v, v, v, v, v, v};
@@ -303,37 +303,37 @@ struct X16Listed {
     OW_METHOD u32 seg() const { return segs[job].seg; }
 };
 
-// x16_segment decodes one segment and, if it is the chunk's last, copies the tail.
+// x16_decode_segment decodes one segment and, if it is the chunk's last, copies the tail.
 // `table`: the chunk's table is in shared memory, from another segment.
-template <int TR, class Job> OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, bool& table) {
+template <int TR, class Job> OW_DEV void x16_decode_segment(const Job& job, u32* status, X16Place place, bool& table) {
     typedef Transform<TR> X;
     u32 bad = 0, used = 0;
     {
         ow_x16_chunk c = job.chunk();
         X16Segment s;
-        bad = x16_open<TR>(s, c, job.seg());
+        bad = x16_open_segment<TR>(s, c, job.seg());
         if (bad) {
             if (lane_id() == 0) atomic_or(status + c.status, bad);
             return;
         }
         if (!s.coded) {
-            x16_constant<TR>(s);
+            x16_write_constant<TR>(s);
         } else if (s.tiles) {
-            if (!table) x16_table<TR>(s, place.table);
+            if (!table) x16_expand_table<TR>(s, place.table);
             table = true;
-            used = x16_tiles<TR>(s, place, bad);
+            used = x16_decode_tiles<TR>(s, place, bad);
         }
     }
     // Read again what the end needs: kept, it would cost the tile loop ten
     // registers.
     ow_x16_chunk c = job.chunk();
     X16Segment s;
-    x16_open<TR>(s, c, job.seg());
+    x16_open_segment<TR>(s, c, job.seg());
     if (s.coded && s.tiles) {
         u32 list = s.words + used;
         bool fits = s.escapes <= s.tiles * 256 && (list + 3 * s.escapes + 15) / 16 * 16 == s.end;
         if (!fits) bad |= OW_X16_WORDS;
-        if (fits && s.escapes) bad |= x16_escapes<TR>(s, list);
+        if (fits && s.escapes) bad |= x16_apply_escapes<TR>(s, list);
         if (bad) atomic_or(status + c.status, bad);
     }
     u32 full = (s.first + s.tiles) * 32 * X::kOut, tail = c.logical - full;
@@ -345,7 +345,7 @@ template <int TR, class Job> OW_DEV void x16_segment(const Job& job, u32* status
 
 template <int TR> OW_DEV void x16_job(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job, u32* status, X16Place place) {
     bool table = false;
-    x16_segment<TR>(X16Listed{chunks, segs, job}, status, place, table);
+    x16_decode_segment<TR>(X16Listed{chunks, segs, job}, status, place, table);
 }
 
 }  // namespace ow

@@ -45,7 +45,7 @@ template <int TR> OW_DEV X16Grid x16_grid(u32 bytes) {
     return g;
 }
 
-OW_DEV u32 up16(u32 n) { return (n + 15) & ~15u; }
+OW_DEV u32 round_up_to_16(u32 n) { return (n + 15) & ~15u; }
 
 OW_DEV u32 byte_of(u32x2 v, u32 i) { return (i < 4 ? v.x : v.y) >> (8 * (i & 3)) & 255; }
 
@@ -58,7 +58,7 @@ OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
         if (lane_id() >= d) first += o;
     }
     first -= m.freq;
-    // The rank at position 0 of a bucket's alias, as in x16_table.
+    // The rank at position 0 of a bucket's alias, as in x16_expand_table.
     u32 b = lane_id() & 15, other = shfl(alias, b), div = shfl(divider, b), bias = shfl(divider, other) - div;
     OW_UNROLL(1)
     for (u32 i = 0; i < 15; i++) {
@@ -123,8 +123,8 @@ template <int TR> struct Encode {
         u32 all = ~0u, any = 0, counts = shared + kCounts + 4 * (lane_id() & 7);
         OW_UNROLL(1)
         for (u32 t = warp_id; t < g.tiles; t += warps) {
-            Unit u = unit_load<TR>(src + (u64)t * kTile + lane_id() * kUnit);
-            u32x2 v = unit_values<TR>(u);
+            Unit u = load_unit<TR>(src + (u64)t * kTile + lane_id() * kUnit);
+            u32x2 v = symbols_of_unit<TR>(u);
             for (u32 i = 0; i < kUnit / 4; i++) all &= u.w[i], any |= u.w[i];
             OW_UNROLL(8)
             for (u32 i = 0; i < 8; i++) count32(counts + 32 * byte_of(v, i));
@@ -167,9 +167,9 @@ template <int TR> struct Encode {
             x16_tables(shared, m, divider, alias);
         }
         // A plane is constant if its bits are the same in all elements.
-        all = fold<TR, true>(all);
-        any = fold<TR, false>(any);
-        Raw<X::kPlanes> same = unit_planes<TR>(unit_of<TR>(all)), differ = unit_planes<TR>(unit_of<TR>(all ^ any));
+        all = fold_to_element<TR, true>(all);
+        any = fold_to_element<TR, false>(any);
+        Raw<X::kPlanes> same = planes_of_unit<TR>(unit_of_element<TR>(all)), differ = planes_of_unit<TR>(unit_of_element<TR>(all ^ any));
         u32 constant = 0;
         for (int i = 0; i < X::kPlanes; i++) constant |= (differ.p[i].x == 0) << i;
         if (lane_id() < 24) sts32(shared + kHead + 4 * lane_id(), 0);
@@ -218,13 +218,13 @@ template <int TR> struct Encode {
         u32 x = 1 << 16, emitted = 0, escapes = 0, below = lanes_below();
         bool listed = lds32(shared + kEscapes);
         u32 constant = lds32(shared + kHead) >> 16 & 255;
-        Unit next = unit_load<TR>(from + (u64)(t - 1) * kTile);
+        Unit next = load_unit<TR>(from + (u64)(t - 1) * kTile);
         OW_UNROLL(1)
         for (;;) {
             Unit u = next;
             bool more = --t > first;
-            if (more) next = unit_load<TR>(from + (u64)(t - 1) * kTile);
-            u32x2 v = unit_values<TR>(u);
+            if (more) next = load_unit<TR>(from + (u64)(t - 1) * kTile);
+            u32x2 v = symbols_of_unit<TR>(u);
             if (WRITE) planes(u, t, lane_unit(), constant);
             OW_UNROLL(4)
             for (int i = 6; i >= 0; i -= 2) {
@@ -263,7 +263,7 @@ template <int TR> struct Encode {
         OW_UNROLL(1)
         for (u32 t = s * g.seg; done < place.y; t++) {
             // In the order of elements now, not of lanes.
-            u32x2 v = unit_values<TR>(unit_load<TR>(src + (u64)t * kTile + lane_id() * kUnit));
+            u32x2 v = symbols_of_unit<TR>(load_unit<TR>(src + (u64)t * kTile + lane_id() * kUnit));
             u32 mask = 0;
             for (u32 i = 0; i < 8; i++) mask |= (lds32(shared + kEntries + 8 * byte_of(v, i)) >> 8 & 1) << i;
             if (!ballot(mask)) continue;
@@ -282,13 +282,13 @@ template <int TR> struct Encode {
             }
             done += shfl(upto, 31);
         }
-        if (lane_id() < up16(end) - end) stg8(dst + end + lane_id(), 0);
+        if (lane_id() < round_up_to_16(end) - end) stg8(dst + end + lane_id(), 0);
     }
 
     // planes writes unit `unit` of tile t.
     OW_METHOD void planes(const Unit& u, u32 t, u32 unit, u32 constant) const {
         if (X::kPlanes == 0) return;
-        Raw<X::kPlanes> r = unit_planes<TR>(u);
+        Raw<X::kPlanes> r = planes_of_unit<TR>(u);
         u8* to = dst + lds32(shared + kPlanes);
         for (int i = 0; i < X::kPlanes; i++) {
             u32 w = X::width(i);
@@ -305,11 +305,11 @@ template <int TR> struct Encode {
         bool coded = lds32(shared + kState) == kCoded;
         u32 at = 96, segs = coded ? g.segs : 0, constant = lds32(shared + kHead) >> 16 & 255;
         if (coded) {
-            at = up16(96 + 8 * (segs + 1));
+            at = round_up_to_16(96 + 8 * (segs + 1));
             OW_UNROLL(1)
             for (u32 s = lane_id(); s - lane_id() < segs; s += 32) {
                 u32x2 l = s < segs ? lds64(shared + kCounts + 8 * s) : u32x2{0, 0};
-                u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0;
+                u32 size = s < segs ? round_up_to_16(128 + 2 * l.x + 3 * l.y) : 0;
                 OW_UNROLL(1)
                 for (u32 d = 16; d; d /= 2) size += shfl(size, lane_id() ^ d);
                 at += size;
@@ -326,11 +326,11 @@ template <int TR> struct Encode {
         if (lane_id() == 0) sts32(shared + kPlanes, planes);
         if (lane_id() < 24) stg32(dst + 4 * lane_id(), lds32(shared + kHead + 4 * lane_id()));
         if (coded) {
-            at = up16(96 + 8 * (segs + 1));
+            at = round_up_to_16(96 + 8 * (segs + 1));
             OW_UNROLL(1)
             for (u32 s = lane_id(); s - lane_id() < segs; s += 32) {
                 u32x2 l = s < segs ? lds64(shared + kCounts + 8 * s) : u32x2{0, 0};
-                u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0, upto = size;
+                u32 size = s < segs ? round_up_to_16(128 + 2 * l.x + 3 * l.y) : 0, upto = size;
                 OW_UNROLL(1)
                 for (u32 d = 1; d < 32; d *= 2) {
                     u32 o = shfl(upto, lane_id() - d);
@@ -375,14 +375,14 @@ template <int TR> struct Encode {
                 u32 constant = lds32(shared + kHead) >> 16 & 255;
                 OW_UNROLL(1)
                 for (u32 t = warp_id; t < g.tiles; t += warps) {
-                    planes(unit_load<TR>(src + (u64)t * kTile + lane_id() * kUnit), t, lane_id(), constant);
+                    planes(load_unit<TR>(src + (u64)t * kTile + lane_id() * kUnit), t, lane_id(), constant);
                 }
         }
     }
 };
 
-// encode_refuses returns why an item cannot be coded at all, or 0.
-OW_DEV u32 encode_refuses(const ow_batch_item& it) {
+// reason_not_to_encode returns why an item cannot be coded at all, or 0.
+OW_DEV u32 reason_not_to_encode(const ow_batch_item& it) {
     u32 tr = it.arg & 0xffff;
     if (tr < OW_BF16 || tr > OW_BYTES || it.src_len > kMostChunk || (it.src | it.dst) % 16) return OW_BATCH_ARG;
     u32 tile = tr == OW_FP32 ? 1024 : tr <= OW_FP16 ? 512 : tr == OW_NIBBLES ? 128 : 256;

@@ -9,7 +9,7 @@ template <int TR>
 void all(const ow_x16_chunk* chunks, const ow_x16_seg* segs, uint32_t n, uint32_t* status) {
     for (uint32_t job = 0; job < n; job++) {
         ow::run_warp([&] {
-            ow::X16Place place = ow::x16_place(0, job % OW_X16_WARPS, OW_X16_WARPS);
+            ow::X16Place place = ow::x16_shared_memory(0, job % OW_X16_WARPS, OW_X16_WARPS);
             ow::x16_job<TR>(chunks, segs, job, status, place);
         });
     }

@@ -10,7 +10,7 @@ namespace ow {
 // A lane's elements: kOut / 4 words of them.
 struct Unit { u32 w[8]; };
 
-template <int TR> OW_DEV Unit unit_load(const u8* p) {
+template <int TR> OW_DEV Unit load_unit(const u8* p) {
     constexpr u32 n = Transform<TR>::kOut;
     Unit u = {};
     if (n == 4) u.w[0] = ldg32(p);
@@ -29,8 +29,8 @@ template <int TR> OW_DEV Unit unit_load(const u8* p) {
 OW_DEV u32 join_nibbles(u32 n) { return prmt(n | n >> 4, 0, 0x4420); }
 OW_DEV u32 join_bits(u32 v) { return (v & 0x01010101) * 0x10204080 >> 28; }
 
-// unit_values gives the 8 symbol values as bytes.
-template <int TR> OW_DEV u32x2 unit_values(const Unit& u) {
+// symbols_of_unit gives the 8 symbol values as bytes.
+template <int TR> OW_DEV u32x2 symbols_of_unit(const Unit& u) {
     const u32* w = u.w;
     switch (TR) {
         case OW_BF16: return {prmt(w[0] << 1, w[1] << 1, 0x7531), prmt(w[2] << 1, w[3] << 1, 0x7531)};
@@ -49,8 +49,8 @@ template <int TR> OW_DEV u32x2 unit_values(const Unit& u) {
     }
 }
 
-// unit_planes gives the 8 elements' bytes of each plane.
-template <int TR> OW_DEV Raw<Transform<TR>::kPlanes> unit_planes(const Unit& u) {
+// planes_of_unit gives the 8 elements' bytes of each plane.
+template <int TR> OW_DEV Raw<Transform<TR>::kPlanes> planes_of_unit(const Unit& u) {
     const u32* w = u.w;
     Raw<Transform<TR>::kPlanes> r = {};
     u32x2* p = r.p;
@@ -94,15 +94,15 @@ template <int TR> OW_DEV Raw<Transform<TR>::kPlanes> unit_planes(const Unit& u) 
     return r;
 }
 
-// unit_of is a unit of one element, eight times: e has it in all its places.
-template <int TR> OW_DEV Unit unit_of(u32 e) {
+// unit_of_element is a unit of one element, eight times: e has it in all its places.
+template <int TR> OW_DEV Unit unit_of_element(u32 e) {
     Unit u = {};
     for (u32 i = 0; i < Transform<TR>::kOut / 4; i++) u.w[i] = e;
     return u;
 }
 
 // fold combines what words have in common, or not, for one element.
-template <int TR, bool AND> OW_DEV u32 fold(u32 v) {
+template <int TR, bool AND> OW_DEV u32 fold_to_element(u32 v) {
     constexpr u32 bits = Transform<TR>::kOut * 8 / 8;  // of an element
     if (bits == 16) {
         u32 o = v >> 16 | v << 16;

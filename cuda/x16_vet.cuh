@@ -19,7 +19,7 @@ template <int TR> OW_DEV X16Form x16_form() {
 }
 
 // x16_vet checks header, table, and directory. Returns 0 or a status; all lanes
-// agree. x16_open checks the rest.
+// agree. x16_open_segment checks the rest.
 OW_COLD u32 x16_vet(const ow_x16_chunk& c, X16Form form) {
     if (c.stored < kX16Header || c.tiles == 0 || c.tiles > 256) return OW_X16_LAYOUT;
     const u8* src = (const u8*)(uintptr_t)c.src;
