@@ -25,7 +25,7 @@ static int queue_steps(const struct owcu_batch *b, struct owcu_error *e)
 	return b->wait ? TRY(event_sync, (b->done)) : 0;
 }
 
-int owcu_batch(const struct owcu_batch *b, struct owcu_error *e)
+int owcu_queue_batch(const struct owcu_batch *b, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, b->ctx, e);

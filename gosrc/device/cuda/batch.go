@@ -474,7 +474,7 @@ func (d *Device) startBatch(on Order, t batchWork, plan func(split int) []kernel
 		batch.peeks = make([]C.ow_stream_peek_t, n)
 	}
 	var e C.struct_owcu_error
-	if C.owcu_batch(&b, &e) != 0 {
+	if C.owcu_queue_batch(&b, &e) != 0 {
 		return nil, errorOf(d.index, &e)
 	}
 	p.used, p.batch = true, batch

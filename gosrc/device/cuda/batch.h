@@ -30,8 +30,8 @@ struct owcu_batch {
 	struct owcu_step steps[OWCU_STEPS];
 };
 
-// owcu_batch queues all of it. If it fails, none of it is still running.
-int owcu_batch(const struct owcu_batch *b, struct owcu_error *e);
+// owcu_queue_batch queues all of it. If it fails, none of it is still running.
+int owcu_queue_batch(const struct owcu_batch *b, struct owcu_error *e);
 // owcu_batch_wait waits for an event; with ready it only checks, and returns 1 for
 // done and 0 for not yet.
 int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_error *e);

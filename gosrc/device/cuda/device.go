@@ -93,7 +93,7 @@ func Open(index int) (*Device, error) {
 	if d := opened.devices[index]; d != nil {
 		return d, nil
 	}
-	list := (*unsafe.Pointer)(unsafe.Pointer(C.owcu_list_new()))
+	list := (*unsafe.Pointer)(unsafe.Pointer(C.owcu_block_list_new()))
 	if list == nil {
 		return nil, errs.New(errs.ErrMemory, "the state of cuda:%d", index)
 	}
@@ -184,7 +184,7 @@ func (d *Device) takeSparePages() hugePages {
 // MemoryInfo is how much of the device's memory is free, and how much it has, in bytes.
 func (d *Device) MemoryInfo() (unused, total int64, err error) {
 	var a, b C.uint64_t
-	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_memory(d.ctx, &a, &b, e) })
+	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_memory_info(d.ctx, &a, &b, e) })
 	return int64(a), int64(b), err
 }
 

@@ -18,7 +18,7 @@ func (v *Event) HoldStream(stream uintptr) error {
 		return nil
 	}
 	return v.dev.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_event_before(v.dev.ctx, v.c, C.uint64_t(stream), e)
+		return C.owcu_await_event(v.dev.ctx, v.c, C.uint64_t(stream), e)
 	})
 }
 

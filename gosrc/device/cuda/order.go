@@ -51,7 +51,7 @@ func (d *Device) AwaitStreams(stream uintptr, after ...uintptr) error {
 	d.linking.Lock()
 	defer d.linking.Unlock()
 	return d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_follow(d.ctx, &d.link, C.uint64_t(stream), &others[0], C.uint64_t(len(others)), e)
+		return C.owcu_await_streams(d.ctx, &d.link, C.uint64_t(stream), &others[0], C.uint64_t(len(others)), e)
 	})
 }
 
@@ -90,7 +90,7 @@ func (d *Device) CheckStream(stream uintptr) error {
 		return nil
 	}
 	var here C.int
-	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_here(d.ctx, C.uint64_t(stream), &here, e) })
+	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_check_stream(d.ctx, C.uint64_t(stream), &here, e) })
 	if err == nil && here == 0 {
 		err = errs.New(errs.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.index)
 	}

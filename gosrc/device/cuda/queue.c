@@ -233,6 +233,6 @@ int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-void **owcu_list_new(void) { return calloc(1, sizeof(void *)); }
+void **owcu_block_list_new(void) { return calloc(1, sizeof(void *)); }
 
-void *owcu_list_take(void **list) { return __atomic_exchange_n(list, NULL, __ATOMIC_ACQ_REL); }
+void *owcu_block_list_take(void **list) { return __atomic_exchange_n(list, NULL, __ATOMIC_ACQ_REL); }

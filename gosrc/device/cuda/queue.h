@@ -80,9 +80,9 @@ int owcu_join_stream(struct owcu_queue *q, uint64_t stream, struct owcu_error *e
 // may be in flight. Off, they cost a comparison.
 int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e);
 
-// owcu_list_new makes the head of a list of blocks without a holder; owcu_list_take
+// owcu_block_list_new makes the head of a list of blocks without a holder; owcu_block_list_take
 // empties it.
-void **owcu_list_new(void);
-void *owcu_list_take(void **list);
+void **owcu_block_list_new(void);
+void *owcu_block_list_take(void **list);
 
 #endif

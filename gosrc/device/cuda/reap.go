@@ -147,7 +147,7 @@ func (d *Device) reapStep() (busy bool, err error) {
 	pending := &d.pending
 	var e C.struct_owcu_error
 	if len(pending.blocks) == 0 {
-		for b := (*device.Listed)(C.owcu_list_take((*unsafe.Pointer)(unsafe.Pointer(d.list)))); b != nil; b = b.Next() {
+		for b := (*device.Listed)(C.owcu_block_list_take((*unsafe.Pointer)(unsafe.Pointer(d.list)))); b != nil; b = b.Next() {
 			pending.blocks = append(pending.blocks, b)
 		}
 		pending.marked = false
@@ -237,7 +237,7 @@ func (d *Device) freeOrDefer(what C.int, thing unsafe.Pointer) {
 // tryFreeThing frees a thing and reports whether it is gone; with a lost device it is.
 func (d *Device) tryFreeThing(what C.int, thing unsafe.Pointer) bool {
 	var e C.struct_owcu_error
-	return C.owcu_drop(d.ctx, what, thing, &e) <= 0
+	return C.owcu_free_thing(d.ctx, what, thing, &e) <= 0
 }
 
 // deferFree has the reaper call free until it reports that the memory is gone.

@@ -15,7 +15,7 @@
 
 #include "../driver/driver.h"
 
-// owcu_fake_api is the table for owcu_use.
+// owcu_fake_api is the table for owcu_use_table.
 const struct owcu_api *owcu_fake_api(void);
 
 // owcu_fake_reset clears counts and failures, and sets the memory to that many

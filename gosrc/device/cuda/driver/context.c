@@ -126,7 +126,7 @@ int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
 	return WITHIN(ctx, TRY(host_register, (p, n, PORTABLE_MAPPED)));
 }
 
-int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e)
+int owcu_free_thing(owcu_handle ctx, int what, void *thing, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	owcu_ptr p = (owcu_ptr)(uintptr_t)thing;
@@ -151,7 +151,7 @@ int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e)
 	return leave(&g, left);
 }
 
-int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
+int owcu_memory_info(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
 {
 	size_t a = 0, b = 0;
 	int rc = WITHIN(ctx, TRY(mem_info, (&a, &b)));
@@ -207,7 +207,7 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 	return leave(&g, rc);
 }
 
-int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
+int owcu_await_event(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
 {
 	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));
 }

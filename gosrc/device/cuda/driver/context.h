@@ -56,17 +56,17 @@ int owcu_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_han
 int owcu_events_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
 // owcu_register pins [p, p+n) for every context of the process.
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
-// owcu_drop frees a thing that nothing uses, unless it is NULL. It returns 1 if the
+// owcu_free_thing frees a thing that nothing uses, unless it is NULL. It returns 1 if the
 // driver refused and may not the next time. On a lost device it is gone.
 enum { OWCU_EVENT, OWCU_STREAM, OWCU_PINNED /* by owcu_register */, OWCU_ATTACHED /* by owcu_map_ipc */ };
-int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e);
-int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
+int owcu_free_thing(owcu_handle ctx, int what, void *thing, struct owcu_error *e);
+int owcu_memory_info(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
 // owcu_copy_to_host copies on a stream of its own, which it makes at its first call.
 int owcu_copy_to_host(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
 
 // owcu_module loads an image, of which it keeps a copy until it is closed, and
 // looks up kernels by names, which are separated by NUL. After an error it may be
-// opened again; m is zero the first time. Closing it returns 1 as owcu_drop does.
+// opened again; m is zero the first time. Closing it returns 1 as owcu_free_thing does.
 struct owcu_module {
 	owcu_handle module;
 	void *image;
@@ -75,8 +75,8 @@ int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char 
                      owcu_handle *kernels, struct owcu_error *e);
 int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e);
 
-// owcu_event_before makes a stream wait for an event's last record.
-int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
+// owcu_await_event makes a stream wait for an event's last record.
+int owcu_await_event(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
 // A slab is pinned memory of the host, memory of the device, and streams and events.
 struct owcu_slab {
@@ -101,9 +101,9 @@ int owcu_open_slab(struct owcu_slab *p, void *host, uint64_t n, uint64_t room, i
                   struct owcu_error *e);
 int owcu_close_slab(struct owcu_slab *p, struct owcu_error *e);
 
-// owcu_follow makes a stream wait for what is queued on others, by an event that is
+// owcu_await_streams makes a stream wait for what is queued on others, by an event that is
 // made at the first call; only one caller may use it at a time.
-int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
+int owcu_await_streams(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
 // owcu_copy queues a copy between any two addresses; with wait it waits for it.
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e);
 // owcu_copy_rows queues a copy of rows between device memory of this process or of
@@ -113,16 +113,16 @@ int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e);
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
-// owcu_stream_here checks whether a stream belongs to this context.
-int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e);
-// owcu_thread_mode exchanges the thread's mode of stream capture, or returns -1.
-int owcu_thread_mode(int mode);
+// owcu_check_stream checks whether a stream belongs to this context.
+int owcu_check_stream(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e);
+// owcu_swap_capture_mode exchanges the thread's mode of stream capture, or returns -1.
+int owcu_swap_capture_mode(int mode);
 // owcu_pointer_device is the number of the device that an address belongs to, or
 // -1.
 int owcu_pointer_device(owcu_ptr p);
 
 // owcu_export_ipc names an allocation for other processes, and owcu_map_ipc maps one of another
-// process, until owcu_drop.
+// process, until owcu_free_thing.
 int owcu_export_ipc(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e);
 int owcu_map_ipc(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e);
 

@@ -14,13 +14,13 @@ static void watch_forks(void) { pthread_atfork(NULL, NULL, in_child); }
 
 int owcu_forked(void) { return forked; }
 
-void owcu_use(const struct owcu_api *api)
+void owcu_use_table(const struct owcu_api *api)
 {
 	pthread_once(&once, watch_forks);
 	__atomic_store_n(&owcu, api, __ATOMIC_RELEASE);
 }
 
-int owcu_load(const char *library, char *why, size_t n)
+int owcu_load_driver(const char *library, char *why, size_t n)
 {
 	static struct owcu_api api;
 	// Never closed: the driver keeps threads and exit handlers of its own.
@@ -39,6 +39,6 @@ int owcu_load(const char *library, char *why, size_t n)
 	}
 	OWCU_FUNCTIONS(OWCU_FILL)
 #undef OWCU_FILL
-	owcu_use(&api);
+	owcu_use_table(&api);
 	return 0;
 }

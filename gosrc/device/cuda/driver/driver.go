@@ -46,7 +46,7 @@ func loadDriver() error {
 		why := make([]C.char, 256)
 		name := C.CString(library)
 		defer C.free(unsafe.Pointer(name))
-		if C.owcu_load(name, &why[0], C.size_t(len(why))) != 0 {
+		if C.owcu_load_driver(name, &why[0], C.size_t(len(why))) != 0 {
 			return errs.New(errs.ErrDevice, "no NVIDIA driver: %s", C.GoString(&why[0]))
 		}
 	}
@@ -183,7 +183,7 @@ func ThreadMode(mode int) int {
 	if mode < 0 || Available() != nil {
 		return -1
 	}
-	return int(C.owcu_thread_mode(C.int(mode)))
+	return int(C.owcu_swap_capture_mode(C.int(mode)))
 }
 
 // DeviceOf is the index of the device that an address belongs to, -1 for host

@@ -105,15 +105,15 @@ struct owcu_api {
 #undef OWCU_FIELD
 };
 
-// owcu is the table in use; NULL until owcu_load or owcu_use.
+// owcu is the table in use; NULL until owcu_load_driver or owcu_use_table.
 extern const struct owcu_api *owcu;
 
-// owcu_load fills the table from a shared library. It returns 0, or -1 with
+// owcu_load_driver fills the table from a shared library. It returns 0, or -1 with
 // the reason in why. It may be called again after a failure.
-int owcu_load(const char *library, char *why, size_t n);
+int owcu_load_driver(const char *library, char *why, size_t n);
 
-// owcu_use installs another table: the fake driver. NULL: none.
-void owcu_use(const struct owcu_api *api);
+// owcu_use_table installs another table: the fake driver. NULL: none.
+void owcu_use_table(const struct owcu_api *api);
 
 // owcu_forked reports whether this is a child of the process that loaded the table.
 // The driver cannot be used there, not even to free.

@@ -17,7 +17,7 @@ func UseFake(memory int64, version, devices int) {
 	state.ready = false
 	C.owcu_fake_reset(C.uint64_t(memory))
 	C.owcu_fake_version(C.int(version), C.int(devices))
-	C.owcu_use(C.owcu_fake_api())
+	C.owcu_use_table(C.owcu_fake_api())
 }
 
 // UseTables gives the host other tables of nodes and devices, until restore is called;

@@ -11,5 +11,5 @@ import "C"
 // Python's tests of GPU code.
 func useFakeDriver() {
 	C.owcu_fake_reset(4 << 30)
-	C.owcu_use(C.owcu_fake_api())
+	C.owcu_use_table(C.owcu_fake_api())
 }

@@ -27,7 +27,7 @@ static int follow(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_ha
 	return 0;
 }
 
-int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
+int owcu_await_streams(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
 {
 	return WITHIN(ctx, (*event == NULL && TRY(event_create, (event, NO_TIMING))) || refuse_captured(stream, e) ||
 	                           follow(handle(stream), after, nafter, *event, e));
@@ -52,7 +52,7 @@ int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_sync, (handle(stream))));
 }
 
-int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e)
+int owcu_check_stream(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e)
 {
 	owcu_handle of = NULL;
 	int rc = WITHIN(ctx, TRY(stream_ctx, (handle(stream), &of)));
@@ -61,7 +61,7 @@ int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_er
 	return rc;
 }
 
-int owcu_thread_mode(int mode)
+int owcu_swap_capture_mode(int mode)
 {
 	return owcu == NULL || owcu_forked() || owcu->thread_mode(&mode) ? -1 : mode;
 }
