@@ -147,7 +147,8 @@ func (d *Device) reapStep() (busy bool, err error) {
 	pending := &d.pending
 	var e C.struct_owcu_error
 	if len(pending.blocks) == 0 {
-		for b := (*device.Listed)(C.owcu_block_list_take((*unsafe.Pointer)(unsafe.Pointer(d.list)))); b != nil; b = b.Next() {
+		list := C.owcu_block_list_take((*unsafe.Pointer)(unsafe.Pointer(d.list)))
+		for b := (*device.Listed)(list); b != nil; b = b.Next() {
 			pending.blocks = append(pending.blocks, b)
 		}
 		pending.marked = false
