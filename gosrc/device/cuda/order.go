@@ -90,7 +90,9 @@ func (d *Device) CheckStream(stream uintptr) error {
 		return nil
 	}
 	var here C.int
-	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_check_stream(d.ctx, C.uint64_t(stream), &here, e) })
+	err := d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_check_stream(d.ctx, C.uint64_t(stream), &here, e)
+	})
 	if err == nil && here == 0 {
 		err = errs.New(errs.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.index)
 	}
