@@ -183,7 +183,7 @@ func (r *run) measureSizes() error {
 		if err != nil {
 			return err
 		}
-		row.Group, row.Name, row.FloorName = "size", name, "the entropy of the coded field"
+		row.Group, row.Name = "size", name
 		r.addRow(row)
 		return r.stopError()
 	}

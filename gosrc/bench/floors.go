@@ -105,7 +105,7 @@ func (r *run) measureFloors() error {
 	return nil
 }
 
-// freshSpeed is Speed over memory that fn is the first to touch; mapping and
+// freshSpeed is medianRate over memory that fn is the first to touch; mapping and
 // unmapping are not timed.
 func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	s, err := r.medianOf(func() (s float64, err error) {
@@ -121,7 +121,7 @@ func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	return rateOf(r.floorBytes(), s), nil
 }
 
-// writeCachedFile is a file of FloorBytes bytes whose pages are in the page cache.
+// writeCachedFile is a file of floorBytes bytes whose pages are in the page cache.
 func (r *run) writeCachedFile() (*os.File, error) {
 	file, err := os.Create(r.pathOf("floor"))
 	if err != nil {

@@ -116,7 +116,7 @@ func (r *run) measureRatio(path string, in []save.Input) (Row, error) {
 		entropy += min(fieldEntropy(t.DType, t.Data), float64(len(t.Data)))
 		total += float64(len(t.Data))
 	}
-	return Row{Value: rep.Ratio, Unit: "x", Floor: entropy / total, FloorName: "field entropy"}, nil
+	return Row{Value: rep.Ratio, Unit: "x", Floor: entropy / total, FloorName: "the entropy of the coded field"}, nil
 }
 
 // Device is the destination of the load rows.

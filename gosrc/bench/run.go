@@ -85,7 +85,7 @@ func (r *run) medianTime(fn func() error) (float64, error) {
 	return r.medianOf(func() (float64, error) { return timeOf(fn) })
 }
 
-// medianOf is Median for functions that return their own seconds.
+// medianOf is medianTime for functions that return their own seconds.
 func (r *run) medianOf(fn func() (float64, error)) (float64, error) {
 	all := make([]float64, 0, r.Repeat)
 	for range r.Repeat {
