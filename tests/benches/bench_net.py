@@ -21,11 +21,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import overwire as ow
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from processes import overwire_serve  # noqa: E402
 
 # Name, rate of all connections and of one, in GB/s, as `overwire serve` takes them.
 LINKS = (("0.3", ""), ("1.25", ""), ("5", ""), ("1.25", "0.04"))
@@ -35,18 +37,6 @@ SLOT = 8 << 20  # of a load's ring
 
 def overwire(*words: str) -> list[str]:
     return [sys.executable, "-m", "overwire", *words]
-
-
-@contextmanager
-def serve_folder(folder: Path, *options: str) -> Iterator[str]:
-    """The URL of a server of its own."""
-    words = overwire("serve", str(folder), "--json", *options)
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            yield json.loads("".join(iter(server.stdout.readline, "}\n")) + "}")["url"]
-        finally:
-            server.terminate()
 
 
 def median_of(repeat: int, work: Callable[[], object]) -> float:
@@ -152,7 +142,7 @@ def measure_links(args: argparse.Namespace, folder: Path, tensors: dict[str, Any
     for rate, each in LINKS if args.device == "cpu" else ():
         options = ["--rate", rate + "GB"] + (["--each", each + "GB"] if each else [])
         link = f"link of {rate} GB/s" + (f", {each} a connection" if each else "")
-        with serve_folder(folder, *options) as url:
+        with overwire_serve(folder, *options) as url:
             for kind in FILES:
                 yield load_row(kind, url, link, float(rate), "the link")
     plain = folder / FILES["plain"]
@@ -161,11 +151,11 @@ def measure_links(args: argparse.Namespace, folder: Path, tensors: dict[str, Any
         seconds = median_of(args.repeat, lambda n=connections: receive_all(plain, n, args.device))
         floor = max(floor, plain.stat().st_size / seconds / 1e9)
     ratio = (folder / FILES["compressed"]).stat().st_size / plain.stat().st_size
-    with serve_folder(folder) as url:
+    with overwire_serve(folder) as url:
         yield load_row("plain", url, "bare loopback", floor, "raw TCP")
         yield load_row("compressed", url, "bare loopback", floor / ratio, f"raw TCP / {ratio:.3f}")
     if args.device == "cpu":
-        with serve_folder(folder, "--latency", "20") as url:
+        with overwire_serve(folder, "--latency", "20") as url:
             smallest = min(tensors, key=lambda name: tensors[name].nbytes)
             seconds = median_of(args.repeat, lambda: load_one(url + FILES["compressed"], smallest))
         yield {"name": "open and one small tensor, 20 ms an answer", "value": seconds * 1e3, "unit": "ms",
