@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "python/overwire"
+from conftest import ROOT
+from test_house import modules
+
+MODULES = modules(ROOT / "python/overwire")
 
 
 def file_of(module: str) -> Path | None:
-    """The file of one of overwire's modules written in Python."""
-    path = ROOT / "python" / module.replace(".", "/")
-    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+    """The file of one of overwire's modules."""
+    return MODULES.get(module.removeprefix("overwire").removeprefix("."))
 
 
 @cache
