@@ -93,8 +93,6 @@ struct Feed {
     }
 };
 
-// copy_run copies n bytes that do not overlap; `self`: the source is output of this
-// warp. Reads stay inside [lo, hi), which contains the source.
 template <bool SELF> OW_DEV u32 load8(const u8* p) { return SELF ? reload8(p) : ldg8(p); }
 template <bool SELF> OW_DEV u32 load32(const u8* p) { return SELF ? reload32(p) : ldg32(p); }
 
@@ -137,6 +135,8 @@ template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const
     }
 }
 
+// copy_run copies n bytes that do not overlap; SELF: the source is output of this
+// warp. Reads stay inside [lo, hi), which contains the source.
 template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
     if (n > 64) {
         copy_long<SELF>(to, from, n, lo, hi);
@@ -224,10 +224,10 @@ template <u32 N> OW_DEV void copy_short_parts(u8* to, u32 table, u32 m) {
     }
 }
 
-// gather_short_heads makes the bytes of elements that depend on each other: those of
+// write_dependent_elements makes the bytes of elements that depend on each other: those of
 // `heads`, which end in the 32 bytes b and make n <= 64. is: the lane is one of
 // them.
-OW_DEV void gather_short_heads(const Feed& f, const Head& h, u32 b, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
+OW_DEV void write_dependent_elements(const Feed& f, const Head& h, u32 b, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
     u32 me = bit(f.lane_id), upto = me | (me - 1), before = 0;
     u32 starts[2] = {or_of_lanes(is ? bit(start) : 0), or_of_lanes(is ? bit(start - 32) : 0)};
     syncwarp();  // the table's last entries were read
@@ -262,12 +262,12 @@ OW_DEV void gather_short_heads(const Feed& f, const Head& h, u32 b, u32 heads, b
     if (f.lane_id + 32 < n) store_in_order8(to + 32, y & 32 ? y1 : y0);
 }
 
-// decode_short_sequences decodes short elements from `at` on, where b is the lane's peek, and
+// try_short_sequences decodes short elements from `at` on, where b is the lane's peek, and
 // returns how many bytes they make: 0 if the first is not short, or if there is no
 // space for all; kShortBad if an offset reaches back too far. It advances `at`, not
 // `out`. The caller makes sure that kShortIn bytes of input are left.
 constexpr u32 kShortBad = ~0u;
-template <class Format> OW_DEV u32 decode_short_sequences(const Feed& f, u32 b, u32& at, u8* dst, u32 out, u32 room, u32 table) {
+template <class Format> OW_DEV u32 try_short_sequences(const Feed& f, u32 b, u32& at, u8* dst, u32 out, u32 room, u32 table) {
     Head h = Format::head(b, f.lane_id);
     u32 from = at, me = bit(f.lane_id), bytes = h.literals + h.match, seen = h.is ? me : 0;
     // What the elements from here on make << 8, and the lane behind them; 32 and
@@ -300,7 +300,7 @@ template <class Format> OW_DEV u32 decode_short_sequences(const Feed& f, u32 b, 
             u32 last = highest_bit(heads);
             n = shfl(end, last);
             at += shfl(f.lane_id + h.size, last);
-            gather_short_heads(f, h, b, heads, is, start, back, n, dst + out + f.lane_id, table);
+            write_dependent_elements(f, h, b, heads, is, start, back, n, dst + out + f.lane_id, table);
             return n;
         }
         total = n;

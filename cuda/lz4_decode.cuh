@@ -53,7 +53,7 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     OW_UNROLL(1)
     for (;;) {
         if (f.end - at > kShortIn) {
-            u32 bytes = decode_short_sequences<Lz4>(f, b, at, dst, out, cap - out, table);
+            u32 bytes = try_short_sequences<Lz4>(f, b, at, dst, out, cap - out, table);
             if (bytes == kShortBad) return OW_BATCH_OFFSET;
             if (bytes) {
                 out += bytes;

@@ -68,7 +68,7 @@ OW_DEV void move_job(const ow_move* moves, const ow_part* parts, u32 job) {
 // Casts go through the bits of a float32, which holds every value of the other
 // types. Rounding is to nearest, ties to even; a NaN stays a NaN.
 
-// widen gives the float32 of a small float with E exponent and M mantissa bits
+// widen_to_f32 gives the float32 of a small float with E exponent and M mantissa bits
 // and the usual infinities, which also rounds nothing.
 OW_DEV u32 widen_to_f32(u32 v, u32 E, u32 M) {
     u32 sign = v >> (E + M) << 31, exp = v >> M & ((1u << E) - 1), man = v & ((1u << M) - 1);

@@ -14,8 +14,8 @@
 
 namespace ow {
 
-// snappy_bytes_at is the n <= 4 bytes from lane k of a peek.
-OW_DEV u32 snappy_bytes_at(u32 b, u32 k, u32 n) {
+// snappy_bytes_from_lane is the n <= 4 bytes from lane k of a peek.
+OW_DEV u32 snappy_bytes_from_lane(u32 b, u32 k, u32 n) {
     u32 v = shfl(b, k) | shfl(b, k + 1) << 8 | shfl(b, k + 2) << 16 | shfl(b, k + 3) << 24;
     return n >= 4 ? v : v & ((1u << 8 * n) - 1);
 }
@@ -53,7 +53,7 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     OW_UNROLL(1)
     while (at < f.end) {
         if (f.end - at > kShortIn) {
-            u32 bytes = decode_short_sequences<Snappy>(f, b, at, dst, out, size - out, table);
+            u32 bytes = try_short_sequences<Snappy>(f, b, at, dst, out, size - out, table);
             if (bytes == kShortBad) return OW_BATCH_OFFSET;
             if (bytes) {
                 out += bytes;
@@ -67,7 +67,7 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
             if (n > 60) {
                 u32 extra = n - 60;
                 if (extra > rest) return OW_BATCH_INPUT;
-                n = snappy_bytes_at(b, 1, extra) + 1;
+                n = snappy_bytes_from_lane(b, 1, extra) + 1;
                 at += extra;
                 rest -= extra;
             }
@@ -81,7 +81,7 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
                 n = (tag >> 2 & 7) + 4;
                 back = tag >> 5 << 8 | shfl(b, 1);
             } else {
-                back = snappy_bytes_at(b, 1, extra);
+                back = snappy_bytes_from_lane(b, 1, extra);
             }
             at += extra;
             if (back - 1 >= out) return OW_BATCH_OFFSET;

@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_cut(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t*) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < n) ow::cut_row(head, rows, row);
+    if (row < n) ow::open_row_to_encode(head, rows, row);
 }
 
 // A warp a stream, behind the encoder: 32 rows at a time, prefix sums of their lengths give

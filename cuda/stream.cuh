@@ -176,7 +176,7 @@ OW_DEV void peek_stream(const ow_stream_head* head, ow_stream_peek_t* out, u32 i
     out[i] = p;
 }
 
-// copy_share copies a warp's share of n bytes that do not overlap.
+// copy_share copies a warp's share of `bytes` bytes that do not overlap.
 OW_DEV void copy_share(u64 to, u64 from, u32 bytes, u32 share, u32 split) {
     const u8* src = (const u8*)(uintptr_t)from;
     u8* dst = (u8*)(uintptr_t)to;

@@ -25,7 +25,7 @@ extern "C" void ow_stream_x16_host(const ow_stream_head* head, uint32_t n, uint3
 }
 
 extern "C" void ow_stream_cut_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n) {
-    for (uint32_t row = 0; row < n; row++) ow::cut_row(head, rows, row);
+    for (uint32_t row = 0; row < n; row++) ow::open_row_to_encode(head, rows, row);
 }
 
 extern "C" void ow_stream_sum_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {

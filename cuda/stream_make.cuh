@@ -13,8 +13,8 @@ OW_DEV u32 stream_chunk(const ow_stream& s, u32 k) {
     return (u32)(left < s.chunk ? left : s.chunk);
 }
 
-// cut_row fills a row: a chunk of content, and the space for its block.
-OW_DEV void cut_row(const ow_stream_head* head, ow_batch_item* rows, u32 row) {
+// open_row_to_encode fills a row: a chunk of content, and the space for its block.
+OW_DEV void open_row_to_encode(const ow_stream_head* head, ow_batch_item* rows, u32 row) {
     ow_stream s = stream_list(head)[find_stream(head, row)];
     u32 k = row - s.first;
     rows[row] = {s.src + (u64)k * s.chunk, stream_chunk(s, k), head->scratch + row * head->slot, head->slot, 0, 0, s.arg};

@@ -85,7 +85,7 @@ OW_DEV u32 mulhi(u32 a, u32 b) {
     return r;
 }
 // x = x << 16 | w where x < 2^16.
-OW_DEV void append_16_bits(u32& x, u32 w) {
+OW_DEV void refill_16_bits(u32& x, u32 w) {
     asm("{\n.reg .pred p;\nsetp.lt.u32 p, %0, 65536;\n@p mad.lo.u32 %0, %0, 65536, %1;\n}" : "+r"(x) : "r"(w));
 }
 OW_DEV u32 umin(u32 a, u32 b) { return a < b ? a : b; }

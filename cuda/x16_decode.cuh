@@ -178,7 +178,7 @@ OW_DEV u32 x16_decode_symbol(u32& x, u32 table) {
 OW_DEV void x16_refill(u32& x, u32& at, u32 below) {
     u32 need = ballot(x < 0x10000);
     u32 w = lds16(at + 2 * popc(need & below));
-    append_16_bits(x, w);
+    refill_16_bits(x, w);
     at += 2 * popc(need);
 }
 
@@ -279,8 +279,8 @@ template <int TR> OW_DEV u32 x16_decode_tiles(const X16Segment& s, X16Place plac
     return w.finish(at);
 }
 
-// x16_write_constant writes the tiles of a chunk that has one symbol only.
-template <int TR> OW_DEV void x16_write_constant(const X16Segment& s) {
+// x16_write_one_symbol writes the tiles of a chunk that has one symbol only.
+template <int TR> OW_DEV void x16_write_one_symbol(const X16Segment& s) {
     typedef Transform<TR> X;
     u32 symbol = header_byte(s, 1) & 15, v = X::value(header_byte(s, 16 + symbol)) & 0xffff;
     u32 e[8] = {v, v, v, v, v, v, v, v};
@@ -317,7 +317,7 @@ template <int TR, class Job> OW_DEV void x16_decode_segment(const Job& job, u32*
             return;
         }
         if (!s.coded) {
-            x16_write_constant<TR>(s);
+            x16_write_one_symbol<TR>(s);
         } else if (s.tiles) {
             if (!table) x16_expand_table<TR>(s, place.table);
             table = true;

@@ -167,8 +167,8 @@ template <int TR> struct Encode {
             x16_tables(shared, m, divider, alias);
         }
         // A plane is constant if its bits are the same in all elements.
-        all = fold_to_element<TR, true>(all);
-        any = fold_to_element<TR, false>(any);
+        all = fold_word_to_element<TR, true>(all);
+        any = fold_word_to_element<TR, false>(any);
         Raw<X::kPlanes> same = planes_of_unit<TR>(unit_of_element<TR>(all)), differ = planes_of_unit<TR>(unit_of_element<TR>(all ^ any));
         u32 constant = 0;
         for (int i = 0; i < X::kPlanes; i++) constant |= (differ.p[i].x == 0) << i;

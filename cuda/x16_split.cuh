@@ -101,8 +101,8 @@ template <int TR> OW_DEV Unit unit_of_element(u32 e) {
     return u;
 }
 
-// fold combines what words have in common, or not, for one element.
-template <int TR, bool AND> OW_DEV u32 fold_to_element(u32 v) {
+// fold_word_to_element combines what words have in common, or not, for one element.
+template <int TR, bool AND> OW_DEV u32 fold_word_to_element(u32 v) {
     constexpr u32 bits = Transform<TR>::kOut * 8 / 8;  // of an element
     if (bits == 16) {
         u32 o = v >> 16 | v << 16;

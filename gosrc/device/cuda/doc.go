@@ -61,7 +61,7 @@ func DefaultRing() (slots int, bytes int64) { return ring.slots, ring.bytes }
 // each of whose connections fills a slot alone.
 func FineRing() (slots int, bytes int64) { return divideSlots(ring.divided, ring.bytes/2) }
 
-// FinestRing divides the memory of Ring so that a slot fits the second-level cache of a core, whose
+// FinestRing divides the memory of DefaultRing so that a slot fits the second-level cache of a core, whose
 // reader fills it alone: for ranks that exchange what they read of local files; see SubmitAll. With
 // half more slots, four ranks together had more bytes on their way than the processor's caches hold:
 // they read slower, and so did the copies up, by a tenth in all where the files are compressed.
