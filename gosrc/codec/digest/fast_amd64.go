@@ -28,14 +28,14 @@ func sumFast(s *State, i uint64, p []byte) int {
 	x, y := archsimd.LoadUint64x8(&keys[0]), archsimd.LoadUint64x8(&keys[1])
 	step := archsimd.BroadcastUint64x8((2 * lanes * stepA) & (1<<64 - 1))
 	m1, m2, one := archsimd.BroadcastUint64x8(mulM1), archsimd.BroadcastUint64x8(mulM2), archsimd.BroadcastUint64x8(1)
-	var zero, a, b, c, d archsimd.Uint64x8
+	var a, b, c, d archsimd.Uint64x8
 	first := unsafe.Pointer(unsafe.SliceData(p))
 	for offset := 0; offset < n*WordBytes; offset += 2 * lanes * WordBytes { // no pointer is ever behind the last word
 		t := archsimd.LoadUint64x8((*[lanes]uint64)(unsafe.Add(first, offset))).Add(x)
 		u := archsimd.LoadUint64x8((*[lanes]uint64)(unsafe.Add(first, offset+lanes*WordBytes))).Add(y)
-		t, u = t.Xor(t.ShiftAllRightConcat(32, zero)).Mul(m1), u.Xor(u.ShiftAllRightConcat(32, zero)).Mul(m1)
-		t, u = t.Xor(t.ShiftAllRightConcat(32, zero)).Mul(m2), u.Xor(u.ShiftAllRightConcat(32, zero)).Mul(m2)
-		th, uh := t.ShiftAllRightConcat(32, zero), u.ShiftAllRightConcat(32, zero)
+		t, u = t.Xor(t.ShiftAllRight(32)).Mul(m1), u.Xor(u.ShiftAllRight(32)).Mul(m1)
+		t, u = t.Xor(t.ShiftAllRight(32)).Mul(m2), u.Xor(u.ShiftAllRight(32)).Mul(m2)
+		th, uh := t.ShiftAllRight(32), u.ShiftAllRight(32)
 		t, u = t.Xor(th), u.Xor(uh)
 		a, c = a.Add(t), c.Add(u)
 		b, d = b.Add(t.Mul(th.Or(one))), d.Add(u.Mul(uh.Or(one)))
