@@ -2,7 +2,7 @@
 
 package x16
 
-// This file joins symbol values and planes into elements, in vectors.
+// This file joins symbol values and planes into elements, in vectors of 256 bits.
 
 import (
 	"simd/archsimd"
@@ -57,28 +57,6 @@ func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte)
 // In all of these n is a multiple of 256, and the pointers are to as many
 // bytes as n symbols have there.
 
-// zip512 interleaves 64 bytes of two registers: index 64 + i takes from the
-// second.
-var zip512 = func() (z [2][64]uint8) {
-	for i := range 128 {
-		z[i/64][i%64] = uint8(i/2 + (1-i%2)*64)
-	}
-	return
-}()
-
-// mergeBF16x512 makes (value << 8 | plane) rotated right by 1, in 16 bits.
-func mergeBF16x512(o, v, p unsafe.Pointer, n int) {
-	z0, z1 := archsimd.LoadUint8x64(&zip512[0]), archsimd.LoadUint8x64(&zip512[1])
-	for i := 0; i < n; i += 64 {
-		a := archsimd.LoadUint8x64(at[[64]uint8](v, i))
-		b := archsimd.LoadUint8x64(at[[64]uint8](p, i))
-		w0 := a.ConcatPermute(b, z0).AsUint16x32()
-		w1 := a.ConcatPermute(b, z1).AsUint16x32()
-		w0.ShiftAllRightConcat(1, w0).AsUint8x64().Store(at[[64]uint8](o, 2*i))
-		w1.ShiftAllRightConcat(1, w1).AsUint8x64().Store(at[[64]uint8](o, 2*i+64))
-	}
-}
-
 // loadWide loads 16 bytes as 16 words.
 func loadWide(p unsafe.Pointer, i int) archsimd.Uint16x16 {
 	return archsimd.LoadUint8x16(at[[16]uint8](p, i)).ExtendToUint16()
@@ -122,17 +100,10 @@ func spread8(p unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x3
 }
 
 // top256 makes 32 bytes of 5-bit exponents and three planes of bits, the lowest two
-// and the sign: those of e5m2, and the upper ones of fp16. top512 makes 64.
+// and the sign: those of e5m2, and the upper ones of fp16.
 func top256(v, low, next, sign unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x32) archsimd.Uint8x32 {
 	w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(2).AsUint8x32()
 	return w.Or(spread8(low, i, each, of, 1)).Or(spread8(next, i, each, of, 2)).Or(spread8(sign, i, each, of, 0x80))
-}
-
-func top512(v, low, next, sign unsafe.Pointer, i int, bit0, bit1, bit7 archsimd.Uint8x64) archsimd.Uint8x64 {
-	w := archsimd.LoadUint16x32(at[[32]uint16](v, i)).ShiftAllLeft(2).AsUint8x64()
-	w = w.Or(bit0.Masked(archsimd.Mask8x64FromBits(*at[uint64](low, i/8))))
-	w = w.Or(bit1.Masked(archsimd.Mask8x64FromBits(*at[uint64](next, i/8))))
-	return w.Or(bit7.Masked(archsimd.Mask8x64FromBits(*at[uint64](sign, i/8))))
 }
 
 func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
@@ -144,27 +115,10 @@ func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
-func mergeFP16x512(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
-	z0, z1 := archsimd.LoadUint8x64(&zip512[0]), archsimd.LoadUint8x64(&zip512[1])
-	bit0, bit1, bit7 := archsimd.BroadcastUint8x64(1), archsimd.BroadcastUint8x64(2), archsimd.BroadcastUint8x64(0x80)
-	for i := 0; i < n; i += 64 {
-		hi, lo := top512(v, p[1], p[2], p[3], i, bit0, bit1, bit7), archsimd.LoadUint8x64(at[[64]uint8](p[0], i))
-		hi.ConcatPermute(lo, z0).Store(at[[64]uint8](o, 2*i))
-		hi.ConcatPermute(lo, z1).Store(at[[64]uint8](o, 2*i+64))
-	}
-}
-
 func mergeE5M2(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	each, of := archsimd.LoadUint8x32(&bits8), archsimd.LoadInt8x32(&byteOfBit)
 	for i := 0; i < n; i += 32 {
 		top256(v, p[0], p[1], p[2], i, each, of).Store(at[[32]uint8](o, i))
-	}
-}
-
-func mergeE5M2x512(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
-	bit0, bit1, bit7 := archsimd.BroadcastUint8x64(1), archsimd.BroadcastUint8x64(2), archsimd.BroadcastUint8x64(0x80)
-	for i := 0; i < n; i += 64 {
-		top512(v, p[0], p[1], p[2], i, bit0, bit1, bit7).Store(at[[64]uint8](o, i))
 	}
 }
 

@@ -1,0 +1,171 @@
+package house
+
+// This file checks that vector instructions run only on CPUs that have them.
+
+import (
+	"go/ast"
+	"go/build"
+	"go/importer"
+	"go/parser"
+	"go/token"
+	"go/types"
+	"maps"
+	"path"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// featuresAskedFor has, by file, what its package asks the CPU for before that file's functions run.
+// A file that needs less than another of its package is one of its own.
+var featuresAskedFor = map[string][]string{
+	"gosrc/codec/digest/fast_amd64.go": {"AVX512"},
+	"gosrc/codec/sum_amd64.go":         {"AVX512", "AVX512VPCLMULQDQ"},
+	"gosrc/codec/x16/avx2.go":          {"AVX2"},
+	"gosrc/codec/x16/avx512.go":        {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
+	"gosrc/codec/x16/encode512.go":     {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
+	"gosrc/codec/x16/merge512.go":      {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
+	"gosrc/codec/x16/merge_simd.go":    {"AVX2"},
+	"gosrc/codec/x16/split512.go":      {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
+	"gosrc/internal/avx/avx_amd64.go":  {"AVX"},
+}
+
+// includedFeatures has what a CPU with a feature has, too; AVX512 is archsimd's word for F, CD, BW, DQ
+// and VL.
+var includedFeatures = map[string][]string{
+	"AVX512F": {"AVX2", "AVX"}, "AVX512": {"AVX512F", "AVX512BW", "AVX2", "AVX"}, "AVX2": {"AVX"},
+}
+
+var documentedFeature = regexp.MustCompile(`CPU Features?: (\w+)`)
+
+// TestVectorFilesAskForTheirFeatures compares what each file's calls of archsimd need, by the
+// documentation of these functions, with featuresAskedFor, and this with what its package asks for. What is
+// not asked for ends the process by SIGILL on an older CPU.
+func TestVectorFilesAskForTheirFeatures(t *testing.T) {
+	if runtime.GOARCH != "amd64" {
+		t.Skip("archsimd has instructions of amd64 only")
+	}
+	tags := build.Default.ToolTags
+	t.Cleanup(func() { build.Default.ToolTags = tags })
+	build.Default.ToolTags = append(slices.Clone(tags), "goexperiment.simd")
+	tree := read(t, filepath.Join("..", "..", ".."))
+	documented := readDocumentedFeatures(t)
+	sources := importer.ForCompiler(token.NewFileSet(), "source", nil)
+	listed := maps.Clone(featuresAskedFor)
+	for _, pkg := range tree.packageNames() {
+		if !importsSimd(tree.Packages[pkg]) {
+			continue
+		}
+		asked := map[string]bool{}
+		needed := map[string]map[string]string{} // by file, by feature: a call that needs it
+		for file, calls := range simdCallsOf(t, tree, pkg, sources) {
+			for _, call := range calls {
+				if feature, ok := strings.CutPrefix(call, "X86Features."); ok {
+					asked[feature] = true
+				} else if feature := documented[call]; feature != "" {
+					if needed[file] == nil {
+						needed[file] = map[string]string{}
+					}
+					needed[file][feature] = call
+				}
+			}
+		}
+		for file, features := range needed {
+			delete(listed, file)
+			for feature, call := range features {
+				if !isIncluded(feature, featuresAskedFor[file]) {
+					t.Errorf("%s: %s needs %s, which the table does not list", file, call, feature)
+				}
+			}
+			for _, feature := range featuresAskedFor[file] {
+				if !asked[feature] {
+					t.Errorf("%s: its package never asks the CPU for %s", file, feature)
+				}
+			}
+		}
+	}
+	for file := range listed {
+		t.Errorf("%s: the table lists a file without vector instructions", file)
+	}
+}
+
+// readDocumentedFeatures reads in Go's source which feature each function of archsimd needs.
+func readDocumentedFeatures(t *testing.T) map[string]string {
+	t.Helper()
+	names, err := filepath.Glob(filepath.Join(build.Default.GOROOT, "src", "simd", "archsimd", "*_amd64.go"))
+	if err != nil || len(names) == 0 {
+		t.Fatalf("no source of archsimd in %s: %v", build.Default.GOROOT, err)
+	}
+	out := map[string]string{}
+	for _, name := range names {
+		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.ParseComments)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range file.Decls {
+			f, ok := d.(*ast.FuncDecl)
+			if !ok {
+				continue
+			}
+			key := f.Name.Name
+			if f.Recv != nil {
+				key = strings.TrimPrefix(types.ExprString(f.Recv.List[0].Type), "*") + "." + key
+			}
+			if m := documentedFeature.FindStringSubmatch(f.Doc.Text()); m != nil {
+				out[key] = m[1]
+			}
+		}
+	}
+	return out
+}
+
+// simdCallsOf lists, by file of a package, the functions and methods of archsimd that it names.
+func simdCallsOf(t *testing.T, tree *Tree, pkg string, sources types.Importer) map[string][]string {
+	t.Helper()
+	var files []*ast.File
+	for i := range tree.Packages[pkg].Files {
+		f := &tree.Packages[pkg].Files[i]
+		match, err := build.Default.MatchFile(filepath.Join(tree.Root, path.Dir(f.Path)), path.Base(f.Path))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if match && !f.Test {
+			files = append(files, f.AST)
+		}
+	}
+	info := types.Info{Uses: map[*ast.Ident]types.Object{}}
+	// Other packages of this module are not resolved: no value of archsimd comes from them.
+	config := types.Config{Importer: sources, Error: func(error) {}, FakeImportC: true}
+	_, _ = config.Check(pkg, tree.fset, files, &info)
+	out := map[string][]string{}
+	for name, used := range info.Uses {
+		f, ok := used.(*types.Func)
+		if !ok || f.Pkg() == nil || f.Pkg().Path() != "simd/archsimd" {
+			continue
+		}
+		key := f.Name()
+		if recv := f.Signature().Recv(); recv != nil {
+			key = types.TypeString(recv.Type(), func(*types.Package) string { return "" }) + "." + key
+		}
+		file := tree.fset.Position(name.Pos()).Filename
+		out[file] = append(out[file], strings.TrimPrefix(key, "*"))
+	}
+	return out
+}
+
+func importsSimd(p *Package) bool {
+	return slices.ContainsFunc(p.Files, func(f File) bool {
+		return !f.Test && slices.ContainsFunc(f.AST.Imports, func(s *ast.ImportSpec) bool {
+			return s.Path.Value == `"simd/archsimd"`
+		})
+	})
+}
+
+func isIncluded(feature string, in []string) bool {
+	return slices.ContainsFunc(in, func(has string) bool {
+		return has == feature || slices.Contains(includedFeatures[has], feature)
+	})
+}
