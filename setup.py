@@ -58,7 +58,7 @@ LEAN = (
     "time vendor/..."
 )
 LEAN_OWN = (
-    "bench cli companions delta errs fetch format/gguf knob measure page serve source/cache source/http source/open "
+    "bench cli companions delta errs fetch format/gguf knob page serve source/cache source/http source/open "
     "source/redis source/retry source/route source/s3 tensorizer"
 )
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
