@@ -140,7 +140,7 @@ def test_a_report_in_a_line() -> None:
 @pytest.mark.parametrize("module", ["fastsafetensors", "nyacomp", "safetensors.torch"])
 def test_drop_ins_bring_the_verbs_that_they_call(script, module: str) -> None:
     """What a first load by another library's name needs is imported with that name."""
-    verbs = {"fastsafetensors": ("stream",), "nyacomp": ("bundles.bundle",), "safetensors.torch": ("open",)}[module]
+    verbs = {"fastsafetensors": ("stream",), "nyacomp": ("bundles.bundle", "bundles.loading"), "safetensors.torch": ("open",)}[module]
     script(
         f"""
 import sys

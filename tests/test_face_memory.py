@@ -242,10 +242,10 @@ def test_repeated_loads_take_no_more_memory(seed: int) -> None:
 
 def test_a_gpu_is_made_ready_before_torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU of a bundle prepares while its files are opened."""
-    from overwire.bundles import bundle
+    from overwire.bundles import loading
 
     named: list[str] = []
-    monkeypatch.setattr(bundle, "prepare", named.append)
+    monkeypatch.setattr(loading, "prepare", named.append)
     ow.compress_pickle({"a": torch.ones(3)}, tmp_path / "m")
     with pytest.raises(ow.OverwireError):
         ow.load_compressed_pickle(tmp_path / "m", device="cuda:63")

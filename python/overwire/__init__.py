@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from ._tables import __version__ as __version__
     from .bundles.bundle import compress as compress
     from .bundles.bundle import compress_pickle as compress_pickle
-    from .bundles.bundle import load_bundle as load_bundle
-    from .bundles.bundle import load_compressed as load_compressed
-    from .bundles.bundle import load_compressed_pickle as load_compressed_pickle
     from .bundles.bundle import save_bundle as save_bundle
+    from .bundles.loading import load_bundle as load_bundle
+    from .bundles.loading import load_compressed as load_compressed
+    from .bundles.loading import load_compressed_pickle as load_compressed_pickle
     from .bundles.torchfolders import convert as convert
     from .compat.safetensors.patching import SafetensorsPatch as SafetensorsPatch
     from .compat.safetensors.patching import patch_safetensors as patch_safetensors
@@ -114,9 +114,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "": ("codecs", "compat", "distributed", "errors"),
     "_tables": ("__version__",),
-    "bundles.bundle": (
-        "compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"
-    ),
+    "bundles.bundle": ("compress", "compress_pickle", "save_bundle"),
+    "bundles.loading": ("load_bundle", "load_compressed", "load_compressed_pickle"),
     "bundles.torchfolders": ("convert",),
     "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
     "errors": (

@@ -1,4 +1,4 @@
-"""nyacomp's four verbs: any Python object with tensors in it, as a small
+"""nyacomp's verbs that save: any Python object with tensors in it, as a small
 pickle and one compressed container beside it.
 
 A bundle at `D/x.pkl` is the pickle and `D/tensors/x.safetensors`; nyacomp's verbs write
@@ -15,35 +15,30 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from .._engine import open_library
 from .._imports import Undisturbed, imported
 from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OverwireError
 from ..files import regular
-from ..frameworks.choose import check_device, frame_for
 from ..jobs import shown
 from ..model import layout
-from ..model.opened import Model, prepare
+from ..model.opened import Model
 from ..model.options import (
     BundleOptions,
     StorageOptions,
-    UnpickleOptions,
     check_options,
     check_values,
     spell_out,
 )
 from ..model.reading import read_uri
-from ..model.sources import SourceLike
 from ..model.storage import storage
-from ..paths import is_file, is_remote, local_file, path_of
-from ..progress import ProgressLike, watch
+from ..paths import is_remote
 from ..stores import write_bytes
 from ..verbs.save import save_bytes, stage_bytes
 from ..verbs.saving import Report, Saving, await_save
-from .landing import DEVICES, ORDER, Landing, devices_of
-from .opening import DIGEST, MOST_PICKLE, open_pair
+from .landing import DEVICES, ORDER, devices_of
+from .opening import DIGEST, MOST_PICKLE, find_pickle
 from .turns import turn_of
 
 if TYPE_CHECKING:
@@ -151,48 +146,9 @@ def compress(model: Any, path: str | os.PathLike[str], *, wait: bool = True, **o
     return _save_bundle(model, path, how, options)
 
 
-def load_compressed_pickle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads what `compress_pickle` saved; reading and decoding continue while the
-    pickle imports and builds. Joins a preload of the same bundle.
-
-    trust: a pickle can run any code. False allows containers, plain data,
-        tensors, parameters, numpy arrays and torch.nn's own modules, and raises
-        UntrustedPickleError naming the first other global; True allows all.
-    device: where torch's tensors shall be, wherever they were when saved: "cpu",
-        "cuda", "cuda:1". None: where each was; DeviceError if that is not here.
-        numpy arrays stay on the host. On a GPU they are decoded there.
-    tensors: the container, where it is not in its place beside the pickle: a
-        path or URI.
-    storage_options: as for `load_file`, for a path that is a URI.
-
-    Returns the object; its tensors own their memory. Raises UntrustedPickleError,
-    NotFoundError if one of the files is missing, CorruptError, FormatError.
-    """
-    check_options("load_compressed_pickle", options, UnpickleOptions)
-    return _load_object(path, (layout.NYACOMP, layout.OWN), **options)
-
-
-def load_compressed(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads what `compress` saved: see `load_compressed_pickle`."""
-    check_options("load_compressed", options, UnpickleOptions)
-    return load_compressed_pickle(path, **options)
-
-
-def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads what `save_bundle` saved: see `load_compressed_pickle`. Each of them loads what the
-    other's twin saved, too; in a store this one looks into `tensors` first, that one into `nya`.
-    """
-    check_options("load_bundle", options, UnpickleOptions)
-    return _load_object(path, (layout.OWN, layout.NYACOMP), **options)
-
-
 for _save_verb in (compress_pickle, save_bundle, compress):
     spell_out(_save_verb, BundleOptions)
-for _load_verb in (load_compressed_pickle, load_compressed, load_bundle):
-    spell_out(_load_verb, UnpickleOptions)
 
-
-# -- saving
 
 #: Lists a pickle's container for nyacomp: the pickle, the container, what was written, storage options.
 Lister = Callable[[str, str, Report, StorageOptions | None], None]
@@ -238,7 +194,7 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
 
     check_values(wait=how.wait, **options)
     max_memory = options.pop("max_memory", None)
-    target = _target_of(path)
+    target = find_pickle(path)
     access = options.get("storage_options")
     storage(access, [target])  # wrong ones are refused before anything is done
     if how.wait and max_memory is not None:
@@ -409,12 +365,6 @@ def _is_anothers(container: str) -> bool:
         return True
 
 
-def _target_of(path: str | os.PathLike[str]) -> str:
-    """A pickle's path, or the URI of one in a store."""
-    target = local_file(path)
-    return path_of(target) if is_file(target) else target
-
-
 @contextlib.contextmanager
 def _os_errors(path: str) -> Iterator[None]:
     """Our classes for what the operating system says of a save."""
@@ -461,31 +411,3 @@ def _names_of_tensors(model: Any) -> dict[int, str]:
 
     name_tensors(model, "", 0)
     return names
-
-
-# -- loading
-
-
-def _load_object(
-    path: str | os.PathLike[str],
-    folders: Sequence[str],
-    trust: bool = False,
-    device: Any = None,
-    tensors: SourceLike | None = None,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-) -> Any:
-    # folders: where a store is asked for the container, in this order.
-    watcher, target = watch(progress, "load"), _target_of(path)
-    open_library()  # what is imported next takes as long as Go's runtime to start
-    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
-    if where is not None:
-        prepare(where)
-    storage(storage_options, [target])  # refused for a local path
-    data, model = open_pair(target, folders, tensors, storage_options)
-    with model, Landing(model, shown(target), where, watcher) as blobs:
-        with Undisturbed():  # these imports take as long as some 100 MB, which arrive meanwhile
-            from . import unpickling
-        content = unpickling.load(data, blobs, shown(target), trust)
-        blobs.wait()  # an error in a blob that nothing asked for
-    return content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 
 from ..errors import CorruptError, FormatError, NotFoundError, OverwireError
@@ -14,7 +15,7 @@ from ..model.opened import Model
 from ..model.options import StorageOptions
 from ..model.reading import read_uri
 from ..model.sources import SourceLike
-from ..paths import is_remote
+from ..paths import is_file, is_remote, local_file, path_of
 
 # The key of a container's metadata that holds the pickle's SHA-256.
 DIGEST = "overwire.pickle"
@@ -22,6 +23,12 @@ DIGEST = "overwire.pickle"
 MOST_PICKLE = 1 << 30
 # How often a pickle is read again that another save has replaced meanwhile.
 _TRIES = 100
+
+
+def find_pickle(path: str | os.PathLike[str]) -> str:
+    """A pickle's path, or the URI of one in a store."""
+    target = local_file(path)
+    return path_of(target) if is_file(target) else target
 
 
 def open_pair(
