@@ -157,17 +157,18 @@ def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
 def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
     """Each tensor is in one group; a group of several is no larger than it may be, no two fit into one but for the last
     of the file, and the smallest comes first. Where torch keeps enough of others, each is alone."""
-    from overwire.frameworks.torch import _group_sizes, _order_sizes
+    from overwire.frameworks.torch import _group_sizes, divide_into_batches
 
     rng = random.Random(seed)
     for turn in range(50):
         kinds = [rng.randrange(1, 40 << 20), 8 << 20, 64 << 20, 300 << 20, rng.randrange(1 << 20)]
-        sizes = [rng.choice(kinds) for _ in range(rng.randrange(60))]
-        single = _order_sizes(sizes, sum(sizes), -turn)
+        sizes = [rng.choice(kinds) for _ in range(rng.randrange(1, 60))]
+        (single,) = divide_into_batches(sizes, sum(sizes), -turn, 4, 32)
         assert [at for (at,) in single] == sorted(range(len(sizes)), key=lambda at: -(-sizes[at] // 512))
-        groups = _order_sizes(sizes, sum(sizes) - 1, -turn)
-        assert groups == _order_sizes(sizes, sum(sizes), -turn)  # that memory has the sizes of groups
+        (groups,) = divide_into_batches(sizes, sum(sizes) - 1, -turn, len(sizes), 32)
+        assert [groups] == [*divide_into_batches(sizes, sum(sizes), -turn, 4, 32)]
         assert sorted(groups) == sorted(_group_sizes(sizes))
+        assert all(len(group) == 1 for batch in divide_into_batches(sizes, 0, None, 4, 32) for group in batch)
         assert sorted(at for group in groups for at in group) == list(range(len(sizes)))
         totals = [sum(sizes[at] for at in group) for group in groups]
         assert totals == sorted(totals)
@@ -175,24 +176,29 @@ def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
 
 
 def test_batches_have_whole_groups(seed: int) -> None:
-    """Each tensor is in one batch, and the groups of a batch are those of all tensors."""
+    """Each tensor is in one batch, and the groups of a batch are those of all tensors. Until memory that torch keeps of
+    others is used up, each is by itself."""
     from overwire.frameworks.torch import _group_sizes, divide_into_batches
 
     rng = random.Random(seed)
-    for _ in range(50):
+    for turn in range(50):
         sizes = [rng.choice([rng.randrange(1, 90 << 20), 300 << 20]) for _ in range(rng.randrange(90))]
-        batches = [*divide_into_batches("cpu", sizes, 4, 16)]
-        assert sorted(at for batch in batches for at in batch) == list(range(len(sizes)))
-        groups = [
-            [batch[at] for at in group] for batch in batches for group in _group_sizes([sizes[at] for at in batch])
-        ]
-        assert sorted(groups) == sorted(_group_sizes(sizes))
+        batches = [*divide_into_batches(sizes, -1, -200 - turn, 4, 16)]
+        assert sorted(group for batch in batches for group in batch) == sorted(_group_sizes(sizes))
+        counts = [sum(map(len, batch)) for batch in batches]
+        assert all(count >= least for count, least in zip(counts[:-1], (4, 8, *[16] * 90), strict=False))
+        if len(batches) < 2:
+            continue
+        idle = sum(sizes[at] for group in batches[0] for at in group)
+        first, *later = divide_into_batches(sizes, idle, -300 - turn, 4, 16)
+        assert sorted(first) == sorted([at] for group in batches[0] for at in group)
+        assert later == batches[1:]
 
 
 def test_repeated_loads_take_no_more_memory(seed: int) -> None:
     """By a model of torch's allocator, which takes the smallest free memory that is large enough and divides it: what
     a second and a third load of a model take is what the first has left."""
-    from overwire.frameworks.torch import _order_sizes, divide_into_batches
+    from overwire.frameworks.torch import divide_into_batches
 
     llama = [33 << 20, 8 << 20, 8 << 20, 33 << 20, 117 << 20, 117 << 20, 117 << 20, 8192, 8192] * 8
     models = [[1050 << 20, *llama, 8192, 1050 << 20]]
@@ -227,12 +233,12 @@ def test_repeated_loads_take_no_more_memory(seed: int) -> None:
         sums = []
         for _ in range(3):
             parts = []
-            for batch in divide_into_batches("cpu", sizes, 4 if not taken else len(sizes), 32):
-                idle = sum(part[0] for part in free)
-                for group in _order_sizes([sizes[at] for at in batch], idle, -100 - number):
+            idle = sum(part[0] for part in free)
+            for batch in divide_into_batches(sizes, idle, -100 - number, 4, 32):
+                for group in batch:
                     if len(group) > 1:
-                        give(take(sum(-(-sizes[batch[at]] // 512) * 512 for at in group)))
-                    parts += [take(sizes[batch[at]]) for at in group]
+                        give(take(sum(-(-sizes[at] // 512) * 512 for at in group)))
+                    parts += [take(sizes[at]) for at in group]
             sums.append(sum(taken))
             for part in parts:
                 give(part)

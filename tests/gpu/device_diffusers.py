@@ -150,7 +150,7 @@ def named(phases: Phases) -> None:
     time(opened.Model, "__init__", "patch: opens files")
     time(opened.Model, "start", "patch: the engine begins")
     time(opened.Model, "_begin", "patch: a load is begun")
-    time(frame.TorchFrame, "empty_on", "patch: torch's memory")
+    time(frame.TorchFrame, "_make_batch", "patch: torch's memory")
     time(_lazy._Pass, "give", "patch: gives tensors")
     time(_lazy.Ahead, "close", "patch: a load is closed")
     time(_lazy.Ahead, "want", "patch: notes tensors")

@@ -7,7 +7,7 @@ and numpy are both optional; neither is imported before it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._tables import FLOATS
@@ -109,9 +109,14 @@ class Frame:
         """A new tensor with undefined contents."""
         raise NotImplementedError
 
-    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
-        """New tensors for rows of the table, on a GPU. again: if its memory is full, free
-        what the engine keeps there and try again."""
+    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+        """New tensors for rows of the table, on a GPU. If its memory is full, what the engine
+        keeps there is freed first."""
+        raise NotImplementedError
+
+    def empty_in_batches(self, device: str, rows: Sequence[Any], first: int, most: int) -> Iterator[dict[int, Any]]:
+        """The same by position, in batches: `first` of them, then twice as many each time up to `most`; all at once
+        where the framework keeps enough memory."""
         raise NotImplementedError
 
     def dtype(self, wanted: Any) -> Any:

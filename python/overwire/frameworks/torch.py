@@ -113,30 +113,29 @@ def _group_sizes(sizes: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _order_sizes(sizes: Sequence[int], idle: int, gpu: int | None) -> list[list[int]]:
-    """The groups of a load to a GPU of which torch keeps `idle` bytes of free memory; where that is enough, and is not
-    of earlier groups, each tensor is by itself. The smallest comes first: torch takes the smallest free memory that is
-    large enough, so that each group of a repeated load gets what it had, and none lacks what another has left."""
-    if idle < sum(sizes):
-        _gpus_of_groups.add(gpu)
-    groups = _group_sizes(sizes) if gpu in _gpus_of_groups else [[at] for at in range(len(sizes))]
-    return sorted(groups, key=lambda group: _round_sizes(sizes[at] for at in group))
-
-
-def divide_into_batches(device: str, sizes: Sequence[int], first: int, most: int) -> Iterator[list[int]]:
-    """Tensors by position, in the batches in which they are made: all at once where torch keeps enough free memory of a
-    GPU, else `first` of them and then twice as many each time, up to `most`. A group is in one batch."""
-    where = torch.device(device)
-    if where.type == "cuda" and _idle_memory(where) >= sum(sizes):
+def divide_into_batches(
+    sizes: Sequence[int], idle: int, gpu: int | None, first: int, most: int
+) -> Iterator[list[list[int]]]:
+    """The batches of a load's tensors, each of whole groups: all at once where the `idle` bytes that torch keeps are
+    enough, else `first` tensors and then twice as many each time, up to `most`. Each tensor is by itself while idle
+    memory is enough and is not of earlier groups, and without a gpu. The smallest comes first: torch takes the smallest
+    free memory that is large enough, so that each group of a repeated load gets what it had, and none lacks what
+    another has left."""
+    groups, batch, count = _group_sizes(sizes), list[list[int]](), 0
+    if idle >= sum(sizes):
         first = len(sizes)
-    batch: list[int] = []
-    for group in _group_sizes(sizes):
-        batch += group
-        if len(batch) >= first:
-            yield batch
-            batch, first = [], max(first, min(2 * first, most))
-    if batch:
-        yield batch
+    for number, group in enumerate(groups, 1):
+        batch.append(group)
+        count += len(group)
+        if count < first and number < len(groups):
+            continue
+        idle -= sum(sizes[at] for group in batch for at in group)
+        if idle < 0 and gpu is not None:
+            _gpus_of_groups.add(gpu)
+        if gpu not in _gpus_of_groups:
+            batch = [[at] for group in batch for at in group]
+        yield sorted(batch, key=lambda group: _round_sizes(sizes[at] for at in group))
+        batch, count, first = [], 0, max(first, min(2 * first, most))
 
 
 def _round_sizes(sizes: Iterable[int]) -> int:
@@ -327,37 +326,41 @@ class TorchFrame(Frame):
             shape = packed_shape(dtype, shape)
         return torch.empty(shape, dtype=self._type_of(dtype), device=device)
 
-    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
-        with _errors_of(device, sum(row[3] for row in rows)):
-            try:
-                return self._make_many(device, rows)
-            except torch.OutOfMemoryError:
-                if not again:
-                    raise
-                # What was made is gone, now that the handler has ended.
+    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+        tensors: dict[int, Any] | None = None
+        with contextlib.suppress(OutOfMemoryError):
+            tensors = next(self.empty_in_batches(device, rows, len(rows), len(rows)), {})
+        if tensors is None:  # what was made is gone, now that the error is
             _collect_garbage()
             _verbs.empty_cache()  # the engine's staging may lie where they could
-            return self._make_many(device, rows)
+            tensors = next(self.empty_in_batches(device, rows, len(rows), len(rows)))
+        return [tensors[at] for at in range(len(rows))]
 
-    def _make_many(self, device: str, rows: Sequence[Any]) -> list[Any]:
+    def empty_in_batches(self, device: str, rows: Sequence[Any], first: int, most: int) -> Iterator[dict[int, Any]]:
+        where, sizes, idle, gpu = torch.device(device), [row[3] for row in rows], 0, None
+        if where.type == "cuda":
+            with _errors_of(device):
+                idle, gpu = _idle_memory(where), where.index if _divides_memory() else None
+        for batch in divide_into_batches(sizes, idle, gpu, first, most):
+            with _errors_of(device, sum(sizes[at] for group in batch for at in group)):
+                tensors = self._make_batch(where, rows, batch)
+            yield tensors
+
+    def _make_batch(self, where: torch.device, rows: Sequence[Any], groups: Iterable[list[int]]) -> dict[int, Any]:
         # There may be tens of thousands: empty_strided costs half of what empty
         # does, whose arguments torch looks at in several ways.
-        where, new = torch.device(device), torch.empty_strided
+        new = torch.empty_strided
         strides: dict[tuple[int, ...], list[int]] = {}
-        tensors: list[Any] = [None] * len(rows)
-        sizes = [row[3] for row in rows]
-        groups: Iterable[list[int]] = ([at] for at in range(len(rows)))
-        if where.type == "cuda" and _divides_memory():
-            groups = _order_sizes(sizes, _idle_memory(where), where.index)
+        tensors: dict[int, Any] = {}
         for group in groups:
             if len(group) > 1:
                 with contextlib.suppress(torch.OutOfMemoryError):  # each by itself may still fit
                     # Free again at once, it is what the allocator divides for the next ones.
-                    new((_round_sizes(sizes[at] for at in group),), (1,), dtype=torch.uint8, device=where)
+                    new((_round_sizes(rows[at][3] for at in group),), (1,), dtype=torch.uint8, device=where)
             for at in group:
                 _, dtype, shape, *_ = rows[at]
                 if dtype in PACKED:
-                    tensors[at] = self.empty(dtype, shape, device)
+                    tensors[at] = self.empty(dtype, shape, str(where))
                     continue
                 dense = strides.get(shape)
                 if dense is None:

@@ -375,17 +375,13 @@ class Model:
     ) -> dict[int, Any]:
         # The tensors are made while the first bytes are on their way: growing
         # torch's allocator takes some 50 us a tensor.
-        from ..frameworks.torch import divide_into_batches, stream_of
+        from ..frameworks.torch import stream_of
 
         places: dict[int, Any] = {}
-        for batch in divide_into_batches(self.device, [rows[at][3] for at in large], count, _BATCH):
-            part = [large[at] for at in batch]
-            tensors = frame.empty_on(self.device, [rows[at] for at in part], again=False)
-            job.settle(
-                [n for at, tensor in zip(part, tensors, strict=True) for n in (at, tensor.data_ptr())],
-                stream_of(self.device),
-            )
-            places.update(zip(part, tensors, strict=True))
+        for batch in frame.empty_in_batches(self.device, [rows[at] for at in large], count, _BATCH):
+            tensors = {large[at]: tensor for at, tensor in batch.items()}
+            job.settle([n for at, tensor in tensors.items() for n in (at, tensor.data_ptr())], stream_of(self.device))
+            places |= tensors
         return places
 
     def _cast_rows(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
