@@ -235,13 +235,14 @@ def test_blocks_cover_a_dimension_once() -> None:
 
 def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -> None:
     """Shares are multiples of 256 bytes, and 32 MiB up to 63 ranks; a chunk of the default size fits up to 2,047 ranks.
-    Where ranks map each other's memory each has at most 144 MiB for its own shares and 48 MiB for each other rank's,
-    together below 4 GiB."""
+    Where ranks map each other's memory each has at most 128 MiB and 64 MiB for each other rank, of which 48 are for
+    that one's shares, and those together stay below 4 GiB."""
     for count in [*range(1, 5000), 1 << 20]:
         share = relays.share_of_rank(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
         mapped = relays.mapped_share(count, 1 << 20)
-        assert mapped % 256 == 0 and mapped * relays.BUFFERS <= 144 << 20 and mapped * relays.STAGES <= 48 << 20, count
+        own, staging = mapped * relays.count_own_shares(count), mapped * relays.STAGES
+        assert mapped % 256 == 0 and own <= min(128 + 16 * (count - 1), 256) << 20 and staging <= 48 << 20, count
         assert mapped * relays.STAGES * count < 4 << 30 and (mapped == 16 << 20) == (count <= 85), count
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "compressed")
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "plain", compress=False)

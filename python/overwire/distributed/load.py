@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("overwire")
 
 #: The most bytes of a piece that a rank reads: a chunk fits, and what lies between it and the next.
-#: Where ranks map each other's memory, a rank has BUFFERS such shares of its own, which the others map,
+#: Where ranks map each other's memory, a rank has `count_own_shares` of its own, which the others map,
 #: and on a GPU STAGES of each other rank; by collectives COLLECTIVE_BUFFERS for the shares of all ranks.
 SHARE = 32 << 20
-BUFFERS = 9
 STAGES = 3
 COLLECTIVE_BUFFERS = 2
 
@@ -81,6 +80,12 @@ def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
 def mapped_share(ranks: int, room: int) -> int:
     """Likewise where ranks map each other's memory: eight chunks have space. room: as of `do_chunks_fit`."""
     return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGES)
+
+
+def count_own_shares(ranks: int) -> int:
+    """How many shares of its own a rank has where it maps the memory of others: it reads that much while it
+    maps one after the other, before any is released."""
+    return min(7 + ranks, 16)
 
 
 def do_chunks_fit(ranks: int, room: int) -> bool:
@@ -194,7 +199,8 @@ class GroupLoad:
             log.info("the ranks of each host can exchange by memory that they map of each other")
 
     def _begin_mapped(self, relay: _Relay, wants: Wants) -> None:
-        share, buffers = self._ring if self._ring[1] else (mapped_share(len(self._members.local), self._room), BUFFERS)
+        local = len(self._members.local)
+        share, buffers = self._ring if self._ring[1] else (mapped_share(local, self._room), count_own_shares(local))
         request = self._relay_request(wants, self._members.local, self._device, share)
         request["exchange"], request["buffers"], request["stages"] = True, buffers, min(buffers, STAGES)
         relay.start_job(request, self._models, wants.needs)
