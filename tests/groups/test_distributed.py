@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -178,20 +179,22 @@ def bench(*words: str, exchange: str = "mapped") -> subprocess.CompletedProcess[
 
 @pytest.mark.imports_torch
 def test_bench_of_ranks(tmp_path: Path) -> None:
-    """`overwire bench --ranks` prints floors and rows, each compared and beside its floor, and leaves no file."""
-    done = bench("--ranks", "2", "--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(tmp_path))
+    """`overwire bench --ranks` prints floors, and beside them rows of each carrier, each compared, and leaves no file."""
+    words = ("--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(tmp_path))
+    done = bench("--ranks", "3", *words, exchange="")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["ranks"] == 2 and report["bytes"] == 8_000_000
+    assert report["ranks"] == 3 and report["bytes"] == 8_000_000
     rows = {row["row"]: row for row in report["rows"]}
     for coding in ("compressed", "plain"):
-        floor = rows[f"floor: {coding}, each rank reads its part"]
-        assert floor["all"] > 0 and floor["cpu"] > 0
-        for mode in ("whole", "tensor-parallel"):
-            row = rows[f"{coding}, {mode}, mapped"]
+        for reader in ("each rank reads its part", "rank 0 reads all"):
+            floor = rows.pop(f"floor: {coding}, {reader}")
+            assert floor["all"] > 0 and floor["cpu"] > 0
+        for mode, carrier in itertools.product(("whole", "tensor-parallel"), ("mapped", "collective", "none")):
+            row = rows.pop(f"{coding}, {mode}, {carrier}")
             assert row["verified"] and row["rank"] > 0 and row["first"] > 0 and row["floor"] > 0 and row["cpu"] > 0
-            assert row["all"] <= 2 * row["rank"] * 1.001
-    assert list(tmp_path.iterdir()) == []
+            assert row["all"] <= 3 * row["rank"] * 1.001
+    assert not rows and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.imports_torch
