@@ -54,7 +54,7 @@ func TestDoctorFake(t *testing.T) {
 	put("devices/system/node/node0/cpulist", "0-1021")
 	put("devices/system/node/node1/cpulist", "1022,1023")
 	put("bus/pci/devices/ffff:01:00.0/numa_node", "1")
-	restore := driver.UseTables(root)
+	restore := driver.UseSystemRoot(root)
 	tables = root
 	defer func() { tables = nodes.System }()
 	out = must(t, "doctor")
@@ -69,7 +69,7 @@ func TestDoctorFake(t *testing.T) {
 		t.Errorf("left behind: %s", left)
 	}
 	cuda.Fake(1 << 30)
-	cudatest.Fail(1, 100, true)
+	cudatest.FailCall(1, 100, true)
 	if out := must(t, "doctor", "--measure"); !strings.Contains(out, "none: the NVIDIA driver sees no GPU") {
 		t.Errorf("without a device:\n%s", out)
 	}

@@ -24,7 +24,7 @@ type Block struct {
 // The kinds of Block.
 const (
 	KindMap    = 0 // munmap(base, length) when the last holder is gone
-	KindRegion = 1 // as KindRegion, and each holder that goes also returns its own whole pages at once
+	KindRegion = 1 // as KindMap, and each holder that goes also returns its own whole pages at once
 	KindCUDA   = 2 // a Listed: put on its list, and freed by the list's owner
 )
 

@@ -17,19 +17,19 @@ type Slot interface {
 	// longer than the slot or change meanwhile, and must be registered with a
 	// device that needs that.
 	View(b []byte)
-	// DeviceMirror is the memory on the device to which Submit copies the slot's
+	// ViewMirror is the memory on the device to which Submit copies the slot's
 	// bytes; nil: the device has none. A caller that asks for it puts the bytes
 	// there itself before Submit, which then copies nothing and takes raw chunks
 	// only.
-	DeviceMirror() unsafe.Pointer
-	// Check makes Submit compare the checksums of tasks that have one, if Checks says
+	ViewMirror() unsafe.Pointer
+	// CheckOnSubmit makes Submit compare the checksums of tasks that have one, if CanCheck says
 	// that the queue does that.
-	Check()
+	CheckOnSubmit()
 }
 
 // A Reader reads bytes of a source straight into device memory.
 type Reader interface {
-	// ReadInto fills n bytes at dst, in a slot's DeviceMirror, from offset off, all
+	// ReadInto fills n bytes at dst, in a slot's mirror (ViewMirror), from offset off, all
 	// of them, or returns an error, as source.Source does.
 	ReadInto(ctx context.Context, dst unsafe.Pointer, n, off int64) error
 }
@@ -59,10 +59,10 @@ type Queue interface {
 	// Drain waits until every done call has returned, or for the end of ctx. It
 	// returns the error that broke the device, if one did.
 	Drain(ctx context.Context) error
-	// Checks reports whether Submit compares checksums where a slot's Check asks for it; a
+	// CanCheck reports whether Submit compares checksums where a slot's CheckOnSubmit asks for it; a
 	// wrong one is of errs.RuleChecksum, and the tensor may have got wrong bytes. Otherwise the caller
 	// compares them before.
-	Checks() bool
+	CanCheck() bool
 	// Asynchronous reports whether Submit returns before its tasks are done; the
 	// device then has times of its own.
 	Asynchronous() bool

@@ -125,7 +125,7 @@ func (t *wholeCasts) castLanded(ctx context.Context, queue *cuda.Queue, land fun
 		if uintptr(dst.Ptr) == pending { // it is known once the request has landed
 			dst.Ptr = device.Pointer(t.l.dests.known[i].Load())
 		}
-		if err := queue.Cast(ctx, dst, t.mem[i], c.From, c.To); err != nil {
+		if err := queue.CastAndWait(ctx, dst, t.mem[i], c.From, c.To); err != nil {
 			x := &t.l.model.ix.Tensors[t.l.wants[i].Tensor]
 			return errs.Locate("land", t.l.model.ix.Sources[x.Source].URI, x.Name, -1, err)
 		}

@@ -159,7 +159,7 @@ func (l *Loading) Settle(pairs []int64, stream uint64) error {
 		return errs.New(errs.ErrArgument, "settle: no request waits for a destination, or half a pair")
 	}
 	if l.queue != nil && stream != 0 {
-		if err := l.queue.WaitFor(uintptr(stream)); err != nil {
+		if err := l.queue.FollowStream(uintptr(stream)); err != nil {
 			return l.model.PlaceError("stage", err)
 		}
 	}

@@ -283,14 +283,14 @@ func TestGDSLosesTheDevice(t *testing.T) {
 		for nth := int64(1); ; nth += 3 {
 			end := cuda.Fake(512 << 20)
 			m := loadtest.OpenModel(t, path)
-			cudatest.Fail(nth, 999, c.sticky)
+			cudatest.FailCall(nth, 999, c.sticky)
 			l, err := m.Start(nil, load.Options{Device: c.device, Read: "gds", Stream: 1})
 			if err == nil {
 				err = loadtest.Finish(t, l)
 				l.Close()
 			}
 			m.Close()
-			calls := cudatest.Calls()
+			calls := cudatest.CountCalls()
 			if left := end(); left != "" {
 				t.Fatalf("call %d: %v; left: %s", nth, err, left)
 			}

@@ -61,7 +61,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	}
 	end := func() {}
 	if making {
-		end = cuda.FakeMaking(d)
+		end = cuda.FakeMakingQueue(d)
 	}
 	l, err := m.Start(reqs, load.Options{Device: "cuda:0", Stream: 1})
 	if err != nil {
@@ -142,7 +142,7 @@ func TestLateMemoryFails(t *testing.T) {
 	failed := 0
 	for nth := int64(1); ; nth += step {
 		end := cuda.Fake(64 << 20)
-		cudatest.Fail(nth, 2, false)
+		cudatest.FailCall(nth, 2, false)
 		m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
 		if err != nil {
 			t.Fatal(err)
@@ -153,7 +153,7 @@ func TestLateMemoryFails(t *testing.T) {
 			l.Close()
 		}
 		m.Close()
-		calls := cudatest.Calls()
+		calls := cudatest.CountCalls()
 		if left := end(); left != "" {
 			t.Fatalf("call %d fails: %v; left: %s", nth, err, left)
 		}
@@ -181,9 +181,9 @@ func TestPrepare(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.Prepare(0, 0)
+	d.PrepareQueue(0, 0)
 	before, _, _ := d.MemoryInfo()
-	d.Prepare(0, 0)
+	d.PrepareQueue(0, 0)
 	l, err := d.Queue(0, 0)
 	if err != nil {
 		t.Fatal(err)

@@ -56,7 +56,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 		failed, moving := 0, 0
 		for nth := int64(1); ; nth += step {
 			end := cuda.Fake(512 << 20)
-			cudatest.Fail(nth, c.code, c.sticky)
+			cudatest.FailCall(nth, c.code, c.sticky)
 			m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
 			if err != nil {
 				t.Fatal(err)
@@ -75,7 +75,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 				}
 			}
 			m.Close()
-			calls := cudatest.Calls()
+			calls := cudatest.CountCalls()
 			what := fmt.Sprintf("call %d fails with %d: %v", nth, c.code, err)
 			if left := end(); left != "" {
 				t.Fatalf("%s; left: %s", what, left)
@@ -174,10 +174,10 @@ func TestWhoReadsInPlace(t *testing.T) {
 			index      int
 			asked, yes bool
 		}{{0, false, false}, {0, true, true}, {0, false, false}, {1, false, true}, {1, true, true}, {0, false, false}} {
-			before := cudatest.InPlace()
+			before := cudatest.BytesReadInPlace()
 			got, sums := loadtest.LoadParts(t, m, reqs, load.Options{InPlace: c.asked}, c.index)
 			loadtest.CompareParts(t, fmt.Sprintf("%+v", c), got, want, sums)
-			if n := cudatest.InPlace() - before; (n > 0) != c.yes {
+			if n := cudatest.BytesReadInPlace() - before; (n > 0) != c.yes {
 				t.Errorf("compressed %v, %+v: %d bytes were read in place", spec.Compress, c, n)
 			}
 		}

@@ -116,7 +116,7 @@ func TestNodes(t *testing.T) {
 		runs unix.CPUSet
 		kind int32
 	}{{two, 0, near[0], 1}, {two, 1, near[1], 0}, {t.TempDir(), 0, had, 0}} {
-		restore, end := driver.UseTables(c.root), cuda.Fake(512<<20)
+		restore, end := driver.UseSystemRoot(c.root), cuda.Fake(512<<20)
 		d, err := cuda.Open(c.gpu)
 		if err != nil {
 			t.Fatal(err)
@@ -153,7 +153,7 @@ func TestNodes(t *testing.T) {
 		kind, on := policy(t, s.Memory())
 		q.Put(s)
 		q.Close()
-		refused := d.Place().Refused()
+		refused := d.NearNode().Refused()
 		if c.kind != kind && refused == "" || kind == 1 && on != 1<<c.gpu {
 			t.Errorf("%+v: slots have policy %d, nodes %b; refused: %q", c, kind, on, refused)
 		}

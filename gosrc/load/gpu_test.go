@@ -344,7 +344,7 @@ func TestCastWhileLanding(t *testing.T) {
 						if err != nil {
 							t.Fatal(err)
 						}
-						if err := queue.Cast(t.Context(), mem[0], a, from, to); err != nil {
+						if err := queue.CastAndWait(t.Context(), mem[0], a, from, to); err != nil {
 							t.Fatal(err)
 						}
 						want = make([]byte, mem[0].Bytes)

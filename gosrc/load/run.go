@@ -201,7 +201,7 @@ func (l *Loading) prepareQueue(p *plan.Plan, stream uint64) (*cuda.Queue, error)
 	}
 	queue, err := l.queueFor(p)
 	if err == nil && stream != 0 {
-		err = queue.WaitFor(uintptr(stream))
+		err = queue.FollowStream(uintptr(stream))
 	}
 	if err != nil {
 		return nil, l.model.PlaceError("stage", err)
@@ -236,7 +236,7 @@ func (l *Loading) pipelineTask(s *shape, queue *cuda.Queue, depth int, opt Optio
 	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan,
 		Workers: l.machine.Workers(depth)}
 	if queue != nil {
-		t.Queue, t.Near = queue, l.target.GPU.Place()
+		t.Queue, t.Near = queue, l.target.GPU.NearNode()
 	}
 	if l.dests != nil {
 		t.Destination = l.dests.resolveTask

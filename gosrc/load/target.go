@@ -46,7 +46,7 @@ func Prepare(name string, exchange bool) {
 		_ = spawn.Guard("load prepare", func() error {
 			t, err := TargetOf(name)
 			if err == nil && t.GPU != nil {
-				t.GPU.Prepare(Ring(plan.Machine{InGroup: exchange}))
+				t.GPU.PrepareQueue(Ring(plan.Machine{InGroup: exchange}))
 			}
 			return err
 		})
@@ -65,9 +65,9 @@ func (t Target) allocateFor(sizes []int64) ([]device.Memory, error) {
 func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
 	case m.OwnSlots():
-		return cuda.FinestRing()
+		return cuda.ExchangeRing()
 	case m.RangeBytes > 0 || m.InGroup:
-		return cuda.FineRing()
+		return cuda.RemoteRing()
 	}
 	return cuda.DefaultRing()
 }

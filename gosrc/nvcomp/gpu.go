@@ -12,7 +12,7 @@ import (
 func GPUNames() []string {
 	var names []string
 	for _, a := range algorithms {
-		if cuda.Decodes(uint32(a.id)) {
+		if cuda.CanDecode(uint32(a.id)) {
 			names = append(names, a.name)
 		}
 	}

@@ -165,7 +165,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 
 func newRun(t *Task, queue device.Queue) *run {
 	r := &run{feed: feed{Task: t, facts: make([]source.Facts, len(t.Sources))}, queue: queue, last: "decode",
-		staged: make([]staged, len(t.Plan.Pieces)), checks: !queue.Checks()}
+		staged: make([]staged, len(t.Plan.Pieces)), checks: !queue.CanCheck()}
 	if queue.Asynchronous() {
 		r.last = "submit"
 	}
@@ -372,7 +372,7 @@ func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 		// Read the whole piece at once: shares exist for decoding on several cores,
 		// which this does not need.
 		if share.From == 0 {
-			if err := w.GDS[p.Source].ReadInto(w.ctx, slot.DeviceMirror(), p.Len, p.Off); err != nil {
+			if err := w.GDS[p.Source].ReadInto(w.ctx, slot.ViewMirror(), p.Len, p.Off); err != nil {
 				return w.placeError("read", p.First, err)
 			}
 			w.st.ReadNS += w.lapTime("read", &t0, p.Len)
@@ -410,7 +410,7 @@ func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, e
 		slot.View(b)
 	}
 	if !w.checks && w.comparesSums(p) {
-		slot.Check()
+		slot.CheckOnSubmit()
 	}
 	if err := w.settleTasks(p, t0); err != nil {
 		return err

@@ -251,11 +251,11 @@ func (r *Relay) awaitExchangeStart(ctx context.Context) error {
 		return nil
 	}
 	for _, s := range r.carrier.streams {
-		if err := r.target.GPU.AwaitStreams(s, uintptr(r.spec.Stream)); err != nil {
+		if err := r.target.GPU.MakeStreamWait(s, uintptr(r.spec.Stream)); err != nil {
 			return err
 		}
 	}
-	return r.queue.WaitFor(uintptr(r.spec.Stream))
+	return r.queue.FollowStream(uintptr(r.spec.Stream))
 }
 
 // bringShares gets and decodes what a rank has read, piece after piece.
@@ -374,7 +374,7 @@ func (r *Relay) pullShare(ctx context.Context, k, from int) error {
 	if part.used == 0 || part.last == part.first {
 		return nil
 	}
-	if err := r.eventBeforeFill(k, from).HoldStream(c.streams[from]); err != nil {
+	if err := r.eventBeforeFill(k, from).MakeStreamWait(c.streams[from]); err != nil {
 		return err
 	}
 	to, at := r.localShareAt(k, from), r.ownersShareAt(k, from)

@@ -108,7 +108,7 @@ func (r *Relay) eventBeforeFill(k, rank int) *cuda.Event {
 // decodeOnDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
 // slot.
 func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []ranksRead, streams []uintptr) error {
-	slot.WaitForStreams(streams...)
+	slot.FollowStreams(streams...)
 	first, last := r.tasksOf(batch[0])
 	jobs, numbers := r.jobs[first:last], []int(nil)
 	from := r.ringOf(batch[0].piece, batch[0].lo)

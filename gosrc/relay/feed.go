@@ -76,7 +76,7 @@ func (q *feedQueue) submitSlots(all []submission) {
 	for i := range all {
 		s := &all[i]
 		s.to = r.pieceToFill(s.Tasks[0].Dst)
-		s.Slot.WaitForEvent(r.eventBeforeFill(s.to, r.spec.Rank))
+		s.Slot.FollowEvent(r.eventBeforeFill(s.to, r.spec.Rank))
 		s.Slot.AllowGapWrites() // a share has its chunks as they lie in the file
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.to, b.to) })

@@ -38,13 +38,13 @@ func TestRelayEveryCallFails(t *testing.T) {
 		for nth := int64(1); ; nth += step {
 			end := cuda.Fake(512 << 20)
 			got, ring := memoryOn(t, "cuda:0", sizes), memoryOn(t, "cuda:0", []int64{alone, alone})
-			before := cudatest.Calls()
-			cudatest.Fail(nth, 999, sticky)
+			before := cudatest.CountCalls()
+			cudatest.FailCall(nth, 999, sticky)
 			r, err := begun(m, specOf(travel, ring, "cuda:0", 0, 1, alone), requests(reqs, got))
 			if err == nil {
 				err = passed(r)
 			}
-			calls := cudatest.Calls() - before
+			calls := cudatest.CountCalls() - before
 			got.free()
 			ring.free()
 			what := fmt.Sprintf("call %d fails, sticky %v: %v", nth, sticky, err)
@@ -80,12 +80,12 @@ func TestRelayEveryCallFails(t *testing.T) {
 // a small queue's tables.
 func TestRelayPrepared(t *testing.T) {
 	end := cuda.Fake(512 << 20)
-	cudatest.History()
+	cudatest.TakeHistory()
 	load.Prepare("cuda:0", false)
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 1<<20)
 	m := loadtest.OpenModel(t, path)
 	load.AwaitPreparations()
-	before := cudatest.History()
+	before := cudatest.TakeHistory()
 	for _, call := range []string{"ctx_retain", "module_load", "host_register", "stream_create", "mem_alloc"} {
 		if !slices.Contains(before, call) {
 			t.Errorf("%s is not called while the headers are read", call)
@@ -98,7 +98,7 @@ func TestRelayPrepared(t *testing.T) {
 		sizes[i] = int64(len(b))
 	}
 	got := memoryOn(t, "cuda:0", sizes)
-	cudatest.History()
+	cudatest.TakeHistory()
 	spec := specOf(travel, memory{}, "cuda:0", 0, 1, alone)
 	spec.Mapped, spec.Buffers, spec.Stages = true, 2, 2
 	r, err := relay.Start(m, spec)
@@ -122,7 +122,7 @@ func TestRelayPrepared(t *testing.T) {
 	if !is || rep.Driver <= 0 || rep.Flight <= 0 || rep.Flight > rep.Stages.RingBytes {
 		t.Errorf("the report has %v s of the driver, and %d bytes in flight", rep.Driver, rep.Flight)
 	}
-	calls, pins := cudatest.History(), 0
+	calls, pins := cudatest.TakeHistory(), 0
 	first := slices.Index(calls, "copy_in")
 	for i, call := range calls {
 		switch call {

@@ -238,9 +238,9 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	}
 	got := memoryOn(t, c.Where, sizes)
 	defer got.free()
-	before := cudatest.Calls()
+	before := cudatest.CountCalls()
 	if c.Wrong == "call" {
-		cudatest.Fail(c.Call, 999, c.Sticky)
+		cudatest.FailCall(c.Call, 999, c.Sticky)
 	}
 	end := &said{}
 	space := int64(256 << 10)
@@ -318,8 +318,8 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 			end.Came = append(end.Came, m.Index().Tensors[travel[i]].Name)
 		}
 	}
-	end.Calls = cudatest.Calls() - before
-	cudatest.Fail(0, 0, false)
+	end.Calls = cudatest.CountCalls() - before
+	cudatest.FailCall(0, 0, false)
 	if rep, is := r.Job().Value().(relay.Report); is {
 		end.Lost, end.Pulls = rep.Lost, rep.Pulled
 	}

@@ -214,7 +214,7 @@ func (r *Relay) makeQueues() (err error) {
 	feed.PollForEnd() // other ranks wait for what this one has read, and for its buffers
 	r.queue.PollForEnd()
 	if r.spec.Stream != 0 { // the ring may still be in use there
-		return feed.WaitFor(uintptr(r.spec.Stream))
+		return feed.FollowStream(uintptr(r.spec.Stream))
 	}
 	return nil
 }
@@ -254,7 +254,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		}
 	}
 	if r.feed != nil {
-		task.Near = r.target.GPU.Place()
+		task.Near = r.target.GPU.NearNode()
 	}
 	if r.carrier != nil {
 		r.beginCarrying(ctx)

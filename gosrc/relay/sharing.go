@@ -16,8 +16,8 @@ import (
 func (r *Relay) coresAndRanks() (cores, ranks int) {
 	var may unix.CPUSet
 	var place *nodes.Place
-	if gpu := r.target.GPU; gpu != nil && gpu.Place() != nil && unix.SchedGetaffinity(0, &may) == nil {
-		place = gpu.Place()
+	if gpu := r.target.GPU; gpu != nil && gpu.NearNode() != nil && unix.SchedGetaffinity(0, &may) == nil {
+		place = gpu.NearNode()
 	}
 	return countCores(cmp.Or(r.spec.Here, r.spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
 }

@@ -296,7 +296,7 @@ func (r *row) addSums(from *cuda.PackedRange) error {
 	if r.begins {
 		t.sums = blocksum.New(t.bytes)
 	}
-	sums, tail := from.Sums()
+	sums, tail := from.SumsAndTail()
 	t.sums.Add(sums)
 	if !r.ends {
 		return nil
@@ -327,7 +327,7 @@ func (f *fileWriter) batchSpace(ctx context.Context, p *pack, n int64) ([]byte, 
 // flushPack copies a batch down, sums its chunks and writes it.
 func (f *fileWriter) flushPack(p *pack) error {
 	start := time.Now()
-	if err := p.gpu.Fetch(p.slot, p.packed); err != nil {
+	if err := p.gpu.QueueFetches(p.slot, p.packed); err != nil {
 		return err
 	}
 	if err := p.gpu.Wait(p.slot); err != nil {

@@ -211,15 +211,15 @@ func TestGPUEveryCallFailsFake(t *testing.T) {
 			t.Fatal(err)
 		}
 		out, where, free := onGPU(t, d, in, 4)
-		begun := cudatest.Calls()
-		cudatest.Fail(nth, 999, nth%2 == 0)
+		begun := cudatest.CountCalls()
+		cudatest.FailCall(nth, 999, nth%2 == 0)
 		spec := Spec{Path: path, Compress: true, ChunkBytes: 16 << 10, Away: where, Beside: true}
 		if nth%3 == 0 {
 			spec.Staged = func() {}
 		}
 		_, err = Write(bg, nil, spec, out)
-		cudatest.Fail(0, 0, false)
-		calls := cudatest.Calls() - begun
+		cudatest.FailCall(0, 0, false)
+		calls := cudatest.CountCalls() - begun
 		free()
 		ended(t, end)
 		noTemps(t, dir)

@@ -35,7 +35,7 @@ func (s *sleeper) addSums(b *batch) error {
 		if c == t.First {
 			it.sums = blocksum.New(t.Bytes)
 		}
-		sums, tail := b.rows[i].Sums()
+		sums, tail := b.rows[i].SumsAndTail()
 		it.sums.Add(sums)
 		if c < t.First+t.Count-1 {
 			continue

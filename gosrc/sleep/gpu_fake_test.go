@@ -123,8 +123,8 @@ func TestSleepEveryCallFailsFake(t *testing.T) {
 				t.Fatal(err)
 			}
 			in, free := onGPU(t, d, host)
-			begun := cudatest.Calls()
-			cudatest.Fail(nth, c.code, c.sticky)
+			begun := cudatest.CountCalls()
+			cudatest.FailCall(nth, c.code, c.sticky)
 			m, err := asleep(t, Spec{Device: "cuda:0"}, in)
 			var l *load.Loading
 			if err == nil {
@@ -134,8 +134,8 @@ func TestSleepEveryCallFailsFake(t *testing.T) {
 				}
 				m.Close()
 			}
-			cudatest.Fail(0, 0, false)
-			calls := cudatest.Calls() - begun
+			cudatest.FailCall(0, 0, false)
+			calls := cudatest.CountCalls() - begun
 			free()
 			ended(t, end)()
 			if err != nil {
@@ -215,7 +215,7 @@ func TestSleepFakeBesideCapture(t *testing.T) {
 	in, free := onGPU(t, d, several(random(t), 20_000))
 	defer free()
 	for _, blocking := range []bool{false, true} {
-		end := cudatest.Capture(0, blocking)
+		end := cudatest.CaptureStream(0, blocking)
 		m, err := asleep(t, Spec{Device: "cuda:0"}, in)
 		if err != nil {
 			t.Fatal(err)

@@ -54,8 +54,8 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 		return nil, err
 	}
 	want := aheadOf(need)
-	if seam := cuda.Seam(); spec.Budget > 0 && sizes.RoundUp(want, seam) > spec.Budget {
-		if want = spec.Budget / seam * seam; want == 0 {
+	if unit := cuda.RegisterAlignment(); spec.Budget > 0 && sizes.RoundUp(want, unit) > spec.Budget {
+		if want = spec.Budget / unit * unit; want == 0 {
 			return &Preparation{Bytes: need}, nil // the sleep takes as much at once
 		}
 	}

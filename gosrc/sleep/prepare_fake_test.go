@@ -126,14 +126,14 @@ func TestPrepareEveryCallFailsFake(t *testing.T) {
 			t.Fatal(err)
 		}
 		in, free := onGPU(t, d, host)
-		begun := cudatest.Calls()
-		cudatest.Fail(nth, 2, false)
+		begun := cudatest.CountCalls()
+		cudatest.FailCall(nth, 2, false)
 		p, err := Prepare(Spec{Device: "cuda:0"}, 0, in)
 		if err == nil {
 			_, err = p.Wait(t.Context())
 		}
-		calls := cudatest.Calls() - begun
-		cudatest.Fail(0, 0, false)
+		calls := cudatest.CountCalls() - begun
+		cudatest.FailCall(0, 0, false)
 		m, again := asleep(t, Spec{Device: "cuda:0"}, in)
 		if again != nil {
 			t.Fatalf("call %d failed, and no sleep after it succeeds: %v", nth, again)

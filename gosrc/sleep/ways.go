@@ -98,7 +98,8 @@ func wayOfGPU(p *cuda.Packer, sums bool) way {
 	return way{
 		window: p.SlotCount(), workers: p.SlotCount(), bytes: p.SlotBytes(), staging: p.DeviceBytes(), gpu: true,
 		samples: p.CopySamples,
-		fetch:   p.Fetch, wait: func(slot int, _ []cuda.PackedRange) error { return p.Wait(slot) }, close: p.Close,
+		fetch:   p.QueueFetches,
+		wait:    func(slot int, _ []cuda.PackedRange) error { return p.Wait(slot) }, close: p.Close,
 		encode: func(slot int, rows []cuda.PackedRange) error {
 			if sums {
 				if err := p.QueueSums(slot, rows); err != nil {

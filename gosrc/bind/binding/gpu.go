@@ -44,13 +44,14 @@ func gpuVerbs() []*Verb {
 			func(_ none, n []int64) (int64, error) { return int64(driver.DeviceOf(uint64(n[0]))), nil },
 		).ints("address"),
 		answered("gpu_mode", "Set this thread's CUstreamCaptureMode, but -1: the one before; -1 without a driver.",
-			func(_ none, n []int64) (int64, error) { return int64(driver.ThreadMode(int(n[0]))), nil }).ints("mode"),
+			func(_ none, n []int64) (int64, error) { return int64(driver.SwapCaptureMode(int(n[0]))), nil },
+		).ints("mode"),
 		onDevice("gpu_used", "Register a stream that uses memory of the engine's, and lives as long as the process.",
 			func(d *cuda.Device, n []int64) (none, error) { d.NoteStream(uintptr(n[0])); return none{}, nil }).
 			ints("device", "stream"),
 		onDevice("gpu_follow", "Make a stream wait for what is queued on another now.",
 			func(d *cuda.Device, n []int64) (none, error) {
-				return none{}, d.AwaitStreams(uintptr(n[0]), uintptr(n[1]))
+				return none{}, d.MakeStreamWait(uintptr(n[0]), uintptr(n[1]))
 			}).
 			ints("device", "stream", "after"),
 		onDevice("gpu_stream_new", "A new stream.", func(d *cuda.Device, _ []int64) (int64, error) {

@@ -35,9 +35,9 @@ func (s *slot) Memory() []byte {
 
 func (s *slot) View(b []byte) { s.view = b }
 
-func (s *slot) DeviceMirror() unsafe.Pointer { return nil }
+func (s *slot) ViewMirror() unsafe.Pointer { return nil }
 
-func (s *slot) Check() {}
+func (s *slot) CheckOnSubmit() {}
 
 // decoders serve all queues: a pool per queue would keep its decoders until the
 // second garbage collection.
@@ -120,8 +120,8 @@ func (q *Queue) Drain(context.Context) error { return nil }
 // Asynchronous is false: workers do the decoding.
 func (q *Queue) Asynchronous() bool { return false }
 
-// Checks returns false: the worker that read a chunk compares its checksum.
-func (q *Queue) Checks() bool { return false }
+// CanCheck returns false: the worker that read a chunk compares its checksum.
+func (q *Queue) CanCheck() bool { return false }
 
 // TraceTimes has nothing to report.
 func (q *Queue) TraceTimes(device.TraceFunc) error { return nil }

@@ -35,8 +35,8 @@ func TestQueueSlots(t *testing.T) {
 					return
 				}
 				b := s.Memory()
-				if len(b) < 100 || s.DeviceMirror() != nil {
-					t.Errorf("a slot of %d bytes, mirrored at %v", len(b), s.DeviceMirror())
+				if len(b) < 100 || s.ViewMirror() != nil {
+					t.Errorf("a slot of %d bytes, mirrored at %v", len(b), s.ViewMirror())
 				}
 				for i := range b {
 					b[i] = byte(g)

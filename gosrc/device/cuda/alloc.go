@@ -95,9 +95,10 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 		if p == nil {
 			panic("out of memory for a header of 64 bytes")
 		}
-		b := device.NewListed(p, int64(len(r.member)), hostPointer(blocks[i]), uint64(want[i]), unsafe.Pointer(d.list))
+		b := device.NewListed(p, int64(len(r.member)), devicePointer(blocks[i]), uint64(want[i]),
+			unsafe.Pointer(d.list))
 		for k, n := range r.member {
-			mem[n].Ptr, mem[n].Bytes, mem[n].Block = hostPointer(blocks[i]+C.owcu_ptr(r.at[k])), sizes[n], &b.Block
+			mem[n].Ptr, mem[n].Bytes, mem[n].Block = devicePointer(blocks[i]+C.owcu_ptr(r.at[k])), sizes[n], &b.Block
 		}
 	}
 	d.mu.Lock()
@@ -149,7 +150,7 @@ func (d *Device) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int
 			return C.owcu_alloc(d.ctx, C.int64_t(len(want)), &want[0], &got[0], e)
 		})
 		if err != nil {
-			_ = d.freeUnused(slices.Clone(got)) // what the driver refused to free
+			_ = d.freeBlocks(slices.Clone(got)) // what the driver refused to free
 			clear(got)
 		}
 		return err

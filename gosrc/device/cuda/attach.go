@@ -35,7 +35,7 @@ func (d *Device) Attach(name string) (unsafe.Pointer, error) {
 	copy(unsafe.Slice((*byte)(unsafe.Pointer(&h)), len(raw)), raw)
 	var p C.owcu_ptr
 	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_map_ipc(d.ctx, &h, &p, e) })
-	return hostPointer(p), err
+	return devicePointer(p), err
 }
 
 // Detach ends an Attach, after the work that uses the memory.

@@ -40,8 +40,8 @@ const (
 var decoders = map[uint32]int{C.OW_STREAM_LZ4: batchLZ4, C.OW_STREAM_SNAPPY: batchSnappy,
 	C.OW_STREAM_CASCADED: batchCascaded}
 
-// Decodes reports whether a kernel decodes streams of an algorithm.
-func Decodes(format uint32) bool {
+// CanDecode reports whether a kernel decodes streams of an algorithm.
+func CanDecode(format uint32) bool {
 	_, ok := decoders[format]
 	return ok || format == FormatX16
 }
@@ -95,12 +95,12 @@ type Batch struct {
 }
 
 func (d *Device) batchKernels() ([]C.owcu_handle, error) {
-	return d.findKernels(&d.batch.kernels, d.module, built.X16, batchNames)
+	return d.loadKernels(&d.batch.kernels, d.module, built.X16, batchNames)
 }
 
 // newSlab allocates `bytes` of the host and `room` of the device; see owcu_slab_new.
 func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what string) (*slab, error) {
-	p, err := newPages(bytes, d.near)
+	p, err := newHugePages(bytes, d.near)
 	if err != nil {
 		return nil, err
 	}
@@ -112,7 +112,7 @@ func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what 
 		return s, nil
 	}
 	if rc > 0 {
-		d.deferFree(func() bool { return d.releaseSlab(s) })
+		d.deferFree(func() bool { return d.tryFreeSlab(s) })
 	} else {
 		p.free()
 	}
@@ -137,19 +137,19 @@ func (d *Device) newSlabOfPads(count, bytes, room int) (*slab, error) {
 // freeSlab waits for the work on a slab and frees it.
 func (d *Device) freeSlab(s *slab) error {
 	for _, p := range s.pads {
-		d.waitForPad(p)
+		d.finishPad(p)
 	}
 	var e C.struct_owcu_error
-	return d.handleFreeResult(d.tryFreeSlab(s, &e), &e, func() bool { return d.releaseSlab(s) })
+	return d.handleFreeResult(d.freeSlabInDriver(s, &e), &e, func() bool { return d.tryFreeSlab(s) })
 }
 
-// releaseSlab frees a slab that no batch uses, and reports whether it is gone.
-func (d *Device) releaseSlab(s *slab) bool {
+// tryFreeSlab frees a slab that no batch uses, and reports whether it is gone.
+func (d *Device) tryFreeSlab(s *slab) bool {
 	var e C.struct_owcu_error
-	return d.tryFreeSlab(s, &e) <= 0
+	return d.freeSlabInDriver(s, &e) <= 0
 }
 
-func (d *Device) tryFreeSlab(s *slab, e *C.struct_owcu_error) C.int {
+func (d *Device) freeSlabInDriver(s *slab, e *C.struct_owcu_error) C.int {
 	rc := C.owcu_slab_free(d.ctx, &s.c, e)
 	if rc <= 0 {
 		s.pages.free()
@@ -160,17 +160,17 @@ func (d *Device) tryFreeSlab(s *slab, e *C.struct_owcu_error) C.int {
 // trimBatches frees the memory of batches that are done, unless a caller waits for
 // one.
 func (d *Device) trimBatches() (err error) {
-	b := &d.batch
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.waiting > 0 {
+	pool := &d.batch
+	pool.mu.Lock()
+	defer pool.mu.Unlock()
+	if pool.waiting > 0 {
 		return nil
 	}
-	all := b.large
-	if b.small != nil {
-		all = append(all, b.small)
+	all := pool.large
+	if pool.small != nil {
+		all = append(all, pool.small)
 	}
-	b.small, b.large = nil, nil
+	pool.small, pool.large = nil, nil
 	for _, s := range all {
 		if e := d.freeSlab(s); err == nil {
 			err = e
@@ -179,8 +179,8 @@ func (d *Device) trimBatches() (err error) {
 	return err
 }
 
-// waitForPad waits for a pad's last batch, and sets its result.
-func (d *Device) waitForPad(p *pad) {
+// finishPad waits for a pad's last batch, and sets its result.
+func (d *Device) finishPad(p *pad) {
 	if !p.used {
 		return
 	}
@@ -194,11 +194,11 @@ func (d *Device) waitForPad(p *pad) {
 	if rc != 0 {
 		err = errorOf(d.index, &e)
 	}
-	p.batch.readStatuses(p, err)
+	p.batch.takeResults(p, err)
 }
 
-// readStatuses reads the status words of a batch's kernels.
-func (b *Batch) readStatuses(p *pad, err error) {
+// takeResults reads the status words of a batch's kernels.
+func (b *Batch) takeResults(p *pad, err error) {
 	if b.pad != p {
 		return
 	}
@@ -212,40 +212,40 @@ func (b *Batch) readStatuses(p *pad, err error) {
 
 // takePad returns memory for n streams and rows. The mu of Device.batch is held.
 func (d *Device) takePad(n, rows int) (*pad, error) {
-	b := &d.batch
+	pool := &d.batch
 	bytes, room := padSizes(n, rows)
 	if bytes <= padBytes && room <= padRoom {
-		if b.small == nil {
+		if pool.small == nil {
 			s, err := d.newSlabOfPads(padCount, padBytes, padRoom)
 			if err != nil {
 				return nil, err
 			}
-			b.small = s
+			pool.small = s
 		}
-		p := b.small.pads[b.next%padCount]
-		b.next++
-		d.waitForPad(p)
+		p := pool.small.pads[pool.next%padCount]
+		pool.next++
+		d.finishPad(p)
 		return p, nil
 	}
 	const most = 4
-	for i, s := range b.large {
+	for i, s := range pool.large {
 		if p := s.pads[0]; p.bytes >= bytes && p.room >= room && d.isPadDone(p) {
-			b.large = append(append(b.large[:i:i], b.large[i+1:]...), s) // the most recently used goes last
-			d.waitForPad(p)
+			pool.large = append(append(pool.large[:i:i], pool.large[i+1:]...), s) // the most recently used goes last
+			d.finishPad(p)
 			return p, nil
 		}
 	}
-	if len(b.large) >= most && b.waiting == 0 {
-		first := b.large[0]
-		b.large = b.large[1:]
-		d.deferFree(func() bool { return d.freeIdleSlab(first) })
+	if len(pool.large) >= most && pool.waiting == 0 {
+		first := pool.large[0]
+		pool.large = pool.large[1:]
+		d.deferFree(func() bool { return d.tryFreeIdleSlab(first) })
 	}
 	up := func(n int) int { return (n + n/4 + huge - 1) &^ (huge - 1) }
 	s, err := d.newSlabOfPads(1, up(bytes), up(room))
 	if err != nil {
 		return nil, err
 	}
-	b.large = append(b.large, s)
+	pool.large = append(pool.large, s)
 	return s.pads[0], nil
 }
 
@@ -259,16 +259,16 @@ func (d *Device) isPadDone(p *pad) bool {
 	return C.owcu_batch_wait(d.ctx, p.done, &ready, &e) != 0 || ready != 0
 }
 
-// freeIdleSlab frees a slab of one pad if its batch is done, and reports whether it is
+// tryFreeIdleSlab frees a slab of one pad if its batch is done, and reports whether it is
 // gone.
-func (d *Device) freeIdleSlab(s *slab) bool {
+func (d *Device) tryFreeIdleSlab(s *slab) bool {
 	d.batch.mu.Lock()
 	isIdle := d.batch.waiting == 0 && d.isPadDone(s.pads[0])
 	if isIdle {
-		d.waitForPad(s.pads[0])
+		d.finishPad(s.pads[0])
 	}
 	d.batch.mu.Unlock()
-	return isIdle && d.releaseSlab(s)
+	return isIdle && d.tryFreeSlab(s)
 }
 
 // The layout of a pad: status words, then the table; for Peek the answers follow.
@@ -307,8 +307,8 @@ func (d *Device) Decode(on Order, format uint32, streams []Bitstream) (*Batch, e
 	if !items && format != FormatX16 {
 		return nil, errs.New(errs.ErrNotSupported, "format %d on a GPU", format)
 	}
-	t := batchWork{format: format, streams: streams, rows: rows, few: !items && len(streams) <= C.OW_STREAM_FEW}
-	return d.startBatch(on, t, func(split int) []kernelStep {
+	work := batchWork{format: format, streams: streams, rows: rows, few: !items && len(streams) <= C.OW_STREAM_FEW}
+	return d.startBatch(on, work, func(split int) []kernelStep {
 		if !items {
 			return []kernelStep{{kernel: batchX16, n: rows * split, threads: 32, shared: C.OW_STREAM_SHARED}}
 		}
@@ -356,7 +356,7 @@ type kernelStep struct {
 // Encode queues the encoding of contents to X16 streams. Src and Size of a Bitstream
 // are the content, Dst and Stored the space for the stream; all are multiples of
 // 16, and so is Chunk if there are several chunks. Arg is the transform of X16 (0:
-// store as it is). scratch is device memory for a block of every chunk, of Scratch
+// store as it is). scratch is device memory for a block of every chunk, of ScratchSize
 // bytes. Batch.EncodedSizes returns the lengths of the streams.
 func (d *Device) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch, error) {
 	rows := 0
@@ -377,9 +377,9 @@ func (d *Device) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch, 
 	if rows == 0 {
 		return &Batch{d: d}, nil
 	}
-	t := batchWork{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
-	return d.startBatch(on, t, func(split int) []kernelStep {
-		threads := int(C.ow_x16_threads(C.uint64_t(blockSpace(streams))))
+	work := batchWork{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
+	return d.startBatch(on, work, func(split int) []kernelStep {
+		threads := int(C.ow_x16_threads(C.uint64_t(largestBlockBytes(streams))))
 		return []kernelStep{{kernel: batchCut, n: rows, threads: 1},
 			{kernel: batchEncode, n: rows, threads: threads, block: threads, items: true},
 			{kernel: batchSum, n: len(streams), threads: 32}, {kernel: batchJoin, n: rows * split, threads: 32}}
@@ -416,14 +416,14 @@ func (s kernelStep) asCStep(kernels []C.owcu_handle, table, rows, status uint64)
 }
 
 // startBatch writes a batch to a pad and queues it.
-func (d *Device) startBatch(on Order, t batchWork, plan func(split int) []kernelStep) (*Batch, error) {
-	format, streams, rows := t.format, t.streams, t.rows
-	if err := d.AwaitStreams(on.Stream, on.After...); err != nil {
+func (d *Device) startBatch(on Order, work batchWork, plan func(split int) []kernelStep) (*Batch, error) {
+	format, streams, rows := work.format, work.streams, work.rows
+	if err := d.MakeStreamWait(on.Stream, on.After...); err != nil {
 		return nil, err
 	}
-	g := &d.batch
-	g.mu.Lock()
-	defer g.mu.Unlock()
+	pool := &d.batch
+	pool.mu.Lock()
+	defer pool.mu.Unlock()
 	kernels, err := d.batchKernels()
 	if err != nil {
 		return nil, err
@@ -452,37 +452,37 @@ func (d *Device) startBatch(on Order, t batchWork, plan func(split int) []kernel
 	}
 	*(*C.ow_stream_head)(table) = C.ow_stream_head{
 		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), answers: C.uint32_t(answersOffset(n)),
-		scratch: C.uint64_t(t.scratch), slot: C.uint64_t(blockSpace(streams)),
+		scratch: C.uint64_t(work.scratch), slot: C.uint64_t(largestBlockBytes(streams)),
 	}
-	b := C.struct_owcu_batch{
+	request := C.struct_owcu_batch{
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done,
 		to: p.dev, table: table, bytes: C.uint64_t(headSize + n*entrySize),
 	}
 	at, to := uint64(p.dev), uint64(p.dev)+uint64(rowsOffset(n))
-	if t.few {
-		b.bytes, at = 0, 0
+	if work.few {
+		request.bytes, at = 0, 0
 	}
 	if rows == 0 {
 		to = uint64(p.mapped) + uint64(answersOffset(n))
 	}
 	for i, s := range plan(split) {
-		b.steps[i] = s.asCStep(kernels, at, to, uint64(p.mapped))
-		b.nsteps++
+		request.steps[i] = s.asCStep(kernels, at, to, uint64(p.mapped))
+		request.nsteps++
 	}
 	batch := &Batch{d: d, n: n, pad: p}
-	if t.answers {
+	if work.answers {
 		batch.peeks = make([]C.ow_stream_peek_t, n)
 	}
 	var e C.struct_owcu_error
-	if C.owcu_queue_batch(&b, &e) != 0 {
+	if C.owcu_queue_batch(&request, &e) != 0 {
 		return nil, errorOf(d.index, &e)
 	}
 	p.used, p.batch = true, batch
 	return batch, nil
 }
 
-// blockSpace is the space for an encoded block: no block is longer than its chunk.
-func blockSpace(streams []Bitstream) (n int64) {
+// largestBlockBytes is the space for an encoded block: no block is longer than its chunk.
+func largestBlockBytes(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n = max(n, min(streams[i].Chunk, streams[i].Size))
 	}
@@ -494,14 +494,14 @@ func ScratchSize(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n += int64(streams[i].blockCount())
 	}
-	return n * blockSpace(streams)
+	return n * largestBlockBytes(streams)
 }
 
 // EncodedSizes returns the lengths of the streams of Encode, once Wait has returned.
 func (b *Batch) EncodedSizes() []int64 {
-	g := &b.d.batch
-	g.mu.Lock()
-	defer g.mu.Unlock()
+	pool := &b.d.batch
+	pool.mu.Lock()
+	defer pool.mu.Unlock()
 	var out []int64
 	for _, p := range b.peeks {
 		out = append(out, int64(p.size))
@@ -512,20 +512,20 @@ func (b *Batch) EncodedSizes() []int64 {
 // Done reports, without waiting, whether the batch is done. After a device error it
 // is.
 func (b *Batch) Done() bool {
-	g := &b.d.batch
-	g.mu.Lock()
-	defer g.mu.Unlock()
+	pool := &b.d.batch
+	pool.mu.Lock()
+	defer pool.mu.Unlock()
 	return b.pad == nil || b.d.isPadDone(b.pad)
 }
 
 // Wait waits for the batch and returns the result of each stream, nil if all are
 // good, and the device's error.
 func (b *Batch) Wait() ([]error, error) {
-	g := &b.d.batch
-	g.mu.Lock()
+	pool := &b.d.batch
+	pool.mu.Lock()
 	if p := b.pad; p != nil {
-		g.waiting++
-		g.mu.Unlock()
+		pool.waiting++
+		pool.mu.Unlock()
 		// The pad may be used by a later batch meanwhile; this batch's result is
 		// set before that.
 		var e C.struct_owcu_error
@@ -533,11 +533,11 @@ func (b *Batch) Wait() ([]error, error) {
 		if C.owcu_batch_wait(b.d.ctx, p.done, nil, &e) != 0 {
 			err = errorOf(b.d.index, &e)
 		}
-		g.mu.Lock()
-		g.waiting--
-		b.readStatuses(p, err)
+		pool.mu.Lock()
+		pool.waiting--
+		b.takeResults(p, err)
 	}
-	defer g.mu.Unlock()
+	defer pool.mu.Unlock()
 	if b.err != nil {
 		return nil, b.err
 	}

@@ -44,7 +44,7 @@ func TestBatchOrder(t *testing.T) {
 	if b.Done() {
 		t.Error("a batch is done before any wait: the test shows nothing")
 	}
-	if err := g.AwaitStreams(first, second); err != nil {
+	if err := g.MakeStreamWait(first, second); err != nil {
 		t.Fatal(err)
 	}
 	got := make([]byte, len(in[0]))
@@ -140,10 +140,10 @@ func TestBatchEveryCallFails(t *testing.T) {
 		failed := 0
 		for nth := c.first; ; nth += 3 {
 			end := cuda.Fake(64 << 20)
-			cudatest.Fail(nth, c.code, c.sticky)
+			cudatest.FailCall(nth, c.code, c.sticky)
 			err := life()
-			cudatest.Fail(0, 0, false)
-			calls := cudatest.Calls()
+			cudatest.FailCall(0, 0, false)
+			calls := cudatest.CountCalls()
 			if left := end(); left != "" {
 				t.Fatalf("call %d fails with %d: %v; left: %s", nth, c.code, err, left)
 			}

@@ -57,7 +57,7 @@ type pieceBuilder struct {
 	copies            []C.struct_owcu_copy
 	launches          []launch
 
-	// The pendingSegs that is being filled: launches whose chunks fit in scratch.
+	// The batch that is being filled: segments by transform, moves and casts, whose chunks fit in scratch.
 	pendingSegs [8][]C.ow_x16_seg
 	moved       []C.ow_part
 	cast        []C.ow_part
@@ -88,22 +88,22 @@ func (b *pieceBuilder) planPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	b.lo, b.hi = n, 0
 	small, smallLo, smallHi := 0, n, int64(0)
 	for i := range tasks {
-		j := &tasks[i]
-		if err := b.checkTask(n, j); err != nil {
-			s.failures[i] = b.explainBadChunk(j, err)
+		task := &tasks[i]
+		if err := b.checkTask(n, task); err != nil {
+			s.failures[i] = b.explainBadChunk(task, err)
 			continue
 		}
-		b.pieceNeedsScratch = b.pieceNeedsScratch || b.needsScratch(j)
-		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
+		b.pieceNeedsScratch = b.pieceNeedsScratch || b.needsScratch(task)
+		lo, hi := int64(task.Src), int64(task.Src)+int64(task.Chunk.Stored)
 		switch {
-		case j.Chunk.Codec == tensor.CodecX16 || j.View != nil || j.Cast.To != 0:
+		case task.Chunk.Codec == tensor.CodecX16 || task.View != nil || task.Cast.To != 0:
 			b.lo, b.hi = min(b.lo, lo), max(b.hi, hi)
 		case hi-lo < smallRaw:
 			small++
 			smallLo, smallHi = min(smallLo, lo), max(smallHi, hi)
 		}
 	}
-	if b.runs = b.runs[:0]; s.loose && !b.staged && len(s.failures) == 0 && b.findRuns() {
+	if b.runs = b.runs[:0]; s.loose && !b.staged && len(s.failures) == 0 && b.splitIntoRuns() {
 		return
 	}
 	if small > fewRaw {
@@ -115,27 +115,27 @@ func (b *pieceBuilder) planPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	}
 }
 
-// findRuns finds the runs of a loose piece. It reports whether they are few, and all that
+// splitIntoRuns finds the runs of a loose piece. It reports whether they are few, and all that
 // the piece has.
-func (b *pieceBuilder) findRuns() bool {
+func (b *pieceBuilder) splitIntoRuns() bool {
 	b.summing = 0
 	for i := range b.tasks {
-		j := &b.tasks[i]
-		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
+		task := &b.tasks[i]
+		lo, hi := int64(task.Src), int64(task.Src)+int64(task.Chunk.Stored)
 		k := len(b.runs) - 1
 		next := k < 0 || lo < b.runs[k].hi || lo-b.runs[k].hi >= looseGap ||
-			unsafe.Add(b.runs[k].dst, lo-b.runs[k].lo) != j.Dst
-		if j.Chunk.Codec != tensor.CodecRaw || j.View != nil || j.Cast.To != 0 || next && k == fewRuns-1 {
+			unsafe.Add(b.runs[k].dst, lo-b.runs[k].lo) != task.Dst
+		if task.Chunk.Codec != tensor.CodecRaw || task.View != nil || task.Cast.To != 0 || next && k == fewRuns-1 {
 			b.runs = b.runs[:0]
 			return false
 		}
 		if next {
-			b.runs = append(b.runs, rawRun{lo, hi, j.Dst})
+			b.runs = append(b.runs, rawRun{lo, hi, task.Dst})
 		} else {
 			b.runs[k].hi = hi
 		}
-		if b.comparesSum(j) {
-			b.summing += countCRCParts(j)
+		if b.comparesSum(task) {
+			b.summing += countCRCParts(task)
 		}
 	}
 	if b.summing >= maxWords {
@@ -146,13 +146,13 @@ func (b *pieceBuilder) findRuns() bool {
 
 // checkTask checks that a task can run. The kernel checks words in a chunk that only
 // decoding can check.
-func (b *pieceBuilder) checkTask(n int64, j *device.DecodeTask) error {
-	c := &j.Chunk
-	lo, hi := int64(j.Src), int64(j.Src)+int64(c.Stored)
-	if hi > n || j.Dst == nil && c.Logical > 0 {
-		return errs.New(errs.ErrArgument, "a task on bytes [%d, %d) of %d, to %p", lo, hi, n, j.Dst)
+func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
+	c := &task.Chunk
+	lo, hi := int64(task.Src), int64(task.Src)+int64(c.Stored)
+	if hi > n || task.Dst == nil && c.Logical > 0 {
+		return errs.New(errs.ErrArgument, "a task on bytes [%d, %d) of %d, to %p", lo, hi, n, task.Dst)
 	}
-	if err := checkCast(j); err != nil {
+	if err := checkCast(task); err != nil {
 		return err
 	}
 	switch c.Codec {
@@ -193,94 +193,94 @@ func (b *pieceBuilder) fillRound(scratch uint64) {
 		b.copies = appendCopies(b.copies, deviceAddress(r.dst), unsafe.Pointer(&b.s.Memory()[r.lo]), r.hi-r.lo)
 	}
 	for ; b.at < len(b.tasks); b.at++ {
-		j := &b.tasks[b.at]
-		if b.s.failures[b.at] == nil && j.Chunk.Logical > 0 && !b.addTask(j, scratch) {
+		task := &b.tasks[b.at]
+		if b.s.failures[b.at] == nil && task.Chunk.Logical > 0 && !b.addTask(task, scratch) {
 			break
 		}
 	}
 	b.begun = true
-	b.flushBatch()
+	b.appendLaunches()
 }
 
 // addTask adds a task to the round, and reports whether it fits.
-func (b *pieceBuilder) addTask(j *device.DecodeTask, scratch uint64) bool {
-	before, hasSum := b.used, b.comparesSum(j)
-	fits := !hasSum || b.reserveForSum(j)
+func (b *pieceBuilder) addTask(task *device.DecodeTask, scratch uint64) bool {
+	before, hasSum := b.used, b.comparesSum(task)
+	fits := !hasSum || b.reserveForSum(task)
 	switch {
 	case !fits || len(b.runs) > 0:
-	case j.Chunk.Codec == tensor.CodecX16:
-		fits = b.addCoded(j, scratch)
+	case task.Chunk.Codec == tensor.CodecX16:
+		fits = b.addX16(task, scratch)
 	default:
-		fits = b.addRaw(j, scratch)
+		fits = b.addRaw(task, scratch)
 	}
 	if !fits {
 		b.used = before
 	} else if hasSum {
-		b.addSumParts(j)
+		b.addSumParts(task)
 	}
 	return fits
 }
 
 // checkCast checks that the elements of a task's chunk can be cast.
-func checkCast(j *device.DecodeTask) error {
-	if j.Cast.To == 0 {
+func checkCast(task *device.DecodeTask) error {
+	if task.Cast.To == 0 {
 		return nil
 	}
-	if !CanCast(j.Cast) {
-		return errs.New(errs.ErrNotSupported, "cast of %v to %v on a GPU", j.Cast.From, j.Cast.To)
+	if !CanCast(task.Cast) {
+		return errs.New(errs.ErrNotSupported, "cast of %v to %v on a GPU", task.Cast.From, task.Cast.To)
 	}
-	from, to := j.Cast.From.Bits()/8, j.Cast.To.Bits()/8
-	if j.View != nil || int(j.Chunk.Logical)%from != 0 || uintptr(j.Dst)%uintptr(to) != 0 {
-		return errs.New(errs.ErrArgument, "cast of %d bytes of %v, or a part of them, to %p", j.Chunk.Logical,
-			j.Cast.From, j.Dst)
+	from, to := task.Cast.From.Bits()/8, task.Cast.To.Bits()/8
+	if task.View != nil || int(task.Chunk.Logical)%from != 0 || uintptr(task.Dst)%uintptr(to) != 0 {
+		return errs.New(errs.ErrArgument, "cast of %d bytes of %v, or a part of them, to %p", task.Chunk.Logical,
+			task.Cast.From, task.Dst)
 	}
 	return nil
 }
 
 // needsScratch reports whether a chunk goes through scratch: kernels write whole chunks,
 // at multiples of 16, and cast whole elements.
-func (b *pieceBuilder) needsScratch(j *device.DecodeTask) bool {
-	if j.Cast.To != 0 {
-		return j.Chunk.Codec == tensor.CodecX16 || (b.base+uint64(j.Src))%uint64(j.Cast.From.Bits()/8) != 0
+func (b *pieceBuilder) needsScratch(task *device.DecodeTask) bool {
+	if task.Cast.To != 0 {
+		return task.Chunk.Codec == tensor.CodecX16 || (b.base+uint64(task.Src))%uint64(task.Cast.From.Bits()/8) != 0
 	}
-	return j.Chunk.Codec == tensor.CodecX16 && (j.View != nil || uintptr(j.Dst)%16 != 0)
+	return task.Chunk.Codec == tensor.CodecX16 && (task.View != nil || uintptr(task.Dst)%16 != 0)
 }
 
-// addCoded adds an X16 chunk.
-func (b *pieceBuilder) addCoded(j *device.DecodeTask, scratch uint64) bool {
-	through := b.needsScratch(j)
-	n := x16.Segments(j.Chunk)
+// addX16 adds an X16 chunk.
+func (b *pieceBuilder) addX16(task *device.DecodeTask, scratch uint64) bool {
+	through := b.needsScratch(task)
+	n := x16.Segments(task.Chunk)
 	need := chunkSize + n*segSize
-	dst := uint64(uintptr(j.Dst))
+	dst := uint64(uintptr(task.Dst))
 	var moves []C.ow_move
 	if through {
-		at := b.placeInScratch(j, scratch)
-		if j.Cast.To != 0 {
-			need += tableBytesOfCast(j)
-		} else if moves = b.splitIntoMoves(j, at, dst); len(moves) == 0 {
+		at := b.placeInScratch(task, scratch)
+		if task.Cast.To != 0 {
+			need += tableBytesOfCast(task)
+		} else if moves = b.splitIntoMoves(task, at, dst); len(moves) == 0 {
 			return true // the view has no bytes of it
 		}
 		dst = at
-		need += tableBytesOf(moves)
+		need += tableBytesOfMoves(moves)
 	}
 	if !b.tablesHaveSpace(need) || len(b.chunks)+len(b.crcs) == maxWords {
 		return false
 	}
 	if through {
 		b.scratch = true
-		b.inScr += (int64(j.Chunk.Logical) + 255) &^ 255
+		b.inScr += (int64(task.Chunk.Logical) + 255) &^ 255
 		b.addMoves(moves)
-		if j.Cast.To != 0 {
-			b.addCast(j, dst)
+		if task.Cast.To != 0 {
+			b.addCast(task, dst)
 		}
 	}
 	k := len(b.chunks)
 	b.chunks = append(b.chunks, C.ow_x16_chunk{
-		src: C.uint64_t(b.base + uint64(j.Src)), dst: C.uint64_t(dst), stored: C.uint32_t(j.Chunk.Stored),
-		logical: C.uint32_t(j.Chunk.Logical), tiles: C.uint16_t(j.Chunk.SegTiles), status: C.uint32_t(k),
+		src: C.uint64_t(b.base + uint64(task.Src)), dst: C.uint64_t(dst), stored: C.uint32_t(task.Chunk.Stored),
+		logical: C.uint32_t(task.Chunk.Logical), tiles: C.uint16_t(task.Chunk.SegTiles), status: C.uint32_t(k),
 	})
 	b.owner = append(b.owner, b.at)
-	segs := &b.pendingSegs[j.Chunk.Transform-1]
+	segs := &b.pendingSegs[task.Chunk.Transform-1]
 	for i := range n {
 		*segs = append(*segs, C.ow_x16_seg{chunk: C.uint32_t(k), seg: C.uint32_t(i)})
 	}
@@ -289,20 +289,20 @@ func (b *pieceBuilder) addCoded(j *device.DecodeTask, scratch uint64) bool {
 }
 
 // addRaw adds a raw chunk: by a kernel if that reads those bytes, else by a copy of its own.
-func (b *pieceBuilder) addRaw(j *device.DecodeTask, scratch uint64) bool {
-	if j.Cast.To != 0 {
-		return b.addRawCast(j, scratch)
+func (b *pieceBuilder) addRaw(task *device.DecodeTask, scratch uint64) bool {
+	if task.Cast.To != 0 {
+		return b.addRawCast(task, scratch)
 	}
-	lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
+	lo, hi := int64(task.Src), int64(task.Src)+int64(task.Chunk.Stored)
 	if lo < b.lo || hi > b.hi {
-		if len(b.copies)+3+int((hi-lo)/seam) > C.OWCU_COPIES-8 {
+		if len(b.copies)+3+int((hi-lo)/registerAlignment) > C.OWCU_COPIES-8 {
 			return false
 		}
-		b.copies = appendCopies(b.copies, deviceAddress(j.Dst), unsafe.Pointer(&b.s.Memory()[lo]), hi-lo)
+		b.copies = appendCopies(b.copies, deviceAddress(task.Dst), unsafe.Pointer(&b.s.Memory()[lo]), hi-lo)
 		return true
 	}
-	moves := b.splitIntoMoves(j, b.base+uint64(lo), uint64(uintptr(j.Dst)))
-	need := tableBytesOf(moves)
+	moves := b.splitIntoMoves(task, b.base+uint64(lo), uint64(uintptr(task.Dst)))
+	need := tableBytesOfMoves(moves)
 	if !b.tablesHaveSpace(need) {
 		return false
 	}
@@ -313,11 +313,11 @@ func (b *pieceBuilder) addRaw(j *device.DecodeTask, scratch uint64) bool {
 
 // splitIntoMoves splits a task's bytes into moves: one, or for a view whole rows and a
 // partial row at either end.
-func (b *pieceBuilder) splitIntoMoves(j *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
-	if j.View == nil {
-		return []C.ow_move{{src: C.uint64_t(src), dst: C.uint64_t(dst), width: C.uint32_t(j.Chunk.Logical), rows: 1}}
+func (b *pieceBuilder) splitIntoMoves(task *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
+	if task.View == nil {
+		return []C.ow_move{{src: C.uint64_t(src), dst: C.uint64_t(dst), width: C.uint32_t(task.Chunk.Logical), rows: 1}}
 	}
-	j.View.Runs(int64(j.Chunk.Logical), func(to, from, n int64) {
+	task.View.Runs(int64(task.Chunk.Logical), func(to, from, n int64) {
 		if k := len(out) - 1; k >= 0 && out[k].width == C.uint32_t(n) {
 			m := &out[k]
 			end := func(base, pitch C.uint64_t) uint64 { return uint64(base) + uint64(m.rows)*uint64(pitch) }
@@ -337,14 +337,14 @@ func (b *pieceBuilder) splitIntoMoves(j *device.DecodeTask, src, dst uint64) (ou
 
 // addRawCast adds a raw chunk whose elements are cast from where the kernels read it, or
 // from scratch if they are not aligned to their size there.
-func (b *pieceBuilder) addRawCast(j *device.DecodeTask, scratch uint64) bool {
-	src := b.base + uint64(j.Src)
-	need := tableBytesOfCast(j)
+func (b *pieceBuilder) addRawCast(task *device.DecodeTask, scratch uint64) bool {
+	src := b.base + uint64(task.Src)
+	need := tableBytesOfCast(task)
 	var moves []C.ow_move
-	if b.needsScratch(j) {
-		at := b.placeInScratch(j, scratch)
-		moves = b.splitIntoMoves(j, src, at)
-		need += tableBytesOf(moves)
+	if b.needsScratch(task) {
+		at := b.placeInScratch(task, scratch)
+		moves = b.splitIntoMoves(task, src, at)
+		need += tableBytesOfMoves(moves)
 		src = at
 	}
 	if !b.tablesHaveSpace(need) {
@@ -352,42 +352,42 @@ func (b *pieceBuilder) addRawCast(j *device.DecodeTask, scratch uint64) bool {
 	}
 	if moves != nil {
 		b.scratch = true
-		b.inScr += (int64(j.Chunk.Logical) + 255) &^ 255
+		b.inScr += (int64(task.Chunk.Logical) + 255) &^ 255
 		b.addMoves(moves)
 	}
-	b.addCast(j, src)
+	b.addCast(task, src)
 	b.used += need
 	return true
 }
 
 // placeInScratch returns the task's address in scratch. Earlier chunks there may
 // have to be launched first.
-func (b *pieceBuilder) placeInScratch(j *device.DecodeTask, scratch uint64) uint64 {
-	if b.inScr+int64(j.Chunk.Logical) > scratchBytes {
-		b.flushBatch()
+func (b *pieceBuilder) placeInScratch(task *device.DecodeTask, scratch uint64) uint64 {
+	if b.inScr+int64(task.Chunk.Logical) > scratchBytes {
+		b.appendLaunches()
 		b.inScr = 0
 	}
 	return scratch + uint64(b.inScr)
 }
 
 // tableBytesOfCast is how many bytes of tables a task's cast needs.
-func tableBytesOfCast(j *device.DecodeTask) int {
-	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
+func tableBytesOfCast(task *device.DecodeTask) int {
+	n := int(task.Chunk.Logical) / (task.Cast.From.Bits() / 8)
 	return castSize + (n+C.OW_CAST_PART-1)/C.OW_CAST_PART*partSize
 }
 
 // addCast adds the cast of a task's elements at src.
-func (b *pieceBuilder) addCast(j *device.DecodeTask, src uint64) {
+func (b *pieceBuilder) addCast(task *device.DecodeTask, src uint64) {
 	k := C.uint32_t(len(b.casts))
-	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
-	b.casts = append(b.casts, C.ow_cast{src: C.uint64_t(src), dst: C.uint64_t(uintptr(j.Dst)), n: C.uint64_t(n),
-		from: castable[j.Cast.From], to: castable[j.Cast.To]})
+	n := int(task.Chunk.Logical) / (task.Cast.From.Bits() / 8)
+	b.casts = append(b.casts, C.ow_cast{src: C.uint64_t(src), dst: C.uint64_t(uintptr(task.Dst)), n: C.uint64_t(n),
+		from: castable[task.Cast.From], to: castable[task.Cast.To]})
 	for p := range (n + C.OW_CAST_PART - 1) / C.OW_CAST_PART {
 		b.cast = append(b.cast, C.ow_part{job: k, part: C.uint32_t(p)})
 	}
 }
 
-func tableBytesOf(moves []C.ow_move) (n int) {
+func tableBytesOfMoves(moves []C.ow_move) (n int) {
 	for i := range moves {
 		n += moveSize + int(C.ow_move_parts(moves[i].width, moves[i].rows))*partSize
 	}
@@ -410,8 +410,8 @@ func (b *pieceBuilder) addMoves(moves []C.ow_move) {
 	}
 }
 
-// flushBatch adds the launches of a batch: decode, then move, then cast.
-func (b *pieceBuilder) flushBatch() {
+// appendLaunches adds the launches of a batch: decode, then move, then cast.
+func (b *pieceBuilder) appendLaunches() {
 	for t := range b.pendingSegs {
 		if n := len(b.pendingSegs[t]); n > 0 {
 			b.launches = append(b.launches, launch{t, len(b.segs), n})
@@ -496,7 +496,7 @@ func (b *pieceBuilder) writeRound() {
 // appendCopies adds a copy from pinned memory, in as many pieces as it has seams.
 func appendCopies(all []C.struct_owcu_copy, dst C.owcu_ptr, src unsafe.Pointer, n int64) []C.struct_owcu_copy {
 	for n > 0 {
-		k := min(n, seam-int64(uintptr(src)%uintptr(seam)))
+		k := min(n, registerAlignment-int64(uintptr(src)%uintptr(registerAlignment)))
 		all = append(all, C.struct_owcu_copy{dst: dst, src: src, n: C.uint64_t(k)})
 		dst, src, n = dst+C.owcu_ptr(k), unsafe.Add(src, k), n-k
 	}

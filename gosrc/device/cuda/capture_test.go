@@ -50,14 +50,14 @@ func dict(t *testing.T, d *Device) (drop func()) {
 func held(d *Device) int64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return cudatest.Now().Blocks - int64(len(d.kept))
+	return cudatest.ReadState().Blocks - int64(len(d.kept))
 }
 
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("%s: %+v", what, cudatest.Now())
+			t.Fatalf("%s: %+v", what, cudatest.ReadState())
 		}
 	}
 }
@@ -90,7 +90,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 			l.Close()
 			other.Close()
 		}
-		mine, err := newPages(4096, nil)
+		mine, err := newHugePages(4096, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -111,19 +111,19 @@ func captureLivesOn(t *testing.T, blocking bool) {
 		if _, err := driver.Info(); err != nil {
 			t.Error(err)
 		}
-		d.Prepare(0, 0)
+		d.PrepareQueue(0, 0)
 		if err := d.Trim(); err != nil {
 			t.Error(err)
 		}
 	}
 	before := dict(t, d)
-	end := cudatest.Capture(0, blocking)
+	end := cudatest.CaptureStream(0, blocking)
 	before()
 	life()
 	if !blocking { // else the default stream, on which the memory may be used, is out of reach
 		eventually(t, "nothing was freed during the capture", func() bool { return held(d) == 0 })
 	}
-	if s := cudatest.Now(); s.Broken > 0 {
+	if s := cudatest.ReadState(); s.Broken > 0 {
 		t.Error(s.What)
 	}
 	end()
@@ -152,14 +152,14 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	streams := []Bitstream{{Src: src, Stored: 4096, Dst: dst, Size: 4096, Chunk: 4096}}
 	on := Order{Stream: stream}
 	all := map[string]func() error{
-		"WaitFor":      func() error { return l.WaitFor(stream) },
-		"Before":       func() error { return l.slots[0].EndEvent().HoldStream(stream) },
+		"FollowStream": func() error { return l.FollowStream(stream) },
+		"Waits":        func() error { return l.slots[0].EndEvent().MakeStreamWait(stream) },
 		"Copy":         func() error { return d.Copy(on, dst, src, 4096, false) },
 		"Copy, waits":  func() error { return d.Copy(on, dst, src, 4096, true) },
 		"CopyRows":     func() error { return d.CopyRows(on, dst, 64, src, 64, 32, 8) },
 		"Copy after":   func() error { return d.Copy(Order{Stream: 1, After: []uintptr{stream}}, dst, src, 4096, false) },
-		"Follow":       func() error { return d.AwaitStreams(stream, 1) },
-		"Follow after": func() error { return d.AwaitStreams(1, stream) },
+		"It waits":     func() error { return d.MakeStreamWait(stream, 1) },
+		"Other waits":  func() error { return d.MakeStreamWait(1, stream) },
 		"SyncStream":   func() error { return d.SyncStream(stream) },
 		"FreeStream":   func() error { return d.FreeStream(stream) },
 		"Decode":       func() error { _, err := d.Decode(on, FormatX16, streams); return err },
@@ -175,14 +175,14 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 			return err
 		},
 	}
-	end := cudatest.Capture(stream, false)
+	end := cudatest.CaptureStream(stream, false)
 	for name, call := range all {
 		if err := call(); !errors.Is(err, errs.ErrNotSupported) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
 	end()
-	for _, name := range []string{"WaitFor", "Before", "Copy", "Copy after", "Follow", "Follow after", "SyncStream"} {
+	for _, name := range []string{"FollowStream", "Waits", "Copy", "Copy after", "It waits", "Other waits", "SyncStream"} {
 		if err := all[name](); err != nil {
 			t.Errorf("%s after the capture: %v", name, err)
 		}
@@ -221,12 +221,12 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	idle := cudatest.Occupy(side)
+	idle := cudatest.OccupyStream(side)
 	drop()
 	for i := range 3 {
 		load(2+i, 64<<10<<i)
 	}
-	mine, err := newPages(4096, nil)
+	mine, err := newHugePages(4096, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -235,7 +235,7 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	d.Unregister(b, mine.free)
-	if n := cudatest.Waited(); n != 0 {
+	if n := cudatest.CountWaits(); n != 0 {
 		t.Errorf("%d calls waited for work of others", n)
 	}
 	idle()
@@ -260,15 +260,15 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		idle := cudatest.Occupy(stream)
-		cudatest.Fill(mem[0].Ptr, mem[0].Bytes, 7, stream) // queued behind the other: uses the memory
+		idle := cudatest.OccupyStream(stream)
+		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, 7, stream) // queued behind the other: uses the memory
 		mem[0].Release()
 		for range 5 {
 			if err := d.reapBlocks(false); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if s := cudatest.Now(); held(d) != 1 || cudatest.Waited() != 0 {
+		if s := cudatest.ReadState(); held(d) != 1 || cudatest.CountWaits() != 0 {
 			t.Errorf("stream %#x: %+v", stream, s)
 		}
 		idle()
@@ -281,7 +281,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 	}
 	// While the user's stream is captured nothing can be asked of it.
 	dict(t, d)()
-	end := cudatest.Capture(side, false)
+	end := cudatest.CaptureStream(side, false)
 	for range 3 {
 		if err := d.reapBlocks(true); err != nil { // which does not wait for the capture's end
 			t.Fatal(err)
@@ -291,8 +291,8 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		t.Error("freed while its user was captured")
 	}
 	end()
-	if err := d.freeKept(); err != nil || cudatest.Now().Blocks != 0 {
-		t.Errorf("after the capture: %v, %+v", err, cudatest.Now())
+	if err := d.freeKept(); err != nil || cudatest.ReadState().Blocks != 0 {
+		t.Errorf("after the capture: %v, %+v", err, cudatest.ReadState())
 	}
 	if err := d.FreeStream(side); err != nil {
 		t.Error(err)
@@ -310,10 +310,10 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	d.alone(t)
 	for nth := int64(1); nth < 60; nth++ {
 		dict(t, d)()
-		cudatest.Fail(nth, 900, false)
+		cudatest.FailCall(nth, 900, false)
 		err := d.freeKept()
-		reached := cudatest.Now()
-		cudatest.Fail(0, 0, false)
+		reached := cudatest.ReadState()
+		cudatest.FailCall(0, 0, false)
 		if err == nil && reached.Blocks != 0 {
 			t.Fatalf("call %d refused: %+v without an error", nth, reached)
 		}
@@ -321,7 +321,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 			t.Fatalf("call %d was refused: then %v", nth, err)
 		}
 		d.freeDeferred()
-		if s := cudatest.Now(); s.Blocks != 0 || s.Broken > 0 || s.Relaxed != 0 {
+		if s := cudatest.ReadState(); s.Blocks != 0 || s.Broken > 0 || s.Relaxed != 0 {
 			t.Fatalf("call %d was refused: %+v", nth, s)
 		}
 	}
@@ -338,19 +338,19 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 		l.Close()
-		cudatest.Fail(nth, 900, false)
+		cudatest.FailCall(nth, 900, false)
 		_ = d.Trim() // an error or not: it is the reaper's then
-		cudatest.Fail(0, 0, false)
+		cudatest.FailCall(0, 0, false)
 		d.freeDeferred()
-		if s := cudatest.Now(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
+		if s := cudatest.ReadState(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
 			t.Fatalf("a queue, call %d: %+v", nth, s)
 		}
 	}
 	for nth := int64(1); nth < 80; nth++ {
-		cudatest.Fail(nth, 999, false)
+		cudatest.FailCall(nth, 999, false)
 		l, err := d.Queue(2, 64<<10)
 		mem, err2 := d.Alloc([]int64{1 << 20, 1 << 20, 1 << 20})
-		cudatest.Fail(0, 0, false)
+		cudatest.FailCall(0, 0, false)
 		if err == nil {
 			l.Close()
 		}
@@ -362,7 +362,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		if err := d.Trim(); err != nil {
 			t.Fatal(err)
 		}
-		if s := cudatest.Now(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
+		if s := cudatest.ReadState(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
 			t.Fatalf("making fails at call %d: %+v", nth, s)
 		}
 	}
@@ -385,15 +385,15 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	drop := dict(t, d)
 	dict(t, d)()
 	drop()
-	cudatest.Lose(719)
+	cudatest.LoseDevice(719)
 	if err := d.Trim(); !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("%v", err)
 	}
 	d.mu.Lock()
 	live, deferred, kept := d.live, len(d.deferred), len(d.kept)
 	d.mu.Unlock()
-	cudatest.Fail(0, 0, false)
-	if s := cudatest.Now(); live+deferred+kept != 0 || s.Blocks+s.Pins != 0 || s.Broken > 0 {
+	cudatest.FailCall(0, 0, false)
+	if s := cudatest.ReadState(); live+deferred+kept != 0 || s.Blocks+s.Pins != 0 || s.Broken > 0 {
 		t.Errorf("%d blocks, %d deferred, %d kept: %+v", live, deferred, kept, s)
 	}
 }
@@ -410,12 +410,12 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n := cudatest.Now().Blocks; n != 1 {
+	if n := cudatest.ReadState().Blocks; n != 1 {
 		t.Errorf("%d allocations for the same three times", n)
 	}
-	calls := cudatest.Calls()
+	calls := cudatest.CountCalls()
 	drop := dict(t, d)
-	if n := cudatest.Calls() - calls; n != 0 || held(d) != 1 {
+	if n := cudatest.CountCalls() - calls; n != 0 || held(d) != 1 {
 		t.Errorf("%d calls of the driver for what is kept", n)
 	}
 	drop()
@@ -437,14 +437,14 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	}
 	eventually(t, "too much is kept for too long", func() bool {
 		d.freeSurplus()
-		return cudatest.Now().Bytes <= keepBytes
+		return cudatest.ReadState().Bytes <= keepBytes
 	})
 	mem, err = d.Alloc([]int64{250 << 20}) // all that there is, nearly
 	if err != nil {
 		t.Fatal(err)
 	}
 	mem[0].Release()
-	if err := d.Trim(); err != nil || cudatest.Now().Blocks != 0 {
-		t.Errorf("%v, %+v", err, cudatest.Now())
+	if err := d.Trim(); err != nil || cudatest.ReadState().Blocks != 0 {
+		t.Errorf("%v, %+v", err, cudatest.ReadState())
 	}
 }

@@ -160,7 +160,7 @@ func TestCast(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := l.Cast(t.Context(), mem[0], src, from, to); err != nil {
+			if err := l.CastAndWait(t.Context(), mem[0], src, from, to); err != nil {
 				t.Fatal(err)
 			}
 			got := make([]byte, mem[0].Bytes)
@@ -182,7 +182,7 @@ func TestCast(t *testing.T) {
 			}
 		}
 	}
-	if err := l.Cast(t.Context(), device.Memory{}, device.Memory{}, tensor.I8,
+	if err := l.CastAndWait(t.Context(), device.Memory{}, device.Memory{}, tensor.I8,
 		tensor.F32); !errors.Is(err, errs.ErrNotSupported) {
 		t.Errorf("from I8: %v", err)
 	}

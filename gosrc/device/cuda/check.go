@@ -27,7 +27,7 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// A summedChunk chunk is one of a round whose checksum is compared. Its parts end where those
+// A summedChunk is a chunk of a round whose checksum is compared. Its parts end where those
 // of the next one begin.
 type summedChunk struct {
 	slot         *Slot
@@ -76,32 +76,32 @@ var powers = sync.OnceValue(func() *crcPowers {
 	return p
 })
 
-// Checks reports whether Submit compares checksums: where the bytes are copied to the
+// CanCheck reports whether Submit compares checksums: where the bytes are copied to the
 // device. From a coherent device's slots the kernels would read them twice.
-func (q *Queue) Checks() bool { return !q.inPlace }
+func (q *Queue) CanCheck() bool { return !q.inPlace }
 
-// Check makes the slot's next Submit compare the checksums of its tasks that have one.
-func (s *Slot) Check() { s.checks = true }
+// CheckOnSubmit makes the slot's next Submit compare the checksums of its tasks that have one.
+func (s *Slot) CheckOnSubmit() { s.checks = true }
 
 // comparesSum is whether the device compares a task's checksum.
-func (b *pieceBuilder) comparesSum(j *device.DecodeTask) bool {
-	return b.s.checks && j.Summed && !b.s.isReadInPlace()
+func (b *pieceBuilder) comparesSum(task *device.DecodeTask) bool {
+	return b.s.checks && task.Summed && !b.s.isReadInPlace()
 }
 
 // countCRCParts is into how many parts a task's chunk is cut.
-func countCRCParts(j *device.DecodeTask) int {
-	return (int(j.Chunk.Stored) + C.OW_CRC_PART - 1) / C.OW_CRC_PART
+func countCRCParts(task *device.DecodeTask) int {
+	return (int(task.Chunk.Stored) + C.OW_CRC_PART - 1) / C.OW_CRC_PART
 }
 
 // addSumParts adds the parts of the next task's chunk. They are cut from its end on, so that they
 // have whole parts behind them.
-func (b *pieceBuilder) addSumParts(j *device.DecodeTask) {
-	lo, n := int64(j.Src), uint64(j.Chunk.Stored)
-	at := uint64(uintptr(j.Dst)) // copied straight there
+func (b *pieceBuilder) addSumParts(task *device.DecodeTask) {
+	lo, n := int64(task.Src), uint64(task.Chunk.Stored)
+	at := uint64(uintptr(task.Dst)) // copied straight there
 	if lo >= b.lo && lo+int64(n) <= b.hi {
 		at = b.base + uint64(lo)
 	}
-	b.sums = append(b.sums, summedChunk{b.s, b.at, len(b.crcs), j.Chunk.Stored, j.Chunk.Sum})
+	b.sums = append(b.sums, summedChunk{b.s, b.at, len(b.crcs), task.Chunk.Stored, task.Chunk.Sum})
 	behind := &powers().parts[-(at+n)&3]
 	for k, end := 0, n; end > 0; k++ {
 		size := min(end, C.OW_CRC_PART)
@@ -113,8 +113,8 @@ func (b *pieceBuilder) addSumParts(j *device.DecodeTask) {
 
 // reserveForSum reports whether the parts of a task's chunk fit, beside a word of its own, and
 // reserves their space in the tables.
-func (b *pieceBuilder) reserveForSum(j *device.DecodeTask) bool {
-	n := countCRCParts(j)
+func (b *pieceBuilder) reserveForSum(task *device.DecodeTask) bool {
+	n := countCRCParts(task)
 	if !b.tablesHaveSpace(n*crcSize) || len(b.chunks)+len(b.crcs)+n >= maxWords {
 		return false
 	}
@@ -144,13 +144,13 @@ func (b *pieceBuilder) compareSums(words []uint32) {
 
 // explainBadChunk is err, which says that stored bytes are no chunk, or that they are not those
 // that were written.
-func (b *pieceBuilder) explainBadChunk(j *device.DecodeTask, err error) error {
-	if !errors.Is(err, errs.ErrCorrupt) || !b.comparesSum(j) {
+func (b *pieceBuilder) explainBadChunk(task *device.DecodeTask, err error) error {
+	if !errors.Is(err, errs.ErrCorrupt) || !b.comparesSum(task) {
 		return err
 	}
-	storedBytes := b.s.Memory()[j.Src:][:j.Chunk.Stored]
-	if sum := crc32.Checksum(storedBytes, castagnoli); sum != j.Chunk.Sum {
-		return errs.NewMismatch(j.Chunk.Sum, sum)
+	storedBytes := b.s.Memory()[task.Src:][:task.Chunk.Stored]
+	if sum := crc32.Checksum(storedBytes, castagnoli); sum != task.Chunk.Sum {
+		return errs.NewMismatch(task.Chunk.Sum, sum)
 	}
 	return err
 }

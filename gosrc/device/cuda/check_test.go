@@ -71,7 +71,7 @@ func TestChecksums(t *testing.T) {
 				}
 				failures := p.send(t, d, l, int64(4*r.IntN(5)), func(s device.Slot) {
 					copy(s.Memory(), p.bytes)
-					s.Check()
+					s.CheckOnSubmit()
 					if loose {
 						s.(*Slot).AllowGapWrites()
 					}
@@ -98,7 +98,7 @@ func TestChecksums(t *testing.T) {
 	}
 }
 
-// Without Check nothing is compared, nor are bytes that have no checksum.
+// Without CheckOnSubmit nothing is compared, nor are bytes that have no checksum.
 func TestUnchecked(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)
@@ -112,7 +112,7 @@ func TestUnchecked(t *testing.T) {
 		}
 	}
 	p.jobs[0].Summed = false
-	check := func(s device.Slot) { copy(s.Memory(), p.bytes); s.Check() }
+	check := func(s device.Slot) { copy(s.Memory(), p.bytes); s.CheckOnSubmit() }
 	for _, err := range p.send(t, d, l, 0, check) {
 		if err != nil {
 			t.Error(err)

@@ -25,12 +25,12 @@ func coherent(t *testing.T) {
 func TestCoherent(t *testing.T) {
 	for name, test := range map[string]func(*testing.T){
 		"goldens": TestGoldens, "round trips": TestRoundTrips, "views": TestViews, "rounds": TestRounds, "corrupt": TestCorrupt,
-		"refused": TestRefused, "workers": TestWorkers, "reshaped": TestQueueIsReshaped, "order": TestWaitFor,
+		"refused": TestRefused, "workers": TestWorkers, "reshaped": TestQueueIsReshaped, "order": TestFollowStream,
 	} {
 		t.Run(name, func(t *testing.T) {
 			coherent(t)
 			test(t)
-			if cudatest.InPlace() == 0 {
+			if cudatest.BytesReadInPlace() == 0 {
 				t.Error("no kernel read in pinned memory")
 			}
 		})
@@ -45,7 +45,7 @@ func TestCoherent(t *testing.T) {
 	})
 	t.Run("another device", func(t *testing.T) {
 		TestRoundTrips(t)
-		if n := cudatest.InPlace(); n != 0 {
+		if n := cudatest.BytesReadInPlace(); n != 0 {
 			t.Errorf("kernels read %d bytes in pinned memory", n)
 		}
 	})
@@ -56,14 +56,14 @@ func TestCoherent(t *testing.T) {
 func TestCoherentStaging(t *testing.T) {
 	coherent(t)
 	d, l := open(t, 2, 1<<20)
-	if n := cudatest.Now().Blocks; n != 0 {
+	if n := cudatest.ReadState().Blocks; n != 0 {
 		t.Errorf("a queue has %d allocations", n)
 	}
 	s, err := l.Get(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s.DeviceMirror() != nil {
+	if s.ViewMirror() != nil {
 		t.Error("a slot has a mirror")
 	}
 	l.Put(s)
@@ -71,13 +71,13 @@ func TestCoherentStaging(t *testing.T) {
 		t.Error(err)
 	}
 	base, n, err := l.StagingMemory()
-	if now := cudatest.Now(); err != nil || now.Blocks != 1 || now.Bytes != n || base == nil {
+	if now := cudatest.ReadState(); err != nil || now.Blocks != 1 || now.Bytes != n || base == nil {
 		t.Errorf("staging of %d bytes at %p: %v; %+v", n, base, err, now)
 	}
 	if s, err = l.Get(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if m := s.DeviceMirror(); uintptr(m) < uintptr(base) || uintptr(m)+1<<20 > uintptr(base)+uintptr(n) {
+	if m := s.ViewMirror(); uintptr(m) < uintptr(base) || uintptr(m)+1<<20 > uintptr(base)+uintptr(n) {
 		t.Errorf("a mirror at %p, outside of %p", m, base)
 	}
 	l.Put(s)
@@ -85,7 +85,7 @@ func TestCoherentStaging(t *testing.T) {
 	var p piece
 	p.coded(weights(r, x16.BF16, 30_000), x16.BF16)
 	p.run(t, d, l, 0) // in place as before
-	if cudatest.InPlace() == 0 {
+	if cudatest.BytesReadInPlace() == 0 {
 		t.Error("no kernel read in pinned memory")
 	}
 }
@@ -100,7 +100,7 @@ func TestCoherentView(t *testing.T) {
 				coherent(t)
 			}
 			d, l := open(t, 2, 1<<20)
-			m, err := newPages(huge, nil)
+			m, err := newHugePages(huge, nil)
 			if err != nil {
 				t.Fatal(err)
 			}

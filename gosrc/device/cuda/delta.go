@@ -20,9 +20,9 @@ import (
 
 const deltaRow = int(unsafe.Sizeof(C.ow_delta_row{}))
 
-// deltaBatch is how many stored bytes are on the way at once in each lane: the host
+// deltaBatchBytes is how many stored bytes are on the way at once in each table: the host
 // copies those of one batch while the device works on the other. Tests make it small.
-var deltaBatch = 32 << 20
+var deltaBatchBytes = 32 << 20
 
 // kernelRow describes a chunk for the kernels.
 func (c *DeltaChunk) kernelRow(at uint64) C.ow_delta_row {
@@ -44,27 +44,27 @@ func checkDelta(chunks []DeltaChunk) error {
 	return nil
 }
 
-// A deltaRange is the chunks [lo, hi), whose rows and stored chunks take bytes.
-type deltaRange struct{ lo, hi, bytes int }
+// A deltaBatch is the chunks [lo, hi), whose rows and stored chunks take bytes.
+type deltaBatch struct{ lo, hi, bytes int }
 
 // divideIntoBatches cuts chunks into batches by their stored bytes. stored gives those of one.
-func divideIntoBatches(n int, stored func(i int) int) (parts []deltaRange) {
+func divideIntoBatches(n int, stored func(i int) int) (batches []deltaBatch) {
 	for i := range n {
-		s := deltaRow + stored(i)
-		if last := len(parts) - 1; last >= 0 && parts[last].bytes+s <= deltaBatch {
-			parts[last].hi++
-			parts[last].bytes += s
+		size := deltaRow + stored(i)
+		if last := len(batches) - 1; last >= 0 && batches[last].bytes+size <= deltaBatchBytes {
+			batches[last].hi++
+			batches[last].bytes += size
 		} else {
-			parts = append(parts, deltaRange{i, i + 1, s})
+			batches = append(batches, deltaBatch{i, i + 1, size})
 		}
 	}
-	return parts
+	return batches
 }
 
-// runBatchesAtOnce calls f for each batch, for as many at once as there are lanes.
-func runBatchesAtOnce(parts []deltaRange, f func(part deltaRange, lane int) error) error {
-	return spawn.Each(context.Background(), "cuda delta batch", residentLanes, len(parts), func(i int) error {
-		return f(parts[i], i%residentLanes)
+// runBatchesAtOnce calls f for each batch, for as many at once as there are tables.
+func runBatchesAtOnce(batches []deltaBatch, f func(batch deltaBatch, tableIndex int) error) error {
+	return spawn.Each(context.Background(), "cuda delta batch", residentTables, len(batches), func(i int) error {
+		return f(batches[i], i%residentTables)
 	})
 }
 
@@ -75,11 +75,11 @@ func (d *Device) ReserveDelta(chunks []DeltaChunk) error {
 		return err
 	}
 	most := 0
-	parts := divideIntoBatches(len(chunks), func(i int) int { return len(chunks[i].Stored) })
-	for _, p := range parts {
-		most = max(most, p.bytes)
+	batches := divideIntoBatches(len(chunks), func(i int) int { return len(chunks[i].Stored) })
+	for _, batch := range batches {
+		most = max(most, batch.bytes)
 	}
-	return d.reserveResident(most, len(parts))
+	return d.reserveTables(most, len(batches))
 }
 
 // ApplyDelta XORs deltas into the device's memory, after what is queued on the caller's
@@ -90,21 +90,21 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 		return err
 	}
 	var mu sync.Mutex
-	var parts []deltaRange
+	var doneBatches []deltaBatch
 	err := runBatchesAtOnce(divideIntoBatches(len(chunks), func(i int) int {
 		return len(chunks[i].Stored)
-	}), func(p deltaRange, lane int) error {
-		err := d.applyDelta(on, lane, chunks[p.lo:p.hi], p.bytes)
+	}), func(batch deltaBatch, tableIndex int) error {
+		err := d.applyDeltaBatch(on, tableIndex, chunks[batch.lo:batch.hi], batch.bytes)
 		if err == nil {
 			mu.Lock()
 			defer mu.Unlock()
-			parts = append(parts, p)
+			doneBatches = append(doneBatches, batch)
 		}
 		return err
 	})
 	if err != nil {
-		for _, p := range parts {
-			if d.applyDelta(on, 0, chunks[p.lo:p.hi], p.bytes) != nil {
+		for _, batch := range doneBatches {
+			if d.applyDeltaBatch(on, 0, chunks[batch.lo:batch.hi], batch.bytes) != nil {
 				break
 			}
 		}
@@ -112,9 +112,10 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	return err
 }
 
-func (d *Device) applyDelta(on Order, lane int, chunks []DeltaChunk, bytes int) error {
-	return d.runResident(on, residentLaunch{
-		kernel: residentDeltaApply, lane: lane, grid: deltaGrid(len(chunks)), block: C.OW_DELTA_THREADS, bytes: bytes,
+func (d *Device) applyDeltaBatch(on Order, tableIndex int, chunks []DeltaChunk, bytes int) error {
+	return d.runResidentKernel(on, residentLaunch{
+		kernel: residentDeltaApply, tableIndex: tableIndex, grid: deltaGrid(len(chunks)),
+		block: C.OW_DELTA_THREADS, bytes: bytes,
 		fill: func(table unsafe.Pointer, dev uint64) {
 			rows, at := unsafe.Slice((*C.ow_delta_row)(table), len(chunks)), len(chunks)*deltaRow
 			offsets := make([]int, len(chunks))
@@ -178,7 +179,7 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 	for i := range rows {
 		rows[i] = chunks[i].kernelRow(0)
 	}
-	err := d.runResident(on, residentLaunch{
+	err := d.runResidentKernel(on, residentLaunch{
 		kernel: residentDeltaMeasure, grid: deltaGrid(len(rows)), block: C.OW_DELTA_THREADS,
 		bytes: deltaRow * len(rows), back: deltaRow * len(rows),
 		fill: func(table unsafe.Pointer, _ uint64) { copyTable(table, 0, rows) },
@@ -196,18 +197,18 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 	}
 	return runBatchesAtOnce(divideIntoBatches(len(some), func(k int) int {
 		return int(rows[some[k]].stored)
-	}), func(p deltaRange, lane int) error {
-		return d.writeDelta(on, lane, chunks, rows, some[p.lo:p.hi], p.bytes)
+	}), func(batch deltaBatch, tableIndex int) error {
+		return d.writeDeltaBatch(on, tableIndex, chunks, rows, some[batch.lo:batch.hi], batch.bytes)
 	})
 }
 
-// writeDelta gets the deltas of some chunks, whose rows were measured.
-func (d *Device) writeDelta(on Order, lane int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int,
+// writeDeltaBatch gets the deltas of some chunks, whose rows were measured.
+func (d *Device) writeDeltaBatch(on Order, tableIndex int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int,
 	bytes int) error {
 	head := deltaRow * len(some)
-	return d.runResident(on, residentLaunch{
-		kernel: residentDeltaWrite, lane: lane, grid: deltaGrid(len(some)), block: C.OW_DELTA_THREADS, bytes: head,
-		room: bytes, back: bytes - head, backAt: head,
+	return d.runResidentKernel(on, residentLaunch{
+		kernel: residentDeltaWrite, tableIndex: tableIndex, grid: deltaGrid(len(some)),
+		block: C.OW_DELTA_THREADS, bytes: head, room: bytes, back: bytes - head, backAt: head,
 		fill: func(table unsafe.Pointer, dev uint64) {
 			out, at := unsafe.Slice((*C.ow_delta_row)(table), len(some)), uint64(head)
 			for k, i := range some {

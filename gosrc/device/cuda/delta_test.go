@@ -47,9 +47,9 @@ func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 // the other, there and back, and change nothing beside them.
 func TestDelta(t *testing.T) {
 	t.Run("one batch", testDelta)
-	most := deltaBatch
-	t.Cleanup(func() { deltaBatch = most })
-	deltaBatch = 16 << 10
+	most := deltaBatchBytes
+	t.Cleanup(func() { deltaBatchBytes = most })
+	deltaBatchBytes = 16 << 10
 	t.Run("many batches", testDelta)
 }
 

@@ -54,13 +54,13 @@ type Device struct {
 	link    C.owcu_handle // event
 
 	mu       sync.Mutex
-	idle     [2]*Queue       // by idleQueueFor
+	idle     [2]*Queue       // by idleIndexFor
 	list     *unsafe.Pointer // device.Listed blocks without a holder; in C memory
 	live     int             // blocks not yet freed
 	kept     []keptBlock     // free memory for the next load
 	touched  time.Time       // when kept was last added to or taken from
 	deferred []func() bool   // what deferFree frees later
-	users    []C.uint64_t    // streams passed to Used
+	users    []C.uint64_t    // streams passed to NoteStream
 	reaping  bool
 	taken    bool // spare was taken
 
@@ -101,7 +101,7 @@ func Open(index int) (*Device, error) {
 		spare: make(chan hugePages, 1), list: list,
 		module: new(C.struct_owcu_module), resident: residentModule{module: new(C.struct_owcu_module)}}
 	spawn.Go("cuda ring", func() {
-		p, _ := newPages(firstRing, d.near) // zero if it failed: Queue tries again
+		p, _ := newHugePages(firstRing, d.near) // zero if it failed: Queue tries again
 		d.spare <- p
 	})
 	var e C.struct_owcu_error
@@ -135,8 +135,8 @@ func Trim() (err error) {
 // Index is the number of the device.
 func (d *Device) Index() int { return d.index }
 
-// Place is the NUMA node near the device; nil: there is nothing to choose.
-func (d *Device) Place() *nodes.Place { return d.near }
+// NearNode is the NUMA node near the device; nil: there is nothing to choose.
+func (d *Device) NearNode() *nodes.Place { return d.near }
 
 // Trim frees what is kept between loads: the idle queue with its pinned memory and
 // staging, and tensor memory without a holder. It waits for the work that uses
@@ -149,9 +149,9 @@ func (d *Device) Trim() error {
 	d.mu.Unlock()
 	d.takeSparePages().free()
 	var err error
-	for _, l := range idle {
-		if l != nil {
-			if e := l.destroy(); err == nil {
+	for _, queue := range idle {
+		if queue != nil {
+			if e := queue.destroy(); err == nil {
 				err = e
 			}
 		}
@@ -159,7 +159,7 @@ func (d *Device) Trim() error {
 	if e := d.trimBatches(); err == nil {
 		err = e
 	}
-	if e := d.trimResident(); err == nil {
+	if e := d.trimTables(); err == nil {
 		err = e
 	}
 	if e := d.freeKept(); err == nil {
@@ -221,9 +221,9 @@ func (d *Device) WithContext(fn func() error) error {
 	return fn()
 }
 
-// findKernels finds kernels of a module by names, which end with NUL, unless it has. The first
+// loadKernels looks up kernels of a module by names, which end with NUL, and keeps them. The first
 // call for a module loads its image. The driver loads a kernel when it is looked up.
-func (d *Device) findKernels(kernels *[]C.owcu_handle, in *C.struct_owcu_module, image []byte,
+func (d *Device) loadKernels(kernels *[]C.owcu_handle, in *C.struct_owcu_module, image []byte,
 	names string) ([]C.owcu_handle, error) {
 	d.loading.Lock()
 	defer d.loading.Unlock()
@@ -304,5 +304,5 @@ func (d *Device) call(run func(e *C.struct_owcu_error) C.int) error {
 
 func deviceAddress(p unsafe.Pointer) C.owcu_ptr { return C.owcu_ptr(uintptr(p)) }
 
-// hostPointer converts a device address to a pointer.
-func hostPointer(a C.owcu_ptr) unsafe.Pointer { return device.Pointer(uintptr(a)) }
+// devicePointer is the pointer of a device address.
+func devicePointer(a C.owcu_ptr) unsafe.Pointer { return device.Pointer(uintptr(a)) }

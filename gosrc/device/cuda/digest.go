@@ -40,16 +40,16 @@ func (d *Device) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 		if sizes[i] = n; n == 0 {
 			continue
 		}
-		j := C.ow_digest_job{bytes: C.uint64_t(n), first: C.uint64_t(tiles), dims: C.uint32_t(len(dims))}
-		dims = fillDigestShape(&j, views[i], dims)
-		jobs, owner = append(jobs, j), append(owner, i)
+		job := C.ow_digest_job{bytes: C.uint64_t(n), first: C.uint64_t(tiles), dims: C.uint32_t(len(dims))}
+		dims = fillDigestShape(&job, views[i], dims)
+		jobs, owner = append(jobs, job), append(owner, i)
 		tiles += (uint64(n) + C.OW_DIGEST_TILE - 1) / C.OW_DIGEST_TILE
 	}
 	states := make([]digest.State, len(views))
 	if len(jobs) > 0 {
 		at, end := digestSums*len(jobs), digestSums*len(jobs)+digestJob*len(jobs)
 		warps := uint64(C.OW_DIGEST_THREADS / 32)
-		err := d.runResident(on, residentLaunch{
+		err := d.runResidentKernel(on, residentLaunch{
 			kernel: residentDigest, grid: int(min((tiles+warps-1)/warps, 1<<30)), block: C.OW_DIGEST_THREADS,
 			blocks: C.OW_DIGEST_BLOCKS,
 			bytes:  end + digestDim*len(dims), back: at,
@@ -89,38 +89,39 @@ func commonAlignment(all ...uint64) int64 {
 
 // fillDigestShape fills in how the kernel reads a tensor: as bytes in order, or by
 // dimensions, which it appends.
-func fillDigestShape(j *C.ow_digest_job, v digest.View, dims []C.ow_digest_dim) []C.ow_digest_dim {
-	m := v.Merged()
-	j.src = C.uint64_t(m.Address)
-	last := len(m.Shape) - 1
-	if m.IsContiguous() {
-		align := commonAlignment(m.Address)
+func fillDigestShape(job *C.ow_digest_job, v digest.View, dims []C.ow_digest_dim) []C.ow_digest_dim {
+	view := v.Merged()
+	job.src = C.uint64_t(view.Address)
+	last := len(view.Shape) - 1
+	if view.IsContiguous() {
+		align := commonAlignment(view.Address)
 		if align >= 8 {
-			j.item = C.uint16_t(align)
+			job.item = C.uint16_t(align)
 			return dims
 		}
 		// Elements of the address's alignment: as many bytes as that divides.
-		m.Item = commonAlignment(uint64(align), uint64(m.Shape[0]))
-		m.Shape[0], m.Strides[0] = m.Shape[0]/m.Item, m.Item
+		view.Item = commonAlignment(uint64(align), uint64(view.Shape[0]))
+		view.Shape[0], view.Strides[0] = view.Shape[0]/view.Item, view.Item
 	} else {
-		common := []uint64{m.Address, 8, uint64(m.Item)}
-		for i, s := range m.Strides {
-			if i < last || s != m.Item {
+		common := []uint64{view.Address, 8, uint64(view.Item)}
+		for i, s := range view.Strides {
+			if i < last || s != view.Item {
 				common = append(common, uint64(s))
 			}
 		}
 		switch align := commonAlignment(common...); {
-		case align < m.Item: // an element is a row of smaller ones
-			m.Shape, m.Strides = append(m.Shape, m.Item/align), append(m.Strides, align)
-			m.Item = align
-		case m.Strides[last] == m.Item: // a row is one of larger ones
-			wide := commonAlignment(append(common[:1:1], append(common[3:], 8, uint64(m.Shape[last]*m.Item))...)...)
-			m.Shape[last], m.Item, m.Strides[last] = m.Shape[last]*m.Item/wide, wide, wide
+		case align < view.Item: // an element is a row of smaller ones
+			view.Shape, view.Strides = append(view.Shape, view.Item/align), append(view.Strides, align)
+			view.Item = align
+		case view.Strides[last] == view.Item: // a row is one of larger ones
+			bytesOfRow := uint64(view.Shape[last] * view.Item)
+			wide := commonAlignment(append(common[:1:1], append(common[3:], 8, bytesOfRow)...)...)
+			view.Shape[last], view.Item, view.Strides[last] = view.Shape[last]*view.Item/wide, wide, wide
 		}
 	}
-	j.rank, j.item = C.uint16_t(len(m.Shape)), C.uint16_t(m.Item)
-	for i := range m.Shape {
-		dims = append(dims, C.ow_digest_dim{size: C.uint64_t(m.Shape[i]), stride: C.int64_t(m.Strides[i])})
+	job.rank, job.item = C.uint16_t(len(view.Shape)), C.uint16_t(view.Item)
+	for i := range view.Shape {
+		dims = append(dims, C.ow_digest_dim{size: C.uint64_t(view.Shape[i]), stride: C.int64_t(view.Strides[i])})
 	}
 	return dims
 }

@@ -30,7 +30,7 @@ func TestDigestOrder(t *testing.T) {
 	views := []digest.View{digest.Contiguous(uint64(uintptr(mem[0].Ptr)), 1<<16)}
 	for v, on := range map[byte]Order{1: {Stream: first}, 2: {Stream: second, After: []uintptr{first}},
 		3: {Stream: 1, After: []uintptr{second, first}}} {
-		cudatest.Fill(mem[0].Ptr, mem[0].Bytes, v, first)
+		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, v, first)
 		got, err := d.Digest(on, views)
 		if err != nil {
 			t.Fatal(err)
@@ -73,9 +73,9 @@ func TestDigestFailures(t *testing.T) {
 		return err == nil
 	}
 	for nth, good := int64(1), false; !good; nth++ {
-		cudatest.Fail(nth, 999, false)
+		cudatest.FailCall(nth, 999, false)
 		good = check(1)
-		cudatest.Fail(0, 0, false)
+		cudatest.FailCall(0, 0, false)
 		if !check(1) {
 			t.Fatalf("after call %d failed", nth)
 		}

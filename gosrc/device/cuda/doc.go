@@ -28,7 +28,7 @@ const (
 	DefaultSlotBytes = 8 << 20
 )
 
-// dividedSlots is how many of the default slots are divided into those of FineRing.
+// dividedSlots is how many of the default slots are divided into those of RemoteRing.
 const dividedSlots = 12
 
 // ring is the default geometry; tests on the fake driver make it smaller.
@@ -57,18 +57,18 @@ func StagingSize(slots int, slotBytes int64) int64 {
 // size.
 func DefaultRing() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
-// FineRing has half more memory, divided into more and smaller slots: for remote sources,
+// RemoteRing has half more memory, divided into more and smaller slots: for remote sources,
 // each of whose connections fills a slot alone.
-func FineRing() (slots int, bytes int64) { return divideSlots(ring.divided, ring.bytes/2) }
+func RemoteRing() (slots int, bytes int64) { return redivideSlots(ring.divided, ring.bytes/2) }
 
-// FinestRing divides the memory of DefaultRing so that a slot fits the second-level cache of a core, whose
+// ExchangeRing divides the memory of DefaultRing so that a slot fits the second-level cache of a core, whose
 // reader fills it alone: for ranks that exchange what they read of local files; see SubmitAll. With
 // half more slots, four ranks together had more bytes on their way than the processor's caches hold:
 // they read slower, and so did the copies up, by a tenth in all where the files are compressed.
-func FinestRing() (slots int, bytes int64) { return divideSlots(ring.slots, ring.bytes/4) }
+func ExchangeRing() (slots int, bytes int64) { return redivideSlots(ring.slots, ring.bytes/4) }
 
-// reusableBytes is n, or a bit more where that is the memory of another division.
-func reusableBytes(n int64) int64 {
+// roundUpToRing is n, or a bit more where that is the memory of another division.
+func roundUpToRing(n int64) int64 {
 	one := slotStride(ring.bytes)
 	base, whole := int64(ring.slots)*one, int64(ring.divided)*one
 	switch {
@@ -80,8 +80,8 @@ func reusableBytes(n int64) int64 {
 	return n
 }
 
-// divideSlots divides the memory of some of the default slots into slots of these bytes.
-func divideSlots(slots int, bytes int64) (int, int64) {
+// redivideSlots divides the memory of some of the default slots into slots of these bytes.
+func redivideSlots(slots int, bytes int64) (int, int64) {
 	return int(int64(slots) * slotStride(ring.bytes) / slotStride(bytes)), bytes
 }
 

@@ -12,8 +12,8 @@ type Event struct {
 	c   C.owcu_handle
 }
 
-// HoldStream makes a stream wait for the event, if there is one; the stream's number is as for WaitFor.
-func (v *Event) HoldStream(stream uintptr) error {
+// MakeStreamWait makes a stream wait for the event, if there is one; the stream's number is as for FollowStream.
+func (v *Event) MakeStreamWait(stream uintptr) error {
 	if v == nil {
 		return nil
 	}
@@ -22,18 +22,18 @@ func (v *Event) HoldStream(stream uintptr) error {
 	})
 }
 
-// WaitForEvent makes the slot's next Submit wait for an event before it writes to destinations, though its
+// FollowEvent makes the slot's next Submit wait for an event before it writes to destinations, though its
 // bytes may be copied to the staging before. nil: it waits for none.
-func (s *Slot) WaitForEvent(event *Event) {
+func (s *Slot) FollowEvent(event *Event) {
 	s.c.after = nil
 	if event != nil {
 		s.c.after = event.c
 	}
 }
 
-// WaitForStreams makes the kernels of the slot's next Submit wait for what is queued on these streams then, at
-// most OWCU_BEHIND of them. The numbers are as for WaitFor.
-func (s *Slot) WaitForStreams(streams ...uintptr) {
+// FollowStreams makes the kernels of the slot's next Submit wait for what is queued on these streams then, at
+// most OWCU_BEHIND of them. The numbers are as for FollowStream.
+func (s *Slot) FollowStreams(streams ...uintptr) {
 	for i, stream := range streams {
 		s.c.behind[i] = C.uint64_t(stream)
 	}

@@ -28,10 +28,10 @@ func CanCast(c device.Cast) bool {
 	return from && to && c.To.Bits() > 8
 }
 
-// Cast converts the elements of src, of type from, to elements of type to at dst,
+// CastAndWait converts the elements of src, of type from, to elements of type to at dst,
 // on the device, and waits: floats of 32 and 16 bits into one another, and of 8
 // bits into those. src, at a multiple of 16, and dst must not overlap.
-func (q *Queue) Cast(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error {
+func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error {
 	c := device.Cast{From: from, To: to}
 	if !CanCast(c) {
 		return errs.New(errs.ErrNotSupported, "cast of %v to %v on a GPU", from, to)

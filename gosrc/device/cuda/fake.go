@@ -14,11 +14,11 @@ import (
 // leaked or which rule of the driver was broken; "" means none.
 func Fake(memory int64) (end func() string) {
 	useFake(memory)
-	usual, first, pack, whole := ring, firstRing, packSlot, seam
-	ring.slots, ring.divided, ring.bytes, firstRing, packSlot, seam = 6, 6, 256<<10, 8<<20, 128<<10, 64<<10
+	usual, first, pack, whole := ring, firstRing, packSlot, registerAlignment
+	ring.slots, ring.divided, ring.bytes, firstRing, packSlot, registerAlignment = 6, 6, 256<<10, 8<<20, 128<<10, 64<<10
 	return func() string {
-		defer func() { ring, firstRing, packSlot, seam = usual, first, pack, whole }()
-		cudatest.Fail(0, 0, false)
+		defer func() { ring, firstRing, packSlot, registerAlignment = usual, first, pack, whole }()
+		cudatest.FailCall(0, 0, false)
 		opened.mu.Lock()
 		var open []*Device
 		for _, d := range opened.devices {
@@ -31,15 +31,15 @@ func Fake(memory int64) (end func() string) {
 				text += err.Error() + "; "
 			}
 		}
-		if s := cudatest.Now(); s.Broken > 0 || s.Left() {
+		if s := cudatest.ReadState(); s.Broken > 0 || s.HasLeaks() {
 			text += fmt.Sprintf("%+v", s)
 		}
 		return text
 	}
 }
 
-// FakeMaking makes a device look as if it made a queue, until end.
-func FakeMaking(d *Device) (end func()) {
+// FakeMakingQueue makes a device look as if it made a queue, until end.
+func FakeMakingQueue(d *Device) (end func()) {
 	d.making.Lock()
 	return d.making.Unlock
 }

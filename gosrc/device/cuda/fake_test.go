@@ -25,8 +25,8 @@ var ordinal int
 // nothing behind and breaking no rule of the driver's.
 func begun(t testing.TB) *Device {
 	t.Helper()
-	before := cudatest.Now()
-	if before.Left() {
+	before := cudatest.ReadState()
+	if before.HasLeaks() {
 		t.Fatalf("left by another test: %+v", before)
 	}
 	useFake(256 << 20)
@@ -39,7 +39,7 @@ func begun(t testing.TB) *Device {
 		if err := d.close(); err != nil {
 			t.Error(err)
 		}
-		if s := cudatest.Now(); s.Left() || s.Broken > 0 {
+		if s := cudatest.ReadState(); s.HasLeaks() || s.Broken > 0 {
 			t.Errorf("left behind or broken: %+v", s)
 		}
 	})
@@ -66,14 +66,14 @@ func faked(t *testing.T, slots int, slotBytes int64) (d *Device, q *Queue, end f
 // In a forked child no call reaches the driver.
 func TestFork(t *testing.T) {
 	d := begun(t)
-	if !cudatest.Fork(unsafe.Pointer(d.ctx)) {
+	if !cudatest.IsChildRefused(unsafe.Pointer(d.ctx)) {
 		t.Error("a forked child used the driver")
 	}
 }
 
 // What the consumer's stream had queued on the memory comes before the load's
 // bytes, whatever stream they take.
-func TestWaitFor(t *testing.T) {
+func TestFollowStream(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
 	var p piece
@@ -85,10 +85,10 @@ func TestWaitFor(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, m := range mem {
-			cudatest.Fill(m.Ptr, m.Bytes, 0xee, 1)
+			cudatest.QueueFill(m.Ptr, m.Bytes, 0xee, 1)
 			p.jobs[i].Dst = m.Ptr
 		}
-		if err := l.WaitFor(1); err != nil {
+		if err := l.FollowStream(1); err != nil {
 			t.Fatal(err)
 		}
 		s, err := l.Get(t.Context())
@@ -137,7 +137,7 @@ func life(p *piece, index int) error {
 	l, e := d.Queue(2, 64<<10)
 	first(e)
 	if err == nil {
-		first(l.WaitFor(1))
+		first(l.FollowStream(1))
 		first(l.TraceTimes(func(string, int, time.Time, time.Time, int64) {}))
 		for range 3 {
 			s, _ := l.Get(context.Background())
@@ -192,14 +192,14 @@ func TestEveryCallFails(t *testing.T) {
 		failed, swallowed := 0, 0
 		for nth := int64(1); ; nth += step {
 			useFake(64 << 20)
-			cudatest.Fail(nth, c.code, c.sticky)
+			cudatest.FailCall(nth, c.code, c.sticky)
 			err := life(&p, c.index)
-			cudatest.Fail(0, 0, false)
-			s := cudatest.Now()
-			if s.Left() || s.Broken > 0 {
+			cudatest.FailCall(0, 0, false)
+			s := cudatest.ReadState()
+			if s.HasLeaks() || s.Broken > 0 {
 				t.Fatalf("call %d fails with %d: %v; left behind: %+v", nth, c.code, err, s)
 			}
-			if cudatest.Calls() < nth {
+			if cudatest.CountCalls() < nth {
 				break
 			}
 			switch {

@@ -12,27 +12,27 @@ import (
 // filling and copying them takes less of the host's memory: to a reader that fills slots
 // alone the one that it filled last, to others the one that came back last.
 type freeSlots struct {
-	there chan struct{} // one for each slot
-	mu    sync.Mutex
-	slots []*Slot // in the order in which they came back
+	tokens chan struct{} // one for each slot
+	mu     sync.Mutex
+	slots  []*Slot // in the order in which they came back
 }
 
 // anyone is the reader of slots that several fill.
 const anyone = -1
 
-func newFreeSlots(most int) *freeSlots { return &freeSlots{there: make(chan struct{}, most)} }
+func newFreeSlots(most int) *freeSlots { return &freeSlots{tokens: make(chan struct{}, most)} }
 
 func (f *freeSlots) putSlot(s *Slot) {
 	f.mu.Lock()
 	f.slots = append(f.slots, s)
 	f.mu.Unlock()
-	f.there <- struct{}{}
+	f.tokens <- struct{}{}
 }
 
-// takeSlot waits for a slot for a reader, or for the end of ctx.
-func (f *freeSlots) takeSlot(ctx context.Context, reader int) (*Slot, error) {
+// takeSlotFor waits for a slot for a reader, or for the end of ctx.
+func (f *freeSlots) takeSlotFor(ctx context.Context, reader int) (*Slot, error) {
 	select {
-	case <-f.there:
+	case <-f.tokens:
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
@@ -53,6 +53,6 @@ func (f *freeSlots) takeSlot(ctx context.Context, reader int) (*Slot, error) {
 // takeSlots waits until n slots are back, and takes them.
 func (f *freeSlots) takeSlots(n int) {
 	for range n {
-		_, _ = f.takeSlot(context.Background(), anyone) // it does not end
+		_, _ = f.takeSlotFor(context.Background(), anyone) // it does not end
 	}
 }

@@ -14,7 +14,7 @@ func TestFreeSlots(t *testing.T) {
 		f.putSlot(s)
 	}
 	for _, c := range []struct{ reader, want int }{{anyone, 2}, {5, 0}, {6, 1}} {
-		if s, err := f.takeSlot(t.Context(), c.reader); err != nil || s.index != c.want {
+		if s, err := f.takeSlotFor(t.Context(), c.reader); err != nil || s.index != c.want {
 			t.Fatalf("slot %v, %v, not %d", s, err, c.want)
 		}
 	}
@@ -22,12 +22,12 @@ func TestFreeSlots(t *testing.T) {
 		f.putSlot(slots[n])
 	}
 	for _, c := range []struct{ reader, want int }{{5, 0}, {6, 1}, {5, 2}} {
-		if s, err := f.takeSlot(t.Context(), c.reader); err != nil || s.index != c.want {
+		if s, err := f.takeSlotFor(t.Context(), c.reader); err != nil || s.index != c.want {
 			t.Fatalf("reader %d: slot %v, %v, not %d", c.reader, s, err, c.want)
 		}
 	}
 	f.putSlot(slots[0])
-	if s, err := f.takeSlot(t.Context(), anyone); err != nil || s != slots[0] {
+	if s, err := f.takeSlotFor(t.Context(), anyone); err != nil || s != slots[0] {
 		t.Fatalf("slot %v, %v, not the one that came back", s, err)
 	}
 	all := make(chan struct{})
@@ -46,7 +46,7 @@ func TestFreeSlots(t *testing.T) {
 	<-all
 	ended, end := context.WithCancel(t.Context())
 	end()
-	if s, err := f.takeSlot(ended, anyone); err == nil {
+	if s, err := f.takeSlotFor(ended, anyone); err == nil {
 		t.Fatalf("slot %v of none", s)
 	}
 }

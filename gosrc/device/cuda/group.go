@@ -17,7 +17,7 @@ func (q *Queue) SubmitAll(pieces []FilledSlot) (err error) {
 	}
 	for len(pieces) > 0 {
 		s, n := pieces[0].Slot, 1
-		for n < len(pieces) && s.joinSlot(pieces[n].Slot) {
+		for n < len(pieces) && s.tryJoinSlot(pieces[n].Slot) {
 			n++
 		}
 		if e := q.submitPieces(s); e != nil {
@@ -33,21 +33,21 @@ func (q *Queue) SubmitAll(pieces []FilledSlot) (err error) {
 	return err
 }
 
-// joinSlot takes another slot's work into this one's, and reports whether it did.
-func (s *Slot) joinSlot(other *Slot) bool {
+// tryJoinSlot takes another slot's work into this one's, and reports whether it did.
+func (s *Slot) tryJoinSlot(other *Slot) bool {
 	b, o := &s.build, &other.build
 	if len(b.runs) == 0 || len(o.runs) == 0 || s.c.after != other.c.after ||
-		len(s.with)+1 == groupSlots || b.summing+o.summing >= maxWords {
+		len(s.joined)+1 == groupSlots || b.summing+o.summing >= maxWords {
 		return false
 	}
 	b.summing += o.summing
 	s.copied += other.copied
-	s.with = append(s.with, other)
+	s.joined = append(s.joined, other)
 	return true
 }
 
-// absorbRuns adds the round of another build, of runs, to this one of runs.
-func (b *pieceBuilder) absorbRuns(o *pieceBuilder) {
+// absorbRound adds the round of another build, of runs, to this one of runs.
+func (b *pieceBuilder) absorbRound(o *pieceBuilder) {
 	b.copies = append(b.copies, o.copies...)
 	for _, c := range o.sums {
 		c.first += len(b.crcs)

@@ -26,7 +26,7 @@ func TestSubmitAllShares(t *testing.T) {
 			defer p.mem.Release()
 			pieces = append(pieces, piece)
 		}
-		cudatest.History()
+		cudatest.TakeHistory()
 		if err := q.SubmitAll(pieces); err != nil {
 			t.Fatal(err)
 		}
@@ -34,7 +34,7 @@ func TestSubmitAllShares(t *testing.T) {
 			t.Fatal(err)
 		}
 		calls := map[string]int{}
-		for _, call := range cudatest.History() {
+		for _, call := range cudatest.TakeHistory() {
 			calls[call]++
 		}
 		if calls["copy_in"] != len(pieces) || calls["launch"] != c.kernels || calls["event_record"] != 2*c.kernels {
@@ -55,12 +55,12 @@ func TestSubmitAllFails(t *testing.T) {
 			p, piece := sending(t, d, q, r, []int{alike, alike, scattered, encoded}[i], &Event{})
 			all, pieces = append(all, p), append(pieces, piece)
 		}
-		before := cudatest.Calls()
-		cudatest.Fail(nth, 700, false)
+		before := cudatest.CountCalls()
+		cudatest.FailCall(nth, 700, false)
 		failed := q.SubmitAll(pieces) != nil
 		_ = q.Drain(t.Context()) // the same error
-		reached = cudatest.Calls()-before >= nth
-		cudatest.Fail(0, 0, false)
+		reached = cudatest.CountCalls()-before >= nth
+		cudatest.FailCall(0, 0, false)
 		some := false
 		for n, p := range all {
 			for i, err := range p.failures {

@@ -65,10 +65,10 @@ func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *E
 		p.bytes[int(c.Src)+r.IntN(int(c.Chunk.Stored))] ^= byte(1 << r.IntN(8))
 	}
 	copy(s.Memory(), p.bytes)
-	s.Check()
+	s.CheckOnSubmit()
 	own := s.(*Slot)
 	own.AllowGapWrites()
-	own.WaitForEvent(after)
+	own.FollowEvent(after)
 	return p, FilledSlot{own, int64(len(p.bytes)), p.jobs, func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }
 

@@ -66,7 +66,7 @@ func TestLoose(t *testing.T) {
 			if loose {
 				s.(*Slot).AllowGapWrites()
 			}
-			cudatest.History()
+			cudatest.TakeHistory()
 			if err := q.Submit(s, int64(len(b)), jobs, func(i int, err error) {
 				if err != nil {
 					t.Errorf("%s: task %d: %v", c.name, i, err)
@@ -77,7 +77,7 @@ func TestLoose(t *testing.T) {
 			if err := q.Drain(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			return cudatest.History()
+			return cudatest.TakeHistory()
 		}
 		put(fill.bytes, fill.jobs, false)
 		for i := range tasks {
@@ -107,7 +107,7 @@ func TestLoose(t *testing.T) {
 }
 
 // What a slot writes waits for its event, also where no kernel runs, and no call is made but these.
-func TestWaitForEvent(t *testing.T) {
+func TestFollowEvent(t *testing.T) {
 	d, q, end := faked(t, 4, 1<<20)
 	mem, err := d.Alloc([]int64{4096})
 	if err != nil {
@@ -121,7 +121,7 @@ func TestWaitForEvent(t *testing.T) {
 			t.Fatal(err)
 		}
 		own := s.(*Slot)
-		own.WaitForEvent(after)
+		own.FollowEvent(after)
 		if loose {
 			own.AllowGapWrites()
 		}
@@ -132,14 +132,14 @@ func TestWaitForEvent(t *testing.T) {
 				Dst: unsafe.Add(mem[0].Ptr, 1024*i)})
 			copy(s.Memory()[1024*i:], bytes.Repeat([]byte{byte(n + 1)}, 1024))
 		}
-		cudatest.History()
+		cudatest.TakeHistory()
 		if err := q.Submit(s, 4096, tasks, func(int, error) {}); err != nil {
 			t.Fatal(err)
 		}
 		if err := q.Drain(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		calls := cudatest.History()
+		calls := cudatest.TakeHistory()
 		waits, writes := slices.Index(calls, "stream_wait"), slices.Index(calls, "copy_in")
 		if !loose {
 			writes = slices.Index(calls, "launch")
@@ -170,7 +170,7 @@ func TestWaitForEvent(t *testing.T) {
 }
 
 // What views device memory waits for the streams that it is behind, and for nothing else.
-func TestWaitForStreams(t *testing.T) {
+func TestFollowStreams(t *testing.T) {
 	d, q, end := faked(t, 2, 1<<20)
 	mem, err := d.Alloc([]int64{4096, 4096})
 	if err != nil {
@@ -193,10 +193,10 @@ func TestWaitForStreams(t *testing.T) {
 			t.Fatal(err)
 		}
 		s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), 4096)
-		s.(*Slot).WaitForStreams(streams...)
+		s.(*Slot).FollowStreams(streams...)
 		chunk := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 4096, Logical: 4096}
 		tasks := []device.DecodeTask{{Chunk: chunk, Dst: mem[1].Ptr}}
-		cudatest.History()
+		cudatest.TakeHistory()
 		if err := q.Submit(s, 4096, tasks, func(int, error) {}); err != nil {
 			t.Fatal(err)
 		}
@@ -204,7 +204,7 @@ func TestWaitForStreams(t *testing.T) {
 			t.Fatal(err)
 		}
 		count := map[string]int{}
-		for _, call := range cudatest.History() {
+		for _, call := range cudatest.TakeHistory() {
 			count[call]++
 		}
 		if count["launch"] != 1 || count["copy_in"] != 0 || count["stream_wait"] != n || count["event_record"] != 1+n {

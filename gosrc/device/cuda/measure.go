@@ -74,7 +74,7 @@ func (q *Queue) reportTimes(s *Slot) {
 	}
 	if s.c.nlaunches > 0 {
 		tensorBytes := s.tensorBytes()
-		for _, m := range s.with {
+		for _, m := range s.joined {
 			tensorBytes += m.tensorBytes()
 		}
 		trace("decode", 1+int(s.c.stream), at(2), at(3), tensorBytes)

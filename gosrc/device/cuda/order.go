@@ -14,7 +14,7 @@ func (d *Device) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 	if n <= 0 {
 		return nil
 	}
-	if err := d.AwaitStreams(on.Stream, on.After...); err != nil {
+	if err := d.MakeStreamWait(on.Stream, on.After...); err != nil {
 		return err
 	}
 	return d.call(func(e *C.struct_owcu_error) C.int {
@@ -29,7 +29,7 @@ func (d *Device) CopyRows(on Order, dst, dstPitch, src, srcPitch uint64, width, 
 	if width <= 0 || rows <= 0 {
 		return nil
 	}
-	if err := d.AwaitStreams(on.Stream, on.After...); err != nil {
+	if err := d.MakeStreamWait(on.Stream, on.After...); err != nil {
 		return err
 	}
 	return d.call(func(e *C.struct_owcu_error) C.int {
@@ -39,8 +39,8 @@ func (d *Device) CopyRows(on Order, dst, dstPitch, src, srcPitch uint64, width, 
 	})
 }
 
-// AwaitStreams makes a stream wait for what is queued on others now.
-func (d *Device) AwaitStreams(stream uintptr, after ...uintptr) error {
+// MakeStreamWait makes a stream wait for what is queued on others now.
+func (d *Device) MakeStreamWait(stream uintptr, after ...uintptr) error {
 	if len(after) == 0 {
 		return nil
 	}
@@ -75,7 +75,7 @@ func (d *Device) SyncAndFreeStream(stream uintptr) {
 			break
 		}
 	}
-	d.freeOrDefer(C.OWCU_STREAM, hostPointer(C.owcu_ptr(stream)))
+	d.freeOrDefer(C.OWCU_STREAM, devicePointer(C.owcu_ptr(stream)))
 }
 
 // SyncStream waits for what is queued on a stream.

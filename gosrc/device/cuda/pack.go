@@ -29,7 +29,7 @@ const (
 var packSlot int64 = 16 << 20
 
 // A Packer copies device memory to pinned memory of the host, and encodes it on the
-// way, in the slots of a ring. Slots are independent; of one slot, Encode, Fetch and
+// way, in the slots of a ring. Slots are independent; of one slot, Encode, QueueFetches and
 // Wait are called in this order. It works on streams of its own and waits for no other
 // work: what writes the memory must have ended.
 type Packer struct {
@@ -128,7 +128,7 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 	return nil
 }
 
-// QueueSums queues the sums of the ranges that want them, for Sums once Wait has returned.
+// QueueSums queues the sums of the ranges that want them, for SumsAndTail once Wait has returned.
 // Encode may follow at once. The Packer was made with sums.
 func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 	base := slot*int(p.pinned) + packRows*itemSize
@@ -158,23 +158,23 @@ func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 	})
 }
 
-// Fetch queues the copies of encoded ranges to their places, in pinned memory.
-func (p *Packer) Fetch(slot int, all []PackedRange) error {
+// QueueFetches queues the copies of encoded ranges to their places, in pinned memory.
+func (p *Packer) QueueFetches(slot int, all []PackedRange) error {
 	var copies []C.struct_owcu_fetch
 	for i := range all {
 		r := &all[i]
 		for offset := int64(0); offset < r.Stored; {
 			to := unsafe.Add(r.To, offset)
-			n := min(r.Stored-offset, seam-int64(uintptr(to)%uintptr(seam)))
+			n := min(r.Stored-offset, registerAlignment-int64(uintptr(to)%uintptr(registerAlignment)))
 			copies = append(copies, C.struct_owcu_fetch{dst: to, src: C.owcu_ptr(r.at + uint64(offset)),
 				n: C.uint64_t(n)})
 			offset += n
 		}
 	}
-	return p.queueFetch(slot, copies)
+	return p.queueCopies(slot, copies)
 }
 
-func (p *Packer) queueFetch(slot int, copies []C.struct_owcu_fetch) error {
+func (p *Packer) queueCopies(slot int, copies []C.struct_owcu_fetch) error {
 	return p.d.call(func(e *C.struct_owcu_error) C.int {
 		return C.owcu_pack_fetch(p.d.ctx, &p.slab.c, C.int(slot), C.uint64_t(len(copies)), unsafe.SliceData(copies), e)
 	})
@@ -196,7 +196,7 @@ func (p *Packer) CopySamples(at []uint64, n int64, got func(i int, b []byte)) er
 			copies[i] = C.struct_owcu_fetch{dst: unsafe.Add(p.slab.pages.p, int64(i)*n), src: C.owcu_ptr(src),
 				n: C.uint64_t(n)}
 		}
-		if err := p.queueFetch(0, copies); err != nil {
+		if err := p.queueCopies(0, copies); err != nil {
 			return err
 		}
 		if err := p.Wait(0); err != nil {

@@ -23,9 +23,9 @@ type hugePages struct {
 	n      int64
 }
 
-// newPages makes some near a device; nil: anywhere. Where a container refuses that, they
+// newHugePages makes some near a device; nil: anywhere. Where a container refuses that, they
 // lie where the threads that touch them run.
-func newPages(n int64, near *nodes.Place) (hugePages, error) {
+func newHugePages(n int64, near *nodes.Place) (hugePages, error) {
 	n = (n + huge - 1) &^ (huge - 1)
 	if n <= 0 || n > 1<<40 {
 		return hugePages{}, errs.New(errs.ErrArgument, "%d bytes of pinned memory", n)
@@ -43,7 +43,7 @@ func newPages(n int64, near *nodes.Place) (hugePages, error) {
 	// A forked child must not copy pages that the GPU reads or writes.
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
 	_ = near.Bind(b)
-	TouchPages(b, near, 0)
+	FaultInFreshPages(b, near, 0)
 	return m, nil
 }
 

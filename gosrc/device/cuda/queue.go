@@ -19,7 +19,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A slot in pinned memory has status words, tables and bytes; its DeviceMirror, in
+// A slot in pinned memory has status words, tables and bytes; its mirror, in
 // the staging on the device, has the same layout. Tables are written right before
 // the bytes, so that one copy usually takes both.
 //
@@ -78,17 +78,17 @@ type Slot struct {
 	owned    bool
 	reader   int     // who filled it last, alone; or anyone
 	loose    bool    // see AllowGapWrites
-	checks   bool    // see Check
+	checks   bool    // see CheckOnSubmit
 	count    int     // tasks of the piece
-	with     []*Slot // whose work this one's includes; see SubmitAll
+	joined   []*Slot // whose work this one's includes; see SubmitAll
 	copied   int64   // bytes, for the trace
 	done     func(task int, err error)
 	failures map[int]error // by task
 	build    pieceBuilder
 }
 
-// idleQueueFor says in which of the device's two idle queues slots of n bytes fit.
-func idleQueueFor(n int64) int {
+// idleIndexFor says in which of the device's two idle queues slots of n bytes fit.
+func idleIndexFor(n int64) int {
 	if n <= TablesOnly {
 		return 1
 	}
@@ -100,14 +100,14 @@ func idleQueueFor(n int64) int {
 // needs as much memory, however it is divided, so that a second load pins and
 // allocates nothing (and one of TablesOnly).
 func (d *Device) Queue(slots int, slotBytes int64) (*Queue, error) {
-	d.making.Lock() // Prepare may be making this one
+	d.making.Lock() // PrepareQueue may be making this one
 	defer d.making.Unlock()
 	return d.makeQueue(slots, slotBytes)
 }
 
-// Prepare makes a queue as Queue does, for a load that is about to begin, unless one is
+// PrepareQueue makes a queue as Queue does, for a load that is about to begin, unless one is
 // kept already. It reports no error: Queue will.
-func (d *Device) Prepare(slots int, slotBytes int64) {
+func (d *Device) PrepareQueue(slots int, slotBytes int64) {
 	d.making.Lock()
 	defer d.making.Unlock()
 	d.mu.Lock()
@@ -116,8 +116,8 @@ func (d *Device) Prepare(slots int, slotBytes int64) {
 	if hasIdle {
 		return
 	}
-	if l, err := d.makeQueue(slots, slotBytes); err == nil {
-		l.Close()
+	if queue, err := d.makeQueue(slots, slotBytes); err == nil {
+		queue.Close()
 	}
 }
 
@@ -141,7 +141,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		return nil, errs.New(errs.ErrArgument, "a ring of %d slots of %d bytes", slots, slotBytes)
 	}
 	d.mu.Lock()
-	idle := &d.idle[idleQueueFor(slotBytes)]
+	idle := &d.idle[idleIndexFor(slotBytes)]
 	queue := *idle
 	*idle = nil
 	d.mu.Unlock()
@@ -153,30 +153,30 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 			return queue, nil
 		}
 		queue.endCompleter()
-		d.deferFree(queue.freeQueue)
+		d.deferFree(queue.tryFreeQueue)
 	}
-	fns, err := d.findKernels(&d.kernels, d.module, built.X16, kernelNames)
+	kernels, err := d.loadKernels(&d.kernels, d.module, built.X16, kernelNames)
 	if err != nil {
 		return nil, err
 	}
-	most, n := slots, reusableBytes(int64(slots)*slotStride(slotBytes))
-	if idleQueueFor(slotBytes) == 0 { // the next source may need another division
-		fine, _ := FinestRing()
+	most, n := slots, roundUpToRing(int64(slots)*slotStride(slotBytes))
+	if idleIndexFor(slotBytes) == 0 { // the next source may need another division
+		fine, _ := ExchangeRing()
 		most = max(most, fine)
 	}
 	memory := d.takeSparePages()
 	if memory.shrinkTo(n); memory.n < n {
 		memory.free()
-		if memory, err = newPages(n, d.near); err != nil {
+		if memory, err = newHugePages(n, d.near); err != nil {
 			return nil, err
 		}
 	}
-	queue, err = d.newQueue(&memory, most, fns)
+	queue, err = d.newQueue(&memory, most, kernels)
 	if errors.Is(err, errs.ErrMemory) {
 		// Dropped tensors, or another queue, may occupy the memory for the staging.
 		d.freeDeferred()
 		if e := d.freeKept(); e == nil && memory.raw != nil {
-			queue, err = d.newQueue(&memory, most, fns)
+			queue, err = d.newQueue(&memory, most, kernels)
 		}
 	}
 	if err != nil {
@@ -189,19 +189,20 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 
 // newQueue makes a queue on some pages, with space for `most` slots but none yet.
 // After an error the caller still owns the pages, unless they are zero.
-func (d *Device) newQueue(p *hugePages, most int, fns []C.owcu_handle) (*Queue, error) {
+func (d *Device) newQueue(pages *hugePages, most int, kernels []C.owcu_handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var remainder *C.struct_owcu_queue
-	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), cBool(!d.coherent), &fns[0], &remainder, &e)
+	c := C.owcu_queue_new(d.ctx, pages.p, C.uint64_t(pages.n), C.int(most), cBool(!d.coherent), &kernels[0],
+		&remainder, &e)
 	if c == nil {
 		if remainder != nil {
-			d.deferFree((&Queue{dev: d, c: remainder, pages: *p}).freeQueue)
-			*p = hugePages{}
+			d.deferFree((&Queue{dev: d, c: remainder, pages: *pages}).tryFreeQueue)
+			*pages = hugePages{}
 		}
 		return nil, errorOf(d.index, &e)
 	}
 	queue := &Queue{
-		dev: d, c: c, inPlace: d.coherent, pages: *p, free: newFreeSlots(most), submitted: make(chan *Slot, most),
+		dev: d, c: c, inPlace: d.coherent, pages: *pages, free: newFreeSlots(most), submitted: make(chan *Slot, most),
 		ended: make(chan struct{}), drained: make(chan struct{}),
 	}
 	for i, s := range unsafe.Slice(c.slots, most) {
@@ -251,7 +252,7 @@ func (q *Queue) Get(ctx context.Context) (device.Slot, error) { return q.GetFor(
 // GetFor is Get for one of several readers that each fill slots alone: if it can, it gives
 // one that this reader has filled.
 func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
-	s, err := q.free.takeSlot(ctx, reader)
+	s, err := q.free.takeSlotFor(ctx, reader)
 	if err != nil {
 		return nil, err
 	}
@@ -269,16 +270,16 @@ func (s *Slot) View(b []byte) {
 	s.view = b
 }
 
-// DeviceMirror is the slot's memory in the staging on the device, if there is one. A
+// ViewMirror is the slot's memory in the staging on the device, if there is one. A
 // caller that asks for it puts the piece's bytes there before Submit, which then copies
 // only its tables; as with ViewDevice.
-func (s *Slot) DeviceMirror() unsafe.Pointer {
+func (s *Slot) ViewMirror() unsafe.Pointer {
 	if s.q.c.slab.device == 0 {
 		return nil
 	}
 	at := s.q.c.slab.device + C.owcu_ptr(s.at)
 	s.ViewDevice(uintptr(at), int64(len(s.Bytes)))
-	return hostPointer(at)
+	return devicePointer(at)
 }
 
 // StagingMemory is the device memory that contains the slots' mirrors. A queue of a coherent
@@ -289,7 +290,7 @@ func (q *Queue) StagingMemory() (base unsafe.Pointer, n int64, err error) {
 	if err := q.allocateOnce(&q.c.slab.device, q.pages.n, "the staging of a load"); err != nil {
 		return nil, 0, err
 	}
-	return hostPointer(q.c.slab.device), q.pages.n, nil
+	return devicePointer(q.c.slab.device), q.pages.n, nil
 }
 
 // allocateOnce allocates the queue's scratch or staging, unless it is there. q.mu is held.
@@ -303,7 +304,7 @@ func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 
 // ViewDevice replaces the slot's bytes, until the slot is back, by n bytes at p in
 // memory of the slot's own device: they are not copied. p is a multiple of 16. The
-// caller has waited for the work that wrote them (WaitFor) and compared their
+// caller has waited for the work that wrote them (FollowStream) and compared their
 // checksums. The host does not see them: before the kernels, which are safe for any
 // bytes, only the chunks' records are checked.
 func (s *Slot) ViewDevice(p uintptr, n int64) {
@@ -316,8 +317,8 @@ func (s *Slot) ViewDevice(p uintptr, n int64) {
 // isReadInPlace is whether the kernels read the slot's piece without a copy to the staging.
 func (s *Slot) isReadInPlace() bool { return s.onDev != 0 || s.q.inPlace }
 
-// devicePieceBytes is how many bytes the slot has now.
-func (s *Slot) devicePieceBytes() int64 {
+// capacityBytes is how many bytes the slot has now.
+func (s *Slot) capacityBytes() int64 {
 	if s.onDev != 0 {
 		return s.devLen
 	}
@@ -345,7 +346,7 @@ func (q *Queue) Put(s device.Slot) {
 
 // Submit copies the first n bytes of a slot to the device, unless its kernels read them
 // in place, and decodes each task's chunk to its Dst, in device memory. It takes the slot
-// back, whatever it returns. Checksums are compared here after Check, beside the decoding,
+// back, whatever it returns. Checksums are compared here after CheckOnSubmit, beside the decoding,
 // which is safe for any bytes; else the caller has compared them. Everything else about
 // the chunks is checked here in any case.
 //
@@ -360,7 +361,7 @@ func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, don
 
 // beginPiece takes the slot, and what is to be done with its first n bytes.
 func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int, err error)) {
-	if !s.owned || n < 0 || n > s.devicePieceBytes() {
+	if !s.owned || n < 0 || n > s.capacityBytes() {
 		panic("cuda: a slot that is not the caller's, or a piece larger than it")
 	}
 	s.owned = false
@@ -383,7 +384,7 @@ func (q *Queue) submitPieces(s *Slot) error {
 		err = q.queueRound(s, b)
 	}
 	if err != nil {
-		q.freeSlotsOf(s)
+		q.freeSlotAndJoined(s)
 		return err
 	}
 	q.inflight++
@@ -391,12 +392,12 @@ func (q *Queue) submitPieces(s *Slot) error {
 	return nil
 }
 
-// freeSlotsOf makes a slot free, and those with it before: then it may get others.
-func (q *Queue) freeSlotsOf(s *Slot) {
-	for _, m := range s.with {
-		q.freeSlotsOf(m)
+// freeSlotAndJoined makes a slot free, and those with it before: then it may get others.
+func (q *Queue) freeSlotAndJoined(s *Slot) {
+	for _, m := range s.joined {
+		q.freeSlotAndJoined(m)
 	}
-	s.with, s.done, s.build.tasks = s.with[:0], nil, nil
+	s.joined, s.done, s.build.tasks = s.joined[:0], nil, nil
 	q.free.putSlot(s)
 }
 
@@ -410,9 +411,9 @@ func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 		}
 	}
 	b.fillRound(uint64(q.c.scratch))
-	for _, m := range s.with {
+	for _, m := range s.joined {
 		m.build.fillRound(0)
-		b.absorbRuns(&m.build)
+		b.absorbRound(&m.build)
 	}
 	c := s.c
 	c.wait = 0
@@ -472,7 +473,7 @@ func (q *Queue) finishSlot(s *Slot) {
 	}
 	q.mu.Unlock()
 	defer func() {
-		q.freeSlotsOf(s)
+		q.freeSlotAndJoined(s)
 		q.mu.Lock()
 		defer q.mu.Unlock()
 		if q.inflight--; q.inflight == 0 {
@@ -485,7 +486,7 @@ func (q *Queue) finishSlot(s *Slot) {
 		q.reportTimes(s)
 	}
 	s.callDone(err)
-	for _, m := range s.with {
+	for _, m := range s.joined {
 		m.callDone(err)
 	}
 }
@@ -520,11 +521,11 @@ func (q *Queue) Drain(ctx context.Context) error {
 	}
 }
 
-// WaitFor makes everything submitted from now on wait for the work that is queued
+// FollowStream makes everything submitted from now on wait for the work that is queued
 // now on a stream of the same device: memory of torch's allocator may still be in
 // use there. The number is DLPack's: 1 the legacy default stream, 2 the thread's,
 // else a handle.
-func (q *Queue) WaitFor(stream uintptr) error {
+func (q *Queue) FollowStream(stream uintptr) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.broken != nil {
@@ -551,21 +552,21 @@ func (q *Queue) Close() {
 	q.mu.Unlock()
 	d := q.dev
 	d.mu.Lock()
-	if idle := &d.idle[idleQueueFor(q.size)]; healthy && *idle == nil {
+	if idle := &d.idle[idleIndexFor(q.size)]; healthy && *idle == nil {
 		*idle = q
 		d.mu.Unlock()
 		return
 	}
 	d.mu.Unlock()
 	q.endCompleter()
-	d.deferFree(q.freeQueue)
+	d.deferFree(q.tryFreeQueue)
 }
 
 // destroy frees the queue; no work may be in flight.
 func (q *Queue) destroy() error {
 	q.endCompleter()
 	var e C.struct_owcu_error
-	return q.dev.handleFreeResult(q.freeInDriver(&e), &e, q.freeQueue)
+	return q.dev.handleFreeResult(q.freeInDriver(&e), &e, q.tryFreeQueue)
 }
 
 // endCompleter ends the completer; no work may be in flight.
@@ -574,8 +575,8 @@ func (q *Queue) endCompleter() {
 	<-q.ended
 }
 
-// freeQueue frees a queue without a completer, and reports whether it is gone.
-func (q *Queue) freeQueue() bool {
+// tryFreeQueue frees a queue without a completer, and reports whether it is gone.
+func (q *Queue) tryFreeQueue() bool {
 	var e C.struct_owcu_error
 	return q.freeInDriver(&e) <= 0
 }

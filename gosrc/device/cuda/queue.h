@@ -44,7 +44,7 @@ struct owcu_queue {
 	owcu_handle ctx;
 	struct owcu_slab slab; // stream 0 copies; the device's memory is the staging
 	owcu_handle kernels[OWCU_KERNELS];
-	owcu_handle join; // event for WaitFor
+	owcu_handle join; // event for FollowStream
 	owcu_ptr scratch;
 	struct owcu_slot **slots;
 	int nallocated, nslots; // slots in memory, and those in use

@@ -79,8 +79,8 @@ func TestQueueIsReshaped(t *testing.T) {
 	p.coded(weights(r, x16.BF16, 90_000), x16.BF16)
 	p.raw(weights(r, x16.Bytes, 20_000))
 	slots, size := DefaultRing()
-	fine, fineSize := FineRing()
-	finest, finestSize := FinestRing()
+	fine, fineSize := RemoteRing()
+	finest, finestSize := ExchangeRing()
 	for _, cut := range [][2]int64{{int64(fine), fineSize}, {int64(finest), finestSize}} {
 		if cut[0] <= int64(slots) || cut[1] >= size ||
 			cut[0]*slotStride(cut[1]) > int64(ring.divided)*slotStride(size) {
@@ -130,7 +130,7 @@ func TestQueueIsReshaped(t *testing.T) {
 // A queue that ranks have exchanged by serves a load from files.
 func TestFinestQueueServesFiles(t *testing.T) {
 	d := begun(t)
-	first, err := d.Queue(FinestRing())
+	first, err := d.Queue(ExchangeRing())
 	if err != nil {
 		t.Fatal(err)
 	}

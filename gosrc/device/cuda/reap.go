@@ -101,7 +101,7 @@ func (d *Device) freeKept() error {
 	for i := range blocks {
 		at[i] = blocks[i].at
 	}
-	if e := d.freeUnused(at); err == nil {
+	if e := d.freeBlocks(at); err == nil {
 		err = e
 	}
 	return err
@@ -142,7 +142,7 @@ func (d *Device) reapBlocks(wait bool) (err error) {
 	}
 }
 
-// reapStep takes one step of reap. busy: another step may do more.
+// reapStep takes one step of reapBlocks. busy: another step may do more.
 func (d *Device) reapStep() (busy bool, err error) {
 	pending := &d.pending
 	var e C.struct_owcu_error
@@ -200,25 +200,25 @@ func (d *Device) freeSurplus() bool {
 	d.mu.Lock()
 	old, more := d.removeSurplus()
 	d.mu.Unlock()
-	_ = d.freeUnused(old) // the reaper tries again
+	_ = d.freeBlocks(old) // the reaper tries again
 	return more
 }
 
-// freeUnused frees memory that no work uses. What the driver refuses to free, the reaper
+// freeBlocks frees memory that no work uses. What the driver refuses to free, the reaper
 // tries again.
-func (d *Device) freeUnused(at []C.owcu_ptr) error {
-	left, err := d.freeAll(at)
+func (d *Device) freeBlocks(at []C.owcu_ptr) error {
+	left, err := d.tryFreeBlocks(at)
 	if len(left) > 0 {
 		d.deferFree(func() bool {
-			left, _ = d.freeAll(left)
+			left, _ = d.tryFreeBlocks(left)
 			return len(left) == 0
 		})
 	}
 	return err
 }
 
-// freeAll frees memory and returns what the driver refused to free; zeros are none.
-func (d *Device) freeAll(at []C.owcu_ptr) (left []C.owcu_ptr, err error) {
+// tryFreeBlocks frees memory and returns what the driver refused to free; zeros are none.
+func (d *Device) tryFreeBlocks(at []C.owcu_ptr) (left []C.owcu_ptr, err error) {
 	isZero := func(p C.owcu_ptr) bool { return p == 0 }
 	if at = slices.DeleteFunc(at, isZero); len(at) == 0 {
 		return nil, nil

@@ -30,12 +30,12 @@ const (
 type residentModule struct {
 	module  *C.struct_owcu_module
 	kernels []C.owcu_handle // nil: not yet looked up
-	lanes   [residentLanes]residentTable
+	tables  [residentTables]residentTable
 }
 
-// residentLanes is how many kernels may be on the way at once: while one runs, the host
+// residentTables is how many kernels may be on the way at once: while one runs, the host
 // fills the table of the next.
-const residentLanes = 2
+const residentTables = 2
 
 // A residentTable is the memory of a kernel's table.
 type residentTable struct {
@@ -49,7 +49,7 @@ type residentTable struct {
 // the device.
 type residentLaunch struct {
 	kernel, grid, block int
-	lane                int
+	tableIndex          int
 	blocks              int // of a processor at most, 0: any
 	bytes, room         int
 	back, backAt        int
@@ -60,17 +60,17 @@ type residentLaunch struct {
 
 // residentKernels are the kernels of the second module.
 func (d *Device) residentKernels() ([]C.owcu_handle, error) {
-	return d.findKernels(&d.resident.kernels, d.resident.module, built.Resident, residentNames)
+	return d.loadKernels(&d.resident.kernels, d.resident.module, built.Resident, residentNames)
 }
 
-// residentPad returns a lane's memory for a table. The lane's lock is held.
-func (d *Device) residentPad(r *residentTable, bytes int) (*pad, error) {
-	if r.slab != nil && r.slab.pads[0].bytes >= bytes {
-		return r.slab.pads[0], nil
+// padForTable returns the memory of a table of that many bytes. Its lock is held.
+func (d *Device) padForTable(table *residentTable, bytes int) (*pad, error) {
+	if table.slab != nil && table.slab.pads[0].bytes >= bytes {
+		return table.slab.pads[0], nil
 	}
-	if r.slab != nil {
-		old := r.slab
-		r.slab = nil
+	if table.slab != nil {
+		old := table.slab
+		table.slab = nil
 		if err := d.freeSlab(old); err != nil {
 			return nil, err
 		}
@@ -80,23 +80,23 @@ func (d *Device) residentPad(r *residentTable, bytes int) (*pad, error) {
 	if err != nil {
 		return nil, err
 	}
-	r.slab = s
+	table.slab = s
 	return s.pads[0], nil
 }
 
-// runResident runs a kernel of the second module on the caller's stream and waits for it.
-func (d *Device) runResident(on Order, run residentLaunch) error {
+// runResidentKernel runs a kernel of the second module on the caller's stream and waits for it.
+func (d *Device) runResidentKernel(on Order, run residentLaunch) error {
 	kernels, err := d.residentKernels()
 	if err != nil {
 		return err
 	}
-	if err := d.AwaitStreams(on.Stream, on.After...); err != nil {
+	if err := d.MakeStreamWait(on.Stream, on.After...); err != nil {
 		return err
 	}
-	lane := &d.resident.lanes[run.lane]
-	lane.mu.Lock()
-	defer lane.mu.Unlock()
-	p, err := d.residentPad(lane, max(run.bytes, run.room))
+	table := &d.resident.tables[run.tableIndex]
+	table.mu.Lock()
+	defer table.mu.Unlock()
+	p, err := d.padForTable(table, max(run.bytes, run.room))
 	if err != nil {
 		return err
 	}
@@ -123,16 +123,16 @@ func (d *Device) runResident(on Order, run residentLaunch) error {
 	return nil
 }
 
-// reserveResident gets memory for tables of that size in the first lanes.
-func (d *Device) reserveResident(bytes, lanes int) error {
+// reserveTables gets memory for tables of that size in the first of them.
+func (d *Device) reserveTables(bytes, count int) error {
 	if _, err := d.residentKernels(); err != nil || bytes == 0 {
 		return err
 	}
-	for i := range min(lanes, residentLanes) {
-		lane := &d.resident.lanes[i]
-		lane.mu.Lock()
-		_, err := d.residentPad(lane, bytes)
-		lane.mu.Unlock()
+	for i := range min(count, residentTables) {
+		table := &d.resident.tables[i]
+		table.mu.Lock()
+		_, err := d.padForTable(table, bytes)
+		table.mu.Unlock()
 		if err != nil {
 			return err
 		}
@@ -140,20 +140,20 @@ func (d *Device) reserveResident(bytes, lanes int) error {
 	return nil
 }
 
-// trimResident frees the memory of tables; the module stays.
-func (d *Device) trimResident() error {
+// trimTables frees the memory of tables; the module stays.
+func (d *Device) trimTables() error {
 	var first error
-	for i := range d.resident.lanes {
-		r := &d.resident.lanes[i]
-		r.mu.Lock()
-		s := r.slab
-		r.slab = nil
+	for i := range d.resident.tables {
+		table := &d.resident.tables[i]
+		table.mu.Lock()
+		s := table.slab
+		table.slab = nil
 		if s != nil {
 			if err := d.freeSlab(s); first == nil {
 				first = err
 			}
 		}
-		r.mu.Unlock()
+		table.mu.Unlock()
 	}
 	return first
 }

@@ -58,12 +58,12 @@ type Order struct {
 	After  []uintptr
 }
 
-// seam: see Seam. Tests make it smaller.
-var seam int64 = 32 << 20
+// registerAlignment: see RegisterAlignment. Tests make it smaller.
+var registerAlignment int64 = 32 << 20
 
-// Seam divides memory that was registered in several parts: their ends are multiples of
+// RegisterAlignment divides memory that was registered in several parts: their ends are multiples of
 // it, and no copy of this package's crosses one.
-func Seam() int64 { return seam }
+func RegisterAlignment() int64 { return registerAlignment }
 
 // PackedRange is a range of device memory on its way to the host, encoded or as it is.
 type PackedRange struct {
@@ -72,9 +72,9 @@ type PackedRange struct {
 	Transform uint8          // of X16; 0: not encoded
 	Hash      bool           // QueueSums makes its sums; Src is a multiple of 8
 	Tail      int            // for QueueSums: bytes that end with the range; the first may lie before Src
-	To        unsafe.Pointer // pinned, for Fetch
+	To        unsafe.Pointer // pinned, for QueueFetches
 
-	// Set by Encode: the bytes that Fetch copies, and X16's tiles of a segment, 0 if
+	// Set by Encode: the bytes that QueueFetches copies, and X16's tiles of a segment, 0 if
 	// the range stays as it is.
 	Stored int64
 	Tiles  uint16
@@ -82,9 +82,9 @@ type PackedRange struct {
 	sums   []byte
 }
 
-// Sums are those of the blocks of a range, for package blocksum, and the bytes of its
+// SumsAndTail are the sums of the blocks of a range, for package blocksum, and the bytes of its
 // tail: valid until the slot's next use.
-func (r *PackedRange) Sums() (sums, tail []byte) {
+func (r *PackedRange) SumsAndTail() (sums, tail []byte) {
 	n := len(r.sums) - r.Tail
 	return r.sums[:n], r.sums[n:]
 }

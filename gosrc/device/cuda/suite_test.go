@@ -120,7 +120,7 @@ func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
 	p.sum()
 	return p.send(t, d, l, shift, func(s device.Slot) {
 		copy(s.Memory(), p.bytes)
-		s.Check()
+		s.CheckOnSubmit()
 	})
 }
 

@@ -11,12 +11,12 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// TouchPages has the pages of b made by up to that many threads near a device (0: as many as
+// FaultInFreshPages has the pages of b made by up to that many threads near a device (0: as many as
 // gain something); nil: anywhere. It writes a zero into each page: b is fresh memory.
 //
 // Not by MADV_POPULATE_WRITE, in which threads wait for each other: on a machine with an
 // H200, 16 of them touch 37 GB/s, and populate 6.
-func TouchPages(b []byte, near *nodes.Place, threads int) {
+func FaultInFreshPages(b []byte, near *nodes.Place, threads int) {
 	const page = 4096
 	if threads <= 0 {
 		threads = max(1, min(16, runtime.GOMAXPROCS(0)))

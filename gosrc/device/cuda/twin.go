@@ -46,9 +46,9 @@ func runTwin(kernel string, items []twinItem) {
 	}
 }
 
-// twinStreamX16 decodes a raw block of X16 by `warps` warps, and returns its status
+// runX16StreamTwin decodes a raw block of X16 by `warps` warps, and returns its status
 // word.
-func twinStreamX16(src uint64, stored int, dst uint64, size, warps int) uint32 {
+func runX16StreamTwin(src uint64, stored int, dst uint64, size, warps int) uint32 {
 	few := C.ow_stream_few{head: C.ow_stream_head{streams: 1, rows: 1, split: C.uint32_t(warps)}}
 	few.streams[0] = C.ow_stream{
 		src: C.uint64_t(src), stored: C.uint64_t(stored), dst: C.uint64_t(dst), size: C.uint64_t(size),

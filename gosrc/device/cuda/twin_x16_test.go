@@ -113,7 +113,7 @@ func twinX16(t testing.TB, stored []byte, room int, arg uint32) ([]byte, uint32)
 	defer src.free()
 	defer dst.free()
 	copy(src.bytes[8:], block)
-	status := twinStreamX16(src.addr()+8, len(block), dst.addr(), room, 1+len(stored)%3)
+	status := runX16StreamTwin(src.addr()+8, len(block), dst.addr(), room, 1+len(stored)%3)
 	if status != 0 {
 		return nil, status
 	}

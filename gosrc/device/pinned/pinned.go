@@ -23,10 +23,10 @@ const (
 	page = 4096
 	huge = 2 << 20
 
-	// mostSeams is how many seams a part has at most. The first has one, so that copies
+	// mostUnits is how many units of cuda.RegisterAlignment a part has at most. The first has one, so that copies
 	// begin soon; larger parts are touched and registered faster: on a machine with an
 	// H200, 37 GB/s are registered in parts of 256 MiB and 21 in parts of 32.
-	mostSeams = 8
+	mostUnits = 8
 )
 
 // A Memory is such memory, or, without a GPU, ordinary memory. Its user calls Keep or
@@ -35,7 +35,7 @@ type Memory struct {
 	gpu    *cuda.Device // nil: not registered
 	raw    unsafe.Pointer
 	mapped uintptr
-	base   unsafe.Pointer // a multiple of cuda.Seam
+	base   unsafe.Pointer // a multiple of cuda.RegisterAlignment
 	room   int64
 
 	mu      sync.Mutex
@@ -91,7 +91,7 @@ func (m *Memory) takeOver(room, limit int64) bool {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.room < room || m.ready > limit || m.ready%cuda.Seam() != 0 || m.err != nil {
+	if m.room < room || m.ready > limit || m.ready%cuda.RegisterAlignment() != 0 || m.err != nil {
 		return false
 	}
 	if !m.growing {
@@ -103,20 +103,20 @@ func (m *Memory) takeOver(room, limit int64) bool {
 }
 
 func newMemory(room, limit int64, gpu *cuda.Device) (*Memory, error) {
-	seam := cuda.Seam()
-	m := &Memory{gpu: gpu, room: sizes.RoundUp(room, seam), moved: make(chan struct{})}
+	unit := cuda.RegisterAlignment()
+	m := &Memory{gpu: gpu, room: sizes.RoundUp(room, unit), moved: make(chan struct{})}
 	if gpu != nil {
 		m.room *= 2 // address space costs nothing, and the next user may need a bit more
 	}
 	m.limit = min(limit, m.room)
-	m.mapped = uintptr(m.room + seam)
+	m.mapped = uintptr(m.room + unit)
 	raw, err := unix.MmapPtr(-1, 0, nil, m.mapped, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
 	if err != nil {
 		return nil, &errs.Memory{Where: "host", Asked: room, Free: -1, Total: -1, For: "address space",
 			Err: err.Error()}
 	}
 	m.raw = raw
-	m.base = unsafe.Add(raw, (seam-int64(uintptr(raw)%uintptr(seam)))%seam)
+	m.base = unsafe.Add(raw, (unit-int64(uintptr(raw)%uintptr(unit)))%unit)
 	return m, nil
 }
 
@@ -147,7 +147,7 @@ func (m *Memory) Want(n int64) {
 	}
 	unit := int64(page)
 	if m.gpu != nil {
-		unit = cuda.Seam()
+		unit = cuda.RegisterAlignment()
 	}
 	m.want = max(m.want, min(sizes.RoundUp(n, unit), sizes.RoundUp(m.limit, page)))
 	if !m.growing {
@@ -257,11 +257,11 @@ func (m *Memory) nextPart(lo int64) int64 {
 	if m.gpu == nil {
 		return m.want
 	}
-	seam := cuda.Seam()
+	unit := cuda.RegisterAlignment()
 	if m.gentle {
-		return min(m.want, lo+seam) // a driver that registers does little else
+		return min(m.want, lo+unit) // a driver that registers does little else
 	}
-	return min(m.want, lo+min(max(lo/seam, 1), mostSeams)*seam)
+	return min(m.want, lo+min(max(lo/unit, 1), mostUnits)*unit)
 }
 
 // touchRange makes [lo, hi) accessible, with its pages there.
@@ -274,13 +274,13 @@ func (m *Memory) touchRange(lo, hi int64) error {
 	if m.gpu == nil {
 		return nil // the writers will
 	}
-	near := m.gpu.Place()
+	near := m.gpu.NearNode()
 	_ = near.Bind(b) // where it is refused, they lie where the threads run that touch them
 	threads := 0
 	if m.isGentle() {
 		threads = 1
 	}
-	cuda.TouchPages(b, near, threads)
+	cuda.FaultInFreshPages(b, near, threads)
 	return nil
 }
 

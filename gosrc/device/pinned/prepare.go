@@ -20,7 +20,7 @@ func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	if gpu == nil || n <= 0 || room < n || room > 1<<45 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of pinned memory, %d of address space", n, room)
 	}
-	n = sizes.RoundUp(n, cuda.Seam()) // the next user takes no other
+	n = sizes.RoundUp(n, cuda.RegisterAlignment()) // the next user takes no other
 	kept.mu.Lock()
 	m, old := kept.all[gpu], (*Memory)(nil)
 	if m != nil && !m.extendTo(room, n) {
@@ -48,7 +48,7 @@ func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 func (m *Memory) extendTo(room, n int64) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.room < room || m.err != nil || m.ready%cuda.Seam() != 0 {
+	if m.room < room || m.err != nil || m.ready%cuda.RegisterAlignment() != 0 {
 		return false
 	}
 	m.limit = min(max(m.limit, m.ready, n), m.room)

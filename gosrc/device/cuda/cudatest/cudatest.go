@@ -26,19 +26,19 @@ type State struct {
 	What    string // the first of them
 }
 
-// Left reports whether something was not given back.
-func (s State) Left() bool {
+// HasLeaks reports whether something was not given back.
+func (s State) HasLeaks() bool {
 	return s.Blocks+s.Bytes+s.Pins+s.Streams+s.Events+s.Modules+s.Contexts+s.Pending+s.Relaxed+s.Attached != 0
 }
 
-func readState() (s C.struct_owcu_fake_state) {
+func readCounters() (s C.struct_owcu_fake_state) {
 	C.owcu_fake_get(&s)
 	return s
 }
 
-// Now is the driver's state.
-func Now() State {
-	s := readState()
+// ReadState is the driver's state.
+func ReadState() State {
+	s := readCounters()
 	return State{
 		Blocks: int64(s.blocks), Bytes: int64(s.bytes), Pins: int64(s.pins),
 		Streams: int64(s.streams), Events: int64(s.events), Modules: int64(s.modules),
@@ -47,55 +47,55 @@ func Now() State {
 	}
 }
 
-// Fail makes the nth call of the driver from now fail with a code; with sticky, all later
+// FailCall makes the nth call of the driver from now fail with a code; with sticky, all later
 // ones too. 0: none.
-func Fail(nth int64, code int, sticky bool) {
+func FailCall(nth int64, code int, sticky bool) {
 	C.owcu_fake_fail(C.int64_t(nth), C.int(code), cBool(sticky))
 }
 
-// Lose loses the device: every call fails with code.
-func Lose(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
+// LoseDevice loses the device: every call fails with code.
+func LoseDevice(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
 
-// History is the names of the first calls of the driver, some thousands, since it was
+// TakeHistory returns the names of the first calls of the driver, some thousands, since it was
 // asked before: "mem_alloc".
-func History() []string {
+func TakeHistory() []string {
 	text := make([]C.char, 64<<10)
 	C.owcu_fake_history(&text[0], C.size_t(len(text)), 1)
 	return strings.Fields(strings.ReplaceAll("\n"+C.GoString(&text[0]), "\nf_", "\n"))
 }
 
-// Calls counts the calls since UseFake.
-func Calls() int64 { return int64(readState().calls) }
+// CountCalls counts the calls since UseFake.
+func CountCalls() int64 { return int64(readCounters().calls) }
 
-// InPlace counts the stored bytes that kernels have read in pinned memory since UseFake.
+// BytesReadInPlace counts the stored bytes that kernels have read in pinned memory since UseFake.
 // cuda:1 is coherent, cuda:0 is not.
-func InPlace() int64 { return int64(readState().in_place) }
+func BytesReadInPlace() int64 { return int64(readCounters().in_place) }
 
-// Occupy queues work on a stream that does not end before idle is called; Waited counts
+// OccupyStream queues work on a stream that does not end before idle is called; CountWaits counts
 // the calls that wait for it meanwhile.
-func Occupy(stream uintptr) (idle func()) {
+func OccupyStream(stream uintptr) (idle func()) {
 	C.owcu_fake_busy(C.uint64_t(stream))
 	return func() { C.owcu_fake_idle() }
 }
 
-// Waited counts, since UseFake, the calls that waited, or may have waited, for such work.
-func Waited() int64 { return int64(readState().waited) }
+// CountWaits counts, since UseFake, the calls that waited, or may have waited, for such work.
+func CountWaits() int64 { return int64(readCounters().waited) }
 
-// Capture begins a capture of a graph in the global mode on a stream, or on one of another
+// CaptureStream begins a capture of a graph in the global mode on a stream, or on one of another
 // library (0); calls that would destroy it break a rule. blocking: the default stream waits
 // for that stream.
-func Capture(stream uintptr, blocking bool) (end func()) {
+func CaptureStream(stream uintptr, blocking bool) (end func()) {
 	C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 1)
 	return func() { C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 0) }
 }
 
-// Fill queues a fill of device memory on a stream of another user.
-func Fill(at unsafe.Pointer, n int64, v byte, stream uintptr) {
+// QueueFill queues a fill of device memory on a stream of another user.
+func QueueFill(at unsafe.Pointer, n int64, v byte, stream uintptr) {
 	C.owcu_fake_fill(C.owcu_ptr(uintptr(at)), C.int(v), C.uint64_t(n), C.uint64_t(stream))
 }
 
-// Fork reports whether a forked child that calls the driver in a context is refused without a call.
-func Fork(ctx unsafe.Pointer) bool { return C.owcu_fake_fork(C.owcu_handle(ctx)) == 0 }
+// IsChildRefused reports whether a forked child that calls the driver in a context is refused without a call.
+func IsChildRefused(ctx unsafe.Pointer) bool { return C.owcu_fake_fork(C.owcu_handle(ctx)) == 0 }
 
 func cBool(yes bool) C.int {
 	if yes {

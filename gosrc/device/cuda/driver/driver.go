@@ -104,7 +104,7 @@ func Info() ([]DeviceInfo, error) {
 			Compute: fmt.Sprintf("%d.%d", c.major, c.minor), PCI: bus, Driver: versionText(state.version),
 			Coherent: c.coherent != 0, Node: nodes.Of(System, bus),
 		}
-		all[i].LinkWidth, all[i].LinkGen = readLink(bus)
+		all[i].LinkWidth, all[i].LinkGen = readPCILink(bus)
 	}
 	return all, nil
 }
@@ -124,9 +124,9 @@ func Bus(index int) string {
 	return busName(&c)
 }
 
-// readLink reads a device's PCI Express link from the system: its maximum, because an
+// readPCILink reads a device's PCI Express link from the system: its maximum, because an
 // idle GPU slows its link down.
-func readLink(bus string) (width, gen int) {
+func readPCILink(bus string) (width, gen int) {
 	dir := System + "/bus/pci/devices/" + bus
 	read := func(name string) string {
 		b, err := os.ReadFile(dir + "/" + name)
@@ -175,11 +175,11 @@ func Error(device int, call, text string, code int) error {
 	return errs.New(errs.ErrDevice, "%s: %s failed: %s (%d)", where, call, text, code)
 }
 
-// ThreadMode sets the calling thread's mode of stream capture, a number of
+// SwapCaptureMode sets the calling thread's mode of stream capture, a number of
 // CUstreamCaptureMode, and returns the previous one; -1 if there is no driver or
 // the number is unknown, and then it changes nothing. It is for Python threads that
 // will call torch.
-func ThreadMode(mode int) int {
+func SwapCaptureMode(mode int) int {
 	if mode < 0 || Available() != nil {
 		return -1
 	}

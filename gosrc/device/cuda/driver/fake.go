@@ -20,9 +20,9 @@ func UseFake(memory int64, version, devices int) {
 	C.owcu_use_table(C.owcu_fake_api())
 }
 
-// UseTables gives the host other tables of nodes and devices, until restore is called;
+// UseSystemRoot gives the host other tables of nodes and devices, until restore is called;
 // cuda:N is at ffff:0N:00.0.
-func UseTables(root string) (restore func()) {
+func UseSystemRoot(root string) (restore func()) {
 	tables := System
 	System = root
 	return func() { System = tables }
