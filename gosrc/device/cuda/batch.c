@@ -3,9 +3,9 @@
 
 #include "driver/call.h"
 
-static int queue_steps(const struct owcu_batch *b, struct owcu_error *e)
+static int submit_steps(const struct owcu_batch *b, struct owcu_error *e)
 {
-	owcu_handle stream = handle(b->stream);
+	owcu_handle stream = stream_handle(b->stream);
 
 	if (refuse_captured(b->stream, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
 		return -1;
@@ -25,35 +25,45 @@ static int queue_steps(const struct owcu_batch *b, struct owcu_error *e)
 	return b->wait ? TRY(event_sync, (b->done)) : 0;
 }
 
-int owcu_queue_batch(const struct owcu_batch *b, struct owcu_error *e)
+int owcu_submit_batch(const struct owcu_batch *b, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, b->ctx, e);
 
 	if (rc == 0) {
-		rc = queue_steps(b, e);
+		rc = submit_steps(b, e);
 		// Some of it may run, on memory that is about to be reused.
 		if (rc && e->code != OWCU_CAPTURED)
-			owcu->stream_sync(handle(b->stream));
+			owcu->stream_sync(stream_handle(b->stream));
 	}
 	return leave(&g, rc);
 }
 
-int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_error *e)
+int owcu_wait_batch(owcu_handle ctx, owcu_handle done, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
 	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
 		return rc;
-	if (rc == 0 && ready != NULL) {
-		int code = owcu->event_query(event);
-		*ready = code == 0;
-		rc = code == OWCU_NOT_READY ? 0 : failed(e, name_event_query, code);
-	} else if (rc == 0) {
-		rc = TRY(event_sync, (event));
-	}
+	if (rc == 0)
+		rc = TRY(event_sync, (done));
 	if (rc)
-		owcu->event_sync(event); // whatever is wrong with it, all work on the memory must have ended
+		owcu->event_sync(done); // whatever is wrong with it, all work on the memory must have ended
 	return leave(&g, rc);
+}
+
+int owcu_is_batch_done(owcu_handle ctx, owcu_handle done, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int code, rc = enter(&g, ctx, e);
+
+	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
+		return rc;
+	code = rc == 0 ? owcu->event_query(done) : 0;
+	if (code != OWCU_NOT_READY && record_error(e, name_event_query, code))
+		rc = -1;
+	if (rc)
+		owcu->event_sync(done); // as owcu_wait_batch
+	return leave(&g, rc ? rc : code == 0);
 }

@@ -185,7 +185,7 @@ func (d *Device) finishPad(p *pad) {
 		return
 	}
 	var e C.struct_owcu_error
-	rc := C.owcu_batch_wait(d.ctx, p.done, nil, &e)
+	rc := C.owcu_wait_batch(d.ctx, p.done, &e)
 	p.used = false
 	if p.batch == nil {
 		return
@@ -255,8 +255,7 @@ func (d *Device) isPadDone(p *pad) bool {
 		return true
 	}
 	var e C.struct_owcu_error
-	var ready C.int
-	return C.owcu_batch_wait(d.ctx, p.done, &ready, &e) != 0 || ready != 0
+	return C.owcu_is_batch_done(d.ctx, p.done, &e) != 0
 }
 
 // tryFreeIdleSlab frees a slab of one pad if its batch is done, and reports whether it is
@@ -474,7 +473,7 @@ func (d *Device) startBatch(on Order, work batchWork, plan func(split int) []ker
 		batch.peeks = make([]C.ow_stream_peek_t, n)
 	}
 	var e C.struct_owcu_error
-	if C.owcu_queue_batch(&request, &e) != 0 {
+	if C.owcu_submit_batch(&request, &e) != 0 {
 		return nil, errorOf(d.index, &e)
 	}
 	p.used, p.batch = true, batch
@@ -530,7 +529,7 @@ func (b *Batch) Wait() ([]error, error) {
 		// set before that.
 		var e C.struct_owcu_error
 		var err error
-		if C.owcu_batch_wait(b.d.ctx, p.done, nil, &e) != 0 {
+		if C.owcu_wait_batch(b.d.ctx, p.done, &e) != 0 {
 			err = errorOf(b.d.index, &e)
 		}
 		pool.mu.Lock()

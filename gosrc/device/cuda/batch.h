@@ -1,6 +1,6 @@
 // Work on a caller's stream: a table is copied or passed with the launch, kernels are
 // launched, answers are copied back, and an event is recorded behind them. Only
-// owcu_batch_wait waits, and what is asked to. A stream that is being captured is refused:
+// owcu_wait_batch waits, and what is asked to. A stream that is being captured is refused:
 // OWCU_CAPTURED.
 #ifndef OWCU_BATCH_H
 #define OWCU_BATCH_H
@@ -30,10 +30,12 @@ struct owcu_batch {
 	struct owcu_step steps[OWCU_STEPS];
 };
 
-// owcu_queue_batch queues all of it. If it fails, none of it is still running.
-int owcu_queue_batch(const struct owcu_batch *b, struct owcu_error *e);
-// owcu_batch_wait waits for an event; with ready it only checks, and returns 1 for
-// done and 0 for not yet.
-int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_error *e);
+// owcu_submit_batch queues all of it. If it fails, none of it is still running.
+int owcu_submit_batch(const struct owcu_batch *b, struct owcu_error *e);
+// owcu_wait_batch waits for a batch's event. Whatever it returns, that work has ended.
+int owcu_wait_batch(owcu_handle ctx, owcu_handle done, struct owcu_error *e);
+// owcu_is_batch_done returns 1 when that work is done, 0 when it is not yet, without waiting. After an
+// error, -1, it has ended.
+int owcu_is_batch_done(owcu_handle ctx, owcu_handle done, struct owcu_error *e);
 
 #endif

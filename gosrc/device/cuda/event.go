@@ -18,7 +18,7 @@ func (v *Event) MakeStreamWait(stream uintptr) error {
 		return nil
 	}
 	return v.dev.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_await_event(v.dev.ctx, v.c, C.uint64_t(stream), e)
+		return C.owcu_stream_follow_event(v.dev.ctx, v.c, C.uint64_t(stream), e)
 	})
 }
 

@@ -51,7 +51,7 @@ func (d *Device) MakeStreamWait(stream uintptr, after ...uintptr) error {
 	d.linking.Lock()
 	defer d.linking.Unlock()
 	return d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_await_streams(d.ctx, &d.link, C.uint64_t(stream), &others[0], C.uint64_t(len(others)), e)
+		return C.owcu_stream_follow(d.ctx, &d.link, C.uint64_t(stream), &others[0], C.uint64_t(len(others)), e)
 	})
 }
 

@@ -3,33 +3,34 @@
 
 #include "driver/call.h"
 
-// wait_for_streams waits for all work of a pack.
-static void wait_for_streams(const struct owcu_slab *p)
+// sync_streams waits for all work of a pack.
+static void sync_streams(const struct owcu_slab *slab)
 {
-	for (int i = 0; i < p->nstreams; i++)
-		owcu->stream_sync(p->streams[i]);
+	for (int i = 0; i < slab->nstreams; i++)
+		owcu->stream_sync(slab->streams[i]);
 }
 
-int owcu_pack_encode(owcu_handle ctx, const struct owcu_slab *p, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n, uint32_t threads,
-                     struct owcu_error *e)
+int owcu_pack_launch(owcu_handle ctx, const struct owcu_slab *slab, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n,
+                     uint32_t threads, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	void *args[] = {&items, &n};
 	int rc = enter(&g, ctx, e);
 
 	if (rc == 0) {
-		rc = TRY(launch, (kernel, n, 1, 1, threads, 1, 1, 0, p->streams[slot], args, NULL)) ||
-		     TRY(event_record, (p->events[slot], p->streams[slot])) ? -1 : 0;
+		rc = TRY(launch, (kernel, n, 1, 1, threads, 1, 1, 0, slab->streams[slot], args, NULL)) ||
+		     TRY(event_record, (slab->events[slot], slab->streams[slot])) ? -1 : 0;
 		if (rc)
-			owcu->stream_sync(p->streams[slot]);
+			owcu->stream_sync(slab->streams[slot]);
 	}
 	return leave(&g, rc);
 }
 
-int owcu_pack_fetch(owcu_handle ctx, const struct owcu_slab *p, int slot, uint64_t n, const struct owcu_fetch *copies, struct owcu_error *e)
+int owcu_pack_fetch(owcu_handle ctx, const struct owcu_slab *slab, int slot, uint64_t n,
+                    const struct owcu_fetch *copies, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	owcu_handle copier = p->streams[p->nevents + slot % OWCU_PACK_COPIERS];
+	owcu_handle copier = slab->streams[slab->nevents + slot % OWCU_PACK_COPIERS];
 	int rc = enter(&g, ctx, e);
 
 	if (rc)
@@ -37,13 +38,13 @@ int owcu_pack_fetch(owcu_handle ctx, const struct owcu_slab *p, int slot, uint64
 	for (uint64_t i = 0; rc == 0 && i < n; i++)
 		rc = TRY(copy_out_async, (copies[i].dst, copies[i].src, copies[i].n, copier));
 	if (rc == 0)
-		rc = TRY(event_record, (p->events[slot], copier));
+		rc = TRY(event_record, (slab->events[slot], copier));
 	if (rc)
 		owcu->stream_sync(copier); // some of it may run
 	return leave(&g, rc);
 }
 
-int owcu_pack_wait(owcu_handle ctx, const struct owcu_slab *p, int slot, struct owcu_error *e)
+int owcu_pack_wait(owcu_handle ctx, const struct owcu_slab *slab, int slot, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
@@ -51,8 +52,8 @@ int owcu_pack_wait(owcu_handle ctx, const struct owcu_slab *p, int slot, struct 
 	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
 		return rc;
 	if (rc == 0)
-		rc = TRY(event_sync, (p->events[slot]));
+		rc = TRY(event_sync, (slab->events[slot]));
 	if (rc)
-		wait_for_streams(p);
+		sync_streams(slab);
 	return leave(&g, rc);
 }

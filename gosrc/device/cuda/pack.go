@@ -105,7 +105,7 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 		return nil
 	}
 	err := p.d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.encode, p.slab.c.mapped+C.owcu_ptr(base),
+		return C.owcu_pack_launch(p.d.ctx, &p.slab.c, C.int(slot), p.encode, p.slab.c.mapped+C.owcu_ptr(base),
 			C.uint32_t(len(rows)), packThreads, e)
 	})
 	if err == nil {
@@ -153,7 +153,7 @@ func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 		return nil
 	}
 	return p.d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.hash, p.slab.c.mapped+C.owcu_ptr(base),
+		return C.owcu_pack_launch(p.d.ctx, &p.slab.c, C.int(slot), p.hash, p.slab.c.mapped+C.owcu_ptr(base),
 			C.uint32_t(len(items)), packThreads, e)
 	})
 }

@@ -15,13 +15,14 @@ struct owcu_fetch {
 	uint64_t n;
 };
 
-// owcu_pack_encode launches kernel(items, n) a block an item.
-int owcu_pack_encode(owcu_handle ctx, const struct owcu_slab *p, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n, uint32_t threads,
-                     struct owcu_error *e);
+// owcu_pack_launch launches kernel(items, n) a block an item.
+int owcu_pack_launch(owcu_handle ctx, const struct owcu_slab *slab, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n,
+                     uint32_t threads, struct owcu_error *e);
 // owcu_pack_fetch queues copies to pinned memory of what has been encoded.
-int owcu_pack_fetch(owcu_handle ctx, const struct owcu_slab *p, int slot, uint64_t n, const struct owcu_fetch *copies, struct owcu_error *e);
+int owcu_pack_fetch(owcu_handle ctx, const struct owcu_slab *slab, int slot, uint64_t n,
+                    const struct owcu_fetch *copies, struct owcu_error *e);
 // owcu_pack_wait waits for the slot's last encode or fetch. Whatever it returns, that
 // work has ended.
-int owcu_pack_wait(owcu_handle ctx, const struct owcu_slab *p, int slot, struct owcu_error *e);
+int owcu_pack_wait(owcu_handle ctx, const struct owcu_slab *slab, int slot, struct owcu_error *e);
 
 #endif

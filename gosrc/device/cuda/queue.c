@@ -9,11 +9,11 @@
 #include "../../../cuda/abi.h"
 #include "driver/call.h"
 
-// close_queue frees the parts of a queue that were made, and returns 1 if the driver
+// free_queue_parts frees the parts of a queue that were made, and returns 1 if the driver
 // refused some of it.
-static int close_queue(struct owcu_queue *q, struct owcu_error *e)
+static int free_queue_parts(struct owcu_queue *q, struct owcu_error *e)
 {
-	int left = owcu_close_slab(&q->slab, e);
+	int left = owcu_slab_free_entered(&q->slab, e);
 
 	if (left)
 		return 1;
@@ -30,10 +30,11 @@ static int close_queue(struct owcu_queue *q, struct owcu_error *e)
 	return 0;
 }
 
-// open_queue makes a queue's slab and slots; close_queue frees what was made.
-static int open_queue(struct owcu_queue *q, void *pinned, uint64_t bytes, int nslots, int staged, struct owcu_error *e)
+// make_queue_parts makes a queue's slab and slots; free_queue_parts frees what was made.
+static int make_queue_parts(struct owcu_queue *q, void *pinned, uint64_t bytes, int nslots, int staged,
+                            struct owcu_error *e)
 {
-	if (owcu_open_slab(&q->slab, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
+	if (owcu_slab_new_entered(&q->slab, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
 		return -1;
 	q->join = q->slab.events[2 * nslots];
 	q->slots = calloc((size_t)nslots, sizeof *q->slots);
@@ -44,7 +45,7 @@ static int open_queue(struct owcu_queue *q, void *pinned, uint64_t bytes, int ns
 		s->done = q->slab.events[q->nallocated];
 		s->copied = q->slab.events[nslots + q->nallocated];
 	}
-	return q->nallocated < nslots ? failed(e, "calloc", OWCU_OUT_OF_MEMORY) : 0;
+	return q->nallocated < nslots ? record_error(e, "calloc", OWCU_OUT_OF_MEMORY) : 0;
 }
 
 struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, int staged,
@@ -58,15 +59,15 @@ struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes,
 	if (rc == 0) {
 		q = calloc(1, sizeof *q);
 		if (q == NULL)
-			rc = failed(e, "calloc", OWCU_OUT_OF_MEMORY);
+			rc = record_error(e, "calloc", OWCU_OUT_OF_MEMORY);
 	}
 	if (rc == 0) {
 		q->ctx = ctx;
 		memcpy(q->kernels, kernels, sizeof q->kernels);
-		rc = open_queue(q, pinned, bytes, nslots, staged, e);
+		rc = make_queue_parts(q, pinned, bytes, nslots, staged, e);
 	}
 	if (rc && q) {
-		if (close_queue(q, &ignored))
+		if (free_queue_parts(q, &ignored))
 			*left = q;
 		q = NULL;
 	}
@@ -77,11 +78,11 @@ struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes,
 int owcu_queue_free(struct owcu_queue *q, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = retire(&g, q->ctx, e);
+	int rc = enter_to_free(&g, q->ctx, e);
 
 	if (rc)
 		return rc;
-	rc = close_queue(q, e);
+	rc = free_queue_parts(q, e);
 	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }
 
@@ -90,7 +91,7 @@ int owcu_queue_alloc(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct o
 	return WITHIN(q->ctx, TRY(mem_alloc, (which, n)));
 }
 
-static int launch_all(struct owcu_queue *q, struct owcu_slot *s, owcu_handle stream, struct owcu_error *e)
+static int launch_kernels(struct owcu_queue *q, struct owcu_slot *s, owcu_handle stream, struct owcu_error *e)
 {
 	for (uint32_t i = 0; i < s->nlaunches; i++) {
 		struct owcu_launch *k = &s->launches[i];
@@ -110,11 +111,11 @@ static int record_mark(struct owcu_queue *q, struct owcu_slot *s, int k, owcu_ha
 	return q->timed ? TRY(event_record, (s->marks[k], stream)) : 0;
 }
 
-// follow makes a stream of the queue wait for what is queued now on another. A wait takes the event as it is
+// follow_stream makes a stream of the queue wait for what is queued now on another. A wait takes the event as it is
 // now, so one event serves them all.
-static int follow(struct owcu_queue *q, owcu_handle stream, uint64_t other, struct owcu_error *e)
+static int follow_stream(struct owcu_queue *q, owcu_handle stream, uint64_t other, struct owcu_error *e)
 {
-	return refuse_captured(other, e) || TRY(event_record, (q->join, handle(other))) ||
+	return refuse_captured(other, e) || TRY(event_record, (q->join, stream_handle(other))) ||
 	       TRY(stream_wait, (stream, q->join, 0)) ? -1 : 0;
 }
 
@@ -139,11 +140,11 @@ static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_er
 	if (last != copy && (TRY(event_record, (s->copied, copy)) || TRY(stream_wait, (last, s->copied, 0))))
 		return -1;
 	for (uint32_t i = 0; i < s->nbehind; i++)
-		if (follow(q, last, s->behind[i], e))
+		if (follow_stream(q, last, s->behind[i], e))
 			return -1;
 	if (s->after && last != copy && !s->early && TRY(stream_wait, (last, s->after, 0)))
 		return -1;
-	if (record_mark(q, s, 2, last, e) || launch_all(q, s, last, e) || record_mark(q, s, 3, last, e))
+	if (record_mark(q, s, 2, last, e) || launch_kernels(q, s, last, e) || record_mark(q, s, 3, last, e))
 		return -1;
 	return TRY(event_record, (s->done, last));
 }
@@ -167,10 +168,10 @@ int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-// poll_event asks for an event again and again, and rests in between, since readers need the
+// poll_event_briefly asks for an event again and again, and rests in between, since readers need the
 // core, and others the driver: with rests of 10 microseconds two ranks loaded up to 5 % slower.
 // What is wrong with the event is for others to find.
-static void poll_event(owcu_handle event)
+static void poll_event_briefly(owcu_handle event)
 {
 	const struct timespec rest = {.tv_nsec = 20000};
 
@@ -190,7 +191,7 @@ int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 	if (rc && enter(&g, q->ctx, e))
 		return rc;
 	if (rc == 0 && q->prompt)
-		poll_event(q->slots[slot]->done);
+		poll_event_briefly(q->slots[slot]->done);
 	if (rc == 0)
 		rc = TRY(event_sync, (q->slots[slot]->done));
 	for (int k = 0; rc == 0 && q->timed && k < 4; k++)
@@ -201,13 +202,13 @@ int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-int owcu_join_stream(struct owcu_queue *q, uint64_t stream, struct owcu_error *e)
+int owcu_queue_follow(struct owcu_queue *q, uint64_t stream, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, q->ctx, e);
 
 	if (rc == 0)
-		rc = refuse_captured(stream, e) || TRY(event_record, (q->join, handle(stream))) ? -1 : 0;
+		rc = refuse_captured(stream, e) || TRY(event_record, (q->join, stream_handle(stream))) ? -1 : 0;
 	// A wait takes the event as it is now, so one event serves them all.
 	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
 		rc = TRY(stream_wait, (q->slab.streams[i], q->join, 0));

@@ -532,7 +532,7 @@ func (q *Queue) FollowStream(stream uintptr) error {
 		return q.broken
 	}
 	var e C.struct_owcu_error
-	if C.owcu_join_stream(q.c, C.uint64_t(stream), &e) != 0 {
+	if C.owcu_queue_follow(q.c, C.uint64_t(stream), &e) != 0 {
 		return q.recordError(&e)
 	}
 	return nil

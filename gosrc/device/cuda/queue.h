@@ -73,8 +73,8 @@ int owcu_queue_alloc(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct o
 int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_wait_slot waits for the slot's last submit.
 int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
-// owcu_join_stream makes the queue wait for what is queued now on a caller's stream.
-int owcu_join_stream(struct owcu_queue *q, uint64_t stream, struct owcu_error *e);
+// owcu_queue_follow makes the queue wait for what is queued now on a caller's stream.
+int owcu_queue_follow(struct owcu_queue *q, uint64_t stream, struct owcu_error *e);
 
 // owcu_time_slots turns the marks of the slots on, with the origin now, or off. No work
 // may be in flight. Off, they cost a comparison.

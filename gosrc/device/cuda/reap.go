@@ -163,7 +163,7 @@ func (d *Device) reapStep() (busy bool, err error) {
 		for len(pending.events) < len(streams) {
 			pending.events = append(pending.events, nil)
 		}
-		switch C.owcu_record_events(d.ctx, C.int(len(streams)), &streams[0], &pending.events[0], &e) {
+		switch C.owcu_try_record_events(d.ctx, C.int(len(streams)), &streams[0], &pending.events[0], &e) {
 		case 0:
 			pending.marked = true
 		case 1:

@@ -114,7 +114,7 @@ func (d *Device) runResidentKernel(on Order, run residentLaunch) error {
 	for i, v := range run.args(uint64(p.dev)) {
 		c.steps[0].args[i] = C.uint64_t(v)
 	}
-	if err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_queue_batch(&c, e) }); err != nil {
+	if err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_submit_batch(&c, e) }); err != nil {
 		return err
 	}
 	if run.take != nil {

@@ -368,7 +368,7 @@ static int f_event_destroy(owcu_handle e)
 		return leave_call(rc);
 	ev->next = ended; // what is queued may name it
 	ended = ev;
-	each_stream(run_stream, NULL);
+	for_each_stream(run_stream, NULL);
 	st.events--;
 	return leave_call(rc);
 }
@@ -425,7 +425,7 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 	if (rc)
 		return leave_call(rc);
 	if (kernel >= K_RESIDENT)
-		return leave_call(resident_launch(kernel, gx, bx, gy * gz * by * bz == 1 && shared == 0, s, args));
+		return leave_call(queue_resident_launch(kernel, gx, bx, gy * gz * by * bz == 1 && shared == 0, s, args));
 	if (kernel >= K_ITEMS) { // kernel(items, n)
 		struct op o = {.kind = LAUNCH, .kernel = kernel};
 		memcpy(&o.b, args[0], 8);
@@ -542,8 +542,8 @@ static void finish_busy(struct stream *s, void *arg)
 int owcu_fake_idle(void)
 {
 	pthread_mutex_lock(&lock);
-	each_stream(finish_busy, NULL);
-	each_stream(run_stream, NULL);
+	for_each_stream(finish_busy, NULL);
+	for_each_stream(run_stream, NULL);
 	return leave_call(0);
 }
 

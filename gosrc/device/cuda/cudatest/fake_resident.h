@@ -11,7 +11,7 @@
 void ow_digest_host(const ow_digest_job *jobs, uint32_t n, uint64_t tiles, const ow_digest_dim *dims, uint64_t *sums, uint32_t warps);
 
 // Whether a digest's tensor lies in device memory, all of it.
-static int digest_covered(const ow_digest_job *j, const ow_digest_dim *d)
+static int covers_digest(const ow_digest_job *j, const ow_digest_dim *d)
 {
 	uint64_t low = j->src, bytes = j->rank ? j->item : j->bytes;
 
@@ -27,7 +27,7 @@ static int digest_covered(const ow_digest_job *j, const ow_digest_dim *d)
 	return covers((void *)(uintptr_t)low, bytes) == 1;
 }
 
-static void digest_now(const struct op *o)
+static void run_digest(const struct op *o)
 {
 	const ow_digest_job *jobs = (const void *)(uintptr_t)o->a;
 	const ow_digest_dim *dims = (const void *)(uintptr_t)o->args[1];
@@ -38,7 +38,7 @@ static void digest_now(const struct op *o)
 		return;
 	}
 	for (size_t i = 0; i < o->n; i++)
-		if (!digest_covered(&jobs[i], dims + jobs[i].dims)) {
+		if (!covers_digest(&jobs[i], dims + jobs[i].dims)) {
 			note_broken_rule("a tensor outside device memory");
 			return;
 		}
@@ -49,7 +49,7 @@ void ow_delta_apply_host(const ow_delta_row *rows, uint32_t n);
 void ow_delta_measure_host(ow_delta_row *rows, uint32_t n);
 void ow_delta_write_host(const ow_delta_row *rows, uint32_t n);
 
-static void delta_now(const struct op *o)
+static void run_delta(const struct op *o)
 {
 	ow_delta_row *rows = (void *)(uintptr_t)o->a;
 
@@ -74,15 +74,15 @@ static void delta_now(const struct op *o)
 		ow_delta_write_host(rows, (uint32_t)o->n);
 }
 
-static void resident_now(const struct op *o)
+static void run_resident_kernel(const struct op *o)
 {
 	if (o->kernel == K_DIGEST)
-		digest_now(o);
+		run_digest(o);
 	else
-		delta_now(o);
+		run_delta(o);
 }
 
-static int resident_launch(int kernel, unsigned grid, unsigned block, int flat, owcu_handle s, void **args)
+static int queue_resident_launch(int kernel, unsigned grid, unsigned block, int flat, owcu_handle s, void **args)
 {
 	struct op o = {.kind = LAUNCH, .kernel = kernel, .warps = grid * (block / 32)};
 	uint32_t n;

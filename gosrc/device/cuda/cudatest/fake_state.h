@@ -192,9 +192,9 @@ static int covers(const void *q, size_t n)
 	return 0;
 }
 
-// readable reports whether a kernel may read [p, p+n), and counts that if it is a
+// is_readable reports whether a kernel may read [p, p+n), and counts that if it is a
 // chunk's and pinned. Neighbours that were pinned one by one may be read across.
-static int readable(const void *q, size_t n, int chunk)
+static int is_readable(const void *q, size_t n, int chunk)
 {
 	const uint8_t *p = q, *end = p + n;
 
@@ -249,7 +249,7 @@ static int enter_on_stream_as(const char *name, owcu_handle h)
 #define enter_on_stream(stream) enter_on_stream_as(__func__, stream)
 
 // What ow_stream_open and its kin do; the memory of a batch's streams is theirs.
-static void stream_now(const struct op *o)
+static void run_stream_kernel(const struct op *o)
 {
 	const ow_stream_head *head = o->few ? &o->few->head : (const void *)(uintptr_t)o->a;
 	const ow_stream *s = (const void *)(head + 1);
@@ -285,7 +285,7 @@ static void stream_now(const struct op *o)
 }
 
 // Kernels of items, one warp an item.
-static void items_now(const struct op *o)
+static void run_item_kernel(const struct op *o)
 {
 	ow_batch_item *items = (void *)(uintptr_t)o->b;
 
@@ -303,13 +303,13 @@ static void items_now(const struct op *o)
 	kernels[o->kernel - K_ITEMS](items, (uint32_t)o->n);
 }
 
-static void resident_now(const struct op *o); // fake_resident.h
+static void run_resident_kernel(const struct op *o); // fake_resident.h
 
 static size_t cast_size(uint32_t t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST_BF16 || t == OW_CAST_F16 ? 2 : 1; }
 
-static void launch_now(const struct op *o)
+static void run_launch(const struct op *o)
 {
-	if (o->kernel < K_CRC && !readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // segments and parts alike
+	if (o->kernel < K_CRC && !is_readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // segments and parts alike
 		note_broken_rule("a table outside device memory");
 		return;
 	}
@@ -318,7 +318,7 @@ static void launch_now(const struct op *o)
 		const ow_x16_chunk *chunks = (const void *)(uintptr_t)o->a;
 		for (size_t i = 0; i < o->n; i++) {
 			const ow_x16_chunk *c = &chunks[segs[i].chunk];
-			if (!readable(c, sizeof *c, 0) || c->src % 16 || !readable((void *)(uintptr_t)c->src, c->stored, segs[i].seg == 0) ||
+			if (!is_readable(c, sizeof *c, 0) || c->src % 16 || !is_readable((void *)(uintptr_t)c->src, c->stored, segs[i].seg == 0) ||
 			    covers((void *)(uintptr_t)c->dst, c->logical) != 1) {
 				note_broken_rule("a chunk outside device memory, or not aligned");
 				return;
@@ -330,8 +330,8 @@ static void launch_now(const struct op *o)
 		const ow_part *parts = (const void *)(uintptr_t)o->b;
 		for (size_t i = 0; i < o->n; i++) {
 			const ow_move *m = &moves[parts[i].job];
-			if (!readable(m, sizeof *m, 0) ||
-			    !readable((void *)(uintptr_t)m->src, m->width + (m->rows - 1) * m->src_pitch, parts[i].part == 0) ||
+			if (!is_readable(m, sizeof *m, 0) ||
+			    !is_readable((void *)(uintptr_t)m->src, m->width + (m->rows - 1) * m->src_pitch, parts[i].part == 0) ||
 			    covers((void *)(uintptr_t)m->dst, m->width + (m->rows - 1) * m->dst_pitch) != 1) {
 				note_broken_rule("a move outside device memory");
 				return;
@@ -339,19 +339,19 @@ static void launch_now(const struct op *o)
 		}
 		ow_move_host(moves, parts, (uint32_t)o->n);
 	} else if (o->kernel >= K_RESIDENT) {
-		resident_now(o);
+		run_resident_kernel(o);
 	} else if (o->kernel >= K_ITEMS) {
-		items_now(o);
+		run_item_kernel(o);
 	} else if (o->kernel >= K_OPEN) {
-		stream_now(o);
+		run_stream_kernel(o);
 	} else if (o->kernel == K_CRC) {
 		const ow_crc_part *parts = (const void *)(uintptr_t)o->a;
-		if (!readable(parts, o->n * sizeof *parts, 0) || !readable((void *)(uintptr_t)o->b, o->n * 4, 0)) {
+		if (!is_readable(parts, o->n * sizeof *parts, 0) || !is_readable((void *)(uintptr_t)o->b, o->n * 4, 0)) {
 			note_broken_rule("parts outside device memory");
 			return;
 		}
 		for (size_t i = 0; i < o->n; i++)
-			if (!readable((void *)(uintptr_t)parts[i].src, parts[i].bytes, 0)) {
+			if (!is_readable((void *)(uintptr_t)parts[i].src, parts[i].bytes, 0)) {
 				note_broken_rule("a part outside device memory");
 				return;
 			}
@@ -362,8 +362,8 @@ static void launch_now(const struct op *o)
 		for (size_t i = 0; i < o->n; i++) {
 			const ow_cast *c = &casts[parts[i].job];
 			size_t from = cast_size(c->from), to = cast_size(c->to);
-			if (!readable(c, sizeof *c, 0) || c->src % from || c->dst % to ||
-			    !readable((void *)(uintptr_t)c->src, c->n * from, parts[i].part == 0) || covers((void *)(uintptr_t)c->dst, c->n * to) != 1) {
+			if (!is_readable(c, sizeof *c, 0) || c->src % from || c->dst % to ||
+			    !is_readable((void *)(uintptr_t)c->src, c->n * from, parts[i].part == 0) || covers((void *)(uintptr_t)c->dst, c->n * to) != 1) {
 				note_broken_rule("a cast outside device memory, or not aligned");
 				return;
 			}
@@ -386,7 +386,7 @@ static int run_op(struct op *o, int wait)
 		memset(o->dst, o->value, o->n);
 		break;
 	case LAUNCH:
-		launch_now(o);
+		run_launch(o);
 		break;
 	case RECORD:
 		if (o->event->done < o->at) {
@@ -442,8 +442,8 @@ static void queue_op(owcu_handle h, struct op o)
 // All streams.
 static struct stream *streams[256];
 
-// each_stream calls f for every stream.
-static void each_stream(void (*f)(struct stream *s, void *arg), void *arg)
+// for_each_stream calls f for every stream.
+static void for_each_stream(void (*f)(struct stream *s, void *arg), void *arg)
 {
 	f(stream_of(NULL), arg);
 	for (int i = 0; i < 256; i++)
@@ -462,7 +462,7 @@ static void finish_stream(struct stream *s, void *arg)
 	(void)arg;
 	run_ops(s, NULL, 0, 1);
 }
-static void lose_device(void) { each_stream(finish_stream, NULL); }
+static void lose_device(void) { for_each_stream(finish_stream, NULL); }
 
 // Memory that is about to be freed, and whether work is queued for it; whether
 // there is work that does not end by itself.
@@ -472,7 +472,7 @@ struct going {
 	int used, busy;
 };
 
-static void find_uses(struct stream *s, void *arg)
+static void note_uses(struct stream *s, void *arg)
 {
 	struct going *g = arg;
 
@@ -489,11 +489,11 @@ static void check_free(const void *p, size_t n)
 {
 	struct going g = {.p = p, .n = n};
 
-	each_stream(find_uses, &g);
+	for_each_stream(note_uses, &g);
 	if (g.used)
 		note_broken_rule("memory was freed that queued work uses");
 	st.waited += g.busy; // the driver may wait there for all queued work
-	each_stream(run_stream, NULL);
+	for_each_stream(run_stream, NULL);
 }
 
 #endif

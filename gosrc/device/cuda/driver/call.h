@@ -7,8 +7,8 @@
 
 #include <stdio.h>
 
-// failed records the first error of a function.
-static inline int failed(struct owcu_error *e, const char *call, int code)
+// record_error records the first error of a function.
+static inline int record_error(struct owcu_error *e, const char *call, int code)
 {
 	const char *name = NULL, *text = NULL;
 
@@ -30,7 +30,7 @@ static inline int failed(struct owcu_error *e, const char *call, int code)
 #define OWCU_NAME(field, symbol, args) static const char name_##field[] __attribute__((unused)) = symbol;
 OWCU_FUNCTIONS(OWCU_NAME)
 
-#define TRY(field, args) (failed(e, name_##field, owcu->field args))
+#define TRY(field, args) (record_error(e, name_##field, owcu->field args))
 
 enum {
 	NON_BLOCKING = 1,        // CU_STREAM_NON_BLOCKING
@@ -45,10 +45,10 @@ enum {
 	NO_CONTEXT = 201, // CUDA_ERROR_INVALID_CONTEXT
 };
 
-// relax puts the thread into the relaxed mode of stream capture, and harden
+// relax_mode puts the thread into the relaxed mode of stream capture, and restore_mode
 // restores its mode. In the default mode most calls destroy a capture of torch's,
 // on any thread.
-static inline void harden(int *mode)
+static inline void restore_mode(int *mode)
 {
 	// Twice, with the same value: the thread is not ours, and must not keep a mode
 	// of ours.
@@ -58,16 +58,16 @@ static inline void harden(int *mode)
 	*mode = CAPTURE_UNKNOWN;
 }
 
-static inline int relax(int *mode, struct owcu_error *e)
+static inline int relax_mode(int *mode, struct owcu_error *e)
 {
 	*mode = CAPTURE_RELAXED;
 	if (owcu_forked())
-		failed(e, "fork", OWCU_FORKED);
+		record_error(e, "fork", OWCU_FORKED);
 	else if (TRY(thread_mode, (mode)) == 0)
 		return 0;
 	if (*mode == CAPTURE_RELAXED)
 		*mode = CAPTURE_UNKNOWN; // nothing was changed
-	harden(mode);
+	restore_mode(mode);
 	return -1;
 }
 
@@ -75,7 +75,7 @@ static inline int leave(struct owcu_guard *g, int rc)
 {
 	if (g->before != g->ctx && !owcu_forked())
 		owcu->ctx_set(g->before);
-	harden(&g->mode);
+	restore_mode(&g->mode);
 	return rc;
 }
 
@@ -83,7 +83,7 @@ static inline int leave(struct owcu_guard *g, int rc)
 static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e)
 {
 	g->ctx = g->before = ctx;
-	if (relax(&g->mode, e))
+	if (relax_mode(&g->mode, e))
 		return -1;
 	if (TRY(ctx_get, (&g->before)))
 		g->before = ctx;
@@ -104,31 +104,31 @@ static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error
 // RELAXED is WITHIN for calls that need no context.
 #define RELAXED(calls)                                                                                                 \
 	({                                                                                                             \
-		int mode, result = relax(&mode, e);                                                                    \
+		int mode, result = relax_mode(&mode, e);                                                               \
 		if (result == 0) {                                                                                     \
 			result = (calls) ? -1 : 0;                                                                     \
-			harden(&mode);                                                                                 \
+			restore_mode(&mode);                                                                           \
 		}                                                                                                      \
 		result;                                                                                                \
 	})
 
-static inline owcu_handle handle(uint64_t stream) { return (owcu_handle)(uintptr_t)stream; }
+static inline owcu_handle stream_handle(uint64_t stream) { return (owcu_handle)(uintptr_t)stream; }
 
 // refuse_captured refuses a stream that is being captured: work queued there would
 // become part of a graph, and queries would destroy it.
 static inline int refuse_captured(uint64_t stream, struct owcu_error *e)
 {
 	int status = 0;
-	int code = owcu->stream_capturing(handle(stream), &status);
+	int code = owcu->stream_capturing(stream_handle(stream), &status);
 
 	if (code == OWCU_IMPLICIT || (code == 0 && status != 0))
 		code = OWCU_CAPTURED;
-	return failed(e, name_stream_capturing, code);
+	return record_error(e, name_stream_capturing, code);
 }
 
-// lost reports whether the device is: then it answers no query, and what could not
-// be freed is gone with it.
-static inline int lost(void)
+// is_device_lost: a lost device answers no query, and what could not be freed is gone
+// with it.
+static inline int is_device_lost(void)
 {
 	size_t a, b;
 	int code = owcu->mem_info(&a, &b);
@@ -136,13 +136,13 @@ static inline int lost(void)
 	return code != 0 && code != NO_CONTEXT; // the thread is at fault, not the device
 }
 
-// retire is enter for calls that free something: 1 if the driver refuses now and
+// enter_to_free is enter for calls that free something: 1 if the driver refuses now and
 // may not later. On a lost device, resources count as freed.
-static inline int retire(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e)
+static inline int enter_to_free(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e)
 {
 	if (enter(g, ctx, e) == 0)
 		return 0;
-	return owcu_forked() ? -1 : !lost();
+	return owcu_forked() ? -1 : !is_device_lost();
 }
 
 // DROP frees one resource, unless there is none or an earlier try has freed it;
@@ -150,7 +150,7 @@ static inline int retire(struct owcu_guard *g, owcu_handle ctx, struct owcu_erro
 #define DROP(thing, field)                                                                                             \
 	do {                                                                                                           \
 		if (thing) {                                                                                           \
-			if (TRY(field, (thing)) == 0 || lost())                                                        \
+			if (TRY(field, (thing)) == 0 || is_device_lost())                                              \
 				(thing) = 0;                                                                           \
 			else                                                                                           \
 				left = 1;                                                                              \

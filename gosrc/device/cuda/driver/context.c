@@ -17,12 +17,12 @@ void owcu_leave(struct owcu_guard *g) { leave(g, 0); }
 
 int owcu_init_driver(int *version, int *count, struct owcu_error *e)
 {
-	if (owcu_forked() ? failed(e, "fork", OWCU_FORKED) : TRY(init, (0))) // before that the driver has no modes
+	if (owcu_forked() ? record_error(e, "fork", OWCU_FORKED) : TRY(init, (0))) // before that the driver has no modes
 		return -1;
 	return RELAXED(TRY(driver_version, (version)) || TRY(device_count, (count)));
 }
 
-int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
+int owcu_get_device_info(int ordinal, struct owcu_info *info, struct owcu_error *e)
 {
 	int d;
 	size_t n = 0;
@@ -46,10 +46,10 @@ int owcu_ctx_close(int device, struct owcu_error *e)
 {
 	int mode;
 
-	if (relax(&mode, e) && relax(&mode, e)) // a call that fails once may not fail again
+	if (relax_mode(&mode, e) && relax_mode(&mode, e)) // a call that fails once may not fail again
 		return -1;
 	int rc = TRY(ctx_release, (device));
-	harden(&mode);
+	restore_mode(&mode);
 	return rc;
 }
 
@@ -65,7 +65,7 @@ int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out,
 			break;
 	}
 	for (int64_t k = rc ? 0 : n; k < n; k++)
-		if (k >= i || owcu->mem_free(out[k]) == 0 || lost())
+		if (k >= i || owcu->mem_free(out[k]) == 0 || is_device_lost())
 			out[k] = 0;
 	return leave(&g, rc);
 }
@@ -73,20 +73,20 @@ int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out,
 int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
+	int rc = enter_to_free(&g, ctx, e);
 
 	if (rc)
 		return rc;
 	for (int64_t i = 0; i < n; i++) {
 		int refused = TRY(mem_free, (p[i]));
 		rc |= refused;
-		if (!refused || lost())
+		if (!refused || is_device_lost())
 			p[i] = 0;
 	}
 	return leave(&g, rc);
 }
 
-int owcu_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e)
+int owcu_try_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	struct owcu_error not_now = {0};
@@ -98,14 +98,14 @@ int owcu_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_han
 		for (int i = 0; rc == 0 && !captured && i < n; i++) {
 			if (refuse_captured(streams[i], &not_now)) {
 				captured = not_now.code == OWCU_CAPTURED;
-				rc = captured ? 0 : failed(e, not_now.call, not_now.code);
+				rc = captured ? 0 : record_error(e, not_now.call, not_now.code);
 			} else if (!again) {
 				rc = (events[i] == NULL && TRY(event_create, (&events[i], NO_TIMING))) ||
-				     TRY(event_record, (events[i], handle(streams[i]))) ? -1 : 0;
+				     TRY(event_record, (events[i], stream_handle(streams[i]))) ? -1 : 0;
 			}
 		}
 	}
-	return leave(&g, rc && !lost() ? rc : captured);
+	return leave(&g, rc && !is_device_lost() ? rc : captured);
 }
 
 int owcu_events_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e)
@@ -116,9 +116,9 @@ int owcu_events_passed(owcu_handle ctx, int n, const owcu_handle *events, struct
 	for (int i = 0; rc == 0 && passed && i < n; i++) {
 		int code = events[i] != NULL ? owcu->event_query(events[i]) : 0;
 		passed = code != OWCU_NOT_READY;
-		rc = passed ? failed(e, name_event_query, code) : 0;
+		rc = passed ? record_error(e, name_event_query, code) : 0;
 	}
-	return leave(&g, rc && !lost() ? rc : passed);
+	return leave(&g, rc && !is_device_lost() ? rc : passed);
 }
 
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
@@ -130,7 +130,7 @@ int owcu_free_thing(owcu_handle ctx, int what, void *thing, struct owcu_error *e
 {
 	struct owcu_guard g;
 	owcu_ptr p = (owcu_ptr)(uintptr_t)thing;
-	int rc = retire(&g, ctx, e), left = 0;
+	int rc = enter_to_free(&g, ctx, e), left = 0;
 
 	if (rc)
 		return rc;
@@ -178,7 +178,7 @@ int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char 
 	if (rc == 0 && m->image == NULL) {
 		if (posix_memalign(&m->image, 64, n)) {
 			m->image = NULL;
-			rc = failed(e, "posix_memalign", OWCU_OUT_OF_MEMORY);
+			rc = record_error(e, "posix_memalign", OWCU_OUT_OF_MEMORY);
 		} else {
 			memcpy(m->image, image, n);
 		}
@@ -193,12 +193,12 @@ int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char 
 int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
+	int rc = enter_to_free(&g, ctx, e);
 
 	if (rc)
 		return rc;
 	if (m->module != NULL && TRY(module_unload, (m->module))) {
-		rc = lost() ? -1 : 1;
+		rc = is_device_lost() ? -1 : 1;
 		if (rc > 0)
 			return leave(&g, rc);
 	}
@@ -207,7 +207,7 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 	return leave(&g, rc);
 }
 
-int owcu_await_event(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
+int owcu_stream_follow_event(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
 {
-	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_wait, (stream_handle(stream), event, 0)));
 }

@@ -23,7 +23,7 @@ struct owcu_info {
 };
 
 int owcu_init_driver(int *version, int *count, struct owcu_error *e);
-int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
+int owcu_get_device_info(int ordinal, struct owcu_info *info, struct owcu_error *e);
 // owcu_ctx_open also returns two facts of owcu_info that a load needs: coherent and sms.
 int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e);
 int owcu_ctx_close(int device, struct owcu_error *e);
@@ -47,10 +47,10 @@ int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out,
 // gone. It continues after an error and reports the first; on a lost device
 // everything is gone.
 int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e);
-// owcu_record_events records an event on each of n streams, and makes missing events. It
+// owcu_try_record_events records an event on each of n streams, and makes missing events. It
 // returns 1, and the events mean nothing, while one of the streams is being
 // captured.
-int owcu_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e);
+int owcu_try_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e);
 // owcu_events_passed returns 1 when all work before the events is done, else 0. It does
 // not wait.
 int owcu_events_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
@@ -75,8 +75,8 @@ int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char 
                      owcu_handle *kernels, struct owcu_error *e);
 int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e);
 
-// owcu_await_event makes a stream wait for an event's last record.
-int owcu_await_event(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
+// owcu_stream_follow_event makes a stream wait for an event's last record.
+int owcu_stream_follow_event(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
 // A slab is pinned memory of the host, memory of the device, and streams and events.
 struct owcu_slab {
@@ -89,21 +89,23 @@ struct owcu_slab {
 
 // owcu_slab_new registers [host, host+n), allocates `room` bytes of the device (0: none),
 // and makes streams and events, for the first of which (sleepers) waiting threads sleep and
-// for the others spin: all or nothing. p is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_slab_free.
-// That waits for the streams' work, returns 1 for the same reason, and may be called again.
-int owcu_slab_new(owcu_handle ctx, struct owcu_slab *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
-                 struct owcu_error *e);
-int owcu_slab_free(owcu_handle ctx, struct owcu_slab *p, struct owcu_error *e);
+// for the others spin: all or nothing. slab is zero. -1: nothing is left; 1: the driver refused
+// to free some of it, for owcu_slab_free. That waits for the streams' work, returns 1 for the
+// same reason, and may be called again.
+int owcu_slab_new(owcu_handle ctx, struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
+                  int sleepers, struct owcu_error *e);
+int owcu_slab_free(owcu_handle ctx, struct owcu_slab *slab, struct owcu_error *e);
 
-// owcu_open_slab and owcu_close_slab are the same for a caller that is in the context: after
+// owcu_slab_new_entered and owcu_slab_free_entered are the same for a caller that is in the context: after
 // an error of the first, the second frees what there is; it waits for the streams' work.
-int owcu_open_slab(struct owcu_slab *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
-                  struct owcu_error *e);
-int owcu_close_slab(struct owcu_slab *p, struct owcu_error *e);
+int owcu_slab_new_entered(struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
+                          int sleepers, struct owcu_error *e);
+int owcu_slab_free_entered(struct owcu_slab *slab, struct owcu_error *e);
 
-// owcu_await_streams makes a stream wait for what is queued on others, by an event that is
+// owcu_stream_follow makes a stream wait for what is queued on others, by an event that is
 // made at the first call; only one caller may use it at a time.
-int owcu_await_streams(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
+int owcu_stream_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after,
+                       uint64_t nafter, struct owcu_error *e);
 // owcu_copy queues a copy between any two addresses; with wait it waits for it.
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e);
 // owcu_copy_rows queues a copy of rows between device memory of this process or of

@@ -8,9 +8,9 @@
 const struct owcu_api *owcu;
 
 static volatile int forked;
-static void in_child(void) { forked = 1; }
+static void mark_forked(void) { forked = 1; }
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static void watch_forks(void) { pthread_atfork(NULL, NULL, in_child); }
+static void watch_forks(void) { pthread_atfork(NULL, NULL, mark_forked); }
 
 int owcu_forked(void) { return forked; }
 

@@ -95,7 +95,7 @@ func Info() ([]DeviceInfo, error) {
 	for i := range all {
 		var c C.struct_owcu_info
 		var e C.struct_owcu_error
-		if C.owcu_info_get(C.int(i), &c, &e) != 0 {
+		if C.owcu_get_device_info(C.int(i), &c, &e) != 0 {
 			return nil, errorOf(i, &e)
 		}
 		bus := busName(&c)
@@ -118,7 +118,7 @@ func busName(c *C.struct_owcu_info) string { return strings.ToLower(C.GoString(&
 func Bus(index int) string {
 	var c C.struct_owcu_info
 	var e C.struct_owcu_error
-	if C.owcu_info_get(C.int(index), &c, &e) != 0 {
+	if C.owcu_get_device_info(C.int(index), &c, &e) != 0 {
 		return "" // Open will say why
 	}
 	return busName(&c)

@@ -3,67 +3,69 @@
 
 #include <stdlib.h>
 
-int owcu_close_slab(struct owcu_slab *p, struct owcu_error *e)
+int owcu_slab_free_entered(struct owcu_slab *slab, struct owcu_error *e)
 {
 	int left = 0;
 
-	for (int i = 0; i < p->nstreams; i++)
-		if (p->streams[i] && TRY(stream_sync, (p->streams[i])) && !lost())
+	for (int i = 0; i < slab->nstreams; i++)
+		if (slab->streams[i] && TRY(stream_sync, (slab->streams[i])) && !is_device_lost())
 			return 1;
-	for (int i = 0; i < p->nevents; i++)
-		DROP(p->events[i], event_destroy);
-	for (int i = 0; i < p->nstreams; i++)
-		DROP(p->streams[i], stream_destroy);
-	DROP(p->device, mem_free);
-	DROP(p->host, host_unregister);
+	for (int i = 0; i < slab->nevents; i++)
+		DROP(slab->events[i], event_destroy);
+	for (int i = 0; i < slab->nstreams; i++)
+		DROP(slab->streams[i], stream_destroy);
+	DROP(slab->device, mem_free);
+	DROP(slab->host, host_unregister);
 	if (left)
 		return 1;
-	free(p->streams);
-	*p = (struct owcu_slab){0};
+	free(slab->streams);
+	*slab = (struct owcu_slab){0};
 	return 0;
 }
 
-int owcu_open_slab(struct owcu_slab *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
+int owcu_slab_new_entered(struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
+                          struct owcu_error *e)
 {
-	p->streams = calloc((size_t)(nstreams + nevents), sizeof *p->streams);
-	if (p->streams == NULL)
-		return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
-	p->events = p->streams + nstreams;
-	p->nstreams = nstreams;
-	p->nevents = nevents;
+	slab->streams = calloc((size_t)(nstreams + nevents), sizeof *slab->streams);
+	if (slab->streams == NULL)
+		return record_error(e, "calloc", OWCU_OUT_OF_MEMORY);
+	slab->events = slab->streams + nstreams;
+	slab->nstreams = nstreams;
+	slab->nevents = nevents;
 	if (TRY(host_register, (host, n, PORTABLE_MAPPED)))
 		return -1;
-	p->host = host;
-	if (TRY(host_pointer, (&p->mapped, host, 0)) || (room && TRY(mem_alloc, (&p->device, room))))
+	slab->host = host;
+	if (TRY(host_pointer, (&slab->mapped, host, 0)) || (room && TRY(mem_alloc, (&slab->device, room))))
 		return -1;
 	for (int i = 0; i < nstreams; i++)
-		if (TRY(stream_create, (&p->streams[i], NON_BLOCKING)))
+		if (TRY(stream_create, (&slab->streams[i], NON_BLOCKING)))
 			return -1;
 	for (int i = 0; i < nevents; i++)
-		if (TRY(event_create, (&p->events[i], NO_TIMING | (i < sleepers ? BLOCKING_SYNC : 0))))
+		if (TRY(event_create, (&slab->events[i], NO_TIMING | (i < sleepers ? BLOCKING_SYNC : 0))))
 			return -1;
 	return 0;
 }
 
-int owcu_slab_new(owcu_handle ctx, struct owcu_slab *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
-                 struct owcu_error *e)
+int owcu_slab_new(owcu_handle ctx, struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
+                  int sleepers, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	struct owcu_error ignored = {0};
 	int rc = enter(&g, ctx, e);
 
-	if (rc == 0 && (rc = owcu_open_slab(p, host, n, room, nstreams, nevents, sleepers, e)) && owcu_close_slab(p, &ignored))
+	if (rc == 0 && (rc = owcu_slab_new_entered(slab, host, n, room, nstreams, nevents, sleepers, e)) &&
+	    owcu_slab_free_entered(slab, &ignored))
 		rc = 1;
 	return leave(&g, rc);
 }
 
-int owcu_slab_free(owcu_handle ctx, struct owcu_slab *p, struct owcu_error *e)
+int owcu_slab_free(owcu_handle ctx, struct owcu_slab *slab, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
+	int rc = enter_to_free(&g, ctx, e);
 
 	if (rc)
 		return rc;
-	rc = owcu_close_slab(p, e);
+	rc = owcu_slab_free_entered(slab, e);
 	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }

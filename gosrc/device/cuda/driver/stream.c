@@ -5,7 +5,8 @@ enum { POINTER_DEVICE = 9 }; // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e)
 {
-	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_any, (dst, src, n, stream_handle(stream))) ||
+	                   (wait && TRY(stream_sync, (stream_handle(stream)))));
 }
 
 int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
@@ -14,23 +15,25 @@ int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_
 	struct owcu_rows copy = {
 		.src_kind = 2, .src = src, .src_pitch = src_pitch, .dst_kind = 2, .dst = dst, .dst_pitch = dst_pitch, .width = width, .height = rows};
 
-	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_rows, (&copy, handle(stream))));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_rows, (&copy, stream_handle(stream))));
 }
 
-// follow makes a stream wait for what is queued on others now.
-static int follow(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_handle event, struct owcu_error *e)
+// follow_streams makes a stream wait for what is queued on others now.
+static int follow_streams(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_handle event, struct owcu_error *e)
 {
 	for (uint64_t i = 0; i < n; i++)
-		if (handle(after[i]) != stream &&
-		    (refuse_captured(after[i], e) || TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
+		if (stream_handle(after[i]) != stream &&
+		    (refuse_captured(after[i], e) || TRY(event_record, (event, stream_handle(after[i]))) ||
+		     TRY(stream_wait, (stream, event, 0))))
 			return -1;
 	return 0;
 }
 
-int owcu_await_streams(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
+int owcu_stream_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter,
+                       struct owcu_error *e)
 {
 	return WITHIN(ctx, (*event == NULL && TRY(event_create, (event, NO_TIMING))) || refuse_captured(stream, e) ||
-	                           follow(handle(stream), after, nafter, *event, e));
+	                           follow_streams(stream_handle(stream), after, nafter, *event, e));
 }
 
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
@@ -44,18 +47,18 @@ int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
 
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_destroy, (handle(stream))));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_destroy, (stream_handle(stream))));
 }
 
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_sync, (handle(stream))));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(stream_sync, (stream_handle(stream))));
 }
 
 int owcu_check_stream(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e)
 {
 	owcu_handle of = NULL;
-	int rc = WITHIN(ctx, TRY(stream_ctx, (handle(stream), &of)));
+	int rc = WITHIN(ctx, TRY(stream_ctx, (stream_handle(stream), &of)));
 
 	*here = rc == 0 && of == ctx;
 	return rc;
@@ -71,11 +74,11 @@ int owcu_pointer_device(owcu_ptr p)
 	struct owcu_error ignored = {0};
 	int device = -1, mode;
 
-	if (owcu == NULL || relax(&mode, &ignored))
+	if (owcu == NULL || relax_mode(&mode, &ignored))
 		return -1;
 	if (owcu->pointer_attribute(&device, POINTER_DEVICE, p))
 		device = -1;
-	harden(&mode);
+	restore_mode(&mode);
 	return device;
 }
 
