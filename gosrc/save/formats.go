@@ -28,7 +28,7 @@ type fileFormat struct {
 	refuse func(s *Spec) string
 	// settings are added when sources are read to become such a file.
 	settings map[string]string
-	write    func(ctx context.Context, w *writer, to draft, on lane, p outputFile) (size int64, err error)
+	write    func(ctx context.Context, w *writer, to draft, share writerShare, p outputFile) (size int64, err error)
 	// verify checks the sums that source k holds; nil: such files hold none, and
 	// opening them has checked all there is. With proves it checks their tensors
 	// too.
@@ -95,14 +95,14 @@ func refusedByTensors(s *Spec) string {
 }
 
 // writeSafetensors writes a plain file, or a container of docs/format.md.
-func writeSafetensors(ctx context.Context, w *writer, to draft, on lane, p outputFile) (int64, error) {
-	f := &fileWriter{writer: w, draft: to, lane: on, packs: map[*gpu][]*pack{}, path: to.URI(), part: p}
+func writeSafetensors(ctx context.Context, w *writer, to draft, share writerShare, p outputFile) (int64, error) {
+	f := &fileWriter{writer: w, draft: to, share: share, packs: map[*gpu][]*pack{}, path: to.URI(), part: p}
 	return f.write(ctx)
 }
 
 // writeTensors writes a .tensors file. Tensors from such a file keep their types,
 // modules and dtypes; others become those of a state dict.
-func writeTensors(ctx context.Context, w *writer, to draft, _ lane, p outputFile) (int64, error) {
+func writeTensors(ctx context.Context, w *writer, to draft, _ writerShare, p outputFile) (int64, error) {
 	known := map[*origin]map[string]tensorizer.Item{}
 	all := make([]tensorizer.Tensor, len(p.items))
 	for i, t := range p.items {

@@ -25,8 +25,8 @@ import (
 
 const (
 	batchRows = 1024 // chunks of a batch, as many as a Packer's slot takes
-	// laneSlots is the least that one file needs: a batch is encoded, one is copied, one written.
-	laneSlots = 3
+	// leastFileSlots is the least that one file needs: a batch is encoded, one is copied, one written.
+	leastFileSlots = 3
 	// sampledAhead is how many tensors are sampled together, rather than read by read.
 	sampledAhead = 1024
 )
@@ -195,8 +195,8 @@ func (f *fileWriter) packChunk(r row) {
 		p = f.tasks[k].pack
 	}
 	if p == nil || p.gpu != r.t.gpu || p.bytes+n > p.gpu.SlotBytes() || len(p.rows) == batchRows {
-		slots := r.t.gpu.SlotCount() / f.lane.of
-		p = &pack{gpu: r.t.gpu, slot: f.lane.number*slots + len(f.packs[r.t.gpu])%slots, over: make(chan struct{})}
+		slots := r.t.gpu.SlotCount() / f.share.of
+		p = &pack{gpu: r.t.gpu, slot: f.share.number*slots + len(f.packs[r.t.gpu])%slots, over: make(chan struct{})}
 		if all := f.packs[p.gpu]; len(all) >= slots {
 			p.before = all[len(all)-slots]
 		}

@@ -159,11 +159,11 @@ func (w *writer) saveAll(ctx context.Context, parts []outputFile) (rep Report, e
 }
 
 // write writes one file and returns its size.
-func (w *writer) write(ctx context.Context, to draft, on lane, p outputFile) (int64, error) {
+func (w *writer) write(ctx context.Context, to draft, share writerShare, p outputFile) (int64, error) {
 	if p.laid != nil {
 		return p.laid.Bytes, p.laid.Fill(ctx, to.Write)
 	}
-	return formatOf(p.path).write(ctx, w, to, on, p)
+	return formatOf(p.path).write(ctx, w, to, share, p)
 }
 
 func (w *writer) newDestination(parts []outputFile) (destination, error) {
@@ -214,7 +214,7 @@ func (w *writer) countParts(parts []outputFile, rep *Report) {
 type fileWriter struct {
 	*writer
 	draft
-	lane   lane
+	share  writerShare
 	packs  map[*gpu][]*pack
 	path   string
 	part   outputFile
@@ -315,9 +315,9 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 // windowSize is how many tasks may be under way, and how many goroutines run them. Where
 // GPUs encode, one of these is always free for the steps that come in order.
 func (f *fileWriter) windowSize() (window, workers int) {
-	window, workers = 2*f.lane.threads+4, f.lane.threads
+	window, workers = 2*f.share.threads+4, f.share.threads
 	for g := range f.packs {
-		window = max(window, g.SlotCount()/f.lane.of)
+		window = max(window, g.SlotCount()/f.share.of)
 	}
 	if len(f.packs) > 0 {
 		workers = window + 1

@@ -13,34 +13,36 @@ import (
 )
 
 const (
-	// mostLanes is how many files are written at once: file systems let one writer at a
+	// mostWriters is how many files are written at once: file systems let one writer at a
 	// time into a file.
-	mostLanes = 8
-	// laneThreads is the least of a lane's: files that follow one another with all
+	mostWriters = 8
+	// leastThreads is the least that one has: files that follow one another with all
 	// threads end as soon.
-	laneThreads = 4
+	leastThreads = 4
 )
 
-// A lane writes one file after the other, beside others.
-type lane struct {
+// A writerShare is one of the writers that are at work at once, each on one file after the other: its number
+// among them, how many there are, and how many threads it has.
+type writerShare struct {
 	number, of int
 	threads    int
 }
 
-func (w *writer) lanesOf(parts []outputFile) []lane {
-	n := min(len(parts), mostLanes)
+// divideWriters decides how many files are written at once, and what each of their writers may use.
+func (w *writer) divideWriters(parts []outputFile) []writerShare {
+	n := min(len(parts), mostWriters)
 	if len(w.gpus) == 0 {
-		n = min(n, max(1, w.threads/laneThreads))
+		n = min(n, max(1, w.threads/leastThreads))
 	}
 	for _, g := range w.gpus {
-		n = min(n, max(1, g.SlotCount()/laneSlots))
+		n = min(n, max(1, g.SlotCount()/leastFileSlots))
 	}
 	if source.Remote(w.spec.Path) {
 		n = 1 // an upload has several connections
 	}
-	all := make([]lane, n)
+	all := make([]writerShare, n)
 	for i := range all {
-		all[i] = lane{i, n, max(1, (w.threads+n-1)/n)}
+		all[i] = writerShare{i, n, max(1, (w.threads+n-1)/n)}
 	}
 	return all
 }
@@ -58,17 +60,17 @@ func firstError(ctx context.Context, err error) error {
 // rest.
 func (w *writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc, to destination, parts []outputFile,
 	rep *Report) ([]int64, error) {
-	all := w.lanesOf(parts)
-	free := make(chan lane, len(all))
-	for _, one := range all {
-		free <- one
+	all := w.divideWriters(parts)
+	free := make(chan writerShare, len(all))
+	for _, share := range all {
+		free <- share
 	}
 	drafts, out := make([]draft, len(parts)), make([]int64, len(parts))
-	each := func(do func(i int, on lane) error) error {
+	each := func(do func(i int, share writerShare) error) error {
 		return firstError(ctx, spawn.Each(ctx, "save.file", len(all), len(parts), func(i int) error {
-			on := <-free
-			defer func() { free <- on }()
-			err := do(i, on)
+			share := <-free
+			defer func() { free <- share }()
+			err := do(i, share)
 			if err != nil && drafts[i] != nil {
 				err = errs.In("save", drafts[i].URI(), err)
 			}
@@ -78,14 +80,14 @@ func (w *writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc,
 			return err
 		}))
 	}
-	err := each(func(i int, on lane) (err error) {
+	err := each(func(i int, share writerShare) (err error) {
 		if drafts[i], err = to.create(ctx, i, &parts[i]); err != nil {
 			return err
 		}
 		if w.stage != nil {
 			drafts[i] = &staged{draft: drafts[i], ctx: ctx, stage: w.stage, clock: &w.clock}
 		}
-		if out[i], err = w.write(ctx, drafts[i], on, parts[i]); err != nil || w.stage != nil {
+		if out[i], err = w.write(ctx, drafts[i], share, parts[i]); err != nil || w.stage != nil {
 			return err
 		}
 		return drafts[i].Finish(out[i])
@@ -96,9 +98,9 @@ func (w *writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc,
 	rep.Staged = time.Since(w.start).Seconds()
 	w.spec.Staged()
 	passed := w.passed(rep.BytesIn)
-	return out, each(func(i int, on lane) error {
+	return out, each(func(i int, share writerShare) error {
 		s := drafts[i].(*staged)
-		if err := s.write(ctx, on.threads, passed); err != nil {
+		if err := s.write(ctx, share.threads, passed); err != nil {
 			return err
 		}
 		return s.Finish(out[i])

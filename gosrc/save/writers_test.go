@@ -7,7 +7,7 @@ import (
 )
 
 // Files that are written at once, or staged, are those that are written one by one.
-func TestLanes(t *testing.T) {
+func TestWritersAtOnce(t *testing.T) {
 	r := newRand(t)
 	var in []Input
 	for i := range 40 {
