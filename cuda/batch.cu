@@ -21,11 +21,11 @@ static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
 // LZ4 and Snappy: the warp looks at 32 bytes of input at once, and decodes the short
 // elements that begin in them together (lz.cuh). Shared memory: a warp's ring of input, then
 // its table of copies.
-OW_WARP_KERNEL(ow_lz4_decode, ow::lz_job<ow::Lz4>, ow::kLzShared, 16)
-OW_WARP_KERNEL(ow_snappy_decode, ow::lz_job<ow::Snappy>, ow::kLzShared, 16)
+OW_WARP_KERNEL(ow_lz4_decode, ow::decode_lz_item<ow::Lz4>, ow::kLzShared, 16)
+OW_WARP_KERNEL(ow_snappy_decode, ow::decode_lz_item<ow::Snappy>, ow::kLzShared, 16)
 // Cascaded: a layer of differences or runs at a time, from one of the warp's two buffers
 // in shared memory to the other (cascaded_decode.cuh).
-OW_WARP_KERNEL(ow_cascaded_decode, ow::cascaded_job, ow::kCascadedShared, 12)
+OW_WARP_KERNEL(ow_cascaded_decode, ow::decode_cascaded_item, ow::kCascadedShared, 12)
 
 namespace {
 
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST, 2) ow_x16_encode(ow_
     u32 bad = reason_not_to_encode(it), at = (u32)__cvta_generic_to_shared(shared);
     __syncthreads();
     if (bad) {
-        if (threadIdx.x < 32) batch_result(item, bad, 0);
+        if (threadIdx.x < 32) write_result(item, bad, 0);
         return;
     }
     switch (it.arg & 0xffff) {
@@ -69,5 +69,5 @@ extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST, 2) ow_x16_encode(ow_
 // Sums of XXH3-128 (hash.cuh): a block an item, of any number of warps; eight lanes make
 // the sums of 1 KiB, an accumulator each. No shared memory.
 extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST) ow_hash_sums(ow_batch_item* items, uint32_t n) {
-    if (blockIdx.x < n) ow::hash_sums(items + blockIdx.x, ow::warp_of_block(), blockDim.x / 32);
+    if (blockIdx.x < n) ow::hash_share(items + blockIdx.x, ow::warp_of_block(), blockDim.x / 32);
 }

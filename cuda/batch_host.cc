@@ -7,7 +7,7 @@
 
 namespace {
 
-template <class F> void each(ow_batch_item* items, uint32_t n, F job) {
+template <class F> void run_items(ow_batch_item* items, uint32_t n, F job) {
     for (uint32_t i = 0; i < n; i++) {
         // Every other item with its lanes in falling order; in each warp's place.
         ow::run_warp([&] { job(items, i, 1024, i % OW_BATCH_WARPS); }, i & 1);
@@ -30,15 +30,15 @@ template <int TR> void encode(ow_batch_item* item, bool falling) {
 }  // namespace
 
 extern "C" void ow_lz4_decode_host(ow_batch_item* items, uint32_t n) {
-    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp_id) { ow::lz_job<ow::Lz4>(p, i, base, warp_id); });
+    run_items(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp_id) { ow::decode_lz_item<ow::Lz4>(p, i, base, warp_id); });
 }
 
 extern "C" void ow_snappy_decode_host(ow_batch_item* items, uint32_t n) {
-    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp_id) { ow::lz_job<ow::Snappy>(p, i, base, warp_id); });
+    run_items(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp_id) { ow::decode_lz_item<ow::Snappy>(p, i, base, warp_id); });
 }
 
 extern "C" void ow_cascaded_decode_host(ow_batch_item* items, uint32_t n) {
-    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp_id) { ow::cascaded_job(p, i, base, warp_id); });
+    run_items(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp_id) { ow::decode_cascaded_item(p, i, base, warp_id); });
 }
 
 extern "C" void ow_x16_encode_host(ow_batch_item* items, uint32_t n) {
@@ -65,6 +65,6 @@ extern "C" void ow_x16_encode_host(ow_batch_item* items, uint32_t n) {
 extern "C" void ow_hash_sums_host(ow_batch_item* items, uint32_t n) {
     constexpr uint32_t warps = 3;
     for (uint32_t i = 0; i < n * warps; i++) {
-        ow::run_warp([&] { ow::hash_sums(items + i / warps, i % warps, warps); }, i & 1);
+        ow::run_warp([&] { ow::hash_share(items + i / warps, i % warps, warps); }, i & 1);
     }
 }

@@ -60,34 +60,34 @@ struct CascadedArray {
 };
 
 // open_array opens an array of at most `most` elements; false: it is invalid.
-template <u32 S> OW_DEV bool open_array(CascadedArray& a, const u8* p, u32 bytes, bool packed, u32 most) {
+template <u32 S> OW_DEV bool open_array(CascadedArray& array, const u8* p, u32 bytes, bool packed, u32 most) {
     constexpr u32 word = S > 4 ? S : 4, head = (word + 4 + word - 1) / word * word;
-    a.packed = packed;
-    a.p = p;
+    array.packed = packed;
+    array.p = p;
     if (!packed) {
-        a.n = bytes / S;
-        return bytes % S == 0 && a.n <= most;
+        array.n = bytes / S;
+        return bytes % S == 0 && array.n <= most;
     }
     if (bytes < head) return false;
-    a.least = load_unaligned_element<S>(p);
+    array.least = load_unaligned_element<S>(p);
     u32 w = load_unaligned32(p + word);
-    a.width = w >> 16;
-    a.n = w & 0xffff;
-    a.p = p + head;
-    return a.width <= 8 * S && a.n <= most && (a.n * a.width + 31) / 32 * 4 == bytes - head;
+    array.width = w >> 16;
+    array.n = w & 0xffff;
+    array.p = p + head;
+    return array.width <= 8 * S && array.n <= most && (array.n * array.width + 31) / 32 * 4 == bytes - head;
 }
 
-template <u32 S> OW_DEV typename Element<S>::V element_of_array(const CascadedArray& a, u32 i) {
+template <u32 S> OW_DEV typename Element<S>::V load_array_element(const CascadedArray& array, u32 i) {
     typedef typename Element<S>::V V;
-    if (!a.packed) return load_unaligned_element<S>(a.p + S * i);
-    u32 at = i * a.width, skip = at & 31, upto = skip + a.width;
-    if (a.width == 0) return (V)a.least;
-    const u8* p = a.p + 4 * (at >> 5);
+    if (!array.packed) return load_unaligned_element<S>(array.p + S * i);
+    u32 at = i * array.width, skip = at & 31, upto = skip + array.width;
+    if (array.width == 0) return (V)array.least;
+    const u8* p = array.p + 4 * (at >> 5);
     u64 v = load_unaligned32(p) >> skip;
     if (upto > 32) v |= (u64)load_unaligned32(p + 4) << (32 - skip);
     if (S == 8 && upto > 64) v |= (u64)load_unaligned32(p + 8) << (64 - skip);
-    if (a.width < 64) v &= ((u64)1 << a.width) - 1;
-    return (V)(v + a.least);
+    if (array.width < 64) v &= ((u64)1 << array.width) - 1;
+    return (V)(v + array.least);
 }
 
 template <class V> OW_DEV V prefix_sum(V v) {  // the sum of the lanes up to this one
@@ -123,7 +123,7 @@ template <u32 S> OW_DEV u32 expand_runs(u32 to, u32 from, u32 n, const CascadedA
         u32 times = 0;
         V v = 0;
         if (i + lane_id() < n) {
-            times = umin(element_of_array<2>(runs, i + lane_id()), most + 1);
+            times = umin(load_array_element<2>(runs, i + lane_id()), most + 1);
             v = load_element<S>(from + S * (i + lane_id()));
         }
         u32 upto = prefix_sum(times), total = shfl(upto, 31);
@@ -153,22 +153,22 @@ struct CascadedChunk {
 
 // open_cascaded_chunk finds the arrays of the chunk at src, of `left` bytes at most.
 // False: it is invalid.
-template <u32 S> OW_DEV bool open_cascaded_chunk(CascadedChunk& c, const u8* src, u32 left, u32 head) {
+template <u32 S> OW_DEV bool open_cascaded_chunk(CascadedChunk& chunk, const u8* src, u32 left, u32 head) {
     constexpr u32 word = S > 4 ? S : 4;
     u32 rles = head & 255, deltas = head >> 8 & 255;
-    c.packed = head >> 16 & 255;
-    c.set = (0x1555u & ((1u << 2 * rles) - 1)) | (0x2aaau & ((1u << 2 * deltas) - 1));
+    chunk.packed = head >> 16 & 255;
+    chunk.set = (0x1555u & ((1u << 2 * rles) - 1)) | (0x2aaau & ((1u << 2 * deltas) - 1));
     u32 firsts = (4 + 4 * (rles + 1) + S - 1) / S * S, at = firsts + (S * deltas + 3) / 4 * 4;
     if (left < at) return false;
-    c.used = load_unaligned32(src);
-    if (c.used < at || c.used > left || c.used % word) return false;
-    c.place = firsts + S * (lane_id() / 2);
-    c.bytes = 0;
+    chunk.used = load_unaligned32(src);
+    if (chunk.used < at || chunk.used > left || chunk.used % word) return false;
+    chunk.place = firsts + S * (lane_id() / 2);
+    chunk.bytes = 0;
     for (u32 i = 0; i <= rles; i++) {  // each begins where the one before ends
         if (i == rles) at = (at + word - 1) / word * word;
         u32 n = load_unaligned32(src + 4 * (i + 1));
-        if (at > c.used || n > c.used - at) return false;
-        if (lane_id() == (i == rles ? 31 : 2 * i)) c.place = at, c.bytes = n;
+        if (at > chunk.used || n > chunk.used - at) return false;
+        if (lane_id() == (i == rles ? 31 : 2 * i)) chunk.place = at, chunk.bytes = n;
         at = (at + n + 3) / 4 * 4;
     }
     return true;
@@ -179,23 +179,23 @@ template <u32 S> OW_DEV bool open_cascaded_chunk(CascadedChunk& c, const u8* src
 template <u32 S>
 OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shared, u32 head, u32& used, u32& made) {
     constexpr u32 most = kCascadedChunk / S;
-    CascadedChunk c;
-    if (!open_cascaded_chunk<S>(c, src, left, head)) return false;
-    used = c.used;
-    CascadedArray a;
-    if (!open_array<S>(a, src + shfl(c.place, 31), shfl(c.bytes, 31), c.packed, most)) return false;
-    u32 in = shared, out = shared + kCascadedChunk, n = a.n;
+    CascadedChunk chunk;
+    if (!open_cascaded_chunk<S>(chunk, src, left, head)) return false;
+    used = chunk.used;
+    CascadedArray array;
+    if (!open_array<S>(array, src + shfl(chunk.place, 31), shfl(chunk.bytes, 31), chunk.packed, most)) return false;
+    u32 in = shared, out = shared + kCascadedChunk, n = array.n;
     syncwarp();  // the buffers' last readers are done
     OW_UNROLL(1)
-    for (u32 i = lane_id(); i < n; i += 32) store_element<S>(in + S * i, element_of_array<S>(a, i));
+    for (u32 i = lane_id(); i < n; i += 32) store_element<S>(in + S * i, load_array_element<S>(array, i));
     syncwarp();
     OW_UNROLL(1)
     for (u32 i = 14; i-- > 0;) {
-        if (!(c.set >> i & 1)) continue;
-        u32 p = shfl(c.place, i), b = shfl(c.bytes, i);
+        if (!(chunk.set >> i & 1)) continue;
+        u32 p = shfl(chunk.place, i), b = shfl(chunk.bytes, i);
         if (i % 2 == 0) {
-            if (!open_array<2>(a, src + p, b, c.packed, most) || a.n != n) return false;
-            n = expand_runs<S>(out, in, n, a, most);
+            if (!open_array<2>(array, src + p, b, chunk.packed, most) || array.n != n) return false;
+            n = expand_runs<S>(out, in, n, array, most);
             if (n == kMany) return false;
         } else {
             if (n >= most) return false;
@@ -215,8 +215,8 @@ OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shar
     return true;
 }
 
-// cascaded_block decodes a block to `out` bytes. Returns 0 or a status.
-OW_DEV u32 cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u32& out) {
+// decode_cascaded_block decodes a block to `out` bytes. Returns 0 or a status.
+OW_DEV u32 decode_cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u32& out) {
     out = 0;
     if (n < 8) return OW_BATCH_INPUT;
     u32 head = load_unaligned32(src), size = load_unaligned32(src + 4), type = head >> 24;
@@ -228,7 +228,7 @@ OW_DEV u32 cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u3
     src += 8;
     if ((head & 0xffffff) == 0) {
         if (left < size || left > (size + 3) / 4 * 4) return OW_BATCH_INPUT;
-        if (size) copy_run<false>(dst, src, size, src, src + left);
+        if (size) copy_disjoint<false>(dst, src, size, src, src + left);
         out = size;
         return 0;
     }
@@ -247,14 +247,14 @@ OW_DEV u32 cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u3
     return out == size ? 0 : OW_BATCH_INPUT;
 }
 
-OW_DEV void cascaded_job(ow_batch_item* items, u32 job, u32 base, u32 warp_id) {
+OW_DEV void decode_cascaded_item(ow_batch_item* items, u32 job, u32 base, u32 warp_id) {
     u32 shared = base + warp_id * (2 * kCascadedChunk);
     ow_batch_item it = items[job];
     u32 status = OW_BATCH_ARG, out = 0;
     if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {
-        status = cascaded_block((const u8*)(uintptr_t)it.src, (u32)it.src_len, (u8*)(uintptr_t)it.dst, (u32)it.dst_cap, shared, out);
+        status = decode_cascaded_block((const u8*)(uintptr_t)it.src, (u32)it.src_len, (u8*)(uintptr_t)it.dst, (u32)it.dst_cap, shared, out);
     }
-    batch_result(items + job, status, out);
+    write_result(items + job, status, out);
 }
 
 }  // namespace ow

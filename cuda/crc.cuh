@@ -19,27 +19,27 @@ namespace ow {
 constexpr u32 kCrcPoly = 0x82f63b78, kCrcOne = 0x80000000;
 constexpr u32 kCrcShared = 4 * 128;  // bytes of shared memory of a warp
 
-constexpr u32 crc_next(u32 a) { return a >> 1 ^ (a & 1 ? kCrcPoly : 0); }  // a * x
+constexpr u32 crc_times_x(u32 a) { return a >> 1 ^ (a & 1 ? kCrcPoly : 0); }  // a * x
 
 constexpr u32 crc_product(u32 a, u32 b) {
     u32 p = 0;
-    for (; a; a <<= 1, b = crc_next(b)) p ^= a & kCrcOne ? b : 0;
+    for (; a; a <<= 1, b = crc_times_x(b)) p ^= a & kCrcOne ? b : 0;
     return p;
 }
 
 struct CrcWords { u32 of[32]; };  // by lane
 
 // x^(8 * bytes from a lane's word to the end of its row): lane 0 has that of a whole row.
-constexpr CrcWords crc_words() {
+constexpr CrcWords crc_lane_powers() {
     CrcWords t = {};
     u32 word = kCrcOne;
-    for (int i = 0; i < 32; i++) word = crc_next(word);
+    for (int i = 0; i < 32; i++) word = crc_times_x(word);
     t.of[31] = word;
     for (int i = 30; i >= 0; i--) t.of[i] = crc_product(t.of[i + 1], word);
     return t;
 }
 
-OW_TABLE CrcWords kCrcWords = crc_words();
+OW_TABLE CrcWords kCrcWords = crc_lane_powers();
 
 // multiply_crc is crc_product at run time.
 OW_DEV u32 multiply_crc(u32 a, u32 b) {
@@ -68,11 +68,11 @@ OW_DEV void fill_crc_table(u32 table) {
     syncwarp();
 }
 
-// advance_crc is s, 128 bytes further on.
-OW_DEV u32 advance_crc(u32 s, u32 table) {
+// advance_crc is a sum, 128 bytes further on.
+OW_DEV u32 advance_crc(u32 sum, u32 table) {
     u32 v = 0;
     OW_UNROLL(2)
-    for (u32 k = 0; k < 8; k++, s >>= 4) v ^= lds32(table + 64 * k + (s & 15) * 4);
+    for (u32 k = 0; k < 8; k++, sum >>= 4) v ^= lds32(table + 64 * k + (sum & 15) * 4);
     return v;
 }
 
@@ -85,28 +85,28 @@ OW_DEV u32 load_crc_word(u64 p, u64 begin, u64 end) {
     return w;
 }
 
-// sum_crc_part sums part i. `table` is shared memory of this warp.
-OW_DEV void sum_crc_part(const ow_crc_part* parts, u32* sums, u32 i, u32 table) {
+// sum_crc_part sums the part of that index. `table` is shared memory of this warp.
+OW_DEV void sum_crc_part(const ow_crc_part* parts, u32* sums, u32 index, u32 table) {
     fill_crc_table(table);
-    ow_crc_part part = parts[i];
+    ow_crc_part part = parts[index];
     u64 begin = part.src, end = begin + part.bytes, stop = (end + 3) & ~(u64)3;
     u32 rows = (u32)(stop - begin + 127) / 128;
     u64 at = stop - 128 * (u64)rows + 4 * lane_id();
-    u32 s = 0;
+    u32 sum = 0;
     OW_UNROLL(1)
-    for (u32 r = 0; r < rows; r += 4) {  // four loads are on their way at a time
+    for (u32 row = 0; row < rows; row += 4) {  // four loads are on their way at a time
         u32 w[4];
         OW_UNROLL(4)
         for (u32 k = 0; k < 4; k++, at += 128) w[k] = load_crc_word(at, begin, end);
         OW_UNROLL(4)
         for (u32 k = 0; k < 4; k++)
-            if (r + k < rows) s = advance_crc(s, table) ^ w[k];
+            if (row + k < rows) sum = advance_crc(sum, table) ^ w[k];
     }
-    s = multiply_crc(s, kCrcWords.of[lane_id()]);
+    sum = multiply_crc(sum, kCrcWords.of[lane_id()]);
     OW_UNROLL(1)
-    for (u32 d = 16; d > 0; d /= 2) s ^= shfl(s, lane_id() ^ d);
-    s = multiply_crc(s, part.behind);
-    if (lane_id() == 0) stg32((u8*)(sums + i), s);
+    for (u32 d = 16; d > 0; d /= 2) sum ^= shfl(sum, lane_id() ^ d);
+    sum = multiply_crc(sum, part.behind);
+    if (lane_id() == 0) stg32((u8*)(sums + index), sum);
 }
 
 }  // namespace ow

@@ -30,7 +30,7 @@ OW_DEV u32 bit_length(u64 x) {
     return hi ? 33 + highest_bit(hi) : 1 + highest_bit((u32)x);
 }
 
-OW_DEV u32 delta_class(u64 x, u32 lg) {
+OW_DEV u32 class_of_change(u64 x, u32 lg) {
     u32 n = bit_length(x);
     if ((x & (x + 1)) == 0 && n <= kDeltaOnes) return n - 1;
     return kDeltaOnes + ((n - 1) >> (lg ? lg - 1 : 0));
@@ -42,7 +42,7 @@ OW_DEV u32 bits_after_class(u32 cls, u32 lg) {
     return lg < 2 ? cls - kDeltaOnes : (cls - kDeltaOnes + 1) << (lg - 1);
 }
 
-OW_DEV u32 reverse_bits(u32 b) {
+OW_DEV u32 reverse_byte(u32 b) {
     u32 r = 0;
     for (u32 i = 0; i < 8; i++) r |= (b >> i & 1) << (7 - i);
     return r;
@@ -99,7 +99,7 @@ OW_DEV void apply_run(DeltaReader& r, u8* dst, u32 first, u32 last, u32 end, u32
             v = r.peek();
         }
         if (v == 0) return;
-        u32 z = lowest(v);
+        u32 z = lowest_bit(v);
         r.pos += z + 1;
         v = r.peek();
         u64 to = at + ((u64)(gap + z) << k) + (v & ((1u << k) - 1));
@@ -126,50 +126,50 @@ OW_DEV void apply_run(DeltaReader& r, u8* dst, u32 first, u32 last, u32 end, u32
 }
 
 OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
-    ow_delta_row w = rows[job];
-    u8* dst = (u8*)(uintptr_t)w.now;
-    const u8* src = (const u8*)(uintptr_t)w.at;
+    ow_delta_row row = rows[job];
+    u8* dst = (u8*)(uintptr_t)row.now;
+    const u8* src = (const u8*)(uintptr_t)row.at;
     u32 head[4];
-    if (w.stored < kDeltaHead) return;  // nothing changed
+    if (row.stored < kDeltaHead) return;  // nothing changed
     for (u32 i = 0; i < 4; i++) head[i] = ldg32(src + 4 * i);
     if ((head[0] & 255) == 1) {
-        if (w.stored < kDeltaHead + w.bytes) return;
-        for (u32 i = lane_id(); i < w.bytes >> w.lg; i += 32) {
+        if (row.stored < kDeltaHead + row.bytes) return;
+        for (u32 i = lane_id(); i < row.bytes >> row.lg; i += 32) {
             u64 x = 0;
-            for (u32 b = 0; b < 1u << w.lg; b++) x |= (u64)ldg8(src + kDeltaHead + (i << w.lg) + b) << (8 * b);
-            xor_element(dst, i, x, w.lg);
+            for (u32 b = 0; b < 1u << row.lg; b++) x |= (u64)ldg8(src + kDeltaHead + (i << row.lg) + b) << (8 * b);
+            xor_element(dst, i, x, row.lg);
         }
         return;
     }
-    u32 k = head[0] >> 8 & 31, run = kDeltaRun << (head[0] >> 16 & 15) >> w.lg;
+    u32 k = head[0] >> 8 & 31, run = kDeltaRun << (head[0] >> 16 & 15) >> row.lg;
     for (u32 i = lane_id(); i < 128; i += 32) sts32(shared + 4 * i, 0);
     syncwarp();
     u32 cls = lane_id();
     if (cls < kDeltaClasses && code_length_of_class(head, cls)) {
         u32 n = code_length_of_class(head, cls), at = first_slot_of_class(cls, [&](u32 i) { return code_length_of_class(head, i); });
-        for (u32 j = 0; j < 256u >> n; j++) sts16(shared + 2 * (reverse_bits(at + j) & 255), cls << 8 | n);
+        for (u32 j = 0; j < 256u >> n; j++) sts16(shared + 2 * (reverse_byte(at + j) & 255), cls << 8 | n);
     }
     syncwarp();
-    u32 elements = w.bytes >> w.lg, runs = (elements + run - 1) / run, body = kDeltaHead + ((2 * runs + 3) & ~3u);
-    if (body > w.stored) return;
+    u32 elements = row.bytes >> row.lg, runs = (elements + run - 1) / run, body = kDeltaHead + ((2 * runs + 3) & ~3u);
+    if (body > row.stored) return;
     u32 off = 0;
     for (u32 first = 0; first < runs; first += 32) {
         u32 i = first + lane_id(), bits = i < runs ? ldg16(src + kDeltaHead + 2 * i) : 0, upto = sum_of_lanes_to(bits);
-        DeltaReader r = {src + body, (w.stored - body) / 4, ~1u, off + upto - bits, 0, 0};
-        if (bits) apply_run(r, dst, i * run, umin(elements, (i + 1) * run), off + upto, k, shared, w.lg);
+        DeltaReader r = {src + body, (row.stored - body) / 4, ~1u, off + upto - bits, 0, 0};
+        if (bits) apply_run(r, dst, i * run, umin(elements, (i + 1) * run), off + upto, k, shared, row.lg);
         off += shfl(upto, 31);
     }
 }
 
-// load_difference is what differs in the 16 bytes at `at`; there are no bytes from w.bytes on.
-OW_DEV u32x4 load_difference(const ow_delta_row& w, u32 at) {
-    const u8 *a = (const u8*)(uintptr_t)w.now + at, *b = (const u8*)(uintptr_t)w.base + at;
-    if (at + 16 <= w.bytes && (((uintptr_t)a | (uintptr_t)b) & 15) == 0) {
+// load_xor16 is what differs in the 16 bytes at `at`; there are no bytes from row.bytes on.
+OW_DEV u32x4 load_xor16(const ow_delta_row& row, u32 at) {
+    const u8 *a = (const u8*)(uintptr_t)row.now + at, *b = (const u8*)(uintptr_t)row.base + at;
+    if (at + 16 <= row.bytes && (((uintptr_t)a | (uintptr_t)b) & 15) == 0) {
         u32x4 x = ldg128(a), y = ldg128(b);
         return {x.x ^ y.x, x.y ^ y.y, x.z ^ y.z, x.w ^ y.w};
     }
     u32 v[4] = {0, 0, 0, 0};
-    for (u32 i = 0; i < 16 && at + i < w.bytes; i++) v[i / 4] |= (ldg8(a + i) ^ ldg8(b + i)) << (8 * (i & 3));
+    for (u32 i = 0; i < 16 && at + i < row.bytes; i++) v[i / 4] |= (ldg8(a + i) ^ ldg8(b + i)) << (8 * (i & 3));
     return {v[0], v[1], v[2], v[3]};
 }
 
@@ -189,7 +189,7 @@ OW_DEV u32 queue_changes(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 hav
     if (!ballot(m != 0)) return have;
     u32 n = popc(m), upto = sum_of_lanes_to(n), at = have + upto - n, first = (512 * tile + 16 * lane_id()) >> lg;
     for (; m; m &= m - 1, at++) {
-        u32 i = lowest(m), half = i & 4;
+        u32 i = lowest_bit(m), half = i & 4;
         u32 x = (i & 8 ? (half ? v.w : v.z) : (half ? v.y : v.x)) >> (8 * (i & 3));
         if (lg < 2) x &= (1u << (8 << lg)) - 1;
         sts64(queue + 8 * at, {first + (i >> lg), x});
@@ -217,22 +217,22 @@ template <class F> OW_DEV void take_changes(u32 queue, u32 high, u32 n, u32 lg, 
 }
 
 // for_each_change calls f(gap, x) for the changes of a chunk, as take_changes does, and after each
-// run of 512 << s bytes done(run). Gaps begin anew in each run.
-template <class F, class G> OW_DEV void for_each_change(const ow_delta_row& w, u32 s, u32 shared, F f, G done) {
-    u32 queue = shared + kDeltaQueue, high = shared + kDeltaHigh, lg = w.lg, last = (1u << s) - 1, tiles = (w.bytes + 511) / 512;
+// run of 512 << run_log bytes done(run). Gaps begin anew in each run.
+template <class F, class G> OW_DEV void for_each_change(const ow_delta_row& row, u32 run_log, u32 shared, F f, G done) {
+    u32 queue = shared + kDeltaQueue, high = shared + kDeltaHigh, lg = row.lg, last = (1u << run_log) - 1, tiles = (row.bytes + 511) / 512;
     u32 n = 0, next = 0;
     OW_UNROLL(1)
-    for (u32 t = 0; t < tiles; t++) {
-        u32 at = 512 * t + 16 * lane_id();
-        n = queue_changes(at < w.bytes ? load_difference(w, at) : u32x4{0, 0, 0, 0}, t, lg, queue, high, n);
-        bool ends = (t & last) == last || t + 1 == tiles;
+    for (u32 tile = 0; tile < tiles; tile++) {
+        u32 at = 512 * tile + 16 * lane_id();
+        n = queue_changes(at < row.bytes ? load_xor16(row, at) : u32x4{0, 0, 0, 0}, tile, lg, queue, high, n);
+        bool ends = (tile & last) == last || tile + 1 == tiles;
         if (n >= kDeltaMany || (n && ends)) {
             take_changes(queue, high, n, lg, next, f);
             n = 0;
         }
         if (ends) {
-            done(t >> s);
-            next = 512 * (t + 1) >> lg;
+            done(tile >> run_log);
+            next = 512 * (tile + 1) >> lg;
         }
     }
 }
@@ -278,7 +278,7 @@ OW_DEV void make_code_table(const u32* head, u32 lg, u32 codes) {
     u32 cls = lane_id();
     if (cls < kDeltaClasses) {
         u32 n = code_length_of_class(head, cls), at = first_slot_of_class(cls, [&](u32 i) { return code_length_of_class(head, i); });
-        sts32(codes + 4 * cls, n ? (reverse_bits(at) & 255) | n << 8 | bits_after_class(cls, lg) << 16 : 0);
+        sts32(codes + 4 * cls, n ? (reverse_byte(at) & 255) | n << 8 | bits_after_class(cls, lg) << 16 : 0);
     }
     syncwarp();
 }
@@ -287,12 +287,12 @@ OW_DEV void make_code_table(const u32* head, u32 lg, u32 codes) {
 OW_DEV u32 bits_of_change(u32 gap, u32 k, u32 code) { return (gap >> k) + 1 + k + (code >> 8 & 255) + (code >> 16); }
 
 OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
-    ow_delta_row w = rows[job];
-    u32 counts = shared + kDeltaCounts, codes = shared + kDeltaCodes, lg = w.lg;
+    ow_delta_row row = rows[job];
+    u32 counts = shared + kDeltaCounts, codes = shared + kDeltaCodes, lg = row.lg;
     sts32(counts + 4 * lane_id(), 0);
     syncwarp();
     // The order does not matter here: one run.
-    for_each_change(w, 31, shared, [&](u32, u64 x) { if (x) count32(counts + 4 * delta_class(x, lg)); }, [](u32) {});
+    for_each_change(row, 31, shared, [&](u32, u64 x) { if (x) increment32(counts + 4 * class_of_change(x, lg)); }, [](u32) {});
     syncwarp();
     u32 changed = 0;
     for (u32 i = 0; i < kDeltaClasses; i++) changed += lds32(counts + 4 * i);
@@ -304,24 +304,24 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     }
     if (lane_id() == 0) delta_lengths(counts);
     syncwarp();
-    u32 elements = w.bytes >> lg, s = 0;
+    u32 elements = row.bytes >> lg, s = 0;
     u64 mean = 63 * (u64)(2 * elements - changed) / (262 * (u64)changed);
     u32 k = mean ? bit_length(mean) : 0;
-    while (s < kDeltaMaxS && (u64)changed * (kDeltaRun << s) < 24 * (u64)w.bytes) s++;
+    while (s < kDeltaMaxS && (u64)changed * (kDeltaRun << s) < 24 * (u64)row.bytes) s++;
     u32 head[4] = {k << 8 | s << 16, 0, 0, 0};
     for (u32 i = 0; i < kDeltaClasses; i++) head[1 + i / 8] |= lds32(counts + 4 * i) << (4 * (i & 7));
     make_code_table(head, lg, codes);
-    u32 run = kDeltaRun << s, runs = (w.bytes + run - 1) / run;  // bytes
+    u32 run = kDeltaRun << s, runs = (row.bytes + run - 1) / run;  // bytes
     u64 total = 0;
     u32 mine = 0;
     bool raw = false;
-    for_each_change(w, s, shared, [&](u32 gap, u64 x) { if (x) mine += bits_of_change(gap, k, lds32(codes + 4 * delta_class(x, lg))); }, [&](u32) {
+    for_each_change(row, s, shared, [&](u32 gap, u64 x) { if (x) mine += bits_of_change(gap, k, lds32(codes + 4 * class_of_change(x, lg))); }, [&](u32) {
         u32 bits = shfl(sum_of_lanes_to(mine), 31);
         total += bits;
         raw = raw || bits > 0xffff;
         mine = 0;
     });
-    u32 most = kDeltaHead + ((w.bytes + 3) & ~3u);
+    u32 most = kDeltaHead + ((row.bytes + 3) & ~3u);
     u64 stored = kDeltaHead + ((2 * runs + 3) & ~3u) + (total + 31) / 32 * 4;
     if (raw || stored >= most) {
         stored = most;
@@ -344,27 +344,27 @@ OW_DEV void put_bits(u32* words, u32 pos, u64 v, u32 n) {
 }
 
 OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
-    ow_delta_row w = rows[job];
-    if (w.stored == 0) return;
-    u8* to = (u8*)(uintptr_t)w.at;
-    for (u32 i = 4 * lane_id(); i < w.stored; i += 128) store_in_order32(to + i, 0);
+    ow_delta_row row = rows[job];
+    if (row.stored == 0) return;
+    u8* to = (u8*)(uintptr_t)row.at;
+    for (u32 i = 4 * lane_id(); i < row.stored; i += 128) store_in_order32(to + i, 0);
     syncwarp();
     if (lane_id() == 0) {
-        for (u32 i = 0; i < 4; i++) store_in_order32(to + 4 * i, w.head[i]);
+        for (u32 i = 0; i < 4; i++) store_in_order32(to + 4 * i, row.head[i]);
     }
-    u32 lg = w.lg, codes = shared + kDeltaCodes;
-    if ((w.head[0] & 255) == 1) {
-        const u8 *a = (const u8*)(uintptr_t)w.now, *b = (const u8*)(uintptr_t)w.base;
-        for (u32 i = lane_id(); i < w.bytes; i += 32) stg8(to + kDeltaHead + i, ldg8(a + i) ^ ldg8(b + i));
+    u32 lg = row.lg, codes = shared + kDeltaCodes;
+    if ((row.head[0] & 255) == 1) {
+        const u8 *a = (const u8*)(uintptr_t)row.now, *b = (const u8*)(uintptr_t)row.base;
+        for (u32 i = lane_id(); i < row.bytes; i += 32) stg8(to + kDeltaHead + i, ldg8(a + i) ^ ldg8(b + i));
         return;
     }
-    u32 head[4] = {w.head[0], w.head[1], w.head[2], w.head[3]};
+    u32 head[4] = {row.head[0], row.head[1], row.head[2], row.head[3]};
     make_code_table(head, lg, codes);
-    u32 k = head[0] >> 8 & 255, s = head[0] >> 16, run = kDeltaRun << s, runs = (w.bytes + run - 1) / run;
+    u32 k = head[0] >> 8 & 255, s = head[0] >> 16, run = kDeltaRun << s, runs = (row.bytes + run - 1) / run;
     u32* words = (u32*)(to + kDeltaHead + ((2 * runs + 3) & ~3u));
     u32 off = 0, begin = 0;
     auto put = [&](u32 gap, u64 x) {
-        u32 c = x ? lds32(codes + 4 * delta_class(x, lg)) : 0, bits = x ? bits_of_change(gap, k, c) : 0, upto = sum_of_lanes_to(bits), rest = c >> 16;
+        u32 c = x ? lds32(codes + 4 * class_of_change(x, lg)) : 0, bits = x ? bits_of_change(gap, k, c) : 0, upto = sum_of_lanes_to(bits), rest = c >> 16;
         u32 pos = off + upto - bits + (gap >> k), fixed = 1 + k + (c >> 8 & 255);
         off += shfl(upto, 31);
         if (!x) return;
@@ -377,7 +377,7 @@ OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
             put_bits(words, pos + fixed, x, rest);
         }
     };
-    for_each_change(w, s, shared, put, [&](u32 r) {
+    for_each_change(row, s, shared, put, [&](u32 r) {
         if (lane_id() == 0) stg16(to + kDeltaHead + 2 * r, off - begin);
         begin = off;
     });

@@ -17,14 +17,14 @@ constexpr u32 kTileWords = OW_DIGEST_TILE / 8;
 struct DigestSums { u64 a, b; };
 
 // add_word adds a word whose key is (its number + 1) * kDigestStep.
-OW_DEV void add_word(DigestSums& s, u64 w, u64 key) {
-    u64 x = w + key;
+OW_DEV void add_word(DigestSums& sums, u64 word, u64 key) {
+    u64 x = word + key;
     x = (x ^ x >> 32) * kDigestM1;
     x = (x ^ x >> 32) * kDigestM2;
     u64 high = x >> 32;
     x ^= high;
-    s.a += x;
-    s.b += x * (high | 1);
+    sums.a += x;
+    sums.b += x * (high | 1);
 }
 
 OW_DEV u64 ldg_item(const u8* p, u32 item) {
@@ -38,43 +38,43 @@ OW_DEV u64 ldg_item(const u8* p, u32 item) {
 }
 
 // element_address is the address of an element, and how many follow it in its row.
-OW_DEV const u8* element_address(const ow_digest_job& job, const ow_digest_dim* dims, u64 e, u64& row) {
+OW_DEV const u8* element_address(const ow_digest_job& job, const ow_digest_dim* dims, u64 element, u64& row) {
     u64 at = job.src;
     OW_UNROLL(1)
     for (u32 i = job.rank; i-- > 0;) {
-        ow_digest_dim d = dims[i];
-        u64 q = e / d.size, c = e - q * d.size;
-        if (i + 1u == job.rank) row = d.size - c;
-        at += c * (u64)d.stride;
-        e = q;
+        ow_digest_dim dim = dims[i];
+        u64 q = element / dim.size, coordinate = element - q * dim.size;
+        if (i + 1u == job.rank) row = dim.size - coordinate;
+        at += coordinate * (u64)dim.stride;
+        element = q;
     }
     return (const u8*)(uintptr_t)at;
 }
 
-// load_tensor_word is word w of a tensor; bytes behind its end are 0.
-OW_DEV u64 load_tensor_word(const ow_digest_job& job, const ow_digest_dim* dims, u64 w) {
-    u64 left = job.bytes - 8 * w, v = 0;
+// load_tensor_word is the word of that number of a tensor; bytes behind its end are 0.
+OW_DEV u64 load_tensor_word(const ow_digest_job& job, const ow_digest_dim* dims, u64 word) {
+    u64 left = job.bytes - 8 * word, v = 0;
     if (job.rank == 0) {
-        const u8* p = (const u8*)(uintptr_t)job.src + 8 * w;
-        if (left >= 8) return ldg_item(p, 8);
+        const u8* address = (const u8*)(uintptr_t)job.src + 8 * word;
+        if (left >= 8) return ldg_item(address, 8);
         OW_UNROLL(1)
-        for (u32 k = 0; k < (u32)left; k++) v |= (u64)ldg8(p + k) << (8 * k);
+        for (u32 k = 0; k < (u32)left; k++) v |= (u64)ldg8(address + k) << (8 * k);
         return v;
     }
     u32 item = job.item, n = (left < 8 ? (u32)left : 8) / item;
-    u64 e = w * (8 / item), row, stride = (u64)dims[job.rank - 1].stride;
-    const u8* p = element_address(job, dims, e, row);
+    u64 element = word * (8 / item), row, stride = (u64)dims[job.rank - 1].stride;
+    const u8* address = element_address(job, dims, element, row);
     OW_UNROLL(1)
     for (u32 k = 0; k < n; k++) {
-        v |= ldg_item(p, item) << (8 * item * k);
-        if (--row) p += stride;
-        else if (k + 1 < n) p = element_address(job, dims, e + k + 1, row);
+        v |= ldg_item(address, item) << (8 * item * k);
+        if (--row) address += stride;
+        else if (k + 1 < n) address = element_address(job, dims, element + k + 1, row);
     }
     return v;
 }
 
 // add_tile adds one tile of a tensor, of which this lane takes a 32nd.
-OW_DEV void add_tile(DigestSums& s, const ow_digest_job& job, const ow_digest_dim* dims, u64 tile) {
+OW_DEV void add_tile(DigestSums& sums, const ow_digest_job& job, const ow_digest_dim* dims, u64 tile) {
     u64 first = tile * kTileWords;
     if (job.rank == 0 && job.item == 16 && job.bytes - 8 * first >= OW_DIGEST_TILE) {
         const u8* p = (const u8*)(uintptr_t)job.src + 8 * first + 16 * lane_id();
@@ -84,8 +84,8 @@ OW_DEV void add_tile(DigestSums& s, const ow_digest_job& job, const ow_digest_di
         u64 key = (first + 2 * lane_id() + 1) * kDigestStep;
         OW_UNROLL(8)
         for (u32 k = 0; k < 8; k++) {
-            add_word(s, (u64)v[k].y << 32 | v[k].x, key);
-            add_word(s, (u64)v[k].w << 32 | v[k].z, key + kDigestStep);
+            add_word(sums, (u64)v[k].y << 32 | v[k].x, key);
+            add_word(sums, (u64)v[k].w << 32 | v[k].z, key + kDigestStep);
             key += 64 * kDigestStep;
         }
         return;
@@ -93,25 +93,25 @@ OW_DEV void add_tile(DigestSums& s, const ow_digest_job& job, const ow_digest_di
     u64 words = (job.bytes + 7) / 8 - first;
     OW_UNROLL(1)
     for (u32 k = lane_id(); k < kTileWords && k < words; k += 32) {
-        add_word(s, load_tensor_word(job, dims, first + k), (first + k + 1) * kDigestStep);
+        add_word(sums, load_tensor_word(job, dims, first + k), (first + k + 1) * kDigestStep);
     }
 }
 
 // flush_sums adds the sums of all lanes to a tensor's.
-OW_DEV void flush_sums(u64* sums, DigestSums s) {
+OW_DEV void flush_sums(u64* sums, DigestSums added) {
     OW_UNROLL(5)
     for (u32 d = 16; d > 0; d /= 2) {
-        s.a += shfl64(s.a, lane_id() ^ d);
-        s.b += shfl64(s.b, lane_id() ^ d);
+        added.a += shfl64(added.a, lane_id() ^ d);
+        added.b += shfl64(added.b, lane_id() ^ d);
     }
     if (lane_id() == 0) {
-        add64(sums, s.a);
-        add64(sums + 1, s.b);
+        atomic_add64(sums, added.a);
+        atomic_add64(sums + 1, added.b);
     }
 }
 
-// digest_job is the work of one warp of several.
-OW_DEV void digest_job(const ow_digest_job* jobs, u32 n, u64 tiles, const ow_digest_dim* dims, u64* sums, u32 warp_id, u32 warps) {
+// digest_share is the work of one warp of several.
+OW_DEV void digest_share(const ow_digest_job* jobs, u32 n, u64 tiles, const ow_digest_dim* dims, u64* sums, u32 warp_id, u32 warps) {
     u64 at = tiles * warp_id / warps, end = tiles * (warp_id + 1) / warps;
     if (at >= end) return;
     u32 j = 0;
@@ -124,9 +124,9 @@ OW_DEV void digest_job(const ow_digest_job* jobs, u32 n, u64 tiles, const ow_dig
         ow_digest_job job = jobs[j];
         u64 stop = job.first + (job.bytes + OW_DIGEST_TILE - 1) / OW_DIGEST_TILE;
         if (stop > end) stop = end;
-        DigestSums s = {0, 0};
-        for (; at < stop; at++) add_tile(s, job, dims + job.dims, at - job.first);
-        flush_sums(sums + 2 * j, s);
+        DigestSums added = {0, 0};
+        for (; at < stop; at++) add_tile(added, job, dims + job.dims, at - job.first);
+        flush_sums(sums + 2 * j, added);
     }
 }
 

@@ -21,28 +21,28 @@ OW_TABLE u64 kHashSecret[24] = {
     0x49daf0b751dd0d17, 0x9e68d429265516d3, 0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
 };
 
-// hash_sums makes a warp's share of an item's sums. Eight lanes make one block's.
-OW_DEV void hash_sums(const ow_batch_item* item, u32 warp_id, u32 warps) {
+// hash_share makes a warp's share of an item's sums. Eight lanes make one block's.
+OW_DEV void hash_share(const ow_batch_item* item, u32 warp_id, u32 warps) {
     const ow_batch_item it = *item;
     const u8* src = (const u8*)(uintptr_t)it.src;
-    u32 blocks = (u32)(it.src_len / kHashBlock), k = lane_id() % 8;
+    u32 blocks = (u32)(it.src_len / kHashBlock), accumulator = lane_id() % 8;
     u64* sums = (u64*)(uintptr_t)it.dst;
     OW_UNROLL(1)
     for (u32 first = 4 * warp_id; first < blocks; first += 4 * warps) {
         u32 block = first + lane_id() / 8;
         u64 words = 0, sum = 0;
         if (block < blocks) {
-            const u8* p = src + (u64)block * kHashBlock + 8 * k;
+            const u8* block_start = src + (u64)block * kHashBlock + 8 * accumulator;
             OW_UNROLL(16)
-            for (u32 s = 0; s < kHashBlock / kHashStripe; s++) {
-                u32x2 v = ldg64(p + kHashStripe * s);
-                u64 w = (u64)v.y << 32 | v.x, x = w ^ kHashSecret[s + k];
+            for (u32 stripe = 0; stripe < kHashBlock / kHashStripe; stripe++) {
+                u32x2 v = ldg64(block_start + kHashStripe * stripe);
+                u64 w = (u64)v.y << 32 | v.x, x = w ^ kHashSecret[stripe + accumulator];
                 words += w;
                 sum += (x & 0xffffffff) * (x >> 32);
             }
         }
         sum += shfl64(words, lane_id() ^ 1);
-        if (block < blocks) sums[8 * (u64)block + k] = sum;
+        if (block < blocks) sums[8 * (u64)block + accumulator] = sum;
     }
     u8* tail = (u8*)(sums + 8 * (u64)blocks);
     const u8* from = src + it.src_len - it.arg;

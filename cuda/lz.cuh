@@ -20,7 +20,7 @@ OW_DEV void request_block(const u8* base, u32 begin, u32 end, u32 ring, u32 at) 
     at += 16 * lane_id();
     u32 to = ring | (at & (kFeedRing - 1));
     if (at >= begin && at + 16 <= end) {
-        copy16(to, base + at);
+        copy_async16(to, base + at);
         return;
     }
     OW_UNROLL(1)
@@ -34,14 +34,14 @@ OW_DEV void request_block(const u8* base, u32 begin, u32 end, u32 ring, u32 at) 
 OW_COLD u32 feed_serve(const u8* base, u32 begin, u32 end, u32 ring, u32 have, u32 at) {
     u32 issued = have & ~1u, landed = have & 1 ? issued - kFeedBlock : issued;
     if (at >= issued) {  // jumped beyond the ring
-        copy_wait();
+        wait_for_copies();
         landed = issued = at & ~(kFeedBlock - 1);
     }
     syncwarp();  // every lane is done with the block that is replaced
     OW_UNROLL(1)
     for (;;) {
         if (at + kFeedAhead > landed && landed < issued) {
-            copy_wait();
+            wait_for_copies();
             landed = issued;
         } else if (issued < end && at + kFeedBlock >= issued) {
             request_block(base, begin, end, ring, issued);
@@ -88,7 +88,7 @@ struct Feed {
 
     // close waits for what is on its way, after which the ring may be reused.
     OW_METHOD void close() const {
-        copy_wait();
+        wait_for_copies();
         syncwarp();
     }
 };
@@ -135,9 +135,9 @@ template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const
     }
 }
 
-// copy_run copies n bytes that do not overlap; SELF: the source is output of this
+// copy_disjoint copies n bytes that do not overlap; SELF: the source is output of this
 // warp. Reads stay inside [lo, hi), which contains the source.
-template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
+template <bool SELF> OW_DEV void copy_disjoint(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
     if (n > 64) {
         copy_long<SELF>(to, from, n, lo, hi);
     } else if (lane_id() < n) {
@@ -161,7 +161,7 @@ OW_COLD void copy_again(u8* to, u32 back, u32 n, const u8* lo, const u8* hi) {
     OW_UNROLL(1)
     while (done < n) {
         u32 whole = (back + done) / back * back, part = umin(whole, n - done);
-        copy_run<true>(to + done, to + done - whole, part, lo, hi);
+        copy_disjoint<true>(to + done, to + done - whole, part, lo, hi);
         done += part;
         syncwarp();
     }
@@ -177,7 +177,7 @@ OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
         if (lane_id() < n) store_in_order8(to + lane_id(), reload8(from + (back < n ? lane_id() % back : lane_id())));
         return;
     }
-    if (back >= n) copy_run<true>(to, from, n, dst, dst + cap);
+    if (back >= n) copy_disjoint<true>(to, from, n, dst, dst + cap);
     else copy_again(to, back, n, dst, dst + cap);
 }
 
@@ -205,12 +205,12 @@ constexpr u32 kShortIn = 96, kShortOut = 64;
 // both literals and a match.
 constexpr u32 kShortTable = 24 * 16;
 
-// copy_short_parts copies m parts of at most 8 * N bytes that do not depend on each
+// copy_short_parts copies parts of at most 8 * N bytes that do not depend on each
 // other. An entry has an address, a length, and an offset behind `to`. Eight lanes
 // take one part, so four are made at a time. Empty entries follow, up to a multiple
 // of four.
-template <u32 N> OW_DEV void copy_short_parts(u8* to, u32 table, u32 m) {
-    u32 column = lane_id() & 7, at = table + 2 * (lane_id() - column), end = at + 16 * m;
+template <u32 N> OW_DEV void copy_short_parts(u8* to, u32 table, u32 parts) {
+    u32 column = lane_id() & 7, at = table + 2 * (lane_id() - column), end = at + 16 * parts;
     to += column;
     OW_UNROLL(1)
     for (; at < end; at += 64) {
@@ -218,28 +218,28 @@ template <u32 N> OW_DEV void copy_short_parts(u8* to, u32 table, u32 m) {
         const u8* from = (const u8*)(uintptr_t)(((u64)e.y << 32 | e.x) + column);
         u8* place = to + e.w;
         int n = (int)(e.z - column);
-        if (N == 2) copy_quarters(place, from, n);
-        else copy_eighths(place, from, n);
-        if (N == 8) copy_eighths(place + 32, from + 32, n - 32);
+        if (N == 2) copy_2_strided(place, from, n);
+        else copy_4_strided(place, from, n);
+        if (N == 8) copy_4_strided(place + 32, from + 32, n - 32);
     }
 }
 
 // write_dependent_elements makes the bytes of elements that depend on each other: those of
-// `heads`, which end in the 32 bytes b and make n <= 64. is: the lane is one of
+// `heads`, which end in the 32 bytes of a peek and make n <= 64. is: the lane is one of
 // them.
-OW_DEV void write_dependent_elements(const Feed& f, const Head& h, u32 b, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
-    u32 me = bit(f.lane_id), upto = me | (me - 1), before = 0;
+OW_DEV void write_dependent_elements(const Feed& feed, const Head& element, u32 byte, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
+    u32 me = bit(feed.lane_id), upto = me | (me - 1), before = 0;
     u32 starts[2] = {or_of_lanes(is ? bit(start) : 0), or_of_lanes(is ? bit(start - 32) : 0)};
     syncwarp();  // the table's last entries were read
-    if (is) sts64(table + 8 * popc(heads & (me - 1)), {start | h.literals << 8 | (f.lane_id + 1) << 16, back});
+    if (is) sts64(table + 8 * popc(heads & (me - 1)), {start | element.literals << 8 | (feed.lane_id + 1) << 16, back});
     syncwarp();  // and the bytes before are there
     u32 v[2], at[2];  // the lane's bytes, p = lane and 32 + lane, and where they are known
     OW_UNROLL(2)
     for (u32 k = 0; k < 2; k++) {
-        u32 p = f.lane_id + 32 * k;
+        u32 p = feed.lane_id + 32 * k;
         u32x2 e = lds64(table + 8 * (before + popc(starts[k] & upto) - 1));
         u32 in = p - (e.x & 255);  // place in the element
-        v[k] = shfl(b, (e.x >> 16) + in);
+        v[k] = shfl(byte, (e.x >> 16) + in);
         at[k] = p;
         if (in >= (e.x >> 8 & 255) && p < n) {
             if (p < e.y) v[k] = reload8(to + ((int)(32 * k) - (int)e.y));
@@ -250,7 +250,7 @@ OW_DEV void write_dependent_elements(const Feed& f, const Head& h, u32 b, u32 he
     // Jumps double here too, until they end at bytes that are known.
     u32 x = at[0], y = at[1];
     OW_UNROLL(1)
-    while (ballot(x != f.lane_id || y != f.lane_id + 32)) {
+    while (ballot(x != feed.lane_id || y != feed.lane_id + 32)) {
         u32 x0 = shfl(x, x), x1 = shfl(y, x), y0 = shfl(x, y), y1 = shfl(y, y);
         u32 nx = x & 32 ? x1 : x0, ny = y & 32 ? y1 : y0;
         if (!ballot(nx != x || ny != y)) break;
@@ -258,21 +258,21 @@ OW_DEV void write_dependent_elements(const Feed& f, const Head& h, u32 b, u32 he
         y = ny;
     }
     u32 x0 = shfl(v[0], x), x1 = shfl(v[1], x), y0 = shfl(v[0], y), y1 = shfl(v[1], y);
-    if (f.lane_id < n) store_in_order8(to, x & 32 ? x1 : x0);
-    if (f.lane_id + 32 < n) store_in_order8(to + 32, y & 32 ? y1 : y0);
+    if (feed.lane_id < n) store_in_order8(to, x & 32 ? x1 : x0);
+    if (feed.lane_id + 32 < n) store_in_order8(to + 32, y & 32 ? y1 : y0);
 }
 
-// try_short_sequences decodes short elements from `at` on, where b is the lane's peek, and
+// try_short_sequences decodes short elements from `at` on, where byte is the lane's of a peek, and
 // returns how many bytes they make: 0 if the first is not short, or if there is no
 // space for all; kShortBad if an offset reaches back too far. It advances `at`, not
 // `out`. The caller makes sure that kShortIn bytes of input are left.
 constexpr u32 kShortBad = ~0u;
-template <class Format> OW_DEV u32 try_short_sequences(const Feed& f, u32 b, u32& at, u8* dst, u32 out, u32 room, u32 table) {
-    Head h = Format::head(b, f.lane_id);
-    u32 from = at, me = bit(f.lane_id), bytes = h.literals + h.match, seen = h.is ? me : 0;
+template <class Format> OW_DEV u32 try_short_sequences(const Feed& feed, u32 byte, u32& at, u8* dst, u32 out, u32 room, u32 table) {
+    Head element = Format::head(byte, feed.lane_id);
+    u32 from = at, me = bit(feed.lane_id), bytes = element.literals + element.match, seen = element.is ? me : 0;
     // What the elements from here on make << 8, and the lane behind them; 32 and
     // more: their end.
-    u32 way = h.is ? bytes << 8 | umin(f.lane_id + h.size, 32) : 32;
+    u32 way = element.is ? bytes << 8 | umin(feed.lane_id + element.size, 32) : 32;
     OW_UNROLL(4)
     for (u32 i = 0; i < 4; i++) {
         u32 next = shfl(way, way), more = shfl(seen, way);
@@ -285,50 +285,50 @@ template <class Format> OW_DEV u32 try_short_sequences(const Feed& f, u32 b, u32
     seen = shfl(seen, 0);
     if (total - 1 >= room) return 0;
     bool is = seen & me;
-    u32 low = shfl(b, h.back_at), back = Format::back(b, low, shfl(b, h.back_at + 1));
-    bool match = is && h.match, needs = match && back < end, bad = match && back - 1 >= out + start + h.literals;
+    u32 low = shfl(byte, element.back_at), back = Format::back(byte, low, shfl(byte, element.back_at + 1));
+    bool match = is && element.match, needs = match && back < end, bad = match && back - 1 >= out + start + element.literals;
     u32 heads = seen;
     if (ballot(needs || bad)) {
         if (ballot(bad)) return kShortBad;
         u32 need = ballot(needs);
-        u32 first = lowest(need);
+        u32 first = lowest_bit(need);
         heads &= (1u << first) - 1;
         u32 n = shfl(start, first);
         if (n < kShortOut) {  // too few that can be copied
-            is = is && end <= kShortOut && f.lane_id + h.size <= 32;
+            is = is && end <= kShortOut && feed.lane_id + element.size <= 32;
             heads = ballot(is);
             u32 last = highest_bit(heads);
             n = shfl(end, last);
-            at += shfl(f.lane_id + h.size, last);
-            write_dependent_elements(f, h, b, heads, is, start, back, n, dst + out + f.lane_id, table);
+            at += shfl(feed.lane_id + element.size, last);
+            write_dependent_elements(feed, element, byte, heads, is, start, back, n, dst + out + feed.lane_id, table);
             return n;
         }
         total = n;
         at += first;
         is = heads & me;
     } else {
-        at += shfl(f.lane_id + h.size, highest_bit(seen));
+        at += shfl(feed.lane_id + element.size, highest_bit(seen));
     }
-    u32 slot = popc(heads & (me - 1)), m = popc(heads);
-    u64 literals = (u64)(uintptr_t)f.base + from + f.lane_id + 1;
-    u64 old = (u64)(uintptr_t)dst + (u32)(out + start + h.literals - back);
+    u32 slot = popc(heads & (me - 1)), copies = popc(heads);
+    u64 literals = (u64)(uintptr_t)feed.base + from + feed.lane_id + 1;
+    u64 old = (u64)(uintptr_t)dst + (u32)(out + start + element.literals - back);
     syncwarp();  // the table's last entries were read
     if (Format::kBoth) {
-        u32 two = ballot(is && h.literals);
+        u32 two = ballot(is && element.literals);
         slot += popc(two & (me - 1));
-        m += popc(two);
-        if (is && h.literals) sts128(table + 16 * slot++, {(u32)literals, (u32)(literals >> 32), h.literals, start});
-        if (is) sts128(table + 16 * slot, {(u32)old, (u32)(old >> 32), h.match, start + h.literals});
+        copies += popc(two);
+        if (is && element.literals) sts128(table + 16 * slot++, {(u32)literals, (u32)(literals >> 32), element.literals, start});
+        if (is) sts128(table + 16 * slot, {(u32)old, (u32)(old >> 32), element.match, start + element.literals});
     } else {
-        u64 src = h.match ? old : literals;
+        u64 src = element.match ? old : literals;
         if (is) sts128(table + 16 * slot, {(u32)src, (u32)(src >> 32), bytes, start});
     }
-    if (f.lane_id < 3) sts64(table + 16 * (m + f.lane_id) + 8, {0, 0});
+    if (feed.lane_id < 3) sts64(table + 16 * (copies + feed.lane_id) + 8, {0, 0});
     syncwarp();  // and the bytes before are there
-    u32 most = or_of_lanes(is ? (Format::kBoth ? h.match | h.literals : bytes) - 1 : 0);
-    if (most < 16) copy_short_parts<2>(dst + out, table, m);
-    else if (most < 32) copy_short_parts<4>(dst + out, table, m);
-    else copy_short_parts<8>(dst + out, table, m);
+    u32 most = or_of_lanes(is ? (Format::kBoth ? element.match | element.literals : bytes) - 1 : 0);
+    if (most < 16) copy_short_parts<2>(dst + out, table, copies);
+    else if (most < 32) copy_short_parts<4>(dst + out, table, copies);
+    else copy_short_parts<8>(dst + out, table, copies);
     return total;
 }
 
@@ -340,25 +340,25 @@ OW_DEV LzPlace lz_shared_memory(u32 base, u32 warp_id) {
     return {base + warp_id * kFeedRing, base + OW_BATCH_WARPS * kFeedRing + warp_id * kShortTable};
 }
 
-// batch_result writes an item's result.
-OW_DEV void batch_result(ow_batch_item* item, u32 status, u64 written) {
+// write_result writes an item's result.
+OW_DEV void write_result(ow_batch_item* item, u32 status, u64 written) {
     if (lane_id() == 0) {
         item->written = status ? 0 : written;
         item->status = status;
     }
 }
 
-// lz_job decodes an item of a format.
-template <class Format> OW_DEV void lz_job(ow_batch_item* items, u32 job, u32 base, u32 warp_id) {
+// decode_lz_item decodes an item of a format.
+template <class Format> OW_DEV void decode_lz_item(ow_batch_item* items, u32 job, u32 base, u32 warp_id) {
     LzPlace place = lz_shared_memory(base, warp_id);
-    ow_batch_item it = items[job];
+    ow_batch_item item = items[job];
     u32 status = OW_BATCH_ARG, out = 0;
-    if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {
-        Feed f((const u8*)(uintptr_t)it.src, (u32)it.src_len, place.ring);
-        status = Format::block(f, (u8*)(uintptr_t)it.dst, (u32)it.dst_cap, keep_in_register(place.table), out);
-        f.close();
+    if (item.src_len >> 31 == 0 && item.dst_cap >> 31 == 0) {
+        Feed feed((const u8*)(uintptr_t)item.src, (u32)item.src_len, place.ring);
+        status = Format::decode_block(feed, (u8*)(uintptr_t)item.dst, (u32)item.dst_cap, keep_in_register(place.table), out);
+        feed.close();
     }
-    batch_result(items + job, status, out);
+    write_result(items + job, status, out);
 }
 
 }  // namespace ow

@@ -13,25 +13,25 @@
 namespace ow {
 
 // lz4_add_length adds the bytes at `at` that continue a length. Returns 0 or a status.
-OW_DEV u32 lz4_add_length(Feed& f, u32& at, u32& n, u32 most) {
+OW_DEV u32 lz4_add_length(Feed& feed, u32& at, u32& n, u32 most) {
     OW_UNROLL(1)
     for (;;) {
-        u32 b = f.peek(at);
-        u32 last = ballot(at + lane_id() < f.end && b != 255);
+        u32 byte = feed.peek(at);
+        u32 last = ballot(at + lane_id() < feed.end && byte != 255);
         if (last) {
-            u32 k = lowest(last);
-            n += 255 * k + shfl(b, k);
-            at += k + 1;
+            u32 lane = lowest_bit(last);
+            n += 255 * lane + shfl(byte, lane);
+            at += lane + 1;
             return n > most ? OW_BATCH_ROOM : 0;
         }
-        if (f.end - at <= 32) return OW_BATCH_INPUT;
+        if (feed.end - at <= 32) return OW_BATCH_INPUT;
         n += 255 * 32;
         at += 32;
         if (n > most) return OW_BATCH_ROOM;
     }
 }
 
-OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
+OW_DEV u32 decode_lz4_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out);
 
 struct Lz4 {
     static constexpr bool kBoth = true;
@@ -40,58 +40,58 @@ struct Lz4 {
         return {size, literals, match, lane_id + 1 + literals, literals < 15 && match < 19 && lane_id + size <= 32};
     }
     OW_DEV u32 back(u32, u32 low, u32 high) { return low | high << 8; }
-    OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return lz4_block(f, dst, cap, table, out); }
+    OW_DEV u32 decode_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out) { return decode_lz4_block(feed, dst, cap, table, out); }
 };
 
-// lz4_block decodes a block to `out` bytes. Returns 0 or a status.
-OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
+// decode_lz4_block decodes a block to `out` bytes. Returns 0 or a status.
+OW_DEV u32 decode_lz4_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
-    u32 at = f.begin;
-    if (at >= f.end) return OW_BATCH_INPUT;
-    u8* mine = dst + f.lane_id;
-    u32 b = f.peek(at);
+    u32 at = feed.begin;
+    if (at >= feed.end) return OW_BATCH_INPUT;
+    u8* mine = dst + feed.lane_id;
+    u32 byte = feed.peek(at);
     OW_UNROLL(1)
     for (;;) {
-        if (f.end - at > kShortIn) {
-            u32 bytes = try_short_sequences<Lz4>(f, b, at, dst, out, cap - out, table);
+        if (feed.end - at > kShortIn) {
+            u32 bytes = try_short_sequences<Lz4>(feed, byte, at, dst, out, cap - out, table);
             if (bytes == kShortBad) return OW_BATCH_OFFSET;
             if (bytes) {
                 out += bytes;
-                b = f.peek(at);
+                byte = feed.peek(at);
                 continue;
             }
         }
-        u32 token = shfl(b, 0), literals = token >> 4, n = (token & 15) + 4;
+        u32 token = shfl(byte, 0), literals = token >> 4, match = (token & 15) + 4;
         at++;
         if (literals == 15) {
-            u32 bad = lz4_add_length(f, at, literals, 1u << 31);
+            u32 bad = lz4_add_length(feed, at, literals, 1u << 31);
             if (bad) return OW_BATCH_INPUT;
         }
-        if (literals > f.end - at) return OW_BATCH_INPUT;
+        if (literals > feed.end - at) return OW_BATCH_INPUT;
         if (literals > cap - out) return OW_BATCH_ROOM;
         if (literals <= 32) {
-            b = f.peek(at);
-            if (f.lane_id < literals) store_in_order8(mine + out, b);
+            byte = feed.peek(at);
+            if (feed.lane_id < literals) store_in_order8(mine + out, byte);
         } else {
-            copy_run<false>(dst + out, f.base + at, literals, f.base + f.begin, f.base + f.end);
+            copy_disjoint<false>(dst + out, feed.base + at, literals, feed.base + feed.begin, feed.base + feed.end);
         }
         out += literals;
         at += literals;
-        if (at == f.end) return 0;
-        if (f.end - at < 2) return OW_BATCH_INPUT;
-        b = f.peek(at);
-        u32 back = shfl(b, 0) | shfl(b, 1) << 8;
+        if (at == feed.end) return 0;
+        if (feed.end - at < 2) return OW_BATCH_INPUT;
+        byte = feed.peek(at);
+        u32 back = shfl(byte, 0) | shfl(byte, 1) << 8;
         at += 2;
         if (back - 1 >= out) return OW_BATCH_OFFSET;
-        if (n == 19) {
-            u32 bad = lz4_add_length(f, at, n, cap);
+        if (match == 19) {
+            u32 bad = lz4_add_length(feed, at, match, cap);
             if (bad) return bad;
         }
-        if (n > cap - out) return OW_BATCH_ROOM;
-        copy_match(dst, out, cap, back, n);
-        out += n;
-        if (at >= f.end) return OW_BATCH_INPUT;
-        b = f.peek(at);
+        if (match > cap - out) return OW_BATCH_ROOM;
+        copy_match(dst, out, cap, back, match);
+        out += match;
+        if (at >= feed.end) return OW_BATCH_INPUT;
+        byte = feed.peek(at);
     }
 }
 

@@ -11,12 +11,12 @@ static_assert(sizeof(ow_move) == 40 && sizeof(ow_cast) == 32 && sizeof(ow_part) 
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_move_kernel(const ow_move* moves, const ow_part* parts, uint32_t n, uint32_t*) {
     uint32_t job = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;
-    if (job < n) ow::move_job(moves, parts, job);
+    if (job < n) ow::move_part(moves, parts, job);
 }
 
 // A warp a part of a cast: lane after lane an element, through the bits of a float32.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_cast_kernel(const ow_cast* casts, const ow_part* parts, uint32_t n, uint32_t*) {
     uint32_t job = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;
-    if (job < n) ow::cast_job(casts, parts, job);
+    if (job < n) ow::cast_part(casts, parts, job);
 }

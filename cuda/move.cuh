@@ -38,30 +38,30 @@ OW_DEV void copy_unit(u8* dst, const u8* src, u32 n, u32 u) {
 // count_units is how many units a run of n bytes at dst has.
 OW_DEV u32 count_units(const u8* dst, u32 n) { return (((u32)((uintptr_t)dst & 15) + n + 15) / 16); }
 
-OW_DEV void move_job(const ow_move* moves, const ow_part* parts, u32 job) {
-    ow_part p = parts[job];
-    ow_move m = moves[p.job];
-    u32 each = OW_MOVE_PART / m.width;
-    u8* dst = (u8*)(uintptr_t)m.dst;
-    const u8* src = (const u8*)(uintptr_t)m.src;
+OW_DEV void move_part(const ow_move* moves, const ow_part* parts, u32 index) {
+    ow_part part = parts[index];
+    ow_move move = moves[part.job];
+    u32 each = OW_MOVE_PART / move.width;
+    u8* dst = (u8*)(uintptr_t)move.dst;
+    const u8* src = (const u8*)(uintptr_t)move.src;
     if (each == 0) {  // a part of a row
-        u32 split = (m.width + OW_MOVE_PART - 1) / OW_MOVE_PART, row = p.part / split;
-        u32 at = p.part % split * OW_MOVE_PART, n = umin((u32)OW_MOVE_PART, m.width - at);
-        if (row >= m.rows) return;
-        dst += row * m.dst_pitch + at;
-        src += row * m.src_pitch + at;
+        u32 split = (move.width + OW_MOVE_PART - 1) / OW_MOVE_PART, row = part.part / split;
+        u32 at = part.part % split * OW_MOVE_PART, n = umin((u32)OW_MOVE_PART, move.width - at);
+        if (row >= move.rows) return;
+        dst += row * move.dst_pitch + at;
+        src += row * move.src_pitch + at;
         u32 units = count_units(dst, n);
         for (u32 u = lane_id(); u < units; u += 32) copy_unit(dst, src, n, u);
         return;
     }
     // Whole rows: as many lanes to a row as it has units, at most 32.
     u32 width = 1;
-    while (width < 32 && width * 16 < m.width + 15) width *= 2;
-    u32 first = p.part * each, last = umin(first + each, m.rows);
-    for (u32 r = first + lane_id() / width; r < last; r += 32 / width) {
-        u8* to = dst + r * m.dst_pitch;
-        u32 units = count_units(to, m.width);
-        for (u32 u = lane_id() % width; u < units; u += width) copy_unit(to, src + r * m.src_pitch, m.width, u);
+    while (width < 32 && width * 16 < move.width + 15) width *= 2;
+    u32 first = part.part * each, last = umin(first + each, move.rows);
+    for (u32 row = first + lane_id() / width; row < last; row += 32 / width) {
+        u8* to = dst + row * move.dst_pitch;
+        u32 units = count_units(to, move.width);
+        for (u32 u = lane_id() % width; u < units; u += width) copy_unit(to, src + row * move.src_pitch, move.width, u);
     }
 }
 
@@ -96,12 +96,12 @@ OW_DEV u32 load_cast_element(u32 from, const u8* p) {
     return widen_to_f32(v, 4, 3);
 }
 
-OW_DEV u32 to_bf16(u32 f) {
+OW_DEV u32 f32_to_bf16(u32 f) {
     if ((f & 0x7fffffff) > 0x7f800000) return (f >> 16 & 0x8000) | 0x7fc0 | (f >> 16 & 0x3f);
     return (f + 0x7fff + (f >> 16 & 1)) >> 16;
 }
 
-OW_DEV u32 to_f16(u32 f) {
+OW_DEV u32 f32_to_f16(u32 f) {
     u32 sign = f >> 16 & 0x8000, a = f & 0x7fffffff;
     if (a > 0x7f800000) return sign | 0x7e00 | (a >> 13 & 0x1ff);
     if (a >= 0x47800000) return sign | 0x7c00;  // 65536 and more
@@ -116,19 +116,19 @@ OW_DEV u32 to_f16(u32 f) {
 
 OW_DEV u32 size_of_cast_type(u32 t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST_BF16 || t == OW_CAST_F16 ? 2 : 1; }
 
-OW_DEV void cast_job(const ow_cast* casts, const ow_part* parts, u32 job) {
-    ow_part p = parts[job];
-    ow_cast c = casts[p.job];
-    u64 first = (u64)p.part * OW_CAST_PART;
-    if (first >= c.n || c.from > OW_CAST_E5M2) return;
-    u64 rest = c.n - first;
+OW_DEV void cast_part(const ow_cast* casts, const ow_part* parts, u32 index) {
+    ow_part part = parts[index];
+    ow_cast cast = casts[part.job];
+    u64 first = (u64)part.part * OW_CAST_PART;
+    if (first >= cast.n || cast.from > OW_CAST_E5M2) return;
+    u64 rest = cast.n - first;
     u32 n = rest < OW_CAST_PART ? (u32)rest : (u32)OW_CAST_PART;
-    const u8* src = (const u8*)(uintptr_t)c.src + first * size_of_cast_type(c.from);
-    u8* dst = (u8*)(uintptr_t)c.dst + first * size_of_cast_type(c.to);
+    const u8* src = (const u8*)(uintptr_t)cast.src + first * size_of_cast_type(cast.from);
+    u8* dst = (u8*)(uintptr_t)cast.dst + first * size_of_cast_type(cast.to);
     for (u32 i = lane_id(); i < n; i += 32) {
-        u32 f = load_cast_element(c.from, src + i * size_of_cast_type(c.from));
-        if (c.to == OW_CAST_F32) stg32(dst + 4 * i, f);
-        else stg16(dst + 2 * i, c.to == OW_CAST_BF16 ? to_bf16(f) : to_f16(f));
+        u32 f = load_cast_element(cast.from, src + i * size_of_cast_type(cast.from));
+        if (cast.to == OW_CAST_F32) stg32(dst + 4 * i, f);
+        else stg16(dst + 2 * i, cast.to == OW_CAST_BF16 ? f32_to_bf16(f) : f32_to_f16(f));
     }
 }
 

@@ -3,12 +3,12 @@
 
 extern "C" void ow_move_host(const ow_move* moves, const ow_part* parts, uint32_t n) {
     for (uint32_t job = 0; job < n; job++) {
-        ow::run_warp([&] { ow::move_job(moves, parts, job); });
+        ow::run_warp([&] { ow::move_part(moves, parts, job); });
     }
 }
 
 extern "C" void ow_cast_host(const ow_cast* casts, const ow_part* parts, uint32_t n) {
     for (uint32_t job = 0; job < n; job++) {
-        ow::run_warp([&] { ow::cast_job(casts, parts, job); });
+        ow::run_warp([&] { ow::cast_part(casts, parts, job); });
     }
 }

@@ -10,7 +10,7 @@ static_assert(sizeof(ow_digest_job) == 32 && sizeof(ow_digest_dim) == 16, "abi_d
 extern "C" __global__ void __launch_bounds__(OW_DIGEST_THREADS, OW_DIGEST_BLOCKS)
     ow_digest(const ow_digest_job* jobs, uint32_t n, uint64_t tiles, const ow_digest_dim* dims, uint64_t* sums) {
     uint32_t warps = gridDim.x * (OW_DIGEST_THREADS / 32), warp_id = blockIdx.x * (OW_DIGEST_THREADS / 32) + ow::warp_of_block();
-    ow::digest_job(jobs, n, tiles, dims, sums, warp_id, warps);
+    ow::digest_share(jobs, n, tiles, dims, sums, warp_id, warps);
 }
 
 static_assert(sizeof(ow_delta_row) == 56, "abi_delta.h must have no padding");

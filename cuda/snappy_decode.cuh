@@ -14,13 +14,13 @@
 
 namespace ow {
 
-// snappy_bytes_from_lane is the n <= 4 bytes from lane k of a peek.
-OW_DEV u32 snappy_bytes_from_lane(u32 b, u32 k, u32 n) {
-    u32 v = shfl(b, k) | shfl(b, k + 1) << 8 | shfl(b, k + 2) << 16 | shfl(b, k + 3) << 24;
+// snappy_bytes_from_lane is the n <= 4 bytes from a lane of a peek on.
+OW_DEV u32 snappy_bytes_from_lane(u32 byte, u32 lane, u32 n) {
+    u32 v = shfl(byte, lane) | shfl(byte, lane + 1) << 8 | shfl(byte, lane + 2) << 16 | shfl(byte, lane + 3) << 24;
     return n >= 4 ? v : v & ((1u << 8 * n) - 1);
 }
 
-OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
+OW_DEV u32 decode_snappy_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out);
 
 struct Snappy {
     static constexpr bool kBoth = false;
@@ -29,59 +29,59 @@ struct Snappy {
         return {kind + 1 + literals, literals, match, lane_id + 1, kind ? kind < 3 && lane_id + kind < 32 : n <= 60};
     }
     OW_DEV u32 back(u32 b, u32 low, u32 high) { return low | ((b & 3) == 1 ? b >> 5 : high) << 8; }
-    OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return snappy_block(f, dst, cap, table, out); }
+    OW_DEV u32 decode_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out) { return decode_snappy_block(feed, dst, cap, table, out); }
 };
 
-// snappy_block decodes a block to `out` bytes. Returns 0 or a status.
-OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
+// decode_snappy_block decodes a block to `out` bytes. Returns 0 or a status.
+OW_DEV u32 decode_snappy_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
-    u32 at = f.begin, b = f.peek(at);
-    u32 last = ballot(at + lane_id() < f.end && b < 128 && lane_id() < 5);
+    u32 at = feed.begin, byte = feed.peek(at);
+    u32 last = ballot(at + lane_id() < feed.end && byte < 128 && lane_id() < 5);
     if (!last) return OW_BATCH_INPUT;
-    u32 k = lowest(last);
+    u32 last_lane = lowest_bit(last);
     u64 content = 0;
     for (u32 i = 0; i < 5; i++) {
-        u32 v = shfl(b, i) & 127;
-        if (i <= k) content |= (u64)v << (7 * i);
+        u32 v = shfl(byte, i) & 127;
+        if (i <= last_lane) content |= (u64)v << (7 * i);
     }
     if (content >> 32) return OW_BATCH_INPUT;
     if (content > cap) return OW_BATCH_ROOM;
     // The elements must make exactly as many bytes as the header says.
     u32 size = (u32)content;
-    at += k + 1;
-    b = f.peek(at);
+    at += last_lane + 1;
+    byte = feed.peek(at);
     OW_UNROLL(1)
-    while (at < f.end) {
-        if (f.end - at > kShortIn) {
-            u32 bytes = try_short_sequences<Snappy>(f, b, at, dst, out, size - out, table);
+    while (at < feed.end) {
+        if (feed.end - at > kShortIn) {
+            u32 bytes = try_short_sequences<Snappy>(feed, byte, at, dst, out, size - out, table);
             if (bytes == kShortBad) return OW_BATCH_OFFSET;
             if (bytes) {
                 out += bytes;
-                b = f.peek(at);
+                byte = feed.peek(at);
                 continue;
             }
         }
-        u32 tag = shfl(b, 0), kind = tag & 3, n = (tag >> 2) + 1;
-        u32 rest = f.end - ++at;
+        u32 tag = shfl(byte, 0), kind = tag & 3, n = (tag >> 2) + 1;
+        u32 rest = feed.end - ++at;
         if (kind == 0) {
             if (n > 60) {
                 u32 extra = n - 60;
                 if (extra > rest) return OW_BATCH_INPUT;
-                n = snappy_bytes_from_lane(b, 1, extra) + 1;
+                n = snappy_bytes_from_lane(byte, 1, extra) + 1;
                 at += extra;
                 rest -= extra;
             }
             if (n == 0 || n > rest || n > size - out) return OW_BATCH_INPUT;
-            copy_run<false>(dst + out, f.base + at, n, f.base + f.begin, f.base + f.end);
+            copy_disjoint<false>(dst + out, feed.base + at, n, feed.base + feed.begin, feed.base + feed.end);
             at += n;
         } else {
             u32 back, extra = kind == 3 ? 4 : kind;
             if (extra > rest) return OW_BATCH_INPUT;
             if (kind == 1) {
                 n = (tag >> 2 & 7) + 4;
-                back = tag >> 5 << 8 | shfl(b, 1);
+                back = tag >> 5 << 8 | shfl(byte, 1);
             } else {
-                back = snappy_bytes_from_lane(b, 1, extra);
+                back = snappy_bytes_from_lane(byte, 1, extra);
             }
             at += extra;
             if (back - 1 >= out) return OW_BATCH_OFFSET;
@@ -89,7 +89,7 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
             copy_match(dst, out, cap, back, n);
         }
         out += n;
-        b = f.peek(at);
+        byte = feed.peek(at);
     }
     return out == size ? 0 : OW_BATCH_INPUT;
 }

@@ -11,7 +11,7 @@ static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 32 && sizeof(
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_open(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < n) ow::open_row(head, rows, row, status);
+    if (row < n) ow::fill_row_to_decode(head, rows, row, status);
 }
 
 // A thread a row, behind the decoder: a row that was not decoded completely is an error of
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_close(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < n) ow::close_row(head, rows, row, status);
+    if (row < n) ow::check_decoded_row(head, rows, row, status);
 }
 
 // A thread a stream: how long its content is, for a host that does not know it.
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_cut(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t*) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < n) ow::open_row_to_encode(head, rows, row);
+    if (row < n) ow::fill_row_to_encode(head, rows, row);
 }
 
 // A warp a stream, behind the encoder: 32 rows at a time, prefix sums of their lengths give

@@ -44,23 +44,23 @@ struct Native {
     u32 offset, format;
 };
 
-// native_open reads the header of a native stream of n bytes. src is a multiple
+// open_native reads the header of a native stream of n bytes. src is a multiple
 // of 8.
-OW_DEV u32 native_open(Native& h, const u8* src, u64 n) {
+OW_DEV u32 open_native(Native& header, const u8* src, u64 n) {
     if (n < kNativeHead) return OW_STREAM_HEADER;
     u32 magic = ldg32(src), version = ldg8(src + 4), starts = ldg8(src + 32), stored = ldg8(src + 44), content = ldg8(src + 45);
-    h.format = ldg8(src + 6);
-    h.payload = load64(src + 8);
-    h.size = load64(src + 16);
-    h.chunks = load64(src + 24);
-    h.chunk = load64(src + 48);
-    h.offset = ldg32(src + 56);
+    header.format = ldg8(src + 6);
+    header.payload = load64(src + 8);
+    header.size = load64(src + 16);
+    header.chunks = load64(src + 24);
+    header.chunk = load64(src + 48);
+    header.offset = ldg32(src + 56);
     u32 row = 16 + (stored ? 4 : 0) + (content ? 4 : 0);
     if (magic != OW_STREAM_MAGIC || version != 1) return OW_STREAM_HEADER;
-    if (h.offset > n || h.payload > n - h.offset || h.size >> 62 || h.chunk >> 40) return OW_STREAM_HEADER;
-    if (h.chunks > n / row || kNativeHead + h.chunks * row > h.offset) return OW_STREAM_HEADER;
-    if (h.size == 0) return h.chunks ? (u32)OW_STREAM_HEADER : 0;
-    if (h.chunk == 0 || (h.size + h.chunk - 1) / h.chunk != h.chunks || !starts) return OW_STREAM_HEADER;
+    if (header.offset > n || header.payload > n - header.offset || header.size >> 62 || header.chunk >> 40) return OW_STREAM_HEADER;
+    if (header.chunks > n / row || kNativeHead + header.chunks * row > header.offset) return OW_STREAM_HEADER;
+    if (header.size == 0) return header.chunks ? (u32)OW_STREAM_HEADER : 0;
+    if (header.chunk == 0 || (header.size + header.chunk - 1) / header.chunk != header.chunks || !starts) return OW_STREAM_HEADER;
     return 0;
 }
 
@@ -70,36 +70,36 @@ struct Block {
     u64 stored, at, size;
 };
 
-// sized_prefix is how many bytes precede the block of a sized stream: its length.
-OW_DEV u32 sized_prefix(const ow_stream& s) { return s.format == OW_STREAM_LZ4 ? 4 : 8; }
+// sized_prefix_bytes is how many bytes precede the block of a sized stream: its length.
+OW_DEV u32 sized_prefix_bytes(const ow_stream& stream) { return stream.format == OW_STREAM_LZ4 ? 4 : 8; }
 
-// find_block finds block k of a stream; a missing block has no stored bytes.
+// find_block finds the block of that index of a stream; a missing block has no stored bytes.
 // Returns bits of status.
-OW_DEV u32 find_block(Block& b, const ow_stream& s, u32 k) {
-    const u8* src = (const u8*)(uintptr_t)s.src;
-    b.at = (u64)k * s.chunk;
-    b.size = s.size - b.at < s.chunk ? s.size - b.at : s.chunk;
-    if (s.kind == OW_STREAM_NATIVE) {
-        Native h;
-        if (s.src % 8) return OW_STREAM_PLACE;
-        u32 bad = native_open(h, src, s.stored);
+OW_DEV u32 find_block(Block& block, const ow_stream& stream, u32 index) {
+    const u8* src = (const u8*)(uintptr_t)stream.src;
+    block.at = (u64)index * stream.chunk;
+    block.size = stream.size - block.at < stream.chunk ? stream.size - block.at : stream.chunk;
+    if (stream.kind == OW_STREAM_NATIVE) {
+        Native header;
+        if (stream.src % 8) return OW_STREAM_PLACE;
+        u32 bad = open_native(header, src, stream.stored);
         if (bad) return bad;
-        if (h.format != s.format || h.size != s.size) return OW_STREAM_OTHER;
-        if (h.size == 0) return 0;  // no chunk
-        if (h.chunk != s.chunk || h.chunks != s.rows) return OW_STREAM_OTHER;
+        if (header.format != stream.format || header.size != stream.size) return OW_STREAM_OTHER;
+        if (header.size == 0) return 0;  // no chunk
+        if (header.chunk != stream.chunk || header.chunks != stream.rows) return OW_STREAM_OTHER;
         const u8* tables = src + kNativeHead;
-        u64 at = load64(tables + 8 * (u64)k), n = load64(tables + 8 * (h.chunks + k));
-        if (at > h.payload || n > h.payload - at) return OW_STREAM_CHUNK;
-        b.src = src + h.offset + at;
-        b.stored = n;
+        u64 at = load64(tables + 8 * (u64)index), n = load64(tables + 8 * (header.chunks + index));
+        if (at > header.payload || n > header.payload - at) return OW_STREAM_CHUNK;
+        block.src = src + header.offset + at;
+        block.stored = n;
         return n ? 0 : OW_STREAM_CHUNK;
     }
-    u32 prefix = s.kind == OW_STREAM_RAW ? 0 : sized_prefix(s);
-    if (s.stored < prefix) return OW_STREAM_HEADER;
-    if (prefix && load_bytes(src, prefix) != s.size) return OW_STREAM_OTHER;
-    b.src = src + prefix;
-    b.stored = s.stored - prefix;
-    return b.stored ? 0 : OW_STREAM_CHUNK;
+    u32 prefix = stream.kind == OW_STREAM_RAW ? 0 : sized_prefix_bytes(stream);
+    if (stream.stored < prefix) return OW_STREAM_HEADER;
+    if (prefix && load_bytes(src, prefix) != stream.size) return OW_STREAM_OTHER;
+    block.src = src + prefix;
+    block.stored = stream.stored - prefix;
+    return block.stored ? 0 : OW_STREAM_CHUNK;
 }
 
 // The head of an X16 block (gosrc/nvcomp/x16.go): u8 codec, u8 transform,
@@ -109,71 +109,71 @@ constexpr u32 kBlockHead = 8;
 // of these.
 constexpr u32 kPlain = 0, kDead = 0xffff;
 
-// x16_block checks a block's head and returns its chunk.
-OW_DEV u32 x16_block(ow_x16_chunk& c, const Block& b, u64 dst) {
-    if (b.stored < kBlockHead || b.stored >> 31) return OW_STREAM_CHUNK;
-    u64 head = load_bytes(b.src, kBlockHead);
+// x16_open_block checks a block's head and returns its chunk.
+OW_DEV u32 x16_open_block(ow_x16_chunk& chunk, const Block& block, u64 dst) {
+    if (block.stored < kBlockHead || block.stored >> 31) return OW_STREAM_CHUNK;
+    u64 head = load_bytes(block.src, kBlockHead);
     u32 codec = head & 255, transform = head >> 8 & 255;
-    c.src = (u64)(uintptr_t)b.src + kBlockHead;
-    c.dst = dst + b.at;
-    c.stored = (u32)b.stored - kBlockHead;
-    c.logical = (u32)(head >> 32);
-    c.tiles = (uint16_t)(head >> 16);
-    c.zero = (uint16_t)transform;
-    if (c.logical != b.size) return OW_STREAM_OTHER;
-    if (codec == 0) return transform || c.tiles || c.stored != c.logical ? OW_STREAM_CHUNK : 0;
-    if (codec != 1 || transform < OW_BF16 || transform > OW_BYTES || c.stored < kX16Header || c.tiles == 0 || c.tiles > 256) return OW_STREAM_CHUNK;
-    return (c.src | c.dst) % 16 ? OW_STREAM_PLACE : 0;
+    chunk.src = (u64)(uintptr_t)block.src + kBlockHead;
+    chunk.dst = dst + block.at;
+    chunk.stored = (u32)block.stored - kBlockHead;
+    chunk.logical = (u32)(head >> 32);
+    chunk.tiles = (uint16_t)(head >> 16);
+    chunk.zero = (uint16_t)transform;
+    if (chunk.logical != block.size) return OW_STREAM_OTHER;
+    if (codec == 0) return transform || chunk.tiles || chunk.stored != chunk.logical ? OW_STREAM_CHUNK : 0;
+    if (codec != 1 || transform < OW_BF16 || transform > OW_BYTES || chunk.stored < kX16Header || chunk.tiles == 0 || chunk.tiles > 256) return OW_STREAM_CHUNK;
+    return (chunk.src | chunk.dst) % 16 ? OW_STREAM_PLACE : 0;
 }
 
-// open_row fills a row. The row of a bad stream does nothing.
-OW_DEV void open_row(const ow_stream_head* head, ow_batch_item* rows, u32 row, u32* status) {
-    u32 i = find_stream(head, row);
-    ow_stream s = stream_list(head)[i];
-    Block b = {nullptr, 0, 0, 0};
-    u32 bad = find_block(b, s, row - s.first);
-    ow_batch_item it = {0, 0, 0, 0, 0, 0, s.arg};
+// fill_row_to_decode fills a row. The row of a bad stream does nothing.
+OW_DEV void fill_row_to_decode(const ow_stream_head* head, ow_batch_item* rows, u32 row, u32* status) {
+    u32 index = find_stream(head, row);
+    ow_stream stream = stream_list(head)[index];
+    Block block = {nullptr, 0, 0, 0};
+    u32 bad = find_block(block, stream, row - stream.first);
+    ow_batch_item it = {0, 0, 0, 0, 0, 0, stream.arg};
     if (!bad) {
-        it.src = (u64)(uintptr_t)b.src;
-        it.src_len = b.stored;
-        it.dst = s.dst + b.at;
-        it.dst_cap = b.size;
+        it.src = (u64)(uintptr_t)block.src;
+        it.src_len = block.stored;
+        it.dst = stream.dst + block.at;
+        it.dst_cap = block.size;
     }
     rows[row] = it;
-    if (bad) atomic_or(status + i, bad);
+    if (bad) atomic_or(status + index, bad);
 }
 
-// close_row checks that a row was decoded completely.
-OW_DEV void close_row(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
+// check_decoded_row checks that a row was decoded completely.
+OW_DEV void check_decoded_row(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
     const ow_batch_item& it = rows[row];
     if (it.src_len && (it.status || it.written != it.dst_cap)) atomic_or(status + find_stream(head, row), OW_STREAM_DATA);
 }
 
-// peek_stream returns the length of stream i's content if it is at a fixed offset:
+// peek_stream returns the length of a stream's content if it is at a fixed offset:
 // native and sized streams, and blocks of X16 and Snappy.
-OW_DEV void peek_stream(const ow_stream_head* head, ow_stream_peek_t* out, u32 i) {
-    const ow_stream& s = stream_list(head)[i];
-    const u8* src = (const u8*)(uintptr_t)s.src;
-    ow_stream_peek_t p = {0, 0, s.format, 0};
-    if (s.kind == OW_STREAM_NATIVE) {
-        Native h;
-        p.status = s.src % 8 ? (u32)OW_STREAM_PLACE : native_open(h, src, s.stored);
-        if (!p.status) p.size = h.size, p.chunk = h.chunk, p.format = h.format;
-    } else if (s.kind == OW_STREAM_SIZED) {
-        u32 prefix = sized_prefix(s);
-        if (s.stored < prefix) p.status = OW_STREAM_HEADER;
-        else p.size = load_bytes(src, prefix);
-    } else if (s.format == OW_STREAM_X16) {
-        if (s.stored < kBlockHead) p.status = OW_STREAM_HEADER;
-        else p.size = load_bytes(src + 4, 4);
-    } else if (s.format == OW_STREAM_SNAPPY) {
+OW_DEV void peek_stream(const ow_stream_head* head, ow_stream_peek_t* out, u32 index) {
+    const ow_stream& stream = stream_list(head)[index];
+    const u8* src = (const u8*)(uintptr_t)stream.src;
+    ow_stream_peek_t answer = {0, 0, stream.format, 0};
+    if (stream.kind == OW_STREAM_NATIVE) {
+        Native header;
+        answer.status = stream.src % 8 ? (u32)OW_STREAM_PLACE : open_native(header, src, stream.stored);
+        if (!answer.status) answer.size = header.size, answer.chunk = header.chunk, answer.format = header.format;
+    } else if (stream.kind == OW_STREAM_SIZED) {
+        u32 prefix = sized_prefix_bytes(stream);
+        if (stream.stored < prefix) answer.status = OW_STREAM_HEADER;
+        else answer.size = load_bytes(src, prefix);
+    } else if (stream.format == OW_STREAM_X16) {
+        if (stream.stored < kBlockHead) answer.status = OW_STREAM_HEADER;
+        else answer.size = load_bytes(src + 4, 4);
+    } else if (stream.format == OW_STREAM_SNAPPY) {
         u32 k = 0, byte = 128;
-        for (; byte & 128 && k < 5 && k < s.stored; k++) p.size |= (u64)((byte = ldg8(src + k)) & 127) << (7 * k);
-        if (byte & 128 || p.size >> 32) p.status = OW_STREAM_HEADER;
+        for (; byte & 128 && k < 5 && k < stream.stored; k++) answer.size |= (u64)((byte = ldg8(src + k)) & 127) << (7 * k);
+        if (byte & 128 || answer.size >> 32) answer.status = OW_STREAM_HEADER;
     } else {
-        p.status = OW_STREAM_OTHER;
+        answer.status = OW_STREAM_OTHER;
     }
-    out[i] = p;
+    out[index] = answer;
 }
 
 // copy_share copies a warp's share of `bytes` bytes that do not overlap.
@@ -203,13 +203,13 @@ struct X16Kept {
 };
 
 template <int TR> OW_DEV void decode_segments_of_share(u32 kept, u32 share, u32 split, u32* status, X16Place place) {
-    ow_x16_chunk c = X16Kept{kept, 0}.chunk();
-    u32 total = c.logical / (32 * Transform<TR>::kOut);
-    u32 segs = (total + c.tiles - 1) / c.tiles;
+    ow_x16_chunk chunk = X16Kept{kept, 0}.chunk();
+    u32 total = chunk.logical / (32 * Transform<TR>::kOut);
+    u32 segs = (total + chunk.tiles - 1) / chunk.tiles;
     // What the Go decoder checks before it decodes: one of the warps does.
     if (share == 0 && total) {
-        u32 bad = x16_vet(c, x16_form<TR>());
-        if (bad && lane_id() == 0) atomic_or(status + c.status, bad);
+        u32 bad = x16_vet(chunk, x16_form<TR>());
+        if (bad && lane_id() == 0) atomic_or(status + chunk.status, bad);
     }
     bool table = false;
     OW_UNROLL(1)
@@ -222,23 +222,23 @@ template <int TR> OW_DEV void decode_segments_of_share(u32 kept, u32 share, u32 
 // decode_share decodes a warp's share of a row: every split-th segment. kept: shared
 // address of 32 bytes of the warp's.
 OW_DEV void decode_share(const ow_stream_head* head, u32 job, u32* status, X16Place place, u32 kept) {
-    u32 split = head->split, row = job / split, share = job % split, i = find_stream(head, row);
-    ow_stream s = stream_list(head)[i];
-    Block b = {nullptr, 0, 0, 0};
-    ow_x16_chunk c = {0, 0, 0, 0, 0, (uint16_t)kDead, i};
-    u32 bad = find_block(b, s, row - s.first);
-    if (!bad && b.stored) {
-        bad = x16_block(c, b, s.dst);
-        if (bad) c.zero = (uint16_t)kDead;
+    u32 split = head->split, row = job / split, share = job % split, index = find_stream(head, row);
+    ow_stream stream = stream_list(head)[index];
+    Block block = {nullptr, 0, 0, 0};
+    ow_x16_chunk chunk = {0, 0, 0, 0, 0, (uint16_t)kDead, index};
+    u32 bad = find_block(block, stream, row - stream.first);
+    if (!bad && block.stored) {
+        bad = x16_open_block(chunk, block, stream.dst);
+        if (bad) chunk.zero = (uint16_t)kDead;
     }
-    if (bad && share == 0 && lane_id() == 0) atomic_or(status + i, bad);
+    if (bad && share == 0 && lane_id() == 0) atomic_or(status + index, bad);
     if (lane_id() == 0) {
-        sts128(kept, {(u32)c.src, (u32)(c.src >> 32), (u32)c.dst, (u32)(c.dst >> 32)});
-        sts128(kept + 16, {c.stored, c.logical, c.tiles | (u32)c.zero << 16, c.status});
+        sts128(kept, {(u32)chunk.src, (u32)(chunk.src >> 32), (u32)chunk.dst, (u32)(chunk.dst >> 32)});
+        sts128(kept + 16, {chunk.stored, chunk.logical, chunk.tiles | (u32)chunk.zero << 16, chunk.status});
     }
     syncwarp();
-    switch (c.zero) {
-        case kPlain: copy_share(c.dst, c.src, c.logical, share, split); break;
+    switch (chunk.zero) {
+        case kPlain: copy_share(chunk.dst, chunk.src, chunk.logical, share, split); break;
         case OW_BF16: decode_segments_of_share<OW_BF16>(kept, share, split, status, place); break;
         case OW_FP16: decode_segments_of_share<OW_FP16>(kept, share, split, status, place); break;
         case OW_FP32: decode_segments_of_share<OW_FP32>(kept, share, split, status, place); break;

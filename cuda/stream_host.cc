@@ -3,11 +3,11 @@
 #include "stream_make.cuh"
 
 extern "C" void ow_stream_open_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
-    for (uint32_t row = 0; row < n; row++) ow::open_row(head, rows, row, status);
+    for (uint32_t row = 0; row < n; row++) ow::fill_row_to_decode(head, rows, row, status);
 }
 
 extern "C" void ow_stream_close_host(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
-    for (uint32_t row = 0; row < n; row++) ow::close_row(head, rows, row, status);
+    for (uint32_t row = 0; row < n; row++) ow::check_decoded_row(head, rows, row, status);
 }
 
 extern "C" void ow_stream_peek_host(const ow_stream_head* head, ow_stream_peek_t* out, uint32_t n) {
@@ -25,7 +25,7 @@ extern "C" void ow_stream_x16_host(const ow_stream_head* head, uint32_t n, uint3
 }
 
 extern "C" void ow_stream_cut_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n) {
-    for (uint32_t row = 0; row < n; row++) ow::open_row_to_encode(head, rows, row);
+    for (uint32_t row = 0; row < n; row++) ow::fill_row_to_encode(head, rows, row);
 }
 
 extern "C" void ow_stream_sum_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {

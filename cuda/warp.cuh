@@ -72,7 +72,7 @@ OW_DEV u32 bit(u32 n) {
 }
 OW_DEV u32 highest_bit(u32 v) { return 31 - (u32)__clz((int)v); }  // of the bits that are set; v is not 0
 OW_DEV u32 popc(u32 v) { return (u32)__popc((int)v); }
-OW_DEV u32 lowest(u32 v) { return (u32)__ffs((int)v) - 1; }  // of the bits that are set; v is not 0
+OW_DEV u32 lowest_bit(u32 v) { return (u32)__ffs((int)v) - 1; }  // of the bits that are set; v is not 0
 // Doubles without contraction: the same bits as the Go encoder's.
 OW_DEV double dadd(double a, double b) { return __dadd_rn(a, b); }
 OW_DEV double dmul(double a, double b) { return __dmul_rn(a, b); }
@@ -95,9 +95,9 @@ OW_DEV u32 prmt(u32 a, u32 b, u32 sel) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sel));
     return r;
 }
-// pick returns a where mask has ones and b where it has zeros.
+// select_bits returns a where mask has ones and b where it has zeros.
 // Said in assembly, or the compiler splits it in two.
-template <u32 MASK> OW_DEV u32 pick(u32 a, u32 b) {
+template <u32 MASK> OW_DEV u32 select_bits(u32 a, u32 b) {
     u32 r;
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "n"(MASK), "r"(a), "r"(b));
     return r;
@@ -124,7 +124,7 @@ OW_DEV u32x4 lds128(u32 a) {
 OW_DEV u32 lds8(u32 a) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a)); return v; }
 OW_DEV void sts8(u32 a, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
 OW_DEV void sts16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
-OW_DEV void count32(u32 a) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(a) : "memory"); }
+OW_DEV void increment32(u32 a) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(a) : "memory"); }
 OW_DEV void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 OW_DEV void sts64(u32 a, u32x2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory");
@@ -160,7 +160,7 @@ OW_DEV void store_in_order8(u8* p, u32 v) { asm volatile("st.global.u8 [%0], %1;
 OW_DEV void store_in_order32(u8* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 // Copies bytes 0, 8, 16, 24 of what this warp wrote, as far as they are below n: all
 // loads, then all stores.
-OW_DEV void copy_eighths(u8* to, const u8* from, int n) {
+OW_DEV void copy_4_strided(u8* to, const u8* from, int n) {
     asm volatile(
         "{\n.reg .pred p, q, r, s;\n.reg .u32 a, b, c, d;\n"
         "mov.u32 a, 0;\nmov.u32 b, 0;\nmov.u32 c, 0;\nmov.u32 d, 0;\n"  // or they live on from turn to turn of a loop
@@ -171,7 +171,7 @@ OW_DEV void copy_eighths(u8* to, const u8* from, int n) {
         : "memory");
 }
 // The same of bytes 0 and 8.
-OW_DEV void copy_quarters(u8* to, const u8* from, int n) {
+OW_DEV void copy_2_strided(u8* to, const u8* from, int n) {
     asm volatile(
         "{\n.reg .pred p, q;\n.reg .u32 a, b;\nmov.u32 a, 0;\nmov.u32 b, 0;\nsetp.gt.s32 p, %2, 0;\nsetp.gt.s32 q, %2, 8;\n"
         "@p ld.global.u8 a, [%1];\n@q ld.global.u8 b, [%1+8];\n@p st.global.u8 [%0], a;\n@q st.global.u8 [%0+8], b;\n}" ::"l"(to),
@@ -180,14 +180,14 @@ OW_DEV void copy_quarters(u8* to, const u8* from, int n) {
 }
 OW_DEV void atomic_or(u32* word, u32 bits) { atomicOr(word, bits); }
 OW_DEV void atomic_xor(u32* word, u32 bits) { atomicXor(word, bits); }
-OW_DEV void add64(u64* word, u64 v) { atomicAdd((unsigned long long*)word, (unsigned long long)v); }
+OW_DEV void atomic_add64(u64* word, u64 v) { atomicAdd((unsigned long long*)word, (unsigned long long)v); }
 
-// Asynchronous copies of 16 bytes a lane. After copy_wait and a syncwarp every
+// Asynchronous copies of 16 bytes a lane. After wait_for_copies and a syncwarp every
 // lane sees what every lane copied.
-OW_DEV void copy16(u32 to, const u8* from) {
+OW_DEV void copy_async16(u32 to, const u8* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-OW_DEV void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+OW_DEV void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace ow
 

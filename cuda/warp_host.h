@@ -48,7 +48,7 @@ struct Warp {
 #endif
 };
 
-inline Warp*& self() {
+inline Warp*& this_warp() {
     static thread_local Warp* w = nullptr;
     return w;
 }
@@ -60,62 +60,62 @@ inline Warp*& self() {
 
 #if defined(__x86_64__)
 // Saves the callee-saved registers and the stack, takes up the other stack.
-__attribute__((naked, noinline)) static void hop(void** /*save*/, void* /*load*/) {
+__attribute__((naked, noinline)) static void switch_stacks(void** /*save*/, void* /*load*/) {
     asm volatile(
         "pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15\n"
         "movq %rsp, (%rdi); movq %rsi, %rsp\n"
         "popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret");
 }
-inline void go(Warp* w, u32 from, u32 to) { hop(&w->sp[from], w->sp[to]); }
+inline void switch_fiber(Warp* w, u32 from, u32 to) { switch_stacks(&w->sp[from], w->sp[to]); }
 #else
-inline void go(Warp* w, u32 from, u32 to) { swapcontext(&w->ctx[from], &w->ctx[to]); }
+inline void switch_fiber(Warp* w, u32 from, u32 to) { swapcontext(&w->ctx[from], &w->ctx[to]); }
 #endif
 
-inline void turn(Warp* w) {
+inline void run_next_lane(Warp* w) {
     u32 from = w->now, to = (from + w->next) & 31;
     if (w->done[to]) die("lanes disagree on their warp operations");
     w->now = to;
-    go(w, from, to);
+    switch_fiber(w, from, to);
 }
 
 // Waits until every lane has come to this operation, and returns its operands. A round of
-// turns brings each lane to one operation more, or turn finds one that has ended.
-inline const u32* meet(u32 v) {
-    Warp* w = self();
+// turns brings each lane to one operation more, or run_next_lane finds one that has ended.
+inline const u32* meet_lanes(u32 v) {
+    Warp* w = this_warp();
     u32 lane = w->now;
     u32* slot = w->slot[w->odd[lane]];
     slot[lane] = v;
     w->odd[lane] ^= 1;
-    turn(w);
+    run_next_lane(w);
     return slot;
 }
 
 inline void lane_main() {
-    Warp* w = self();
+    Warp* w = this_warp();
     w->body(w->arg);
-    w = self();
+    w = this_warp();
     u32 lane = w->now;
     if (w->ncopies[lane]) die("copies left in flight");
     w->done[lane] = true;
     if (--w->live == 0) {
-        go(w, lane, 32);
+        switch_fiber(w, lane, 32);
     } else {
-        turn(w);
+        run_next_lane(w);
     }
     die("a finished lane was called");
 }
 
-// run calls body(arg) once for each of 32 lanes.
-inline void run(void (*body)(void*), void* arg, bool falling, bool keep = false) {
+// run_lanes calls body(arg) once for each of 32 lanes.
+inline void run_lanes(void (*body)(void*), void* arg, bool falling, bool keep = false) {
     static thread_local Warp* w = nullptr;
     if (!w) {
         w = new Warp;
         w->stacks = (u8*)mmap(nullptr, 32 * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (w->stacks == MAP_FAILED) die("no memory for stacks");
     }
-    Warp* before = self();
+    Warp* before = this_warp();
     if (before) die("warps do not nest");
-    self() = w;
+    this_warp() = w;
     w->body = body;
     w->arg = arg;
     w->live = 32;
@@ -142,29 +142,29 @@ inline void run(void (*body)(void*), void* arg, bool falling, bool keep = false)
 #endif
     }
     w->now = falling ? 31 : 0;
-    go(w, 32, w->now);
-    self() = nullptr;
+    switch_fiber(w, 32, w->now);
+    this_warp() = nullptr;
 }
 
-inline u8* at(u32 a, u32 bytes) {
+inline u8* shared_at(u32 a, u32 bytes) {
     if (a % (bytes < 16 ? bytes : 16) || a > kSharedBytes - bytes) die("bad shared address");
-    return self()->shared + a;
+    return this_warp()->shared + a;
 }
 
 // Global accesses are aligned on the device or they fault there.
-inline void aligned(const void* p, u32 n) {
+inline void check_aligned(const void* p, u32 n) {
     if ((uintptr_t)p % n) die("misaligned global access");
 }
 
-inline void later(Copy c) {
-    Warp* w = self();
+inline void defer_copy(Copy c) {
+    Warp* w = this_warp();
     u32 lane = w->now;
     if (w->ncopies[lane] == 64) die("too many copies in flight");
     w->copies[lane][w->ncopies[lane]++] = c;
 }
 
-inline void land(u32 lane) {
-    Warp* w = self();
+inline void land_copies(u32 lane) {
+    Warp* w = this_warp();
     for (u32 i = 0; i < w->ncopies[lane]; i++) {
         const Copy& c = w->copies[lane][i];
         memcpy(w->shared + c.to, c.from, c.bytes);
@@ -177,43 +177,43 @@ inline void land(u32 lane) {
 // run_warp(f): f() is called once for each lane of one warp.
 template <class F>
 void run_warp(F f, bool falling = false) {
-    host::run([](void* p) { (*(F*)p)(); }, &f, falling);
+    host::run_lanes([](void* p) { (*(F*)p)(); }, &f, falling);
 }
 
 // run_phase is run_warp for one warp's part of a phase; shared memory is what the
 // phases before it left, or undefined in the first.
 template <class F>
 void run_phase(F f, bool first, bool falling = false) {
-    host::run([](void* p) { (*(F*)p)(); }, &f, falling, !first);
+    host::run_lanes([](void* p) { (*(F*)p)(); }, &f, falling, !first);
 }
 
-OW_DEV u32 lane_id() { return host::self()->now; }
+OW_DEV u32 lane_id() { return host::this_warp()->now; }
 OW_DEV u32 lanes_below() { return (1u << lane_id()) - 1; }
 OW_DEV u32 keep_in_register(u32 v) { return v; }
 OW_DEV u32 ballot(bool p) {
-    const u32* s = host::meet(p);
+    const u32* s = host::meet_lanes(p);
     u32 r = 0;
     for (u32 i = 0; i < 32; i++) r |= s[i] << i;
     return r;
 }
-OW_DEV u32 shfl(u32 v, u32 from) { return host::meet(v)[from & 31]; }
+OW_DEV u32 shfl(u32 v, u32 from) { return host::meet_lanes(v)[from & 31]; }
 OW_DEV u32 or_of_lanes(u32 v) {
-    const u32* s = host::meet(v);
+    const u32* s = host::meet_lanes(v);
     u32 r = 0;
     for (u32 i = 0; i < 32; i++) r |= s[i];
     return r;
 }
 OW_DEV u32 sum_of_lanes_to(u32 v) {
-    const u32* s = host::meet(v);
+    const u32* s = host::meet_lanes(v);
     u32 r = 0;
     for (u32 i = 0; i <= lane_id(); i++) r += s[i];
     return r;
 }
 OW_DEV u32 bit(u32 n) { return n < 32 ? 1u << n : 0; }
 OW_DEV u32 highest_bit(u32 v) { return 31 - (u32)__builtin_clz(v); }
-OW_DEV void syncwarp() { host::meet(0); }
+OW_DEV void syncwarp() { host::meet_lanes(0); }
 OW_DEV u32 popc(u32 v) { return (u32)__builtin_popcount(v); }
-OW_DEV u32 lowest(u32 v) { return (u32)__builtin_ctz(v); }
+OW_DEV u32 lowest_bit(u32 v) { return (u32)__builtin_ctz(v); }
 OW_DEV double dadd(double a, double b) { return a + b; }
 OW_DEV double dmul(double a, double b) { return a * b; }
 OW_DEV double shfl64f(double v, u32 from) {
@@ -242,52 +242,52 @@ OW_DEV u32 prmt(u32 a, u32 b, u32 sel) {
     }
     return r;
 }
-template <u32 MASK> u32 pick(u32 a, u32 b) { return (a & MASK) | (b & ~MASK); }
+template <u32 MASK> u32 select_bits(u32 a, u32 b) { return (a & MASK) | (b & ~MASK); }
 
 template <class T> T load_as(const u8* p) { T v; memcpy(&v, p, sizeof v); return v; }
-OW_DEV u32 lds32(u32 a) { return load_as<u32>(host::at(a, 4)); }
-OW_DEV u32 lds16(u32 a) { return load_as<u16>(host::at(a, 2)); }
-OW_DEV u32x2 lds64(u32 a) { return load_as<u32x2>(host::at(a, 8)); }
-OW_DEV u32x4 lds128(u32 a) { return load_as<u32x4>(host::at(a, 16)); }
-OW_DEV u32 lds8(u32 a) { return *host::at(a, 1); }
-OW_DEV void sts8(u32 a, u32 v) { *host::at(a, 1) = (u8)v; }
-OW_DEV void sts16(u32 a, u32 v) { u16 h = (u16)v; memcpy(host::at(a, 2), &h, 2); }
-OW_DEV void count32(u32 a) {
-    u32 v = load_as<u32>(host::at(a, 4)) + 1;
-    memcpy(host::at(a, 4), &v, 4);
+OW_DEV u32 lds32(u32 a) { return load_as<u32>(host::shared_at(a, 4)); }
+OW_DEV u32 lds16(u32 a) { return load_as<u16>(host::shared_at(a, 2)); }
+OW_DEV u32x2 lds64(u32 a) { return load_as<u32x2>(host::shared_at(a, 8)); }
+OW_DEV u32x4 lds128(u32 a) { return load_as<u32x4>(host::shared_at(a, 16)); }
+OW_DEV u32 lds8(u32 a) { return *host::shared_at(a, 1); }
+OW_DEV void sts8(u32 a, u32 v) { *host::shared_at(a, 1) = (u8)v; }
+OW_DEV void sts16(u32 a, u32 v) { u16 h = (u16)v; memcpy(host::shared_at(a, 2), &h, 2); }
+OW_DEV void increment32(u32 a) {
+    u32 v = load_as<u32>(host::shared_at(a, 4)) + 1;
+    memcpy(host::shared_at(a, 4), &v, 4);
 }
-OW_DEV void sts32(u32 a, u32 v) { memcpy(host::at(a, 4), &v, 4); }
-OW_DEV void sts64(u32 a, u32x2 v) { memcpy(host::at(a, 8), &v, 8); }
-OW_DEV void sts128(u32 a, u32x4 v) { memcpy(host::at(a, 16), &v, 16); }
+OW_DEV void sts32(u32 a, u32 v) { memcpy(host::shared_at(a, 4), &v, 4); }
+OW_DEV void sts64(u32 a, u32x2 v) { memcpy(host::shared_at(a, 8), &v, 8); }
+OW_DEV void sts128(u32 a, u32x4 v) { memcpy(host::shared_at(a, 16), &v, 16); }
 
 OW_DEV u32 ldg8(const u8* p) { return *p; }
-OW_DEV u32 ldg16(const u8* p) { host::aligned(p, 2); return load_as<u16>(p); }
-OW_DEV u32 ldg32(const u8* p) { host::aligned(p, 4); return load_as<u32>(p); }
-OW_DEV u32x2 ldg64(const u8* p) { host::aligned(p, 8); return load_as<u32x2>(p); }
-OW_DEV u32x4 ldg128(const u8* p) { host::aligned(p, 16); return load_as<u32x4>(p); }
+OW_DEV u32 ldg16(const u8* p) { host::check_aligned(p, 2); return load_as<u16>(p); }
+OW_DEV u32 ldg32(const u8* p) { host::check_aligned(p, 4); return load_as<u32>(p); }
+OW_DEV u32x2 ldg64(const u8* p) { host::check_aligned(p, 8); return load_as<u32x2>(p); }
+OW_DEV u32x4 ldg128(const u8* p) { host::check_aligned(p, 16); return load_as<u32x4>(p); }
 OW_DEV void stg8(u8* p, u32 v) { *p = (u8)v; }
-OW_DEV void stg16(u8* p, u32 v) { host::aligned(p, 2); u16 h = (u16)v; memcpy(p, &h, 2); }
-OW_DEV void stg32(u8* p, u32 v) { host::aligned(p, 4); memcpy(p, &v, 4); }
-OW_DEV void stg64(u8* p, u32x2 v) { host::aligned(p, 8); memcpy(p, &v, 8); }
-OW_DEV void stg128(u8* p, u32x4 v) { host::aligned(p, 16); memcpy(p, &v, 16); }
+OW_DEV void stg16(u8* p, u32 v) { host::check_aligned(p, 2); u16 h = (u16)v; memcpy(p, &h, 2); }
+OW_DEV void stg32(u8* p, u32 v) { host::check_aligned(p, 4); memcpy(p, &v, 4); }
+OW_DEV void stg64(u8* p, u32x2 v) { host::check_aligned(p, 8); memcpy(p, &v, 8); }
+OW_DEV void stg128(u8* p, u32x4 v) { host::check_aligned(p, 16); memcpy(p, &v, 16); }
 OW_DEV u32 reload8(const u8* p) { return *p; }
-OW_DEV u32 reload32(const u8* p) { host::aligned(p, 4); return load_as<u32>(p); }
+OW_DEV u32 reload32(const u8* p) { host::check_aligned(p, 4); return load_as<u32>(p); }
 OW_DEV void store_in_order8(u8* p, u32 v) { *p = (u8)v; }
 OW_DEV void store_in_order32(u8* p, u32 v) { stg32(p, v); }
-OW_DEV void copy_eighths(u8* to, const u8* from, int n) {
+OW_DEV void copy_4_strided(u8* to, const u8* from, int n) {
     for (int i = 0; i < 32 && i < n; i += 8) to[i] = from[i];
 }
-OW_DEV void copy_quarters(u8* to, const u8* from, int n) { copy_eighths(to, from, n < 16 ? n : 16); }
+OW_DEV void copy_2_strided(u8* to, const u8* from, int n) { copy_4_strided(to, from, n < 16 ? n : 16); }
 OW_DEV void atomic_or(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
 OW_DEV void atomic_xor(u32* word, u32 bits) { __atomic_fetch_xor(word, bits, __ATOMIC_RELAXED); }
-OW_DEV void add64(u64* word, u64 v) { __atomic_fetch_add(word, v, __ATOMIC_RELAXED); }
+OW_DEV void atomic_add64(u64* word, u64 v) { __atomic_fetch_add(word, v, __ATOMIC_RELAXED); }
 
-OW_DEV void copy16(u32 to, const u8* from) {
-    host::aligned(from, 16);
-    host::at(to, 16);
-    host::later({to, 16, from});
+OW_DEV void copy_async16(u32 to, const u8* from) {
+    host::check_aligned(from, 16);
+    host::shared_at(to, 16);
+    host::defer_copy({to, 16, from});
 }
-OW_DEV void copy_wait() { host::land(lane_id()); }
+OW_DEV void wait_for_copies() { host::land_copies(lane_id()); }
 
 }  // namespace ow
 #endif

@@ -23,7 +23,7 @@ OW_DEV void decode(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 n, u3
     u32 warp_id = threadIdx.x / 32, job = blockIdx.x * OW_X16_WARPS + warp_id;
     if (job >= n) return;
     X16Place place = x16_shared_memory((u32)__cvta_generic_to_shared(shared), warp_id, OW_X16_WARPS);
-    x16_job<TR>(chunks, segs, job, status, place);
+    x16_decode_listed<TR>(chunks, segs, job, status, place);
 }
 
 }  // namespace

@@ -129,12 +129,12 @@ struct X16Words {
     OW_METHOD void request(u32 k) const {
         u32 at = first + k * kX16Block, to = ring + (k & 1) * kX16Block, o = 16 * lane_id();
         if (at + o < end) {
-            copy16(to + o, src + at + o);
-            if (o < kX16Over && !(k & 1)) copy16(ring + kRing + o, src + at + o);
+            copy_async16(to + o, src + at + o);
+            if (o < kX16Over && !(k & 1)) copy_async16(ring + kRing + o, src + at + o);
         }
     }
     OW_METHOD void wait() const {
-        copy_wait();
+        wait_for_copies();
         syncwarp();
     }
     OW_METHOD void start() {
@@ -343,7 +343,7 @@ template <int TR, class Job> OW_DEV void x16_decode_segment(const Job& job, u32*
     }
 }
 
-template <int TR> OW_DEV void x16_job(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job, u32* status, X16Place place) {
+template <int TR> OW_DEV void x16_decode_listed(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job, u32* status, X16Place place) {
     bool table = false;
     x16_decode_segment<TR>(X16Listed{chunks, segs, job}, status, place, table);
 }

@@ -127,7 +127,7 @@ template <int TR> struct Encode {
             u32x2 v = symbols_of_unit<TR>(u);
             for (u32 i = 0; i < kUnit / 4; i++) all &= u.w[i], any |= u.w[i];
             OW_UNROLL(8)
-            for (u32 i = 0; i < 8; i++) count32(counts + 32 * byte_of(v, i));
+            for (u32 i = 0; i < 8; i++) increment32(counts + 32 * byte_of(v, i));
         }
         OW_UNROLL(1)
         for (u32 d = 16; d; d /= 2) {

@@ -104,59 +104,60 @@ struct X16Pick {
     double gain, cost;
 };
 
-OW_COLD X16Pick x16_pick(double c, u32 f) {
-    bool upper = lane_id() < 16, can = upper ? c > 0 && f < 255 : f > 1;
-    double none = upper ? -1.0 : -1e300, g = none;
-    if (can) g = upper ? dmul(c, dadd(kLog2[f + 1], -kLog2[f])) : -dmul(c, dadd(kLog2[f], -kLog2[f - 1]));
-    double best = g;
+// x16_pick picks the best steps: of counts c, lane by lane, that have f of the 256 slots now.
+OW_COLD X16Pick x16_pick(double count, u32 slots) {
+    bool upper = lane_id() < 16, can = upper ? count > 0 && slots < 255 : slots > 1;
+    double none = upper ? -1.0 : -1e300, change = none;
+    if (can) change = upper ? dmul(count, dadd(kLog2[slots + 1], -kLog2[slots])) : -dmul(count, dadd(kLog2[slots], -kLog2[slots - 1]));
+    double best = change;
     OW_UNROLL(1)
     for (u32 d = 8; d; d /= 2) {
         double o = shfl64f(best, lane_id() ^ d);
         if (o > best) best = o;
     }
-    u32 at = ballot(can && g == best);
-    X16Pick p;
-    p.up = at & 0xffff ? lowest(at & 0xffff) : kNone;
-    p.down = at >> 16 ? lowest(at >> 16) : kNone;
-    p.gain = shfl64f(best, 0);
-    p.cost = -shfl64f(best, 16);
-    return p;
+    u32 at = ballot(can && change == best);
+    X16Pick pick;
+    pick.up = at & 0xffff ? lowest_bit(at & 0xffff) : kNone;
+    pick.down = at >> 16 ? lowest_bit(at >> 16) : kNone;
+    pick.gain = shfl64f(best, 0);
+    pick.cost = -shfl64f(best, 16);
+    return pick;
 }
 
 // x16_freq divides 256 slots among counts that sum to n, so that the coded size is
 // minimal, and returns that size in bits.
 OW_COLD u32 x16_freq(u32 count, u32 n, double& bits) {
-    u32 k = lane_id() & 15;
-    count = shfl(count, k);  // both halves the same
-    double c = (double)count;
-    u32 f = 0;
+    u32 symbol = lane_id() & 15;
+    count = shfl(count, symbol);  // both halves the same
+    double weight = (double)count;
+    u32 slots = 0;
     if (count) {
         u32 share = (u32)(((u64)count * 512 + n) / (2 * (u64)n));
-        f = share < 1 ? 1 : umin(share, 255);
+        slots = share < 1 ? 1 : umin(share, 255);
     }
-    for (u32 sum = sum16(f); sum != 256;) {
-        X16Pick p = x16_pick(c, f);
+    for (u32 sum = sum16(slots); sum != 256;) {
+        X16Pick pick = x16_pick(weight, slots);
         if (sum < 256) {
-            if (p.up == kNone) break;  // cannot be: two counts are not 0
-            f += k == p.up;
+            if (pick.up == kNone) break;  // cannot be: two counts are not 0
+            slots += symbol == pick.up;
             sum++;
         } else {
-            if (p.down == kNone) break;
-            f -= k == p.down;
+            if (pick.down == kNone) break;
+            slots -= symbol == pick.down;
             sum--;
         }
     }
     for (;;) {
-        X16Pick p = x16_pick(c, f);
-        if (p.up == kNone || p.down == kNone || p.up == p.down || p.gain <= p.cost) break;
-        f += k == p.up;
-        f -= k == p.down;
+        X16Pick pick = x16_pick(weight, slots);
+        if (pick.up == kNone || pick.down == kNone || pick.up == pick.down || pick.gain <= pick.cost) break;
+        slots += symbol == pick.up;
+        slots -= symbol == pick.down;
     }
-    double part = dmul(c, dadd(8, -kLog2[f]));
+    double part = dmul(weight, dadd(8, -kLog2[slots]));
     bits = 0;
     OW_UNROLL(1)
     for (u32 i = 0; i < 16; i++) bits = dadd(bits, shfl64f(part, i));
-    return lane_id() < 16 ? f : 0;
+    return lane_id() < 16 ? slots : 0;
 }
 
 // x16_fit finds the cheapest model for the histogram at `bins` (256 counts in
@@ -167,23 +168,23 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
         u32 count = lane_id() < 16 ? lds32(bins + 4 * lane_id()) : 0, all = ballot(count == n);
         best.value = lane_id() < 16 ? lane_id() : 0;
         if (all) {
-            best.one = lowest(all);
+            best.one = lowest_bit(all);
             return best;
         }
         best.freq = x16_freq(count, n, best.bits);
         return best;
     }
     // Each lane looks after 8 values; the 16 most frequent come out in order.
-    u32 h[8], kinds = 0;
+    u32 histogram[8], kinds = 0;
     for (u32 i = 0; i < 8; i++) {
-        h[i] = lds32(bins + 32 * lane_id() + 4 * i);
-        kinds += popc(ballot(h[i] > 0));
+        histogram[i] = lds32(bins + 32 * lane_id() + 4 * i);
+        kinds += popc(ballot(histogram[i] > 0));
     }
     u32 value = 0, count = 0, top = umin(kinds, 16);
-    for (u32 k = 0; k < top; k++) {
+    for (u32 rank = 0; rank < top; rank++) {
         u32 most = 0, mine = 0;
         for (u32 i = 0; i < 8; i++) {
-            if (h[i] > most) most = h[i], mine = i;
+            if (histogram[i] > most) most = histogram[i], mine = i;
         }
         u32 all = most;
         OW_UNROLL(1)
@@ -191,11 +192,11 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
             u32 o = shfl(all, lane_id() ^ d);
             if (o > all) all = o;
         }
-        u32 who = lowest(ballot(most == all)), which = shfl(mine, who);
+        u32 who = lowest_bit(ballot(most == all)), which = shfl(mine, who);
         for (u32 i = 0; i < 8; i++) {
-            if (lane_id() == who && i == which) h[i] = 0;
+            if (lane_id() == who && i == which) histogram[i] = 0;
         }
-        if (lane_id() == k) value = 8 * who + which, count = all;
+        if (lane_id() == rank) value = 8 * who + which, count = all;
     }
     if (kinds == 1) {
         best.value = value;
@@ -207,21 +208,21 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
         best.value = value;
         best.freq = x16_freq(count, n, best.bits);
     }
-    u32 m = umin(15, kinds - 1);
-    u32 escaped = n - shfl(sum16(lane_id() < m ? count : 0), 0);
-    for (; m >= 1; m--) {
+    u32 listed_values = umin(15, kinds - 1);
+    u32 escaped = n - shfl(sum16(lane_id() < listed_values ? count : 0), 0);
+    for (; listed_values >= 1; listed_values--) {
         double listed = dmul((double)escaped, 24);
         if (listed >= best.bits) break;  // and fewer values only escape more
         double bits;
-        u32 f = x16_freq(lane_id() < m ? count : lane_id() == m ? escaped : 0, n, bits);
+        u32 f = x16_freq(lane_id() < listed_values ? count : lane_id() == listed_values ? escaped : 0, n, bits);
         bits = dadd(bits, listed);
         if (bits < best.bits) {
             best.bits = bits;
             best.freq = f;
-            best.value = lane_id() < m ? value : 0;
-            best.escape = m;
+            best.value = lane_id() < listed_values ? value : 0;
+            best.escape = listed_values;
         }
-        escaped += shfl(count, m - 1);
+        escaped += shfl(count, listed_values - 1);
     }
     return best;
 }
@@ -237,8 +238,8 @@ OW_COLD void x16_buckets(u32 freq, u32& divider, u32& alias) {
     for (u32 i = 0; i < 16; i++) {
         u32 low = ballot(open && left < 16), high = ballot(open && left > 16);
         if (!low) break;  // all that are left hold exactly 16
-        u32 b = lowest(low), giver = high ? lowest(high) : b, gives = 16 - shfl(left, b);
-        if (lane_id() == b) {
+        u32 bucket = lowest_bit(low), giver = high ? lowest_bit(high) : bucket, gives = 16 - shfl(left, bucket);
+        if (lane_id() == bucket) {
             divider = left;
             alias = giver;
             open = false;

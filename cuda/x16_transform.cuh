@@ -30,7 +30,7 @@ OW_DEV u32 join_bytes(u32 e0, u32 e1, u32 e2, u32 e3) {
     return prmt(prmt(e0, e1, 0x0040), prmt(e2, e3, 0x0040), 0x5410);
 }
 // Four bytes `mantissa << 1 | sign` to `sign << 7 | mantissa`.
-OW_DEV u32 move_sign_first(u32 r) { return pick<0x80808080>(r << 7, r >> 1); }
+OW_DEV u32 move_sign_first(u32 r) { return select_bits<0x80808080>(r << 7, r >> 1); }
 // Nibbles of the low 16 bits to four bytes.
 OW_DEV u32 spread_nibbles(u32 v) {
     v = prmt(v, 0, 0x4140);
