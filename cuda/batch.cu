@@ -33,7 +33,7 @@ template <int TR> OW_DEV void encode(ow_batch_item* item, ow::u32 shared) {
     ow::Encode<TR> e(item, shared, ow::warp_of_block(), blockDim.x / 32);
     OW_UNROLL(7)
     for (ow::u32 p = 0; p < ow::kEncodePhases; p++) {
-        e.phase(p);
+        e.do_phase(p);
         __syncthreads();
     }
 }

@@ -21,7 +21,7 @@ template <int TR> void encode(ow_batch_item* item, bool falling) {
             uint32_t warp_id = falling ? warps - 1 - i : i;
             ow::run_phase([&] {
                 ow::Encode<TR> e(item, 1040, warp_id, warps);  // where no address bits are free
-                e.phase(p);
+                e.do_phase(p);
             }, p == 0 && i == 0, falling);
         }
     }

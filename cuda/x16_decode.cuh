@@ -85,7 +85,7 @@ template <int TR> OW_DEV u32 x16_open_segment(X16Segment& s, const ow_x16_chunk&
         s.planes = kX16Header + 16;
     }
     u32 stored_planes = 0;
-    for (int i = 0; i < X::kPlanes; i++) stored_planes += mode >> (16 + i) & 1 ? 0 : 32 * X::width(i) * total;
+    for (int i = 0; i < X::kPlanes; i++) stored_planes += mode >> (16 + i) & 1 ? 0 : 32 * X::plane_bits(i) * total;
     u32 tail = c.logical - total * 32 * X::kOut;
     if ((mode >> 16 & 255) >> X::kPlanes) return OW_X16_LAYOUT;
     bool fits = s.planes <= c.stored && c.stored - s.planes == stored_planes + tail;
@@ -104,7 +104,7 @@ template <int TR> OW_DEV void x16_expand_table(const X16Segment& s, u32 table) {
         u32 d = shfl(div, i), a = shfl(other, i);
         if (i < b && a == other && d < 16) bias += 16 - d;
     }
-    u32 field = freq << 24 | (Transform<TR>::value(value) & 0xffff);
+    u32 field = freq << 24 | (Transform<TR>::place_symbol(value) & 0xffff);
     // Two lanes a bucket, eight slots a lane.
     u32 mine = lane_id() >> 1, r = 8 * (lane_id() & 1);
     u32 own = shfl(field, mine), alias = shfl(field, shfl(other, mine));
@@ -124,24 +124,24 @@ struct X16Words {
     u32 ring;        // shared address
     u32 block;       // number of the block at the cursor
 
-    // request asks for block k. Bytes past the segment stay as they are: the cursor
+    // request_block asks for block k. Bytes past the segment stay as they are: the cursor
     // check at the end finds out whether they were used.
-    OW_METHOD void request(u32 k) const {
+    OW_METHOD void request_block(u32 k) const {
         u32 at = first + k * kX16Block, to = ring + (k & 1) * kX16Block, o = 16 * lane_id();
         if (at + o < end) {
             copy_async16(to + o, src + at + o);
             if (o < kX16Over && !(k & 1)) copy_async16(ring + kRing + o, src + at + o);
         }
     }
-    OW_METHOD void wait() const {
+    OW_METHOD void wait_for_blocks() const {
         wait_for_copies();
         syncwarp();
     }
     OW_METHOD void start() {
         block = 0;
-        request(0);
-        wait();
-        request(1);
+        request_block(0);
+        wait_for_blocks();
+        request_block(1);
     }
     // advance moves on after the cursor entered the next quarter of 256 bytes. A
     // block is requested when its slot is free, and waited for when the next tile
@@ -149,10 +149,10 @@ struct X16Words {
     OW_METHOD u32 advance(u32 at) {
         u32 in = (at - ring) % kX16Block;
         if (in >= kX16Block - 256) {
-            wait();
+            wait_for_blocks();
         } else if (in < 256) {
             syncwarp();
-            request(++block + 1);
+            request_block(++block + 1);
         }
         return at - ring < kRing ? at : at - kRing;
     }
@@ -160,7 +160,7 @@ struct X16Words {
     // that were used.
     OW_METHOD u32 finish(u32 at) const {
         u32 in = (at - ring) % kX16Block;
-        if (in < kX16Block - 256) wait();
+        if (in < kX16Block - 256) wait_for_blocks();
         return block * kX16Block + in;
     }
 };
@@ -189,11 +189,11 @@ template <int TR> struct X16Planes {
     u32 constant;       // bits
     Raw<N> next;
 
-    OW_METHOD void open(const X16Segment& s, u32 total) {
+    OW_METHOD void open_planes(const X16Segment& s, u32 total) {
         u32 off = s.planes;
         constant = header_byte(s, 2);
         for (int i = 0; i < N; i++) {
-            u32 w = Transform<TR>::width(i), v = header_byte(s, 8 + i);
+            u32 w = Transform<TR>::plane_bits(i), v = header_byte(s, 8 + i);
             // A constant plane is spread over the lane's bytes once.
             v = w == 8 ? v * 0x01010101 : w == 4 ? (v & 15) * 0x11111111 : v & 1 ? 255 : 0;
             next.p[i] = {v, v};
@@ -201,11 +201,11 @@ template <int TR> struct X16Planes {
             off += constant >> i & 1 ? 0 : 32 * w * total;
         }
     }
-    // load fills `next` with the planes of tile t.
-    OW_METHOD void load(const u8* src, u32 t) {
+    // load_tile fills `next` with the planes of tile t.
+    OW_METHOD void load_tile(const u8* src, u32 t) {
         for (int i = 0; i < N; i++) {
             if (constant >> i & 1) continue;
-            u32 w = Transform<TR>::width(i);
+            u32 w = Transform<TR>::plane_bits(i);
             const u8* a = src + (at[i] + t * 32 * w);
             if (w == 8) next.p[i] = ldg64(a);
             if (w == 4) next.p[i].x = ldg32(a);
@@ -225,7 +225,7 @@ template <int TR> OW_DEV u32 x16_apply_escapes(const X16Segment& s, u32 at) {
     for (int i = 0; i < X::kPlanes; i++) {
         k[i] = header_byte(s, 8 + i);
         plane[i] = konst >> i & 1 ? nullptr : s.src + off;
-        off += konst >> i & 1 ? 0 : 32 * X::width(i) * total;
+        off += konst >> i & 1 ? 0 : 32 * X::plane_bits(i) * total;
     }
     syncwarp();  // orders the patches behind the other lanes' tile stores
     for (u32 i = lane_id(); i < s.escapes; i += 32) {
@@ -253,8 +253,8 @@ template <int TR> OW_DEV u32 x16_decode_tiles(const X16Segment& s, X16Place plac
     w.start();
 
     X16Planes<TR> p;
-    p.open(s, s.logical / (32 * X::kOut));
-    p.load(s.src, 0);
+    p.open_planes(s, s.logical / (32 * X::kOut));
+    p.load_tile(s.src, 0);
     u32 x = ldg32(s.src + s.words - 128 + 4 * lane_id());
     if (x < 0x10000) bad |= OW_X16_STATE;
     u8* out = s.dst + (u64)s.first * (32 * X::kOut) + lane_unit() * X::kOut;
@@ -263,14 +263,14 @@ template <int TR> OW_DEV u32 x16_decode_tiles(const X16Segment& s, X16Place plac
     for (u32 t = 0;;) {
         Raw<X::kPlanes> raw = p.next;
         bool more = ++t < s.tiles;
-        if (more) p.load(s.src, t);
+        if (more) p.load_tile(s.src, t);
         u32 was = at, e[8];
         for (int i = 0; i < 8; i += 2) {
             e[i] = x16_decode_symbol(x, place.table);
             e[i + 1] = x16_decode_symbol(x, place.table);
             x16_refill(x, at, below);
         }
-        X::store(out, e, raw);
+        X::store_unit(out, e, raw);
         out += 32 * X::kOut;
         if ((was ^ at) & ~255u) at = w.advance(at);
         if (!more) break;
@@ -282,14 +282,14 @@ template <int TR> OW_DEV u32 x16_decode_tiles(const X16Segment& s, X16Place plac
 // x16_write_one_symbol writes the tiles of a chunk that has one symbol only.
 template <int TR> OW_DEV void x16_write_one_symbol(const X16Segment& s) {
     typedef Transform<TR> X;
-    u32 symbol = header_byte(s, 1) & 15, v = X::value(header_byte(s, 16 + symbol)) & 0xffff;
+    u32 symbol = header_byte(s, 1) & 15, v = X::place_symbol(header_byte(s, 16 + symbol)) & 0xffff;
     u32 e[8] = {v, v, v, v, v, v, v, v};
     X16Planes<TR> p;
-    p.open(s, s.logical / (32 * X::kOut));
+    p.open_planes(s, s.logical / (32 * X::kOut));
     u8* out = s.dst + (u64)s.first * (32 * X::kOut) + lane_unit() * X::kOut;
     for (u32 t = 0; t < s.tiles; t++) {
-        p.load(s.src, t);
-        X::store(out, e, p.next);
+        p.load_tile(s.src, t);
+        X::store_unit(out, e, p.next);
         out += 32 * X::kOut;
     }
 }

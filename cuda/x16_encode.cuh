@@ -113,13 +113,13 @@ template <int TR> struct Encode {
         }
     }
 
-    OW_METHOD void clear() const {
+    OW_METHOD void clear_counts() const {
         OW_UNROLL(1)
         for (u32 i = 32 * warp_id + lane_id(); i < 2048; i += 32 * warps) sts32(shared + kCounts + 4 * i, 0);
         if (warp_id == 0 && lane_id() == 0) sts32(shared + kState, kCoded);
     }
 
-    OW_METHOD void count() const {
+    OW_METHOD void count_values() const {
         u32 all = ~0u, any = 0, counts = shared + kCounts + 4 * (lane_id() & 7);
         OW_UNROLL(1)
         for (u32 t = warp_id; t < g.tiles; t += warps) {
@@ -140,7 +140,7 @@ template <int TR> struct Encode {
         }
     }
 
-    OW_METHOD void sum() const {
+    OW_METHOD void sum_counts() const {
         OW_UNROLL(1)
         for (u32 v = 32 * warp_id + lane_id(); v < 256; v += 32 * warps) {
             u32 s = 0;
@@ -149,7 +149,7 @@ template <int TR> struct Encode {
         }
     }
 
-    OW_METHOD void fit() const {
+    OW_METHOD void fit_model() const {
         u32 all = ~0u, any = 0;
         for (u32 i = 0; i < warps; i++) {
             all &= lds32(shared + kAll + 4 * i);
@@ -183,7 +183,7 @@ template <int TR> struct Encode {
             sts8(shared + kHead + 3, m.escape == kNone ? 0 : m.escape + 1);
             sts32(shared + kHead + 4, g.tiles);
             for (int i = 0; i < X::kPlanes; i++) {
-                if (constant >> i & 1) sts8(shared + kHead + 8 + i, same.p[i].x & ((1u << X::width(i)) - 1));
+                if (constant >> i & 1) sts8(shared + kHead + 8 + i, same.p[i].x & ((1u << X::plane_bits(i)) - 1));
             }
         }
         if (lane_id() < 16) {
@@ -198,15 +198,15 @@ template <int TR> struct Encode {
 
     // A symbol is coded: x becomes x / f << 8 | slot(x mod f). The inverse gives
     // the quotient or one less.
-    OW_DEV void code(u32& x, u32x2 entry) {
+    OW_DEV void code_symbol(u32& x, u32x2 entry) {
         u32 f = entry.x & 255, q = mulhi(x, entry.y), r = x - q * f;
         if (r >= f) q++, r -= f;
         x = q << 8 | lds8((entry.x >> 16) + r);
     }
 
-    // segment codes segment s, last symbol first. WRITE: words and planes go to
+    // code_segment codes segment s, last symbol first. WRITE: words and planes go to
     // their places; else words and escapes are only counted.
-    template <bool WRITE> OW_METHOD void segment(u32 s) const {
+    template <bool WRITE> OW_METHOD void code_segment(u32 s) const {
         u32 first = s * g.seg, t = umin(first + g.seg, g.tiles), entries = shared + kEntries;
         const u8* from = src + lane_unit() * kUnit;
         u8* words = nullptr;
@@ -225,7 +225,7 @@ template <int TR> struct Encode {
             bool more = --t > first;
             if (more) next = load_unit<TR>(from + (u64)(t - 1) * kTile);
             u32x2 v = symbols_of_unit<TR>(u);
-            if (WRITE) planes(u, t, lane_unit(), constant);
+            if (WRITE) write_planes(u, t, lane_unit(), constant);
             OW_UNROLL(4)
             for (int i = 6; i >= 0; i -= 2) {
                 u32x2 a = lds64(entries + 8 * byte_of(v, i)), b = lds64(entries + 8 * byte_of(v, i + 1));
@@ -239,14 +239,14 @@ template <int TR> struct Encode {
                     if (listed) escapes += (a.x >> 8 & 1) + (b.x >> 8 & 1);
                 }
                 if (full) x >>= 16;
-                code(x, b);
-                code(x, a);
+                code_symbol(x, b);
+                code_symbol(x, a);
             }
             if (!more) break;
         }
         if (WRITE) {
             stg32(dst + place.x + 4 * lane_id(), x);
-            ending(s, place);
+            write_segment_end(s, place);
         } else {
             OW_UNROLL(1)
             for (u32 d = 16; d; d /= 2) {
@@ -257,8 +257,8 @@ template <int TR> struct Encode {
         }
     }
 
-    // ending writes what follows a segment's words: its escapes and the padding.
-    OW_METHOD void ending(u32 s, u32x2 place) const {
+    // write_segment_end writes what follows a segment's words: its escapes and the padding.
+    OW_METHOD void write_segment_end(u32 s, u32x2 place) const {
         u32 at = place.x + 128 + 2 * lds32(shared + kCounts + 8 * s), end = at + 3 * place.y, done = 0;
         OW_UNROLL(1)
         for (u32 t = s * g.seg; done < place.y; t++) {
@@ -285,13 +285,13 @@ template <int TR> struct Encode {
         if (lane_id() < round_up_to_16(end) - end) stg8(dst + end + lane_id(), 0);
     }
 
-    // planes writes unit `unit` of tile t.
-    OW_METHOD void planes(const Unit& u, u32 t, u32 unit, u32 constant) const {
+    // write_planes writes unit `unit` of tile t.
+    OW_METHOD void write_planes(const Unit& u, u32 t, u32 unit, u32 constant) const {
         if (X::kPlanes == 0) return;
         Raw<X::kPlanes> r = planes_of_unit<TR>(u);
         u8* to = dst + lds32(shared + kPlanes);
         for (int i = 0; i < X::kPlanes; i++) {
-            u32 w = X::width(i);
+            u32 w = X::plane_bits(i);
             if (constant >> i & 1) continue;
             u8* p = to + (u64)(32 * t + unit) * w;
             if (w == 8) stg64(p, r.p[i]);
@@ -301,7 +301,7 @@ template <int TR> struct Encode {
         }
     }
 
-    OW_METHOD void layout() const {
+    OW_METHOD void lay_out_chunk() const {
         bool coded = lds32(shared + kState) == kCoded;
         u32 at = 96, segs = coded ? g.segs : 0, constant = lds32(shared + kHead) >> 16 & 255;
         if (coded) {
@@ -316,7 +316,7 @@ template <int TR> struct Encode {
             }
         }
         u32 planes = at, total = at, tail = n - g.tiles * kTile;
-        for (int i = 0; i < X::kPlanes; i++) total += constant >> i & 1 ? 0 : 32 * X::width(i) * g.tiles;
+        for (int i = 0; i < X::kPlanes; i++) total += constant >> i & 1 ? 0 : 32 * X::plane_bits(i) * g.tiles;
         total += tail;
         bool small = total <= (u32)dmul(0.99, (double)n);
         if (!small || total > cap) {
@@ -353,29 +353,29 @@ template <int TR> struct Encode {
         }
     }
 
-    OW_METHOD void phase(u32 phase) const {
-        if (phase == 0) return clear();
+    OW_METHOD void do_phase(u32 phase) const {
+        if (phase == 0) return clear_counts();
         // Phases 3 and 5 are one warp's, which may change the state there.
         if ((phase == 3 || phase == 5) && warp_id) return;
         u32 state = lds32(shared + kState);
         if (state == kRefused) return;
         switch (phase) {
-            case 1: return count();
-            case 2: return sum();
-            case 3: return fit();
+            case 1: return count_values();
+            case 2: return sum_counts();
+            case 3: return fit_model();
             case 4:
                 OW_UNROLL(1)
-                for (u32 s = warp_id; s < g.segs && state == kCoded; s += warps) segment<false>(s);
+                for (u32 s = warp_id; s < g.segs && state == kCoded; s += warps) code_segment<false>(s);
                 return;
-            case 5: return layout();
+            case 5: return lay_out_chunk();
             default:
                 OW_UNROLL(1)
-                for (u32 s = warp_id; s < g.segs && state == kCoded; s += warps) segment<true>(s);
+                for (u32 s = warp_id; s < g.segs && state == kCoded; s += warps) code_segment<true>(s);
                 if (state != kOneSymbol) return;
                 u32 constant = lds32(shared + kHead) >> 16 & 255;
                 OW_UNROLL(1)
                 for (u32 t = warp_id; t < g.tiles; t += warps) {
-                    planes(load_unit<TR>(src + (u64)t * kTile + lane_id() * kUnit), t, lane_id(), constant);
+                    write_planes(load_unit<TR>(src + (u64)t * kTile + lane_id() * kUnit), t, lane_id(), constant);
                 }
         }
     }

@@ -16,8 +16,8 @@ namespace ow {
 // lane_unit is the lane's place in a tile, in units of 8 symbols.
 OW_DEV u32 lane_unit() { return (lane_id() & 16) + 4 * (lane_id() & 3) + (lane_id() >> 2 & 3); }
 
-// Bytes of a plane for 8 symbols, its "width": 8 byte plane, 4 nibbles, 1 bits.
-// The same figure x 32 is the plane's bytes in one tile.
+// A plane has plane_bits bits of a symbol: 8 in a byte plane, 4 of nibbles, 1 of bits. That many bytes it
+// has of 8 symbols, and 32 times as many of a tile.
 template <int TR> struct Transform;
 
 // A lane's plane bytes for one tile: one word pair a plane; narrow planes use
@@ -44,9 +44,9 @@ template <> struct Transform<OW_BF16> {
     static constexpr bool kEscapes = true;
     static constexpr int kPlanes = 1;
     static constexpr u32 kOut = 16;  // output bytes of a lane in a tile
-    OW_DEV u32 width(int) { return 8; }
-    OW_DEV u32 value(u32 v) { return v << 7; }
-    OW_DEV void store(u8* out, const u32* e, const Raw<1>& raw) {
+    OW_DEV u32 plane_bits(int) { return 8; }
+    OW_DEV u32 place_symbol(u32 v) { return v << 7; }
+    OW_DEV void store_unit(u8* out, const u32* e, const Raw<1>& raw) {
         // In each half: sign and mantissa from the plane, exponent from the
         // table. The prmt puts a byte and its spread sign side by side.
         u32 a = move_sign_first(raw.p[0].x), b = move_sign_first(raw.p[0].y);
@@ -68,9 +68,9 @@ template <> struct Transform<OW_FP16> {
     static constexpr bool kEscapes = true;
     static constexpr int kPlanes = 4;
     static constexpr u32 kOut = 16;
-    OW_DEV u32 width(int i) { return i == 0 ? 8 : 1; }
-    OW_DEV u32 value(u32 v) { return (v & 31) << 10; }
-    OW_DEV void store(u8* out, const u32* e, const Raw<4>& raw) {
+    OW_DEV u32 plane_bits(int i) { return i == 0 ? 8 : 1; }
+    OW_DEV u32 place_symbol(u32 v) { return (v & 31) << 10; }
+    OW_DEV void store_unit(u8* out, const u32* e, const Raw<4>& raw) {
         u32 b = raw.p[1].x & 255, c = raw.p[2].x & 255, d = raw.p[3].x & 255;
         u32 w[4];
         for (int j = 0; j < 4; j++) {
@@ -94,9 +94,9 @@ template <> struct Transform<OW_FP32> {
     static constexpr bool kEscapes = true;
     static constexpr int kPlanes = 3;
     static constexpr u32 kOut = 32;
-    OW_DEV u32 width(int) { return 8; }
-    OW_DEV u32 value(u32 v) { return v << 7; }
-    OW_DEV void store(u8* out, const u32* e, const Raw<3>& raw) {
+    OW_DEV u32 plane_bits(int) { return 8; }
+    OW_DEV u32 place_symbol(u32 v) { return v << 7; }
+    OW_DEV void store_unit(u8* out, const u32* e, const Raw<3>& raw) {
         for (int half = 0; half < 2; half++) {
             u32 a = move_sign_first(half ? raw.p[0].y : raw.p[0].x);
             u32 b = half ? raw.p[1].y : raw.p[1].x, c = half ? raw.p[2].y : raw.p[2].x;
@@ -121,13 +121,13 @@ template <> struct Transform<OW_E4M3> {
     static constexpr bool kEscapes = false;
     static constexpr int kPlanes = 1;
     static constexpr u32 kOut = 8;
-    OW_DEV u32 width(int) { return 4; }
-    OW_DEV u32 value(u32 v) { return (v & 15) << 3; }
+    OW_DEV u32 plane_bits(int) { return 4; }
+    OW_DEV u32 place_symbol(u32 v) { return (v & 15) << 3; }
     OW_DEV u32 word(u32 nibbles, u32 e) {
         u32 n = spread_nibbles(nibbles);
         return (n & 0x07070707) | (n << 4 & 0x80808080) | e;
     }
-    OW_DEV void store(u8* out, const u32* e, const Raw<1>& raw) {
+    OW_DEV void store_unit(u8* out, const u32* e, const Raw<1>& raw) {
         stg64(out, {word(raw.p[0].x, join_bytes(e[0], e[1], e[2], e[3])),
                     word(raw.p[0].x >> 16, join_bytes(e[4], e[5], e[6], e[7]))});
     }
@@ -141,9 +141,9 @@ template <> struct Transform<OW_E5M2> {
     static constexpr bool kEscapes = true;
     static constexpr int kPlanes = 3;
     static constexpr u32 kOut = 8;
-    OW_DEV u32 width(int) { return 1; }
-    OW_DEV u32 value(u32 v) { return (v & 31) << 2; }
-    OW_DEV void store(u8* out, const u32* e, const Raw<3>& raw) {
+    OW_DEV u32 plane_bits(int) { return 1; }
+    OW_DEV u32 place_symbol(u32 v) { return (v & 31) << 2; }
+    OW_DEV void store_unit(u8* out, const u32* e, const Raw<3>& raw) {
         u32 w[2];
         for (int j = 0; j < 2; j++) {
             u32 a = spread_bits(raw.p[0].x >> 4 * j), b = spread_bits(raw.p[1].x >> 4 * j);
@@ -164,9 +164,9 @@ template <> struct Transform<OW_INT8> {
     static constexpr bool kEscapes = false;
     static constexpr int kPlanes = 1;
     static constexpr u32 kOut = 8;
-    OW_DEV u32 width(int) { return 4; }
-    OW_DEV u32 value(u32 v) { return (v & 15) << 4; }
-    OW_DEV void store(u8* out, const u32* e, const Raw<1>& raw) {
+    OW_DEV u32 plane_bits(int) { return 4; }
+    OW_DEV u32 place_symbol(u32 v) { return (v & 15) << 4; }
+    OW_DEV void store_unit(u8* out, const u32* e, const Raw<1>& raw) {
         stg64(out, {spread_nibbles(raw.p[0].x) | join_bytes(e[0], e[1], e[2], e[3]),
                     spread_nibbles(raw.p[0].x >> 16) | join_bytes(e[4], e[5], e[6], e[7])});
     }
@@ -180,9 +180,9 @@ template <> struct Transform<OW_NIBBLES> {
     static constexpr bool kEscapes = false;
     static constexpr int kPlanes = 0;
     static constexpr u32 kOut = 4;
-    OW_DEV u32 width(int) { return 0; }
-    OW_DEV u32 value(u32 v) { return v & 15; }
-    OW_DEV void store(u8* out, const u32* e, const Raw<0>&) {
+    OW_DEV u32 plane_bits(int) { return 0; }
+    OW_DEV u32 place_symbol(u32 v) { return v & 15; }
+    OW_DEV void store_unit(u8* out, const u32* e, const Raw<0>&) {
         u32 a = join_bytes(e[0], e[2], e[4], e[6]), b = join_bytes(e[1], e[3], e[5], e[7]);
         stg32(out, a | b << 4);
     }
@@ -193,9 +193,9 @@ template <> struct Transform<OW_BYTES> {
     static constexpr bool kEscapes = true;
     static constexpr int kPlanes = 0;
     static constexpr u32 kOut = 8;
-    OW_DEV u32 width(int) { return 0; }
-    OW_DEV u32 value(u32 v) { return v; }
-    OW_DEV void store(u8* out, const u32* e, const Raw<0>&) {
+    OW_DEV u32 plane_bits(int) { return 0; }
+    OW_DEV u32 place_symbol(u32 v) { return v; }
+    OW_DEV void store_unit(u8* out, const u32* e, const Raw<0>&) {
         stg64(out, {join_bytes(e[0], e[1], e[2], e[3]), join_bytes(e[4], e[5], e[6], e[7])});
     }
     OW_DEV void write_element(u8* dst, u32 n, u32 v, const u8* const*, const u32*) { stg8(dst + n, v); }

@@ -14,7 +14,7 @@ struct X16Form { u32 tile, values; bool escapes; u32 planes, widths; };
 template <int TR> OW_DEV X16Form x16_form() {
     typedef Transform<TR> X;
     X16Form f = {32 * X::kOut, TR == OW_FP16 || TR == OW_E5M2 ? 32 : X::kEscapes ? 256 : 16, X::kEscapes, X::kPlanes, 0};
-    for (int i = 0; i < X::kPlanes; i++) f.widths |= X::width(i) << 4 * i;
+    for (int i = 0; i < X::kPlanes; i++) f.widths |= X::plane_bits(i) << 4 * i;
     return f;
 }
 

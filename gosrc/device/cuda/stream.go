@@ -31,9 +31,9 @@ func (s *Bitstream) blockCount() int {
 	return int(max(1, (s.Size+s.Chunk-1)/s.Chunk))
 }
 
-// enough is how many warps keep a device busy if their shares are alike: on an H200
+// enoughWarps is how many warps keep a device busy if their shares are alike: on an H200
 // more gain nothing, and with chunks of 64 KiB they cost 2 %.
-const enough = 4096
+const enoughWarps = 4096
 
 // warpsPerChunk is how many warps share each of the chunks: as many as encoders make
 // segments of the longest (codec/x16), unless there are enough warps without.
@@ -44,7 +44,7 @@ func warpsPerChunk(streams []Bitstream, rows int) int {
 		most = max(most, min(streams[i].Chunk, streams[i].Size))
 	}
 	n := max(1, min(4, most>>14), min(1024, most>>17))
-	for n > 1 && most*enough*2 <= all*n || int64(rows)*n > 1<<30 {
+	for n > 1 && most*enoughWarps*2 <= all*n || int64(rows)*n > 1<<30 {
 		n /= 2
 	}
 	return int(n)
@@ -125,22 +125,22 @@ var statusTexts = []struct {
 // maxBlock is the longest chunk of a native stream, and the longest block of X16.
 const maxBlock = 16 << 20
 
-// misplaced is the status bit of blocks that are not aligned for the GPU.
-const misplaced = 1 << 11
+// statusMisplaced is the status bit of blocks that are not aligned for the GPU.
+const statusMisplaced = 1 << 11
 
-// crowded is the status bit of a stream whose destination is too small.
-const crowded = 1 << 13
+// statusTooSmall is the status bit of a stream whose destination is too small.
+const statusTooSmall = 1 << 13
 
 // statusError explains a status word.
 func statusError(w uint32) error {
 	if w == 0 {
 		return nil
 	}
-	if w&misplaced != 0 && w&^(misplaced) == 0 {
+	if w&statusMisplaced != 0 && w&^statusMisplaced == 0 {
 		return errs.New(errs.ErrNotSupported,
 			"blocks that do not lie on multiples of 16: decode the stream without a config, or on the host")
 	}
-	if w == crowded {
+	if w == statusTooSmall {
 		return errs.New(errs.ErrArgument, "the output is too small for the stream")
 	}
 	return errs.New(errs.ErrCorrupt, "%s", statusText(w))
