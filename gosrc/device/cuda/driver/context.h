@@ -87,11 +87,10 @@ struct owcu_slab {
 	int nstreams, nevents;
 };
 
-// owcu_slab_new registers [host, host+n), allocates `room` bytes of the device (0: none),
-// and makes streams and events, for the first of which (sleepers) waiting threads sleep and
-// for the others spin: all or nothing. slab is zero. -1: nothing is left; 1: the driver refused
-// to free some of it, for owcu_slab_free. That waits for the streams' work, returns 1 for the
-// same reason, and may be called again.
+// owcu_slab_new registers [host, host+n), allocates `room` bytes of the device (0: none), and makes streams
+// and events, for the first of which (sleepers) waiting threads sleep and for the others spin: all or nothing.
+// slab is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_slab_free, which waits
+// for the streams' work, returns 1 for the same reason, and may be called again.
 int owcu_slab_new(owcu_handle ctx, struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
                   int sleepers, struct owcu_error *e);
 int owcu_slab_free(owcu_handle ctx, struct owcu_slab *slab, struct owcu_error *e);
@@ -104,8 +103,7 @@ int owcu_slab_free_entered(struct owcu_slab *slab, struct owcu_error *e);
 
 // owcu_stream_follow makes a stream wait for what is queued on others, by an event that is
 // made at the first call; only one caller may use it at a time.
-int owcu_stream_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after,
-                       uint64_t nafter, struct owcu_error *e);
+int owcu_stream_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
 // owcu_copy queues a copy between any two addresses; with wait it waits for it.
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e);
 // owcu_copy_rows queues a copy of rows between device memory of this process or of

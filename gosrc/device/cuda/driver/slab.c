@@ -23,8 +23,7 @@ int owcu_slab_free_entered(struct owcu_slab *slab, struct owcu_error *e)
 	return 0;
 }
 
-int owcu_slab_new_entered(struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
-                          struct owcu_error *e)
+int owcu_slab_new_entered(struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
 {
 	slab->streams = calloc((size_t)(nstreams + nevents), sizeof *slab->streams);
 	if (slab->streams == NULL)

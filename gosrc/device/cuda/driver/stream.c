@@ -5,8 +5,7 @@ enum { POINTER_DEVICE = 9 }; // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e)
 {
-	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_any, (dst, src, n, stream_handle(stream))) ||
-	                   (wait && TRY(stream_sync, (stream_handle(stream)))));
+	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_any, (dst, src, n, stream_handle(stream))) || (wait && TRY(stream_sync, (stream_handle(stream)))));
 }
 
 int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
@@ -23,14 +22,12 @@ static int follow_streams(owcu_handle stream, const uint64_t *after, uint64_t n,
 {
 	for (uint64_t i = 0; i < n; i++)
 		if (stream_handle(after[i]) != stream &&
-		    (refuse_captured(after[i], e) || TRY(event_record, (event, stream_handle(after[i]))) ||
-		     TRY(stream_wait, (stream, event, 0))))
+		    (refuse_captured(after[i], e) || TRY(event_record, (event, stream_handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
 			return -1;
 	return 0;
 }
 
-int owcu_stream_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter,
-                       struct owcu_error *e)
+int owcu_stream_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
 {
 	return WITHIN(ctx, (*event == NULL && TRY(event_create, (event, NO_TIMING))) || refuse_captured(stream, e) ||
 	                           follow_streams(stream_handle(stream), after, nafter, *event, e));
