@@ -57,9 +57,9 @@ func layOutRegions(sizes []int64) ([]sharedAllocation, error) {
 			slab = len(all)
 			all = append(all, sharedAllocation{})
 		}
-		r := &all[slab]
-		r.member, r.at = append(r.member, i), append(r.at, r.bytes)
-		r.bytes += room
+		region := &all[slab]
+		region.member, region.at = append(region.member, i), append(region.at, region.bytes)
+		region.bytes += room
 	}
 	return all, nil
 }
@@ -90,15 +90,15 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 		return nil, err
 	}
 	for i := range regions {
-		r := &regions[i]
-		p := C.calloc(1, C.size_t(unsafe.Sizeof(device.Listed{})))
-		if p == nil {
+		region := &regions[i]
+		header := C.calloc(1, C.size_t(unsafe.Sizeof(device.Listed{})))
+		if header == nil {
 			panic("out of memory for a header of 64 bytes")
 		}
-		b := device.NewListed(p, int64(len(r.member)), devicePointer(blocks[i]), uint64(want[i]),
+		b := device.NewListed(header, int64(len(region.member)), devicePointer(blocks[i]), uint64(want[i]),
 			unsafe.Pointer(d.list))
-		for k, n := range r.member {
-			mem[n].Ptr, mem[n].Bytes, mem[n].Block = devicePointer(blocks[i]+C.owcu_ptr(r.at[k])), sizes[n], &b.Block
+		for k, n := range region.member {
+			mem[n].Ptr, mem[n].Bytes, mem[n].Block = devicePointer(blocks[i]+C.owcu_ptr(region.at[k])), sizes[n], &b.Block
 		}
 	}
 	d.mu.Lock()

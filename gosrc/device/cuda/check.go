@@ -53,27 +53,27 @@ type crcPowers struct {
 }
 
 var powers = sync.OnceValue(func() *crcPowers {
-	p := &crcPowers{}
+	table := &crcPowers{}
 	v := uint32(crcOne)
-	for n := range p.bytes {
-		p.bytes[n] = v
+	for n := range table.bytes {
+		table.bytes[n] = v
 		v = multiplyCRC(crcOne>>8, v)
 	}
 	part := v
 	v = crcOne
-	for n := range p.parts[0] {
-		p.parts[0][n] = v
+	for n := range table.parts[0] {
+		table.parts[0][n] = v
 		v = multiplyCRC(part, v)
 	}
-	for k := range p.parts[1:] {
-		for n, v := range p.parts[k] {
+	for k := range table.parts[1:] {
+		for n, v := range table.parts[k] {
 			for range 8 { // divided by x
 				v = (v^crcPoly&-(v>>31))<<1 | v>>31
 			}
-			p.parts[k+1][n] = v
+			table.parts[k+1][n] = v
 		}
 	}
-	return p
+	return table
 })
 
 // CanCheck reports whether Submit compares checksums: where the bytes are copied to the

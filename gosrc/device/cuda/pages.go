@@ -37,14 +37,14 @@ func newHugePages(n int64, near *nodes.Place) (hugePages, error) {
 			Err: err.Error()}
 	}
 	up := (huge - int64(uintptr(raw)&(huge-1))) & (huge - 1)
-	m := hugePages{raw: raw, mapped: length, p: unsafe.Add(raw, up), n: n}
-	b := unsafe.Slice((*byte)(m.p), n)
-	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
+	pages := hugePages{raw: raw, mapped: length, p: unsafe.Add(raw, up), n: n}
+	bytes := unsafe.Slice((*byte)(pages.p), n)
+	_ = unix.Madvise(bytes, unix.MADV_HUGEPAGE)
 	// A forked child must not copy pages that the GPU reads or writes.
-	_ = unix.Madvise(b, unix.MADV_DONTFORK)
-	_ = near.Bind(b)
-	FaultInFreshPages(b, near, 0)
-	return m, nil
+	_ = unix.Madvise(bytes, unix.MADV_DONTFORK)
+	_ = near.Bind(bytes)
+	FaultInFreshPages(bytes, near, 0)
+	return pages, nil
 }
 
 // Register pins the caller's memory, which must begin on a page: the device then
@@ -75,20 +75,20 @@ func (d *Device) Unregister(b []byte, then func()) {
 }
 
 // shrinkTo gives back what is more than the first n bytes.
-func (m *hugePages) shrinkTo(n int64) {
+func (h *hugePages) shrinkTo(n int64) {
 	n = (n + huge - 1) &^ (huge - 1)
-	if m.raw == nil || m.n <= n {
+	if h.raw == nil || h.n <= n {
 		return
 	}
-	end := unsafe.Add(m.p, n)
-	rest := uintptr(m.raw) + m.mapped - uintptr(end)
+	end := unsafe.Add(h.p, n)
+	rest := uintptr(h.raw) + h.mapped - uintptr(end)
 	if unix.MunmapPtr(end, rest) == nil {
-		m.mapped, m.n = m.mapped-rest, n
+		h.mapped, h.n = h.mapped-rest, n
 	}
 }
 
-func (m hugePages) free() {
-	if m.raw != nil {
-		_ = unix.MunmapPtr(m.raw, m.mapped)
+func (h hugePages) free() {
+	if h.raw != nil {
+		_ = unix.MunmapPtr(h.raw, h.mapped)
 	}
 }

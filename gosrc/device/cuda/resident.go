@@ -105,16 +105,16 @@ func (d *Device) runResidentKernel(on Order, run residentLaunch) error {
 	if run.blocks > 0 {
 		blocks = d.sms * run.blocks
 	}
-	c := C.struct_owcu_batch{
+	request := C.struct_owcu_batch{
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done, to: p.dev, table: p.host,
 		bytes: C.uint64_t(run.bytes), back: C.uint64_t(run.back), back_at: C.uint64_t(run.backAt), wait: 1, nsteps: 1,
 	}
-	c.steps[0] = C.struct_owcu_step{kernel: kernels[run.kernel], grid: C.uint32_t(min(run.grid, blocks)),
+	request.steps[0] = C.struct_owcu_step{kernel: kernels[run.kernel], grid: C.uint32_t(min(run.grid, blocks)),
 		block: C.uint32_t(run.block)}
 	for i, v := range run.args(uint64(p.dev)) {
-		c.steps[0].args[i] = C.uint64_t(v)
+		request.steps[0].args[i] = C.uint64_t(v)
 	}
-	if err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_submit_batch(&c, e) }); err != nil {
+	if err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_submit_batch(&request, e) }); err != nil {
 		return err
 	}
 	if run.take != nil {
