@@ -95,10 +95,10 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 		if header == nil {
 			panic("out of memory for a header of 64 bytes")
 		}
-		b := device.NewListed(header, int64(len(region.member)), devicePointer(blocks[i]), uint64(want[i]),
-			unsafe.Pointer(d.list))
+		base := devicePointer(blocks[i])
+		b := device.NewListed(header, int64(len(region.member)), base, uint64(want[i]), unsafe.Pointer(d.list))
 		for k, n := range region.member {
-			mem[n].Ptr, mem[n].Bytes, mem[n].Block = devicePointer(blocks[i]+C.owcu_ptr(region.at[k])), sizes[n], &b.Block
+			mem[n].Ptr, mem[n].Bytes, mem[n].Block = unsafe.Add(base, region.at[k]), sizes[n], &b.Block
 		}
 	}
 	d.mu.Lock()
