@@ -179,7 +179,7 @@ def bench(*words: str, exchange: str = "mapped") -> subprocess.CompletedProcess[
 
 @pytest.mark.imports_torch
 def test_bench_of_ranks(tmp_path: Path) -> None:
-    """`overwire bench --ranks` prints floors, and beside them rows of each carrier, each compared, and leaves no file."""
+    """`overwire bench --ranks` prints floors and rows of each carrier, each compared, and leaves no file."""
     words = ("--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(tmp_path))
     done = bench("--ranks", "3", *words, exchange="")
     assert done.returncode == 0, done.stderr
