@@ -59,6 +59,9 @@ _GRACE = 0.5
 # Seconds by which the clocks of hosts may differ.
 _SKEW = 2.0
 
+# Seconds in which ranks answer one that asks who is there, of four looks.
+_ANSWER = 1.0
+
 # What torch raises where a group's store cannot be reached, or has gone.
 _UNREACHABLE = (RuntimeError, ValueError, AttributeError, KeyError)
 
@@ -207,6 +210,7 @@ class Members:
 
     def _raise_posted(self) -> None:
         step = self._step
+        self._answer_question()
         message = self._read_store(f"{step.token}/left") if step.token else None
         if message is None and step.agreed <= 1:
             message = self._read_store("left")
@@ -217,6 +221,30 @@ class Members:
             error = _name_rank(rank, pickle.loads(fault))
             self._step.broken = str(error)
             self.raise_alike(error)
+
+    def _answer_question(self) -> str:
+        # Tells a rank that asks who is there; returns the question, "" if no rank asks.
+        token = self._step.token
+        question = self._read_store(f"{token}/who") or b"0"
+        if float(question) < self._step.born - _SKEW:
+            return ""  # none, or of an earlier group of that name
+        key = f"{token}/who/{question.decode()}"
+        if self._read_store(f"{key}/{self.rank}") is None:
+            self._write_store(f"{key}/{self.rank}", b"1")
+        return key
+
+    def _find_silent_ranks(self) -> list[int]:
+        # Local, once a collective has failed: those that do not say that they are there; none if
+        # the group's store cannot be reached.
+        if not self._answer_question():
+            self._write_store(f"{self._step.token}/who", str(time.time()).encode())
+        until = time.monotonic() + _ANSWER
+        while True:
+            question = self._answer_question()
+            silent = [rank for rank in range(self.size) if self._read_store(f"{question}/{rank}") is None]
+            if len(silent) <= 1 or self.rank in silent or time.monotonic() > until:
+                return [] if self.rank in silent else silent
+            time.sleep(_LOOK / 10)
 
     def _limit_wait(self, error: BaseException | None, seconds: float) -> None:
         # How long this rank waits for the others with an error; not long with an interrupt.
@@ -295,10 +323,8 @@ class Members:
         import torch
 
         flag = torch.tensor([mine], dtype=torch.int32, device=self._flags_device())
-        self._step.number += 1  # before it begins: a second one in its place would end the process
-        with _naming_lost_ranks():
-            self._wait_for(self._dist.all_reduce(flag, self._dist.ReduceOp.MAX, group=self.group, async_op=True), flag)
-            return bool(flag.item())
+        self._run_collective(self._dist.all_reduce, flag, self._dist.ReduceOp.MAX)
+        return bool(flag.item())
 
     def _gather_objects(self, mine: Any) -> list[Any]:
         # Collective: what every rank brings, each behind its length.
@@ -317,15 +343,26 @@ class Members:
         device = self._flags_device()
         own = torch.frombuffer(bytearray(mine[:size].ljust(size, b"\0")), dtype=torch.uint8)
         every = torch.empty(self.size * size, dtype=torch.uint8, device=device)
-        self._all_gather(every, own.to(device))
+        self._run_collective(self._dist.all_gather_into_tensor, every, own.to(device))
         every = every.cpu()
         octets = ctypes.string_at(every.data_ptr(), every.numel())
         return [octets[rank * size :][:size] for rank in range(self.size)]
 
-    def _all_gather(self, whole: Any, mine: Any) -> None:
-        self._step.number += 1
-        with _naming_lost_ranks():
-            self._wait_for(self._dist.all_gather_into_tensor(whole, mine, group=self.group, async_op=True), whole)
+    def _run_collective(self, begin: Callable[..., Any], tensor: Any, *args: Any, waits: bool = True) -> None:
+        # One that writes a tensor. RuntimeError is all of torch.distributed's: a rank has died, or
+        # the group's time-out has come.
+        self._step.number += 1  # before it begins: a second one in its place would end the process
+        try:
+            work = begin(tensor, *args, group=self.group, async_op=waits)
+            if waits:
+                self._wait_for(work, tensor)
+        except OverwireError:
+            raise
+        except RuntimeError as error:
+            silent = self._find_silent_ranks()
+            who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "the other ranks"
+            reason = str(error).strip().partition("\n")[0]
+            raise IOFailure(f"overwire: group: {who} cannot be reached: {reason}") from error
 
     def _wait_for(self, work: Any, tensor: Any) -> None:
         # Until a collective has ended. An interrupt is kept for when the ranks next agree;
@@ -363,21 +400,13 @@ class Members:
 
     def broadcast(self, tensor: Any, rank: int) -> None:
         """Collective: the tensor of one rank, contiguous, on all."""
-        source = int(self._dist.get_global_rank(self.group, rank))
-        self._step.number += 1
-        with _naming_lost_ranks():
-            self._wait_for(self._dist.broadcast(tensor, source, group=self.group, async_op=True), tensor)
+        self._run_collective(self._dist.broadcast, tensor, int(self._dist.get_global_rank(self.group, rank)))
 
     def gather_shares(self, buffer: Any, share: int) -> None:
         """Collective: rank r has bytes [r * share, (r + 1) * share) of the buffer, and gets the
         others'. On a GPU it is only queued."""
         whole, part = buffer[: share * self.size], buffer[share * self.rank :][:share]
-        if not buffer.is_cuda:
-            self._all_gather(whole, part)
-            return
-        self._step.number += 1
-        with _naming_lost_ranks():
-            self._dist.all_gather_into_tensor(whole, part, group=self.group)
+        self._run_collective(self._dist.all_gather_into_tensor, whole, part, waits=not buffer.is_cuda)
 
 
 def _ends_within(work: Any, seconds: float) -> bool:
@@ -399,18 +428,6 @@ def _is_work_done(work: Any, began: float) -> bool:
         return True
     time.sleep(0 if time.monotonic() - began < _SPIN else _SPIN / 10)
     return False
-
-
-@contextmanager
-def _naming_lost_ranks() -> Iterator[None]:
-    # A rank that has died, or a time-out of the group's.
-    try:
-        yield
-    except OverwireError:
-        raise
-    except RuntimeError as error:  # all of torch.distributed's
-        reason = str(error).strip().partition("\n")[0]
-        raise IOFailure(f"overwire: group: the other ranks cannot be reached: {reason}") from error
 
 
 class Unmapped(NotSupportedError):

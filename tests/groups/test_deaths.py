@@ -1,0 +1,29 @@
+"""A rank that dies, stops, fails or never comes around the first meeting of a group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import warm
+from conftest import ROOT, cleaned
+
+torch = pytest.importorskip("torch")
+
+import overwire as ow  # noqa: E402
+
+CASES = [(point, "kill") for point in ("before", "opening", "mapped", "collective", "between")]
+CASES += [("before", way) for way in ("leave", "stop", "away")]
+CASES += [(point, "fail") for point in ("opening", "mapped", "collective")]
+CASES += [("between", "stop")]
+
+
+@pytest.mark.parametrize(("point", "way"), CASES)
+def test_the_others_name_a_rank_that_is_lost(tmp_path: Path, point: str, way: str) -> None:
+    """On every other rank an error names it: at once where it has died or failed, at the group's time-out where
+    it stops or stays away. No thread or descriptor is left, and a new group loads."""
+    torch.manual_seed(7)
+    ow.save_file({f"w{at}": torch.randn(1024, 1024).bfloat16() for at in range(8)}, tmp_path / "model.safetensors")
+    done = warm.run([ROOT / "tests" / "groups" / "group_deaths.py", tmp_path, point, way], env=cleaned())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done") == (3 if way == "fail" else 2), done.stdout + done.stderr
