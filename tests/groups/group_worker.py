@@ -93,6 +93,24 @@ def cells(folder: Path) -> None:
     group_cells.cells(folder, DEVICE, expected, by)
 
 
+def tiny(folder: Path) -> None:
+    """Small tensors: odd, empty, tied, without a dimension, and with fewer rows than ranks; whole, cut along
+    either dimension, by each carrier."""
+    rank, size, tied = dist.get_rank(), dist.get_world_size(), torch.randn(129, 67).bfloat16()
+    tensors = {"tied.a": tied, "tied.b": tied, "odd": torch.randn(257, 31), "few": torch.randn(3, 5)}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 7), "line": torch.arange(1001).half()}
+    for coding in ("plain", "compressed"):
+        path = folder / f"tiny-{coding}.safetensors"
+        if rank == 0:
+            ow.save_file(tensors, path, compress=coding == "compressed")
+        dist.barrier()
+        for shard in ({}, {"tied.a": 0, "tied.b": 1, "odd": 1, "few": 0, "empty": 0, "line": 0}):
+            want = expected(path, shard, rank, size)
+            for exchange in ("mapped", "collective"):
+                by(exchange)
+                same(ow.load_file(path, group=dist.group.WORLD, shard=shard, device=DEVICE), want)
+
+
 def hosts(folder: Path) -> None:
     """Ranks of two hosts, two and two, then one and three, that map each other's memory: each host
     reads the file once by itself."""
@@ -179,7 +197,7 @@ def meetings(folder: Path) -> None:
     for act, most in (
         (lambda: ow.load_file(path, group=world, device=DEVICE), 3),
         (lambda: ow.load_file(path, group=world, device=DEVICE, shard=SHARD), 3),
-        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 4),  # some is one rank's
+        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 3),  # some is one rank's
         (lambda: list(ow.stream(path, DEVICE, group=world)), 3),
         (lambda: ow.load_model(module, folder / "meetings.safetensors", group=world), 3),
     ):

@@ -70,6 +70,11 @@ def ranks(
     assert done.stdout.count("done ") == count * len(steps), done.stdout + done.stderr
 
 
+def test_eight_ranks(folder: Path) -> None:
+    """Whole, rows and columns, by each carrier, of compressed and plain files."""
+    ranks(folder, 8, "tiny")
+
+
 def test_two_ranks(folder: Path) -> None:
     ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
 
