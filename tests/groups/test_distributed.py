@@ -99,14 +99,6 @@ def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
     ranks(folder, 2, "refused", "closed", "interrupted", "stopped", "faults", exchange="mapped")
 
 
-def test_a_rank_that_is_killed_before_the_ranks_meet_is_missed(folder: Path) -> None:
-    """Before the call, while it opens the file, within the first meeting and before the second: the others raise an
-    error in seconds, or after the group's time-out where it is stopped, and load without it."""
-    done = warm.run([ROOT / "tests" / "groups" / "group_killed.py", folder], env=cleaned())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("done ") == 12, done.stdout
-
-
 def test_a_forked_child_takes_no_part(folder: Path) -> None:
     """In a stream of a group, whose ranks go on."""
     ranks(folder, 2, "forked_streams", exchange="mapped")
