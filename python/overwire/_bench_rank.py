@@ -195,13 +195,14 @@ class _Rank:
                 self.add_row(f"{_title_of(name)}, {mode}, {self.way}", load, shard, self.floors.get(name, 0.0))
 
     def other_libraries(self) -> None:
-        """Collective: libraries that load over a group; what fails is named and left out."""
-        if not self.cuda or self.shares_gpus:
-            return
+        """Collective: libraries that load over a group; what fails, or is not there, is named and left out."""
         for name, peer in {"instanttensor": _load_instanttensor, "fastsafetensors": _load_fastsafetensors}.items():
             title = f"{name}, plain, whole"
-            if importlib.util.find_spec(name) is None:
-                self.say(row=title, left_out="it is not installed")
+            absent = "" if importlib.util.find_spec(name) else "it is not installed"
+            if not self.cuda or self.shares_gpus:
+                absent = "it loads to GPUs, one for each rank"
+            if absent:
+                self.say(row=title, left_out=absent)
                 continue
             why, load = "", partial(peer, str(self.folder / "plain.safetensors"), self.device)
             try:

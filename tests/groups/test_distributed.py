@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -170,27 +169,33 @@ def test_two_gpus(folder: Path, backend: str) -> None:
     ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
 
 
-def bench(*words: str, exchange: str = "mapped") -> subprocess.CompletedProcess[str]:
-    return warm.fresh(["-m", "overwire", "bench", *words], env=cleaned() | {"OVERWIRE_EXCHANGE": exchange})
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    return warm.fresh(["-m", "overwire", "bench", *words], env=cleaned())
 
 
 @pytest.mark.imports_torch
-def test_bench_of_ranks(tmp_path: Path) -> None:
-    """`overwire bench --ranks` prints floors and rows of each carrier, each compared, and leaves no file."""
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
+    """`overwire bench --ranks` prints in one run the floors, a row of each coding, mode and carrier, each compared
+    and beside its floor, and the other libraries, or why they are left out; it leaves no file."""
     words = ("--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(tmp_path))
-    done = bench("--ranks", "3", *words, exchange="")
+    done = bench("--ranks", str(count), *words)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["ranks"] == 3 and report["bytes"] == 8_000_000
+    assert report["ranks"] == count and report["bytes"] == 8_000_000
     rows = {row["row"]: row for row in report["rows"]}
+    assert len(rows) == len(report["rows"])
     for coding in ("compressed", "plain"):
-        for reader in ("each rank reads its part", "rank 0 reads all"):
-            floor = rows.pop(f"floor: {coding}, {reader}")
-            assert floor["all"] > 0 and floor["cpu"] > 0
-        for mode, carrier in itertools.product(("whole", "tensor-parallel"), ("mapped", "collective", "none")):
-            row = rows.pop(f"{coding}, {mode}, {carrier}")
-            assert row["verified"] and row["rank"] > 0 and row["first"] > 0 and row["floor"] > 0 and row["cpu"] > 0
-            assert row["all"] <= 3 * row["rank"] * 1.001
+        for who in ("each rank reads its part", "rank 0 reads all"):
+            floor = rows.pop(f"floor: {coding}, {who}")
+            assert floor["all"] > 0 and floor["stored"] > 0 and floor["cpu"] > 0
+        for mode in ("whole", "tensor-parallel"):
+            for carrier in ("mapped", "collective", "none"):
+                row = rows.pop(f"{coding}, {mode}, {carrier}")
+                assert row["verified"] and row["rank"] > 0 and row["first"] > 0 and row["floor"] > 0 and row["cpu"] > 0
+                assert row["all"] <= count * row["rank"] * 1.001
+    for library in ("instanttensor", "fastsafetensors"):
+        assert "GPUs" in rows.pop(f"{library}, plain, whole")["left_out"]
     assert not rows and list(tmp_path.iterdir()) == []
 
 
