@@ -24,7 +24,7 @@ OW_DEV u32 find_stream(const ow_stream_head* head, u32 row) {
     return lo;
 }
 
-OW_DEV u64 load64(const u8* p) {
+OW_DEV u64 load_aligned64(const u8* p) {
     u32x2 v = ldg64(p);
     return (u64)v.y << 32 | v.x;
 }
@@ -50,10 +50,10 @@ OW_DEV u32 open_native(Native& header, const u8* src, u64 n) {
     if (n < kNativeHead) return OW_STREAM_HEADER;
     u32 magic = ldg32(src), version = ldg8(src + 4), starts = ldg8(src + 32), stored = ldg8(src + 44), content = ldg8(src + 45);
     header.format = ldg8(src + 6);
-    header.payload = load64(src + 8);
-    header.size = load64(src + 16);
-    header.chunks = load64(src + 24);
-    header.chunk = load64(src + 48);
+    header.payload = load_aligned64(src + 8);
+    header.size = load_aligned64(src + 16);
+    header.chunks = load_aligned64(src + 24);
+    header.chunk = load_aligned64(src + 48);
     header.offset = ldg32(src + 56);
     u32 row = 16 + (stored ? 4 : 0) + (content ? 4 : 0);
     if (magic != OW_STREAM_MAGIC || version != 1) return OW_STREAM_HEADER;
@@ -88,7 +88,7 @@ OW_DEV u32 find_block(Block& block, const ow_stream& stream, u32 index) {
         if (header.size == 0) return 0;  // no chunk
         if (header.chunk != stream.chunk || header.chunks != stream.rows) return OW_STREAM_OTHER;
         const u8* tables = src + kNativeHead;
-        u64 at = load64(tables + 8 * (u64)index), n = load64(tables + 8 * (header.chunks + index));
+        u64 at = load_aligned64(tables + 8 * (u64)index), n = load_aligned64(tables + 8 * (header.chunks + index));
         if (at > header.payload || n > header.payload - at) return OW_STREAM_CHUNK;
         block.src = src + header.offset + at;
         block.stored = n;

@@ -23,7 +23,7 @@ OW_DEV void fill_row_to_encode(const ow_stream_head* head, ow_batch_item* rows, 
 // The result of a row's chunk: a block, or the bytes as they are.
 OW_DEV bool is_row_plain(const ow_batch_item& it, u32 transform) { return !transform || it.status == OW_BATCH_GAIN; }
 
-OW_DEV void store64(u8* p, u64 v) { stg64(p, {(u32)v, (u32)(v >> 32)}); }
+OW_DEV void store_aligned64(u8* p, u64 v) { stg64(p, {(u32)v, (u32)(v >> 32)}); }
 
 // lay_out_stream lays out a stream: it gives each row its offset and length, the stream
 // its tables and header, and the host the total length.
@@ -56,8 +56,8 @@ OW_DEV void lay_out_stream(const ow_stream_head* head, ow_batch_item* rows, u32 
         bad = front + off > stream.stored;
         if (row < n) {
             if (native) {
-                store64(dst + kNativeHead + 8 * (u64)row, at);
-                store64(dst + kNativeHead + 8 * ((u64)n + row), stored);
+                store_aligned64(dst + kNativeHead + 8 * (u64)row, at);
+                store_aligned64(dst + kNativeHead + 8 * ((u64)n + row), stored);
             }
             rows[stream.first + row].dst = stream.dst + front + at;
             rows[stream.first + row].dst_cap = bad ? 0 : stored;
@@ -72,18 +72,18 @@ OW_DEV void lay_out_stream(const ow_stream_head* head, ow_batch_item* rows, u32 
     }
     ow_stream_peek_t* out = (ow_stream_peek_t*)((u8*)status + head->answers) + index;
     *out = {front + off, stream.chunk, stream.format, 0};
-    if (stream.kind == OW_STREAM_SIZED) store64(dst, stream.size);
+    if (stream.kind == OW_STREAM_SIZED) store_aligned64(dst, stream.size);
     if (!native) return;
-    for (u32 offset = 0; offset < kNativeHead; offset += 8) store64(dst + offset, 0);
-    store64(dst + front - 8, 0);
+    for (u32 offset = 0; offset < kNativeHead; offset += 8) store_aligned64(dst + offset, 0);
+    store_aligned64(dst + front - 8, 0);
     stg32(dst, OW_STREAM_MAGIC);
     stg8(dst + 4, 1);
     stg8(dst + 6, stream.format);
-    store64(dst + 8, off);
-    store64(dst + 16, stream.size);
-    store64(dst + 24, n);
+    store_aligned64(dst + 8, off);
+    store_aligned64(dst + 16, stream.size);
+    store_aligned64(dst + 24, n);
     stg8(dst + 32, 1);
-    store64(dst + 48, stream.chunk);
+    store_aligned64(dst + 48, stream.chunk);
     stg32(dst + 56, (u32)front);
 }
 

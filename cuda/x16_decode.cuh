@@ -166,7 +166,7 @@ struct X16Words {
 };
 
 // One step: the symbol's entry is returned, the state moves on.
-OW_DEV u32 x16_decode_symbol(u32& x, u32 table) {
+OW_DEV u32 x16_next_entry(u32& x, u32 table) {
     u32 e = lds32(table | (x << 2 & 0x3fc));
     u32 high = x >> 8;
     x = (e >> 24) * high + prmt(e, 0, 0x4442);
@@ -214,10 +214,10 @@ template <int TR> struct X16Planes {
     }
 };
 
-// x16_apply_escapes patches the elements whose value is not in the palette. `at` is
+// x16_apply_lane_escapes patches the elements whose value is not in the palette. `at` is
 // the offset in the chunk of the escape list. Returns bits for the status word,
 // of this lane only.
-template <int TR> OW_DEV u32 x16_apply_escapes(const X16Segment& s, u32 at) {
+template <int TR> OW_DEV u32 x16_apply_lane_escapes(const X16Segment& s, u32 at) {
     typedef Transform<TR> X;
     u32 bad = 0, total = s.logical / (32 * X::kOut), off = s.planes, konst = header_byte(s, 2);
     const u8* plane[X::kPlanes + 1];
@@ -266,8 +266,8 @@ template <int TR> OW_DEV u32 x16_decode_tiles(const X16Segment& s, X16Place plac
         if (more) p.load_tile(s.src, t);
         u32 was = at, e[8];
         for (int i = 0; i < 8; i += 2) {
-            e[i] = x16_decode_symbol(x, place.table);
-            e[i + 1] = x16_decode_symbol(x, place.table);
+            e[i] = x16_next_entry(x, place.table);
+            e[i + 1] = x16_next_entry(x, place.table);
             x16_refill(x, at, below);
         }
         X::store_unit(out, e, raw);
@@ -333,7 +333,7 @@ template <int TR, class Job> OW_DEV void x16_decode_segment(const Job& job, u32*
         u32 list = s.words + used;
         bool fits = s.escapes <= s.tiles * 256 && (list + 3 * s.escapes + 15) / 16 * 16 == s.end;
         if (!fits) bad |= OW_X16_WORDS;
-        if (fits && s.escapes) bad |= x16_apply_escapes<TR>(s, list);
+        if (fits && s.escapes) bad |= x16_apply_lane_escapes<TR>(s, list);
         if (bad) atomic_or(status + c.status, bad);
     }
     u32 full = (s.first + s.tiles) * 32 * X::kOut, tail = c.logical - full;

@@ -169,7 +169,7 @@ template <int TR> struct Encode {
         // A plane is constant if its bits are the same in all elements.
         all = fold_word_to_element<TR, true>(all);
         any = fold_word_to_element<TR, false>(any);
-        Raw<X::kPlanes> same = planes_of_unit<TR>(unit_of_element<TR>(all)), differ = planes_of_unit<TR>(unit_of_element<TR>(all ^ any));
+        Raw<X::kPlanes> same = planes_of_unit<TR>(broadcast_element<TR>(all)), differ = planes_of_unit<TR>(broadcast_element<TR>(all ^ any));
         u32 constant = 0;
         for (int i = 0; i < X::kPlanes; i++) constant |= (differ.p[i].x == 0) << i;
         if (lane_id() < 24) sts32(shared + kHead + 4 * lane_id(), 0);

@@ -94,8 +94,8 @@ template <int TR> OW_DEV Raw<Transform<TR>::kPlanes> planes_of_unit(const Unit& 
     return r;
 }
 
-// unit_of_element is a unit of one element, eight times: e has it in all its places.
-template <int TR> OW_DEV Unit unit_of_element(u32 e) {
+// broadcast_element is a unit of one element, eight times: e has it in all its places.
+template <int TR> OW_DEV Unit broadcast_element(u32 e) {
     Unit u = {};
     for (u32 i = 0; i < Transform<TR>::kOut / 4; i++) u.w[i] = e;
     return u;

@@ -45,7 +45,7 @@ func (g *gpu) prepareSteps(context.Context) error {
 		}
 	}
 	for _, chunks := range g.chunks {
-		if err := g.d.ReserveDelta(chunks); err != nil {
+		if err := g.d.ReserveApply(chunks); err != nil {
 			return err
 		}
 	}

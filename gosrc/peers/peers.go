@@ -90,15 +90,15 @@ func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 		stop: make(chan struct{}),
 		at:   make([]unsafe.Pointer, ranks), files: make([]*sharedMemory, ranks), processes: make([]*process, ranks),
 		seen: make([]uint64, ranks), since: make([]time.Time, ranks)}
-	if err := p.makeMemory(n); err != nil {
+	if err := p.makeOffer(n); err != nil {
 		p.Close()
 		return nil, err
 	}
 	return p, nil
 }
 
-// makeMemory makes the memory, and rank 0 the flags.
-func (p *Peers) makeMemory(n int64) (err error) {
+// makeOffer makes the memory, and rank 0 the flags.
+func (p *Peers) makeOffer(n int64) (err error) {
 	token := make([]byte, tokenBytes)
 	_, _ = rand.Read(token) // never fails
 	p.mine.Token = hex.EncodeToString(token)
@@ -181,7 +181,7 @@ func (p *Peers) Join(offers []Offer) error {
 func (p *Peers) MapMemoryOf(rank int) (err error) {
 	o := &p.offers[rank]
 	if p.gpu != nil {
-		p.at[rank], err = p.gpu.Attach(o.Memory)
+		p.at[rank], err = p.gpu.MapExported(o.Memory)
 		if errors.Is(err, errs.ErrDevice) {
 			err = errs.New(errs.ErrNotSupported, "the GPU's memory of another process cannot be mapped: %v", err)
 		}
@@ -259,7 +259,7 @@ func (p *Peers) unmapOthers() {
 			continue
 		}
 		if p.gpu != nil {
-			p.gpu.Detach(p.at[rank])
+			p.gpu.UnmapExported(p.at[rank])
 		} else {
 			p.files[rank].close()
 		}

@@ -233,7 +233,7 @@ func (r *Relay) beginCarrying(ctx context.Context) {
 			begin(func(ctx context.Context) error { return r.decodeBatches(ctx, false) })
 		}
 		for from := range r.spec.Ranks {
-			begin(func(ctx context.Context) error { return r.bringShares(ctx, from) })
+			begin(func(ctx context.Context) error { return r.carryShares(ctx, from) })
 		}
 		return nil
 	})
@@ -258,8 +258,8 @@ func (r *Relay) awaitExchangeStart(ctx context.Context) error {
 	return r.queue.FollowStream(uintptr(r.spec.Stream))
 }
 
-// bringShares gets and decodes what a rank has read, piece after piece.
-func (r *Relay) bringShares(ctx context.Context, from int) error {
+// carryShares gets and decodes what a rank has read, piece after piece.
+func (r *Relay) carryShares(ctx context.Context, from int) error {
 	c, own := r.carrier, from == r.spec.Rank
 	if err := awaitChannel(ctx, c.mapped[from]); err != nil {
 		return err
@@ -364,7 +364,7 @@ func (r *Relay) wantsAnyOf(k, from int) bool {
 // piece.
 func (r *Relay) pullShare(ctx context.Context, k, from int) error {
 	c, part := r.carrier, r.partOf(k, from)
-	if err := r.awaitState(ctx, func() bool { return r.queued[from] > k-r.spec.Stages }); err != nil {
+	if err := r.awaitLocked(ctx, func() bool { return r.queued[from] > k-r.spec.Stages }); err != nil {
 		return err
 	}
 	defer r.countDriverTime(time.Now())
@@ -432,7 +432,7 @@ func awaitChannel(ctx context.Context, ready chan struct{}) error {
 	}
 }
 
-func (r *Relay) reportCarrier(rep *Report) {
+func (r *Relay) reportWaits(rep *Report) {
 	if r.carrier == nil {
 		return
 	}

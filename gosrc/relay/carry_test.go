@@ -120,7 +120,7 @@ func TestLateReader(t *testing.T) {
 	}
 	for _, r := range relays {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-		if err := r.awaitState(ctx, func() bool {
+		if err := r.awaitLocked(ctx, func() bool {
 			return r.done[0] == len(r.pieces) && r.done[2] == len(r.pieces)
 		}); err != nil {
 			t.Errorf("rank %d has %v of %d pieces: %v", r.spec.Rank, r.done, len(r.pieces), err)

@@ -84,7 +84,7 @@ func (q *feedQueue) submitSlots(all []submission) {
 	for i := range all {
 		pieces[i] = all[i].FilledSlot
 	}
-	_ = q.SubmitAll(pieces) // done has said what failed
+	q.SubmitAll(pieces)
 }
 
 // Drain waits until all is submitted, then drains the queue.

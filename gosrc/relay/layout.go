@@ -117,9 +117,9 @@ func RoomForChunk(m *load.Model) int64 {
 	return most + 2*chunkAlign + shareAlign
 }
 
-// indexWithChunks is the model's index with chunks for plain tensors, too: raw ones without
+// chunkPlainTensors is the model's index with chunks for plain tensors, too: raw ones without
 // a checksum.
-func (r *Relay) indexWithChunks(wants []plan.Want) *tensor.Index {
+func (r *Relay) chunkPlainTensors(wants []plan.Want) *tensor.Index {
 	ix := r.model.Seen()
 	out := &tensor.Index{Sources: ix.Sources, Tensors: ix.Tensors, Chunks: ix.Chunks}
 	r.bare = make([]bool, len(ix.Tensors))
@@ -139,7 +139,7 @@ func (r *Relay) indexWithChunks(wants []plan.Want) *tensor.Index {
 			continue
 		}
 		r.bare[wants[i].Data] = true
-		out.Chunks = cutPlainChunks(out.Chunks, t, r.plainChunkSize(wants[i].Data))
+		out.Chunks = chunkPlainTensor(out.Chunks, t, r.plainChunkSize(wants[i].Data))
 	}
 	return out
 }
@@ -158,7 +158,7 @@ func (r *Relay) layOut() error {
 		return err
 	}
 	r.stripRowBytes = r.rowBytesOfStrips(wants)
-	r.ix = r.indexWithChunks(wants)
+	r.ix = r.chunkPlainTensors(wants)
 	r.at = make([]chunkPlace, len(r.ix.Chunks))
 	for i := range r.at {
 		r.at[i].piece = -1

@@ -109,7 +109,7 @@ type state struct {
 	done   []int         // by rank: pieces whose share of that rank was decoded: [0, done)
 	left   int           // shares that were not decoded
 	err    error         // the first
-	ours   bool          // err is about bytes that this rank read
+	ours   bool          // err is not about bytes that another rank has read
 	aimed  bool          // the requests are set
 	shut   bool
 	host   sync.Mutex     // held while the host decodes
@@ -264,7 +264,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		err = r.model.Uncut()
 	}
 	if err == nil {
-		err = r.awaitState(ctx, func() bool { return r.left == 0 })
+		err = r.awaitLocked(ctx, func() bool { return r.left == 0 })
 	}
 	if err != nil {
 		r.failWith(err, true)
@@ -276,7 +276,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped.Load()}
 	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)),
 		Seconds: time.Since(r.start).Seconds(), Stages: st}
-	r.reportCarrier(&rep)
+	r.reportWaits(&rep)
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
 	}
@@ -324,7 +324,7 @@ func (r *Relay) closeQueues() {
 	})
 }
 
-// failWith records the first error and ends the job.
+// failWith records the first error and ends the job. ours: it is not about bytes that another rank has read.
 func (r *Relay) failWith(err error, ours bool) {
 	r.mu.Lock()
 	if r.err == nil {
@@ -339,11 +339,11 @@ func (r *Relay) failWith(err error, ours bool) {
 
 // awaitFreeBuffers waits until the buffers of the first pieces may be filled again.
 func (r *Relay) awaitFreeBuffers(ctx context.Context, pieces int) error {
-	return r.awaitState(ctx, func() bool { return r.free >= pieces })
+	return r.awaitLocked(ctx, func() bool { return r.free >= pieces })
 }
 
-// awaitState waits until ready, which is called with r.mu held.
-func (r *Relay) awaitState(ctx context.Context, ready func() bool) error {
+// awaitLocked waits until ready, which is called with r.mu held.
+func (r *Relay) awaitLocked(ctx context.Context, ready func() bool) error {
 	for {
 		r.mu.Lock()
 		yes, wake := ready(), r.wake

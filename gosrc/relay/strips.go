@@ -142,8 +142,8 @@ func (r *Relay) hasStrips() bool {
 	return slices.ContainsFunc(r.stripRowBytes, func(row int64) bool { return row > 0 })
 }
 
-// cutPlainChunks cuts a plain tensor into raw chunks without checksums, behind chunks.
-func cutPlainChunks(chunks []tensor.Chunk, t *tensor.Tensor, size int64) []tensor.Chunk {
+// chunkPlainTensor cuts a plain tensor into raw chunks without checksums, behind chunks.
+func chunkPlainTensor(chunks []tensor.Chunk, t *tensor.Tensor, size int64) []tensor.Chunk {
 	t.First, t.ChunkBytes, t.Parts = int32(len(chunks)), uint32(size), 1
 	chunks = slices.Grow(chunks, int((t.Bytes+size-1)/size))
 	for at := int64(0); at < t.Bytes; at += size {

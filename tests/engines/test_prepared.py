@@ -23,7 +23,7 @@ import pytest
 import torch
 from overwire.integrations.shared import copies, prepared
 from overwire.integrations.shared.described import Describer
-from overwire.integrations.shared.parts import Arriving, put_tensors, restore_processed, take_tensors
+from overwire.integrations.shared.parts import Arriving, match_processed, put_tensors, take_tensors
 from overwire.integrations.shared.prepared import Refused
 
 
@@ -110,7 +110,7 @@ def made(path: str, record: Any, kind: Callable[[], torch.nn.Module] = Model) ->
         arriving.finish_loading()
     if kind is Model:
         model.one.table = model.one.scale.detach()  # as processing may leave it
-    restore_processed(model, record["names"], tensors)
+    match_processed(model, record["names"], tensors)
     return model
 
 

@@ -85,7 +85,7 @@ def keep(args: argparse.Namespace, device: torch.device) -> None:
 def make(args: argparse.Namespace, device: torch.device) -> None:
     import overwire
     from overwire.integrations.shared import prepared
-    from overwire.integrations.shared.parts import Arriving, put_tensors, restore_processed, take_tensors
+    from overwire.integrations.shared.parts import Arriving, match_processed, put_tensors, take_tensors
 
     torch.zeros(1, device=device)
     ready(device)
@@ -98,7 +98,7 @@ def make(args: argparse.Namespace, device: torch.device) -> None:
     arriving = Arriving(kept.path, kept.record["tensors"], device)
     tensors = put_tensors(model, arriving, kept.record["names"], "vllm")
     arriving.finish_loading()
-    restore_processed(model, kept.record["names"], tensors)
+    match_processed(model, kept.record["names"], tensors)
     ready(device)
     took = time.perf_counter() - made
     own, rows, names = take_tensors(model)

@@ -105,7 +105,7 @@ def together(
 
         opened()
         made, why = plumbing.meet_to_load(world, prepare)
-        if made is None or (why := made.land(first)):
+        if made is None or (why := made.try_land(first)):
             return why
         for name, target, want in targets:
             mine, want = (

@@ -159,7 +159,7 @@ func (d *Device) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int
 		return nil
 	}
 	err := try()
-	if errors.Is(err, errs.ErrMemory) && d.freeKept() == nil {
+	if errors.Is(err, errs.ErrMemory) && d.reapAndFreeKept() == nil {
 		err = try()
 	}
 	if !errors.Is(err, errs.ErrMemory) {

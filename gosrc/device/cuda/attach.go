@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// ExportMemory names memory, which Alloc returned alone, for Attach in another process. The
+// ExportMemory names memory, which Alloc returned alone, for MapExported in another process. The
 // memory must stay until those have ended that use.
 func (d *Device) ExportMemory(m device.Memory) (string, error) {
 	var h C.struct_owcu_ipc
@@ -23,10 +23,10 @@ func (d *Device) ExportMemory(m device.Memory) (string, error) {
 	return hex.EncodeToString(unsafe.Slice((*byte)(unsafe.Pointer(&h)), unsafe.Sizeof(h))), err
 }
 
-// Attach maps memory that another process shares, on this device or one that it can
-// reach, until Detach. It fails where the devices or processes cannot reach each
+// MapExported maps memory that another process shares, on this device or one that it can
+// reach, until UnmapExported. It fails where the devices or processes cannot reach each
 // other.
-func (d *Device) Attach(name string) (unsafe.Pointer, error) {
+func (d *Device) MapExported(name string) (unsafe.Pointer, error) {
 	var h C.struct_owcu_ipc
 	raw, err := hex.DecodeString(name)
 	if err != nil || len(raw) != int(unsafe.Sizeof(h)) {
@@ -38,5 +38,5 @@ func (d *Device) Attach(name string) (unsafe.Pointer, error) {
 	return devicePointer(p), err
 }
 
-// Detach ends an Attach, after the work that uses the memory.
-func (d *Device) Detach(at unsafe.Pointer) { d.freeOrDefer(C.OWCU_ATTACHED, at) }
+// UnmapExported ends an MapExported, after the work that uses the memory.
+func (d *Device) UnmapExported(at unsafe.Pointer) { d.freeOrDefer(C.OWCU_ATTACHED, at) }

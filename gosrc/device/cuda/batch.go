@@ -134,8 +134,8 @@ func (d *Device) newSlabOfPads(count, bytes, room int) (*slab, error) {
 	return s, nil
 }
 
-// freeSlab waits for the work on a slab and frees it.
-func (d *Device) freeSlab(s *slab) error {
+// drainAndFreeSlab waits for the work on a slab and frees it.
+func (d *Device) drainAndFreeSlab(s *slab) error {
 	for _, p := range s.pads {
 		d.finishPad(p)
 	}
@@ -172,7 +172,7 @@ func (d *Device) trimBatches() (err error) {
 	}
 	pool.small, pool.large = nil, nil
 	for _, s := range all {
-		if e := d.freeSlab(s); err == nil {
+		if e := d.drainAndFreeSlab(s); err == nil {
 			err = e
 		}
 	}

@@ -103,7 +103,7 @@ func (b *pieceBuilder) planPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 			smallLo, smallHi = min(smallLo, lo), max(smallHi, hi)
 		}
 	}
-	if b.runs = b.runs[:0]; s.loose && !b.staged && len(s.failures) == 0 && b.splitIntoRuns() {
+	if b.runs = b.runs[:0]; s.loose && !b.staged && len(s.failures) == 0 && b.findCopyRuns() {
 		return
 	}
 	if small > fewRaw {
@@ -115,9 +115,9 @@ func (b *pieceBuilder) planPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	}
 }
 
-// splitIntoRuns finds the runs of a loose piece. It reports whether they are few, and all that
+// findCopyRuns finds the runs of a loose piece. It reports whether they are few, and all that
 // the piece has.
-func (b *pieceBuilder) splitIntoRuns() bool {
+func (b *pieceBuilder) findCopyRuns() bool {
 	b.summing = 0
 	for i := range b.tasks {
 		task := &b.tasks[i]

@@ -291,7 +291,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		t.Error("freed while its user was captured")
 	}
 	end()
-	if err := d.freeKept(); err != nil || cudatest.ReadState().Blocks != 0 {
+	if err := d.reapAndFreeKept(); err != nil || cudatest.ReadState().Blocks != 0 {
 		t.Errorf("after the capture: %v, %+v", err, cudatest.ReadState())
 	}
 	if err := d.FreeStream(side); err != nil {
@@ -311,13 +311,13 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	for nth := int64(1); nth < 60; nth++ {
 		dict(t, d)()
 		cudatest.FailCall(nth, 900, false)
-		err := d.freeKept()
+		err := d.reapAndFreeKept()
 		reached := cudatest.ReadState()
 		cudatest.FailCall(0, 0, false)
 		if err == nil && reached.Blocks != 0 {
 			t.Fatalf("call %d refused: %+v without an error", nth, reached)
 		}
-		if err := d.freeKept(); err != nil {
+		if err := d.reapAndFreeKept(); err != nil {
 			t.Fatalf("call %d was refused: then %v", nth, err)
 		}
 		d.freeDeferred()
@@ -436,7 +436,7 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 		t.Error("what was dropped just now is not kept for the next load")
 	}
 	eventually(t, "too much is kept for too long", func() bool {
-		d.freeSurplus()
+		d.freeOldSurplus()
 		return cudatest.ReadState().Bytes <= keepBytes
 	})
 	mem, err = d.Alloc([]int64{250 << 20}) // all that there is, nearly

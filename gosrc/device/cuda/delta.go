@@ -68,9 +68,9 @@ func runBatchesAtOnce(batches []deltaBatch, f func(batch deltaBatch, tableIndex 
 	})
 }
 
-// ReserveDelta gets the memory that ApplyDelta of these chunks takes, so that it does not
+// ReserveApply gets the memory that ApplyDelta of these chunks takes, so that it does not
 // run out of it half-way.
-func (d *Device) ReserveDelta(chunks []DeltaChunk) error {
+func (d *Device) ReserveApply(chunks []DeltaChunk) error {
 	if err := checkDelta(chunks); err != nil {
 		return err
 	}

@@ -82,7 +82,7 @@ func testDelta(t *testing.T) {
 	}
 	got := make([]byte, len(base))
 	for _, want := range [][]byte{now, base} {
-		if err := d.ReserveDelta(chunks); err != nil {
+		if err := d.ReserveApply(chunks); err != nil {
 			t.Fatal(err)
 		}
 		if err := d.ApplyDelta(Order{Stream: 1}, chunks); err != nil {

@@ -162,7 +162,7 @@ func (d *Device) Trim() error {
 	if e := d.trimTables(); err == nil {
 		err = e
 	}
-	if e := d.freeKept(); err == nil {
+	if e := d.reapAndFreeKept(); err == nil {
 		err = e
 	}
 	d.freeDeferred()
@@ -257,7 +257,7 @@ func (d *Device) close() error {
 	}
 	d.mu.Unlock()
 	for { // the reaper may have kept what it has just freed
-		e := d.freeKept()
+		e := d.reapAndFreeKept()
 		d.freeDeferred()
 		if e == nil {
 			break

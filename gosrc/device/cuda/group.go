@@ -9,8 +9,8 @@ const groupSlots = 16
 // SubmitAll is Submit for each piece, in their order. Neighbours that wait for one event and are
 // loose, and lie as at their destinations, go up as one: each by its copies, the checksums
 // of all by one kernel, and they end together. An error is one of each task of the
-// pieces that did not go up: then done is called here.
-func (q *Queue) SubmitAll(pieces []FilledSlot) (err error) {
+// pieces that did not go up: unlike Submit, it calls their done here, and returns none.
+func (q *Queue) SubmitAll(pieces []FilledSlot) {
 	for i := range pieces {
 		p := &pieces[i]
 		p.Slot.beginPiece(p.N, p.Tasks, p.Done)
@@ -20,17 +20,15 @@ func (q *Queue) SubmitAll(pieces []FilledSlot) (err error) {
 		for n < len(pieces) && s.tryJoinSlot(pieces[n].Slot) {
 			n++
 		}
-		if e := q.submitPieces(s); e != nil {
-			err = e
+		if err := q.submitJoined(s); err != nil {
 			for _, p := range pieces[:n] {
 				for i := range p.Tasks {
-					p.Done(i, e)
+					p.Done(i, err)
 				}
 			}
 		}
 		pieces = pieces[n:]
 	}
-	return err
 }
 
 // tryJoinSlot takes another slot's work into this one's, and reports whether it did.

@@ -62,7 +62,7 @@ func (d *Device) NewPacker(sums bool) (*Packer, error) {
 }
 
 // Close waits for the packer's own work and frees it.
-func (p *Packer) Close() { _ = p.d.freeSlab(p.slab) } // the reaper frees what the driver refuses
+func (p *Packer) Close() { _ = p.d.drainAndFreeSlab(p.slab) } // the reaper frees what the driver refuses
 
 // Device is the GPU.
 func (p *Packer) Device() *Device { return p.d }

@@ -34,7 +34,7 @@ static int free_queue_parts(struct owcu_queue *q, struct owcu_error *e)
 static int make_queue_parts(struct owcu_queue *q, void *pinned, uint64_t bytes, int nslots, int staged,
                             struct owcu_error *e)
 {
-	if (owcu_slab_new_entered(&q->slab, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
+	if (owcu_slab_fill_entered(&q->slab, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
 		return -1;
 	q->join = q->slab.events[2 * nslots];
 	q->slots = calloc((size_t)nslots, sizeof *q->slots);
@@ -236,4 +236,4 @@ int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e)
 
 void **owcu_block_list_new(void) { return calloc(1, sizeof(void *)); }
 
-void *owcu_block_list_take(void **list) { return __atomic_exchange_n(list, NULL, __ATOMIC_ACQ_REL); }
+void *owcu_block_list_take_all(void **list) { return __atomic_exchange_n(list, NULL, __ATOMIC_ACQ_REL); }

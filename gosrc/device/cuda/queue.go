@@ -102,7 +102,7 @@ func idleIndexFor(n int64) int {
 func (d *Device) Queue(slots int, slotBytes int64) (*Queue, error) {
 	d.making.Lock() // PrepareQueue may be making this one
 	defer d.making.Unlock()
-	return d.makeQueue(slots, slotBytes)
+	return d.takeOrMakeQueue(slots, slotBytes)
 }
 
 // PrepareQueue makes a queue as Queue does, for a load that is about to begin, unless one is
@@ -116,7 +116,7 @@ func (d *Device) PrepareQueue(slots int, slotBytes int64) {
 	if hasIdle {
 		return
 	}
-	if queue, err := d.makeQueue(slots, slotBytes); err == nil {
+	if queue, err := d.takeOrMakeQueue(slots, slotBytes); err == nil {
 		queue.Close()
 	}
 }
@@ -130,7 +130,7 @@ func (d *Device) IsMakingQueue() bool {
 	return true
 }
 
-func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
+func (d *Device) takeOrMakeQueue(slots int, slotBytes int64) (*Queue, error) {
 	if slots <= 0 {
 		slots = ring.slots
 	}
@@ -175,7 +175,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	if errors.Is(err, errs.ErrMemory) {
 		// Dropped tensors, or another queue, may occupy the memory for the staging.
 		d.freeDeferred()
-		if e := d.freeKept(); e == nil && memory.raw != nil {
+		if e := d.reapAndFreeKept(); e == nil && memory.raw != nil {
 			queue, err = d.newQueue(&memory, most, kernels)
 		}
 	}
@@ -356,7 +356,7 @@ func (q *Queue) Put(s device.Slot) {
 func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	s := slot.(*Slot)
 	s.beginPiece(n, tasks, done)
-	return q.submitPieces(s)
+	return q.submitJoined(s)
 }
 
 // beginPiece takes the slot, and what is to be done with its first n bytes.
@@ -374,8 +374,8 @@ func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int
 	s.build.planPiece(s, n, tasks)
 }
 
-// submitPieces queues the work of a slot that has begun, and of those with it.
-func (q *Queue) submitPieces(s *Slot) error {
+// submitJoined queues the work of a slot that has begun, and of those with it.
+func (q *Queue) submitJoined(s *Slot) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	b := &s.build
@@ -566,7 +566,7 @@ func (q *Queue) Close() {
 func (q *Queue) destroy() error {
 	q.endCompleter()
 	var e C.struct_owcu_error
-	return q.dev.handleFreeResult(q.freeInDriver(&e), &e, q.tryFreeQueue)
+	return q.dev.handleFreeResult(q.tryFreeMemory(&e), &e, q.tryFreeQueue)
 }
 
 // endCompleter ends the completer; no work may be in flight.
@@ -578,10 +578,10 @@ func (q *Queue) endCompleter() {
 // tryFreeQueue frees a queue without a completer, and reports whether it is gone.
 func (q *Queue) tryFreeQueue() bool {
 	var e C.struct_owcu_error
-	return q.freeInDriver(&e) <= 0
+	return q.tryFreeMemory(&e) <= 0
 }
 
-func (q *Queue) freeInDriver(e *C.struct_owcu_error) C.int {
+func (q *Queue) tryFreeMemory(e *C.struct_owcu_error) C.int {
 	rc := C.owcu_queue_free(q.c, e)
 	if rc <= 0 {
 		q.pages.free() // only now: they were registered

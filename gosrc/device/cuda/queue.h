@@ -80,9 +80,9 @@ int owcu_queue_follow(struct owcu_queue *q, uint64_t stream, struct owcu_error *
 // may be in flight. Off, they cost a comparison.
 int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e);
 
-// owcu_block_list_new makes the head of a list of blocks without a holder; owcu_block_list_take
+// owcu_block_list_new makes the head of a list of blocks without a holder; owcu_block_list_take_all
 // empties it.
 void **owcu_block_list_new(void);
-void *owcu_block_list_take(void **list);
+void *owcu_block_list_take_all(void **list);
 
 #endif

@@ -89,9 +89,9 @@ func (d *Device) takeKeptBlock(n C.uint64_t) (best keptBlock, ok bool) {
 	return best, true
 }
 
-// freeKept frees all tensor memory without a holder, and what is kept; it waits for
+// reapAndFreeKept frees all tensor memory without a holder, and what is kept; it waits for
 // the work that uses it.
-func (d *Device) freeKept() error {
+func (d *Device) reapAndFreeKept() error {
 	err := d.reapBlocks(true)
 	d.mu.Lock()
 	blocks := d.kept
@@ -147,7 +147,7 @@ func (d *Device) reapStep() (busy bool, err error) {
 	pending := &d.pending
 	var e C.struct_owcu_error
 	if len(pending.blocks) == 0 {
-		list := C.owcu_block_list_take((*unsafe.Pointer)(unsafe.Pointer(d.list)))
+		list := C.owcu_block_list_take_all((*unsafe.Pointer)(unsafe.Pointer(d.list)))
 		for b := (*device.Listed)(list); b != nil; b = b.Next() {
 			pending.blocks = append(pending.blocks, b)
 		}
@@ -194,9 +194,9 @@ func (d *Device) reapStep() (busy bool, err error) {
 	return true, nil // there may be more on the list
 }
 
-// freeSurplus frees the excess of what is kept, if it is old enough, and reports
+// freeOldSurplus frees the excess of what is kept, if it is old enough, and reports
 // whether there is more.
-func (d *Device) freeSurplus() bool {
+func (d *Device) freeOldSurplus() bool {
 	d.mu.Lock()
 	old, more := d.removeSurplus()
 	d.mu.Unlock()
@@ -238,7 +238,7 @@ func (d *Device) freeOrDefer(what C.int, thing unsafe.Pointer) {
 // tryFreeThing frees a thing and reports whether it is gone; with a lost device it is.
 func (d *Device) tryFreeThing(what C.int, thing unsafe.Pointer) bool {
 	var e C.struct_owcu_error
-	return C.owcu_free_thing(d.ctx, what, thing, &e) <= 0
+	return C.owcu_try_release(d.ctx, what, thing, &e) <= 0
 }
 
 // deferFree has the reaper call free until it reports that the memory is gone.
@@ -296,7 +296,7 @@ func (d *Device) runReaper() {
 	pause := least
 	for {
 		time.Sleep(pause)
-		more := d.freeSurplus()
+		more := d.freeOldSurplus()
 		d.mu.Lock()
 		before := d.live + len(d.deferred)
 		if before == 0 && !more {

@@ -63,15 +63,15 @@ func (d *Device) residentKernels() ([]C.owcu_handle, error) {
 	return d.loadKernels(&d.resident.kernels, d.resident.module, built.Resident, residentNames)
 }
 
-// padForTable returns the memory of a table of that many bytes. Its lock is held.
-func (d *Device) padForTable(table *residentTable, bytes int) (*pad, error) {
+// ensurePad returns the memory of a table of that many bytes. Its lock is held.
+func (d *Device) ensurePad(table *residentTable, bytes int) (*pad, error) {
 	if table.slab != nil && table.slab.pads[0].bytes >= bytes {
 		return table.slab.pads[0], nil
 	}
 	if table.slab != nil {
 		old := table.slab
 		table.slab = nil
-		if err := d.freeSlab(old); err != nil {
+		if err := d.drainAndFreeSlab(old); err != nil {
 			return nil, err
 		}
 	}
@@ -96,7 +96,7 @@ func (d *Device) runResidentKernel(on Order, run residentLaunch) error {
 	table := &d.resident.tables[run.tableIndex]
 	table.mu.Lock()
 	defer table.mu.Unlock()
-	p, err := d.padForTable(table, max(run.bytes, run.room))
+	p, err := d.ensurePad(table, max(run.bytes, run.room))
 	if err != nil {
 		return err
 	}
@@ -131,7 +131,7 @@ func (d *Device) reserveTables(bytes, count int) error {
 	for i := range min(count, residentTables) {
 		table := &d.resident.tables[i]
 		table.mu.Lock()
-		_, err := d.padForTable(table, bytes)
+		_, err := d.ensurePad(table, bytes)
 		table.mu.Unlock()
 		if err != nil {
 			return err
@@ -149,7 +149,7 @@ func (d *Device) trimTables() error {
 		s := table.slab
 		table.slab = nil
 		if s != nil {
-			if err := d.freeSlab(s); first == nil {
+			if err := d.drainAndFreeSlab(s); first == nil {
 				first = err
 			}
 		}

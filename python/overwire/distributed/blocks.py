@@ -70,12 +70,12 @@ def meet_to_load(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Bloc
     """
     blocks: list[Blocks | None] = []
 
-    def describe() -> dict[str, Any]:
+    def prepare_and_describe() -> dict[str, Any]:
         blocks.append(prepare())
         return _describe_blocks(blocks[0])
 
     with group_verb(group) as members:
-        reports = meet(members, describe, comparable=_are_comparable)
+        reports = meet(members, prepare_and_describe, comparable=_are_comparable)
         if members.most_local == 1 or members.unreachable:
             return None, members.unreachable
         for rank, one in enumerate(reports):
@@ -111,7 +111,7 @@ def _describe_blocks(blocks: Blocks | None) -> dict[str, Any]:
 
 
 class BlockLoad:
-    """The blocks of all ranks. `land` once: the others do; if it goes without that, they
+    """The blocks of all ranks. `try_land` once: the others do; if it goes without that, they
     hear of it."""
 
     def __init__(self, members: Members, blocks: Blocks, requests: Sequence[Sequence[bytes]]) -> None:
@@ -128,7 +128,7 @@ class BlockLoad:
         #: Stored bytes that this rank has read, and that it has copied from others.
         self.read, self.copied = 0, 0
 
-    def land(self, meanwhile: Callable[[], None]) -> str:
+    def try_land(self, meanwhile: Callable[[], None]) -> str:
         """Collective: lands all blocks, by one load over the files. "", or why the ranks
         cannot reach each other's memory: then no block has landed.
 

@@ -86,7 +86,7 @@ class Cutting(NamedTuple):
         """Whether what the engine reads is what this rank gets: nothing of it is cut afterwards."""
         return self.block(task) != ALL or self.shape(task) == task.shape
 
-    def cut(self, task: CutTensor, tensor: Any) -> Any:
+    def own_slice(self, task: CutTensor, tensor: Any) -> Any:
         """This rank's block of a tensor that may have been read whole: contiguous, with memory of
         its own."""
         if tuple(tensor.shape) == self.shape(task):

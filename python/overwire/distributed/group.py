@@ -164,7 +164,7 @@ class Members:
         )
         step.agreed += 1
         step.token = step.token or every[0][2]
-        self._raise_first([fault for fault, _, _ in every], error)
+        self._raise_heaviest([fault for fault, _, _ in every], error)
         return [result for _, result, _ in every]
 
     def agree(self, error: BaseException | None, ours: bool = True) -> None:
@@ -179,14 +179,14 @@ class Members:
         has_failed = self._is_true_on_any_rank(error is not None)
         step.agreed += 1
         if has_failed:
-            self._raise_first(self._gather_objects((_pickle_error(error), _severity_of_error(error, ours))), error)
+            self._raise_heaviest(self._gather_objects((_pickle_error(error), _severity_of_error(error, ours))), error)
 
     def raise_alike(self, error: BaseException) -> None:
         """Raises what every rank raises here."""
         self._step.known = error
         raise error
 
-    def _raise_first(self, faults: list[tuple[bytes | None, int]], mine: BaseException | None) -> None:
+    def _raise_heaviest(self, faults: list[tuple[bytes | None, int]], mine: BaseException | None) -> None:
         # Of each rank its error, and what that weighs: of the heaviest a rank raises its own, or
         # else the first.
         most = max(weight for _, weight in faults)

@@ -69,7 +69,7 @@ def open_load(
         while loads:
             loads.pop().close()
 
-    def describe() -> dict[str, Any]:
+    def open_and_describe() -> dict[str, Any]:
         if options.get("read") is not None:
             raise ArgumentError(
                 "overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike"
@@ -81,7 +81,7 @@ def open_load(
 
     with group_verb(group, device) as members:
         try:
-            reports = meet(members, describe, close)
+            reports = meet(members, open_and_describe, close)
             loads[0].apply_reports(reports)
             yield loads[0]
         finally:
@@ -377,7 +377,7 @@ class TensorLoad:
         # What fails here is said when the ranks next agree; then no more tensors are finished.
         try:
             if self._deferred_error is None:
-                tensor = self._cutting.cut(task, tensor)
+                tensor = self._cutting.own_slice(task, tensor)
                 if str(tensor.device) == "cpu" != self.model.device:
                     tensor = tensor.to(self.model.device)
                 if self._dtype is not None:

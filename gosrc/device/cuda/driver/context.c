@@ -126,7 +126,7 @@ int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
 	return WITHIN(ctx, TRY(host_register, (p, n, PORTABLE_MAPPED)));
 }
 
-int owcu_free_thing(owcu_handle ctx, int what, void *thing, struct owcu_error *e)
+int owcu_try_release(owcu_handle ctx, int what, void *thing, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	owcu_ptr p = (owcu_ptr)(uintptr_t)thing;

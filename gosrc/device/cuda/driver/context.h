@@ -56,17 +56,17 @@ int owcu_try_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu
 int owcu_events_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
 // owcu_register pins [p, p+n) for every context of the process.
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
-// owcu_free_thing frees a thing that nothing uses, unless it is NULL. It returns 1 if the
+// owcu_try_release frees a thing that nothing uses, unless it is NULL. It returns 1 if the
 // driver refused and may not the next time. On a lost device it is gone.
 enum { OWCU_EVENT, OWCU_STREAM, OWCU_PINNED /* by owcu_register */, OWCU_ATTACHED /* by owcu_map_ipc */ };
-int owcu_free_thing(owcu_handle ctx, int what, void *thing, struct owcu_error *e);
+int owcu_try_release(owcu_handle ctx, int what, void *thing, struct owcu_error *e);
 int owcu_memory_info(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
 // owcu_copy_to_host copies on a stream of its own, which it makes at its first call.
 int owcu_copy_to_host(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
 
 // owcu_module loads an image, of which it keeps a copy until it is closed, and
 // looks up kernels by names, which are separated by NUL. After an error it may be
-// opened again; m is zero the first time. Closing it returns 1 as owcu_free_thing does.
+// opened again; m is zero the first time. Closing it returns 1 as owcu_try_release does.
 struct owcu_module {
 	owcu_handle module;
 	void *image;
@@ -95,9 +95,9 @@ int owcu_slab_new(owcu_handle ctx, struct owcu_slab *slab, void *host, uint64_t 
                   int sleepers, struct owcu_error *e);
 int owcu_slab_free(owcu_handle ctx, struct owcu_slab *slab, struct owcu_error *e);
 
-// owcu_slab_new_entered and owcu_slab_free_entered are the same for a caller that is in the context: after
+// owcu_slab_fill_entered and owcu_slab_free_entered are the same for a caller that is in the context: after
 // an error of the first, the second frees what there is; it waits for the streams' work.
-int owcu_slab_new_entered(struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
+int owcu_slab_fill_entered(struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
                           int sleepers, struct owcu_error *e);
 int owcu_slab_free_entered(struct owcu_slab *slab, struct owcu_error *e);
 
@@ -122,7 +122,7 @@ int owcu_swap_capture_mode(int mode);
 int owcu_pointer_device(owcu_ptr p);
 
 // owcu_export_ipc names an allocation for other processes, and owcu_map_ipc maps one of another
-// process, until owcu_free_thing.
+// process, until owcu_try_release.
 int owcu_export_ipc(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e);
 int owcu_map_ipc(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e);
 

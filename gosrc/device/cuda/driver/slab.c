@@ -23,7 +23,7 @@ int owcu_slab_free_entered(struct owcu_slab *slab, struct owcu_error *e)
 	return 0;
 }
 
-int owcu_slab_new_entered(struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
+int owcu_slab_fill_entered(struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
 {
 	slab->streams = calloc((size_t)(nstreams + nevents), sizeof *slab->streams);
 	if (slab->streams == NULL)
@@ -52,7 +52,7 @@ int owcu_slab_new(owcu_handle ctx, struct owcu_slab *slab, void *host, uint64_t 
 	struct owcu_error ignored = {0};
 	int rc = enter(&g, ctx, e);
 
-	if (rc == 0 && (rc = owcu_slab_new_entered(slab, host, n, room, nstreams, nevents, sleepers, e)) &&
+	if (rc == 0 && (rc = owcu_slab_fill_entered(slab, host, n, room, nstreams, nevents, sleepers, e)) &&
 	    owcu_slab_free_entered(slab, &ignored))
 		rc = 1;
 	return leave(&g, rc);

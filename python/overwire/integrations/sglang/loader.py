@@ -17,7 +17,7 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_safetensors
 
 from .. import check_options, iter_weights
-from ..shared.devices import served_device
+from ..shared.devices import device_or_host
 from ..shared.slices import SliceLoad, load_by_slices
 
 log = logging.getLogger("sglang.overwire")
@@ -160,4 +160,4 @@ def _served_path() -> Any:
 
 def _current_device() -> str:
     is_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return served_device(torch.device("cuda" if is_begun else "cpu"))
+    return device_or_host(torch.device("cuda" if is_begun else "cpu"))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import iter_weights
-from ..shared.devices import served_device, tensor_parallel_group
+from ..shared.devices import device_or_host, tensor_parallel_group
 from ..shared.updates import Places, reason_against
 
 log = logging.getLogger("sglang.overwire")
@@ -54,7 +54,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     info = json.loads(bytes(pairs[0][1].cpu().numpy()))
     if reason := reason_against(info["kind"], info["path"]):
         raise ValueError(f"overwire: the push's {reason}")
-    device = served_device(next(model.parameters()).device)
+    device = device_or_host(next(model.parameters()).device)
     places = _places_of(model, device)
     if info["kind"] == "delta":
         places.apply_delta(info["path"], info["storage_options"])

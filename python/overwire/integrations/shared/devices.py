@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def served_device(asked: torch.device) -> str:
+def device_or_host(asked: torch.device) -> str:
     """A device as `overwire.load_file` takes it; the host for one that the engine does not serve."""
     if asked.type != "cuda" or torch.version.hip:
         return "cpu"

@@ -274,7 +274,7 @@ def _put_in_module(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.
         module._non_persistent_buffers_set.add(leaf)
 
 
-def restore_processed(
+def match_processed(
     model: torch.nn.Module, names: Mapping[str, list[Any]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """After the engine's processing: takes out what has no memory and no name among these, which

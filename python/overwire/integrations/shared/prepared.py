@@ -109,7 +109,7 @@ def find_file(folder: str, name: str) -> Kept | None:
         if not record.get("refused") and not whole:
             raise ValueError("its record lacks a part")
     except (overwire.CorruptError, overwire.FormatError, KeyError, ValueError, RecursionError) as error:
-        remove_file(path)
+        try_remove(path)
         raise Damaged(f"{path} is damaged: {error}") from None
     except overwire.NotFoundError:
         return None  # another process has removed it
@@ -137,8 +137,8 @@ def note_use(path: str) -> None:
         os.utime(path)
 
 
-def remove_file(path: str) -> None:
-    """Removes a file, if it is there."""
+def try_remove(path: str) -> None:
+    """Removes a file, if it is there and can be removed."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -174,7 +174,7 @@ def keep_file(
             _activate_pages(temporary)
             os.replace(temporary, path)
     finally:
-        remove_file(temporary)
+        try_remove(temporary)
     _evict_files(folder, path, most)
     return path
 
@@ -188,7 +188,7 @@ def _remove_left(folder: str) -> None:
             with contextlib.suppress(OSError), open(entry.path, "rb") as file:
                 if entry.name.endswith(_SUFFIX) and time.time() - os.fstat(file.fileno()).st_mtime > _LATE:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove_file(entry.path)
+                    try_remove(entry.path)
 
 
 def _activate_pages(path: str) -> None:
@@ -223,7 +223,7 @@ def _evict_files(folder: str, newest: str, most: int) -> None:
     for _, _, size, path in files:
         total += size
         if total > most and path != newest:
-            remove_file(path)
+            try_remove(path)
 
 
 def fingerprint(*parts: Any) -> str:

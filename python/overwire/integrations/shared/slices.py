@@ -180,7 +180,7 @@ class SliceLoad:
 def land_together(together: Any, meanwhile: Callable[[], None], log: Any) -> bool:
     """Collective: whether the ranks have landed their blocks together. meanwhile: as for `land`
     of BlockLoad. One line of the log says what was read, or why each rank has to by itself."""
-    reason = together.land(meanwhile)
+    reason = together.try_land(meanwhile)
     if reason:
         log.info("overwire: each rank reads by itself: %s", reason)
         return False

@@ -86,7 +86,7 @@ class Places:
         with contextlib.ExitStack() as files:
             source = open_source(files, where, self._device, {"storage_options": storage_options})
             try:
-                all_copies = self._copies_of(source)
+                all_copies = self._record_copies(source)
             except Incomplete:
                 raise
             except Exception as error:
@@ -142,7 +142,7 @@ class Places:
         delta = overwire.open_delta(where, storage_options=storage_options)
         entries = [Stored(None, at, name, delta.dtype(name), delta.shape(name)) for at, name in enumerate(delta.names)]
         try:
-            copies = self._copies_of(Opened(None, torch.device(self._device), entries))
+            copies = self._record_copies(Opened(None, torch.device(self._device), entries))
         except Incomplete:
             raise
         except Exception as error:
@@ -225,7 +225,7 @@ class Places:
 
         return group_verb(self._group, self._device)
 
-    def _copies_of(self, source: Opened) -> list[Copy]:
+    def _record_copies(self, source: Opened) -> list[Copy]:
         params = [(name, param.data_ptr(), param.dtype, param.shape) for name, param in self._model.named_parameters()]
         key = ([one[1:] for one in source.tensors], params)
         if key == self._key:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..shared.devices import served_device
+from ..shared.devices import device_or_host
 
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:
@@ -24,10 +24,10 @@ def device_of(model: torch.nn.Module, load_config: Any) -> str:
         devices = [param.device for param in model.parameters() if param.device.type != "meta"]
         away = [device for device in devices if device.type != "cpu"]
         configured_device = (away or devices or [torch.device(config.device_config.device if config else "cpu")])[0]
-    return served_device(configured_device)
+    return device_or_host(configured_device)
 
 
 def device_of_config(config: Any, load_config: Any) -> str:
     """The same for a model that is still to be made."""
     device = config.device_config.device if load_config.device is None else load_config.device
-    return served_device(torch.device(device))
+    return device_or_host(torch.device(device))

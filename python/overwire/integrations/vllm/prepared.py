@@ -28,7 +28,7 @@ from ..shared import prepared
 from ..shared.described import Describer, is_plain
 from ..shared.devices import tensor_parallel_group
 from ..shared.origins import Foreign, digest_of_code
-from ..shared.parts import Arriving, put_tensors, restore_processed, take_tensors
+from ..shared.parts import Arriving, match_processed, put_tensors, take_tensors
 from ..shared.prepared import Damaged, Kept, Refused
 from .identity import CODE, OPAQUE, fingerprint_of_load, fingerprint_prefix
 
@@ -140,7 +140,7 @@ class PreparedStart:
             if not _all_agree(reason is None):
                 model = None
         if model is None:
-            self._report_outcome(kept, reason)
+            self._reject_kept(kept, reason)
             reason = None  # with its traceback, which holds what was made: vLLM's own load needs the memory
             gc.collect()
             if self._device.type == "cuda":
@@ -151,14 +151,14 @@ class PreparedStart:
         log.info("overwire: made of prepared state: %d tensors, in %.2f s", count, time.perf_counter() - began)
         return model
 
-    def _report_outcome(self, kept: Kept, reason: Exception | None) -> None:
+    def _reject_kept(self, kept: Kept, reason: Exception | None) -> None:
         import overwire
 
         if reason is None:
             log.info("overwire: loads as always: another rank has no prepared state that fits")
         elif isinstance(reason, overwire.CorruptError | overwire.FormatError):
             log.warning("overwire: loads as always, and keeps the prepared state anew: %s", reason)
-            prepared.remove_file(kept.path)
+            prepared.try_remove(kept.path)
         else:
             log.info("overwire: loads as always: the prepared state %s does not fit: %s", kept.path, reason)
             # What says nothing about other starts; the note would take the place of a good file.
@@ -186,7 +186,7 @@ class PreparedStart:
             arriving.finish_loading()
             with weights_already_processed():
                 process_weights_after_loading(model, self._model_config, self._device)
-            restore_processed(model, names, tensors)
+            match_processed(model, names, tensors)
         _set_restore_device(model, self._device)
         model.eval()
         _compare_model(model, kept.record)

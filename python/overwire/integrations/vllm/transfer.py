@@ -106,12 +106,12 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             )
         if init_info.deltas:
             try:
-                self._require_deltas()
+                self._require_delta_support()
             except ValueError:
                 self.shutdown()  # the trainer waited for this rank, and hears of it now
                 raise
 
-    def _require_deltas(self) -> None:
+    def _require_delta_support(self) -> None:
         if (reason := obstacle_of(self.model, self.model_config)) is not None:
             raise ValueError(
                 f"overwire: this model takes no deltas, since vLLM has changed its weights: {reason}: push all of them"
@@ -146,7 +146,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             if update_info.kind == "whole":
                 self._load_whole(where)
             else:
-                self._require_deltas()
+                self._require_delta_support()
                 self._places_of_model().apply_delta(where, self._info.storage_options)
 
     @contextlib.contextmanager
