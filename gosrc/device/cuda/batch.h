@@ -32,10 +32,10 @@ struct owcu_batch {
 
 // owcu_submit_batch queues all of it. If it fails, none of it is still running.
 int owcu_submit_batch(const struct owcu_batch *b, struct owcu_error *e);
-// owcu_wait_batch waits for a batch's event. Whatever it returns, that work has ended.
+// owcu_wait_batch waits for a batch's event. After an error the work has ended, too, if the context could be entered.
 int owcu_wait_batch(owcu_handle ctx, owcu_handle done, struct owcu_error *e);
-// owcu_is_batch_done returns 1 when that work is done, 0 when it is not yet, without waiting. After an
-// error, -1, it has ended.
+// owcu_is_batch_done returns 1 when that work is done, 0 when it is not yet, without waiting, and -1
+// after an error: see owcu_wait_batch.
 int owcu_is_batch_done(owcu_handle ctx, owcu_handle done, struct owcu_error *e);
 
 #endif
