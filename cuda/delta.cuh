@@ -173,8 +173,8 @@ OW_DEV u32x4 load_xor16(const ow_delta_row& row, u32 at) {
     return {v[0], v[1], v[2], v[3]};
 }
 
-// mask_of_changed_bytes is which of 4 bytes are not 0.
-OW_DEV u32 mask_of_changed_bytes(u32 x) {
+// bits_of_changed_bytes is which of 4 bytes are not 0.
+OW_DEV u32 bits_of_changed_bytes(u32 x) {
     u32 top = (x | ((x & 0x7f7f7f7f) + 0x7f7f7f7f)) & 0x80808080;
     return ((top >> 7) * 0x10204080) >> 28;
 }
@@ -182,7 +182,7 @@ OW_DEV u32 mask_of_changed_bytes(u32 x) {
 // queue_changes puts the changed elements of a tile, 512 bytes of which v is a lane's 16,
 // behind those in the queue, in order. It returns how many there are then.
 OW_DEV u32 queue_changes(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 have) {
-    u32 m = mask_of_changed_bytes(v.x) | mask_of_changed_bytes(v.y) << 4 | mask_of_changed_bytes(v.z) << 8 | mask_of_changed_bytes(v.w) << 12;
+    u32 m = bits_of_changed_bytes(v.x) | bits_of_changed_bytes(v.y) << 4 | bits_of_changed_bytes(v.z) << 8 | bits_of_changed_bytes(v.w) << 12;
     if (lg >= 1) m = (m | m >> 1) & 0x5555;
     if (lg >= 2) m = (m | m >> 2) & 0x1111;
     if (lg == 3) m = (m | m >> 4) & 0x0101;

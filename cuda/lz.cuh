@@ -218,9 +218,9 @@ template <u32 N> OW_DEV void copy_short_parts(u8* to, u32 table, u32 parts) {
         const u8* from = (const u8*)(uintptr_t)(((u64)e.y << 32 | e.x) + column);
         u8* place = to + e.w;
         int n = (int)(e.z - column);
-        if (N == 2) copy_2_strided(place, from, n);
-        else copy_4_strided(place, from, n);
-        if (N == 8) copy_4_strided(place + 32, from + 32, n - 32);
+        if (N == 2) copy_bytes_0_8(place, from, n);
+        else copy_bytes_0_8_16_24(place, from, n);
+        if (N == 8) copy_bytes_0_8_16_24(place + 32, from + 32, n - 32);
     }
 }
 

@@ -160,7 +160,7 @@ OW_DEV void store_in_order8(u8* p, u32 v) { asm volatile("st.global.u8 [%0], %1;
 OW_DEV void store_in_order32(u8* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 // Copies bytes 0, 8, 16, 24 of what this warp wrote, as far as they are below n: all
 // loads, then all stores.
-OW_DEV void copy_4_strided(u8* to, const u8* from, int n) {
+OW_DEV void copy_bytes_0_8_16_24(u8* to, const u8* from, int n) {
     asm volatile(
         "{\n.reg .pred p, q, r, s;\n.reg .u32 a, b, c, d;\n"
         "mov.u32 a, 0;\nmov.u32 b, 0;\nmov.u32 c, 0;\nmov.u32 d, 0;\n"  // or they live on from turn to turn of a loop
@@ -171,7 +171,7 @@ OW_DEV void copy_4_strided(u8* to, const u8* from, int n) {
         : "memory");
 }
 // The same of bytes 0 and 8.
-OW_DEV void copy_2_strided(u8* to, const u8* from, int n) {
+OW_DEV void copy_bytes_0_8(u8* to, const u8* from, int n) {
     asm volatile(
         "{\n.reg .pred p, q;\n.reg .u32 a, b;\nmov.u32 a, 0;\nmov.u32 b, 0;\nsetp.gt.s32 p, %2, 0;\nsetp.gt.s32 q, %2, 8;\n"
         "@p ld.global.u8 a, [%1];\n@q ld.global.u8 b, [%1+8];\n@p st.global.u8 [%0], a;\n@q st.global.u8 [%0+8], b;\n}" ::"l"(to),

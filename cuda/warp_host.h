@@ -274,10 +274,10 @@ OW_DEV u32 reload8(const u8* p) { return *p; }
 OW_DEV u32 reload32(const u8* p) { host::check_aligned(p, 4); return load_as<u32>(p); }
 OW_DEV void store_in_order8(u8* p, u32 v) { *p = (u8)v; }
 OW_DEV void store_in_order32(u8* p, u32 v) { stg32(p, v); }
-OW_DEV void copy_4_strided(u8* to, const u8* from, int n) {
+OW_DEV void copy_bytes_0_8_16_24(u8* to, const u8* from, int n) {
     for (int i = 0; i < 32 && i < n; i += 8) to[i] = from[i];
 }
-OW_DEV void copy_2_strided(u8* to, const u8* from, int n) { copy_4_strided(to, from, n < 16 ? n : 16); }
+OW_DEV void copy_bytes_0_8(u8* to, const u8* from, int n) { copy_bytes_0_8_16_24(to, from, n < 16 ? n : 16); }
 OW_DEV void atomic_or(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
 OW_DEV void atomic_xor(u32* word, u32 bits) { __atomic_fetch_xor(word, bits, __ATOMIC_RELAXED); }
 OW_DEV void atomic_add64(u64* word, u64 v) { __atomic_fetch_add(word, v, __ATOMIC_RELAXED); }

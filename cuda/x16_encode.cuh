@@ -119,7 +119,7 @@ template <int TR> struct Encode {
         if (warp_id == 0 && lane_id() == 0) sts32(shared + kState, kCoded);
     }
 
-    OW_METHOD void count_values() const {
+    OW_METHOD void survey_values() const {
         u32 all = ~0u, any = 0, counts = shared + kCounts + 4 * (lane_id() & 7);
         OW_UNROLL(1)
         for (u32 t = warp_id; t < g.tiles; t += warps) {
@@ -246,7 +246,7 @@ template <int TR> struct Encode {
         }
         if (WRITE) {
             stg32(dst + place.x + 4 * lane_id(), x);
-            write_segment_end(s, place);
+            write_escapes(s, place);
         } else {
             OW_UNROLL(1)
             for (u32 d = 16; d; d /= 2) {
@@ -257,8 +257,8 @@ template <int TR> struct Encode {
         }
     }
 
-    // write_segment_end writes what follows a segment's words: its escapes and the padding.
-    OW_METHOD void write_segment_end(u32 s, u32x2 place) const {
+    // write_escapes writes what follows a segment's words: its escapes and the padding.
+    OW_METHOD void write_escapes(u32 s, u32x2 place) const {
         u32 at = place.x + 128 + 2 * lds32(shared + kCounts + 8 * s), end = at + 3 * place.y, done = 0;
         OW_UNROLL(1)
         for (u32 t = s * g.seg; done < place.y; t++) {
@@ -360,7 +360,7 @@ template <int TR> struct Encode {
         u32 state = lds32(shared + kState);
         if (state == kRefused) return;
         switch (phase) {
-            case 1: return count_values();
+            case 1: return survey_values();
             case 2: return sum_counts();
             case 3: return fit_model();
             case 4:

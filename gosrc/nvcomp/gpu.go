@@ -53,7 +53,7 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 // GPUEncode queues the encoding of contents on a GPU to X16 streams: see
 // cuda.Device.Encode. scratch has room bytes.
 func GPUEncode(index int, on cuda.Order, streams []cuda.Bitstream, scratch uint64, room int64) (*cuda.Batch, error) {
-	if need := cuda.ScratchSize(streams); need > room || scratch%16 != 0 {
+	if need := cuda.EncodeScratchSize(streams); need > room || scratch%16 != 0 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
 	}
 	d, err := cuda.Open(index)

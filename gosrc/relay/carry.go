@@ -95,13 +95,13 @@ type shareRing struct {
 }
 
 // ringOf is where this rank finds a rank's share of a piece.
-func (r *Relay) ringOf(k, rank int) shareRing {
+func (r *Relay) ringOf(piece, rank int) shareRing {
 	s, share := r.spec, r.shareSpace()
 	switch {
 	case r.carrier == nil: // a buffer for all ranks
-		b := shareRing{base: device.Pointer(uintptr(s.Ring[k%len(s.Ring)])), bytes: s.Size, count: len(s.Ring)}
-		if k < len(r.pieces) {
-			b.first = int64(rank) * r.pieces[k].share
+		b := shareRing{base: device.Pointer(uintptr(s.Ring[piece%len(s.Ring)])), bytes: s.Size, count: len(s.Ring)}
+		if piece < len(r.pieces) {
+			b.first = int64(rank) * r.pieces[piece].share
 		}
 		return b
 	case rank == s.Rank || r.target.GPU == nil:
@@ -113,17 +113,17 @@ func (r *Relay) ringOf(k, rank int) shareRing {
 }
 
 // offsetOf is where in the memory the share of a piece begins.
-func (b shareRing) offsetOf(k int) int64 { return b.first + int64(k%b.count)*b.step }
+func (b shareRing) offsetOf(piece int) int64 { return b.first + int64(piece%b.count)*b.step }
 
 // localShareAt is the address of that share.
-func (r *Relay) localShareAt(k, rank int) unsafe.Pointer {
-	b := r.ringOf(k, rank)
-	return unsafe.Add(b.base, b.offsetOf(k))
+func (r *Relay) localShareAt(piece, rank int) unsafe.Pointer {
+	b := r.ringOf(piece, rank)
+	return unsafe.Add(b.base, b.offsetOf(piece))
 }
 
 // ownersShareAt is where a rank itself has its share of a piece, where the engine exchanges.
-func (r *Relay) ownersShareAt(k, rank int) unsafe.Pointer {
-	return unsafe.Add(r.carrier.Memory(rank), int64(k%r.spec.Buffers)*r.shareSpace())
+func (r *Relay) ownersShareAt(piece, rank int) unsafe.Pointer {
+	return unsafe.Add(r.carrier.Memory(rank), int64(piece%r.spec.Buffers)*r.shareSpace())
 }
 
 // closeCarrier waits for the pulls in flight, and for the other ranks to end theirs; when ctx
@@ -339,7 +339,7 @@ func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
 				streams = append(streams, s)
 			}
 		}
-		if err := r.decodeOnDevice(slot.(*cuda.Slot), batch, streams); err != nil {
+		if err := r.queueDecoding(slot.(*cuda.Slot), batch, streams); err != nil {
 			return nil //nolint:nilerr // it has said it
 		}
 	}
@@ -355,29 +355,29 @@ func (r *Relay) waitingReads(own bool) chan ranksRead {
 }
 
 // wantsAnyOf reports whether this rank wants any of what a rank reads of a piece.
-func (r *Relay) wantsAnyOf(k, from int) bool {
-	q := r.partOf(k, from)
+func (r *Relay) wantsAnyOf(piece, from int) bool {
+	q := r.partOf(piece, from)
 	return q.last > q.first || len(q.strips) > 0
 }
 
 // pullShare queues the copy of a rank's share, behind the decoding of the buffer's earlier
 // piece.
-func (r *Relay) pullShare(ctx context.Context, k, from int) error {
-	c, part := r.carrier, r.partOf(k, from)
-	if err := r.awaitLocked(ctx, func() bool { return r.queued[from] > k-r.spec.Stages }); err != nil {
+func (r *Relay) pullShare(ctx context.Context, piece, from int) error {
+	c, part := r.carrier, r.partOf(piece, from)
+	if err := r.awaitLocked(ctx, func() bool { return r.queued[from] > piece-r.spec.Stages }); err != nil {
 		return err
 	}
 	defer r.countDriverTime(time.Now())
-	if err := r.pullStrips(k, from); err != nil {
+	if err := r.pullStrips(piece, from); err != nil {
 		return err
 	}
 	if part.used == 0 || part.last == part.first {
 		return nil
 	}
-	if err := r.eventBeforeFill(k, from).MakeStreamWait(c.streams[from]); err != nil {
+	if err := r.eventBeforeFill(piece, from).MakeStreamWait(c.streams[from]); err != nil {
 		return err
 	}
-	to, at := r.localShareAt(k, from), r.ownersShareAt(k, from)
+	to, at := r.localShareAt(piece, from), r.ownersShareAt(piece, from)
 	r.pulled.Add(part.used)
 	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), part.used,
 		false)
@@ -398,19 +398,19 @@ func (r *Relay) recycleBuffers(ctx context.Context) error {
 		}
 		r.mu.Lock()
 		r.carrier.taken = n + 1
-		r.freeBuffers()
+		r.recycleOwnBuffers()
 		r.mu.Unlock()
 	}
 	return nil
 }
 
-// countReadableChunk counts a chunk of this rank's share of a piece whose bytes the others may read now.
-func (r *Relay) countReadableChunk(k int) {
+// countReadable counts a chunk of this rank's share of a piece whose bytes the others may read now.
+func (r *Relay) countReadable(piece int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	c := r.carrier
-	if r.pieces[k].unread--; r.pieces[k].unread == 0 {
-		close(r.pieces[k].checked)
+	if r.pieces[piece].unread--; r.pieces[piece].unread == 0 {
+		close(r.pieces[piece].checked)
 	}
 	if c == nil {
 		return

@@ -20,18 +20,18 @@ import (
 // buffer, for a caller that exchanges the shares. On a GPU it queues the decoding after the
 // work that is on a stream now (0: none), and does not wait; errors end the job. Each piece is
 // decoded once, in their order.
-func (r *Relay) DecodePiece(k int, stream uintptr) error {
-	if k < 0 || k >= len(r.pieces) {
-		return errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
+func (r *Relay) DecodePiece(piece int, stream uintptr) error {
+	if piece < 0 || piece >= len(r.pieces) {
+		return errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.pieces))
 	}
 	r.mu.Lock()
-	if r.carrier != nil || k != r.queued[0] {
+	if r.carrier != nil || piece != r.queued[0] {
 		defer r.mu.Unlock()
-		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", k,
+		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", piece,
 			r.queued[0]))
 	}
 	r.mu.Unlock()
-	all := []ranksRead{{k, 0, r.spec.Ranks}}
+	all := []ranksRead{{piece, 0, r.spec.Ranks}}
 	if stream == 0 {
 		return r.decodeBatch(all)
 	}
@@ -63,7 +63,7 @@ func (r *Relay) decodeBatch(batch []ranksRead, streams ...uintptr) error {
 	if err != nil {
 		return err
 	}
-	return r.decodeOnDevice(s.(*cuda.Slot), batch, streams)
+	return r.queueDecoding(s.(*cuda.Slot), batch, streams)
 }
 
 // decodeOnHost decodes on all cores, and waits.
@@ -92,23 +92,23 @@ func (r *Relay) decodeOnHost(of ranksRead) error {
 
 // eventBeforeFill is the event after which what a rank reads of a piece may be written to its part
 // of the buffer: the decoding of the buffer's earlier piece, which is queued. nil: it has ended.
-func (r *Relay) eventBeforeFill(k, rank int) *cuda.Event {
-	buffers := r.ringOf(k, rank).count
-	if k < buffers {
+func (r *Relay) eventBeforeFill(piece, rank int) *cuda.Event {
+	buffers := r.ringOf(piece, rank).count
+	if piece < buffers {
 		return nil
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if q := r.partOf(k-buffers, rank); !q.done { // else its slot may have a later batch by now
+	if q := r.partOf(piece-buffers, rank); !q.done { // else its slot may have a later batch by now
 		return q.idle
 	}
 	return nil
 }
 
-// decodeOnDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
+// queueDecoding queues the decoding of a batch behind the work that is on the streams now. It takes the
 // slot.
-func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []ranksRead, streams []uintptr) error {
-	slot.FollowStreams(streams...)
+func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uintptr) error {
+	slot.DelayKernels(streams...)
 	first, last := r.tasksOf(batch[0])
 	jobs, numbers := r.jobs[first:last], []int(nil)
 	from := r.ringOf(batch[0].piece, batch[0].lo)
@@ -145,7 +145,7 @@ func (r *Relay) decodeOnDevice(slot *cuda.Slot, batch []ranksRead, streams []uin
 		}
 		if left--; left == 0 {
 			for _, of := range batch {
-				r.countStrips(of.piece, of.lo, of.hi)
+				r.landStrips(of.piece, of.lo, of.hi)
 				r.markDecoded(of)
 			}
 		}

@@ -57,8 +57,8 @@ type localRequests struct {
 }
 
 // partOf is what a rank reads of a piece.
-func (l *exchangeLayout) partOf(k, rank int) *rankPart {
-	return &l.parts[k*(len(l.parts)/len(l.pieces))+rank]
+func (l *exchangeLayout) partOf(piece, rank int) *rankPart {
+	return &l.parts[piece*(len(l.parts)/len(l.pieces))+rank]
 }
 
 // chunkPlace is where a chunk travels: in which piece, and where in its buffer; piece
@@ -117,9 +117,9 @@ func RoomForChunk(m *load.Model) int64 {
 	return most + 2*chunkAlign + shareAlign
 }
 
-// chunkPlainTensors is the model's index with chunks for plain tensors, too: raw ones without
+// indexWithPlainChunks is the model's index with chunks for plain tensors, too: raw ones without
 // a checksum.
-func (r *Relay) chunkPlainTensors(wants []plan.Want) *tensor.Index {
+func (r *Relay) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 	ix := r.model.Seen()
 	out := &tensor.Index{Sources: ix.Sources, Tensors: ix.Tensors, Chunks: ix.Chunks}
 	r.bare = make([]bool, len(ix.Tensors))
@@ -158,7 +158,7 @@ func (r *Relay) layOut() error {
 		return err
 	}
 	r.stripRowBytes = r.rowBytesOfStrips(wants)
-	r.ix = r.chunkPlainTensors(wants)
+	r.ix = r.indexWithPlainChunks(wants)
 	r.at = make([]chunkPlace, len(r.ix.Chunks))
 	for i := range r.at {
 		r.at[i].piece = -1

@@ -196,7 +196,7 @@ func (r *Relay) makeQueues() (err error) {
 	}
 	defer func() {
 		if err != nil {
-			r.freeQueueMemory()
+			r.closeBothQueues()
 		}
 	}()
 	batches := len(r.spec.Ring)
@@ -219,8 +219,8 @@ func (r *Relay) makeQueues() (err error) {
 	return nil
 }
 
-// freeQueueMemory frees what queues made, and waits for its work in flight.
-func (r *Relay) freeQueueMemory() {
+// closeBothQueues frees what queues made, and waits for its work in flight.
+func (r *Relay) closeBothQueues() {
 	if r.feed != nil {
 		r.feed.Close() // first: its copies wait for events of the other's slots
 	}
@@ -244,13 +244,13 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch, Queue: r.feed,
 		Workers: r.machine.Workers(depth),
 		Gate: func(ctx context.Context, job int32) error {
-			return r.awaitFreeBuffers(ctx, int(r.spots[job].Group)-r.ringOf(0, r.spec.Rank).count+1-ahead)
+			return r.awaitBuffersUpTo(ctx, int(r.spots[job].Group)-r.ringOf(0, r.spec.Rank).count+1-ahead)
 		},
-		Landed: func(spot int32) { r.countReadableChunk(int(r.spots[spot].Group)) },
+		Landed: func(spot int32) { r.countReadable(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.awaitFreeBuffers(ctx, int(r.spots[spot].Group)-r.ringOf(0, r.spec.Rank).count+1)
+			return dst, r.awaitBuffersUpTo(ctx, int(r.spots[spot].Group)-r.ringOf(0, r.spec.Rank).count+1)
 		}
 	}
 	if r.feed != nil {
@@ -320,7 +320,7 @@ func (r *Relay) closeQueues() {
 		r.shut = true
 		r.mu.Unlock()
 		r.busy.Wait()
-		r.freeQueueMemory()
+		r.closeBothQueues()
 	})
 }
 
@@ -337,8 +337,8 @@ func (r *Relay) failWith(err error, ours bool) {
 	r.job.Cancel()
 }
 
-// awaitFreeBuffers waits until the buffers of the first pieces may be filled again.
-func (r *Relay) awaitFreeBuffers(ctx context.Context, pieces int) error {
+// awaitBuffersUpTo waits until the buffers of the first pieces may be filled again.
+func (r *Relay) awaitBuffersUpTo(ctx context.Context, pieces int) error {
 	return r.awaitLocked(ctx, func() bool { return r.free >= pieces })
 }
 
@@ -362,21 +362,21 @@ func (r *Relay) awaitLocked(ctx context.Context, ready func() bool) error {
 // markQueued says that the decoding of shares of a piece, those of the ranks [lo, hi), is queued,
 // or that there is none. idle is the event of its end; nil: nothing is to be waited for. Where
 // this rank's is among them its part of the buffer may be filled again, as far as it goes.
-func (r *Relay) markQueued(k, lo, hi int, idle *cuda.Event) {
+func (r *Relay) markQueued(piece, firstRank, endRank int, idle *cuda.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for rank := lo; rank < hi; rank++ {
-		q := r.partOf(k, rank)
+	for rank := firstRank; rank < endRank; rank++ {
+		q := r.partOf(piece, rank)
 		q.queued, q.idle = true, idle
 		for r.queued[rank] < len(r.pieces) && r.partOf(r.queued[rank], rank).queued {
 			r.queued[rank]++
 		}
 	}
-	r.freeBuffers()
+	r.recycleOwnBuffers()
 }
 
-// freeBuffers frees buffers that no rank needs. r.mu is held.
-func (r *Relay) freeBuffers() {
+// recycleOwnBuffers frees buffers that no rank needs. r.mu is held.
+func (r *Relay) recycleOwnBuffers() {
 	for r.free < r.queued[r.spec.Rank] && (r.carrier == nil || r.free < r.carrier.taken) {
 		r.free++
 	}
@@ -439,11 +439,11 @@ func (r *Relay) ShareSizes() []int64 {
 
 // AwaitOwnShare waits up to d until this rank's share of a piece is in its buffer and was checked. It
 // returns the job's error if there is one.
-func (r *Relay) AwaitOwnShare(k int, d time.Duration) (bool, error) {
-	if k < 0 || k >= len(r.pieces) {
-		return false, errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
+func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
+	if piece < 0 || piece >= len(r.pieces) {
+		return false, errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.pieces))
 	}
-	p := &r.pieces[k]
+	p := &r.pieces[piece]
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {

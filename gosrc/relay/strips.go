@@ -109,9 +109,9 @@ func (r *Relay) divertStrips(p *plan.Plan, where []int, wants []plan.Want) []int
 }
 
 // pullStrips queues the copies of a rank's strips of a piece.
-func (r *Relay) pullStrips(k, from int) error {
-	c, p := r.carrier, r.partOf(k, from)
-	share := r.ownersShareAt(k, from)
+func (r *Relay) pullStrips(piece, from int) error {
+	c, p := r.carrier, r.partOf(piece, from)
+	share := r.ownersShareAt(piece, from)
 	for i := range p.strips {
 		s := &p.strips[i]
 		at := unsafe.Add(share, s.src)
@@ -125,10 +125,10 @@ func (r *Relay) pullStrips(k, from int) error {
 	return nil
 }
 
-// countStrips counts the strips of shares of a piece, whose copies have ended.
-func (r *Relay) countStrips(k, lo, hi int) {
-	for rank := lo; rank < hi; rank++ {
-		for _, s := range r.partOf(k, rank).strips {
+// landStrips counts the strips of shares of a piece, whose copies have ended.
+func (r *Relay) landStrips(piece, firstRank, endRank int) {
+	for rank := firstRank; rank < endRank; rank++ {
+		for _, s := range r.partOf(piece, rank).strips {
 			r.countChunks(s.want, s.chunks, s.logical)
 		}
 	}

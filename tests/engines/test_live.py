@@ -330,14 +330,14 @@ def test_a_group_carries_pushes() -> None:
         for wrong in (+1, -1, -2):
             with pushing(1) as (push, (size, number)):
                 tell_workers(1, (size, number), (size, number + wrong))
-                answered = functools.partial(group._count_of, f"{number}/answers")
+                answered = functools.partial(group._read_counter, f"{number}/answers")
                 with pytest.raises(overwire.ArgumentError, match="rank 2: |not all have taken"):
                     push.carry(lambda: answered() == 1 and wrong < 0)  # noqa: B023
                 assert answers_of_workers() == ["ArgumentError"] * 2
         with pushing(1) as (push, facts):
             tell_workers(1, facts)  # the other one has ended
             with pytest.raises(overwire.ArgumentError, match="not all have taken"):
-                push.carry(lambda: group._count_of(f"{facts[1]}/answers") == 1)
+                push.carry(lambda: group._read_counter(f"{facts[1]}/answers") == 1)
             assert answers_of_workers(1) == ["ArgumentError"]
         for seed in (1, 2):
             with pushing(seed) as (push, facts):

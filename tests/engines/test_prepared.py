@@ -211,7 +211,7 @@ def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
 def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file has its owner's mode; one of changed weights does not appear; the limit takes those that were not
     used; damage, other owners and refusals are said."""
-    folder = prepared.folder_of(str(tmp_path / "new"))
+    folder = prepared.ensure_folder(str(tmp_path / "new"))
     tensors = {"a": torch.arange(1000)}
     digests = ow.digest(tensors)
     record = {"tensors": {}, "names": {}, "modules": {}, "origins": "x"}
@@ -240,7 +240,7 @@ def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.M
     assert not os.path.exists(path)
     os.chmod(folder, 0o777)
     with pytest.raises(Refused, match="others may write"):
-        prepared.folder_of(folder)
+        prepared.ensure_folder(folder)
 
 
 def test_the_file_of_a_place_that_was_used_last_is_found(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -
         share = relays.share_of_rank(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
         mapped = relays.mapped_share(count, 1 << 20)
-        own, staging = mapped * relays.count_own_shares(count), mapped * relays.STAGES
+        own, staging = mapped * relays.count_own_buffers(count), mapped * relays.STAGES
         assert mapped % 256 == 0 and own <= min(128 + 16 * (count - 1), 256) << 20 and staging <= 48 << 20, count
         assert mapped * relays.STAGES * count < 4 << 30 and (mapped == 16 << 20) == (count <= 85), count
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "compressed")

@@ -286,7 +286,7 @@ def hooked(cls: type[Library]) -> str:
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what the hooks of one library are; its modules count as imported."""
     monkeypatch.setitem(sys.modules, accelerate.MODULES[0], types.ModuleType("offload"))
-    return lambda make: monkeypatch.setattr(accelerate, "list_patches", lambda found, lazy: make())
+    return lambda make: monkeypatch.setattr(accelerate, "pair_replacements", lambda found, lazy: make())
 
 
 def test_a_library_that_cannot_be_hooked_is_served_without(

@@ -3,7 +3,7 @@
 
 #include "driver/call.h"
 
-static int submit_steps(const struct owcu_batch *b, struct owcu_error *e)
+static int run_steps(const struct owcu_batch *b, struct owcu_error *e)
 {
 	owcu_handle stream = stream_handle(b->stream);
 
@@ -31,7 +31,7 @@ int owcu_submit_batch(const struct owcu_batch *b, struct owcu_error *e)
 	int rc = enter(&g, b->ctx, e);
 
 	if (rc == 0) {
-		rc = submit_steps(b, e);
+		rc = run_steps(b, e);
 		// Some of it may run, on memory that is about to be reused.
 		if (rc && e->code != OWCU_CAPTURED)
 			owcu->stream_sync(stream_handle(b->stream));

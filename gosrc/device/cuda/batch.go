@@ -140,16 +140,16 @@ func (d *Device) drainAndFreeSlab(s *slab) error {
 		d.finishPad(p)
 	}
 	var e C.struct_owcu_error
-	return d.handleFreeResult(d.freeSlabInDriver(s, &e), &e, func() bool { return d.tryFreeSlab(s) })
+	return d.handleFreeResult(d.tryFreeSlabMemory(s, &e), &e, func() bool { return d.tryFreeSlab(s) })
 }
 
 // tryFreeSlab frees a slab that no batch uses, and reports whether it is gone.
 func (d *Device) tryFreeSlab(s *slab) bool {
 	var e C.struct_owcu_error
-	return d.freeSlabInDriver(s, &e) <= 0
+	return d.tryFreeSlabMemory(s, &e) <= 0
 }
 
-func (d *Device) freeSlabInDriver(s *slab, e *C.struct_owcu_error) C.int {
+func (d *Device) tryFreeSlabMemory(s *slab, e *C.struct_owcu_error) C.int {
 	rc := C.owcu_slab_free(d.ctx, &s.c, e)
 	if rc <= 0 {
 		s.pages.free()
@@ -355,7 +355,7 @@ type kernelStep struct {
 // Encode queues the encoding of contents to X16 streams. Src and Size of a Bitstream
 // are the content, Dst and Stored the space for the stream; all are multiples of
 // 16, and so is Chunk if there are several chunks. Arg is the transform of X16 (0:
-// store as it is). scratch is device memory for a block of every chunk, of ScratchSize
+// store as it is). scratch is device memory for a block of every chunk, of EncodeScratchSize
 // bytes. Batch.EncodedSizes returns the lengths of the streams.
 func (d *Device) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch, error) {
 	rows := 0
@@ -378,7 +378,7 @@ func (d *Device) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch, 
 	}
 	work := batchWork{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
 	return d.startBatch(on, work, func(split int) []kernelStep {
-		threads := int(C.ow_x16_threads(C.uint64_t(largestBlockBytes(streams))))
+		threads := int(C.ow_x16_threads(C.uint64_t(encodedBlockSpace(streams))))
 		return []kernelStep{{kernel: batchCut, n: rows, threads: 1},
 			{kernel: batchEncode, n: rows, threads: threads, block: threads, items: true},
 			{kernel: batchSum, n: len(streams), threads: 32}, {kernel: batchJoin, n: rows * split, threads: 32}}
@@ -451,7 +451,7 @@ func (d *Device) startBatch(on Order, work batchWork, plan func(split int) []ker
 	}
 	*(*C.ow_stream_head)(table) = C.ow_stream_head{
 		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), answers: C.uint32_t(answersOffset(n)),
-		scratch: C.uint64_t(work.scratch), slot: C.uint64_t(largestBlockBytes(streams)),
+		scratch: C.uint64_t(work.scratch), slot: C.uint64_t(encodedBlockSpace(streams)),
 	}
 	request := C.struct_owcu_batch{
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done,
@@ -480,20 +480,20 @@ func (d *Device) startBatch(on Order, work batchWork, plan func(split int) []ker
 	return batch, nil
 }
 
-// largestBlockBytes is the space for an encoded block: no block is longer than its chunk.
-func largestBlockBytes(streams []Bitstream) (n int64) {
+// encodedBlockSpace is the space for an encoded block: no block is longer than its chunk.
+func encodedBlockSpace(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n = max(n, min(streams[i].Chunk, streams[i].Size))
 	}
 	return (n + 15) &^ 15
 }
 
-// ScratchSize is how many bytes of scratch memory Encode needs.
-func ScratchSize(streams []Bitstream) (n int64) {
+// EncodeScratchSize is how many bytes of scratch memory Encode needs.
+func EncodeScratchSize(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n += int64(streams[i].blockCount())
 	}
-	return n * largestBlockBytes(streams)
+	return n * encodedBlockSpace(streams)
 }
 
 // EncodedSizes returns the lengths of the streams of Encode, once Wait has returned.

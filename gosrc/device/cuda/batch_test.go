@@ -231,7 +231,7 @@ func TestBatchEncode(t *testing.T) {
 		tight := streams[5]
 		tight.Stored, tight.Dst = int64(len(want[5]))-1, g.room(len(want[5])-1, 0)
 		streams = append(streams, tight)
-		b, err := g.Encode(cuda.Order{}, streams, g.room(int(cuda.ScratchSize(streams)), 0))
+		b, err := g.Encode(cuda.Order{}, streams, g.room(int(cuda.EncodeScratchSize(streams)), 0))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -73,10 +73,10 @@ type rawRun struct {
 // A launch is a kernel and its items: in segs, for moves and casts in parts, for checksums in crcs.
 type launch struct{ kernel, first, n int }
 
-// planPiece checks a piece's tasks and decides which bytes a kernel reads, and are copied
+// checkPiece checks a piece's tasks and decides which bytes a kernel reads, and are copied
 // to the staging for that unless it reads them in place. Other raw chunks are copied
 // straight to their destinations.
-func (b *pieceBuilder) planPiece(s *Slot, n int64, tasks []device.DecodeTask) {
+func (b *pieceBuilder) checkPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	b.s, b.tasks, b.at, b.begun, b.staged, b.pieceNeedsScratch, b.base = s, tasks, 0, false, s.isReadInPlace(), false,
 		s.dev
 	switch {

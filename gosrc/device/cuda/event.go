@@ -31,9 +31,9 @@ func (s *Slot) FollowEvent(event *Event) {
 	}
 }
 
-// FollowStreams makes the kernels of the slot's next Submit wait for what is queued on these streams then, at
+// DelayKernels makes the kernels of the slot's next Submit wait for what is queued on these streams then, at
 // most OWCU_BEHIND of them. The numbers are as for FollowStream.
-func (s *Slot) FollowStreams(streams ...uintptr) {
+func (s *Slot) DelayKernels(streams ...uintptr) {
 	for i, stream := range streams {
 		s.c.behind[i] = C.uint64_t(stream)
 	}

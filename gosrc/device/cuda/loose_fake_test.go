@@ -193,7 +193,7 @@ func TestFollowStreams(t *testing.T) {
 			t.Fatal(err)
 		}
 		s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), 4096)
-		s.(*Slot).FollowStreams(streams...)
+		s.(*Slot).DelayKernels(streams...)
 		chunk := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 4096, Logical: 4096}
 		tasks := []device.DecodeTask{{Chunk: chunk, Dst: mem[1].Ptr}}
 		cudatest.TakeHistory()

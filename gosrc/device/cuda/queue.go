@@ -371,7 +371,7 @@ func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int
 	if s.isReadInPlace() {
 		s.copied = 0 // but for what round copies
 	}
-	s.build.planPiece(s, n, tasks)
+	s.build.checkPiece(s, n, tasks)
 }
 
 // submitJoined queues the work of a slot that has begun, and of those with it.

@@ -52,11 +52,11 @@ def should_share_reading(group: Any, pays: bool, open_all: Callable[[], None] = 
     with group_verb(group) as members:
         setting = ranks.exchange_setting() in ("mapped", "auto" if pays else "mapped")
 
-        def describe() -> dict[str, Any]:
+        def open_and_describe() -> dict[str, Any]:
             open_all()
             return {"shares": setting}
 
-        reports = meet(members, describe)
+        reports = meet(members, open_and_describe)
         return all(one["shares"] for one in reports) and members.most_local > 1 and not members.unreachable
 
 

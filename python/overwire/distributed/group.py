@@ -130,7 +130,7 @@ class Members:
             raise IOFailure("overwire: group: the process group has been destroyed")
         return group
 
-    def link_device(self, device: str) -> str:
+    def sending_device(self, device: str) -> str:
         """Where tensors must be to be sent: `device`, or "cpu" when the group
         has no backend for it."""
         if device == "cpu":
@@ -141,7 +141,7 @@ class Members:
     def _flags_device(self) -> str:
         import torch
 
-        return self.link_device("cpu") or f"cuda:{torch.cuda.current_device()}"
+        return self.sending_device("cpu") or f"cuda:{torch.cuda.current_device()}"
 
     def gather_results(self, work: Callable[[], _T]) -> list[_T]:
         """Collective: does `work` here and returns what it gave on each rank.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("overwire")
 
 #: The most bytes of a piece that a rank reads: a chunk fits, and what lies between it and the next.
-#: Where ranks map each other's memory, a rank has `count_own_shares` of its own, which the others map,
+#: Where ranks map each other's memory, a rank has `count_own_buffers` of its own, which the others map,
 #: and on a GPU STAGES of each other rank; by collectives COLLECTIVE_BUFFERS for the shares of all ranks.
 SHARE = 32 << 20
 STAGES = 3
@@ -82,7 +82,7 @@ def mapped_share(ranks: int, room: int) -> int:
     return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGES)
 
 
-def count_own_shares(ranks: int) -> int:
+def count_own_buffers(ranks: int) -> int:
     """How many shares of its own a rank has where it maps the memory of others: it reads that much while it
     maps one after the other, before any is released."""
     return min(7 + ranks, 16)
@@ -136,7 +136,7 @@ class GroupLoad:
         self._device = models[0].device
         self._buffers: list[Any] = []  # of collectives
         self._room = 0
-        self.link = members.link_device(self._device)
+        self.link = members.sending_device(self._device)
         self.carrier = "none"
         self.report: dict[str, Any] = {}
 
@@ -156,7 +156,7 @@ class GroupLoad:
             setting, Situation(*place, self._device != "cpu", remote, sends, bool(members.unreachable))
         )
 
-    def give_up_mapping(self, reason: str, setting: str) -> None:
+    def fall_back(self, reason: str, setting: str) -> None:
         """Once a group, and alike on all ranks: they cannot map each other's memory."""
         self._members.unreachable = reason.removeprefix("overwire: ")
         self.carrier = "collective" if self.link and setting != "none" else "none"
@@ -200,7 +200,7 @@ class GroupLoad:
 
     def _begin_mapped(self, relay: _Relay, wants: Wants) -> None:
         local = len(self._members.local)
-        share, buffers = self._ring if self._ring[1] else (mapped_share(local, self._room), count_own_shares(local))
+        share, buffers = self._ring if self._ring[1] else (mapped_share(local, self._room), count_own_buffers(local))
         request = self._relay_request(wants, self._members.local, self._device, share)
         request["exchange"], request["buffers"], request["stages"] = True, buffers, min(buffers, STAGES)
         relay.start_job(request, self._models, wants.needs)

@@ -120,7 +120,7 @@ class TensorLoad:
         where = check_device(device, self._frame)
         self._dtype = check_dtype(self._frame, options.get("dtype"))
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
-        link = members.link_device(where)
+        link = members.sending_device(where)
         place = link or where if self._exchange == "collective" else where  # where stored bytes go
         prepare(place, self._exchange != "none")
         self.model = Model(source, device=where, **whole)
@@ -278,7 +278,7 @@ class TensorLoad:
                             yield at, tensor
                 agreed = mapped
             except Unmapped as reason:  # other ranks go on with all tensors, and so does this one
-                self._load.give_up_mapping(str(reason), self._exchange)
+                self._load.fall_back(str(reason), self._exchange)
                 rest = {at for positions in (window, *windows) for at in positions}
                 shared, lone = self._split_positions()
                 windows = self._windows_of([at for at in shared if at in rest], budget)

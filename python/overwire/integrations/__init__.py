@@ -1,7 +1,7 @@
 """What stands between overwire and other programs, one module or package each.
 
 For libraries: what takes the place of their functions while `overwire.patch_safetensors` is in force. Each
-module has `list_patches(found, lazy)`: found looks up a name in a loaded module of
+module has `pair_replacements(found, lazy)`: found looks up a name in a loaded module of
 the library, lazy is what the patch offers (`Lazy`). It returns pairs of an object that
 the library's modules have bound, or of a class and the name of one of its members, and
 what stands for it. `MODULES` are the modules that found may be asked for. A version of the library that lacks a
@@ -46,7 +46,7 @@ class AfterImport:
 
 
 class Lazy(NamedTuple):
-    """What a patch offers to `list_patches`.
+    """What a patch offers to `pair_replacements`.
 
     slice: the class of tensors of a file that is open and not read, which `get_slice` gives while the patch is
     in force. ahead: makes one load of many of them, or gives the one that is passed to this thread

@@ -17,15 +17,15 @@ from typing import Any
 
 from . import Lazy
 
-__all__ = ["MODULES", "list_patches"]
+__all__ = ["MODULES", "pair_replacements"]
 
-#: The modules of accelerate that `list_patches` looks into.
+#: The modules of accelerate that `pair_replacements` looks into.
 MODULES = ("accelerate.utils.offload", "accelerate.big_modeling")
 
 log = logging.getLogger("overwire")
 
 
-def list_patches(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
+def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """The names that change, and what stands for each while patched."""
     pairs: list[tuple[Any, Any]] = []
     loader = found(MODULES[0], "OffloadedWeightsLoader")

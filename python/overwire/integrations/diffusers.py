@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 from ..plumbing import new_lock
 from . import Lazy, uses_disk
 
-__all__ = ["MODULES", "list_patches"]
+__all__ = ["MODULES", "pair_replacements"]
 
 _MODEL = "diffusers.models.modeling_utils"
 _CONFIG = "diffusers.configuration_utils"
 _PIPELINE = "diffusers.pipelines.pipeline_utils"
 
-#: The modules of diffusers that `list_patches` looks into.
+#: The modules of diffusers that `pair_replacements` looks into.
 MODULES = (_CONFIG, _MODEL, _PIPELINE)
 
 # A larger config.json or index of shards is left to diffusers.
@@ -45,7 +45,7 @@ _LARGE = 1 << 20
 _thread = threading.local()
 
 
-def list_patches(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
+def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """The names that change, and what stands for each while patched."""
     names = (
         "ModelMixin", "load_state_dict", "_load_shard_file", "_get_checkpoint_shard_files", "_caching_allocator_warmup"

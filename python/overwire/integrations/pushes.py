@@ -142,8 +142,8 @@ class Group:
         self._last_number = 0  # the number of the last push that this rank has taken part in
         self._store: Any = dist.TCPStore(address, port, size, rank == 0, timeout=limit, wait_for_workers=False)
         self._store.add("ranks", 1)
-        self._wait_for(lambda: self._count_of("ranks") >= size or has_ended())
-        if self._count_of("ranks") < size:
+        self._wait_for(lambda: self._read_counter("ranks") >= size or has_ended())
+        if self._read_counter("ranks") < size:
             raise ArgumentError("overwire: the engines have answered, and not all have joined the group")
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
 
@@ -172,16 +172,16 @@ class Group:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
             self._broadcast_file(memory)
 
-    def _count_of(self, key: object) -> int:
+    def _read_counter(self, key: object) -> int:
         return int(self._store.add(key, 0))
 
     def _reason_of_ranks(self, number: int, size: int, has_ended: Callable[[], bool]) -> str:
         # Why not all take a push of this size; "" if they do.
         def has_all() -> bool:
-            return self._count_of(f"{number}/answers") == self._size - 1
+            return self._read_counter(f"{number}/answers") == self._size - 1
 
-        self._wait_for(lambda: has_all() or self._count_of(f"{number}/refusals") or has_ended())
-        if self._count_of(f"{number}/refusals"):
+        self._wait_for(lambda: has_all() or self._read_counter(f"{number}/refusals") or has_ended())
+        if self._read_counter(f"{number}/refusals"):
             return str(self._store.get(f"{number}/refusal").decode())
         if not has_all():
             return "the engines have answered, and not all have taken the push"
@@ -208,10 +208,10 @@ class Group:
 
         def is_ready() -> bool:
             # Whether the trainer sends this push, and no other one.
-            if not self._count_of("begun"):
+            if not self._read_counter("begun"):
                 return False
             current = int(self._store.get("number"))
-            if current > number or current < number and not self._count_of(f"{current}/verdict"):
+            if current > number or current < number and not self._read_counter(f"{current}/verdict"):
                 raise ArgumentError(f"overwire: update_info: number is {number}, and push {current} is sent")
             return bool(current == number)
 
@@ -232,7 +232,7 @@ class Group:
         self._last_number = number
         self._store.set(f"{number}/{self._rank}", str(size))
         self._store.add(f"{number}/answers", 1)
-        self._wait_for(lambda: self._count_of(f"{number}/verdict"))
+        self._wait_for(lambda: self._read_counter(f"{number}/verdict"))
         if reason := self._store.get(f"{number}/reason").decode():
             raise ArgumentError(f"overwire: update_info: {reason}")
 

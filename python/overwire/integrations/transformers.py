@@ -29,13 +29,13 @@ from typing import Any
 from ..plumbing import new_lock
 from . import Lazy, uses_disk
 
-__all__ = ["MODULES", "list_patches"]
+__all__ = ["MODULES", "pair_replacements"]
 
-#: The modules of transformers that `list_patches` looks into.
+#: The modules of transformers that `pair_replacements` looks into.
 MODULES = ("transformers.core_model_loading", "transformers.modeling_utils")
 
 
-def list_patches(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
+def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """The names that change, and what stands for each while patched."""
     # Transformers 4 knows the map when it has built the model; so does transformers 5 of "auto".
     maps = (found(MODULES[1], name) for name in ("check_and_set_device_map", "_get_device_map"))

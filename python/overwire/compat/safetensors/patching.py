@@ -318,7 +318,7 @@ def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
     swap: dict[int, tuple[Any, Any]] = {}
     put: list[tuple[int, str]] = []
     try:
-        for original, replacement in library.list_patches(_found, _LAZY):
+        for original, replacement in library.pair_replacements(_found, _LAZY):
             if not isinstance(original, tuple):
                 if id(original) not in _swapped:
                     swap[id(original)] = (original, replacement)

@@ -96,7 +96,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         if self._attempt is not None:
             tensors = self._attempt.next_stand_ins()
         if tensors is not None:
-            return self._rename_weights(source, tensors)
+            return self._select_weights(source, tensors)
         # Only a model's first source, and not its secondary ones, knows the configuration.
         if source.allow_patterns_overrides is None and self._at_source(source.model_config, source.model_or_path):
             where = self._options["source"]
@@ -106,9 +106,9 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             tensors = self._attempt.open_source(where, _current_device(), self._options, index=index)
         else:
             tensors = iter_weights(where, _current_device(), self._options, index=index)
-        return self._rename_weights(source, tensors)
+        return self._select_weights(source, tensors)
 
-    def _rename_weights(
+    def _select_weights(
         self, source: Any, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.draft_model_idx is not None:

@@ -68,7 +68,7 @@ def digest_of_code(model: torch.nn.Module, engine: str, loaders: Iterable[str]) 
     return hashlib.sha256(json.dumps(look.facts, default=str).encode()).hexdigest()
 
 
-def digest_of_files(engine: str) -> str:
+def digest_of_file_times(engine: str) -> str:
     """The digest of size and time of all code of a package, Python's and libraries."""
     folder = os.path.dirname(str(sys.modules[engine].__file__))
     facts, folders = [], [folder]

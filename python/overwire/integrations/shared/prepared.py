@@ -61,7 +61,7 @@ class Kept(NamedTuple):
     record: dict[str, Any]
 
 
-def folder_of(chosen: bool | str) -> str:
+def ensure_folder(chosen: bool | str) -> str:
     """The folder that an engine's configuration asks for: True is that of OVERWIRE_PREPARED, or
     overwire/prepared in the cache folder of the user. Raises Refused where there is none."""
     from ...plumbing import setting

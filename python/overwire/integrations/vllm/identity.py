@@ -16,7 +16,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ...plumbing import start_thread
-from ..shared.origins import digest_of_files
+from ..shared.origins import digest_of_file_times
 from ..shared.prepared import Refused, fingerprint
 
 #: Code that moves weights, whatever the model.
@@ -102,7 +102,7 @@ def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any
     import overwire
 
     with ThreadPoolExecutor(1) as worker:  # vLLM's code is looked at while headers of weights are read
-        code = start_thread(worker.submit, digest_of_files, "vllm")
+        code = start_thread(worker.submit, digest_of_file_times, "vllm")
         weights = list(_facts_of_files(model_config, loader))
     whole = fingerprint(
         [1, vllm.__version__, torch.__version__, overwire.__version__, code.result()],

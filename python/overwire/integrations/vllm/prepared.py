@@ -79,7 +79,7 @@ class PreparedStart:
         self._kept: Kept | None = None
         self._arriving: Arriving | None = None
         try:
-            self._folder = prepared.folder_of(chosen)
+            self._folder = prepared.ensure_folder(chosen)
             likely = prepared.newest_name(self._folder, fingerprint_prefix(config, model_config, prefix, self._device))
             if likely is not None:
                 self._begin_early(self._folder, likely)
