@@ -174,7 +174,7 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.imports_torch
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
     """`overwire bench --ranks` prints in one run the floors, a row of each coding, mode and carrier, each compared
     and beside its floor, and the other libraries, or why they are left out; it leaves no file."""
