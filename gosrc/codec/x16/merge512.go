@@ -31,8 +31,9 @@ func mergeBF16x512(o, v, p unsafe.Pointer, n int) {
 	}
 }
 
-// top512 is top256 for 64 bytes.
-func top512(v, low, next, sign unsafe.Pointer, i int, bit0, bit1, bit7 archsimd.Uint8x64) archsimd.Uint8x64 {
+// joinTopBytes512 is joinTopBytes256 for 64 bytes.
+func joinTopBytes512(v, low, next, sign unsafe.Pointer, i int,
+	bit0, bit1, bit7 archsimd.Uint8x64) archsimd.Uint8x64 {
 	w := archsimd.LoadUint16x32(at[[32]uint16](v, i)).ShiftAllLeft(2).AsUint8x64()
 	w = w.Or(bit0.Masked(archsimd.Mask8x64FromBits(*at[uint64](low, i/8))))
 	w = w.Or(bit1.Masked(archsimd.Mask8x64FromBits(*at[uint64](next, i/8))))
@@ -43,7 +44,8 @@ func mergeFP16x512(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	z0, z1 := archsimd.LoadUint8x64(&zip512[0]), archsimd.LoadUint8x64(&zip512[1])
 	bit0, bit1, bit7 := archsimd.BroadcastUint8x64(1), archsimd.BroadcastUint8x64(2), archsimd.BroadcastUint8x64(0x80)
 	for i := 0; i < n; i += 64 {
-		hi, lo := top512(v, p[1], p[2], p[3], i, bit0, bit1, bit7), archsimd.LoadUint8x64(at[[64]uint8](p[0], i))
+		hi := joinTopBytes512(v, p[1], p[2], p[3], i, bit0, bit1, bit7)
+		lo := archsimd.LoadUint8x64(at[[64]uint8](p[0], i))
 		hi.ConcatPermute(lo, z0).Store(at[[64]uint8](o, 2*i))
 		hi.ConcatPermute(lo, z1).Store(at[[64]uint8](o, 2*i+64))
 	}
@@ -52,6 +54,6 @@ func mergeFP16x512(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 func mergeE5M2x512(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	bit0, bit1, bit7 := archsimd.BroadcastUint8x64(1), archsimd.BroadcastUint8x64(2), archsimd.BroadcastUint8x64(0x80)
 	for i := 0; i < n; i += 64 {
-		top512(v, p[0], p[1], p[2], i, bit0, bit1, bit7).Store(at[[64]uint8](o, i))
+		joinTopBytes512(v, p[0], p[1], p[2], i, bit0, bit1, bit7).Store(at[[64]uint8](o, i))
 	}
 }

@@ -99,9 +99,10 @@ func spread8(p unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x3
 	return archsimd.BroadcastUint8x32(bit).Masked(m.And(each).Equal(each))
 }
 
-// top256 makes 32 bytes of 5-bit exponents and three planes of bits, the lowest two
+// joinTopBytes256 makes 32 bytes of 5-bit exponents and three planes of bits, the lowest two
 // and the sign: those of e5m2, and the upper ones of fp16.
-func top256(v, low, next, sign unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x32) archsimd.Uint8x32 {
+func joinTopBytes256(v, low, next, sign unsafe.Pointer, i int, each archsimd.Uint8x32,
+	of archsimd.Int8x32) archsimd.Uint8x32 {
 	w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(2).AsUint8x32()
 	return w.Or(spread8(low, i, each, of, 1)).Or(spread8(next, i, each, of, 2)).Or(spread8(sign, i, each, of, 0x80))
 }
@@ -109,7 +110,7 @@ func top256(v, low, next, sign unsafe.Pointer, i int, each archsimd.Uint8x32, of
 func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	each, of := archsimd.LoadUint8x32(&bits8), archsimd.LoadInt8x32(&byteOfBit)
 	for i := 0; i < n; i += 32 {
-		hi := top256(v, p[1], p[2], p[3], i, each, of)
+		hi := joinTopBytes256(v, p[1], p[2], p[3], i, each, of)
 		hi.GetLo().ExtendToUint16().ShiftAllLeft(8).Or(loadWide(p[0], i)).Store(at[[16]uint16](o, 2*i))
 		hi.GetHi().ExtendToUint16().ShiftAllLeft(8).Or(loadWide(p[0], i+16)).Store(at[[16]uint16](o, 2*i+32))
 	}
@@ -118,7 +119,7 @@ func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 func mergeE5M2(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	each, of := archsimd.LoadUint8x32(&bits8), archsimd.LoadInt8x32(&byteOfBit)
 	for i := 0; i < n; i += 32 {
-		top256(v, p[0], p[1], p[2], i, each, of).Store(at[[32]uint8](o, i))
+		joinTopBytes256(v, p[0], p[1], p[2], i, each, of).Store(at[[32]uint8](o, i))
 	}
 }
 
