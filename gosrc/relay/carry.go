@@ -222,7 +222,7 @@ func (r *Relay) beginCarrying(ctx context.Context) {
 			}
 		})
 	}
-	begin(r.recycleBuffers)
+	begin(r.recycleTakenBuffers)
 	begin(r.mapOthers)
 	begin(func(ctx context.Context) error {
 		if err := r.awaitExchangeStart(ctx); err != nil {
@@ -383,8 +383,8 @@ func (r *Relay) pullShare(ctx context.Context, piece, from int) error {
 		false)
 }
 
-// recycleBuffers frees buffers when no other rank needs them any more.
-func (r *Relay) recycleBuffers(ctx context.Context) error {
+// recycleTakenBuffers lets buffers be filled again that the other ranks have taken, as they say so.
+func (r *Relay) recycleTakenBuffers(ctx context.Context) error {
 	if err := awaitChannel(ctx, r.carrier.joined); err != nil {
 		return err
 	}

@@ -375,7 +375,7 @@ func (r *Relay) markQueued(piece, firstRank, endRank int, idle *cuda.Event) {
 	r.recycleOwnBuffers()
 }
 
-// recycleOwnBuffers frees buffers that no rank needs. r.mu is held.
+// recycleOwnBuffers lets buffers be filled again that no rank needs. r.mu is held.
 func (r *Relay) recycleOwnBuffers() {
 	for r.free < r.queued[r.spec.Rank] && (r.carrier == nil || r.free < r.carrier.taken) {
 		r.free++
