@@ -24,13 +24,7 @@ from ..files import regular
 from ..jobs import shown
 from ..model import layout
 from ..model.opened import Model
-from ..model.options import (
-    BundleOptions,
-    StorageOptions,
-    check_options,
-    check_values,
-    spell_out,
-)
+from ..model.options import BundleOptions, StorageOptions, check_options, check_values, spell_out
 from ..model.reading import read_uri
 from ..model.storage import storage
 from ..paths import is_remote
@@ -38,7 +32,7 @@ from ..stores import write_bytes
 from ..verbs.save import save_bytes, stage_bytes
 from ..verbs.saving import Report, Saving, await_save
 from .landing import DEVICES, ORDER, devices_of
-from .opening import DIGEST, MOST_PICKLE, find_pickle
+from .opening import DIGEST, MOST_PICKLE, resolve_pickle
 from .turns import turn_of
 
 if TYPE_CHECKING:
@@ -194,7 +188,7 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
 
     check_values(wait=how.wait, **options)
     max_memory = options.pop("max_memory", None)
-    target = find_pickle(path)
+    target = resolve_pickle(path)
     access = options.get("storage_options")
     storage(access, [target])  # wrong ones are refused before anything is done
     if how.wait and max_memory is not None:

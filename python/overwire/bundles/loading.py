@@ -17,7 +17,7 @@ from ..model.sources import SourceLike
 from ..model.storage import storage
 from ..progress import ProgressLike, watch
 from .landing import Landing
-from .opening import find_pickle, open_pair
+from .opening import open_pair, resolve_pickle
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,7 +72,7 @@ def _load_object(
     storage_options: StorageOptions | None = None,
 ) -> Any:
     # folders: where a store is asked for the container, in this order.
-    watcher, target = watch(progress, "load"), find_pickle(path)
+    watcher, target = watch(progress, "load"), resolve_pickle(path)
     open_library()  # what is imported next takes as long as Go's runtime to start
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     if where is not None:

@@ -25,7 +25,7 @@ MOST_PICKLE = 1 << 30
 _TRIES = 100
 
 
-def find_pickle(path: str | os.PathLike[str]) -> str:
+def resolve_pickle(path: str | os.PathLike[str]) -> str:
     """A pickle's path, or the URI of one in a store."""
     target = local_file(path)
     return path_of(target) if is_file(target) else target
