@@ -372,6 +372,25 @@ static void run_launch(const struct op *o)
 	}
 }
 
+// All streams.
+static struct stream *streams[256];
+
+// is_record_queued reports whether a stream has not come to a record yet. A later one of the same event, on another
+// stream, may be done before. One that was destroyed has done all.
+static int is_record_queued(const struct stream *s, const struct event *event, int64_t at)
+{
+	int i = 0;
+
+	while (i < 256 && streams[i] != s)
+		i++;
+	if (i == 256 && s != &shared_stream)
+		return 0;
+	for (const struct op *o = s->first; o; o = o->next)
+		if (o->kind == RECORD && o->event == event && o->at == at)
+			return 1;
+	return 0;
+}
+
 // do_op reports whether it is done.
 static int run_op(struct op *o, int wait)
 {
@@ -397,9 +416,9 @@ static int run_op(struct op *o, int wait)
 		}
 		break;
 	case WAIT:
-		if (o->event->done < o->at)
+		if (is_record_queued(o->recorder, o->event, o->at))
 			run_ops(o->recorder, o->event, o->at, wait);
-		return wait || o->event->done >= o->at;
+		return wait || !is_record_queued(o->recorder, o->event, o->at);
 	case BUSY:
 		st.waited += wait;
 		return wait;
@@ -414,7 +433,7 @@ static void run_ops(struct stream *s, struct event *until, int64_t at, int wait)
 	if (s->running)
 		return;
 	s->running = 1;
-	while (s->first && !(until && until->done >= at)) {
+	while (s->first && (!until || is_record_queued(s, until, at))) {
 		struct op *o = s->first;
 		if (!run_op(o, wait))
 			break;
@@ -438,9 +457,6 @@ static void queue_op(owcu_handle h, struct op o)
 	s->last = &p->next;
 	st.pending++;
 }
-
-// All streams.
-static struct stream *streams[256];
 
 // for_each_stream calls f for every stream.
 static void for_each_stream(void (*f)(struct stream *s, void *arg), void *arg)
