@@ -20,6 +20,7 @@ type Machine struct {
 	Concurrency int
 	RangeBytes  int64
 	DirectIO    bool // some of the sources can read whole blocks into place
+	SumsShares  bool // checksums are compared on the GPU, of all that ranks exchange at a time
 }
 
 const (
@@ -59,7 +60,7 @@ func (m Machine) Limits() Limits {
 	case m.SlotBytes > 0:
 		lim = Limits{Piece: m.SlotBytes, Gap: 256 << 10, Share: stepPiece}
 		if m.OwnSlots() {
-			lim.Share = 0
+			lim.Share, lim.Cut = 0, m.SumsShares
 		}
 	case roundTrips:
 		lim = Limits{Piece: remotePiece, Gap: 512 << 10, InPlace: true}

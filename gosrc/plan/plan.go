@@ -50,6 +50,9 @@ type Limits struct {
 	// InPlace allows raw runs to be read straight to their destination, which must
 	// be host memory.
 	InPlace bool
+	// Cut lets pieces of PlanStored end anywhere in a stored chunk, whose checksum the caller
+	// compares where its bytes have come together.
+	Cut bool
 }
 
 // A Piece is one contiguous read, which contains Tasks[First:First+Count]. If
@@ -428,7 +431,7 @@ func (m *maker) joinIntoPieces(from, to int) {
 			cur = nil
 			continue
 		}
-		if cur != nil && cur.Source == at.source && at.off-(cur.Off+cur.Len) <= m.lim.Gap &&
+		if cur != nil && cur.Source == at.source && at.off >= cur.Off && at.off-(cur.Off+cur.Len) <= m.lim.Gap &&
 			max(end, cur.Off+cur.Len)-cur.Off <= max(m.lim.Piece, cur.Len) {
 			p.Read -= cur.Len
 			cur.Len = max(cur.Len, end-cur.Off)

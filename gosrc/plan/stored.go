@@ -19,18 +19,19 @@ type Spot struct {
 }
 
 // PlanStored plans how to read chunks to their spots as they are stored: checksums are
-// compared, and nothing is decoded. Each spot has a want of its own. Spots are in
-// the order of their sources and offsets, and of groups.
+// compared, unless lim.Cut leaves them to the caller, and nothing is decoded. Each spot has
+// a want of its own. Spots are in the order of their sources and offsets, and of groups.
 func PlanStored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	wants := make([]Want, len(spots))
 	m := newMaker(ix, wants, len(spots), lim)
 	m.p.Pieces = make([]Piece, 0, len(spots))
-	begin := 0
+	group, begin := int32(0), 0
+	var growing Piece
 	for i := range spots {
 		s := &spots[i]
-		if s.Group != spots[begin].Group {
-			m.joinIntoPieces(begin, i)
-			begin = i
+		if s.Group != group {
+			m.joinIntoPieces(begin, len(m.pos))
+			group, begin, growing = s.Group, len(m.pos), Piece{}
 		}
 		t := &ix.Tensors[s.Data]
 		c := ix.Chunks[int64(t.First)+int64(s.N)]
@@ -41,9 +42,51 @@ func PlanStored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 		if s.Bare {
 			number = -1
 		}
+		if lim.Cut {
+			m.addCutTasks(&growing, int32(i), number, t.Source, device.DecodeTask{Chunk: c, Dst: s.Dst})
+			continue
+		}
 		m.add(int32(i), number, t.Source, c.Off, n >= inPlaceMin, device.DecodeTask{Chunk: c, Dst: s.Dst})
 	}
-	m.joinIntoPieces(begin, len(spots))
+	m.joinIntoPieces(begin, len(m.pos))
 	m.splitPieces()
 	return m.p, wants
+}
+
+// pageBytes divides the ends of pieces that cut chunks: the next read then begins with a page.
+const pageBytes = 4096
+
+// addCutTasks adds a task for each part of a chunk, which is cut where pieces end: all pieces of a
+// contiguous run but the last have almost lim.Piece bytes. growing is the last piece, as
+// joinIntoPieces will join it.
+func (m *maker) addCutTasks(growing *Piece, want, number, source int32, task device.DecodeTask) {
+	begin := task.Chunk.Off
+	for off, end := begin, begin+int64(task.Chunk.Stored); off < end; {
+		n := min(end, m.endOfPiece(growing, source, off)) - off
+		growing.Len = off + n - growing.Off
+		task.Chunk.Off, task.Chunk.Stored, task.Chunk.Logical = off, uint32(n), uint32(n)
+		m.add(want, number, source, off, false, task)
+		m.p.Tasks[len(m.p.Tasks)-1].Summed = false
+		task.Dst = unsafe.Add(task.Dst, n)
+		off += n
+	}
+}
+
+// endOfPiece is where the piece ends at the latest that has the byte at off: the growing one, or
+// else the next, which then grows.
+func (m *maker) endOfPiece(growing *Piece, source int32, off int64) int64 {
+	p := growing
+	if p.Len == 0 || p.Source != source || off < p.Off || off-(p.Off+p.Len) > m.lim.Gap || off >= m.endOf(p) {
+		*p = Piece{Source: source, Off: m.alignDown(off)}
+	}
+	return m.endOf(p)
+}
+
+// endOf is where a piece ends at the latest, whose end may cut a chunk.
+func (m *maker) endOf(p *Piece) int64 {
+	end := p.Off + m.lim.Piece
+	if pages := end &^ (pageBytes - 1); pages > p.Off {
+		return pages
+	}
+	return end
 }
