@@ -65,7 +65,11 @@ func (t Target) allocateFor(sizes []int64) ([]device.Memory, error) {
 func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
 	case m.OwnSlots():
-		return cuda.ExchangeRing()
+		readers := plan.Feeders
+		if m.Cores > 0 {
+			readers = m.Workers(1)
+		}
+		return cuda.ExchangeRing(readers)
 	case m.RangeBytes > 0 || m.InGroup:
 		return cuda.RemoteRing()
 	}

@@ -41,16 +41,6 @@ const (
 	futexWake = 1 // FUTEX_WAKE
 )
 
-// A takenFlag is how many pieces of another's memory a process needs no more. It alone writes
-// this, and rings its bell.
-type takenFlag struct {
-	bell   atomic.Uint32
-	pieces atomic.Uint64
-}
-
-// takenFlagBytes is the space of a takenFlag.
-const takenFlagBytes = int(unsafe.Sizeof(takenFlag{}))
-
 // ringBell wakes those that wait for a bell.
 func ringBell(bell *atomic.Uint32) {
 	bell.Add(1)
@@ -89,24 +79,59 @@ func (p *Peers) showLife(own *processFlags) {
 	})
 }
 
-// Publish says that the first pieces of this process's memory are complete.
-func (p *Peers) Publish(pieces int) {
-	own := p.lines[p.mine.Rank]
-	setAndRing(&own.published, pieces, &own.bell)
-}
+// Publish says that the first pieces of this process's memory are complete. It rings no bell: the
+// others ask again and again.
+func (p *Peers) Publish(pieces int) { p.lines[p.mine.Rank].published.Store(uint64(pieces)) }
+
+// Published is how many pieces of a process's memory are complete.
+func (p *Peers) Published(rank int) int { return int(p.lines[rank].published.Load()) }
+
+// takenBytes is the space for what one process has taken of each.
+func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * lineBytes }
 
 // flagBytes is the space of all flags: the lines, and behind them what each takes of each.
-func flagBytes(ranks int) int64 { return int64(ranks)*lineBytes + int64(ranks*ranks*takenFlagBytes) }
+func flagBytes(ranks int) int64 { return int64(ranks) * int64(lineBytes+takenBytes(ranks)) }
 
-// takenFlagOf is what a process has taken of an owner.
-func (p *Peers) takenFlagOf(owner, by int) *takenFlag {
-	return (*takenFlag)(unsafe.Add(p.flags.base, p.ranks*lineBytes+(by*p.ranks+owner)*takenFlagBytes))
+// takenOf is how many pieces of an owner's memory a process needs no more. That process alone writes it.
+func (p *Peers) takenOf(owner, by int) *atomic.Uint64 {
+	return (*atomic.Uint64)(unsafe.Add(p.flags.base, p.ranks*lineBytes+by*takenBytes(p.ranks)+8*owner))
 }
 
 // ReleasePieces says that this process needs the first pieces of another's memory no more.
-func (p *Peers) ReleasePieces(owner, pieces int) {
-	own := p.takenFlagOf(owner, p.mine.Rank)
-	setAndRing(&own.pieces, pieces, &own.bell)
+func (p *Peers) ReleasePieces(owner, pieces int) { p.takenOf(owner, p.mine.Rank).Store(uint64(pieces)) }
+
+// Taken is how many pieces of this process's memory no other needs.
+func (p *Peers) Taken() int {
+	least := uint64(math.MaxInt)
+	for rank := range p.lines {
+		if rank != p.mine.Rank {
+			least = min(least, p.takenOf(p.mine.Rank, rank).Load())
+		}
+	}
+	return int(least)
+}
+
+// CheckOthers returns an error if another process has failed, or, where it was not called for
+// lifeEvery, is gone.
+func (p *Peers) CheckOthers() error {
+	if err := p.findTrouble(); err != nil {
+		return err
+	}
+	if now := time.Now(); now.Sub(p.looked) >= lifeEvery {
+		p.looked = now
+		return p.checkLives(nil, now)
+	}
+	return nil
+}
+
+// findTrouble returns the error of a process that has failed.
+func (p *Peers) findTrouble() error {
+	for rank, l := range p.lines {
+		if l.trouble.Load() != 0 {
+			return fmt.Errorf("%w: %w", errs.New(errs.ErrIO, "rank %d of this host", rank), ErrOther)
+		}
+	}
+	return nil
 }
 
 // ReportFailure says that this process has failed: those that wait for it stop.
@@ -121,9 +146,15 @@ func (p *Peers) ReportFailure() {
 // AwaitJoined waits until every process has begun to map the others: from then on End of
 // one waits for it.
 func (p *Peers) AwaitJoined(ctx context.Context) error {
-	return p.awaitAll(ctx, func(rank int) (*atomic.Uint32, *atomic.Uint64) {
-		return &p.lines[rank].bell, &p.lines[rank].joined
-	}, 1)
+	for rank, l := range p.lines {
+		if rank == p.mine.Rank {
+			continue
+		}
+		if err := p.awaitProcess(ctx, rank, &l.bell, func() bool { return l.joined.Load() > 0 }, true); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // AwaitMapTurn waits until the process before this one has ended its turn to map the memory of others.
@@ -143,34 +174,6 @@ func (p *Peers) EndMapTurn() {
 	setAndRing(&own.joined, 2, &own.bell)
 }
 
-// AwaitPiece waits until the first pieces of a process's memory are complete.
-func (p *Peers) AwaitPiece(ctx context.Context, rank, pieces int) error {
-	l := p.lines[rank]
-	return p.awaitProcess(ctx, rank, &l.bell, func() bool { return l.published.Load() >= uint64(pieces) }, true)
-}
-
-// AwaitTaken waits until no other process needs the first pieces of this one's memory.
-func (p *Peers) AwaitTaken(ctx context.Context, pieces int) error {
-	return p.awaitAll(ctx, func(rank int) (*atomic.Uint32, *atomic.Uint64) {
-		t := p.takenFlagOf(p.mine.Rank, rank)
-		return &t.bell, &t.pieces
-	}, uint64(pieces))
-}
-
-// awaitAll waits until a number of each other process has risen so far.
-func (p *Peers) awaitAll(ctx context.Context, of func(rank int) (*atomic.Uint32, *atomic.Uint64), to uint64) error {
-	for rank := range p.lines {
-		if rank == p.mine.Rank {
-			continue
-		}
-		bell, number := of(rank)
-		if err := p.awaitProcess(ctx, rank, bell, func() bool { return number.Load() >= to }, true); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // awaitProcess waits until a process, which rings the bell then, is ready, for the end of ctx, or for
 // the loss of that process. careful: also for the loss, or trouble, of any.
 func (p *Peers) awaitProcess(ctx context.Context, rank int, bell *atomic.Uint32, ready func() bool,
@@ -188,10 +191,8 @@ func (p *Peers) awaitProcess(ctx context.Context, rank int, bell *atomic.Uint32,
 			return context.Cause(ctx)
 		}
 		if careful {
-			for rank, l := range p.lines {
-				if l.trouble.Load() != 0 {
-					return fmt.Errorf("%w: %w", errs.New(errs.ErrIO, "rank %d of this host", rank), ErrOther)
-				}
+			if err := p.findTrouble(); err != nil {
+				return err
 			}
 		}
 		if now := time.Now(); now.Sub(asked) >= lifeEvery {

@@ -78,6 +78,8 @@ type Peers struct {
 	seen  []uint64 // the last sign of life of each
 	since []time.Time
 	lost  []int
+
+	looked time.Time // for life, by CheckOthers
 }
 
 // New makes this process's part: n bytes of memory, on a GPU or, if that is nil, of

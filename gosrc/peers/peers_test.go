@@ -75,8 +75,8 @@ func TestTogether(t *testing.T) {
 	}
 	for _, p := range all {
 		for from := range all {
-			if err := p.AwaitPiece(t.Context(), from, 1); err != nil {
-				t.Fatal(err)
+			if n := p.Published(from); n != 1 {
+				t.Fatalf("rank %d has published %d", from, n)
 			}
 			if got := unsafe.Slice((*byte)(p.Memory(from)), 8192)[8191]; got != byte(from+1) {
 				t.Errorf("rank %d's memory has %d", from, got)
@@ -85,14 +85,12 @@ func TestTogether(t *testing.T) {
 	}
 	all[1].ReleasePieces(0, 1)
 	all[2].ReleasePieces(1, 1) // another's
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
-	if err := all[0].AwaitTaken(ctx, 1); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("taken by rank 1 alone: %v", err)
+	if n := all[0].Taken(); n != 0 {
+		t.Errorf("%d taken by rank 1 alone", n)
 	}
-	all[2].ReleasePieces(0, 1)
-	if err := all[0].AwaitTaken(t.Context(), 1); err != nil {
-		t.Error(err)
+	all[2].ReleasePieces(0, 2)
+	if n := all[0].Taken(); n != 1 {
+		t.Errorf("%d taken, not 1", n)
 	}
 	over(t, all)
 }
@@ -108,9 +106,7 @@ func TestBell(t *testing.T) {
 		wait func() error
 		then func()
 	}{
-		"turn":  {func() error { return all[1].AwaitMapTurn(t.Context()) }, func() { all[0].EndMapTurn() }},
-		"piece": {func() error { return all[0].AwaitPiece(t.Context(), 1, 1) }, func() { all[1].Publish(1) }},
-		"taken": {func() error { return all[1].AwaitTaken(t.Context(), 1) }, func() { all[0].ReleasePieces(1, 1) }},
+		"turn": {func() error { return all[1].AwaitMapTurn(t.Context()) }, func() { all[0].EndMapTurn() }},
 	} {
 		go func() { woken <- step.wait() }()
 		time.Sleep(20 * time.Millisecond) // it waits, most likely
@@ -119,13 +115,15 @@ func TestBell(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	go func() { woken <- all[0].AwaitPiece(t.Context(), 1, 2) }()
+	all = append(all, together(t, 2)...)
+	go func() { woken <- all[3].AwaitMapTurn(t.Context()) }()
 	time.Sleep(20 * time.Millisecond)
-	all[1].ReportFailure()
+	all[2].ReportFailure()
 	if err := <-woken; !errors.Is(err, ErrOther) {
 		t.Error(err)
 	}
-	over(t, all)
+	over(t, all[:2])
+	over(t, all[2:])
 }
 
 // Trouble of one ends the waiting of all, by an error of its own class.
@@ -133,7 +131,7 @@ func TestTrouble(t *testing.T) {
 	all := together(t, 3)
 	all[2].ReportFailure()
 	for _, p := range all[:2] {
-		if err := p.AwaitPiece(t.Context(), 0, 1); !errors.Is(err, ErrOther) || !errors.Is(err, errs.ErrIO) {
+		if err := p.CheckOthers(); !errors.Is(err, ErrOther) || !errors.Is(err, errs.ErrIO) {
 			t.Error(err)
 		}
 	}
@@ -148,8 +146,11 @@ func TestSilence(t *testing.T) {
 	all := together(t, 2)
 	close(all[1].stop) // it lives, but does nothing any more
 	all[1].beat.Wait()
-	if err := all[0].AwaitPiece(t.Context(), 1, 1); !errors.Is(err, errs.ErrIO) || errors.Is(err, ErrOther) ||
-		len(all[0].Lost()) != 1 {
+	err := all[0].CheckOthers()
+	for deadline := time.Now().Add(time.Minute); err == nil && time.Now().Before(deadline); {
+		err = all[0].CheckOthers()
+	}
+	if !errors.Is(err, errs.ErrIO) || errors.Is(err, ErrOther) || len(all[0].Lost()) != 1 {
 		t.Errorf("%v, lost %v", err, all[0].Lost())
 	}
 	if err := all[0].End(t.Context(), true); err == nil {

@@ -6,9 +6,8 @@ package relay
 import (
 	"context"
 	"errors"
+	"runtime"
 	"slices"
-	"sync"
-	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -37,10 +36,13 @@ type carrier struct {
 	mapped  []chan struct{} // by rank: closed when its memory is mapped
 	aimed   chan struct{}
 	gone    bool // disconnected
-	work    sync.WaitGroup
-	waits   []atomic.Int64 // by rank: nanoseconds; see Report.Waited
-	own     chan ranksRead // what is on its way to this rank's GPU, or there, of its own shares
-	pulls   chan ranksRead // likewise of the others'
+
+	// Of move alone, until it has ended.
+	ordered     bool            // behind what is on the caller's stream
+	next        []int           // by rank: the next piece to take
+	own, others []ranksRead     // what waits for a slot to be decoded on the GPU
+	waits       []time.Duration // by rank; see Report.Waited
+	looked      time.Time
 
 	// Guarded by the relay's mu.
 	asked     bool // Join was called
@@ -61,8 +63,7 @@ func (r *Relay) makeCarrier() error {
 		return err
 	}
 	c := &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
-		waits: make([]atomic.Int64, spec.Ranks), own: make(chan ranksRead, spec.Buffers),
-		pulls: make(chan ranksRead, spec.Ranks*spec.Stages)}
+		waits: make([]time.Duration, spec.Ranks), next: make([]int, spec.Ranks)}
 	r.carrier = c
 	for range spec.Ranks {
 		c.mapped = append(c.mapped, make(chan struct{}))
@@ -209,44 +210,96 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 		close(c.mapped[rank])
 	}
 	c.EndMapTurn()
-	return nil
+	return c.AwaitJoined(ctx)
 }
 
-// beginCarrying brings all pieces, in the background: those of each rank by themselves.
-func (r *Relay) beginCarrying(ctx context.Context) {
+// beginMoving moves all pieces, in the background: those of each rank by themselves.
+func (r *Relay) beginMoving(ctx context.Context) {
 	begin := func(work func(context.Context) error) {
-		spawn.GoFor(&r.carrier.work, "relay carry", func() {
-			err := spawn.Guard("relay carry", func() error { return work(ctx) })
+		spawn.GoFor(&r.moving, "relay move", func() {
+			err := spawn.Guard("relay move", func() error { return work(ctx) })
 			if err != nil && ctx.Err() == nil {
 				r.failWith(r.model.PlaceError("stage", err), !errors.Is(err, peers.ErrOther))
 			}
 		})
 	}
-	begin(r.recycleTakenBuffers)
-	begin(r.mapOthers)
-	begin(func(ctx context.Context) error {
-		if err := r.awaitExchangeStart(ctx); err != nil {
-			return err
-		}
-		if r.queue != nil {
-			begin(func(ctx context.Context) error { return r.decodeBatches(ctx, true) })
-			begin(func(ctx context.Context) error { return r.decodeBatches(ctx, false) })
-		}
-		for from := range r.spec.Ranks {
-			begin(func(ctx context.Context) error { return r.carryShares(ctx, from) })
-		}
-		return nil
-	})
+	if r.carrier != nil {
+		begin(r.mapOthers)
+	}
+	if r.carrier != nil || r.queue != nil {
+		begin(r.move)
+	}
 }
 
-// awaitExchangeStart waits until the ranks have met and this one's requests are known, and orders what is
-// copied and decoded behind what is on the caller's stream: strips go where its work was.
-func (r *Relay) awaitExchangeStart(ctx context.Context) error {
-	for _, ready := range []chan struct{}{r.carrier.joined, r.carrier.aimed} {
-		if err := awaitChannel(ctx, ready); err != nil {
+// move is the one goroutine that sums this rank's shares, copies those of others, queues what is decoded, and
+// tells others how far it is. It ends when this rank has decoded all, and no other needs what it has read.
+func (r *Relay) move(ctx context.Context) error {
+	if r.queue != nil {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+	}
+	var pace pacer
+	for !r.hasMovedAll() {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		worked, err := r.moveOnce()
+		if err != nil {
 			return err
 		}
+		idle := pace.rest(worked)
+		if c := r.carrier; c != nil && idle > 0 && isClosed(c.joined) {
+			if err := c.CheckOthers(); err != nil {
+				return err
+			}
+		}
 	}
+	return nil
+}
+
+func (r *Relay) hasMovedAll() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.left == 0 && (r.carrier == nil || r.carrier.live && r.carrier.taken == len(r.pieces))
+}
+
+// moveOnce does what can be done now, and reports whether that was anything.
+func (r *Relay) moveOnce() (worked bool, err error) {
+	if r.queue != nil {
+		worked = r.queue.FinishEnded()
+		summed, err := r.sumArrived()
+		if err != nil {
+			return false, err
+		}
+		worked = worked || summed
+	}
+	c := r.carrier
+	if c == nil || !isClosed(c.joined) {
+		return worked, nil
+	}
+	worked = r.recycleTakenBuffers() || worked
+	if !isClosed(c.aimed) {
+		return worked, nil
+	}
+	if !c.ordered {
+		if err := r.orderBehindCaller(); err != nil {
+			return false, err
+		}
+		c.ordered, c.looked = true, time.Now()
+	}
+	for _, step := range []func() (bool, error){r.carryShares, r.decodeOwn, r.decodeOthers} {
+		did, err := step()
+		if err != nil {
+			return false, err
+		}
+		worked = worked || did
+	}
+	return worked, nil
+}
+
+// orderBehindCaller orders what is copied and decoded behind what is on the caller's stream: strips go where its
+// work was.
+func (r *Relay) orderBehindCaller() error {
 	if r.spec.Stream == 0 || r.queue == nil {
 		return nil
 	}
@@ -258,100 +311,88 @@ func (r *Relay) awaitExchangeStart(ctx context.Context) error {
 	return r.queue.FollowStream(uintptr(r.spec.Stream))
 }
 
-// carryShares gets and decodes what a rank has read, piece after piece.
-func (r *Relay) carryShares(ctx context.Context, from int) error {
+// carryShares takes the next piece of each rank whose share can be read.
+func (r *Relay) carryShares() (worked bool, err error) {
+	c, now := r.carrier, time.Now()
+	for from := range r.spec.Ranks {
+		did, err := r.carryShare(from)
+		if err != nil {
+			return false, err
+		}
+		if !did && c.next[from] < len(r.pieces) {
+			c.waits[from] += now.Sub(c.looked)
+		}
+		worked = worked || did
+	}
+	c.looked = now
+	return worked, nil
+}
+
+// carryShare takes the next piece of a rank, if its share can be read and there is space for it: on the
+// host it decodes it.
+func (r *Relay) carryShare(from int) (bool, error) {
 	c, own := r.carrier, from == r.spec.Rank
-	if err := awaitChannel(ctx, c.mapped[from]); err != nil {
-		return err
+	k := c.next[from]
+	if k == len(r.pieces) || !isClosed(c.mapped[from]) {
+		return false, nil
 	}
-	for k := range r.pieces {
-		p, wanted := &r.pieces[k], r.wantsAnyOf(k, from)
-		began := time.Now()
-		var err error
-		switch {
-		case own:
-			err = awaitChannel(ctx, p.checked)
-		case wanted:
-			err = c.AwaitPiece(ctx, from, k+1)
+	of, wanted := ranksRead{k, from, from + 1}, r.wantsAnyOf(k, from)
+	switch {
+	case own && !isClosed(r.pieces[k].checked), !own && wanted && c.Published(from) <= k:
+		return false, nil
+	case !wanted:
+		r.markQueued(k, from, from+1, nil)
+		r.markDecoded(of)
+	case r.queue == nil:
+		if err := r.decodeBatch([]ranksRead{of}); err != nil {
+			return false, err
 		}
-		c.waits[from].Add(int64(time.Since(began)))
-		if err != nil {
-			return err
+	case own:
+		c.own = append(c.own, of)
+	case !r.hasStagingFor(k, from):
+		return false, nil
+	default:
+		if err := r.pullShare(k, from); err != nil {
+			return false, err
 		}
-		of := ranksRead{k, from, from + 1}
-		switch {
-		case !wanted:
-			r.markQueued(k, from, from+1, nil)
-			r.markDecoded(of)
-			continue
-		case r.queue == nil:
-			if err := r.decodeBatch([]ranksRead{of}); err != nil {
-				return nil //nolint:nilerr // decode has said it
-			}
-			continue
-		case !own:
-			if err := r.pullShare(ctx, k, from); err != nil {
-				return err
-			}
-		}
-		select {
-		case r.waitingReads(own) <- of:
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
+		c.others = append(c.others, of)
 	}
-	return nil
+	c.next[from]++
+	return true, nil
 }
 
-// decodeBatches decodes on the GPU what has arrived, all that has while it waits for a slot
-// together: this rank's own shares, or those of the others.
-func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
-	ready, left := r.waitingReads(own), 0
-	for i := range r.parts {
-		if from := i % r.spec.Ranks; (from == r.spec.Rank) == own && r.wantsAnyOf(i/r.spec.Ranks, from) {
-			left++
-		}
-	}
-	for left > 0 {
-		var batch []ranksRead
-		select {
-		case of := <-ready:
-			batch = append(batch, of)
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
-		slot, err := r.queue.Get(ctx)
-		if err != nil {
-			return err
-		}
-		for more := true; more && len(batch) < mostReads; {
-			select {
-			case of := <-ready:
-				batch = append(batch, of)
-			default:
-				more = false
-			}
-		}
-		left -= len(batch)
-		var streams []uintptr
-		for _, of := range batch {
-			if s := r.carrier.streams[of.lo]; !own && !slices.Contains(streams, s) {
-				streams = append(streams, s)
-			}
-		}
-		if err := r.queueDecoding(slot.(*cuda.Slot), batch, streams); err != nil {
-			return nil //nolint:nilerr // it has said it
-		}
-	}
-	return nil
+// hasStagingFor reports whether the decoding of what the share of a piece replaces is queued.
+func (r *Relay) hasStagingFor(piece, from int) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.queued[from] > piece-r.spec.Stages
 }
 
-// waitingReads is what waits for its decoding: of this rank's own shares, or of the others'.
-func (r *Relay) waitingReads(own bool) chan ranksRead {
-	if own {
-		return r.carrier.own
+func (r *Relay) decodeOwn() (bool, error) { return r.decodeWaiting(&r.carrier.own, nil) }
+
+func (r *Relay) decodeOthers() (bool, error) {
+	return r.decodeWaiting(&r.carrier.others, r.carrier.streams)
+}
+
+// decodeWaiting queues the decoding on the GPU of what waits for it, as one batch, if a slot is free. streams,
+// by rank: behind whose work it is; nil: behind none.
+func (r *Relay) decodeWaiting(waiting *[]ranksRead, streams []uintptr) (bool, error) {
+	if len(*waiting) == 0 {
+		return false, nil
 	}
-	return r.carrier.pulls
+	slot := r.tryTakeDecodeSlot()
+	if slot == nil {
+		return false, nil
+	}
+	batch := slices.Clone((*waiting)[:min(len(*waiting), mostReads)])
+	*waiting = slices.Delete(*waiting, 0, len(batch))
+	var behind []uintptr
+	for _, of := range batch {
+		if streams != nil && !slices.Contains(behind, streams[of.lo]) {
+			behind = append(behind, streams[of.lo])
+		}
+	}
+	return true, r.queueDecoding(slot, batch, behind)
 }
 
 // wantsAnyOf reports whether this rank wants any of what a rank reads of a piece.
@@ -362,11 +403,8 @@ func (r *Relay) wantsAnyOf(piece, from int) bool {
 
 // pullShare queues the copy of a rank's share, behind the decoding of the buffer's earlier
 // piece.
-func (r *Relay) pullShare(ctx context.Context, piece, from int) error {
+func (r *Relay) pullShare(piece, from int) error {
 	c, part := r.carrier, r.partOf(piece, from)
-	if err := r.awaitLocked(ctx, func() bool { return r.queued[from] > piece-r.spec.Stages }); err != nil {
-		return err
-	}
 	defer r.countDriverTime(time.Now())
 	if err := r.pullStrips(piece, from); err != nil {
 		return err
@@ -383,43 +421,26 @@ func (r *Relay) pullShare(ctx context.Context, piece, from int) error {
 		false)
 }
 
-// recycleTakenBuffers lets buffers be filled again that the other ranks have taken, as they say so.
-func (r *Relay) recycleTakenBuffers(ctx context.Context) error {
-	if err := awaitChannel(ctx, r.carrier.joined); err != nil {
-		return err
-	}
-	// A relay without pieces does not end before the others have found it.
-	if err := r.carrier.AwaitJoined(ctx); err != nil {
-		return err
-	}
-	for n := range r.pieces {
-		if err := r.carrier.AwaitTaken(ctx, n+1); err != nil {
-			return err
-		}
-		r.mu.Lock()
-		r.carrier.taken = n + 1
-		r.recycleOwnBuffers()
-		r.mu.Unlock()
-	}
-	return nil
-}
-
-// countReadable counts a chunk of this rank's share of a piece whose bytes the others may read now.
-func (r *Relay) countReadable(piece int) {
+// recycleTakenBuffers lets buffers be filled again that the other ranks have taken, as they say so. A relay
+// without pieces does not end before the others have found it (mapOthers).
+func (r *Relay) recycleTakenBuffers() bool {
+	taken := min(r.carrier.Taken(), len(r.pieces))
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	c := r.carrier
-	if r.pieces[piece].unread--; r.pieces[piece].unread == 0 {
-		close(r.pieces[piece].checked)
+	if r.carrier.taken == taken {
+		return false
 	}
-	if c == nil {
-		return
-	}
-	for c.published < len(r.pieces) && r.pieces[c.published].unread == 0 {
-		c.published++
-	}
-	if c.live {
-		c.Publish(c.published)
+	r.carrier.taken = taken
+	r.recycleOwnBuffers()
+	return true
+}
+
+func isClosed(channel chan struct{}) bool {
+	select {
+	case <-channel:
+		return true
+	default:
+		return false
 	}
 }
 
@@ -436,8 +457,8 @@ func (r *Relay) reportWaits(rep *Report) {
 	if r.carrier == nil {
 		return
 	}
-	for i := range r.carrier.waits {
-		rep.Waited = append(rep.Waited, time.Duration(r.carrier.waits[i].Load()).Seconds())
+	for _, d := range r.carrier.waits {
+		rep.Waited = append(rep.Waited, d.Seconds())
 	}
 	rep.Lost = slices.Sorted(slices.Values(r.carrier.Lost()))
 }

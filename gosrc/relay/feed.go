@@ -5,6 +5,7 @@ package relay
 import (
 	"cmp"
 	"context"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -19,12 +20,14 @@ import (
 // A feedQueue is the queue that fetches. The device writes what it submits only
 // when the buffer's earlier piece was decoded. The readers do not wait for the driver,
 // whose calls take turns: a goroutine submits their slots, those that wait at the same time
-// together.
+// together, and asks for their ends.
 type feedQueue struct {
 	*cuda.Queue
 	r    *Relay
 	todo chan submission
 	left sync.WaitGroup // submissions
+	stop chan struct{}
+	over sync.WaitGroup // the goroutine
 }
 
 type submission struct {
@@ -34,24 +37,40 @@ type submission struct {
 
 func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 	slots, _ := load.Ring(r.machine)
-	q := &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots)}
-	spawn.Go("relay feed", func() {
-		var all []submission
-		for s := range q.todo {
-			all = append(all[:0], s)
-			for range len(q.todo) { // this goroutine alone takes them
-				all = append(all, <-q.todo)
-			}
-			err := spawn.Guard("relay feed", func() error { q.submitSlots(all); return nil })
-			for i := range all { // after a panic, also tasks that have ended: an error ends the load once
-				for task := 0; err != nil && task < len(all[i].Tasks); task++ {
-					all[i].Done(task, err)
-				}
-			}
-			q.left.Add(-len(all))
-		}
-	})
+	q := &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots), stop: make(chan struct{})}
+	feed.Poll()
+	spawn.GoFor(&q.over, "relay feed", q.run)
 	return q
+}
+
+// run submits slots and finishes those that have landed, until Close.
+func (q *feedQueue) run() {
+	runtime.LockOSThread() // it makes most of the driver's calls
+	defer runtime.UnlockOSThread()
+	var pace pacer
+	var all []submission
+	for !isClosed(q.stop) {
+		all = all[:0]
+		for range len(q.todo) { // this goroutine alone takes them
+			all = append(all, <-q.todo)
+		}
+		if len(all) > 0 {
+			q.submitSafely(all)
+		}
+		pace.rest(q.FinishEnded() || len(all) > 0)
+	}
+}
+
+// submitSafely submits slots together. After a panic each of their tasks gets its error, also those that
+// have ended: an error ends the load once.
+func (q *feedQueue) submitSafely(all []submission) {
+	defer q.left.Add(-len(all))
+	err := spawn.Guard("relay feed", func() error { q.submitSlots(all); return nil })
+	for i := range all {
+		for task := 0; err != nil && task < len(all[i].Tasks); task++ {
+			all[i].Done(task, err)
+		}
+	}
 }
 
 // Submit returns at once; what goes wrong later is an error of each task.
@@ -96,7 +115,8 @@ func (q *feedQueue) Drain(ctx context.Context) error {
 // Close submits what waits, then closes the queue.
 func (q *feedQueue) Close() {
 	q.left.Wait()
-	close(q.todo)
+	close(q.stop)
+	q.over.Wait()
 	q.Queue.Close()
 }
 

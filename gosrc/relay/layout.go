@@ -31,10 +31,11 @@ type exchangeLayout struct {
 
 // A pieceState is what the ranks read at about the same time.
 type pieceState struct {
-	share   int64         // the space of each rank in the buffer
-	begin   int           // this rank's first spot
-	checked chan struct{} // closed when this rank's share is there, and right: the others may read it
-	unread  int32         // chunks of it that they may not read yet
+	share    int64         // the space of each rank in the buffer
+	begin    int           // this rank's first spot
+	coming   int32         // chunks of this rank's share that have not arrived
+	readable bool          // this rank's share is there, and right: the others may read it
+	checked  chan struct{} // closed then
 }
 
 // A rankPart is what one rank reads of a piece, and this rank's tasks of it.
@@ -80,9 +81,9 @@ const (
 	// maxRanks is more GPUs than any host has: of several hosts, as many ranks exchange as
 	// have a share.
 	maxRanks = 256
-	// mostBatches is how many batches of shares a GPU decodes at a time. What is ready meanwhile
-	// is the next batch: the decoding of a few chunks takes as long as that of many.
-	mostBatches = 4
+	// mostBatches is how many batches of shares a GPU decodes at a time, or waits for the copies of. What is
+	// ready meanwhile is the next batch: the decoding of a few chunks takes as long as that of many.
+	mostBatches = 8
 	// mostReads is how many shares a batch may have: a slot can wait for a stream of each.
 	mostReads = 8
 	// maxSize is the largest buffer: a decode task has 32 bits for where its chunk lies.
@@ -273,7 +274,7 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 			for _, c := range own {
 				r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data]})
 			}
-			piece.unread = int32(len(own))
+			piece.coming = int32(len(own))
 		}
 	}
 	piece.share = (piece.share + shareAlign - 1) &^ (shareAlign - 1)
@@ -291,7 +292,8 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 			r.placeOf(c).off += int64(rank) * piece.share
 		}
 	}
-	if piece.unread == 0 {
+	if piece.coming == 0 {
+		r.pieces[number].readable = true
 		close(piece.checked)
 	}
 }

@@ -78,8 +78,10 @@ type Relay struct {
 
 // gpuState is what a relay has of a GPU.
 type gpuState struct {
-	queue *cuda.Queue  // decodes; nil: the host does
-	feed  device.Queue // fetches; nil: the host
+	queue    *cuda.Queue   // decodes; nil: the host does
+	feed     device.Queue  // fetches; nil: the host
+	arrived  chan int      // pieces whose share of this rank has arrived, to be summed
+	decoding chan struct{} // a token for each batch that is being decoded
 }
 
 // profile is what a relay counts of its own work.
@@ -103,7 +105,7 @@ func (p *profile) countFlight(n int64) {
 // state is how far a relay is. mu guards it.
 type state struct {
 	mu     sync.Mutex
-	wake   chan struct{} // closed and renewed when free grows, or left falls
+	wake   chan struct{} // closed and renewed when free grows, or nothing is left
 	free   int           // pieces whose buffer may be filled again: [0, free)
 	queued []int         // by rank: pieces of which the decoding of that rank's share is queued: [0, queued)
 	done   []int         // by rank: pieces whose share of that rank was decoded: [0, done)
@@ -114,6 +116,7 @@ type state struct {
 	shut   bool
 	host   sync.Mutex     // held while the host decodes
 	busy   sync.WaitGroup // Decode calls
+	moving sync.WaitGroup // goroutines of beginMoving
 	once   sync.Once      // of close
 
 	unmapped atomic.Bool // err is that another rank's memory cannot be mapped
@@ -152,6 +155,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	r.machine.InGroup = true
 	if tgt.GPU != nil {
 		_, r.machine.SlotBytes = load.Ring(r.machine)
+		r.machine.SumsShares = !tgt.GPU.ReadsInPlace()
 	}
 	cores, with := r.coresAndRanks()
 	r.machine.Cores, r.machine.Ranks = min(r.machine.Cores, cores), with
@@ -208,11 +212,11 @@ func (r *Relay) makeQueues() (err error) {
 		return err
 	}
 	r.feed = newFeedQueue(feed, r)
-	if r.queue, err = gpu.Queue(batches, cuda.TablesOnly); err != nil {
+	r.arrived, r.decoding = make(chan int, len(r.pieces)), make(chan struct{}, batches)
+	if r.queue, err = gpu.Queue(batches+mostSums, cuda.TablesOnly); err != nil {
 		return err
 	}
-	feed.PollForEnd() // other ranks wait for what this one has read, and for its buffers
-	r.queue.PollForEnd()
+	r.queue.Poll()
 	if r.spec.Stream != 0 { // the ring may still be in use there
 		return feed.FollowStream(uintptr(r.spec.Stream))
 	}
@@ -243,10 +247,10 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	task := &pipeline.Task{
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch, Queue: r.feed,
 		Workers: r.machine.Workers(depth),
-		Gate: func(ctx context.Context, job int32) error {
-			return r.awaitBuffersUpTo(ctx, int(r.spots[job].Group)-r.ringOf(0, r.spec.Rank).count+1-ahead)
+		Gate: func(ctx context.Context, task int32) error {
+			return r.awaitBuffersUpTo(ctx, r.pieceOfFetch(task)-r.ringOf(0, r.spec.Rank).count+1-ahead)
 		},
-		Landed: func(spot int32) { r.countReadable(int(r.spots[spot].Group)) },
+		Landed: func(spot int32) { r.countArrival(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
@@ -256,9 +260,9 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	if r.feed != nil {
 		task.Near = r.target.GPU.NearNode()
 	}
-	if r.carrier != nil {
-		r.beginCarrying(ctx)
-	}
+	moving, stop := context.WithCancel(ctx)
+	defer stop() // before closeQueues
+	r.beginMoving(moving)
 	st, err := pipeline.Run(ctx, task)
 	if err == nil {
 		err = r.model.Uncut()
@@ -289,10 +293,13 @@ func (r *Relay) leaveExchange(ctx context.Context) {
 	if r.carrier == nil {
 		return
 	}
-	r.carrier.work.Wait()
+	r.moving.Wait()
 	r.closeQueues()
 	r.closeCarrier(ctx)
 }
+
+// pieceOfFetch is the piece that a task of the fetch is for.
+func (r *Relay) pieceOfFetch(task int32) int { return int(r.spots[r.fetch.Refs[task].Want].Group) }
 
 // piecesAhead is how many pieces beyond the ring may be read into slots of the queue,
 // where they wait for a buffer. They leave one slot free: the decoding that frees
@@ -302,9 +309,9 @@ func (r *Relay) piecesAhead() int {
 	if r.feed == nil || r.fetch.Slot > size {
 		return 0
 	}
-	most, n, last := 1, 0, int32(-1)
+	most, n, last := 1, 0, -1
 	for i := range r.fetch.Pieces {
-		if group := r.spots[r.fetch.Pieces[i].First].Group; group != last {
+		if group := r.pieceOfFetch(r.fetch.Pieces[i].First); group != last {
 			n, last = 0, group
 		}
 		n++
@@ -319,6 +326,7 @@ func (r *Relay) closeQueues() {
 		r.mu.Lock()
 		r.shut = true
 		r.mu.Unlock()
+		r.moving.Wait()
 		r.busy.Wait()
 		r.closeBothQueues()
 	})
@@ -377,10 +385,13 @@ func (r *Relay) markQueued(piece, firstRank, endRank int, idle *cuda.Event) {
 
 // recycleOwnBuffers lets buffers be filled again that no rank needs. r.mu is held.
 func (r *Relay) recycleOwnBuffers() {
+	before := r.free
 	for r.free < r.queued[r.spec.Rank] && (r.carrier == nil || r.free < r.carrier.taken) {
 		r.free++
 	}
-	r.wakeWaiters()
+	if r.free > before {
+		r.wakeWaiters()
+	}
 }
 
 func (r *Relay) markDecoded(of ranksRead) {
@@ -396,7 +407,9 @@ func (r *Relay) markDecoded(of ranksRead) {
 			r.carrier.ReleasePieces(rank, r.done[rank])
 		}
 	}
-	r.wakeWaiters()
+	if r.left == 0 {
+		r.wakeWaiters()
+	}
 }
 
 // countTask counts a decode task that has ended: the last of its request's lands it.

@@ -45,7 +45,6 @@ type pieceBuilder struct {
 	used              int  // bytes of tables
 	inScr             int64
 	runs              []rawRun // the whole piece, where its tasks are few copies; see Slot.AllowGapWrites
-	summing           int      // parts of checksums in these
 	chunks            []C.ow_x16_chunk
 	owner             []int // task of each chunk
 	moves             []C.ow_move
@@ -115,17 +114,17 @@ func (b *pieceBuilder) checkPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	}
 }
 
-// findCopyRuns finds the runs of a loose piece. It reports whether they are few, and all that
-// the piece has.
+// findCopyRuns finds the runs of a loose piece without checksums. It reports whether they are few, and
+// all that the piece has.
 func (b *pieceBuilder) findCopyRuns() bool {
-	b.summing = 0
 	for i := range b.tasks {
 		task := &b.tasks[i]
 		lo, hi := int64(task.Src), int64(task.Src)+int64(task.Chunk.Stored)
 		k := len(b.runs) - 1
 		next := k < 0 || lo < b.runs[k].hi || lo-b.runs[k].hi >= looseGap ||
 			unsafe.Add(b.runs[k].dst, lo-b.runs[k].lo) != task.Dst
-		if task.Chunk.Codec != tensor.CodecRaw || task.View != nil || task.Cast.To != 0 || next && k == fewRuns-1 {
+		if task.Chunk.Codec != tensor.CodecRaw || task.View != nil || task.Cast.To != 0 || b.comparesSum(task) ||
+			next && k == fewRuns-1 {
 			b.runs = b.runs[:0]
 			return false
 		}
@@ -134,12 +133,6 @@ func (b *pieceBuilder) findCopyRuns() bool {
 		} else {
 			b.runs[k].hi = hi
 		}
-		if b.comparesSum(task) {
-			b.summing += countCRCParts(task)
-		}
-	}
-	if b.summing >= maxWords {
-		b.runs = b.runs[:0]
 	}
 	return len(b.runs) > 0
 }
@@ -207,7 +200,7 @@ func (b *pieceBuilder) addTask(task *device.DecodeTask, scratch uint64) bool {
 	before, hasSum := b.used, b.comparesSum(task)
 	fits := !hasSum || b.reserveForSum(task)
 	switch {
-	case !fits || len(b.runs) > 0:
+	case !fits || len(b.runs) > 0 || b.s.sumOnly:
 	case task.Chunk.Codec == tensor.CodecX16:
 		fits = b.addX16(task, scratch)
 	default:

@@ -83,9 +83,13 @@ func (q *Queue) CanCheck() bool { return !q.inPlace }
 // CheckOnSubmit makes the slot's next Submit compare the checksums of its tasks that have one.
 func (s *Slot) CheckOnSubmit() { s.checks = true }
 
+// SumOnly makes the slot's next Submit only compare the checksums of its tasks, whose bytes are in
+// device memory (ViewDevice): it writes nothing to their destinations.
+func (s *Slot) SumOnly() { s.sumOnly = true }
+
 // comparesSum is whether the device compares a task's checksum.
 func (b *pieceBuilder) comparesSum(task *device.DecodeTask) bool {
-	return b.s.checks && task.Summed && !b.s.isReadInPlace()
+	return b.s.sumOnly || b.s.checks && task.Summed && !b.s.isReadInPlace()
 }
 
 // countCRCParts is into how many parts a task's chunk is cut.

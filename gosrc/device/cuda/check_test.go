@@ -1,6 +1,7 @@
 package cuda
 
 import (
+	"bytes"
 	"errors"
 	"hash/crc32"
 	"strings"
@@ -122,6 +123,64 @@ func TestUnchecked(t *testing.T) {
 	for _, err := range p.send(t, d, l, 0, check) {
 		if err == nil || !strings.Contains(err.Error(), "checksum mismatch") {
 			t.Error(err)
+		}
+	}
+}
+
+// SumOnly finds one changed bit in device memory, of a chunk of any size, and writes nothing.
+func TestSumOnly(t *testing.T) {
+	r := random(t)
+	d, q := open(t, 2, 1<<20)
+	var p piece
+	for _, n := range []int{1, 5, 8191, 8193, 70_001, 300_000} {
+		p.raw(weights(r, x16.Bytes, n))
+	}
+	p.sum()
+	mem, err := d.Alloc([]int64{int64(len(p.bytes))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mem[0].Release()
+	for bad := -1; bad < len(p.jobs); bad++ {
+		if bad >= 0 {
+			c := &p.jobs[bad]
+			p.bytes[int(c.Src)+r.IntN(int(c.Chunk.Stored))] ^= byte(1 << r.IntN(8))
+		}
+		up := []device.DecodeTask{{Dst: mem[0].Ptr, Chunk: tensor.Chunk{Codec: tensor.CodecRaw,
+			Stored: uint32(len(p.bytes)), Logical: uint32(len(p.bytes))}}}
+		failures := make([]error, len(p.jobs))
+		for _, tasks := range [][]device.DecodeTask{up, p.jobs} {
+			s, err := q.Get(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			copy(s.Memory(), p.bytes)
+			if &tasks[0] == &p.jobs[0] {
+				for i := range tasks {
+					tasks[i].Dst = mem[0].Ptr // where nothing is written
+				}
+				s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), int64(len(p.bytes)))
+				s.(*Slot).SumOnly()
+			}
+			if err := q.Submit(s, int64(len(p.bytes)), tasks, func(i int, err error) { failures[i] = err }); err != nil {
+				t.Fatal(err)
+			}
+			if err := q.Drain(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for i, err := range failures {
+			if wrong := errs.RuleOf(err) == errs.RuleChecksum; wrong != (i == bad) || err != nil && i != bad {
+				t.Errorf("task %d, where that of %d has changed: %v", i, bad, err)
+			}
+		}
+		got := make([]byte, len(p.bytes))
+		if err := d.Read(got, mem[0]); err != nil || !bytes.Equal(got, p.bytes) {
+			t.Errorf("the bytes have changed: %v", err)
+		}
+		if bad >= 0 {
+			c := &p.jobs[bad]
+			copy(p.bytes[c.Src:], p.want[bad])
 		}
 	}
 }

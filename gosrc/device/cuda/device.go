@@ -138,6 +138,9 @@ func (d *Device) Index() int { return d.index }
 // NearNode is the NUMA node near the device; nil: there is nothing to choose.
 func (d *Device) NearNode() *nodes.Place { return d.near }
 
+// ReadsInPlace reports whether kernels read slots where they are: then the device compares no checksums.
+func (d *Device) ReadsInPlace() bool { return d.coherent }
+
 // Trim frees what is kept between loads: the idle queue with its pinned memory and
 // staging, and tensor memory without a holder. It waits for the work that uses
 // that, and the driver may wait for more. Memory whose users are being captured

@@ -61,11 +61,14 @@ func DefaultRing() (slots int, bytes int64) { return ring.slots, ring.bytes }
 // each of whose connections fills a slot alone.
 func RemoteRing() (slots int, bytes int64) { return redivideSlots(ring.divided, ring.bytes/2) }
 
-// ExchangeRing divides the memory of DefaultRing so that a slot fits the second-level cache of a core, whose
-// reader fills it alone: for ranks that exchange what they read of local files; see SubmitAll. With
-// half more slots, four ranks together had more bytes on their way than the processor's caches hold:
-// they read slower, and so did the copies up, by a tenth in all where the files are compressed.
-func ExchangeRing() (slots int, bytes int64) { return redivideSlots(ring.slots, ring.bytes/4) }
+// ExchangeRing has three slots for each reader, as far as the memory of DefaultRing reaches, of
+// which two fit the second-level cache of its core: for ranks that exchange what they read of
+// local files; see SubmitAll. With more slots four ranks together have more bytes on their way than
+// the processor's caches hold: they read slower, and so do the copies up.
+func ExchangeRing(readers int) (slots int, bytes int64) {
+	slots, bytes = redivideSlots(ring.slots, ring.bytes/8)
+	return min(slots, 3*readers), bytes
+}
 
 // roundUpToRing is n, or a bit more where that is the memory of another division.
 func roundUpToRing(n int64) int64 {
@@ -74,7 +77,7 @@ func roundUpToRing(n int64) int64 {
 	switch {
 	case n > base && n < whole:
 		return whole
-	case n > base-one && n < base:
+	case n > base/2 && n < base:
 		return base
 	}
 	return n

@@ -36,6 +36,21 @@ func (f *freeSlots) takeSlotFor(ctx context.Context, reader int) (*Slot, error) 
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
+	return f.popSlotFor(reader), nil
+}
+
+// tryTakeSlot takes a slot, or nil if none is free.
+func (f *freeSlots) tryTakeSlot() *Slot {
+	select {
+	case <-f.tokens:
+		return f.popSlotFor(anyone)
+	default:
+		return nil
+	}
+}
+
+// popSlotFor takes a slot for a token that the caller has taken.
+func (f *freeSlots) popSlotFor(reader int) *Slot {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	n := len(f.slots) - 1
@@ -47,7 +62,7 @@ func (f *freeSlots) takeSlotFor(ctx context.Context, reader int) (*Slot, error) 
 	s := f.slots[n]
 	s.reader = reader
 	f.slots = slices.Delete(f.slots, n, n+1)
-	return s, nil
+	return s
 }
 
 // takeSlots waits until n slots are back, and takes them.

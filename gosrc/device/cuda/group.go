@@ -7,9 +7,9 @@ package cuda
 const groupSlots = 16
 
 // SubmitAll is Submit for each piece, in their order. Neighbours that wait for one event and are
-// loose, and lie as at their destinations, go up as one: each by its copies, the checksums
-// of all by one kernel, and they end together. An error is one of each task of the
-// pieces that did not go up: unlike Submit, it calls their done here, and returns none.
+// loose, have no checksums, and lie as at their destinations, go up as one: each by its copies,
+// and they end together. An error is one of each task of the pieces that did not go up: unlike
+// Submit, it calls their done here, and returns none.
 func (q *Queue) SubmitAll(pieces []FilledSlot) {
 	for i := range pieces {
 		p := &pieces[i]
@@ -34,22 +34,10 @@ func (q *Queue) SubmitAll(pieces []FilledSlot) {
 // tryJoinSlot takes another slot's work into this one's, and reports whether it did.
 func (s *Slot) tryJoinSlot(other *Slot) bool {
 	b, o := &s.build, &other.build
-	if len(b.runs) == 0 || len(o.runs) == 0 || s.c.after != other.c.after ||
-		len(s.joined)+1 == groupSlots || b.summing+o.summing >= maxWords {
+	if len(b.runs) == 0 || len(o.runs) == 0 || s.c.after != other.c.after || len(s.joined)+1 == groupSlots {
 		return false
 	}
-	b.summing += o.summing
 	s.copied += other.copied
 	s.joined = append(s.joined, other)
 	return true
-}
-
-// absorbRound adds the round of another build, of runs, to this one of runs.
-func (b *pieceBuilder) absorbRound(o *pieceBuilder) {
-	b.copies = append(b.copies, o.copies...)
-	for _, c := range o.sums {
-		c.first += len(b.crcs)
-		b.sums = append(b.sums, c)
-	}
-	b.crcs = append(b.crcs, o.crcs...)
 }

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"slices"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
@@ -114,7 +115,7 @@ func TestFollowEvent(t *testing.T) {
 		t.Fatal(err)
 	}
 	after := q.slots[3].EndEvent()
-	q.PollForEnd()
+	q.Poll()
 	for n, loose := range []bool{true, false, true} {
 		s, err := q.Get(t.Context())
 		if err != nil {
@@ -136,6 +137,11 @@ func TestFollowEvent(t *testing.T) {
 		if err := q.Submit(s, 4096, tasks, func(int, error) {}); err != nil {
 			t.Fatal(err)
 		}
+		for deadline := time.Now().Add(time.Minute); !q.FinishEnded(); {
+			if time.Now().After(deadline) {
+				t.Fatal("its work does not end")
+			}
+		}
 		if err := q.Drain(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -148,7 +154,7 @@ func TestFollowEvent(t *testing.T) {
 			t.Errorf("submit %d does not wait before it writes: %v", n, calls)
 		}
 		if !slices.Contains(calls, "event_query") {
-			t.Errorf("submit %d: a prompt queue does not ask: %v", n, calls)
+			t.Errorf("submit %d: a polled queue does not ask: %v", n, calls)
 		}
 		count := map[string]int{}
 		for _, call := range calls {
@@ -222,5 +228,61 @@ func TestFollowStreams(t *testing.T) {
 	mem[1].Release()
 	if left := end(); left != "" {
 		t.Error(left)
+	}
+}
+
+// A slot of a polled queue whose kernels wait for another stream holds up none on other streams, and Close
+// waits for it.
+func TestPolledQueueFinishesWhatHasEnded(t *testing.T) {
+	d, q, end := faked(t, 4, 1<<20)
+	mem, err := d.Alloc([]int64{4096})
+	if err != nil {
+		t.Fatal(err)
+	}
+	stream, err := d.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cudatest.OccupyStream(stream)()
+	q.Poll()
+	var landed []int
+	for n := range 2 {
+		s := q.TryGet()
+		if s == nil {
+			t.Fatal("no slot is free")
+		}
+		if n == 0 {
+			s.DelayKernels(stream)
+		}
+		s.ViewDevice(uintptr(mem[0].Ptr), 4096)
+		task := device.DecodeTask{Dst: mem[0].Ptr, Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: 16, Logical: 16}}
+		tasks := []device.DecodeTask{task, task, task, task}
+		if err := q.Submit(s, 4096, tasks, func(task int, err error) {
+			if err != nil {
+				t.Error(err)
+			}
+			if task == 0 {
+				landed = append(landed, n)
+			}
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for deadline := time.Now().Add(time.Minute); !q.FinishEnded(); {
+		if time.Now().After(deadline) {
+			t.Fatal("nothing ends")
+		}
+	}
+	if !slices.Equal(landed, []int{1}) {
+		t.Errorf("%v has landed, not the second", landed)
+	}
+	q.finishAll() // as Close does
+	if !slices.Equal(landed, []int{1, 0}) {
+		t.Errorf("%v has landed, and all is finished", landed)
+	}
+	d.SyncAndFreeStream(stream)
+	mem[0].Release()
+	if left := end(); left != "" {
+		t.Errorf("left: %s", left)
 	}
 }

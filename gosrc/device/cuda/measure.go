@@ -46,18 +46,18 @@ func (q *Queue) Asynchronous() bool { return true }
 // of its kernels; nil ends this. No piece may be in flight. For a piece of several
 // rounds it reports the last.
 func (q *Queue) TraceTimes(trace device.TraceFunc) error {
+	if err := q.deviceError(); err != nil {
+		return err
+	}
+	var e C.struct_owcu_error
+	var err error
+	if C.owcu_time_slots(q.c, cBool(trace != nil), &e) != 0 {
+		err, trace = q.recordError(&e), nil
+	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.broken != nil {
-		return q.broken
-	}
-	q.trace = nil
-	var e C.struct_owcu_error
-	if C.owcu_time_slots(q.c, cBool(trace != nil), &e) != 0 {
-		return q.recordError(&e)
-	}
 	q.trace, q.origin = trace, time.Now()
-	return nil
+	return err
 }
 
 // reportTimes calls trace for a piece that has landed.

@@ -3,8 +3,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <time.h>
 
 #include "../../../cuda/abi.h"
 #include "driver/call.h"
@@ -125,7 +123,7 @@ static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_er
 	owcu_handle copy = q->slab.streams[0], last = copy;
 
 	if (s->nlaunches > 0)
-		last = q->slab.streams[1 + s->stream];
+		last = q->slab.streams[(1 + s->stream) % OWCU_STREAMS];
 	if (s->ncopies == 0)
 		copy = last;
 	if (s->after && (s->early || last == copy) && TRY(stream_wait, (copy, s->after, 0)))
@@ -161,24 +159,31 @@ int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 	if (rc) {
 		// Some of it may run, on memory that the caller is about to reuse.
 		owcu->stream_sync(q->slab.streams[0]);
-		owcu->stream_sync(q->slab.streams[1 + s->stream]);
+		owcu->stream_sync(q->slab.streams[(1 + s->stream) % OWCU_STREAMS]);
 	} else if (s->wait && (rc = TRY(event_sync, (s->done)))) {
-		owcu->stream_sync(q->slab.streams[1 + s->stream]);
+		owcu->stream_sync(q->slab.streams[(1 + s->stream) % OWCU_STREAMS]);
 	}
 	return leave(&g, rc);
 }
 
-// poll_event_briefly asks for an event again and again, and rests in between, since readers need the
-// core, and others the driver: with rests of 10 microseconds two ranks loaded up to 5 % slower.
-// What is wrong with the event is for others to find.
-static void poll_event_briefly(owcu_handle event)
+int owcu_has_slot_ended(struct owcu_queue *q, int slot)
 {
-	const struct timespec rest = {.tv_nsec = 20000};
+	struct owcu_guard g;
+	struct owcu_error ignored = {0};
 
-	prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0); // else a rest is 50 microseconds longer
-	for (int i = 0; i < 50 && owcu->event_query(event) == OWCU_NOT_READY; i++)
-		nanosleep(&rest, NULL);
-	prctl(PR_SET_TIMERSLACK, 0, 0, 0, 0); // as it was
+	if (enter(&g, q->ctx, &ignored))
+		return 1;
+	return leave(&g, owcu->event_query(q->slots[slot]->done) != OWCU_NOT_READY);
+}
+
+void owcu_pause(int rounds)
+{
+	for (int i = 0; i < rounds; i++)
+#if defined(__x86_64__)
+		__builtin_ia32_pause();
+#else
+		__asm__ volatile("yield");
+#endif
 }
 
 int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
@@ -190,8 +195,6 @@ int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 	// nothing is known about the memory.
 	if (rc && enter(&g, q->ctx, e))
 		return rc;
-	if (rc == 0 && q->prompt)
-		poll_event_briefly(q->slots[slot]->done);
 	if (rc == 0)
 		rc = TRY(event_sync, (q->slots[slot]->done));
 	for (int k = 0; rc == 0 && q->timed && k < 4; k++)

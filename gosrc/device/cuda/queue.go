@@ -9,6 +9,8 @@ import "C"
 import (
 	"context"
 	"errors"
+	"math"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"
@@ -51,12 +53,19 @@ type Queue struct {
 	submitted chan *Slot    // in order, to the completer
 	ended     chan struct{} // closed when the completer has ended
 
-	mu       sync.Mutex // also orders submits: pieces that use scratch must not interleave
+	order sync.Mutex // of submissions, held during the driver's calls: pieces that use scratch must not interleave
+	next  uint32     // compute stream; guarded by order
+
+	polled    bool       // see Poll; set while no work is in flight
+	finishing sync.Mutex // held while slots of a polled queue are finished: one after the other
+	asked     []*Slot    // of FinishEnded; guarded by finishing
+
+	mu       sync.Mutex // guards the rest, for moments: the completer must not wait for the driver's calls of others
 	inflight int
 	drained  chan struct{} // closed and renewed when inflight falls to 0
 	broken   error         // the first device error; later submits fail with it
 	closed   bool
-	next     uint32           // compute stream
+	flying   []*Slot          // where it is polled: submitted, in order
 	trace    device.TraceFunc // nil: not timed
 	origin   time.Time
 }
@@ -79,6 +88,7 @@ type Slot struct {
 	reader   int     // who filled it last, alone; or anyone
 	loose    bool    // see AllowGapWrites
 	checks   bool    // see CheckOnSubmit
+	sumOnly  bool    // see SumOnly
 	count    int     // tasks of the piece
 	joined   []*Slot // whose work this one's includes; see SubmitAll
 	copied   int64   // bytes, for the trace
@@ -146,8 +156,8 @@ func (d *Device) takeOrMakeQueue(slots int, slotBytes int64) (*Queue, error) {
 	*idle = nil
 	d.mu.Unlock()
 	if queue != nil {
-		if need := int64(slots) * slotStride(slotBytes); slots <= len(queue.all) && need <= queue.pages.n &&
-			queue.pages.n <= 2*need+huge {
+		if need := roundUpToRing(int64(slots) * slotStride(slotBytes)); slots <= len(queue.all) &&
+			need <= queue.pages.n && queue.pages.n <= 2*need+huge {
 			queue.closed, queue.inPlace = false, d.coherent
 			queue.divideIntoSlots(slots, slotStride(slotBytes))
 			return queue, nil
@@ -161,7 +171,7 @@ func (d *Device) takeOrMakeQueue(slots int, slotBytes int64) (*Queue, error) {
 	}
 	most, n := slots, roundUpToRing(int64(slots)*slotStride(slotBytes))
 	if idleIndexFor(slotBytes) == 0 { // the next source may need another division
-		fine, _ := ExchangeRing()
+		fine, _ := ExchangeRing(math.MaxInt / 3)
 		most = max(most, fine)
 	}
 	memory := d.takeSparePages()
@@ -217,7 +227,6 @@ func (d *Device) newQueue(pages *hugePages, most int, kernels []C.owcu_handle) (
 func (q *Queue) divideIntoSlots(slots int, room int64) {
 	q.free.takeSlots(len(q.slots))
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
-	q.c.prompt = 0
 	base := q.c.slab.device
 	if q.inPlace {
 		base = q.c.slab.mapped
@@ -240,12 +249,6 @@ func (q *Queue) ReadInPlace() {
 	q.divideIntoSlots(len(q.slots), q.size+headBytes)
 }
 
-// PollForEnd suits the queue, until Close, to ranks of a host that wait for each other and
-// share its memory: it asks the device again and again for the end of a slot's work, since
-// a thread that sleeps until the device wakes it is late by 150 microseconds. No slot may be
-// in use.
-func (q *Queue) PollForEnd() { q.c.prompt = 1 }
-
 // Get waits for a free slot, or for the end of ctx.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) { return q.GetFor(ctx, anyone) }
 
@@ -256,9 +259,23 @@ func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.owned, s.loose, s.checks, s.view, s.onDev = true, false, false, nil, 0
-	s.c.after, s.c.nbehind = nil, 0
+	s.ownFresh()
 	return s, nil
+}
+
+// TryGet is Get that does not wait: nil if no slot is free.
+func (q *Queue) TryGet() *Slot {
+	s := q.free.tryTakeSlot()
+	if s != nil {
+		s.ownFresh()
+	}
+	return s
+}
+
+// ownFresh makes the slot its caller's, as if it were new.
+func (s *Slot) ownFresh() {
+	s.owned, s.loose, s.checks, s.sumOnly, s.view, s.onDev = true, false, false, false, nil, 0
+	s.c.after, s.c.nbehind = nil, 0
 }
 
 // View replaces the slot's bytes by b until the slot is back: memory that was
@@ -285,15 +302,15 @@ func (s *Slot) ViewMirror() unsafe.Pointer {
 // StagingMemory is the device memory that contains the slots' mirrors. A queue of a coherent
 // device has none before the first call. No slot may be in use.
 func (q *Queue) StagingMemory() (base unsafe.Pointer, n int64, err error) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
+	q.order.Lock()
+	defer q.order.Unlock()
 	if err := q.allocateOnce(&q.c.slab.device, q.pages.n, "the staging of a load"); err != nil {
 		return nil, 0, err
 	}
 	return devicePointer(q.c.slab.device), q.pages.n, nil
 }
 
-// allocateOnce allocates the queue's scratch or staging, unless it is there. q.mu is held.
+// allocateOnce allocates the queue's scratch or staging, unless it is there. q.order is held.
 func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 	var e C.struct_owcu_error
 	if *which == 0 && C.owcu_queue_alloc(q.c, which, C.uint64_t(n), &e) != 0 {
@@ -376,10 +393,10 @@ func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int
 
 // submitJoined queues the work of a slot that has begun, and of those with it.
 func (q *Queue) submitJoined(s *Slot) error {
-	q.mu.Lock()
-	defer q.mu.Unlock()
+	q.order.Lock()
+	defer q.order.Unlock()
 	b := &s.build
-	err := q.broken
+	err := q.deviceError()
 	for err == nil && !b.hasAllTasks() {
 		err = q.queueRound(s, b)
 	}
@@ -387,8 +404,14 @@ func (q *Queue) submitJoined(s *Slot) error {
 		q.freeSlotAndJoined(s)
 		return err
 	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
 	q.inflight++
-	q.submitted <- s
+	if q.polled {
+		q.flying = append(q.flying, s)
+		return nil
+	}
+	q.submitted <- s // has space for all
 	return nil
 }
 
@@ -403,7 +426,7 @@ func (q *Queue) freeSlotAndJoined(s *Slot) {
 
 // queueRound queues as many of a piece's tasks as the tables hold. It waits for every
 // round but the last, since the next one overwrites the tables; pieces that need
-// several are rare. q.mu is held.
+// several are rare. q.order is held.
 func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	if b.pieceNeedsScratch {
 		if err := q.allocateOnce(&q.c.scratch, scratchBytes, "scratch"); err != nil {
@@ -413,7 +436,7 @@ func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	b.fillRound(uint64(q.c.scratch))
 	for _, m := range s.joined {
 		m.build.fillRound(0)
-		b.absorbRound(&m.build)
+		b.copies = append(b.copies, m.build.copies...)
 	}
 	c := s.c
 	c.wait = 0
@@ -421,8 +444,10 @@ func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 		c.wait = 1
 	}
 	c.stream = 0
-	// Chunks in scratch wait for each other on the first stream.
-	if !b.scratch {
+	switch {
+	case s.sumOnly: // others wait for it, and the kernels on the other streams may wait for copies
+		c.stream = C.OWCU_STREAMS - 1
+	case !b.scratch: // chunks in scratch wait for each other on the first stream
 		c.stream = C.uint32_t(q.next % (C.OWCU_STREAMS - 1))
 		q.next++
 	}
@@ -442,10 +467,19 @@ func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	return nil
 }
 
+// deviceError is the error that broke the queue, if there is one.
+func (q *Queue) deviceError() error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.broken
+}
+
 // recordError records a device error. Out of memory is not one, nor is a stream that is
 // being captured: the next call may succeed.
 func (q *Queue) recordError(e *C.struct_owcu_error) error {
 	err := errorOf(q.dev.index, e)
+	q.mu.Lock()
+	defer q.mu.Unlock()
 	if e.code != C.OWCU_OUT_OF_MEMORY && e.code != C.OWCU_CAPTURED && q.broken == nil {
 		q.broken = err
 	}
@@ -461,17 +495,68 @@ func (q *Queue) runCompleter() {
 	}
 }
 
+// Poll leaves the ends of slots, until Close, to the queue's user, who asks for them by FinishEnded
+// again and again: a thread that sleeps until the device wakes it, and then wakes others, is late by
+// hundreds of microseconds. Drain then waits for that user. No slot may be in use.
+func (q *Queue) Poll() { q.polled = true }
+
+// FinishEnded calls done for what has landed by now, on each stream in the order of submission, and
+// reports whether anything has. It does not wait.
+func (q *Queue) FinishEnded() (any bool) {
+	q.finishing.Lock()
+	defer q.finishing.Unlock()
+	q.mu.Lock()
+	q.asked = append(q.asked[:0], q.flying...)
+	q.mu.Unlock()
+	var busy [C.OWCU_STREAMS]bool
+	for _, s := range q.asked {
+		stream := s.lastStream()
+		if busy[stream] || C.owcu_has_slot_ended(q.c, C.int(s.index)) == 0 {
+			busy[stream] = true
+			continue
+		}
+		q.finishFlying(s)
+		any = true
+	}
+	return any
+}
+
+// finishAll waits for all slots of a polled queue, and finishes them.
+func (q *Queue) finishAll() {
+	q.finishing.Lock()
+	defer q.finishing.Unlock()
+	for len(q.flying) > 0 {
+		q.finishFlying(q.flying[0])
+	}
+}
+
+// finishFlying waits for a slot of a polled queue, and finishes it. q.finishing is held.
+func (q *Queue) finishFlying(s *Slot) {
+	q.mu.Lock()
+	q.flying = slices.DeleteFunc(q.flying, func(other *Slot) bool { return other == s })
+	q.mu.Unlock()
+	_ = spawn.Guard("cuda queue", func() error { q.finishSlot(s); return nil })
+}
+
+// lastStream is the stream on which the slot's work ends.
+func (s *Slot) lastStream() int {
+	if s.c.nlaunches == 0 {
+		return 0
+	}
+	return int(1+s.c.stream) % C.OWCU_STREAMS
+}
+
+// Pause lets some hundred nanoseconds pass, for those that ask again and again.
+func Pause() { C.owcu_pause(16) }
+
 // finishSlot waits for a slot's work, says that it has landed, and takes the slot back, also
 // after a panic: Drain and Close wait for it.
 func (q *Queue) finishSlot(s *Slot) {
 	var e C.struct_owcu_error
-	rc := C.owcu_wait_slot(q.c, C.int(s.index), &e)
-	q.mu.Lock()
 	var err error
-	if rc != 0 {
+	if C.owcu_wait_slot(q.c, C.int(s.index), &e) != 0 {
 		err = q.recordError(&e)
 	}
-	q.mu.Unlock()
 	defer func() {
 		q.freeSlotAndJoined(s)
 		q.mu.Lock()
@@ -526,10 +611,10 @@ func (q *Queue) Drain(ctx context.Context) error {
 // use there. The number is DLPack's: 1 the legacy default stream, 2 the thread's,
 // else a handle.
 func (q *Queue) FollowStream(stream uintptr) error {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.broken != nil {
-		return q.broken
+	q.order.Lock()
+	defer q.order.Unlock()
+	if err := q.deviceError(); err != nil {
+		return err
 	}
 	var e C.struct_owcu_error
 	if C.owcu_queue_follow(q.c, C.uint64_t(stream), &e) != 0 {
@@ -541,6 +626,10 @@ func (q *Queue) FollowStream(stream uintptr) error {
 // Close waits for work in flight and until every slot is back, and returns the
 // queue to its device. It may be called once.
 func (q *Queue) Close() {
+	if q.polled {
+		q.finishAll()
+		q.polled = false
+	}
 	q.free.takeSlots(len(q.slots))
 	for _, s := range q.slots {
 		q.free.putSlot(s)

@@ -31,6 +31,7 @@ struct owcu_slot {
 	uint64_t behind[OWCU_BEHIND]; // streams whose work until now it waits for
 	owcu_ptr status;
 	// early: of the copies, those to destinations; wait: return when all is done
+	// stream: that of the kernels, behind the first; the last is the first one itself
 	uint32_t nbehind, ncopies, nlaunches, stream, early, wait;
 	// While the queue is timed: events before and after the copies and the
 	// launches, and their milliseconds since the origin once they were waited for.
@@ -48,7 +49,6 @@ struct owcu_queue {
 	owcu_ptr scratch;
 	struct owcu_slot **slots;
 	int nallocated, nslots; // slots in memory, and those in use
-	int prompt; // owcu_wait_slot asks again and again for a while, before it sleeps
 	owcu_handle origin; // event from which the slots' marks are measured
 	int timed;
 };
@@ -73,6 +73,10 @@ int owcu_queue_alloc(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct o
 int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_wait_slot waits for the slot's last submit.
 int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
+// owcu_has_slot_ended asks, without waiting, whether owcu_wait_slot would return at once, if with an error.
+int owcu_has_slot_ended(struct owcu_queue *q, int slot);
+// owcu_pause keeps the core, but leaves it to its other thread, for some 50 nanoseconds a round.
+void owcu_pause(int rounds);
 // owcu_queue_follow makes the queue wait for what is queued now on a caller's stream.
 int owcu_queue_follow(struct owcu_queue *q, uint64_t stream, struct owcu_error *e);
 

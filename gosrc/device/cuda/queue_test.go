@@ -80,7 +80,7 @@ func TestQueueIsReshaped(t *testing.T) {
 	p.raw(weights(r, x16.Bytes, 20_000))
 	slots, size := DefaultRing()
 	fine, fineSize := RemoteRing()
-	finest, finestSize := ExchangeRing()
+	finest, finestSize := ExchangeRing(11)
 	for _, cut := range [][2]int64{{int64(fine), fineSize}, {int64(finest), finestSize}} {
 		if cut[0] <= int64(slots) || cut[1] >= size ||
 			cut[0]*slotStride(cut[1]) > int64(ring.divided)*slotStride(size) {
@@ -130,7 +130,7 @@ func TestQueueIsReshaped(t *testing.T) {
 // A queue that ranks have exchanged by serves a load from files.
 func TestFinestQueueServesFiles(t *testing.T) {
 	d := begun(t)
-	first, err := d.Queue(ExchangeRing())
+	first, err := d.Queue(ExchangeRing(11))
 	if err != nil {
 		t.Fatal(err)
 	}

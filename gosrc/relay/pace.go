@@ -1,0 +1,44 @@
+package relay
+
+// This file paces goroutines that ask again and again for what comes every few microseconds, from
+// readers, the device and other ranks. One that sleeps until it is woken, and then wakes the next, is
+// late by some hundred microseconds in a virtual machine, of which a share on its way had eight.
+
+import (
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+)
+
+// A pacer rests longer the longer nothing was to be done. The zero value is one that has work.
+type pacer struct{ idle time.Time } // since when nothing was to be done; zero: there was something
+
+const (
+	// briskly is how long a pacer keeps its core while nothing is to be done.
+	briskly = 200 * time.Microsecond
+	// longestRest is the longest rest.
+	longestRest = time.Millisecond
+)
+
+// rest is called after each look for work; worked says that there was some. It returns for how long
+// there has been none.
+func (p *pacer) rest(worked bool) time.Duration {
+	if worked {
+		p.idle = time.Time{}
+		return 0
+	}
+	now := time.Now()
+	if p.idle.IsZero() {
+		p.idle = now
+	}
+	idle := now.Sub(p.idle)
+	if idle < briskly {
+		cuda.Pause()
+		return idle
+	}
+	nap := unix.NsecToTimespec(min(idle/4, longestRest).Nanoseconds())
+	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be late by a millisecond
+	return idle
+}

@@ -1,0 +1,120 @@
+package relay
+
+// This file says when others may read what this rank has read: on a GPU behind the comparison of a
+// share's checksums there, since slots cut chunks anywhere.
+
+import (
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// mostSums is how many shares are summed on the GPU at a time, beside what is decoded.
+const mostSums = 2
+
+// countArrival counts a chunk of this rank's share of a piece that has arrived. The last of them makes
+// the share readable, or lets it be summed before.
+func (r *Relay) countArrival(piece int) {
+	r.mu.Lock()
+	p := &r.pieces[piece]
+	p.coming--
+	isComplete, begin, end := p.coming == 0, p.begin, r.endOfSpots(piece)
+	r.mu.Unlock()
+	if !isComplete {
+		return
+	}
+	if r.machine.SumsShares && begin < end {
+		r.arrived <- piece
+		return
+	}
+	r.makeReadable(piece)
+}
+
+// endOfSpots is where this rank's spots of a piece end.
+func (r *Relay) endOfSpots(piece int) int {
+	if piece+1 < len(r.pieces) {
+		return r.pieces[piece+1].begin
+	}
+	return len(r.spots)
+}
+
+// makeReadable lets the others read this rank's share of a piece.
+func (r *Relay) makeReadable(piece int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.pieces[piece].readable = true
+	close(r.pieces[piece].checked)
+	c := r.carrier
+	if c == nil {
+		return
+	}
+	for c.published < len(r.pieces) && r.pieces[c.published].readable {
+		c.published++
+	}
+	if c.live {
+		c.Publish(c.published)
+	}
+}
+
+// sumArrived sums the shares that have arrived, as far as slots are free.
+func (r *Relay) sumArrived() (worked bool, err error) {
+	for len(r.arrived) > 0 { // move alone takes them
+		slot := r.queue.TryGet()
+		if slot == nil {
+			return worked, nil
+		}
+		if err := r.sumShare(<-r.arrived, slot); err != nil {
+			return false, err
+		}
+		worked = true
+	}
+	return worked, nil
+}
+
+// sumShare queues the comparison of the checksums of this rank's share of a piece, which becomes
+// readable behind it. It takes the slot.
+func (r *Relay) sumShare(piece int, slot *cuda.Slot) error {
+	ring := r.ringOf(piece, r.spec.Rank)
+	var tasks []device.DecodeTask
+	var spots []*plan.Spot // of each task
+	for i := r.pieces[piece].begin; i < r.endOfSpots(piece); i++ {
+		s := &r.spots[i]
+		if s.Bare {
+			continue
+		}
+		c := r.chunkAt(plan.ChunkOf{Data: s.Data, N: s.N})
+		tasks = append(tasks, device.DecodeTask{Dst: s.Dst, Src: uint32(uintptr(s.Dst) - uintptr(ring.base)),
+			Chunk: tensor.Chunk{Off: c.Off, Stored: c.Stored, Logical: c.Stored, Sum: c.Sum, Codec: tensor.CodecRaw}})
+		spots = append(spots, s)
+	}
+	if len(tasks) == 0 {
+		r.queue.Put(slot)
+		r.makeReadable(piece)
+		return nil
+	}
+	slot.ViewDevice(uintptr(ring.base), ring.bytes)
+	slot.SumOnly()
+	left, good := len(tasks), true
+	return r.queue.Submit(slot, ring.bytes, tasks, func(i int, err error) {
+		if err != nil {
+			good = false
+			r.failWith(r.locateSumError(spots[i], err), true)
+		}
+		if left--; left == 0 && good {
+			r.makeReadable(piece)
+		}
+	})
+}
+
+// locateSumError adds the tensor and chunk of a spot to an error.
+func (r *Relay) locateSumError(s *plan.Spot, err error) error {
+	t := &r.model.Seen().Tensors[s.Data]
+	verb := "copy"
+	if errs.RuleOf(err) == errs.RuleChecksum {
+		verb = "check"
+	}
+	return &errs.At{Verb: verb, Source: r.model.Seen().Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(s.N),
+		Offset: r.chunkAt(plan.ChunkOf{Data: s.Data, N: s.N}).Off, Err: err}
+}
