@@ -3,9 +3,14 @@
 // by probability and seed, the faults of networks and stores. It is for tests and
 // experiments, not for the internet: it has no passwords, and binds to this
 // machine unless Options name another address.
+//
+// A client holds a connection while it takes bytes, however slowly: each step of them has
+// Options.Patience, and so have a handshake, a request's header, its body and the pause before the
+// next request. Connections are limited, too; further clients wait until one ends.
 package serve
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -45,7 +50,14 @@ type Options struct {
 	RetryAfter time.Duration
 	// Header, if not nil, is called before each response; false refuses with 401.
 	Header func(http.Header) bool
+	// Patience is how long a client may take for one step, 256 KiB of a body; 0: a minute.
+	Patience time.Duration
+	// Connections is how many there may be at once; 0: 1,024.
+	Connections int
 }
+
+// maxHeader bounds a request's header; net/http adds 4 KiB.
+const maxHeader = 32 << 10
 
 // A Server is a running server.
 type Server struct {
@@ -57,6 +69,7 @@ type Server struct {
 	addr string
 	done chan struct{}
 	end  chan struct{} // closed by Close: ends stalled responses
+	open chan struct{} // has one for each connection
 
 	once sync.Once
 	Sent atomic.Int64 // bytes of bodies and headers that the kernel accepted
@@ -64,9 +77,9 @@ type Server struct {
 
 // New starts a server of a folder.
 func New(dir string, opt Options) (*Server, error) {
-	if opt.Address == "" {
-		opt.Address = "127.0.0.1:0"
-	}
+	opt.Address = cmp.Or(opt.Address, "127.0.0.1:0")
+	opt.Patience = cmp.Or(opt.Patience, time.Minute)
+	opt.Connections = cmp.Or(opt.Connections, 1024)
 	dice, err := newDice(opt.Faults, opt.Seed)
 	if err != nil {
 		return nil, err
@@ -76,7 +89,7 @@ func New(dir string, opt Options) (*Server, error) {
 		return nil, errs.In("serve", dir, errs.FromOS(err))
 	}
 	s := &Server{opt: opt, root: root, dice: dice, done: make(chan struct{}), end: make(chan struct{}),
-		link: link{rate: opt.Rate}}
+		open: make(chan struct{}, opt.Connections), link: link{rate: opt.Rate}}
 	l, err := net.Listen("tcp", opt.Address)
 	if err != nil {
 		_ = root.Close()
@@ -93,8 +106,8 @@ func New(dir string, opt Options) (*Server, error) {
 		l = tls.NewListener(l, &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12,
 			NextProtos: []string{"http/1.1"}})
 	}
-	s.http = &http.Server{Handler: http.HandlerFunc(s.answerRequest), ReadHeaderTimeout: time.Minute,
-		IdleTimeout: time.Minute, ErrorLog: log.New(io.Discard, "", 0)}
+	s.http = &http.Server{Handler: http.HandlerFunc(s.answerRequest), ReadHeaderTimeout: opt.Patience,
+		IdleTimeout: opt.Patience, MaxHeaderBytes: maxHeader, ErrorLog: log.New(io.Discard, "", 0)}
 	spawn.Go("serve", func() {
 		defer close(s.done)
 		_ = s.http.Serve(l) // ends with Close
@@ -138,6 +151,10 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 	if s.opt.Latency > 0 {
 		time.Sleep(s.opt.Latency)
 	}
+	if r.ContentLength != 0 { // of no use here; net/http reads it before it answers
+		w.Header().Set("Connection", "close")
+		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(s.opt.Patience))
+	}
 	if r.Method != http.MethodGet && r.Method != http.MethodHead {
 		http.Error(w, "only GET and HEAD", http.StatusMethodNotAllowed)
 		return
@@ -149,7 +166,11 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 	name := strings.TrimPrefix(r.URL.Path, "/")
 	// Never out of the folder, links included; and a pipe does not wait for its writer.
 	f, err := s.root.OpenFile(name, os.O_RDONLY|syscall.O_NONBLOCK, 0)
-	if err != nil {
+	switch {
+	case errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE):
+		http.Error(w, "too many open files", http.StatusServiceUnavailable)
+		return
+	case err != nil:
 		http.NotFound(w, r)
 		return
 	}
@@ -218,18 +239,36 @@ type listener struct {
 }
 
 func (l *listener) Accept() (net.Conn, error) {
+	select {
+	case l.s.open <- struct{}{}:
+	case <-l.s.end:
+		return nil, net.ErrClosed
+	}
 	c, err := l.Listener.Accept()
 	if err != nil {
+		<-l.s.open
 		return nil, err
 	}
-	return &conn{c.(*net.TCPConn), l.s, link{rate: l.s.opt.Each}}, nil
+	return &conn{TCPConn: c.(*net.TCPConn), s: l.s, own: link{rate: l.s.opt.Each}}, nil
 }
 
-// A conn counts and shapes writes. sendfile works through it.
+// A conn counts, shapes and bounds writes. sendfile works through it.
 type conn struct {
 	*net.TCPConn
-	s   *Server
-	own link
+	s    *Server
+	own  link
+	once sync.Once
+}
+
+func (c *conn) Close() error {
+	c.once.Do(func() { <-c.s.open })
+	return c.TCPConn.Close()
+}
+
+// beginStep waits until n bytes may be sent, and gives the client the time for them.
+func (c *conn) beginStep(n int) error {
+	c.waitForLinks(n)
+	return c.SetWriteDeadline(time.Now().Add(c.s.opt.Patience))
 }
 
 // waitForLinks waits until both links can send n bytes.
@@ -241,7 +280,9 @@ func (c *conn) waitForLinks(n int) {
 func (c *conn) Write(p []byte) (done int, err error) {
 	for len(p) > 0 && err == nil {
 		part := p[:min(len(p), step)]
-		c.waitForLinks(len(part))
+		if err = c.beginStep(len(part)); err != nil {
+			break
+		}
 		var n int
 		n, err = c.TCPConn.Write(part)
 		c.s.Sent.Add(int64(n))
@@ -257,7 +298,9 @@ func (c *conn) ReadFrom(r io.Reader) (done int64, err error) {
 	}
 	for from.N > 0 {
 		part := &io.LimitedReader{R: from.R, N: min(from.N, step)}
-		c.waitForLinks(int(part.N))
+		if err := c.beginStep(int(part.N)); err != nil {
+			return done, err
+		}
 		n, err := c.TCPConn.ReadFrom(part)
 		c.s.Sent.Add(n)
 		done += n
