@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .plumbing import parse_size
+from .plumbing import module_command, parse_size
 
 _WAYS = ("mapped", "collective", "none")
 
@@ -53,7 +53,7 @@ def _parse_arguments(words: list[str]) -> argparse.Namespace:
 def run_overwire(*words: str) -> None:
     """Runs the command line in a process of its own; exits where it fails."""
     process = subprocess.run(
-        [sys.executable, "-m", "overwire", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        module_command("overwire", *words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if process.returncode:
         sys.exit(f"overwire: bench: overwire {words[0]} ended with status {process.returncode}: {process.stdout}")
@@ -87,7 +87,7 @@ def _run_ranks(
         processes = []
         for rank in range(ranks):
             errors = stack.enter_context(tempfile.TemporaryFile())
-            command = [sys.executable, "-m", "overwire._bench_rank", json.dumps({**task, "rank": rank})]
+            command = module_command("overwire._bench_rank", json.dumps({**task, "rank": rank}))
             one = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE if rank == 0 else errors,

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from ._bench import print_line, run_overwire
 from ._bench_saves import find_difference, measure_saves, show_save
-from .plumbing import parse_size
+from .plumbing import code_command, parse_size
 
 Case = tuple[str, str]  # of a name to load by, and a file
 
@@ -281,7 +281,7 @@ def _read_arguments(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     """The command, without `bench`; its exit status: the engine's, or 1 where bytes are wrong."""
     as_json = "--json" in words
-    engine = [sys.executable, "-c", _ENGINE, "bench", *words]  # its own part, in a process of its own
+    engine = code_command(_ENGINE, "bench", *words)  # its own part, in a process of its own
     result = subprocess.run(engine, text=True, stdout=subprocess.PIPE if as_json else None)
     if result.returncode or importlib.util.find_spec("torch") is None or "-h" in words or "--help" in words:
         sys.stdout.write(result.stdout or "")

@@ -24,7 +24,7 @@ from .files import may_be_torch
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
+    from typing import Any, NoReturn
 
     from ._requests import Program
 
@@ -284,16 +284,23 @@ def main() -> None:
 
         run(sys.argv[2:])
     if sys.argv[1:2] == ["bench"] and any(word.partition("=")[0] == "--ranks" for word in sys.argv[2:]):
-        os.execv(sys.executable, [sys.executable, "-m", "overwire._bench", *sys.argv[2:]])
+        _replace_process("overwire._bench", sys.argv[2:])
     words = " ".join(["", *sys.argv[2:]]).replace("--device ", "--device=")
     if sys.argv[1:2] == ["bench"] and " --device=cuda" in words:
-        os.execv(sys.executable, [sys.executable, "-m", "overwire._bench_faces", *sys.argv[2:]])
+        _replace_process("overwire._bench_faces", sys.argv[2:])
     if sys.argv[1:2] in (["compress"], ["convert"]) and any(map(may_be_torch, sys.argv[2:])):
-        os.execv(sys.executable, [sys.executable, "-m", "overwire._torch", *sys.argv[1:]])
+        _replace_process("overwire._torch", sys.argv[1:])
     try:
         sys.exit(cli(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)  # while the engine was being loaded
+
+
+def _replace_process(module: str, words: list[str]) -> NoReturn:
+    # Another program takes the place of this one.
+    from ._children import module_command
+
+    os.execv(sys.executable, module_command(module, *words))
 
 
 def is_loaded() -> bool:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from .errors import OverwireError
-from .plumbing import is_torch_model, local, plain_models
+from .plumbing import code_command, is_torch_model, local, plain_models
 
 # The exit statuses of the command line.
 _STATUSES = {
@@ -50,7 +50,7 @@ def main(words: list[str]) -> int:
 def _run_engine(words: list[str], left: list[str]) -> int:
     # Ctrl-C goes to both processes: this one waits for what the other cleans up.
     engine = "import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:]))"
-    with subprocess.Popen([sys.executable, "-c", engine, *words]) as process:
+    with subprocess.Popen(code_command(engine, *words)) as process:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             status = process.wait()

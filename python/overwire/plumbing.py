@@ -12,6 +12,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from ._apart import apart
+    from ._children import code_command, module_command
     from ._engine import forked, refuse_child
     from ._imports import Undisturbed, imported, skip_at_exit, start_thread
     from ._locks import new_lock
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from .offloading.blocks import can_store
     from .offloading.hosted import Hosted, HostedWeight, listed_blocks
     from .offloading.offload import stream_blocks
-    from .paths import is_remote, local, path_of
+    from .paths import is_remote, local, path_of, refuse_planted
     from .records import OpenRecords
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.deltas import apply_part
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 # Module -> its names above; a test compares them.
 _HOMES = {
     "_apart": ("apart",),
+    "_children": ("code_command", "module_command"),
     "_engine": ("forked", "refuse_child"),
     "_imports": ("Undisturbed", "imported", "skip_at_exit", "start_thread"),
     "_locks": ("new_lock",),
@@ -72,7 +74,7 @@ _HOMES = {
     "offloading.blocks": ("can_store",),
     "offloading.hosted": ("Hosted", "HostedWeight", "listed_blocks"),
     "offloading.offload": ("stream_blocks",),
-    "paths": ("is_remote", "local", "path_of"),
+    "paths": ("is_remote", "local", "path_of", "refuse_planted"),
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.deltas": ("apply_part",),
     "verbs.into": ("landing", "states_of", "table_of"),

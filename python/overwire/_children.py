@@ -1,0 +1,20 @@
+"""Commands of processes that run code of overwire, and import from nowhere else than this one does."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Both -c and -m put the working folder before all else, where files of others may lie: a model's, a stranger's.
+_LEAVE_FOLDER = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
+
+
+def code_command(code: str, *words: str) -> list[str]:
+    """The command that runs code with arguments."""
+    begins_here = "" in sys.path or os.getcwd() in sys.path  # so does this process
+    return [sys.executable, "-c", code if begins_here else _LEAVE_FOLDER + code, *words]
+
+
+def module_command(name: str, *words: str) -> list[str]:
+    """The command that runs a module as the program, with arguments."""
+    return code_command(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *words)
