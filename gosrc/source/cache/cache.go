@@ -1,8 +1,9 @@
 // Package cache keeps whole objects of remote sources in a local folder.
 //
 // A file is called KEY-SUM: KEY is made of the URI (without its query, which may be
-// a signature), the object's ETag and its size; SUM is the XXH3-128 of its bytes.
-// Every use compares the bytes with SUM; a damaged file is fetched again. What the store
+// a signature), the object's ETag and its size; SUM is the XXH3-128 of KEY and its bytes.
+// Every use compares the bytes with SUM; a damaged file is fetched again, and so is one
+// that another user of the machine may have planted or may change. What the store
 // said last of a URI is noted beside (NAME.note), for callers that do not ask it: because
 // it cannot be reached, or because the URI names one state for ever. A file is written under a
 // temporary name and renamed: no reader sees an incomplete one. It is not synced:
@@ -31,6 +32,7 @@ import (
 	"time"
 
 	"github.com/zeebo/xxh3"
+	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
@@ -43,6 +45,9 @@ import (
 const (
 	part  = 4 << 20 // bytes of one read
 	reads = 24      // most reads of a remote source at once
+
+	// What the umask leaves of these: nothing that all may write, whose bytes would not be believed.
+	folderMode, fileMode = 0o775, 0o664
 )
 
 // A Folder keeps objects, at most Limit bytes of them; 0: any number. Store is what chooses the
@@ -79,8 +84,8 @@ func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, err
 }
 
 func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (*os.File, error) {
-	if err := os.MkdirAll(c.Path, 0o777); err != nil {
-		return nil, errs.FromOS(err)
+	if err := c.makeFolder(); err != nil {
+		return nil, err
 	}
 	key := c.keyOf(src.URI(), pin, src.Size())
 	if f := findKept(ctx, key, src.Size()); f != nil || ctx.Err() != nil {
@@ -101,6 +106,14 @@ func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (
 	}
 	c.evictFiles(src.Size())
 	return fetchObject(ctx, key, src)
+}
+
+// makeFolder makes the folder if it is missing, and refuses one that another user may have planted.
+func (c Folder) makeFolder() error {
+	if err := os.MkdirAll(c.Path, folderMode); err != nil {
+		return errs.FromOS(err)
+	}
+	return regular.RefusePlanted(c.Path)
 }
 
 func (c Folder) keyOf(uri, pin string, size int64) string {
@@ -149,16 +162,16 @@ func bareURI(uri string) string {
 }
 
 // findKept opens the file of a key whose bytes match their hash, and removes those that
-// do not.
+// do not, or are not to be trusted.
 func findKept(ctx context.Context, key string, size int64) *os.File {
 	names, _ := filepath.Glob(source.EscapeGlob(key) + "-*")
 	for _, name := range names {
-		fd, _, err := regular.Open(name)
+		fd, st, err := regular.Open(name)
 		if err != nil {
 			continue
 		}
 		f := os.NewFile(uintptr(fd), name)
-		if sum, err := sumOf(ctx, f, size); err == nil && name == key+"-"+sum {
+		if regular.IsTrusted(name, &st) && hasSum(ctx, f, key, size) {
 			// used; a folder that may not be written to is none that evicts
 			_ = os.Chtimes(name, time.Time{}, time.Now())
 			counts.hits.Add(1)
@@ -174,22 +187,25 @@ func findKept(ctx context.Context, key string, size int64) *os.File {
 	return nil
 }
 
-// sumOf hashes a file that must have this size.
-func sumOf(ctx context.Context, f *os.File, size int64) (string, error) {
+// hasSum reports whether a file has this size, and the hash of its name.
+func hasSum(ctx context.Context, f *os.File, key string, size int64) bool {
 	if st, err := f.Stat(); err != nil || st.Size() != size {
-		return "", errs.New(errs.ErrCorrupt, "not %d bytes", size)
+		return false
 	}
-	return passBytes(ctx, size, min(8, runtime.GOMAXPROCS(0)), func(b []byte, off int64) error {
+	sum, err := passBytes(ctx, key, size, min(8, runtime.GOMAXPROCS(0)), func(b []byte, off int64) error {
 		_, err := f.ReadAt(b, off)
 		return errs.FromOS(err)
 	}, nil)
+	return err == nil && f.Name() == key+"-"+sum
 }
 
-// passBytes reads size bytes by several workers and hashes them in order; write, if not
-// nil, gets each block after it was hashed, while others are being read.
-func passBytes(ctx context.Context, size int64, workers int, read, write func(b []byte, off int64) error) (string,
-	error) {
+// passBytes reads size bytes by several workers and hashes them in order, behind the key: another
+// object's file is not this one's under its name. write, if not nil, gets each block after it was
+// hashed, while others are being read.
+func passBytes(ctx context.Context, key string, size int64, workers int,
+	read, write func(b []byte, off int64) error) (string, error) {
 	h := xxh3.New128()
+	_, _ = h.WriteString(filepath.Base(key))
 	slots := make([][]byte, workers+workers/4+1)
 	cut := func(k int) ([]byte, int64) {
 		off := int64(k) * part
@@ -224,7 +240,7 @@ func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File
 	var r [8]byte
 	_, _ = rand.Read(r[:]) // cannot fail
 	temp := key + ".tmp-" + hex.EncodeToString(r[:])
-	if f, err = os.OpenFile(temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666); err != nil {
+	if f, err = os.OpenFile(temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, fileMode); err != nil {
 		return nil, errs.FromOS(err)
 	}
 	defer func() {
@@ -234,11 +250,11 @@ func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File
 			f = nil
 		}
 	}()
-	sum, err := passBytes(ctx, src.Size(), reads, func(b []byte, off int64) error { return src.ReadAt(ctx, b, off) },
-		func(b []byte, off int64) error {
-			_, err := f.WriteAt(b, off)
-			return errs.FromOS(err)
-		})
+	read := func(b []byte, off int64) error { return src.ReadAt(ctx, b, off) }
+	sum, err := passBytes(ctx, key, src.Size(), reads, read, func(b []byte, off int64) error {
+		_, err := f.WriteAt(b, off)
+		return errs.FromOS(err)
+	})
 	if err != nil {
 		return f, err
 	}
@@ -251,8 +267,9 @@ func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File
 }
 
 // lockFile waits for an exclusive lock, which ends with the process, and with unlock for its forked children, too.
+// It makes no file elsewhere, where a link may lead.
 func lockFile(ctx context.Context, path string) (unlock func(), err error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, fileMode)
 	if err != nil {
 		return nil, errs.FromOS(err)
 	}

@@ -21,6 +21,7 @@ import (
 // A note is what a store said of a URI: an object's state, that there is none, or what a
 // folder lists.
 type note struct {
+	Name   string   `json:"name"` // the file's: another URI's note is not this one's under its name
 	Pin    string   `json:"pin,omitempty"`
 	Size   int64    `json:"size,omitempty"`
 	Absent bool     `json:"absent,omitempty"`
@@ -43,14 +44,15 @@ func (c Folder) notePath(uri string) string {
 
 // writeNote replaces a note. One that cannot be written is not missed until the store is away.
 func (c Folder) writeNote(uri string, n note) {
+	n.Name = filepath.Base(c.notePath(uri))
 	text, err := json.Marshal(n)
-	if err != nil || os.MkdirAll(c.Path, 0o777) != nil {
+	if err != nil || c.makeFolder() != nil {
 		return
 	}
 	var r [8]byte
 	_, _ = rand.Read(r[:]) // cannot fail
 	temp := c.notePath(uri) + "-" + hex.EncodeToString(r[:])
-	if err = os.WriteFile(temp, text, 0o666); err == nil {
+	if err = os.WriteFile(temp, text, fileMode); err == nil {
 		err = os.Rename(temp, c.notePath(uri))
 	}
 	if err != nil {
@@ -59,8 +61,15 @@ func (c Folder) writeNote(uri string, n note) {
 }
 
 func (c Folder) read(uri string) (n note, ok bool) {
-	text, err := regular.Read(c.notePath(uri), maxNote)
-	return n, err == nil && json.Unmarshal(text, &n) == nil
+	path := c.notePath(uri)
+	if regular.RefusePlanted(c.Path) != nil {
+		return n, false
+	}
+	text, err := regular.ReadTrusted(path, maxNote)
+	if err != nil || json.Unmarshal(text, &n) != nil || n.Name != filepath.Base(path) {
+		return note{}, false
+	}
+	return n, true
 }
 
 // Absent notes that there is no such object.
