@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from typing import Any
 
-from .errors import ArgumentError
+from .errors import AccessError, ArgumentError, IOFailure
+
+# How many links Linux follows in one path.
+_MOST_LINKS = 40
 
 
 def is_remote(uri: str) -> bool:
@@ -48,6 +53,53 @@ def local(path: Any) -> str:
         return text
     # ".." after a symbolic link is not the name before: the system finds it.
     return os.path.join(os.getcwd(), text) if ".." in text.split("/") else os.path.abspath(text)
+
+
+def resolve_links(path: str) -> str:
+    """`os.path.realpath` of a path to be written. Like Linux (fs.protected_symlinks), which sees none of the links
+    that are resolved here, it raises AccessError for one that another user may have planted."""
+    rest = os.path.join(os.getcwd(), path).split("/")[::-1]
+    at, links = "/", 0
+    while rest:
+        name = rest.pop()
+        if name in ("", ".", ".."):
+            at = os.path.dirname(at) if name == ".." else at
+            continue
+        step = os.path.join(at, name)
+        try:
+            to = os.readlink(step)
+        except OSError:  # no link, or absent
+            at = step
+            continue
+        refuse_planted(step)
+        if (links := links + 1) > _MOST_LINKS:
+            raise IOFailure(f"overwire: {path}: {os.strerror(errno.ELOOP)}", source=path)
+        at = "/" if to.startswith("/") else at
+        rest += to.split("/")[::-1]
+    return at
+
+
+def refuse_planted_entry(path: str) -> None:
+    """Raises AccessError where the last element of a path belongs to another user, in a folder that everyone may
+    write: neither to this user, nor to root, nor to the folder's owner. The engine has the same rule."""
+    try:
+        entry, folder = os.lstat(path), os.stat(os.path.dirname(path))
+    except OSError:  # absent: not planted
+        return
+    is_shared = folder.st_mode & stat.S_IWOTH and entry.st_dev == folder.st_dev  # only root mounts
+    if is_shared and entry.st_uid not in (os.geteuid(), 0, folder.st_uid):
+        raise AccessError(
+            f"overwire: permission denied: {path} belongs to user {entry.st_uid}, in a folder that everyone may write: "
+            f"remove it, or choose a folder of your own",
+            source=path,
+        )
+
+
+def refuse_planted(path: str) -> None:
+    """`refuse_planted_entry` for each element of an absolute path."""
+    while path != "/":
+        refuse_planted_entry(path)
+        path = os.path.dirname(path)
 
 
 def local_file(path: Any) -> str:

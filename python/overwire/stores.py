@@ -26,7 +26,7 @@ from ._locks import new_lock
 from .errors import ArgumentError
 from .jobs import Job, shown
 from .model.storage import storage
-from .paths import local
+from .paths import local, resolve_links
 
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
@@ -318,7 +318,7 @@ class FileWriter(ObjectWriter):
     has such files, so that a process that is killed leaves nothing."""
 
     def __init__(self, path: str) -> None:
-        self._real = os.path.realpath(path)  # a symbolic link stays
+        self._real = resolve_links(path)  # a symbolic link stays
         super().__init__(path)
         # shows later saves, which remove what killed ones have left, that this one lives
         with contextlib.suppress(OSError):

@@ -129,7 +129,7 @@ func resolveLinks(path string) (real string, err error) {
 	case !st.Mode().IsRegular():
 		return "", errs.In("save", path, errs.New(errs.ErrArgument, "is not a regular file (%v)", st.Mode().Type()))
 	}
-	return real, nil
+	return real, Failed(path, -1, refuseStrangers(real))
 }
 
 // isBlob reports whether a path is in the folder of blobs of a Hugging Face cache,
@@ -289,13 +289,26 @@ func (t *Target) Drop() {
 	}
 }
 
+// refuseStrangers refuses a file of another user in a sticky folder that everyone may write, as Linux does
+// (fs.protected_regular): it waits there for a file whose owner it would be.
+func refuseStrangers(path string) error {
+	if st, err := os.Stat(Folder(path)); err != nil || st.Mode()&fs.ModeSticky == 0 {
+		return nil
+	}
+	return regular.RefusePlantedEntry(path)
+}
+
 // Follow resolves symbolic links of the last element of a path; the file that
-// the last link names need not exist.
+// the last link names need not exist. Like Linux (fs.protected_symlinks) it refuses
+// those that another user may have planted.
 func Follow(path string) (string, error) {
 	for range 40 {
 		to, err := os.Readlink(path)
 		if err != nil {
 			return path, nil // not a link, or absent: opening it reports that
+		}
+		if err := regular.RefusePlanted(path); err != nil {
+			return "", err
 		}
 		if !filepath.IsAbs(to) {
 			// As the system does it: ".." in to is the parent of path's real folder,

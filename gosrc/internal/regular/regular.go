@@ -84,6 +84,10 @@ func Read(path string, most int64) ([]byte, error) {
 		return nil, err
 	}
 	defer unix.Close(fd)
+	return readAll(path, fd, &st, most)
+}
+
+func readAll(path string, fd int, st *unix.Stat_t, most int64) ([]byte, error) {
 	large := func(n int64) error {
 		return errs.New(errs.ErrFormat, "%d bytes or more, where there may be %d", n, most)
 	}

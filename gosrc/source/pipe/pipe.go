@@ -29,6 +29,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
@@ -248,7 +249,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 }
 
 // openLog opens a log to append to. Others may write to its folder: their symbolic links are not
-// followed, and their pipes, whose readers may never read, are refused.
+// followed, and their files, which they can read, and pipes, whose readers may never read, are refused.
 func openLog(path string) (*os.File, error) {
 	log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
 	if err != nil {
@@ -257,6 +258,10 @@ func openLog(path string) (*os.File, error) {
 	if st, err := log.Stat(); err != nil || st.Mode()&os.ModeNamedPipe != 0 {
 		_ = log.Close()
 		return nil, errs.New(errs.ErrArgument, "not a file to append to")
+	}
+	if err := regular.RefusePlantedEntry(path); err != nil {
+		_ = log.Close()
+		return nil, err
 	}
 	return log, nil
 }

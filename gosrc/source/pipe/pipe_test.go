@@ -178,7 +178,16 @@ func TestLog(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer reader.Close()
-	for _, other := range []string{link, pipe} {
+	others := []string{link, pipe}
+	if os.Geteuid() == 0 { // may give files away: another user's, in a folder as /tmp is
+		shared := filepath.Join(t.TempDir(), "shared")
+		if err := errors.Join(os.Mkdir(shared, 0o700), os.Chmod(shared, 0o777|os.ModeSticky),
+			os.WriteFile(shared+"/planted", nil, 0o600), os.Chown(shared+"/planted", 1234, 0)); err != nil {
+			t.Fatal(err)
+		}
+		others = append(others, shared+"/planted")
+	}
+	for _, other := range others {
 		knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": other})
 		if _, err := Open(context.Background(), script(t, "head -c 200000 /dev/zero >&2; printf x"), "http://h/x",
 			source.Options{}); err == nil || !strings.Contains(err.Error(), other) {

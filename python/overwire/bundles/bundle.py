@@ -27,7 +27,7 @@ from ..model.opened import Model
 from ..model.options import BundleOptions, StorageOptions, check_options, check_values, spell_out
 from ..model.reading import read_uri
 from ..model.storage import storage
-from ..paths import is_remote
+from ..paths import is_remote, resolve_links
 from ..stores import write_bytes
 from ..verbs.save import save_bytes, stage_bytes
 from ..verbs.saving import Report, Saving, await_save
@@ -309,7 +309,7 @@ def _keep_previous(target: str, container: str) -> None:
         os.unlink(previous)
     with contextlib.suppress(FileNotFoundError):  # no old bundle
         try:
-            os.link(os.path.realpath(container), previous)
+            os.link(resolve_links(container), previous)
         except FileNotFoundError:
             raise
         except OSError:
@@ -321,7 +321,7 @@ def _take_back(target: str, container: str) -> None:
     previous = layout.previous_of(container)
     with contextlib.suppress(OSError):
         if os.path.exists(previous) and _has_digest(previous, _digest_of_file(target)):
-            path = os.path.realpath(container)
+            path = resolve_links(container)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # readers take the previous one from here on
             os.link(previous, path)

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import AccessError, ArgumentError, IOFailure, NotFoundError, NotSupportedError, OverwireError
 from ..model.reading import read_bytes
-from ..paths import is_remote, local
+from ..paths import is_remote, local, refuse_planted_entry, resolve_links
 from ..stores import remove_objects, write_bytes
 from .manifest import LIMIT, NAME, TRAINING, decode
 
@@ -71,7 +71,7 @@ class Place:
         self._unlock: weakref.finalize[..., Any] | None = None  # of the coordinator, while it has the place
         self._target = self._partial = self.path
         if not self.remote:
-            self._target = os.path.realpath(self.path)
+            self._target = resolve_links(self.path)
             folder, name = os.path.split(self._target)
             if not name:
                 raise self._error_at("a checkpoint is a folder of its own")
@@ -134,6 +134,7 @@ class Place:
                         f"overwire: {self._partial} is a link, and what it leads to would be removed", source=self.path
                     )
                 os.makedirs(self._partial, exist_ok=True)
+                refuse_planted_entry(self._partial)  # its owner would be the checkpoint's
                 self._clear_partial()
                 if old:
                     self._try_exchange()

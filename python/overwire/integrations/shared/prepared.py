@@ -64,7 +64,8 @@ class Kept(NamedTuple):
 def ensure_folder(chosen: bool | str) -> str:
     """The folder that an engine's configuration asks for: True is that of OVERWIRE_PREPARED, or
     overwire/prepared in the cache folder of the user. Raises Refused where there is none."""
-    from ...plumbing import setting
+    from ...errors import AccessError
+    from ...plumbing import refuse_planted, setting
 
     path = chosen if isinstance(chosen, str) else str(setting("OVERWIRE_PREPARED"))
     if not path:
@@ -76,6 +77,9 @@ def ensure_folder(chosen: bool | str) -> str:
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         _check_owner(os.stat(path), path)
+        refuse_planted(path)  # who has a folder above may put another in its place
+    except AccessError as error:
+        raise Refused(str(error)) from None
     except OSError as error:
         raise Refused(f"{path}: {error.strerror or error}") from None
     return path

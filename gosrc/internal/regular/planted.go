@@ -1,0 +1,80 @@
+package regular
+
+// This file tells what another user of the machine may have planted from what is to be trusted.
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// everyone is the mode's bit of what every user may write.
+const everyone = 0o002
+
+// IsPlanted reports whether an entry of a folder that everyone may write belongs to another user: neither
+// to this one, nor to root, nor to the folder's owner. Who may write another folder was let in by its owner.
+// The rule is that of Linux for links in sticky folders (fs.protected_symlinks).
+func IsPlanted(entry, folder *unix.Stat_t) bool {
+	return folder.Mode&everyone != 0 && entry.Dev == folder.Dev && // only root mounts
+		entry.Uid != uint32(os.Geteuid()) && entry.Uid != 0 && entry.Uid != folder.Uid
+}
+
+// IsTrusted reports whether no other user may have put an open file under its name, or may change it.
+func IsTrusted(path string, st *unix.Stat_t) bool {
+	var folder unix.Stat_t
+	return unix.Stat(filepath.Dir(path), &folder) == nil && !IsPlanted(st, &folder) && st.Mode&everyone == 0
+}
+
+// ReadTrusted is Read of a file that IsTrusted.
+func ReadTrusted(path string, most int64) ([]byte, error) {
+	fd, st, err := Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
+	if !IsTrusted(path, &st) {
+		return nil, refusePlanted(path, &st)
+	}
+	return readAll(path, fd, &st, most)
+}
+
+// RefusePlanted refuses a path of which another user of the machine may have planted a folder, a link or
+// the file itself. What is not there is not planted.
+func RefusePlanted(path string) error {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return errs.FromOS(err)
+	}
+	for at := path; at != "/"; at = filepath.Dir(at) {
+		if err := RefusePlantedEntry(at); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// RefusePlantedEntry is RefusePlanted for the last element of a path alone.
+func RefusePlantedEntry(path string) error {
+	folder := "."
+	switch at := strings.LastIndexByte(path, '/'); at { // ".." stays in it
+	case -1:
+	case 0:
+		folder = "/"
+	default:
+		folder = path[:at]
+	}
+	var entry, parent unix.Stat_t
+	if unix.Lstat(path, &entry) != nil || unix.Stat(folder, &parent) != nil || !IsPlanted(&entry, &parent) {
+		return nil
+	}
+	return refusePlanted(path, &entry)
+}
+
+func refusePlanted(path string, entry *unix.Stat_t) error {
+	return errs.New(errs.ErrPermission, "%s belongs to user %d, in a folder that everyone may write: remove it, "+
+		"or choose a folder of your own", path, entry.Uid)
+}

@@ -1,0 +1,121 @@
+"""Files, links and folders that another user of the machine has put where overwire reads or writes: see SECURITY.md."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import overwire as ow
+import pytest
+import torch
+from overwire.checkpoints import places
+from overwire.integrations.shared import prepared
+from overwire.stores import FileWriter
+
+STRANGER = 1234
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+
+
+def strangers(path: Path) -> None:
+    """Gives a path to another user."""
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+    return path
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A folder as /tmp is."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+@needs_root
+@pytest.mark.parametrize("link", ["file", "folder"])
+def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: str) -> None:
+    """What writes a file by its name does not write where another user's link leads, last in the path or in it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "out").write_text("mine")
+    (shared / "link").symlink_to(home / "out" if link == "file" else home)
+    strangers(shared / "link")
+    target = shared / "link" if link == "file" else shared / "link/out"
+    with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
+        FileWriter(str(target))
+    with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
+        places.Place(target, None, True)
+    if link == "file":  # of a folder in the path the engine leaves the rule to the system
+        with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
+            ow.save_file({"w": torch.ones(3)}, target)
+        with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
+            ow.compress({"w": torch.ones(3)}, target)
+    assert (home / "out").read_text() == "mine" and os.listdir(home) == ["out"]
+
+
+def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
+    """One's own link in such a folder is followed, relative ones, chains and ".." as the system does it."""
+    (tmp_path / "home/deep").mkdir(parents=True)
+    (shared / "one").symlink_to("two")
+    (shared / "two").symlink_to("../home/deep")
+    with FileWriter(str(shared / "one/../out")) as file:
+        file.write(b"text")
+    assert (tmp_path / "home/out").read_bytes() == b"text"
+    (shared / "loop").symlink_to("loop")
+    with pytest.raises(ow.IOFailure, match="symbolic links"):
+        FileWriter(str(shared / "loop"))
+
+
+@needs_root
+def test_a_checkpoint_in_a_strangers_folder(shared: Path) -> None:
+    """What is begun is not written to a folder that another user has made for it."""
+    (shared / ".c.partial").mkdir()
+    strangers(shared / ".c.partial")
+    with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
+        places.Place(shared / "c", None, True).begin()
+
+
+@needs_root
+def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
+    """One's own folder is not enough where another user may put another in its place."""
+    (shared / "theirs/prepared").mkdir(parents=True, mode=0o700)
+    (shared / "theirs/prepared").chmod(0o700)
+    strangers(shared / "theirs")
+    with pytest.raises(prepared.Refused, match=f"belongs to user {STRANGER}"):
+        prepared.ensure_folder(str(shared / "theirs/prepared"))
+    assert prepared.ensure_folder(str(shared / "mine"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compress", "model.bin", "-o", "out.safetensors"],
+        ["bench", "--ranks", "1", "--size", "1MB", "--repeat", "1"],
+    ],
+)
+def test_modules_beside_a_model_are_not_imported(tmp_path: Path, words: list[str]) -> None:
+    """The command, which the processes that it starts stand for, runs no Python file of the working folder."""
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin/overwire"  # as pip writes it
+    command.write_text("from overwire._engine import main\nmain()\n")
+    model = tmp_path / "model"
+    model.mkdir()
+    torch.save({"w": torch.ones(3)}, model / "model.bin")
+    for name in ("torch", "numpy", "json", "argparse", "signal", "subprocess", "overwire", "safetensors"):
+        (model / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PYTHONPATH"] = str(Path(ow.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, str(command), *words],
+        cwd=model,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(model.glob("ran-*"))
