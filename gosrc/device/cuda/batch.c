@@ -45,7 +45,7 @@ int owcu_wait_batch(owcu_handle ctx, owcu_handle done, struct owcu_error *e)
 	int rc = enter(&g, ctx, e);
 
 	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
-		return rc;
+		return OWCU_UNKNOWN;
 	if (rc == 0)
 		rc = TRY(event_sync, (done));
 	if (rc)
@@ -59,7 +59,7 @@ int owcu_is_batch_done(owcu_handle ctx, owcu_handle done, struct owcu_error *e)
 	int code, rc = enter(&g, ctx, e);
 
 	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
-		return rc;
+		return 0;
 	code = rc == 0 ? owcu->event_query(done) : 0;
 	if (code != OWCU_NOT_READY && record_error(e, name_event_query, code))
 		rc = -1;

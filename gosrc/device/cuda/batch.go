@@ -137,7 +137,10 @@ func (d *Device) newSlabOfPads(count, bytes, room int) (*slab, error) {
 // drainAndFreeSlab waits for the work on a slab and frees it.
 func (d *Device) drainAndFreeSlab(s *slab) error {
 	for _, p := range s.pads {
-		d.finishPad(p)
+		if err := d.finishPad(p); err != nil {
+			d.deferFree(func() bool { return d.tryFreeIdleSlab(s) })
+			return err
+		}
 	}
 	var e C.struct_owcu_error
 	return d.handleFreeResult(d.tryFreeSlabMemory(s, &e), &e, func() bool { return d.tryFreeSlab(s) })
@@ -179,22 +182,32 @@ func (d *Device) trimBatches() (err error) {
 	return err
 }
 
-// finishPad waits for a pad's last batch, and sets its result.
-func (d *Device) finishPad(p *pad) {
+// finishPad waits for a pad's last batch, and sets its result. After an error the pad stays in use: nothing
+// is known of its kernels.
+func (d *Device) finishPad(p *pad) error {
 	if !p.used {
-		return
+		return nil
 	}
+	isKnown, err := d.waitForPad(p)
+	if !isKnown {
+		return err
+	}
+	p.used = false
+	if p.batch != nil {
+		p.batch.takeResults(p, err)
+	}
+	return nil
+}
+
+// waitForPad waits for a pad's last batch. isKnown: it has ended, and err is its error; else the driver has answered
+// nothing.
+func (d *Device) waitForPad(p *pad) (isKnown bool, err error) {
 	var e C.struct_owcu_error
 	rc := C.owcu_wait_batch(d.ctx, p.done, &e)
-	p.used = false
-	if p.batch == nil {
-		return
-	}
-	var err error
 	if rc != 0 {
 		err = errorOf(d.index, &e)
 	}
-	p.batch.takeResults(p, err)
+	return rc != C.OWCU_UNKNOWN, err
 }
 
 // takeResults reads the status words of a batch's kernels.
@@ -224,15 +237,13 @@ func (d *Device) takePad(n, rows int) (*pad, error) {
 		}
 		p := pool.small.pads[pool.next%padCount]
 		pool.next++
-		d.finishPad(p)
-		return p, nil
+		return p, d.finishPad(p)
 	}
 	const most = 4
 	for i, s := range pool.large {
 		if p := s.pads[0]; p.bytes >= bytes && p.room >= room && d.isPadDone(p) {
 			pool.large = append(append(pool.large[:i:i], pool.large[i+1:]...), s) // the most recently used goes last
-			d.finishPad(p)
-			return p, nil
+			return p, d.finishPad(p)
 		}
 	}
 	if len(pool.large) >= most && pool.waiting == 0 {
@@ -258,13 +269,12 @@ func (d *Device) isPadDone(p *pad) bool {
 	return C.owcu_is_batch_done(d.ctx, p.done, &e) != 0
 }
 
-// tryFreeIdleSlab frees a slab of one pad if its batch is done, and reports whether it is
-// gone.
+// tryFreeIdleSlab frees a slab if its batches are done, and reports whether it is gone.
 func (d *Device) tryFreeIdleSlab(s *slab) bool {
 	d.batch.mu.Lock()
-	isIdle := d.batch.waiting == 0 && d.isPadDone(s.pads[0])
-	if isIdle {
-		d.finishPad(s.pads[0])
+	isIdle := d.batch.waiting == 0
+	for _, p := range s.pads {
+		isIdle = isIdle && d.isPadDone(p) && d.finishPad(p) == nil
 	}
 	d.batch.mu.Unlock()
 	return isIdle && d.tryFreeSlab(s)
@@ -509,7 +519,7 @@ func (b *Batch) EncodedSizes() []int64 {
 }
 
 // Done reports, without waiting, whether the batch is done. After a device error it
-// is.
+// is, but not while the driver lets no one into the context.
 func (b *Batch) Done() bool {
 	pool := &b.d.batch
 	pool.mu.Lock()
@@ -518,7 +528,8 @@ func (b *Batch) Done() bool {
 }
 
 // Wait waits for the batch and returns the result of each stream, nil if all are
-// good, and the device's error.
+// good, and the device's error. If Done is false after that, the driver has answered nothing: the
+// batch may still run, and Wait may be called again.
 func (b *Batch) Wait() ([]error, error) {
 	pool := &b.d.batch
 	pool.mu.Lock()
@@ -527,13 +538,13 @@ func (b *Batch) Wait() ([]error, error) {
 		pool.mu.Unlock()
 		// The pad may be used by a later batch meanwhile; this batch's result is
 		// set before that.
-		var e C.struct_owcu_error
-		var err error
-		if C.owcu_wait_batch(b.d.ctx, p.done, &e) != 0 {
-			err = errorOf(b.d.index, &e)
-		}
+		isKnown, err := b.d.waitForPad(p)
 		pool.mu.Lock()
 		pool.waiting--
+		if !isKnown && b.pad != nil {
+			pool.mu.Unlock()
+			return nil, err
+		}
 		b.takeResults(p, err)
 	}
 	defer pool.mu.Unlock()

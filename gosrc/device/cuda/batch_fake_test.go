@@ -87,6 +87,65 @@ func TestOtherDevice(t *testing.T) {
 	}
 }
 
+// A driver that lets no one into the context says nothing of a batch, which still runs: its pad is not used again, its
+// memory is not called done, and later it has its result.
+func TestBatchOfASilentDriver(t *testing.T) {
+	g := newGPU(t)
+	in := contents(rand.New(rand.NewPCG(5, 8)))[5:6]
+	spec := nvcomp.Spec{Algorithm: "X16", Chunk: 16 << 10}
+	streams := g.streams(spec, in, encoded(t, spec, in))
+	stream, err := g.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	decode := func() (*cuda.Batch, error) { return g.Decode(cuda.Order{Stream: stream}, cuda.FormatX16, streams) }
+	first, err := decode() // allocations, which wait for other work, are over
+	if err == nil {
+		_, err = first.Wait()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	idle := cudatest.OccupyStream(stream)
+	b, err := decode()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cudatest.RefuseContext(2)
+	if b.Done() {
+		t.Error("a batch is done, though the driver has not said so")
+	}
+	cudatest.RefuseContext(2)
+	if _, err := b.Wait(); !errors.Is(err, errs.ErrDevice) {
+		t.Errorf("Wait: %v", err)
+	}
+	if b.Done() {
+		t.Error("a batch that still runs is done after a wait that the driver has refused")
+	}
+	for range 127 { // the next one takes the memory of b
+		if _, err := decode(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	cudatest.RefuseContext(2)
+	if _, err := decode(); !errors.Is(err, errs.ErrDevice) || cudatest.CountWaits() != 0 {
+		t.Errorf("the memory of a batch that runs is used again: %v, %d waits", err, cudatest.CountWaits())
+	}
+	cudatest.RefuseContext(0)
+	idle()
+	if failures, err := b.Wait(); err != nil || failures[0] != nil || !b.Done() {
+		t.Error(failures, err)
+	}
+	got := make([]byte, len(in[0]))
+	if err := g.Copy(cuda.Order{Stream: stream}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst,
+		streams[0].Size, true); err != nil || !bytes.Equal(got, in[0]) {
+		t.Errorf("%v, or other bytes", err)
+	}
+	if err := g.FreeStream(stream); err != nil {
+		t.Error(err)
+	}
+}
+
 // Whichever call of the driver fails, a batch ends typed, and nothing is left.
 func TestBatchEveryCallFails(t *testing.T) {
 	in := contents(rand.New(rand.NewPCG(5, 9)))[3:5]

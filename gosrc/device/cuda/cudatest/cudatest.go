@@ -53,6 +53,9 @@ func FailCall(nth int64, code int, sticky bool) {
 	C.owcu_fake_fail(C.int64_t(nth), C.int(code), cBool(sticky))
 }
 
+// RefuseContext makes the driver refuse the next entries into a context, while its work goes on.
+func RefuseContext(times int) { C.owcu_fake_refuse_context(C.int(times)) }
+
 // LoseDevice loses the device: every call fails with code.
 func LoseDevice(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
 

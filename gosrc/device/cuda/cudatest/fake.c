@@ -80,11 +80,22 @@ static int f_ctx_release(int d)
 	st.contexts--;
 	return leave_call(rc);
 }
+static int refused_contexts; // how many of the next f_ctx_get fail
 static int f_ctx_get(owcu_handle *c)
 {
 	int rc = enter_queueing(0);
+	if (rc == 0 && refused_contexts > 0) {
+		refused_contexts--;
+		rc = INVALID_CONTEXT;
+	}
 	*c = current;
 	return leave_call(rc);
+}
+void owcu_fake_refuse_context(int times)
+{
+	pthread_mutex_lock(&lock);
+	refused_contexts = times;
+	pthread_mutex_unlock(&lock);
 }
 static int f_ctx_set(owcu_handle c)
 {

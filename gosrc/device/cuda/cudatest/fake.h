@@ -64,5 +64,7 @@ int owcu_fake_idle(void);
 // owcu_fake_fork forks, calls the driver in the child as owcu_alloc and owcu_free
 // do, and returns 0 if the child was refused without a single call.
 int owcu_fake_fork(owcu_handle ctx);
+// owcu_fake_refuse_context makes the next calls that ask for the current context fail; work goes on.
+void owcu_fake_refuse_context(int times);
 
 #endif
