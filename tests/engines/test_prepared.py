@@ -499,5 +499,25 @@ def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
     assert prepared.find_file(str(tmp_path), "a" * 40) is None
 
 
+def test_what_passes_is_no_refusal(tmp_path: Path) -> None:
+    """A start for which the system has no thread, memory or descriptor is not noted as one of a model that does not
+    fit; one of another model is."""
+    path, record = kept(processed(), tmp_path)
+    before = threading.stack_size(1 << 46)  # more than there are addresses: the system starts no thread
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread") as caught:
+            Arriving(path, record["tensors"], torch.device("cpu"))
+    finally:
+        threading.stack_size(before)
+    wrapped = ValueError("the model cannot be made")
+    wrapped.__cause__ = caught.value
+    for error in (caught.value, wrapped, ow.DeviceError("x"), torch.OutOfMemoryError("x"), OSError(24, "x")):
+        assert prepared.is_passing(error), error
+    for error in (Refused("it is another one"), KeyError("w"), RuntimeError("size mismatch")):
+        assert not prepared.is_passing(error), error
+    with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
+        arriving.finish_loading()
+
+
 def _raise(error: Exception, *_: Any, **__: Any) -> Any:
     raise error

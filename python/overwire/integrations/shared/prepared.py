@@ -205,6 +205,21 @@ def _activate_pages(path: str) -> None:
             file.readinto(block[:count])
 
 
+def is_passing(error: BaseException | None) -> bool:
+    """Whether an error, or one that has led to it, is of this process or machine now, and says nothing about other
+    starts: of loading, of memory, of the GPU, of threads that the system does not start."""
+    import overwire
+
+    of_gpu = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError)
+    while error is not None:
+        if isinstance(error, (overwire.OverwireError, MemoryError, OSError, *of_gpu)):
+            return True
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):  # Python has no class for it
+            return True
+        error = error.__cause__
+    return False
+
+
 def note_refusal(folder: str, name: str, reason: str) -> None:
     """Notes that the model of a fingerprint does not fit, so that later starts do not try."""
     import overwire

@@ -161,10 +161,8 @@ class PreparedStart:
             prepared.try_remove(kept.path)
         else:
             log.info("overwire: loads as always: the prepared state %s does not fit: %s", kept.path, reason)
-            # What says nothing about other starts; the note would take the place of a good file.
-            of_gpu = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError)
-            passing = overwire.OverwireError, MemoryError, OSError, Foreign, *of_gpu
-            if not isinstance(reason, passing) and self._folder is not None:
+            # The note would take the place of a good file.
+            if not isinstance(reason, Foreign) and not prepared.is_passing(reason) and self._folder is not None:
                 prepared.note_refusal(self._folder, self._name, f"the model does not fit: {reason}")
             self._folder = None
 
