@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import warm
@@ -262,7 +263,24 @@ def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -
     for path, chunk in (("compressed", 1 << 20), ("plain", (1 << 20) - 8192)):
         with ow.safe_open(tmp_path / path) as file:
             room = file._live_model().room()
-        assert room == chunk + 288 and relays.do_chunks_fit(2047, room) and not relays.do_chunks_fit(2100, room)
+        assert room == chunk + 288
+        assert relays.do_chunks_fit(2047, room, mapped=False) and not relays.do_chunks_fit(2100, room, mapped=False)
+
+
+def test_the_carrier_has_space_for_each_chunk() -> None:
+    """However many ranks a host has, the carrier that they choose has shares in which every chunk fits."""
+    room = (16 << 20) + 288  # of a chunk of 16 MiB
+    chosen = set()
+    for count in range(2, 400):
+        members = SimpleNamespace(size=count, hosts=1, most_local=count, unreachable="", sending_device=lambda _: "cpu")
+        load = relays.GroupLoad(members, [SimpleNamespace(device="cpu")])
+        load.choose_carrier("auto", [{"remote": True, "room": room}] * count)
+        if load.carrier != "none":
+            mapped = load.carrier == "mapped"
+            share = relays.mapped_share(count, room) if mapped else relays.share_of_rank(count, relays.SHARE)
+            assert share >= room, count
+        chosen.add((load.carrier, 85 < count < 128, count >= 128))
+    assert chosen == {("mapped", False, False), ("collective", True, False), ("none", False, True)}
 
 
 def test_without_a_group_there_is_nothing_to_share(folder: Path) -> None:

@@ -78,7 +78,7 @@ def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
 
 
 def mapped_share(ranks: int, room: int) -> int:
-    """Likewise where ranks map each other's memory: eight chunks have space. room: as of `do_chunks_fit`."""
+    """Likewise where ranks map each other's memory: eight chunks have space, if as many fit. room: see `Model.room`."""
     return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGES)
 
 
@@ -88,15 +88,17 @@ def count_own_buffers(ranks: int) -> int:
     return min(7 + ranks, 16)
 
 
-def do_chunks_fit(ranks: int, room: int) -> bool:
-    """Whether every chunk of a model fits where that number of ranks exchange. room: see `Model.room`."""
-    return room <= share_of_rank(ranks, SHARE)
+def do_chunks_fit(ranks: int, room: int, mapped: bool) -> bool:
+    """Whether every chunk of a model fits where that number of ranks exchange, by memory that they map of each
+    other, or by collectives. room: see `Model.room`."""
+    return room <= (mapped_share(ranks, room) if mapped else share_of_rank(ranks, SHARE))
 
 
 class Situation(NamedTuple):
     """What the carrier depends on. local: ranks on the fullest host. gpu: tensors go to GPUs. remote:
     the files lie in a store, or on a file system of several hosts. sends: the group has a backend
-    for the tensors, and each chunk fits. unreachable: ranks of a host cannot map each other's memory."""
+    for the tensors, and each chunk fits. unreachable: ranks of a host cannot map each other's memory, or not each
+    chunk fits there."""
 
     ranks: int
     hosts: int
@@ -150,11 +152,10 @@ class GroupLoad:
         `describe_files` gave on each rank."""
         members, remote = self._members, any(one["remote"] for one in reports)
         self._room = max(one["room"] for one in reports)
-        sends = bool(self.link) and do_chunks_fit(members.size, self._room)
+        sends = bool(self.link) and do_chunks_fit(members.size, self._room, mapped=False)
+        maps = not members.unreachable and do_chunks_fit(members.most_local, self._room, mapped=True)
         place = members.size, members.hosts, members.most_local
-        self.carrier = choose_carrier(
-            setting, Situation(*place, self._device != "cpu", remote, sends, bool(members.unreachable))
-        )
+        self.carrier = choose_carrier(setting, Situation(*place, self._device != "cpu", remote, sends, not maps))
 
     def fall_back(self, reason: str, setting: str) -> None:
         """Once a group, and alike on all ranks: they cannot map each other's memory."""
