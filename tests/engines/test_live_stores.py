@@ -18,6 +18,8 @@ import stores
 import test_live
 import test_sglang
 import test_vllm
+from overwire.integrations.pushes import reason_against_numbers
+from overwire.integrations.shared.updates import reason_against
 
 Store = tuple[dict[str, Any], str]
 
@@ -179,3 +181,13 @@ def test_sglang_takes_pushes_from_a_store(store: Store, tmp_path: Path) -> None:
     options, base = store
     test_live.stand_ins(tmp_path / "sglang", test_sglang.SGLANG)
     test_vllm.run(tmp_path, test_vllm.PRELUDE + SGLANG, tmp_path, base + "sglang", json.dumps(options))
+
+
+def test_all_that_is_wrong_with_a_push_is_named() -> None:
+    """Of several wrong fields each is named, in the order in which a push has them."""
+    assert reason_against("delta", None) == reason_against_numbers(number=1, size=5) == ""
+    reason = reason_against("half", 3)
+    assert reason.index("kind must") < reason.index("path must")
+    for wrong in (0, -1, True, "1", None, 1 << 63):
+        reason = reason_against_numbers(number=wrong, size=wrong)
+        assert reason.index("number must") < reason.index("size must"), wrong

@@ -40,6 +40,15 @@ class Push:
             self._group.send(self._file, self.info["number"], has_ended)
 
 
+def reason_against_numbers(**numbers: object) -> str:
+    """All that is wrong with the numbers of a push, in the order in which they are passed; "" for nothing."""
+    return "; ".join(
+        f"{name} must be a positive number, got {str(value)[:80]!r}"
+        for name, value in numbers.items()
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 63
+    )
+
+
 class Publisher:
     """Writes what a trainer pushes.
 
@@ -215,10 +224,7 @@ class Group:
                 raise ArgumentError(f"overwire: update_info: number is {number}, and push {current} is sent")
             return bool(current == number)
 
-        reason = ""
-        for name, value in (("size", size), ("number", number)):
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 63:
-                reason = f"{name} must be a positive number, got {str(value)[:80]!r}"
+        reason = reason_against_numbers(number=number, size=size)
         if not reason and number <= self._last_number:
             reason = f"push {number} was taken before"
         if reason:

@@ -29,12 +29,13 @@ class Incomplete(ValueError):
 
 
 def reason_against(kind: object, path: object) -> str:
-    """What is wrong with what an engine is told of a push; "" for nothing."""
+    """All that is wrong with what an engine is told of a push; "" for nothing."""
+    reasons = []
     if kind not in ("whole", "delta"):
-        return f"kind must be 'whole' or 'delta', got {str(kind)[:80]!r}"
+        reasons.append(f"kind must be 'whole' or 'delta', got {str(kind)[:80]!r}")
     if path is not None and not isinstance(path, str):  # a number would be a descriptor of this process
-        return f"path must be text, got {str(path)[:80]!r}"
-    return ""
+        reasons.append(f"path must be text, got {str(path)[:80]!r}")
+    return "; ".join(reasons)
 
 
 class _SliceView(NamedTuple):
