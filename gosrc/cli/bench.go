@@ -131,7 +131,7 @@ func (c *call) generate() error {
 		return err
 	}
 	return c.show(rep, func(w io.Writer) {
-		fmt.Fprintf(w, "%s: %d %s, %s, made at %s, written in %.2f s\n", out, rep.Tensors,
-			plural(rep.Tensors, "tensor", "tensors"), bytesText(total), rateText(total, generation), rep.Seconds)
+		fmt.Fprintf(w, "%s: %s, %s, made at %s, written in %.2f s\n", out, countText(rep.Tensors, "tensor"),
+			bytesText(total), rateText(total, generation), rep.Seconds)
 	})
 }

@@ -58,7 +58,8 @@ What OVERWIRE_CACHE keeps of stores is another folder, which this verb leaves al
 					file.Used.Local().Format(time.DateTime), file.Name)
 			}
 			what := map[bool]string{true: "removed", false: "kept"}[c.args[0] == "clear"]
-			fmt.Fprintf(w, "%s: %d files, %s %s\n", folder, len(files), humanize.Bytes(uint64(total)), what)
+			fmt.Fprintf(w, "%s: %s, %s %s\n", folder, countText(len(files), "file"), humanize.Bytes(uint64(total)),
+				what)
 		})
 	},
 }

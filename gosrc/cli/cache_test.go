@@ -17,7 +17,7 @@ func TestCache(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if out := must(t, "cache", "list", folder); !strings.Contains(out, name) || !strings.Contains(out, "1 files, 1.0 kB kept") {
+	if out := must(t, "cache", "list", folder); !strings.Contains(out, name) || !strings.Contains(out, "1 file, 1.0 kB kept") {
 		t.Errorf("list says %q", out)
 	}
 	if out := must(t, "cache", "clear", folder); !strings.Contains(out, "3 files, 3.0 kB removed") {

@@ -219,10 +219,10 @@ func (r diffReport) print(w io.Writer, summary bool, limit int) {
 			fmt.Fprintf(w, "%s: %s%s\n", list.what, safe(strings.Join(list.names[:min(n, names)], ", ")), more)
 		}
 	}
-	fmt.Fprintf(w, "%s of %s elements changed (%s), in %d %s; %d %s equal; a delta takes %s, %s of %s\n",
+	fmt.Fprintf(w, "%s of %s changed (%s), in %s; %d %s equal; a delta takes %s, %s of %s\n",
 		humanize.Comma(r.Changed),
-		humanize.Comma(r.Elements), shareText(r.Changed, r.Elements), len(r.Tensors),
-		plural(len(r.Tensors), "tensor", "tensors"), r.Equal, plural(r.Equal, "is", "are"), bytesText(r.Stored),
+		countText(r.Elements, "element"), shareText(r.Changed, r.Elements), countText(len(r.Tensors), "tensor"),
+		r.Equal, plural(r.Equal, "is", "are"), bytesText(r.Stored),
 		shareText(r.Stored, r.Bytes), bytesText(r.Bytes))
 }
 

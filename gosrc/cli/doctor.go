@@ -201,7 +201,7 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 	if d.Python != "" {
 		line("python", "%s", d.Python)
 	}
-	line("machine", "%s, %d cores, %s/%s", d.Machine.CPU, d.Machine.Cores, d.Machine.OS, d.Machine.Arch)
+	line("machine", "%s, %s, %s/%s", d.Machine.CPU, countText(d.Machine.Cores, "core"), d.Machine.OS, d.Machine.Arch)
 	line("features", "%s", strings.Join(d.Features, " "))
 	line("cipher", "%s", d.Cipher)
 	line("decoder", "%s", d.Machine.Decoder)
@@ -214,7 +214,7 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 	if len(d.Nodes) > 1 {
 		list := make([]string, len(d.Nodes))
 		for i, n := range d.Nodes {
-			list[i] = fmt.Sprintf("node %d with %d cores", n.Number, len(n.Cores))
+			list[i] = fmt.Sprintf("node %d with %s", n.Number, countText(len(n.Cores), "core"))
 		}
 		line("nodes", "%s", strings.Join(list, ", "))
 	}

@@ -172,7 +172,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	for _, f := range rep.Anew {
 		fmt.Fprintf(w, "new header, since no original is kept of it: %s\n", errs.OneLine(f))
 	}
-	counts := humanize.Comma(int64(rep.Tensors)) + plural(rep.Tensors, " tensor", " tensors")
+	counts := countText(rep.Tensors, "tensor")
 	if rep.Compressed > 0 {
 		counts += fmt.Sprintf(", %s compressed", humanize.Comma(int64(rep.Compressed)))
 	}
@@ -192,7 +192,12 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 
 // filesText counts files, with a verb for one or for several behind it.
 func filesText(n int, one, several string) string {
-	return strings.TrimSpace(humanize.Comma(int64(n)) + plural(n, " file ", " files ") + plural(n, one, several))
+	return strings.TrimSpace(countText(n, "file") + " " + plural(n, one, several))
+}
+
+// countText is a number of things, and their noun.
+func countText[N int | int64](n N, noun string) string {
+	return humanize.Comma(int64(n)) + " " + noun + plural(int(n), "", "s")
 }
 
 func plural(n int, one, several string) string {
@@ -249,8 +254,8 @@ and names file, tensor, chunk and offset.`,
 		}
 		return c.show(rep, func(w io.Writer) {
 			for _, f := range rep.Files {
-				fmt.Fprintf(w, "%s: %s, %s verified, %s tensors, %s\n", place(f.URI), f.Format, f.Checked,
-					humanize.Comma(int64(f.Tensors)), bytesText(f.Bytes))
+				fmt.Fprintf(w, "%s: %s, %s verified, %s, %s\n", place(f.URI), f.Format, f.Checked,
+					countText(f.Tensors, "tensor"), bytesText(f.Bytes))
 				switch o := f.Original; {
 				case !c.is("original"):
 				case o == nil:

@@ -112,7 +112,8 @@ func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
 				g.Unplaced)
 		}
 		if g.LinkWidth > 0 && g.LinkWidth < 16 && !g.Coherent {
-			add("cuda:%d is connected by %d PCIe lanes of 16: loads wait for that link", g.Index, g.LinkWidth)
+			add("cuda:%d is connected by %s of 16: loads wait for that link", g.Index,
+				countText(g.LinkWidth, "PCIe lane"))
 		}
 	}
 }
@@ -146,7 +147,7 @@ func (g *GPU) text(several bool, line func(name, format string, args ...any)) {
 		case d.Wire > 0:
 			usable += fmt.Sprintf(", copies measured at %.1f GB/s", d.Wire)
 		}
-		line(fmt.Sprintf("cuda:%d", d.Index), "%s, %s, compute %s, %d processors, %s at %s, %s", d.Name,
-			bytesText(d.Memory), d.Compute, d.Processors, link, at, usable)
+		line(fmt.Sprintf("cuda:%d", d.Index), "%s, %s, compute %s, %s, %s at %s, %s", d.Name,
+			bytesText(d.Memory), d.Compute, countText(d.Processors, "processor"), link, at, usable)
 	}
 }

@@ -178,8 +178,9 @@ func (c *call) writeTracePage(file, out string) error {
 	}
 	return c.show(map[string]any{"html": out, "spans": t.Spans, "rows": len(t.Rows), "seconds": float64(t.End) / 1e9},
 		func(w io.Writer) {
-			fmt.Fprintf(w, "%s: %s spans of %d workers and queues in %.3f s; open it in a browser\n", out,
-				humanize.Comma(int64(t.Spans)), len(t.Rows), float64(t.End)/1e9)
+			fmt.Fprintf(w, "%s: %s of %d %s in %.3f s; open it in a browser\n", out,
+				countText(t.Spans, "span"), len(t.Rows),
+				plural(len(t.Rows), "worker or queue", "workers and queues"), float64(t.End)/1e9)
 		})
 }
 

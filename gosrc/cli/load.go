@@ -79,7 +79,7 @@ func (c *call) load() error {
 			default:
 				mappedText = fmt.Sprintf(", %s of them mapped, not read", bytesText(r.Mapped))
 			}
-			fmt.Fprintf(w, "%s tensors, %s%s, %.4f s%s\n", humanize.Comma(r.Tensors), bytesText(r.Bytes), mappedText,
+			fmt.Fprintf(w, "%s, %s%s, %.4f s%s\n", countText(r.Tensors, "tensor"), bytesText(r.Bytes), mappedText,
 				r.Seconds, rate)
 		}
 		if sum := reports[repeat-1].Trace; sum != nil {
@@ -120,8 +120,8 @@ func printTrace(w io.Writer, s *pipeline.Summary, workers int64) {
 		"land": "tensors complete",
 	}
 	t := table(w)
-	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %d workers; seconds are summed over all of them)\n",
-		s.Seconds, workers)
+	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %s; seconds are summed over all of them)\n",
+		s.Seconds, countText(workers, "worker"))
 	for _, g := range s.Stages {
 		name := g.Verb
 		if text, ok := what[name]; ok {
@@ -133,8 +133,9 @@ func printTrace(w io.Writer, s *pipeline.Summary, workers int64) {
 	t.Flush()
 	if g := s.Copy; g != nil {
 		copyStage := slices.IndexFunc(s.Stages, func(x pipeline.StageSum) bool { return x.Verb == "copy" })
-		fmt.Fprintf(w, "copy stream: busy %.4f s at %s; idle %.4f s in %d gaps, the longest %.4f s; %.4f s before "+
+		fmt.Fprintf(w, "copy stream: busy %.4f s at %s; idle %.4f s in %s, the longest %.4f s; %.4f s before "+
 			"the first copy, %.4f s after the last\n",
-			g.Busy, rateText(s.Stages[copyStage].Bytes, g.Busy), g.Idle, g.Gaps, g.Longest, g.Lead, g.Tail)
+			g.Busy, rateText(s.Stages[copyStage].Bytes, g.Busy), g.Idle,
+			countText(g.Gaps, "gap"), g.Longest, g.Lead, g.Tail)
 	}
 }

@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"io"
 
-	"github.com/dustin/go-humanize"
-
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
@@ -55,8 +53,8 @@ func (c *call) planLoad() error {
 		r.Stored += m.Index().Tensors[i].Stored
 	}
 	return c.show(r, func(w io.Writer) {
-		count := humanize.Comma(int64(r.Tensors))
-		fmt.Fprintf(w, "%s tensors, %s, read or mapped as %s\n", count, bytesText(r.Bytes), bytesText(r.Stored))
+		fmt.Fprintf(w, "%s, %s, read or mapped as %s\n", countText(r.Tensors, "tensor"), bytesText(r.Bytes),
+			bytesText(r.Stored))
 		fmt.Fprintf(w, "load: %s at its peak, slots of %s\n", bytesText(r.Peak), bytesText(r.Staging))
 		if r.Offload != nil {
 			fmt.Fprintf(w, "offload: %s\n", offloadText(r.Offload))
@@ -70,9 +68,10 @@ func offloadText(o *plan.Offload) string {
 		return fmt.Sprintf("nothing is streamed: %s on the device", bytesText(o.DeviceBytes()))
 	}
 	return fmt.Sprintf("%s on the device: %s in no block, %s of blocks that stay, a ring of %s; "+
-		"%d blocks, %s together, are streamed from at most %s of host memory: %s to %s",
+		"%s, %s together, %s streamed from at most %s of host memory: %s to %s",
 		bytesText(o.DeviceBytes()), bytesText(o.Rest), bytesText(o.Kept), bytesText(o.Ring),
-		len(o.Blocks), bytesText(o.Streamed), bytesText(o.Stored), o.Blocks[0], o.Blocks[len(o.Blocks)-1])
+		countText(len(o.Blocks), "block"), bytesText(o.Streamed), plural(len(o.Blocks), "is", "are"),
+		bytesText(o.Stored), o.Blocks[0], o.Blocks[len(o.Blocks)-1])
 }
 
 // A Model is what doctor reports of one: whether its weights fit on each GPU.

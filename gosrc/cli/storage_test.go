@@ -2,6 +2,10 @@ package cli
 
 import (
 	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
 	"testing"
 )
 
@@ -19,9 +23,26 @@ func TestStorageTexts(t *testing.T) {
 	}
 }
 
-// One tensor is no several.
-func TestPlural(t *testing.T) {
-	if plural(1, "tensor", "tensors") != "tensor" || plural(0, "tensor", "tensors") != "tensors" {
-		t.Error("one and several are confused")
+// One tensor is no several, also in a text that is added later: a number and its noun come from countText.
+func TestCounts(t *testing.T) {
+	for n, want := range map[int]string{0: "0 files", 1: "1 file", 2: "2 files", 12345: "12,345 files"} {
+		if got := countText(n, "file"); got != want || filesText(n, "", "") != want {
+			t.Error(got, filesText(n, "", ""))
+		}
+	}
+	sources, err := filepath.Glob("*.go")
+	if err != nil || len(sources) == 0 {
+		t.Fatal(sources, err)
+	}
+	printed := regexp.MustCompile(`"[^"\n]*%[ds] (?:files|tensors|spans|blocks|workers|gaps|cores|processors|elements|` +
+		`chunks|lanes|shards)\b`)
+	for _, name := range sources {
+		source, err := os.ReadFile(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if found := printed.Find(source); found != nil && !strings.HasSuffix(name, "_test.go") {
+			t.Errorf("%s: %s: use countText", name, found)
+		}
 	}
 }
