@@ -22,8 +22,8 @@ class Server(threading.Thread):
     """Accepts connections, and answers them as its kind says:
 
     silent: never; trickle: a header, then a byte now and then; headers: a header
-    without an end; stops: the first 256 KiB of a model, and nothing after that; store:
-    the beginning of an upload to S3, and nothing after that.
+    without an end; line: a line of Redis without an end; stops: the first 256 KiB of a
+    model, and nothing after that; store: the beginning of an upload to S3, and nothing after that.
     """
 
     def __init__(self, kind: str) -> None:
@@ -93,5 +93,8 @@ class Server(threading.Thread):
             self.dribbles.add(sock)
         elif self.kind == "headers":
             sock.sendall(b"HTTP/1.1 200 OK\r\n")
+            self.dribbles.add(sock)
+        elif self.kind == "line":
+            sock.sendall(b"+")
             self.dribbles.add(sock)
         self.reached.set()

@@ -196,13 +196,14 @@ def servers(folder: Path) -> None:
         verb = urls(server, folder, {**options, "retries": "1"})[name]
         with watched(f"{name}, stops"):
             tell(f"{name}, stops", ended=ending(verb))
-    silent = kinds["silent"]
-    for name, verb in stores(silent, folder, options).items():
-        if name != "presign":
-            silent.reset()
-            with watched(name):
-                ended, seen = ending(verb), silent.drained()
-            tell(name, ended=ended, seen=seen)
+    tables = (("", kinds["silent"], ""), (", headers", kinds["headers"], "s3 "), (", line", Server("line"), "redis "))
+    for kind, server, store in tables:
+        for name, verb in stores(server, folder, options).items():
+            if name != "presign" and name.startswith(store):
+                server.reset()
+                with watched(name + kind):
+                    ended, seen = ending(verb), server.drained()
+                tell(name + kind, ended=ended, seen=seen)
 
 
 def interrupted(name: str, verb: Callable[[], Any], reached: Callable[[], Any], at: Server | None = None) -> None:
