@@ -75,3 +75,13 @@ def test_codecs_have_rows_or_a_reason() -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report.get("missing") or all(0.6 < row["ratio"] < 0.75 for row in report["rows"] if "X16" in row["what"])
+
+
+def test_parts_of_a_start_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python below 3.12 measures the whole alone: it is not reported as the loading of the weights."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
+    import device_starts
+
+    assert device_starts.parts_of({"whole": 3.0}) == {"whole": 3.0}
+    assert device_starts.parts_of({"whole": 3.0, "own weights": 1.0}) == {"whole": 3.0, "weights": 1.0}
+    assert device_starts.parts_of({"whole": 3.0, "own weights": 1.0, "weights": 2.0}) == {"whole": 3.0, "weights": 2.0}

@@ -119,7 +119,7 @@ def watch_parts(seconds: dict[str, float]) -> None:
 
     gc.callbacks.append(collects)
     if sys.version_info < (3, 12):
-        print("the parts need Python 3.12", flush=True)
+        print("the parts need Python 3.12: the whole alone is measured", flush=True)
         return
     streamer = runai_streamer_loader.RunaiModelStreamerLoader
     calls = {
@@ -200,6 +200,13 @@ def take_slowest(args: argparse.Namespace, start: Start | None) -> Start | None:
     return starts[0][0], {part: max(each.get(part, 0.0) for _, each in starts) for part in starts[0][1]}
 
 
+def parts_of(seconds: dict[str, float]) -> dict[str, float]:
+    """The parts of a start that were measured, below Python 3.12 the whole alone; vLLM's own loader is that of the
+    weights where no other one was called."""
+    known = {"weights": seconds["own weights"], **seconds} if "own weights" in seconds else seconds
+    return {part: known[part] for part in PARTS if part in known}
+
+
 def start_once(
     args: argparse.Namespace,
     kind: str,
@@ -223,10 +230,9 @@ def start_once(
         return None
     await_gpu()
     seconds["whole"] = time.perf_counter() - began
-    seconds.setdefault("weights", seconds.get("own weights", seconds["whole"]))
     if found := RECORDED.search(" ".join(lines.lines)):
         seconds["recorded"] = float(found[1])
-    parts = {part: seconds[part] for part in PARTS if part in seconds}
+    parts = parts_of(seconds)
     later = any("made of prepared state" in line for line in lines.lines)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     digests = overwire.digest({name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()})
@@ -243,8 +249,9 @@ def start_once(
     size = sum(tensor.nbytes for tensor in model.parameters())
     words = ", ".join(f"{part} {each:.3f}" for part, each in parts.items())
     name = f"{kind}, later" if later else kind
-    rate = size / parts["weights"] / 1e9
-    print(f"rank {args.rank}: {name:24} {words}; {rate:.1f} GB/s, {len(digests)} tensors as vLLM's own", flush=True)
+    timed = "weights" if "weights" in parts else "whole"
+    rate = f"{timed} at {size / parts[timed] / 1e9:.1f} GB/s"
+    print(f"rank {args.rank}: {name:24} {words}; {rate}, {len(digests)} tensors as vLLM's own", flush=True)
     if kind.startswith(("overwire", "prepared")):
         print(*(f"    {line}" for line in lines.lines), sep="\n", flush=True)
     del model, tensors
