@@ -48,10 +48,9 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 		}
 	}
 	slices.SortStableFunc(files, func(a, b source.Entry) int { return order(a.Name) - order(b.Name) })
-	err = os.Mkdir(dst, 0o777)
-	isNew := err == nil
-	if err != nil && !os.IsExist(err) {
-		return rep, errs.In("fetch", dst, errs.FromOS(err))
+	isNew, err := atomicfile.MakeFolder(dst)
+	if err != nil {
+		return rep, err
 	}
 	defer func() {
 		if err != nil && isNew {

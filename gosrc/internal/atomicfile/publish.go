@@ -88,6 +88,21 @@ func Folder(path string) string {
 	}
 }
 
+// MakeFolder makes a folder to write to, if there is none; isNew: it has. It refuses, as Follow does, another user's
+// link in its place.
+func MakeFolder(path string) (isNew bool, err error) {
+	if _, err := Follow(strings.TrimRight(path, "/")); err != nil {
+		return false, Failed(path, -1, err)
+	}
+	err = os.Mkdir(path, 0o777)
+	if st, serr := os.Stat(path); err != nil && serr == nil && st.IsDir() {
+		return false, nil
+	} else if os.IsExist(err) {
+		err = &fs.PathError{Op: "mkdir", Path: path, Err: fs.ErrExist}
+	}
+	return err == nil, Failed(path, -1, err)
+}
+
 // Write replaces a file with data. If ctx ends first, the old file stays.
 func Write(ctx context.Context, path string, data []byte) error {
 	t, err := New(Disk{}, path, "", 0)

@@ -4,7 +4,6 @@ package folders
 import (
 	"context"
 	"errors"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -30,17 +29,11 @@ func Make(dst string) (made string, err error) {
 	if source.Remote(dst) {
 		return "", nil
 	}
-	err = os.Mkdir(dst, 0o777)
-	if err == nil {
-		return dst, nil
+	isNew, err := atomicfile.MakeFolder(dst)
+	if isNew {
+		made = dst
 	}
-	if st, serr := os.Stat(dst); serr == nil && st.IsDir() {
-		return "", nil
-	}
-	if os.IsExist(err) {
-		err = &fs.PathError{Op: "mkdir", Path: dst, Err: fs.ErrExist}
-	}
-	return "", atomicfile.Failed(dst, -1, err)
+	return made, err
 }
 
 // RefuseOthers refuses a folder that has other weights than ours, by name, since it would then
