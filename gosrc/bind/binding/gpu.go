@@ -208,6 +208,9 @@ func gpuWait(_ none, n []int64) (*Result, error) {
 		return &Result{}, nil
 	}
 	each, err := b.Wait()
+	if err != nil && !b.Done() { // the driver has answered nothing, and may be asked again
+		return nil, err
+	}
 	drop(h)
 	if err != nil {
 		return nil, err
