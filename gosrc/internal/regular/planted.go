@@ -45,14 +45,22 @@ func ReadTrusted(path string, most int64) ([]byte, error) {
 // RefusePlanted refuses a path of which another user of the machine may have planted a folder, a link or
 // the file itself. What is not there is not planted.
 func RefusePlanted(path string) error {
-	path, err := filepath.Abs(path)
-	if err != nil {
-		return errs.FromOS(err)
-	}
-	for at := path; at != "/"; at = filepath.Dir(at) {
-		if err := RefusePlantedEntry(at); err != nil {
-			return err
+	if !filepath.IsAbs(path) {
+		wd, err := os.Getwd()
+		if err != nil {
+			return errs.FromOS(err)
 		}
+		path = wd + "/" + path
+	}
+	// As the system reads it: ".." is the parent of where a link leads.
+	for at := strings.TrimRight(path, "/"); at != ""; {
+		end := strings.LastIndexByte(at, '/')
+		if name := at[end+1:]; name != "." && name != ".." {
+			if err := RefusePlantedEntry(at); err != nil {
+				return err
+			}
+		}
+		at = strings.TrimRight(at[:end], "/")
 	}
 	return nil
 }

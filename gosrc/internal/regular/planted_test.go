@@ -43,6 +43,7 @@ func TestPlanted(t *testing.T) {
 			}
 			for path, check := range map[string]func(string) error{
 				"": RefusePlanted, "/": RefusePlantedEntry, "/x": RefusePlanted, "/no/such": RefusePlanted,
+				"/.././/x/": RefusePlanted,
 			} {
 				err := check(dir + "/" + name + map[bool]string{true: path}[path != "/"])
 				if errors.Is(err, errs.ErrPermission) != c.planted || err == nil == c.planted {
