@@ -42,10 +42,10 @@ int owcu_submit_batch(const struct owcu_batch *b, struct owcu_error *e)
 int owcu_wait_batch(owcu_handle ctx, owcu_handle done, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
+	int out, rc = enter_to_wait(&g, ctx, 1, &out, e);
 
-	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
-		return OWCU_UNKNOWN;
+	if (out)
+		return out;
 	if (rc == 0)
 		rc = TRY(event_sync, (done));
 	if (rc)
@@ -56,10 +56,10 @@ int owcu_wait_batch(owcu_handle ctx, owcu_handle done, struct owcu_error *e)
 int owcu_is_batch_done(owcu_handle ctx, owcu_handle done, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int code, rc = enter(&g, ctx, e);
+	int code, out, rc = enter_to_wait(&g, ctx, 1, &out, e);
 
-	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
-		return 0;
+	if (out)
+		return out < 0 ? -1 : 0;
 	code = rc == 0 ? owcu->event_query(done) : 0;
 	if (code != OWCU_NOT_READY && record_error(e, name_event_query, code))
 		rc = -1;

@@ -47,10 +47,10 @@ int owcu_pack_fetch(owcu_handle ctx, const struct owcu_slab *slab, int slot, uin
 int owcu_pack_wait(owcu_handle ctx, const struct owcu_slab *slab, int slot, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
+	int out, rc = enter_to_wait(&g, ctx, WAIT_TRIES, &out, e);
 
-	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
-		return rc;
+	if (out)
+		return out;
 	if (rc == 0)
 		rc = TRY(event_sync, (slab->events[slot]));
 	if (rc)

@@ -22,7 +22,7 @@ int owcu_pack_launch(owcu_handle ctx, const struct owcu_slab *slab, int slot, ow
 int owcu_pack_fetch(owcu_handle ctx, const struct owcu_slab *slab, int slot, uint64_t n,
                     const struct owcu_fetch *copies, struct owcu_error *e);
 // owcu_pack_wait waits for the slot's last encode or fetch. Whatever it returns, that
-// work has ended.
+// work has ended, unless the driver let no one into the context for five seconds.
 int owcu_pack_wait(owcu_handle ctx, const struct owcu_slab *slab, int slot, struct owcu_error *e);
 
 #endif

@@ -4,10 +4,13 @@ package cuda
 
 import (
 	"bytes"
+	"errors"
 	"testing"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/zeebo/xxh3"
 )
 
@@ -66,6 +69,37 @@ func TestSumFake(t *testing.T) {
 		}
 		mem[0].Release()
 	}
+	p.Close()
+	if left := end(); left != "" {
+		t.Errorf("left behind: %s", left)
+	}
+}
+
+// A driver that refuses the context several times is asked again: when Wait returns, its error included, the slot's
+// work has ended.
+func TestPackerOfASilentDriver(t *testing.T) {
+	end := Fake(64 << 20)
+	d, err := Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := d.NewPacker(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mem, err := d.Alloc([]int64{1 << 20})
+	if err != nil {
+		t.Fatal(err)
+	}
+	rows := []PackedRange{{Src: uint64(uintptr(mem[0].Ptr)), N: 8192, Transform: 1, Hash: true}}
+	if err := p.QueueSums(0, rows); err != nil || cudatest.ReadState().Pending == 0 {
+		t.Fatalf("nothing is under way: the test shows nothing (%v)", err)
+	}
+	cudatest.RefuseContext(20)
+	if err := p.Wait(0); !errors.Is(err, errs.ErrDevice) || cudatest.ReadState().Pending != 0 {
+		t.Errorf("%v, and %d calls are pending", err, cudatest.ReadState().Pending)
+	}
+	mem[0].Release()
 	p.Close()
 	if left := end(); left != "" {
 		t.Errorf("left behind: %s", left)

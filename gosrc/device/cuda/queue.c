@@ -189,12 +189,10 @@ void owcu_pause(int rounds)
 int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = enter(&g, q->ctx, e);
+	int out, rc = enter_to_wait(&g, q->ctx, WAIT_TRIES, &out, e);
 
-	// A driver that refuses once may answer the next time; without an answer
-	// nothing is known about the memory.
-	if (rc && enter(&g, q->ctx, e))
-		return rc;
+	if (out)
+		return out;
 	if (rc == 0)
 		rc = TRY(event_sync, (q->slots[slot]->done));
 	for (int k = 0; rc == 0 && q->timed && k < 4; k++)

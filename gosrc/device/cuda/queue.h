@@ -71,7 +71,8 @@ int owcu_queue_alloc(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct o
 // owcu_submit_slot queues the work of a slot. If it fails, none of that work is still
 // running when it returns.
 int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
-// owcu_wait_slot waits for the slot's last submit.
+// owcu_wait_slot waits for the slot's last submit, which has ended whatever it returns, unless the driver let no
+// one into the context for five seconds.
 int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_has_slot_ended asks, without waiting, whether owcu_wait_slot would return at once, if with an error.
 int owcu_has_slot_ended(struct owcu_queue *q, int slot);

@@ -6,6 +6,7 @@
 #include "context.h"
 
 #include <stdio.h>
+#include <time.h>
 
 // record_error records the first error of a function.
 static inline int record_error(struct owcu_error *e, const char *call, int code)
@@ -43,6 +44,7 @@ enum {
 	CAPTURE_RELAXED = 2, // CU_STREAM_CAPTURE_MODE_RELAXED
 	CAPTURE_UNKNOWN = -1,
 	NO_CONTEXT = 201, // CUDA_ERROR_INVALID_CONTEXT
+	WAIT_TRIES = 500, // of enter_to_wait: five seconds
 };
 
 // relax_mode puts the thread into the relaxed mode of stream capture, and restore_mode
@@ -143,6 +145,19 @@ static inline int enter_to_free(struct owcu_guard *g, owcu_handle ctx, struct ow
 	if (enter(g, ctx, e) == 0)
 		return 0;
 	return owcu_forked() ? -1 : !is_device_lost();
+}
+
+// enter_to_wait is enter for calls after which memory is used again, so that work on it must have ended: a driver that
+// refuses is asked again, a hundred times a second. Returns the first refusal, 0 or -1, for the caller to wait all
+// the same; *out is not 0 if it is not in the context: -1 if the device is lost, or the process a child, and 1 if
+// nothing is known of the work.
+static inline int enter_to_wait(struct owcu_guard *g, owcu_handle ctx, int tries, int *out, struct owcu_error *e)
+{
+	int rc = enter(g, ctx, e);
+
+	for (*out = rc ? enter_to_free(g, ctx, e) : 0; *out > 0 && --tries > 0; *out = enter_to_free(g, ctx, e))
+		nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+	return rc;
 }
 
 // DROP frees one resource, unless there is none or an earlier try has freed it;
