@@ -35,6 +35,7 @@ type model struct {
 
 func build(r *rand.Rand) *model {
 	m := &model{ix: &tensor.Index{}}
+	noise := rand.NewChaCha8([32]byte{byte(r.Uint32())})
 	nsrc := 1 + r.IntN(2)
 	for s := range nsrc {
 		var file []byte
@@ -64,9 +65,7 @@ func build(r *rand.Rand) *model {
 				continue
 			}
 			data := make([]byte, t.Bytes)
-			for i := range data {
-				data[i] = byte(r.Uint32())
-			}
+			_, _ = noise.Read(data)
 			if overwire && t.Bytes > 0 {
 				rows := int64(1)
 				if rank > 0 {
