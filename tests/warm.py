@@ -1,8 +1,9 @@
 """Programs that tests start with torch imported: forks of one process that has done that.
 
 Importing torch takes most of the time of a test that is a small program. Here it
-happens once a pytest worker: `run` gives the program to a process that has torch
-and nothing else, which forks; the child runs it as `python` would, to the end of
+happens once a pytest worker: `run` gives the program to a process that has torch,
+torch._dynamo, which many of torch's functions import when they are called, and nothing
+else, which forks; the child runs it as `python` would, to the end of
 the interpreter. What an import of torch, or what comes before it, has to show needs
 a process of its own: the fixture `script`.
 """
@@ -191,7 +192,7 @@ if __name__ == "__main__":
 
     threads = os.listdir("/proc/self/task")  # an emulator may have one of its own
 
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     gc.collect()
     gc.freeze()  # a collection in a child copies no page of what was imported
