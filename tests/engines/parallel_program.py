@@ -15,10 +15,15 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB
 os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 warnings.filterwarnings("ignore")
 
-RANK = 1 if os.fork() else 0  # before there are threads; rank 1 waits for rank 0
-os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK)}
-
+import overwire as ow  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import transformers  # noqa: E402
+
+# Each module is imported once for both ranks; none starts a thread.
+CLASSES = {"dense": transformers.LlamaForCausalLM, "experts": transformers.MixtralForCausalLM}
+RANK = 1 if os.fork() else 0  # rank 1 waits for rank 0
+os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK)}
 
 
 def shards(model: Any) -> dict[str, torch.Tensor]:
@@ -33,9 +38,6 @@ def reads() -> int:
 
 def check(folder: Path, kind: str) -> None:
     """One model: its shards are those of the unpatched load, and the compressed files are read in part only."""
-    import overwire as ow
-    import transformers
-
     five = int(transformers.__version__.split(".")[0]) >= 5
     if not five:  # its plans say Shard(-1), which torch 2.11 refuses; all weights here have two dimensions
         import transformers.integrations.tensor_parallel as plans
@@ -74,10 +76,6 @@ def check(folder: Path, kind: str) -> None:
 
 
 def main() -> None:
-    import overwire as ow
-    import torch.distributed as dist
-    import transformers
-
     root = Path(sys.argv[1])
     dist.init_process_group("gloo", init_method=f"file://{root}.store", rank=RANK, world_size=2)
     sizes: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -85,13 +83,13 @@ def main() -> None:
     experts = transformers.MixtralConfig(
         **sizes, hidden_size=64, intermediate_size=96, num_key_value_heads=2, num_local_experts=4
     )
-    models = {"dense": (transformers.LlamaForCausalLM, dense), "experts": (transformers.MixtralForCausalLM, experts)}
+    models = {"dense": dense, "experts": experts}
     if not int(transformers.__version__.split(".")[0]) >= 5:
         del models["experts"]  # its plan of 4.57 has none for them
-    for kind, (build, config) in models.items():
+    for kind, config in models.items():
         if RANK == 0:
             torch.manual_seed(5)
-            model = build(config).bfloat16()
+            model = CLASSES[kind](config).bfloat16()
             model.save_pretrained(root / kind / "plain")
             with ow.patch_safetensors(compress=True):
                 model.save_pretrained(root / kind / "packed")
