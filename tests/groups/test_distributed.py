@@ -88,7 +88,7 @@ def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: in
     ranks(folder, count, *BLOCKS, *["block_hosts"] * (count == 3), "block_gone", exchange="mapped")
 
 
-@pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8))])
 def test_every_verb_takes_every_source(folder: Path, count: int) -> None:
     """load_file, stream, in windows, too, and load_model: plain and compressed, of files, of a store and
     pinned, whole and cut, by each carrier."""
@@ -175,7 +175,7 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.imports_torch
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))])
 def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
     """`overwire bench --ranks` prints in one run the floors, a row of each coding, mode and carrier, each compared
     and beside its floor, and the other libraries, or why they are left out; it leaves no file."""
