@@ -48,6 +48,7 @@ def test_forked_children_are_refused(big: str, small: str) -> None:
     """In a child every call raises ForkedError at once, tensors stay readable, and it ends with 0."""
     out = run("""
 import ctypes
+import overwire.jobs  # here, and not in each child
 big, small, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
 busy = LongJob(big)
 tensors = load(small)
