@@ -1,5 +1,5 @@
 # The commands of this project. `make help` lists them. What takes more than a few lines is a script in .ci.
-PYTHON   ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.10 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo y),$(p))))
+PYTHON   ?= $(eval PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done))$(PYTHON)
 VENV     := .venv
 DOCS     := .venv-docs
 RELEASE  := .venv-release
