@@ -57,7 +57,7 @@ $(BIN)/gopy $(BIN)/staticcheck $(BIN)/versitygw:
 test: FUZZTIME = 5s
 test: SITE = $(shell $(PYTHON) -c 'import sys; print("docs" if sys.version_info >= (3, 11) else "")')  # as Sphinx asks
 test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer, the site
-	@for step in "packages compiled pylint race" "build fuzz $(BIN)/versitygw" "wheel asan $(SITE)" suite; do \
+	@for step in "packages compiled pylint race asan $(BIN)/versitygw $(SITE)" "collected wheel fuzz" suite; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory -j3 -O BUILT= SHORT=-short $$step || { echo "make $$step failed"; exit 1; }; \
 		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
@@ -85,7 +85,7 @@ lint: golint pylint static ## gofmt, vet, staticcheck, ruff, mypy
 	@.ci/check purego
 static: $(BIN)/staticcheck
 fakepy: build ## Python's tests of codecs on a GPU, on an engine with the fake driver
-asan: $(BUILT) ## Python tests of the engine under AddressSanitizer
+asan: venv $(BUILT) ## Python tests of the engine under AddressSanitizer
 gotest: ## Go tests, with all of vet: with SIMD, and the decoders' without; `make fakegpu` has the GPU's
 race: ## Go tests under the race detector
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
@@ -101,6 +101,8 @@ fuzz: ## every fuzz target for FUZZTIME (10s), five at a time
 	.ci/fuzz
 pytest: $(BUILT) ## the Python tests
 	$(PYTEST)
+collected: build # what pytest compiles of the tests, once for all workers of the suite, which begin together
+	@mkdir -p build; $(PY) -m pytest --collect-only -m "not slow" >build/collected || { cat build/collected; exit 1; }
 suite: # after wheel, whose files it inspects
 	OVERWIRE_TEST_DIST="$(CURDIR)/dist" $(PYTEST) -m "not slow"
 newest: build $(NEWEST)/.ready ## the Python tests with the newest torch, transformers and others: see requirements/newest.txt
