@@ -188,6 +188,7 @@ def _begin(argv: list[str]) -> tuple[types.CodeType, dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    import ctypes
     import gc
 
     threads = os.listdir("/proc/self/task")  # an emulator may have one of its own
@@ -198,4 +199,8 @@ if __name__ == "__main__":
     gc.freeze()  # a collection in a child copies no page of what was imported
 
     assert os.listdir("/proc/self/task") == threads, "a fork would lose threads"
+    # What torch's libraries do at the end of a process, after the interpreter's own, unregisters each of its kernels:
+    # half a second of a processor, of each child. What is loaded later ends before this.
+    libc = ctypes.CDLL(None)
+    assert libc.on_exit(libc._exit, None) == 0
     exec(*_begin(_serve(socket.socket(fileno=int(sys.argv[1])))["argv"]))
