@@ -230,14 +230,15 @@ def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> 
     """Into a fresh environment, with build isolation, without an index and without Go's proxy."""
     what = {"wheel": wheel, "sdist": next(dist.glob("*.tar.gz"))}[how]  # `make build` is the editable one
     venv = tmp_path / "venv"
-    tool(sys.executable, "-m", "venv", venv)
+    tool(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin/python"
+    pip = (sys.executable, "-m", "pip", "--python", python)
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "GOPROXY": "off", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    tool(python, "-m", "pip", "install", what, cwd=tmp_path, **offline)
+    tool(*pip, "install", what, cwd=tmp_path, **offline)
     said = tool(python, "-c", "import overwire, overwire._verbs as e; e.knobs(); print(overwire.__file__)", cwd=tmp_path)
     assert Path(said.strip()).is_relative_to(venv)
     assert re.match(r"overwire \d", tool(venv / "bin/overwire", "--version", cwd=tmp_path))
-    tool(python, "-m", "pip", "uninstall", "-y", "overwire", cwd=tmp_path)
+    tool(*pip, "uninstall", "-y", "overwire", cwd=tmp_path)
     assert not list(venv.glob("lib/*/site-packages/*overwire*"))
 
 
