@@ -83,8 +83,8 @@ func (p *Peers) showLife(own *processFlags) {
 // others ask again and again.
 func (p *Peers) Publish(pieces int) { p.lines[p.mine.Rank].published.Store(uint64(pieces)) }
 
-// Published is how many pieces of a process's memory are complete.
-func (p *Peers) Published(rank int) int { return int(p.lines[rank].published.Load()) }
+// CountPublished is how many pieces of a process's memory are complete.
+func (p *Peers) CountPublished(rank int) int { return int(p.lines[rank].published.Load()) }
 
 // takenBytes is the space for what one process has taken of each.
 func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * lineBytes }
@@ -100,8 +100,8 @@ func (p *Peers) takenOf(owner, by int) *atomic.Uint64 {
 // ReleasePieces says that this process needs the first pieces of another's memory no more.
 func (p *Peers) ReleasePieces(owner, pieces int) { p.takenOf(owner, p.mine.Rank).Store(uint64(pieces)) }
 
-// Taken is how many pieces of this process's memory no other needs.
-func (p *Peers) Taken() int {
+// CountTaken is how many pieces of this process's memory no other needs.
+func (p *Peers) CountTaken() int {
 	least := uint64(math.MaxInt)
 	for rank := range p.lines {
 		if rank != p.mine.Rank {

@@ -75,7 +75,7 @@ func TestTogether(t *testing.T) {
 	}
 	for _, p := range all {
 		for from := range all {
-			if n := p.Published(from); n != 1 {
+			if n := p.CountPublished(from); n != 1 {
 				t.Fatalf("rank %d has published %d", from, n)
 			}
 			if got := unsafe.Slice((*byte)(p.Memory(from)), 8192)[8191]; got != byte(from+1) {
@@ -85,11 +85,11 @@ func TestTogether(t *testing.T) {
 	}
 	all[1].ReleasePieces(0, 1)
 	all[2].ReleasePieces(1, 1) // another's
-	if n := all[0].Taken(); n != 0 {
+	if n := all[0].CountTaken(); n != 0 {
 		t.Errorf("%d taken by rank 1 alone", n)
 	}
 	all[2].ReleasePieces(0, 2)
-	if n := all[0].Taken(); n != 1 {
+	if n := all[0].CountTaken(); n != 1 {
 		t.Errorf("%d taken, not 1", n)
 	}
 	over(t, all)

@@ -25,7 +25,8 @@ func TestPiecesThatCutChunks(t *testing.T) {
 		for n := range 1 + r.IntN(40) {
 			stored := 1 + r.Int64N(60_000)
 			ix.Chunks = append(ix.Chunks, tensor.Chunk{Off: at, Stored: uint32(stored), Codec: tensor.CodecX16})
-			spots = append(spots, Spot{N: int32(n), Group: int32(n / 15), Bare: r.IntN(3) == 0, Dst: unsafe.Pointer(&memory[to])})
+			spots = append(spots, Spot{N: int32(n), Group: int32(n / 15), Bare: r.IntN(3) == 0,
+				Dst: unsafe.Pointer(&memory[to])})
 			at, to = at+stored, to+stored
 			if r.IntN(10) == 0 {
 				at, dense = at+r.Int64N(400), false
@@ -47,8 +48,8 @@ func TestPiecesThatCutChunks(t *testing.T) {
 				s, c := &spots[want], &ix.Chunks[spots[want].N]
 				in := int64(uintptr(task.Dst) - uintptr(s.Dst)) // of the chunk
 				switch {
-				case task.Summed, task.Chunk.Logical != task.Chunk.Stored, (p.Refs[k].N < 0) != s.Bare, s.Group != group,
-					piece.Off+int64(task.Src) != c.Off+in, task.Chunk.Off != c.Off+in,
+				case task.Summed, task.Chunk.Logical != task.Chunk.Stored, (p.Refs[k].N < 0) != s.Bare,
+					s.Group != group, piece.Off+int64(task.Src) != c.Off+in, task.Chunk.Off != c.Off+in,
 					int64(task.Src)+int64(task.Chunk.Stored) > piece.Len:
 					t.Fatalf("seed %d: task %+v of piece %+v, of chunk %+v", seed, task, piece, c)
 				}

@@ -36,19 +36,21 @@ type carrier struct {
 	mapped  []chan struct{} // by rank: closed when its memory is mapped
 	aimed   chan struct{}
 	gone    bool // disconnected
-
-	// Of move alone, until it has ended.
-	ordered     bool            // behind what is on the caller's stream
-	next        []int           // by rank: the next piece to take
-	own, others []ranksRead     // what waits for a slot to be decoded on the GPU
-	waits       []time.Duration // by rank; see Report.Waited
-	looked      time.Time
+	moves
 
 	// Guarded by the relay's mu.
 	asked     bool // Join was called
 	live      bool // joined
 	published int  // pieces whose shares of this rank have arrived: [0, published)
 	taken     int  // pieces whose shares of this rank no other rank needs: [0, taken)
+}
+
+// moves is what movePieces alone changes, until it has ended.
+type moves struct {
+	next        []int           // by rank: the next piece to take
+	own, others []ranksRead     // what waits for a slot to be decoded on the GPU
+	lastLook    time.Time       // when it last looked for pieces; zero: never
+	waits       []time.Duration // by rank; see Report.Waited
 }
 
 func (r *Relay) makeCarrier() error {
@@ -63,7 +65,7 @@ func (r *Relay) makeCarrier() error {
 		return err
 	}
 	c := &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
-		waits: make([]time.Duration, spec.Ranks), next: make([]int, spec.Ranks)}
+		moves: moves{waits: make([]time.Duration, spec.Ranks), next: make([]int, spec.Ranks)}}
 	r.carrier = c
 	for range spec.Ranks {
 		c.mapped = append(c.mapped, make(chan struct{}))
@@ -210,13 +212,13 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 		close(c.mapped[rank])
 	}
 	c.EndMapTurn()
-	return c.AwaitJoined(ctx)
+	return c.AwaitJoined(ctx) // also a relay without pieces does not end before the others have found it
 }
 
 // beginMoving moves all pieces, in the background: those of each rank by themselves.
 func (r *Relay) beginMoving(ctx context.Context) {
 	begin := func(work func(context.Context) error) {
-		spawn.GoFor(&r.moving, "relay move", func() {
+		spawn.GoFor(&r.movers, "relay move", func() {
 			err := spawn.Guard("relay move", func() error { return work(ctx) })
 			if err != nil && ctx.Err() == nil {
 				r.failWith(r.model.PlaceError("stage", err), !errors.Is(err, peers.ErrOther))
@@ -227,13 +229,13 @@ func (r *Relay) beginMoving(ctx context.Context) {
 		begin(r.mapOthers)
 	}
 	if r.carrier != nil || r.queue != nil {
-		begin(r.move)
+		begin(r.movePieces)
 	}
 }
 
-// move is the one goroutine that sums this rank's shares, copies those of others, queues what is decoded, and
+// movePieces is the one goroutine that sums this rank's shares, copies those of others, queues what is decoded, and
 // tells others how far it is. It ends when this rank has decoded all, and no other needs what it has read.
-func (r *Relay) move(ctx context.Context) error {
+func (r *Relay) movePieces(ctx context.Context) error {
 	if r.queue != nil {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
@@ -247,12 +249,12 @@ func (r *Relay) move(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		idle := pace.rest(worked)
-		if c := r.carrier; c != nil && idle > 0 && isClosed(c.joined) {
+		if c := r.carrier; c != nil && !worked && isClosed(c.joined) {
 			if err := c.CheckOthers(); err != nil {
 				return err
 			}
 		}
+		pace.restUnless(worked)
 	}
 	return nil
 }
@@ -265,29 +267,12 @@ func (r *Relay) hasMovedAll() bool {
 
 // moveOnce does what can be done now, and reports whether that was anything.
 func (r *Relay) moveOnce() (worked bool, err error) {
+	steps := []func() (bool, error){r.recycleTakenBuffers, r.carryShares, r.decodeWaiting}
 	if r.queue != nil {
 		worked = r.queue.FinishEnded()
-		summed, err := r.sumArrived()
-		if err != nil {
-			return false, err
-		}
-		worked = worked || summed
+		steps = append([]func() (bool, error){r.sumArrived}, steps...)
 	}
-	c := r.carrier
-	if c == nil || !isClosed(c.joined) {
-		return worked, nil
-	}
-	worked = r.recycleTakenBuffers() || worked
-	if !isClosed(c.aimed) {
-		return worked, nil
-	}
-	if !c.ordered {
-		if err := r.orderBehindCaller(); err != nil {
-			return false, err
-		}
-		c.ordered, c.looked = true, time.Now()
-	}
-	for _, step := range []func() (bool, error){r.carryShares, r.decodeOwn, r.decodeOthers} {
+	for _, step := range steps {
 		did, err := step()
 		if err != nil {
 			return false, err
@@ -311,21 +296,25 @@ func (r *Relay) orderBehindCaller() error {
 	return r.queue.FollowStream(uintptr(r.spec.Stream))
 }
 
-// carryShares takes the next piece of each rank whose share can be read.
+// carryShares takes the next piece of each rank whose share can be read, once the ranks have met and this one's
+// requests are known.
 func (r *Relay) carryShares() (worked bool, err error) {
 	c, now := r.carrier, time.Now()
-	for from := range r.spec.Ranks {
-		did, err := r.carryShare(from)
-		if err != nil {
-			return false, err
-		}
-		if !did && c.next[from] < len(r.pieces) {
-			c.waits[from] += now.Sub(c.looked)
+	if c == nil || !isClosed(c.joined) || !isClosed(c.aimed) {
+		return false, nil
+	}
+	if c.lastLook.IsZero() {
+		c.lastLook, err = now, r.orderBehindCaller()
+	}
+	for from := 0; from < r.spec.Ranks && err == nil; from++ {
+		var did bool
+		if did, err = r.carryShare(from); !did && c.next[from] < len(r.pieces) {
+			c.waits[from] += now.Sub(c.lastLook)
 		}
 		worked = worked || did
 	}
-	c.looked = now
-	return worked, nil
+	c.lastLook = now
+	return worked, err
 }
 
 // carryShare takes the next piece of a rank, if its share can be read and there is space for it: on the
@@ -338,7 +327,7 @@ func (r *Relay) carryShare(from int) (bool, error) {
 	}
 	of, wanted := ranksRead{k, from, from + 1}, r.wantsAnyOf(k, from)
 	switch {
-	case own && !isClosed(r.pieces[k].checked), !own && wanted && c.Published(from) <= k:
+	case own && !isClosed(r.pieces[k].checked), !own && wanted && c.CountPublished(from) <= k:
 		return false, nil
 	case !wanted:
 		r.markQueued(k, from, from+1, nil)
@@ -368,31 +357,31 @@ func (r *Relay) hasStagingFor(piece, from int) bool {
 	return r.queued[from] > piece-r.spec.Stages
 }
 
-func (r *Relay) decodeOwn() (bool, error) { return r.decodeWaiting(&r.carrier.own, nil) }
-
-func (r *Relay) decodeOthers() (bool, error) {
-	return r.decodeWaiting(&r.carrier.others, r.carrier.streams)
-}
-
-// decodeWaiting queues the decoding on the GPU of what waits for it, as one batch, if a slot is free. streams,
-// by rank: behind whose work it is; nil: behind none.
-func (r *Relay) decodeWaiting(waiting *[]ranksRead, streams []uintptr) (bool, error) {
-	if len(*waiting) == 0 {
+// decodeWaiting queues the decoding on the GPU of what waits for it, as one batch of this rank's shares and one
+// of others', if slots are free: the last ones are for sums.
+func (r *Relay) decodeWaiting() (worked bool, err error) {
+	c := r.carrier
+	if c == nil || r.queue == nil {
 		return false, nil
 	}
-	slot := r.tryTakeDecodeSlot()
-	if slot == nil {
-		return false, nil
-	}
-	batch := slices.Clone((*waiting)[:min(len(*waiting), mostReads)])
-	*waiting = slices.Delete(*waiting, 0, len(batch))
-	var behind []uintptr
-	for _, of := range batch {
-		if streams != nil && !slices.Contains(behind, streams[of.lo]) {
-			behind = append(behind, streams[of.lo])
+	for _, waiting := range []*[]ranksRead{&c.own, &c.others} {
+		if len(*waiting) == 0 || r.queue.CountFree() <= mostSums {
+			continue
 		}
+		batch := slices.Clone((*waiting)[:min(len(*waiting), mostReads)])
+		*waiting = slices.Delete(*waiting, 0, len(batch))
+		var behind []uintptr // streams that copy what it decodes
+		for _, of := range batch {
+			if s := c.streams[of.lo]; of.lo != r.spec.Rank && !slices.Contains(behind, s) {
+				behind = append(behind, s)
+			}
+		}
+		if err := r.queueDecoding(r.queue.TryGet(), batch, behind); err != nil {
+			return false, err
+		}
+		worked = true
 	}
-	return true, r.queueDecoding(slot, batch, behind)
+	return worked, nil
 }
 
 // wantsAnyOf reports whether this rank wants any of what a rank reads of a piece.
@@ -421,18 +410,20 @@ func (r *Relay) pullShare(piece, from int) error {
 		false)
 }
 
-// recycleTakenBuffers lets buffers be filled again that the other ranks have taken, as they say so. A relay
-// without pieces does not end before the others have found it (mapOthers).
-func (r *Relay) recycleTakenBuffers() bool {
-	taken := min(r.carrier.Taken(), len(r.pieces))
+// recycleTakenBuffers lets buffers be filled again that the other ranks have taken, as they say so.
+func (r *Relay) recycleTakenBuffers() (bool, error) {
+	if r.carrier == nil || !isClosed(r.carrier.joined) {
+		return false, nil
+	}
+	taken := min(r.carrier.CountTaken(), len(r.pieces))
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.carrier.taken == taken {
-		return false
+		return false, nil
 	}
 	r.carrier.taken = taken
 	r.recycleOwnBuffers()
-	return true
+	return true, nil
 }
 
 func isClosed(channel chan struct{}) bool {

@@ -59,40 +59,11 @@ func (r *Relay) decodeBatch(batch []ranksRead, streams ...uintptr) error {
 	if r.queue == nil {
 		return r.decodeOnHost(batch[0])
 	}
-	s, err := r.takeDecodeSlot(context.Background()) // every slot comes back, even after errors
+	s, err := r.queue.Get(context.Background()) // every slot comes back, even after errors
 	if err != nil {
 		return err
 	}
-	return r.queueDecoding(s, batch, streams)
-}
-
-// takeDecodeSlot waits for a slot of the queue for a batch: some others are for sums.
-func (r *Relay) takeDecodeSlot(ctx context.Context) (*cuda.Slot, error) {
-	select {
-	case r.decoding <- struct{}{}:
-	case <-ctx.Done():
-		return nil, context.Cause(ctx)
-	}
-	s, err := r.queue.Get(ctx)
-	if err != nil {
-		<-r.decoding
-		return nil, err
-	}
-	return s.(*cuda.Slot), nil
-}
-
-// tryTakeDecodeSlot is takeDecodeSlot that does not wait: nil if there is none now.
-func (r *Relay) tryTakeDecodeSlot() *cuda.Slot {
-	select {
-	case r.decoding <- struct{}{}:
-	default:
-		return nil
-	}
-	s := r.queue.TryGet()
-	if s == nil {
-		<-r.decoding
-	}
-	return s
+	return r.queueDecoding(s.(*cuda.Slot), batch, streams)
 }
 
 // decodeOnHost decodes on all cores, and waits.
@@ -162,21 +133,17 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 		}
 		return first + i
 	}
-	left, isGood := len(jobs), true
+	left := len(jobs)
 	defer r.countDriverTime(time.Now())
 	err := r.queue.Submit(slot, from.bytes, jobs, func(i int, err error) {
-		if left--; left == 0 {
-			<-r.decoding
-		}
 		if err != nil {
-			isGood = false
 			r.failWith(r.locateError(number(i), err), false)
 			return
 		}
 		if !none {
 			r.countTask(number(i))
 		}
-		if left == 0 && isGood {
+		if left--; left == 0 {
 			for _, of := range batch {
 				r.landStrips(of.piece, of.lo, of.hi)
 				r.markDecoded(of)
@@ -184,7 +151,6 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 		}
 	})
 	if err != nil {
-		<-r.decoding
 		err = r.locateError(number(0), err)
 		r.failWith(err, true)
 		return err

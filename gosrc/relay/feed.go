@@ -38,13 +38,13 @@ type submission struct {
 func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 	slots, _ := load.Ring(r.machine)
 	q := &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots), stop: make(chan struct{})}
-	feed.Poll()
-	spawn.GoFor(&q.over, "relay feed", q.run)
+	feed.UsePolling()
+	spawn.GoFor(&q.over, "relay feed", q.submitAndFinish)
 	return q
 }
 
-// run submits slots and finishes those that have landed, until Close.
-func (q *feedQueue) run() {
+// submitAndFinish submits slots and finishes those that have landed, until Close.
+func (q *feedQueue) submitAndFinish() {
 	runtime.LockOSThread() // it makes most of the driver's calls
 	defer runtime.UnlockOSThread()
 	var pace pacer
@@ -57,7 +57,7 @@ func (q *feedQueue) run() {
 		if len(all) > 0 {
 			q.submitSafely(all)
 		}
-		pace.rest(q.FinishEnded() || len(all) > 0)
+		pace.restUnless(q.FinishEnded() || len(all) > 0)
 	}
 }
 

@@ -31,11 +31,10 @@ type exchangeLayout struct {
 
 // A pieceState is what the ranks read at about the same time.
 type pieceState struct {
-	share    int64         // the space of each rank in the buffer
-	begin    int           // this rank's first spot
-	coming   int32         // chunks of this rank's share that have not arrived
-	readable bool          // this rank's share is there, and right: the others may read it
-	checked  chan struct{} // closed then
+	share      int64         // the space of each rank in the buffer
+	begin      int           // this rank's first spot
+	chunksLeft int32         // chunks of this rank's share that have not arrived
+	checked    chan struct{} // closed when this rank's share is there, and right: the others may read it
 }
 
 // A rankPart is what one rank reads of a piece, and this rank's tasks of it.
@@ -274,7 +273,7 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 			for _, c := range own {
 				r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data]})
 			}
-			piece.coming = int32(len(own))
+			piece.chunksLeft = int32(len(own))
 		}
 	}
 	piece.share = (piece.share + shareAlign - 1) &^ (shareAlign - 1)
@@ -292,8 +291,7 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 			r.placeOf(c).off += int64(rank) * piece.share
 		}
 	}
-	if piece.coming == 0 {
-		r.pieces[number].readable = true
+	if piece.chunksLeft == 0 {
 		close(piece.checked)
 	}
 }

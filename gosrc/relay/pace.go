@@ -22,12 +22,11 @@ const (
 	longestRest = time.Millisecond
 )
 
-// rest is called after each look for work; worked says that there was some. It returns for how long
-// there has been none.
-func (p *pacer) rest(worked bool) time.Duration {
+// restUnless is called after each look for work; worked says that there was some.
+func (p *pacer) restUnless(worked bool) {
 	if worked {
 		p.idle = time.Time{}
-		return 0
+		return
 	}
 	now := time.Now()
 	if p.idle.IsZero() {
@@ -35,10 +34,9 @@ func (p *pacer) rest(worked bool) time.Duration {
 	}
 	idle := now.Sub(p.idle)
 	if idle < briskly {
-		cuda.Pause()
-		return idle
+		cuda.PauseBriefly()
+		return
 	}
 	nap := unix.NsecToTimespec(min(idle/4, longestRest).Nanoseconds())
 	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be late by a millisecond
-	return idle
 }

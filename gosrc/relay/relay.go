@@ -78,10 +78,9 @@ type Relay struct {
 
 // gpuState is what a relay has of a GPU.
 type gpuState struct {
-	queue    *cuda.Queue   // decodes; nil: the host does
-	feed     device.Queue  // fetches; nil: the host
-	arrived  chan int      // pieces whose share of this rank has arrived, to be summed
-	decoding chan struct{} // a token for each batch that is being decoded
+	queue    *cuda.Queue  // decodes, and sums; nil: the host does
+	feed     device.Queue // fetches; nil: the host
+	arrivals chan int     // pieces whose share of this rank has arrived, to be summed
 }
 
 // profile is what a relay counts of its own work.
@@ -116,7 +115,7 @@ type state struct {
 	shut   bool
 	host   sync.Mutex     // held while the host decodes
 	busy   sync.WaitGroup // Decode calls
-	moving sync.WaitGroup // goroutines of beginMoving
+	movers sync.WaitGroup // goroutines of beginMoving
 	once   sync.Once      // of close
 
 	unmapped atomic.Bool // err is that another rank's memory cannot be mapped
@@ -212,11 +211,11 @@ func (r *Relay) makeQueues() (err error) {
 		return err
 	}
 	r.feed = newFeedQueue(feed, r)
-	r.arrived, r.decoding = make(chan int, len(r.pieces)), make(chan struct{}, batches)
+	r.arrivals = make(chan int, len(r.pieces))
 	if r.queue, err = gpu.Queue(batches+mostSums, cuda.TablesOnly); err != nil {
 		return err
 	}
-	r.queue.Poll()
+	r.queue.UsePolling()
 	if r.spec.Stream != 0 { // the ring may still be in use there
 		return feed.FollowStream(uintptr(r.spec.Stream))
 	}
@@ -293,7 +292,7 @@ func (r *Relay) leaveExchange(ctx context.Context) {
 	if r.carrier == nil {
 		return
 	}
-	r.moving.Wait()
+	r.movers.Wait()
 	r.closeQueues()
 	r.closeCarrier(ctx)
 }
@@ -326,7 +325,7 @@ func (r *Relay) closeQueues() {
 		r.mu.Lock()
 		r.shut = true
 		r.mu.Unlock()
-		r.moving.Wait()
+		r.movers.Wait()
 		r.busy.Wait()
 		r.closeBothQueues()
 	})

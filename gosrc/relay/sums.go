@@ -19,17 +19,16 @@ const mostSums = 2
 func (r *Relay) countArrival(piece int) {
 	r.mu.Lock()
 	p := &r.pieces[piece]
-	p.coming--
-	isComplete, begin, end := p.coming == 0, p.begin, r.endOfSpots(piece)
+	p.chunksLeft--
+	isComplete := p.chunksLeft == 0
 	r.mu.Unlock()
-	if !isComplete {
-		return
+	switch {
+	case !isComplete:
+	case r.machine.SumsShares:
+		r.arrivals <- piece
+	default:
+		r.makeReadable(piece)
 	}
-	if r.machine.SumsShares && begin < end {
-		r.arrived <- piece
-		return
-	}
-	r.makeReadable(piece)
 }
 
 // endOfSpots is where this rank's spots of a piece end.
@@ -44,13 +43,12 @@ func (r *Relay) endOfSpots(piece int) int {
 func (r *Relay) makeReadable(piece int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.pieces[piece].readable = true
 	close(r.pieces[piece].checked)
 	c := r.carrier
 	if c == nil {
 		return
 	}
-	for c.published < len(r.pieces) && r.pieces[c.published].readable {
+	for c.published < len(r.pieces) && isClosed(r.pieces[c.published].checked) {
 		c.published++
 	}
 	if c.live {
@@ -60,12 +58,12 @@ func (r *Relay) makeReadable(piece int) {
 
 // sumArrived sums the shares that have arrived, as far as slots are free.
 func (r *Relay) sumArrived() (worked bool, err error) {
-	for len(r.arrived) > 0 { // move alone takes them
+	for r.machine.SumsShares && len(r.arrivals) > 0 { // movePieces alone takes them
 		slot := r.queue.TryGet()
 		if slot == nil {
 			return worked, nil
 		}
-		if err := r.sumShare(<-r.arrived, slot); err != nil {
+		if err := r.sumShare(<-r.arrivals, slot); err != nil {
 			return false, err
 		}
 		worked = true

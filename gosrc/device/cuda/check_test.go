@@ -162,10 +162,8 @@ func TestSumOnly(t *testing.T) {
 				s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), int64(len(p.bytes)))
 				s.(*Slot).SumOnly()
 			}
-			if err := q.Submit(s, int64(len(p.bytes)), tasks, func(i int, err error) { failures[i] = err }); err != nil {
-				t.Fatal(err)
-			}
-			if err := q.Drain(t.Context()); err != nil {
+			err = q.Submit(s, int64(len(p.bytes)), tasks, func(i int, err error) { failures[i] = err })
+			if err := errors.Join(err, q.Drain(t.Context())); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -44,6 +44,23 @@ func (s *Slot) DelayKernels(streams ...uintptr) {
 // back, is submitted again. The slot's queue owns it.
 func (s *Slot) EndEvent() *Event { return &Event{dev: s.q.dev, c: s.c.done} }
 
+// FollowStream makes everything submitted from now on wait for the work that is queued
+// now on a stream of the same device: memory of torch's allocator may still be in
+// use there. The number is DLPack's: 1 the legacy default stream, 2 the thread's,
+// else a handle.
+func (q *Queue) FollowStream(stream uintptr) error {
+	q.order.Lock()
+	defer q.order.Unlock()
+	if err := q.deviceError(); err != nil {
+		return err
+	}
+	var e C.struct_owcu_error
+	if C.owcu_queue_follow(q.c, C.uint64_t(stream), &e) != 0 {
+		return q.recordError(&e)
+	}
+	return nil
+}
+
 // looseGap is more than the bytes that may lie between neighbours of a loose piece.
 const looseGap = 16
 

@@ -115,7 +115,7 @@ func TestFollowEvent(t *testing.T) {
 		t.Fatal(err)
 	}
 	after := q.slots[3].EndEvent()
-	q.Poll()
+	q.UsePolling()
 	for n, loose := range []bool{true, false, true} {
 		s, err := q.Get(t.Context())
 		if err != nil {
@@ -244,7 +244,7 @@ func TestPolledQueueFinishesWhatHasEnded(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer cudatest.OccupyStream(stream)()
-	q.Poll()
+	q.UsePolling()
 	var landed []int
 	for n := range 2 {
 		s := q.TryGet()

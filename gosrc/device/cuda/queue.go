@@ -10,7 +10,6 @@ import (
 	"context"
 	"errors"
 	"math"
-	"slices"
 	"sync"
 	"time"
 	"unsafe"
@@ -56,7 +55,7 @@ type Queue struct {
 	order sync.Mutex // of submissions, held during the driver's calls: pieces that use scratch must not interleave
 	next  uint32     // compute stream; guarded by order
 
-	polled    bool       // see Poll; set while no work is in flight
+	polled    bool       // see UsePolling; set while no work is in flight
 	finishing sync.Mutex // held while slots of a polled queue are finished: one after the other
 	asked     []*Slot    // of FinishEnded; guarded by finishing
 
@@ -261,15 +260,6 @@ func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	}
 	s.ownFresh()
 	return s, nil
-}
-
-// TryGet is Get that does not wait: nil if no slot is free.
-func (q *Queue) TryGet() *Slot {
-	s := q.free.tryTakeSlot()
-	if s != nil {
-		s.ownFresh()
-	}
-	return s
 }
 
 // ownFresh makes the slot its caller's, as if it were new.
@@ -495,60 +485,6 @@ func (q *Queue) runCompleter() {
 	}
 }
 
-// Poll leaves the ends of slots, until Close, to the queue's user, who asks for them by FinishEnded
-// again and again: a thread that sleeps until the device wakes it, and then wakes others, is late by
-// hundreds of microseconds. Drain then waits for that user. No slot may be in use.
-func (q *Queue) Poll() { q.polled = true }
-
-// FinishEnded calls done for what has landed by now, on each stream in the order of submission, and
-// reports whether anything has. It does not wait.
-func (q *Queue) FinishEnded() (any bool) {
-	q.finishing.Lock()
-	defer q.finishing.Unlock()
-	q.mu.Lock()
-	q.asked = append(q.asked[:0], q.flying...)
-	q.mu.Unlock()
-	var busy [C.OWCU_STREAMS]bool
-	for _, s := range q.asked {
-		stream := s.lastStream()
-		if busy[stream] || C.owcu_has_slot_ended(q.c, C.int(s.index)) == 0 {
-			busy[stream] = true
-			continue
-		}
-		q.finishFlying(s)
-		any = true
-	}
-	return any
-}
-
-// finishAll waits for all slots of a polled queue, and finishes them.
-func (q *Queue) finishAll() {
-	q.finishing.Lock()
-	defer q.finishing.Unlock()
-	for len(q.flying) > 0 {
-		q.finishFlying(q.flying[0])
-	}
-}
-
-// finishFlying waits for a slot of a polled queue, and finishes it. q.finishing is held.
-func (q *Queue) finishFlying(s *Slot) {
-	q.mu.Lock()
-	q.flying = slices.DeleteFunc(q.flying, func(other *Slot) bool { return other == s })
-	q.mu.Unlock()
-	_ = spawn.Guard("cuda queue", func() error { q.finishSlot(s); return nil })
-}
-
-// lastStream is the stream on which the slot's work ends.
-func (s *Slot) lastStream() int {
-	if s.c.nlaunches == 0 {
-		return 0
-	}
-	return int(1+s.c.stream) % C.OWCU_STREAMS
-}
-
-// Pause lets some hundred nanoseconds pass, for those that ask again and again.
-func Pause() { C.owcu_pause(16) }
-
 // finishSlot waits for a slot's work, says that it has landed, and takes the slot back, also
 // after a panic: Drain and Close wait for it.
 func (q *Queue) finishSlot(s *Slot) {
@@ -604,23 +540,6 @@ func (q *Queue) Drain(ctx context.Context) error {
 			return context.Cause(ctx)
 		}
 	}
-}
-
-// FollowStream makes everything submitted from now on wait for the work that is queued
-// now on a stream of the same device: memory of torch's allocator may still be in
-// use there. The number is DLPack's: 1 the legacy default stream, 2 the thread's,
-// else a handle.
-func (q *Queue) FollowStream(stream uintptr) error {
-	q.order.Lock()
-	defer q.order.Unlock()
-	if err := q.deviceError(); err != nil {
-		return err
-	}
-	var e C.struct_owcu_error
-	if C.owcu_queue_follow(q.c, C.uint64_t(stream), &e) != 0 {
-		return q.recordError(&e)
-	}
-	return nil
 }
 
 // Close waits for work in flight and until every slot is back, and returns the

@@ -1,0 +1,80 @@
+package cuda
+
+/*
+#include "queue.h"
+*/
+import "C"
+
+import (
+	"slices"
+
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// This file has queues whose user asks again and again, rather than wait.
+
+// UsePolling leaves the ends of slots, until Close, to the queue's user, who asks for them by FinishEnded
+// again and again: a thread that sleeps until the device wakes it, and then wakes others, is late by
+// hundreds of microseconds. Drain then waits for that user. No slot may be in use.
+func (q *Queue) UsePolling() { q.polled = true }
+
+// FinishEnded calls done for what has landed by now, on each stream in the order of submission, and
+// reports whether anything has. It does not wait.
+func (q *Queue) FinishEnded() (any bool) {
+	q.finishing.Lock()
+	defer q.finishing.Unlock()
+	q.mu.Lock()
+	q.asked = append(q.asked[:0], q.flying...)
+	q.mu.Unlock()
+	var busy [C.OWCU_STREAMS]bool
+	for _, s := range q.asked {
+		stream := s.lastStream()
+		if busy[stream] || C.owcu_has_slot_ended(q.c, C.int(s.index)) == 0 {
+			busy[stream] = true
+			continue
+		}
+		q.finishFlying(s)
+		any = true
+	}
+	return any
+}
+
+// finishAll waits for all slots of a polled queue, and finishes them.
+func (q *Queue) finishAll() {
+	q.finishing.Lock()
+	defer q.finishing.Unlock()
+	for len(q.flying) > 0 {
+		q.finishFlying(q.flying[0])
+	}
+}
+
+// finishFlying waits for a slot of a polled queue, and finishes it. q.finishing is held.
+func (q *Queue) finishFlying(s *Slot) {
+	q.mu.Lock()
+	q.flying = slices.DeleteFunc(q.flying, func(other *Slot) bool { return other == s })
+	q.mu.Unlock()
+	_ = spawn.Guard("cuda queue", func() error { q.finishSlot(s); return nil })
+}
+
+// lastStream is the stream on which the slot's work ends.
+func (s *Slot) lastStream() int {
+	if s.c.nlaunches == 0 {
+		return 0
+	}
+	return int(1+s.c.stream) % C.OWCU_STREAMS
+}
+
+// TryGet is Get that does not wait: nil if no slot is free.
+func (q *Queue) TryGet() *Slot {
+	s := q.free.tryTakeSlot()
+	if s != nil {
+		s.ownFresh()
+	}
+	return s
+}
+
+// CountFree is how many slots TryGet would give now.
+func (q *Queue) CountFree() int { return len(q.free.tokens) }
+
+// PauseBriefly lets some hundred nanoseconds pass, for those that ask again and again.
+func PauseBriefly() { C.owcu_pause(16) }
