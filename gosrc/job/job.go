@@ -98,6 +98,9 @@ func Start(name string, run func(ctx context.Context, j *Job) error) *Job {
 // that has ended.
 func (j *Job) Cancel() { j.cancel(errCancelled) }
 
+// RunContext ends when the job is asked to stop, and at its end.
+func (j *Job) RunContext() context.Context { return j.ctx }
+
 // Wait waits for the end of the job, at most for d (for ever if d is
 // negative). It reports whether the job has ended, and if so its error.
 func (j *Job) Wait(d time.Duration) (bool, error) {

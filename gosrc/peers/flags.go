@@ -21,10 +21,10 @@ import (
 const lineBytes = 128
 
 // A processFlags is a process's flags. It alone writes them, and its numbers only rise. It rings
-// the bell after each change that all others wait for.
+// the bell after those that others sleep for: joined, trouble, ended.
 type processFlags struct {
 	bell      atomic.Uint32
-	joined    atomic.Uint64 // 1; 2: it has mapped the memory of the others
+	joined    atomic.Uint64 // 1: it has joined; 2: it has mapped the memory of the others
 	published atomic.Uint64 // how many pieces of its memory are complete
 	trouble   atomic.Uint64 // it has failed
 	ended     atomic.Uint64 // it uses no memory of the others any more
@@ -111,8 +111,8 @@ func (p *Peers) CountTaken() int {
 	return int(least)
 }
 
-// CheckOthers returns an error if another process has failed, or, where it was not called for
-// lifeEvery, is gone.
+// CheckOthers returns an error if another process has failed, or is gone, for which it looks every
+// lifeEvery.
 func (p *Peers) CheckOthers() error {
 	if err := p.findTrouble(); err != nil {
 		return err

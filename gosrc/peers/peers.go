@@ -11,7 +11,7 @@
 // file system, so a process that dies leaves nothing behind.
 //
 // The methods are safe for concurrent use, except New, Join, End and Close, which no other runs
-// beside, and MapMemoryOf of one process.
+// beside, and MapMemoryOf of one process, and CheckOthers, each for one caller at a time.
 package peers
 
 import (
@@ -41,7 +41,7 @@ type Offer struct {
 	Bytes   int64  `json:"bytes"`
 }
 
-// ErrOther is the class of what the Await methods return when another process has failed: its
+// ErrOther is the class of what CheckOthers and the Await methods return when another process has failed: its
 // own error says more.
 var ErrOther = errors.New("another process of the group has failed")
 

@@ -20,7 +20,7 @@ type Spot struct {
 
 // PlanStored plans how to read chunks to their spots as they are stored: checksums are
 // compared, unless lim.Cut leaves them to the caller, and nothing is decoded. Each spot has
-// a want of its own. Spots are in the order of their sources and offsets, and of groups.
+// a want of its own. Spots are in the order of their groups, and in each of sources and offsets.
 func PlanStored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	wants := make([]Want, len(spots))
 	m := newMaker(ix, wants, len(spots), lim)
@@ -53,7 +53,7 @@ func PlanStored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	return m.p, wants
 }
 
-// pageBytes divides the ends of pieces that cut chunks: the next read then begins with a page.
+// Pieces that cut chunks end at multiples of pageBytes, so that the next read begins with a page.
 const pageBytes = 4096
 
 // addCutTasks adds a task for each part of a chunk, which is cut where pieces end: all pieces of a

@@ -41,11 +41,11 @@ type carrier struct {
 	// Guarded by the relay's mu.
 	asked     bool // Join was called
 	live      bool // joined
-	published int  // pieces whose shares of this rank have arrived: [0, published)
+	published int  // pieces whose shares of this rank can be read: [0, published)
 	taken     int  // pieces whose shares of this rank no other rank needs: [0, taken)
 }
 
-// moves is what movePieces alone changes, until it has ended.
+// moves is what movePieces alone uses, until it has ended.
 type moves struct {
 	next        []int           // by rank: the next piece to take
 	own, others []ranksRead     // what waits for a slot to be decoded on the GPU
@@ -78,7 +78,7 @@ func (r *Relay) makeCarrier() error {
 		return err
 	}
 	c.staging = staging[0]
-	for range spec.Ranks {
+	for range spec.Ranks { // its own is not used
 		stream, err := gpu.NewStream()
 		if err != nil {
 			return err
@@ -215,7 +215,7 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 	return c.AwaitJoined(ctx) // also a relay without pieces does not end before the others have found it
 }
 
-// beginMoving moves all pieces, in the background: those of each rank by themselves.
+// beginMoving begins to map the memory of others, and to move pieces, in the background.
 func (r *Relay) beginMoving(ctx context.Context) {
 	begin := func(work func(context.Context) error) {
 		spawn.GoFor(&r.movers, "relay move", func() {
@@ -233,19 +233,21 @@ func (r *Relay) beginMoving(ctx context.Context) {
 	}
 }
 
-// movePieces is the one goroutine that sums this rank's shares, copies those of others, queues what is decoded, and
-// tells others how far it is. It ends when this rank has decoded all, and no other needs what it has read.
+// movePieces finishes what the GPU has done, and has this rank's shares summed, those of others copied, and all
+// decoded; on the host it decodes by itself. It tells the others what it needs no more. It ends when this rank
+// has decoded all, and no other needs what it has read.
 func (r *Relay) movePieces(ctx context.Context) error {
 	if r.queue != nil {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 	}
+	steps := []moveStep{r.finishEnded, r.sumArrived, r.recycleTakenBuffers, r.carryShares, r.decodeWaiting}
 	var pace pacer
 	for !r.hasMovedAll() {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		worked, err := r.moveOnce()
+		worked, err := moveOnce(steps)
 		if err != nil {
 			return err
 		}
@@ -265,13 +267,11 @@ func (r *Relay) hasMovedAll() bool {
 	return r.left == 0 && (r.carrier == nil || r.carrier.live && r.carrier.taken == len(r.pieces))
 }
 
-// moveOnce does what can be done now, and reports whether that was anything.
-func (r *Relay) moveOnce() (worked bool, err error) {
-	steps := []func() (bool, error){r.recycleTakenBuffers, r.carryShares, r.decodeWaiting}
-	if r.queue != nil {
-		worked = r.queue.FinishEnded()
-		steps = append([]func() (bool, error){r.sumArrived}, steps...)
-	}
+// A moveStep does what can be done now, and reports whether that was anything.
+type moveStep = func() (bool, error)
+
+// moveOnce does all steps once.
+func moveOnce(steps []moveStep) (worked bool, err error) {
 	for _, step := range steps {
 		did, err := step()
 		if err != nil {
@@ -281,6 +281,8 @@ func (r *Relay) moveOnce() (worked bool, err error) {
 	}
 	return worked, nil
 }
+
+func (r *Relay) finishEnded() (bool, error) { return r.queue != nil && r.queue.FinishEnded(), nil }
 
 // orderBehindCaller orders what is copied and decoded behind what is on the caller's stream: strips go where its
 // work was.
@@ -317,8 +319,9 @@ func (r *Relay) carryShares() (worked bool, err error) {
 	return worked, err
 }
 
-// carryShare takes the next piece of a rank, if its share can be read and there is space for it: on the
-// host it decodes it.
+// carryShare takes the next piece of a rank, if its share can be read and there is space for it. On the host it
+// decodes it; on a GPU it queues its copy, and leaves its decoding to decodeWaiting. An own share is waited for
+// also if nothing of it is wanted: its buffer may be filled again then.
 func (r *Relay) carryShare(from int) (bool, error) {
 	c, own := r.carrier, from == r.spec.Rank
 	k := c.next[from]
@@ -333,7 +336,7 @@ func (r *Relay) carryShare(from int) (bool, error) {
 		r.markQueued(k, from, from+1, nil)
 		r.markDecoded(of)
 	case r.queue == nil:
-		if err := r.decodeBatch([]ranksRead{of}); err != nil {
+		if err := r.decodeBatch(of, nil); err != nil {
 			return false, err
 		}
 	case own:
@@ -365,7 +368,7 @@ func (r *Relay) decodeWaiting() (worked bool, err error) {
 		return false, nil
 	}
 	for _, waiting := range []*[]ranksRead{&c.own, &c.others} {
-		if len(*waiting) == 0 || r.queue.CountFree() <= mostSums {
+		if len(*waiting) == 0 || r.queue.CountFree() <= slotsForSums {
 			continue
 		}
 		batch := slices.Clone((*waiting)[:min(len(*waiting), mostReads)])
@@ -390,8 +393,8 @@ func (r *Relay) wantsAnyOf(piece, from int) bool {
 	return q.last > q.first || len(q.strips) > 0
 }
 
-// pullShare queues the copy of a rank's share, behind the decoding of the buffer's earlier
-// piece.
+// pullShare queues the copy of a rank's share, behind the decoding of the piece that it replaces; strips, which
+// replace none, do not wait.
 func (r *Relay) pullShare(piece, from int) error {
 	c, part := r.carrier, r.partOf(piece, from)
 	defer r.countDriverTime(time.Now())

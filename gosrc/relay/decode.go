@@ -18,7 +18,7 @@ import (
 
 // DecodePiece decodes a piece whose buffer has every rank's share, and then frees the
 // buffer, for a caller that exchanges the shares. On a GPU it queues the decoding after the
-// work that is on a stream now (0: none), and does not wait; errors end the job. Each piece is
+// work that is on a stream now (0: none); errors end the job. Each piece is
 // decoded once, in their order.
 func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if piece < 0 || piece >= len(r.pieces) {
@@ -31,11 +31,11 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 			r.queued[0]))
 	}
 	r.mu.Unlock()
-	all := []ranksRead{{piece, 0, r.spec.Ranks}}
-	if stream == 0 {
-		return r.decodeBatch(all)
+	var behind []uintptr
+	if stream != 0 {
+		behind = append(behind, stream)
 	}
-	return r.decodeBatch(all, stream)
+	return r.decodeBatch(ranksRead{piece, 0, r.spec.Ranks}, behind)
 }
 
 // A ranksRead is what the ranks [lo, hi) have read of a piece.
@@ -46,8 +46,8 @@ func (r *Relay) tasksOf(of ranksRead) (first, last int) {
 	return r.partOf(of.piece, of.lo).first, r.partOf(of.piece, of.hi-1).last
 }
 
-// decodeBatch decodes what ranks have read, as one batch.
-func (r *Relay) decodeBatch(batch []ranksRead, streams ...uintptr) error {
+// decodeBatch decodes what ranks have read, as one batch, behind the work of streams.
+func (r *Relay) decodeBatch(of ranksRead, behind []uintptr) error {
 	r.mu.Lock()
 	if r.shut || r.err != nil || !r.aimed {
 		defer r.mu.Unlock()
@@ -57,16 +57,16 @@ func (r *Relay) decodeBatch(batch []ranksRead, streams ...uintptr) error {
 	r.mu.Unlock()
 	defer r.busy.Done()
 	if r.queue == nil {
-		return r.decodeOnHost(batch[0])
+		return r.decodeOnHost(of)
 	}
-	s, err := r.queue.Get(context.Background()) // every slot comes back, even after errors
+	s, err := r.queue.Get(r.job.RunContext()) // after that movePieces brings no slot back
 	if err != nil {
 		return err
 	}
-	return r.queueDecoding(s.(*cuda.Slot), batch, streams)
+	return r.queueDecoding(s.(*cuda.Slot), []ranksRead{of}, behind)
 }
 
-// decodeOnHost decodes on all cores, and waits.
+// decodeOnHost decodes on this rank's part of the cores, and waits.
 func (r *Relay) decodeOnHost(of ranksRead) error {
 	r.host.Lock()
 	defer r.host.Unlock()
@@ -133,11 +133,17 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 		}
 		return first + i
 	}
+	locate := func(i int, err error) error {
+		if none {
+			return r.model.PlaceError("decode", err)
+		}
+		return r.locateError(number(i), err)
+	}
 	left := len(jobs)
 	defer r.countDriverTime(time.Now())
 	err := r.queue.Submit(slot, from.bytes, jobs, func(i int, err error) {
 		if err != nil {
-			r.failWith(r.locateError(number(i), err), false)
+			r.failWith(locate(i, err), false)
 			return
 		}
 		if !none {
@@ -151,7 +157,7 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 		}
 	})
 	if err != nil {
-		err = r.locateError(number(0), err)
+		err = locate(0, err)
 		r.failWith(err, true)
 		return err
 	}
@@ -163,9 +169,6 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 
 // locateError adds the tensor and chunk to an error.
 func (r *Relay) locateError(i int, err error) error {
-	if i >= len(r.refs) { // of a piece of which this rank wants nothing
-		return r.model.PlaceError("decode", err)
-	}
 	ref := r.refs[i]
 	w := &r.wants[ref.Want]
 	t := &r.model.Seen().Tensors[w.Tensor]

@@ -16,7 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// exchangeLayout is what travels in which piece, and where in its buffer. It does not change.
+// exchangeLayout is what travels in which piece, and where in its buffer. How far pieces and parts are is
+// guarded by the relay's mu.
 type exchangeLayout struct {
 	ix            *tensor.Index // an index in which all shared tensors have chunks
 	bare          []bool        // by tensor: it has chunks there only, without checksums
@@ -74,8 +75,7 @@ const (
 	// chunkAlign is the alignment of chunks that are aligned in the file: X16 needs
 	// it.
 	chunkAlign = 16
-	// plainChunkBytes is the size of the chunks of plain tensors, which have none in the
-	// file: four of them fit in a slot, with what aligns them.
+	// plainChunkBytes is the size of the chunks of plain tensors, which have none in the file.
 	plainChunkBytes = 1<<20 - 8<<10
 	// maxRanks is more GPUs than any host has: of several hosts, as many ranks exchange as
 	// have a share.
@@ -327,7 +327,7 @@ func (r *Relay) sortTasksByPart(p *plan.Plan, where []int) {
 }
 
 // Aim sets what this rank wants: requests as those of a load, of shared tensors,
-// each with a destination. It is called once, before the first Decode; an error
+// each with a destination. It is called once, before anything is decoded; an error
 // leaves the relay as it was.
 func (r *Relay) Aim(reqs []plan.Request) error {
 	dest := make([]unsafe.Pointer, len(reqs))

@@ -2,7 +2,7 @@ package relay
 
 // This file paces goroutines that ask again and again for what comes every few microseconds, from
 // readers, the device and other ranks. One that sleeps until it is woken, and then wakes the next, is
-// late by some hundred microseconds in a virtual machine, of which a share on its way had eight.
+// late by some hundred microseconds in a virtual machine; a share on its way was passed on eight times.
 
 import (
 	"time"
@@ -16,8 +16,8 @@ import (
 type pacer struct{ idle time.Time } // since when nothing was to be done; zero: there was something
 
 const (
-	// briskly is how long a pacer keeps its core while nothing is to be done.
-	briskly = 200 * time.Microsecond
+	// spinTime is how long a pacer keeps its core while nothing is to be done.
+	spinTime = 200 * time.Microsecond
 	// longestRest is the longest rest.
 	longestRest = time.Millisecond
 )
@@ -33,7 +33,7 @@ func (p *pacer) restUnless(worked bool) {
 		p.idle = now
 	}
 	idle := now.Sub(p.idle)
-	if idle < briskly {
+	if idle < spinTime {
 		cuda.PauseBriefly()
 		return
 	}

@@ -46,20 +46,19 @@ type Spec struct {
 }
 
 // A Relay is one rank's part in a group's load: each rank reads a share of the
-// stored bytes, and the caller exchanges the shares. The bytes come in pieces. A
-// piece occupies one buffer of the ring, which has equal space for each rank's
-// share, one after the other. Reading begins before the destinations are known
-// (Aim). For each piece the caller then waits for this rank's share (Wait),
-// exchanges it for the others', and has the whole piece decoded to where the
-// requests want it (Decode); the buffer is then free for a later piece. The job
-// ends when every piece was decoded, or with the first error; after that nothing
-// writes to the ring or the destinations.
+// stored bytes, and these travel. The bytes come in pieces, of which each rank has a
+// share; reading begins before the destinations are known (Aim). The job ends when every
+// piece was decoded, or with the first error; after that nothing writes to its memory or
+// the destinations.
 //
-// Wait returns when the share was checked where it is. On a GPU Decode is queued behind the
-// exchange, and the next fill of the buffer behind Decode: the host waits only for shares, for
-// free slots, and for a Decode to be queued.
+// A carrier brings the shares of mapped ranks. Else the caller does: a piece occupies one
+// buffer of the ring, which has equal space for each rank's share, one after the other. The
+// caller waits for this rank's share, which was checked then (AwaitOwnShare), exchanges it
+// for the others', and has the whole piece decoded to where the requests want it
+// (DecodePiece). On a GPU that is queued behind the exchange, and the next fill of the buffer
+// behind it.
 //
-// Its methods are safe for concurrent use.
+// Its methods are safe for concurrent use, except DecodePiece.
 type Relay struct {
 	job      *job.Job
 	model    *load.Model
@@ -114,7 +113,7 @@ type state struct {
 	aimed  bool          // the requests are set
 	shut   bool
 	host   sync.Mutex     // held while the host decodes
-	busy   sync.WaitGroup // Decode calls
+	busy   sync.WaitGroup // calls of decodeBatch and Join
 	movers sync.WaitGroup // goroutines of beginMoving
 	once   sync.Once      // of close
 
@@ -128,8 +127,8 @@ type Report struct {
 	// more.
 	Ours   bool      `json:"ours"`
 	Pulled int64     `json:"pulled,omitempty"` // bytes copied from other ranks' memory
-	Waited []float64 `json:"waited,omitempty"` // seconds that this rank had nothing of each rank to decode
-	Driver float64   `json:"driver,omitempty"` // seconds in calls of the GPU's driver
+	Waited []float64 `json:"waited,omitempty"` // seconds, by rank, in which this rank took no share of it
+	Driver float64   `json:"driver,omitempty"` // seconds in submitting fetches, copies and decoding
 	Flight int64     `json:"flight,omitempty"` // the most bytes that were on their way to the GPU
 	Lost   []int     `json:"lost,omitempty"`   // ranks of this host that are gone
 	// Unmapped: the error is that this rank cannot map another's memory.
@@ -190,8 +189,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	return r, nil
 }
 
-// makeQueues makes what a GPU needs: a queue that fetches, one that decodes, and the
-// events between them.
+// makeQueues makes what a GPU needs: a queue that fetches, and one that sums and decodes.
 func (r *Relay) makeQueues() (err error) {
 	gpu := r.target.GPU
 	if gpu == nil {
@@ -212,7 +210,7 @@ func (r *Relay) makeQueues() (err error) {
 	}
 	r.feed = newFeedQueue(feed, r)
 	r.arrivals = make(chan int, len(r.pieces))
-	if r.queue, err = gpu.Queue(batches+mostSums, cuda.TablesOnly); err != nil {
+	if r.queue, err = gpu.Queue(batches+slotsForSums, cuda.TablesOnly); err != nil {
 		return err
 	}
 	r.queue.UsePolling()
@@ -222,7 +220,7 @@ func (r *Relay) makeQueues() (err error) {
 	return nil
 }
 
-// closeBothQueues frees what queues made, and waits for its work in flight.
+// closeBothQueues frees what makeQueues made, and waits for its work in flight.
 func (r *Relay) closeBothQueues() {
 	if r.feed != nil {
 		r.feed.Close() // first: its copies wait for events of the other's slots
@@ -287,7 +285,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	return r.err
 }
 
-// leaveExchange ends what the ranks exchange.
+// leaveExchange waits until nothing moves any more, and closes the queues and the carrier.
 func (r *Relay) leaveExchange(ctx context.Context) {
 	if r.carrier == nil {
 		return
@@ -301,8 +299,8 @@ func (r *Relay) leaveExchange(ctx context.Context) {
 func (r *Relay) pieceOfFetch(task int32) int { return int(r.spots[r.fetch.Refs[task].Want].Group) }
 
 // piecesAhead is how many pieces beyond the ring may be read into slots of the queue,
-// where they wait for a buffer. They leave one slot free: the decoding that frees
-// the buffers needs it.
+// where they wait for a buffer. They leave one slot free, for a piece that has its buffer: it must
+// be read before the others get theirs.
 func (r *Relay) piecesAhead() int {
 	slots, size := load.Ring(r.machine)
 	if r.feed == nil || r.fetch.Slot > size {
@@ -319,7 +317,7 @@ func (r *Relay) piecesAhead() int {
 	return min(r.ringOf(0, r.spec.Rank).count, (slots-1)/most)
 }
 
-// closeQueues waits for Decode calls and frees the queues.
+// closeQueues waits for what uses the queues, and frees them.
 func (r *Relay) closeQueues() {
 	r.once.Do(func() {
 		r.mu.Lock()
@@ -382,7 +380,7 @@ func (r *Relay) markQueued(piece, firstRank, endRank int, idle *cuda.Event) {
 	r.recycleOwnBuffers()
 }
 
-// recycleOwnBuffers lets buffers be filled again that no rank needs. r.mu is held.
+// recycleOwnBuffers lets buffers be filled again, behind this rank's decoding, that no other needs. r.mu is held.
 func (r *Relay) recycleOwnBuffers() {
 	before := r.free
 	for r.free < r.queued[r.spec.Rank] && (r.carrier == nil || r.free < r.carrier.taken) {

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// mostSums is how many shares are summed on the GPU at a time, beside what is decoded.
-const mostSums = 2
+// slotsForSums is how many slots of the queue decodeWaiting leaves for sums.
+const slotsForSums = 2
 
 // countArrival counts a chunk of this rank's share of a piece that has arrived. The last of them makes
 // the share readable, or lets it be summed before.
@@ -58,7 +58,7 @@ func (r *Relay) makeReadable(piece int) {
 
 // sumArrived sums the shares that have arrived, as far as slots are free.
 func (r *Relay) sumArrived() (worked bool, err error) {
-	for r.machine.SumsShares && len(r.arrivals) > 0 { // movePieces alone takes them
+	for len(r.arrivals) > 0 { // movePieces alone takes them
 		slot := r.queue.TryGet()
 		if slot == nil {
 			return worked, nil

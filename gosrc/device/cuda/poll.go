@@ -15,12 +15,12 @@ import (
 
 // UsePolling leaves the ends of slots, until Close, to the queue's user, who asks for them by FinishEnded
 // again and again: a thread that sleeps until the device wakes it, and then wakes others, is late by
-// hundreds of microseconds. Drain then waits for that user. No slot may be in use.
+// hundreds of microseconds. Get and Drain then wait for that user. No slot may be in use.
 func (q *Queue) UsePolling() { q.polled = true }
 
 // FinishEnded calls done for what has landed by now, on each stream in the order of submission, and
 // reports whether anything has. It does not wait.
-func (q *Queue) FinishEnded() (any bool) {
+func (q *Queue) FinishEnded() (worked bool) {
 	q.finishing.Lock()
 	defer q.finishing.Unlock()
 	q.mu.Lock()
@@ -34,9 +34,9 @@ func (q *Queue) FinishEnded() (any bool) {
 			continue
 		}
 		q.finishFlying(s)
-		any = true
+		worked = true
 	}
-	return any
+	return worked
 }
 
 // finishAll waits for all slots of a polled queue, and finishes them.
@@ -56,7 +56,7 @@ func (q *Queue) finishFlying(s *Slot) {
 	_ = spawn.Guard("cuda queue", func() error { q.finishSlot(s); return nil })
 }
 
-// lastStream is the stream on which the slot's work ends.
+// lastStream is the stream on which the slot's work ends, as submit_slot in queue.c has it.
 func (s *Slot) lastStream() int {
 	if s.c.nlaunches == 0 {
 		return 0

@@ -357,9 +357,9 @@ func (q *Queue) Put(s device.Slot) {
 // which is safe for any bytes; else the caller has compared them. Everything else about
 // the chunks is checked here in any case.
 //
-// done is called once for each task, by another goroutine, when the task's bytes
-// are in place or its error is known; it must not wait for this queue. If Submit
-// returns an error, done is not called, and nothing writes any more.
+// done is called once for each task when its bytes are in place or its error is known: by another
+// goroutine or, of a polled queue, by the caller of FinishEnded or Close. It must not wait for this
+// queue. If Submit returns an error, done is not called, and nothing writes any more.
 func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	s := slot.(*Slot)
 	s.beginPiece(n, tasks, done)
