@@ -58,7 +58,7 @@ func TestDoctorFake(t *testing.T) {
 	tables = root
 	defer func() { tables = nodes.System }()
 	out = must(t, "doctor")
-	for _, want := range []string{"node 0 with 1022 cores, node 1 with 2 cores", "at ffff:01:00.0 near node 1",
+	for _, want := range []string{"node 0 with 1,022 cores, node 1 with 2 cores", "at ffff:01:00.0 near node 1",
 		"cuda:1 is near node 1, but", "may not run on the cores of node 1"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
