@@ -71,3 +71,12 @@ func (f *freeSlots) takeSlots(n int) {
 		_, _ = f.takeSlotFor(context.Background(), anyone) // it does not end
 	}
 }
+
+// freeSlotAndJoined makes a slot free, and those with it before: then it may get others.
+func (q *Queue) freeSlotAndJoined(s *Slot) {
+	for _, m := range s.joined {
+		q.freeSlotAndJoined(m)
+	}
+	s.joined, s.done, s.build.tasks = s.joined[:0], nil, nil
+	q.free.putSlot(s)
+}

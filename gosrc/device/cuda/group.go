@@ -15,19 +15,25 @@ func (q *Queue) SubmitAll(pieces []FilledSlot) {
 		p := &pieces[i]
 		p.Slot.beginPiece(p.N, p.Tasks, p.Done)
 	}
+	defer func() { // after a panic: Close waits for every slot
+		for i := range pieces {
+			q.freeSlotAndJoined(pieces[i].Slot)
+		}
+	}()
 	for len(pieces) > 0 {
 		s, n := pieces[0].Slot, 1
 		for n < len(pieces) && s.tryJoinSlot(pieces[n].Slot) {
 			n++
 		}
+		together := pieces[:n]
+		pieces = pieces[n:]
 		if err := q.submitJoined(s); err != nil {
-			for _, p := range pieces[:n] {
+			for _, p := range together {
 				for i := range p.Tasks {
 					p.Done(i, err)
 				}
 			}
 		}
-		pieces = pieces[n:]
 	}
 }
 

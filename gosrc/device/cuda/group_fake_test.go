@@ -5,7 +5,9 @@ package cuda
 import (
 	"testing"
 
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // Loose slots that wait for one event share what a submission costs: one event, and no kernel.
@@ -74,6 +76,46 @@ func TestSubmitAllFails(t *testing.T) {
 		}
 		if left := end(); left != "" {
 			t.Errorf("call %d: left: %s", nth, left)
+		}
+	}
+}
+
+// After a panic in a submission every slot comes back: Close, which waits for them, ends.
+func TestSubmitPanics(t *testing.T) {
+	for _, together := range []bool{false, true} {
+		d, q, end := faked(t, 3, 192<<10)
+		mem, err := d.Alloc([]int64{4096})
+		if err != nil {
+			t.Fatal(err)
+		}
+		const n = tensor.MaxChunkBytes + 1<<20 // no file has such a chunk: the tables of checksums are shorter
+		tasks := []device.DecodeTask{{Dst: mem[0].Ptr, Chunk: tensor.Chunk{Stored: n, Logical: n}}}
+		var pieces []FilledSlot
+		for range 2 {
+			s := q.TryGet()
+			s.ViewDevice(uintptr(mem[0].Ptr), n)
+			s.SumOnly()
+			pieces = append(pieces, FilledSlot{Slot: s, N: n, Tasks: tasks, Done: func(int, error) {}})
+		}
+		func() {
+			defer func() {
+				if recover() == nil {
+					t.Error("it does not panic")
+				}
+			}()
+			if together {
+				q.SubmitAll(pieces)
+				return
+			}
+			q.Put(pieces[1].Slot)
+			_ = q.Submit(pieces[0].Slot, n, tasks, pieces[0].Done)
+		}()
+		if free := q.CountFree(); free != 3 {
+			t.Fatalf("together %v: %d slots of 3 are free", together, free)
+		}
+		mem[0].Release()
+		if left := end(); left != "" {
+			t.Errorf("left: %s", left)
 		}
 	}
 }

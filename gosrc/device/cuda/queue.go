@@ -385,15 +385,20 @@ func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int
 func (q *Queue) submitJoined(s *Slot) error {
 	q.order.Lock()
 	defer q.order.Unlock()
-	b := &s.build
+	b, isQueued := &s.build, false
+	defer func() {
+		if !isQueued { // also after a panic: Close waits for every slot
+			q.freeSlotAndJoined(s)
+		}
+	}()
 	err := q.deviceError()
 	for err == nil && !b.hasAllTasks() {
 		err = q.queueRound(s, b)
 	}
 	if err != nil {
-		q.freeSlotAndJoined(s)
 		return err
 	}
+	isQueued = true
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.inflight++
@@ -403,15 +408,6 @@ func (q *Queue) submitJoined(s *Slot) error {
 	}
 	q.submitted <- s // has space for all
 	return nil
-}
-
-// freeSlotAndJoined makes a slot free, and those with it before: then it may get others.
-func (q *Queue) freeSlotAndJoined(s *Slot) {
-	for _, m := range s.joined {
-		q.freeSlotAndJoined(m)
-	}
-	s.joined, s.done, s.build.tasks = s.joined[:0], nil, nil
-	q.free.putSlot(s)
 }
 
 // queueRound queues as many of a piece's tasks as the tables hold. It waits for every
