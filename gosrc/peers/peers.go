@@ -21,6 +21,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -64,7 +65,7 @@ type Peers struct {
 	file   *sharedMemory // memory of the host
 	flags  *sharedMemory
 	lines  []*processFlags
-	at     []unsafe.Pointer // by rank: its memory, mapped here
+	at     []unsafe.Pointer // by rank: its memory, mapped here; atomic
 	files  []*sharedMemory
 	ended  bool
 
@@ -131,7 +132,7 @@ func (p *Peers) Offer() Offer { return p.mine }
 
 // Memory is the address of a process's memory in this one; all but one's own are only
 // read.
-func (p *Peers) Memory(rank int) unsafe.Pointer { return p.at[rank] }
+func (p *Peers) Memory(rank int) unsafe.Pointer { return atomic.LoadPointer(&p.at[rank]) }
 
 // Join connects this process with those that have made these offers: from then on each hears
 // of what the others publish. An error of ErrNotSupported says that they cannot reach each other.
@@ -181,18 +182,19 @@ func (p *Peers) Join(offers []Offer) error {
 // ErrNotSupported says that this process or its device cannot reach it; of one that is gone the
 // error says that.
 func (p *Peers) MapMemoryOf(rank int) (err error) {
-	o := &p.offers[rank]
+	o, at := &p.offers[rank], unsafe.Pointer(nil)
 	if p.gpu != nil {
-		p.at[rank], err = p.gpu.MapExported(o.Memory)
+		at, err = p.gpu.MapExported(o.Memory)
 		if errors.Is(err, errs.ErrDevice) {
 			err = errs.New(errs.ErrNotSupported, "the GPU's memory of another process cannot be mapped: %v", err)
 		}
 	} else if p.files[rank], err = openShared(o, o.File, o.Bytes); err == nil {
-		p.at[rank] = p.files[rank].base
+		at = p.files[rank].base
 	}
 	if err != nil {
 		return cmp.Or(p.checkLives([]int{rank}, time.Now()), err)
 	}
+	atomic.StorePointer(&p.at[rank], at)
 	return nil
 }
 
@@ -265,7 +267,7 @@ func (p *Peers) unmapOthers() {
 		} else {
 			p.files[rank].close()
 		}
-		p.at[rank] = nil
+		atomic.StorePointer(&p.at[rank], nil)
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"os/exec"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -17,8 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// together are the parts of some ranks, all in this process; they are joined.
-func together(t *testing.T, ranks int) []*Peers {
+// joined are the parts of some ranks, all in this process, which have joined.
+func joined(t *testing.T, ranks int) []*Peers {
 	t.Helper()
 	all := make([]*Peers, ranks)
 	offers := make([]Offer, ranks)
@@ -34,6 +35,13 @@ func together(t *testing.T, ranks int) []*Peers {
 			t.Fatal(err)
 		}
 	}
+	return all
+}
+
+// together are such parts that have mapped each other's memory.
+func together(t *testing.T, ranks int) []*Peers {
+	t.Helper()
+	all := joined(t, ranks)
 	for rank, p := range all {
 		for other := range all {
 			if other == rank {
@@ -159,6 +167,29 @@ func TestSilence(t *testing.T) {
 	all[0].Close()
 	all[1].stop = make(chan struct{})
 	all[1].Close()
+}
+
+// Memory may be asked for while another goroutine maps it: it is there, or not yet. The race
+// detector sees whether both agree.
+func TestMemoryWhileItIsMapped(t *testing.T) {
+	all := joined(t, 2)
+	seen := make(chan unsafe.Pointer)
+	for rank, p := range all {
+		go func() {
+			at := p.Memory(1 - rank)
+			for ; at == nil; at = p.Memory(1 - rank) {
+				runtime.Gosched()
+			}
+			seen <- at
+		}()
+		if err := p.MapMemoryOf(1 - rank); err != nil {
+			t.Fatal(err)
+		}
+		if at := <-seen; at != p.Memory(1-rank) {
+			t.Errorf("rank %d sees the memory at %p and %p", rank, at, p.Memory(1-rank))
+		}
+	}
+	over(t, all)
 }
 
 // One that is cancelled does not wait for another that does nothing, and lets its memory go
