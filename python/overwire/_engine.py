@@ -49,17 +49,21 @@ class _Exiting:
     """Stands in for the module while the interpreter exits."""
 
     def __init__(self) -> None:
-        from .errors import CancelledError  # later nothing can be imported
+        from . import errors  # later nothing can be imported
 
-        self._thread, self._refusal = _thread.get_ident(), CancelledError
+        self._thread, self._refusal = _thread.get_ident(), errors.CancelledError
+        errors.hold_daemon = self.hold_daemon
 
-    def __getattr__(self, name: str) -> Any:
+    def hold_daemon(self) -> None:
         if _thread.get_ident() != self._thread:
-            # A daemon thread. An exception would be printed while stderr is
-            # torn down, which CPython answers with abort: it waits for the end.
+            # An exception would be printed while stderr is torn down, which
+            # CPython answers with abort: the thread waits for the end.
             lock = _thread.allocate_lock()
             lock.acquire()
             lock.acquire()
+
+    def __getattr__(self, name: str) -> Any:
+        self.hold_daemon()
         if name == "free":
             return lambda *args: None  # finalizers: it is all going away
         if name == "forked":

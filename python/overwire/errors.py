@@ -176,13 +176,19 @@ __all__ = sorted(name for name, kind in globals().items() if isinstance(kind, ty
 # What the engine raises: called by the C files of gosrc/bind/core.
 
 
+def hold_daemon() -> None:
+    """Replaced while the interpreter exits: then it does not return in a daemon thread."""
+
+
 def of_engine(error: BaseException) -> BaseException:
-    """The exception that an error text of the engine names; other errors as they are."""
+    """The exception that an error text of the engine names; other errors as they are. In a daemon thread, whose
+    work the exit of the interpreter has ended, it does not return."""
     text = str(error)
     if not text.startswith(_PREFIX):
         return error
     import json
 
+    hold_daemon()
     return error_of(json.loads(text[len(_PREFIX) :]))
 
 

@@ -198,6 +198,30 @@ for i in range(n):
 """, big, small, exits // FEWER, tmp_path)
 
 
+def test_exit_raises_nothing_in_daemon_threads(big: str) -> None:
+    """A daemon thread that waits for a job when the interpreter exits gets no error, which it would print meanwhile."""
+    run("""
+import atexit
+busy = LongJob(sys.argv[1])
+ended = []
+def wait():
+    try:
+        e.job_wait(busy.job, None)
+    finally:
+        ended.append(True)
+def look():
+    time.sleep(0.2)
+    assert not ended, "the wait has ended"
+    print("looked", flush=True)
+threading.Thread(target=wait, daemon=True).start()
+time.sleep(0.1)
+import overwire._engine as engine
+atexit.unregister(engine._at_exit)
+engine._at_exit()  # as when the interpreter exits
+look()
+""", big)
+
+
 @pytest.mark.parametrize("call", ["job_wait(busy.job, None)", "job_next(busy.job, None)", "job_wait(busy.job, 60)"])
 def test_ctrl_c_while_waiting(call: str, big: str) -> None:
     """SIGINT becomes KeyboardInterrupt while the job runs, which runs on."""
