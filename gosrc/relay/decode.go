@@ -171,11 +171,16 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 func (r *Relay) locateError(i int, err error) error {
 	ref := r.refs[i]
 	w := &r.wants[ref.Want]
-	t := &r.model.Seen().Tensors[w.Tensor]
 	n := int64(ref.N)
 	if r.bare[w.Data] {
 		n = -1
 	}
-	return &errs.At{Verb: "decode", Source: r.model.Seen().Sources[t.Source].URI, Tensor: t.Name, Chunk: n,
-		Offset: r.jobs[i].Chunk.Off, Err: err}
+	return r.errorAt("decode", w.Tensor, n, r.jobs[i].Chunk.Off, err)
+}
+
+// errorAt is an error of a tensor's chunk; -1: of its bytes.
+func (r *Relay) errorAt(verb string, tensor int32, chunk, off int64, err error) error {
+	t := &r.model.Seen().Tensors[tensor]
+	return &errs.At{Verb: verb, Source: r.model.Seen().Sources[t.Source].URI, Tensor: t.Name, Chunk: chunk,
+		Offset: off, Err: err}
 }

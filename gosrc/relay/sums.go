@@ -108,11 +108,9 @@ func (r *Relay) sumShare(piece int, slot *cuda.Slot) error {
 
 // locateSumError adds the tensor and chunk of a spot to an error.
 func (r *Relay) locateSumError(s *plan.Spot, err error) error {
-	t := &r.model.Seen().Tensors[s.Data]
 	verb := "copy"
 	if errs.RuleOf(err) == errs.RuleChecksum {
 		verb = "check"
 	}
-	return &errs.At{Verb: verb, Source: r.model.Seen().Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(s.N),
-		Offset: r.chunkAt(plan.ChunkOf{Data: s.Data, N: s.N}).Off, Err: err}
+	return r.errorAt(verb, s.Data, int64(s.N), r.chunkAt(plan.ChunkOf{Data: s.Data, N: s.N}).Off, err)
 }
