@@ -47,13 +47,6 @@ func ringBell(bell *atomic.Uint32) {
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWake, math.MaxInt32, 0, 0, 0)
 }
 
-// setAndRing sets a number, and rings if it is another one.
-func setAndRing(number *atomic.Uint64, to int, bell *atomic.Uint32) {
-	if number.Swap(uint64(to)) != uint64(to) {
-		ringBell(bell)
-	}
-}
-
 // waitForBell waits until a bell is not `heard`, or for lifeEvery. time.Sleep would be
 // late by up to a millisecond: in a process whose goroutines all wait, Go's timers are as
 // coarse as epoll_wait's.
@@ -171,7 +164,8 @@ func (p *Peers) AwaitMapTurn(ctx context.Context) error {
 // EndMapTurn says that this process has mapped the memory of the others.
 func (p *Peers) EndMapTurn() {
 	own := p.lines[p.mine.Rank]
-	setAndRing(&own.joined, 2, &own.bell)
+	own.joined.Store(2)
+	ringBell(&own.bell)
 }
 
 // awaitProcess waits until a process, which rings the bell then, is ready, for the end of ctx, or for

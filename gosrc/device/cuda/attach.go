@@ -38,5 +38,5 @@ func (d *Device) MapExported(name string) (unsafe.Pointer, error) {
 	return devicePointer(p), err
 }
 
-// UnmapExported ends an MapExported, after the work that uses the memory.
+// UnmapExported ends a MapExported, after the work that uses the memory.
 func (d *Device) UnmapExported(at unsafe.Pointer) { d.freeOrDefer(C.OWCU_ATTACHED, at) }
