@@ -241,7 +241,7 @@ func (r *Relay) movePieces(ctx context.Context) error {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 	}
-	steps := []moveStep{r.finishEnded, r.sumArrived, r.recycleTakenBuffers, r.carryShares, r.decodeWaiting}
+	steps := []moveStep{r.feedGPU, r.finishEnded, r.sumArrived, r.recycleTakenBuffers, r.carryShares, r.decodeWaiting}
 	var pace pacer
 	for !r.hasMovedAll() {
 		if ctx.Err() != nil {
@@ -280,6 +280,14 @@ func moveOnce(steps []moveStep) (worked bool, err error) {
 		worked = worked || did
 	}
 	return worked, nil
+}
+
+// feedGPU submits what readers have filled, and finishes what has landed of it.
+func (r *Relay) feedGPU() (bool, error) {
+	if r.feed == nil {
+		return false, nil
+	}
+	return r.feed.submitAndFinish(), nil
 }
 
 func (r *Relay) finishEnded() (bool, error) { return r.queue != nil && r.queue.FinishEnded(), nil }

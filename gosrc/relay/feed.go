@@ -5,9 +5,9 @@ package relay
 import (
 	"cmp"
 	"context"
-	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -19,15 +19,15 @@ import (
 
 // A feedQueue is the queue that fetches. The device writes what it submits only
 // when the buffer's earlier piece was decoded. The readers do not wait for the driver,
-// whose calls take turns: a goroutine submits their slots, those that wait at the same time
-// together, and asks for their ends.
+// whose calls take turns: movePieces submits their slots, those that wait at the same time
+// together, and asks for their ends, between all that else it asks the driver for.
 type feedQueue struct {
 	*cuda.Queue
-	r    *Relay
-	todo chan submission
-	left sync.WaitGroup // submissions
-	stop chan struct{}
-	over sync.WaitGroup // the goroutine
+	r       *Relay
+	todo    chan submission
+	waiting atomic.Int64 // submissions that have not gone up
+	mu      sync.Mutex   // held in a step: movePieces takes them, also Drain and Close, when it has ended
+	all     []submission // of a step
 }
 
 type submission struct {
@@ -37,34 +37,45 @@ type submission struct {
 
 func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 	slots, _ := load.Ring(r.machine)
-	q := &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots), stop: make(chan struct{})}
+	q := &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots)}
 	feed.UsePolling()
-	spawn.GoFor(&q.over, "relay feed", q.submitAndFinish)
 	return q
 }
 
-// submitAndFinish submits slots and finishes those that have landed, until Close.
-func (q *feedQueue) submitAndFinish() {
-	runtime.LockOSThread() // it makes most of the driver's calls
-	defer runtime.UnlockOSThread()
+// GetFor waits for a slot by asking: movePieces, which frees them, has no time to wake readers.
+func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	var pace pacer
-	var all []submission
-	for !isClosed(q.stop) {
-		all = all[:0]
-		for range len(q.todo) { // this goroutine alone takes them
-			all = append(all, <-q.todo)
+	for {
+		if slot := q.TryGetFor(reader); slot != nil {
+			return slot, nil
 		}
-		if len(all) > 0 {
-			q.submitSafely(all)
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
 		}
-		pace.restUnless(q.FinishEnded() || len(all) > 0)
+		pace.restUnless(false)
 	}
+}
+
+// submitAndFinish submits the slots that wait, finishes those that have landed, and reports whether there were any.
+func (q *feedQueue) submitAndFinish() bool {
+	if !q.mu.TryLock() {
+		return false
+	}
+	defer q.mu.Unlock()
+	q.all = q.all[:0]
+	for range len(q.todo) { // no one else takes them
+		q.all = append(q.all, <-q.todo)
+	}
+	if len(q.all) > 0 {
+		q.submitSafely(q.all)
+	}
+	return q.FinishEnded() || len(q.all) > 0
 }
 
 // submitSafely submits slots together. After a panic each of their tasks gets its error, also those that
 // have ended: an error ends the load once.
 func (q *feedQueue) submitSafely(all []submission) {
-	defer q.left.Add(-len(all))
+	defer q.waiting.Add(int64(-len(all)))
 	err := spawn.Guard("relay feed", func() error { q.submitSlots(all); return nil })
 	for i := range all {
 		for task := 0; err != nil && task < len(all[i].Tasks); task++ {
@@ -75,7 +86,7 @@ func (q *feedQueue) submitSafely(all []submission) {
 
 // Submit returns at once; what goes wrong later is an error of each task.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
-	q.left.Add(1)
+	q.waiting.Add(1)
 	q.r.countFlight(n)
 	left := len(tasks)
 	finish := func(task int, err error) {
@@ -106,17 +117,18 @@ func (q *feedQueue) submitSlots(all []submission) {
 	q.SubmitAll(pieces)
 }
 
-// Drain waits until all is submitted, then drains the queue.
+// Drain submits what waits, and waits until all has ended.
 func (q *feedQueue) Drain(ctx context.Context) error {
-	q.left.Wait()
+	var pace pacer
+	for q.waiting.Load() > 0 || q.CountFlying() > 0 {
+		pace.restUnless(q.submitAndFinish())
+	}
 	return q.Queue.Drain(ctx)
 }
 
 // Close submits what waits, then closes the queue.
 func (q *feedQueue) Close() {
-	q.left.Wait()
-	close(q.stop)
-	q.over.Wait()
+	_ = q.Drain(context.Background()) // a broken queue was reported
 	q.Queue.Close()
 }
 
@@ -134,7 +146,6 @@ func (r *Relay) pieceToFill(dst unsafe.Pointer) int {
 		}
 		at++
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.free + (at-r.free%n+n)%n
+	free := int(r.free.Load())
+	return free + (at-free%n+n)%n
 }

@@ -200,6 +200,9 @@ func (r *Relay) layOut() error {
 		r.addPiece(shares)
 	}
 	r.left, r.done, r.queued = len(r.parts), make([]int, spec.Ranks), make([]int, spec.Ranks)
+	if r.left == 0 {
+		close(r.landed)
+	}
 	r.fetch, r.fetchWants = plan.PlanStored(r.ix, r.spots, r.machine.Limits())
 	return nil
 }

@@ -215,7 +215,7 @@ func TestPieceFilling(t *testing.T) {
 	r := &Relay{spec: &Spec{Ring: []uint64{1 << 20, 1 << 30}, Size: 1 << 20, Ranks: 4, Rank: 3},
 		exchangeLayout: exchangeLayout{pieces: []pieceState{{share: 1 << 18}, {share: 1 << 18}, {share: 256}}}}
 	for piece := range r.pieces {
-		r.free = max(0, piece-1)
+		r.free.Store(int64(max(0, piece-1)))
 		if got := r.pieceToFill(unsafe.Add(r.localShareAt(piece, 3), 100)); got != piece {
 			t.Errorf("piece %d is taken for %d", piece, got)
 		}

@@ -1,8 +1,9 @@
 package relay
 
 // This file paces goroutines that ask again and again for what comes every few microseconds, from
-// readers, the device and other ranks. One that sleeps until it is woken, and then wakes the next, is
-// late by some hundred microseconds in a virtual machine; a share on its way was passed on eight times.
+// readers, the device and other ranks. One that sleeps until it is woken is late by some hundred
+// microseconds in a virtual machine, and to wake one costs the waker as much: readers that wait for the
+// goroutine that feeds the GPU would keep it from feeding.
 
 import (
 	"time"
@@ -20,6 +21,8 @@ const (
 	spinTime = 200 * time.Microsecond
 	// longestRest is the longest rest.
 	longestRest = time.Millisecond
+	// landingPause is how long a caller of Ready waits before it looks again: no one wakes it.
+	landingPause = time.Millisecond
 )
 
 // restUnless is called after each look for work; worked says that there was some.
@@ -37,6 +40,6 @@ func (p *pacer) restUnless(worked bool) {
 		cuda.PauseBriefly()
 		return
 	}
-	nap := unix.NsecToTimespec(min(idle/4, longestRest).Nanoseconds())
+	nap := unix.NsecToTimespec(min(idle/8, longestRest).Nanoseconds())
 	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be late by a millisecond
 }

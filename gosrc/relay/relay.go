@@ -11,7 +11,6 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
@@ -77,9 +76,9 @@ type Relay struct {
 
 // gpuState is what a relay has of a GPU.
 type gpuState struct {
-	queue    *cuda.Queue  // decodes, and sums; nil: the host does
-	feed     device.Queue // fetches; nil: the host
-	arrivals chan int     // pieces whose share of this rank has arrived, to be summed
+	queue    *cuda.Queue // decodes, and sums; nil: the host does
+	feed     *feedQueue  // fetches; nil: the host
+	arrivals chan int    // pieces whose share of this rank has arrived, to be summed
 }
 
 // profile is what a relay counts of its own work.
@@ -103,11 +102,11 @@ func (p *profile) countFlight(n int64) {
 // state is how far a relay is. mu guards it.
 type state struct {
 	mu     sync.Mutex
-	wake   chan struct{} // closed and renewed when free grows, or nothing is left
-	free   int           // pieces whose buffer may be filled again: [0, free)
+	free   atomic.Int64  // pieces whose buffer may be filled again: [0, free); readers ask without mu
 	queued []int         // by rank: pieces of which the decoding of that rank's share is queued: [0, queued)
 	done   []int         // by rank: pieces whose share of that rank was decoded: [0, done)
 	left   int           // shares that were not decoded
+	landed chan struct{} // closed when none is left
 	err    error         // the first
 	ours   bool          // err is not about bytes that another rank has read
 	aimed  bool          // the requests are set
@@ -148,7 +147,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, start: time.Now(),
 		landings: job.NewLandings(0)}
-	r.wake = make(chan struct{})
+	r.landed = make(chan struct{})
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
 	r.machine.InGroup = true
 	if tgt.GPU != nil {
@@ -242,7 +241,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	files, depth := load.AnnouncePlan(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
 	ahead := r.piecesAhead()
 	task := &pipeline.Task{
-		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch, Queue: r.feed,
+		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch,
 		Workers: r.machine.Workers(depth),
 		Gate: func(ctx context.Context, task int32) error {
 			return r.awaitBuffersUpTo(ctx, r.pieceOfFetch(task)-r.ringOf(0, r.spec.Rank).count+1-ahead)
@@ -255,7 +254,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		}
 	}
 	if r.feed != nil {
-		task.Near = r.target.GPU.NearNode()
+		task.Queue, task.Near = r.feed, r.target.GPU.NearNode()
 	}
 	moving, stop := context.WithCancel(ctx)
 	defer stop() // before closeQueues
@@ -265,7 +264,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		err = r.model.Uncut()
 	}
 	if err == nil {
-		err = r.awaitLocked(ctx, func() bool { return r.left == 0 })
+		err = awaitChannel(ctx, r.landed)
 	}
 	if err != nil {
 		r.failWith(err, true)
@@ -342,26 +341,16 @@ func (r *Relay) failWith(err error, ours bool) {
 	r.job.Cancel()
 }
 
-// awaitBuffersUpTo waits until the buffers of the first pieces may be filled again.
+// awaitBuffersUpTo waits, by asking, until the buffers of the first pieces may be filled again.
 func (r *Relay) awaitBuffersUpTo(ctx context.Context, pieces int) error {
-	return r.awaitLocked(ctx, func() bool { return r.free >= pieces })
-}
-
-// awaitLocked waits until ready, which is called with r.mu held.
-func (r *Relay) awaitLocked(ctx context.Context, ready func() bool) error {
-	for {
-		r.mu.Lock()
-		yes, wake := ready(), r.wake
-		r.mu.Unlock()
-		if yes {
-			return nil
-		}
-		select {
-		case <-wake:
-		case <-ctx.Done():
+	var pace pacer
+	for r.free.Load() < int64(pieces) {
+		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
+		pace.restUnless(false)
 	}
+	return nil
 }
 
 // markQueued says that the decoding of shares of a piece, those of the ranks [lo, hi), is queued,
@@ -382,13 +371,11 @@ func (r *Relay) markQueued(piece, firstRank, endRank int, idle *cuda.Event) {
 
 // recycleOwnBuffers lets buffers be filled again, behind this rank's decoding, that no other needs. r.mu is held.
 func (r *Relay) recycleOwnBuffers() {
-	before := r.free
-	for r.free < r.queued[r.spec.Rank] && (r.carrier == nil || r.free < r.carrier.taken) {
-		r.free++
+	free := r.queued[r.spec.Rank]
+	if r.carrier != nil {
+		free = min(free, r.carrier.taken)
 	}
-	if r.free > before {
-		r.wakeWaiters()
-	}
+	r.free.Store(int64(free))
 }
 
 func (r *Relay) markDecoded(of ranksRead) {
@@ -405,7 +392,7 @@ func (r *Relay) markDecoded(of ranksRead) {
 		}
 	}
 	if r.left == 0 {
-		r.wakeWaiters()
+		close(r.landed)
 	}
 }
 
@@ -425,13 +412,12 @@ func (r *Relay) countChunks(want, chunks int32, bytes int64) {
 
 // Ready returns the requests that have landed since the last call, as that of a Loading.
 func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
-	return r.landings.Next(r.job.Done(), limit, d)
-}
-
-// wakeWaiters wakes the waiting goroutines. r.mu is held.
-func (r *Relay) wakeWaiters() {
-	close(r.wake)
-	r.wake = make(chan struct{})
+	for until := time.Now().Add(d); ; job.Within(r.job.Done(), landingPause) {
+		reqs, more = r.landings.Next(r.job.Done(), limit, 0)
+		if len(reqs) > 0 || !more || !time.Now().Before(until) {
+			return reqs, more
+		}
+	}
 }
 
 // Job is the relay's job.

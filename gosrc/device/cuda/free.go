@@ -39,11 +39,11 @@ func (f *freeSlots) takeSlotFor(ctx context.Context, reader int) (*Slot, error) 
 	return f.popSlotFor(reader), nil
 }
 
-// tryTakeSlot takes a slot, or nil if none is free.
-func (f *freeSlots) tryTakeSlot() *Slot {
+// tryTakeSlotFor takes a slot for a reader, or nil if none is free.
+func (f *freeSlots) tryTakeSlotFor(reader int) *Slot {
 	select {
 	case <-f.tokens:
-		return f.popSlotFor(anyone)
+		return f.popSlotFor(reader)
 	default:
 		return nil
 	}

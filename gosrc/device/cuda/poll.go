@@ -65,8 +65,11 @@ func (s *Slot) lastStream() int {
 }
 
 // TryGet is Get that does not wait: nil if no slot is free.
-func (q *Queue) TryGet() *Slot {
-	s := q.free.tryTakeSlot()
+func (q *Queue) TryGet() *Slot { return q.TryGetFor(anyone) }
+
+// TryGetFor is GetFor that does not wait: nil if no slot is free.
+func (q *Queue) TryGetFor(reader int) *Slot {
+	s := q.free.tryTakeSlotFor(reader)
 	if s != nil {
 		s.ownFresh()
 	}
@@ -75,6 +78,13 @@ func (q *Queue) TryGet() *Slot {
 
 // CountFree is how many slots TryGet would give now.
 func (q *Queue) CountFree() int { return len(q.free.tokens) }
+
+// CountFlying is how many slots of a polled queue were submitted and are not being finished.
+func (q *Queue) CountFlying() int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return len(q.flying)
+}
 
 // PauseBriefly lets some hundred nanoseconds pass, for those that ask again and again.
 func PauseBriefly() { C.owcu_pause(16) }
