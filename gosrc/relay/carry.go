@@ -215,22 +215,14 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 	return c.AwaitJoined(ctx) // also a relay without pieces does not end before the others have found it
 }
 
-// beginMoving begins to map the memory of others, and to move pieces, in the background.
-func (r *Relay) beginMoving(ctx context.Context) {
-	begin := func(work func(context.Context) error) {
-		spawn.GoFor(&r.movers, "relay move", func() {
-			err := spawn.Guard("relay move", func() error { return work(ctx) })
-			if err != nil && ctx.Err() == nil {
-				r.failWith(r.model.PlaceError("stage", err), !errors.Is(err, peers.ErrOther))
-			}
-		})
-	}
-	if r.carrier != nil {
-		begin(r.mapOthers)
-	}
-	if r.carrier != nil || r.queue != nil {
-		begin(r.movePieces)
-	}
+// beginMoving begins mapOthers or movePieces in the background.
+func (r *Relay) beginMoving(ctx context.Context, work func(context.Context) error) {
+	spawn.GoFor(&r.movers, "relay move", func() {
+		err := spawn.Guard("relay move", func() error { return work(ctx) })
+		if err != nil && ctx.Err() == nil {
+			r.failWith(r.model.PlaceError("stage", err), !errors.Is(err, peers.ErrOther))
+		}
+	})
 }
 
 // movePieces finishes what the GPU has done, and has this rank's shares summed, those of others copied, and all

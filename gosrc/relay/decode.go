@@ -21,6 +21,9 @@ import (
 // work that is on a stream now (0: none); errors end the job. Each piece is
 // decoded once, in their order.
 func (r *Relay) DecodePiece(piece int, stream uintptr) error {
+	if err := r.awaitLayout(); err != nil {
+		return err
+	}
 	if piece < 0 || piece >= len(r.pieces) {
 		return errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.pieces))
 	}

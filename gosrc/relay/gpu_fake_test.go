@@ -146,7 +146,11 @@ func TestRelayPrepared(t *testing.T) {
 
 // passed carries a relay of one rank through.
 func passed(r *relay.Relay) error {
-	for k := range r.ShareSizes() {
+	shares, err := r.ShareSizes()
+	if err != nil {
+		return err
+	}
+	for k := range shares {
 		if landed, err := r.AwaitOwnShare(k, time.Minute); !landed || err != nil {
 			break
 		}
@@ -154,6 +158,6 @@ func passed(r *relay.Relay) error {
 			break
 		}
 	}
-	_, err := r.Job().Wait(time.Minute)
+	_, err = r.Job().Wait(time.Minute)
 	return err
 }

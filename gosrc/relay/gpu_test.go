@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"runtime"
+	"slices"
 	"testing"
 	"time"
 	"unsafe"
@@ -185,13 +186,14 @@ func ranksLoad(t *testing.T, m *load.Model, travel []int64, where string, ranks 
 		}
 		relays = append(relays, r)
 	}
-	pieces := len(relays[0].ShareSizes())
-	if pieces < 3 || ranks > 1 && pieces > len(buffers) {
-		t.Fatalf("%d pieces", pieces)
+	shares, err := relays[0].ShareSizes()
+	pieces := len(shares)
+	if err != nil || pieces < 3 || ranks > 1 && pieces > len(buffers) {
+		t.Fatalf("%d pieces, %v", pieces, err)
 	}
 	for k := range pieces {
 		for _, r := range relays {
-			if fmt.Sprint(r.ShareSizes()) != fmt.Sprint(relays[0].ShareSizes()) {
+			if own, err := r.ShareSizes(); err != nil || !slices.Equal(own, shares) {
 				t.Fatal("the ranks do not agree where the shares are")
 			}
 			if landed, err := r.AwaitOwnShare(k, time.Minute); !landed || err != nil {

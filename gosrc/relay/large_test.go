@@ -74,11 +74,11 @@ func TestManyRanks(t *testing.T) {
 	} {
 		s := spec
 		wrong(&s)
-		if _, err := Start(m, &s); !errors.Is(err, errs.ErrArgument) {
+		if _, err := startLaidOut(m, &s); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%d ranks, %d bytes: %v", s.Ranks, s.Size, err)
 		}
 	}
-	r, err := Start(m, &spec)
+	r, err := startLaidOut(m, &spec)
 	if err != nil {
 		t.Fatal(err)
 	}

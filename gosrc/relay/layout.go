@@ -333,6 +333,9 @@ func (r *Relay) sortTasksByPart(p *plan.Plan, where []int) {
 // each with a destination. It is called once, before anything is decoded; an error
 // leaves the relay as it was.
 func (r *Relay) Aim(reqs []plan.Request) error {
+	if err := r.awaitLayout(); err != nil {
+		return err
+	}
 	dest := make([]unsafe.Pointer, len(reqs))
 	for i := range reqs {
 		dest[i] = device.Pointer(reqs[i].Dest)

@@ -64,6 +64,18 @@ func needsOf(m *load.Model, ranks int64, dims ...int64) (needs []plan.Request) {
 	return needs
 }
 
+// startLaidOut is Start that waits for the layout, and returns its error.
+func startLaidOut(m *load.Model, spec *Spec) (*Relay, error) {
+	r, err := Start(m, spec)
+	if err == nil {
+		err = r.awaitLayout()
+	}
+	if err != nil && r != nil {
+		_, _ = r.Job().Wait(-1)
+	}
+	return r, err
+}
+
 // What one rank alone needs is read by that rank and does not travel; what several
 // need is read by one and travels; nothing is read twice, and each rank reads about as
 // much as every other.
@@ -78,7 +90,7 @@ func TestCuts(t *testing.T) {
 	for rank := range ranks {
 		s := spec
 		s.Rank = rank
-		r, err := Start(m, &s)
+		r, err := startLaidOut(m, &s)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -130,7 +142,7 @@ func TestCuts(t *testing.T) {
 		s := spec
 		s.Needs = slices.Clone(spec.Needs)
 		wrong(&s)
-		if _, err := Start(m, &s); !errors.Is(err, errs.ErrArgument) {
+		if _, err := startLaidOut(m, &s); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", s, err)
 		}
 	}

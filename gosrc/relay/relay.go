@@ -18,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // A Spec says what the ranks of a group load together. Tensors and Size are the same on all
@@ -59,14 +60,15 @@ type Spec struct {
 //
 // Its methods are safe for concurrent use, except DecodePiece.
 type Relay struct {
-	job      *job.Job
-	model    *load.Model
-	target   load.Target
-	spec     *Spec
-	machine  plan.Machine
-	start    time.Time
-	landings *job.Landings
-	carrier  *carrier // nil: the caller exchanges the shares
+	job       *job.Job
+	model     *load.Model
+	target    load.Target
+	spec      *Spec
+	machine   plan.Machine
+	start     time.Time
+	landings  *job.Landings
+	carrier   *carrier      // nil: the caller exchanges the shares
+	layoutEnd chan struct{} // closed when the layout and the queues are there, or never will be
 	profile
 	exchangeLayout
 	localRequests
@@ -134,7 +136,7 @@ type Report struct {
 	Unmapped bool `json:"unmapped,omitempty"`
 }
 
-// Start starts a relay of a model. The first pieces are being read when it returns.
+// Start starts a relay of a model, whose layout and reading begin in the background.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if spec.Ranks < 1 || spec.Mapped && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
 		len(spec.Ring) == 0 && !spec.Mapped || slices.Contains(spec.Ring, 0) {
@@ -147,7 +149,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, start: time.Now(),
 		landings: job.NewLandings(0)}
-	r.landed = make(chan struct{})
+	r.landed, r.layoutEnd = make(chan struct{}), make(chan struct{})
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
 	r.machine.InGroup = true
 	if tgt.GPU != nil {
@@ -174,18 +176,31 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 			return nil, m.PlaceError("stage", err)
 		}
 	}
-	if err := r.layOut(); err != nil {
-		return nil, err
-	}
 	if err := m.Hold(); err != nil {
 		return nil, err
 	}
-	if err := r.makeQueues(); err != nil {
-		m.Drop()
-		return nil, m.PlaceError("stage", err)
-	}
 	r.job.Go(r.runJob)
 	return r, nil
+}
+
+// makeLayoutAndQueues lays out the load and makes its queues, while the ranks exchange their offers.
+func (r *Relay) makeLayoutAndQueues() error {
+	defer close(r.layoutEnd)
+	if err := r.layOut(); err != nil {
+		return err
+	}
+	if err := r.makeQueues(); err != nil {
+		return r.model.PlaceError("stage", err)
+	}
+	return nil
+}
+
+// awaitLayout waits until makeLayoutAndQueues has ended, and returns the error of a job that has failed.
+func (r *Relay) awaitLayout() error {
+	<-r.layoutEnd
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.err
 }
 
 // makeQueues makes what a GPU needs: a queue that fetches, and one that sums and decodes.
@@ -197,6 +212,7 @@ func (r *Relay) makeQueues() (err error) {
 	defer func() {
 		if err != nil {
 			r.closeBothQueues()
+			r.feed, r.queue = nil, nil
 		}
 	}()
 	batches := len(r.spec.Ring)
@@ -238,30 +254,19 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 			r.leaveExchange(ctx)
 		}
 	}()
-	files, depth := load.AnnouncePlan(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
-	ahead := r.piecesAhead()
-	task := &pipeline.Task{
-		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch,
-		Workers: r.machine.Workers(depth),
-		Gate: func(ctx context.Context, task int32) error {
-			return r.awaitBuffersUpTo(ctx, r.pieceOfFetch(task)-r.ringOf(0, r.spec.Rank).count+1-ahead)
-		},
-		Landed: func(spot int32) { r.countArrival(int(r.spots[spot].Group)) },
-	}
-	if ahead > 0 {
-		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.awaitBuffersUpTo(ctx, int(r.spots[spot].Group)-r.ringOf(0, r.spec.Rank).count+1)
-		}
-	}
-	if r.feed != nil {
-		task.Queue, task.Near = r.feed, r.target.GPU.NearNode()
-	}
 	moving, stop := context.WithCancel(ctx)
 	defer stop() // before closeQueues
-	r.beginMoving(moving)
-	st, err := pipeline.Run(ctx, task)
+	if r.carrier != nil {
+		r.beginMoving(moving, r.mapOthers)
+	}
+	var files []source.File
+	var st pipeline.Stages
+	err := r.makeLayoutAndQueues()
 	if err == nil {
-		err = r.model.Uncut()
+		if r.carrier != nil || r.queue != nil {
+			r.beginMoving(moving, r.movePieces)
+		}
+		files, st, err = r.readShares(ctx)
 	}
 	if err == nil {
 		err = awaitChannel(ctx, r.landed)
@@ -282,6 +287,33 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	}
 	j.SetReport(rep)
 	return r.err
+}
+
+// readShares reads this rank's shares, and has what it reads copied to the GPU.
+func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline.Stages, _ error) {
+	files, depth := load.AnnouncePlan(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
+	ahead := r.piecesAhead()
+	task := &pipeline.Task{
+		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch,
+		Workers: r.machine.Workers(depth),
+		Gate: func(ctx context.Context, task int32) error {
+			return r.awaitBuffersUpTo(ctx, r.pieceOfFetch(task)-r.ringOf(0, r.spec.Rank).count+1-ahead)
+		},
+		Landed: func(spot int32) { r.countArrival(int(r.spots[spot].Group)) },
+	}
+	if ahead > 0 {
+		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
+			return dst, r.awaitBuffersUpTo(ctx, int(r.spots[spot].Group)-r.ringOf(0, r.spec.Rank).count+1)
+		}
+	}
+	if r.feed != nil {
+		task.Queue, task.Near = r.feed, r.target.GPU.NearNode()
+	}
+	st, err := pipeline.Run(ctx, task)
+	if err == nil {
+		err = r.model.Uncut()
+	}
+	return files, st, err
 }
 
 // leaveExchange waits until nothing moves any more, and closes the queues and the carrier.
@@ -424,18 +456,24 @@ func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 func (r *Relay) Job() *job.Job { return r.job }
 
 // ShareSizes returns, for each piece, the size of a rank's share in its buffer: that of
-// rank r of the host begins at r times this size.
-func (r *Relay) ShareSizes() []int64 {
+// rank r of the host begins at r times this size. It waits for the layout.
+func (r *Relay) ShareSizes() ([]int64, error) {
+	if err := r.awaitLayout(); err != nil {
+		return nil, err
+	}
 	out := make([]int64, len(r.pieces))
 	for i := range r.pieces {
 		out[i] = r.pieces[i].share
 	}
-	return out
+	return out, nil
 }
 
 // AwaitOwnShare waits up to d until this rank's share of a piece is in its buffer and was checked. It
 // returns the job's error if there is one.
 func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
+	if err := r.awaitLayout(); err != nil {
+		return false, err
+	}
 	if piece < 0 || piece >= len(r.pieces) {
 		return false, errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.pieces))
 	}

@@ -28,7 +28,7 @@ func relayVerbs() []*Verb {
 			tail("what each rank of the host needs, as requests with the rank for an address; none: each needs all"),
 		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) {
-				return r.ShareSizes(), nil
+				return r.ShareSizes()
 			})).
 			ints("job"),
 		answered("relay_aim", "Set what this rank wants, before the first decode.",
