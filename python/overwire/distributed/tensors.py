@@ -326,13 +326,13 @@ class TensorLoad:
         ):
             return Wants(window)
         tasks = [self.cut_tensor(at) for at in window]
+        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few: layers are alike
+        blocks = {kind: [self._cutting.block(task, rank) for rank in local] for kind, task in kinds.items()}
         needs = [
             (task.at, number, *block)
             for task in tasks
-            for number, rank in enumerate(local)
-            if self._is_wanted(rank, task.at)
-            for block in (self._cutting.block(task, rank),)
-            if block[0] != block[1] and block[2] != block[3]
+            for number, block in enumerate(blocks[task.row.dtype, task.shape, task.dim])
+            if block[0] != block[1] and block[2] != block[3] and self._is_wanted(local[number], task.at)
         ]
         return Wants(sorted({need[0] for need in needs}), pack_requests(needs))
 
@@ -409,11 +409,11 @@ class TensorLoad:
     def _windows_of(self, positions: list[int], most: int) -> list[list[int]]:
         # Of at most that many bytes, or one tensor; 0: one window. All ranks divide what
         # they share alike.
-        windows: list[list[int]] = []
+        windows: list[list[int]] = [positions] if positions and not most else []
         left = 0
-        for at in positions:
+        for at in positions if most else ():
             size = self._largest_size(at)
-            if not windows or most and size > left:
+            if not windows or size > left:
                 windows.append([])
                 left = most
             windows[-1].append(at)
