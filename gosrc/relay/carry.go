@@ -24,14 +24,13 @@ import (
 // A rank reads its shares into memory that the other ranks map, one by one, while the first
 // shares are read. It publishes a piece when its share was checked and has arrived there. Each
 // other rank waits for that by itself, copies the share to memory of its own (staging), on a
-// stream for each rank, and decodes behind the copy; columns of plain tensors (strips) it copies
-// to where these belong. On the host it decodes where the bytes are. Then it says that it needs
-// the share no more. A rank fills its memory again when all others have said so, whatever they
-// have of other ranks: one that reads late delays only what it reads.
+// stream for each rank, and decodes behind the copy. On the host it decodes where the bytes are.
+// Then it says that it needs the share no more. A rank fills its memory again when all others have
+// said so, whatever they have of other ranks: one that reads late delays only what it reads.
 type carrier struct {
 	*peers.Peers
 	staging device.Memory // on a GPU: spec.Stages shares of each other rank
-	streams []uintptr     // on a GPU, by rank
+	streams []uintptr     // on a GPU, by rank; its own: 0
 	joined  chan struct{}
 	mapped  []chan struct{} // by rank: closed when its memory is mapped
 	aimed   chan struct{}
@@ -78,12 +77,14 @@ func (r *Relay) makeCarrier() error {
 		return err
 	}
 	c.staging = staging[0]
-	for range spec.Ranks { // its own is not used
-		stream, err := gpu.NewStream()
-		if err != nil {
+	c.streams = make([]uintptr, spec.Ranks)
+	for rank := range c.streams {
+		if rank == spec.Rank {
+			continue
+		}
+		if c.streams[rank], err = gpu.NewStream(); err != nil {
 			return err
 		}
-		c.streams = append(c.streams, stream)
 	}
 	return nil
 }
@@ -138,7 +139,9 @@ func (r *Relay) closeCarrier(ctx context.Context) {
 	}
 	c.gone = true
 	for _, s := range c.streams {
-		r.target.GPU.SyncAndFreeStream(s)
+		if s != 0 {
+			r.target.GPU.SyncAndFreeStream(s)
+		}
 	}
 	c.streams = nil
 	c.staging.Release()
@@ -284,16 +287,10 @@ func (r *Relay) feedGPU() (bool, error) {
 
 func (r *Relay) finishEnded() (bool, error) { return r.queue != nil && r.queue.FinishEnded(), nil }
 
-// orderBehindCaller orders what is copied and decoded behind what is on the caller's stream: strips go where its
-// work was.
+// orderBehindCaller orders what is decoded behind what is on the caller's stream: it goes where that work was.
 func (r *Relay) orderBehindCaller() error {
 	if r.spec.Stream == 0 || r.queue == nil {
 		return nil
-	}
-	for _, s := range r.carrier.streams {
-		if err := r.target.GPU.MakeStreamWait(s, uintptr(r.spec.Stream)); err != nil {
-			return err
-		}
 	}
 	return r.queue.FollowStream(uintptr(r.spec.Stream))
 }
@@ -390,20 +387,13 @@ func (r *Relay) decodeWaiting() (worked bool, err error) {
 // wantsAnyOf reports whether this rank wants any of what a rank reads of a piece.
 func (r *Relay) wantsAnyOf(piece, from int) bool {
 	q := r.partOf(piece, from)
-	return q.last > q.first || len(q.strips) > 0
+	return q.last > q.first
 }
 
-// pullShare queues the copy of a rank's share, behind the decoding of the piece that it replaces; strips, which
-// replace none, do not wait.
+// pullShare queues the copy of a rank's share, behind the decoding of the piece that it replaces.
 func (r *Relay) pullShare(piece, from int) error {
 	c, part := r.carrier, r.partOf(piece, from)
 	defer r.countDriverTime(time.Now())
-	if err := r.pullStrips(piece, from); err != nil {
-		return err
-	}
-	if part.used == 0 || part.last == part.first {
-		return nil
-	}
 	if err := r.eventBeforeFill(piece, from).MakeStreamWait(c.streams[from]); err != nil {
 		return err
 	}

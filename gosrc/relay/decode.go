@@ -127,7 +127,7 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 		}
 	}
 	none := len(jobs) == 0
-	if none { // this rank wants nothing of it, or strips: the buffer is free after the exchange
+	if none { // this rank wants nothing of it: the buffer is free after the exchange
 		jobs = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
 	}
 	number := func(i int) int {
@@ -154,7 +154,6 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 		}
 		if left--; left == 0 {
 			for _, of := range batch {
-				r.landStrips(of.piece, of.lo, of.hi)
 				r.markDecoded(of)
 			}
 		}

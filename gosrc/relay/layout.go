@@ -19,15 +19,14 @@ import (
 // exchangeLayout is what travels in which piece, and where in its buffer. How far pieces and parts are is
 // guarded by the relay's mu.
 type exchangeLayout struct {
-	ix            *tensor.Index // an index in which all shared tensors have chunks
-	bare          []bool        // by tensor: it has chunks there only, without checksums
-	stripRowBytes []int64       // by tensor of these: bytes of a row, if ranks copy columns; else 0
-	at            []chunkPlace  // by number of a chunk in ix
-	pieces        []pieceState
-	parts         []rankPart // by piece, and in that by rank
-	spots         []plan.Spot
-	fetch         *plan.Plan
-	fetchWants    []plan.Want // of fetch: a chunk each
+	ix         *tensor.Index // an index in which all shared tensors have chunks
+	bare       []bool        // by tensor: it has chunks there only, without checksums
+	at         []chunkPlace  // by number of a chunk in ix
+	pieces     []pieceState
+	parts      []rankPart // by piece, and in that by rank
+	spots      []plan.Spot
+	fetch      *plan.Plan
+	fetchWants []plan.Want // of fetch: a chunk each
 }
 
 // A pieceState is what the ranks read at about the same time.
@@ -40,13 +39,11 @@ type pieceState struct {
 
 // A rankPart is what one rank reads of a piece, and this rank's tasks of it.
 type rankPart struct {
-	first, last    int     // decode tasks
-	used           int64   // bytes that others copy whole
-	hasStripChunks bool    // behind that, it has chunks of strips
-	strips         []strip // that this rank copies
-	queued         bool    // its decoding is
-	idle           *cuda.Event
-	done           bool // decoded
+	first, last int   // decode tasks
+	used        int64 // bytes that others copy whole
+	queued      bool  // its decoding is
+	idle        *cuda.Event
+	done        bool // decoded
 }
 
 // localRequests are this rank's requests, and their decode tasks.
@@ -139,7 +136,7 @@ func (r *Relay) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 			continue
 		}
 		r.bare[wants[i].Data] = true
-		out.Chunks = chunkPlainTensor(out.Chunks, t, r.plainChunkSize(wants[i].Data))
+		out.Chunks = chunkPlainTensor(out.Chunks, t)
 	}
 	return out
 }
@@ -157,7 +154,6 @@ func (r *Relay) layOut() error {
 	if err != nil {
 		return err
 	}
-	r.stripRowBytes = r.rowBytesOfStrips(wants)
 	r.ix = r.indexWithPlainChunks(wants)
 	r.at = make([]chunkPlace, len(r.ix.Chunks))
 	for i := range r.at {
@@ -245,11 +241,6 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 	piece := pieceState{checked: make(chan struct{}), begin: len(r.spots)}
 	for rank := range shares {
 		share, own := &shares[rank], rankPart{}
-		if common := share.Chunks[:share.Common]; r.hasStrips() {
-			slices.SortStableFunc(common, func(a, b plan.ChunkOf) int {
-				return orderTrueFirst(!r.isCopiedAsStrips(a), !r.isCopiedAsStrips(b))
-			})
-		}
 		pos := int64(0)
 		var last *tensor.Chunk
 		for i, c := range share.Chunks {
@@ -257,11 +248,7 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 			pos += gapBefore(pos, last, chunk)
 			*r.placeOf(c) = chunkPlace{number, pos}
 			pos, last = pos+int64(chunk.Stored), chunk
-			switch {
-			case i >= share.Common:
-			case r.isCopiedAsStrips(c):
-				own.hasStripChunks = true
-			default:
+			if i < share.Common {
 				own.used = pos
 			}
 		}
@@ -299,14 +286,17 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 	}
 }
 
-func orderTrueFirst(a, b bool) int {
-	switch {
-	case a == b:
-		return 0
-	case a:
-		return -1
+// chunkPlainTensor cuts a plain tensor into raw chunks without checksums, behind chunks.
+func chunkPlainTensor(chunks []tensor.Chunk, t *tensor.Tensor) []tensor.Chunk {
+	const size = plainChunkBytes
+	t.First, t.ChunkBytes, t.Parts = int32(len(chunks)), size, 1
+	chunks = slices.Grow(chunks, int((t.Bytes+size-1)/size))
+	for at := int64(0); at < t.Bytes; at += size {
+		n := uint32(min(size, t.Bytes-at))
+		chunks = append(chunks, tensor.Chunk{Off: t.Off + at, Stored: n, Logical: n, Codec: tensor.CodecRaw})
 	}
-	return 1
+	t.Count = int32(len(chunks)) - t.First
+	return chunks
 }
 
 // sortTasksByPart sorts a plan's tasks by the parts that they are in, whose numbers are `where`.
@@ -380,7 +370,6 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	if r.aimed {
 		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
-	where = r.divertStrips(tasksPlan, where, wants)
 	next := 0
 	for k := range r.parts { // also of those that have none: pieces are decoded as a whole, too
 		for r.parts[k].first = next; next < len(where) && where[next] == k; next++ {

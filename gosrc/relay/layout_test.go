@@ -104,10 +104,7 @@ func TestCuts(t *testing.T) {
 			at := r.placeOf(c)
 			p := &r.pieces[at.piece]
 			q := r.partOf(at.piece, rank)
-			travels := at.off%p.share < q.used || r.isCopiedAsStrips(c) && q.hasStripChunks
-			if r.isCopiedAsStrips(c) != (c.Data == 1) {
-				t.Errorf("chunk %v: strips", c)
-			}
+			travels := at.off%p.share < q.used
 			if first := c.Data == 1 || c.Data == 2; first && !travels {
 				t.Errorf("rank %d keeps chunk %v, which all need", rank, c)
 			}

@@ -156,7 +156,6 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 		"Waits":        func() error { return l.slots[0].EndEvent().MakeStreamWait(stream) },
 		"Copy":         func() error { return d.Copy(on, dst, src, 4096, false) },
 		"Copy, waits":  func() error { return d.Copy(on, dst, src, 4096, true) },
-		"CopyRows":     func() error { return d.CopyRows(on, dst, 64, src, 64, 32, 8) },
 		"Copy after":   func() error { return d.Copy(Order{Stream: 1, After: []uintptr{stream}}, dst, src, 4096, false) },
 		"It waits":     func() error { return d.MakeStreamWait(stream, 1) },
 		"Other waits":  func() error { return d.MakeStreamWait(1, stream) },

@@ -23,22 +23,6 @@ func (d *Device) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 	})
 }
 
-// CopyRows queues a copy of rows of width bytes, whose beginnings are dstPitch and
-// srcPitch bytes apart, between memory of devices: of this process, or attached.
-func (d *Device) CopyRows(on Order, dst, dstPitch, src, srcPitch uint64, width, rows int64) error {
-	if width <= 0 || rows <= 0 {
-		return nil
-	}
-	if err := d.MakeStreamWait(on.Stream, on.After...); err != nil {
-		return err
-	}
-	return d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_copy_rows(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.uint64_t(dstPitch), C.owcu_ptr(src),
-			C.uint64_t(srcPitch),
-			C.uint64_t(width), C.uint64_t(rows), e)
-	})
-}
-
 // MakeStreamWait makes a stream wait for what is queued on others now.
 func (d *Device) MakeStreamWait(stream uintptr, after ...uintptr) error {
 	if len(after) == 0 {

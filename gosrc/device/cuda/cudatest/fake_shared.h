@@ -1,4 +1,4 @@
-// Memory that the fake driver shares between processes, and copies of its rows. Included by fake.c only.
+// Memory that the fake driver shares between processes. Included by fake.c only.
 #ifndef OWCU_FAKE_SHARED_H
 #define OWCU_FAKE_SHARED_H
 
@@ -75,21 +75,5 @@ static int f_ipc_close(owcu_ptr p)
 	}
 	note_broken_rule("detached what was not attached");
 	return leave_call(INVALID);
-}
-static int f_copy_rows(const struct owcu_rows *c, owcu_handle s)
-{
-	int rc = enter_on_stream(s);
-	if (rc == 0 && (c->src_kind != 2 || c->dst_kind != 2 || c->width == 0 || c->height == 0 || c->src_pitch < c->width || c->dst_pitch < c->width ||
-			covers((void *)(uintptr_t)c->dst, (c->height - 1) * c->dst_pitch + c->width) != 1 ||
-			covers((void *)(uintptr_t)c->src, (c->height - 1) * c->src_pitch + c->width) != 1)) {
-		note_broken_rule("a copy of rows outside device memory");
-		rc = INVALID;
-	}
-	for (size_t i = 0; rc == 0 && i < c->height; i++)
-		queue_op(s, (struct op){.kind = COPY,
-				    .dst = (void *)(uintptr_t)(c->dst + i * c->dst_pitch),
-				    .src = (void *)(uintptr_t)(c->src + i * c->src_pitch),
-				    .n = c->width});
-	return leave_call(rc);
 }
 #endif

@@ -106,10 +106,6 @@ int owcu_slab_free_entered(struct owcu_slab *slab, struct owcu_error *e);
 int owcu_stream_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
 // owcu_copy queues a copy between any two addresses; with wait it waits for it.
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e);
-// owcu_copy_rows queues a copy of rows between device memory of this process or of
-// others that it has mapped.
-int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
-		   uint64_t rows, struct owcu_error *e);
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e);
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e);

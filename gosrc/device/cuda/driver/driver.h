@@ -29,23 +29,6 @@ struct owcu_ipc {
 	char bytes[64];
 };
 
-// A copy of rows (CUDA_MEMCPY2D_v2). kind: 2 is a device's memory.
-struct owcu_rows {
-	size_t src_x, src_y;
-	int src_kind;
-	const void *src_host;
-	owcu_ptr src;
-	owcu_handle src_array;
-	size_t src_pitch;
-	size_t dst_x, dst_y;
-	int dst_kind;
-	void *dst_host;
-	owcu_ptr dst;
-	owcu_handle dst_array;
-	size_t dst_pitch;
-	size_t width, height;
-};
-
 // X(field, symbol, arguments). Symbols carry the version whose signature this is.
 // Calls that synchronize the whole context are not among them, nor are synchronous
 // copies: they destroy any capture of a graph in progress, on any thread, and wait
@@ -76,7 +59,6 @@ struct owcu_rows {
 	X(copy_in, "cuMemcpyHtoDAsync_v2", (owcu_ptr dst, const void *src, size_t n, owcu_handle stream))              \
 	X(copy_out_async, "cuMemcpyDtoHAsync_v2", (void *dst, owcu_ptr src, size_t n, owcu_handle stream))             \
 	X(copy_any, "cuMemcpyAsync", (owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle stream))                       \
-	X(copy_rows, "cuMemcpy2DAsync_v2", (const struct owcu_rows *copy, owcu_handle stream))                         \
 	X(pointer_attribute, "cuPointerGetAttribute", (void *value, int attribute, owcu_ptr p))                        \
 	X(stream_ctx, "cuStreamGetCtx", (owcu_handle stream, owcu_handle *ctx))                                        \
 	X(stream_create, "cuStreamCreate", (owcu_handle *stream, unsigned flags))                                      \

@@ -8,15 +8,6 @@ int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint
 	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_any, (dst, src, n, stream_handle(stream))) || (wait && TRY(stream_sync, (stream_handle(stream)))));
 }
 
-int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
-		   uint64_t rows, struct owcu_error *e)
-{
-	struct owcu_rows copy = {
-		.src_kind = 2, .src = src, .src_pitch = src_pitch, .dst_kind = 2, .dst = dst, .dst_pitch = dst_pitch, .width = width, .height = rows};
-
-	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_rows, (&copy, stream_handle(stream))));
-}
-
 // follow_streams makes a stream wait for what is queued on others now.
 static int follow_streams(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_handle event, struct owcu_error *e)
 {
