@@ -38,6 +38,9 @@ var preparing sync.WaitGroup
 // AwaitPreparations waits for all calls of Prepare to finish, before the process ends.
 func AwaitPreparations() { preparing.Wait() }
 
+// ExchangeBatches is how many batches of shares a GPU decodes or sums at a time where ranks exchange.
+const ExchangeBatches = 10
+
 // Prepare prepares a device, in the background, for a load whose files are being
 // opened, by one process or by ranks that exchange what they read. It reports no error:
 // the load will.
@@ -47,6 +50,9 @@ func Prepare(name string, exchange bool) {
 			t, err := TargetOf(name)
 			if err == nil && t.GPU != nil {
 				t.GPU.PrepareQueue(Ring(plan.Machine{InGroup: exchange}))
+				if exchange {
+					t.GPU.PrepareQueue(ExchangeBatches, cuda.TablesOnly)
+				}
 			}
 			return err
 		})

@@ -79,7 +79,7 @@ const (
 	maxRanks = 256
 	// mostBatches is how many batches of shares a GPU decodes at a time, or waits for the copies of. What is
 	// ready meanwhile is the next batch: the decoding of a few chunks takes as long as that of many.
-	mostBatches = 8
+	mostBatches = load.ExchangeBatches - slotsForSums
 	// mostReads is how many shares a batch may have: a slot can wait for a stream of each.
 	mostReads = 8
 	// maxSize is the largest buffer: a decode task has 32 bits for where its chunk lies.

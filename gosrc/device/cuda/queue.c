@@ -103,6 +103,22 @@ static int launch_kernels(struct owcu_queue *q, struct owcu_slot *s, owcu_handle
 	return 0;
 }
 
+int owcu_load_kernels(struct owcu_queue *q, struct owcu_error *e)
+{
+	static const int common[] = {0, 8, 10}; // of kernelNames: bf16, moves, checksums
+	struct owcu_guard g;
+	int rc = enter(&g, q->ctx, e);
+
+	for (int i = 0; rc == 0 && i < 3; i++) {
+		uint64_t nothing = 0;
+		uint32_t n = 0;
+		void *args[] = {&nothing, &nothing, &n, &nothing};
+		unsigned shared = common[i] < OW_BYTES ? OW_X16_SHARED : 0;
+		rc = TRY(launch, (q->kernels[common[i]], 1, 1, 1, 32 * OW_X16_WARPS, 1, 1, shared, q->slab.streams[1 + i], args, NULL));
+	}
+	return leave(&g, rc);
+}
+
 // record_mark records one of a slot's events for the trace, if there is one.
 static int record_mark(struct owcu_queue *q, struct owcu_slot *s, int k, owcu_handle stream, struct owcu_error *e)
 {

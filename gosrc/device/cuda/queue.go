@@ -115,17 +115,22 @@ func (d *Device) Queue(slots int, slotBytes int64) (*Queue, error) {
 }
 
 // PrepareQueue makes a queue as Queue does, for a load that is about to begin, unless one is
-// kept already. It reports no error: Queue will.
+// kept already. One of TablesOnly has its kernels loaded, which the driver does when each is first
+// launched, and takes milliseconds for. It reports no error: Queue will.
 func (d *Device) PrepareQueue(slots int, slotBytes int64) {
 	d.making.Lock()
 	defer d.making.Unlock()
 	d.mu.Lock()
-	hasIdle := d.idle[0] != nil
+	hasIdle := d.idle[idleIndexFor(slotBytes)] != nil
 	d.mu.Unlock()
 	if hasIdle {
 		return
 	}
 	if queue, err := d.takeOrMakeQueue(slots, slotBytes); err == nil {
+		if slotBytes <= TablesOnly {
+			var e C.struct_owcu_error
+			_ = C.owcu_load_kernels(queue.c, &e)
+		}
 		queue.Close()
 	}
 }

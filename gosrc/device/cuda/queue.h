@@ -76,6 +76,8 @@ int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
 int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_has_slot_ended asks, without waiting, whether owcu_wait_slot would return at once, if with an error.
 int owcu_has_slot_ended(struct owcu_queue *q, int slot);
+// owcu_load_kernels launches the kernels that most loads need without work.
+int owcu_load_kernels(struct owcu_queue *q, struct owcu_error *e);
 // owcu_pause keeps the core, but leaves it to its other thread, for some 50 nanoseconds a round.
 void owcu_pause(int rounds);
 // owcu_queue_follow makes the queue wait for what is queued now on a caller's stream.
