@@ -11,15 +11,20 @@ const groupSlots = 16
 // and they end together. An error is one of each task of the pieces that did not go up: unlike
 // Submit, it calls their done here, and returns none.
 func (q *Queue) SubmitAll(pieces []FilledSlot) {
+	count := 0
+	defer func() { // after a panic: Close waits for every slot
+		for i := range pieces {
+			if s := pieces[i].Slot; i < count || s.owned {
+				s.owned = false
+				q.freeSlotAndJoined(s)
+			}
+		}
+	}()
 	for i := range pieces {
 		p := &pieces[i]
 		p.Slot.beginPiece(p.N, p.Tasks, p.Done)
+		count++
 	}
-	defer func() { // after a panic: Close waits for every slot
-		for i := range pieces {
-			q.freeSlotAndJoined(pieces[i].Slot)
-		}
-	}()
 	for len(pieces) > 0 {
 		s, n := pieces[0].Slot, 1
 		for n < len(pieces) && s.tryJoinSlot(pieces[n].Slot) {

@@ -80,9 +80,11 @@ func TestSubmitAllFails(t *testing.T) {
 	}
 }
 
-// After a panic in a submission every slot comes back: Close, which waits for them, ends.
+// After a panic in a submission, also of a piece that is larger than its slot, every slot comes back: Close, which
+// waits for them, ends.
 func TestSubmitPanics(t *testing.T) {
-	for _, together := range []bool{false, true} {
+	for i := range 4 {
+		together, tooLarge := i%2 == 1, int64(i/2)
 		d, q, end := faked(t, 3, 192<<10)
 		mem, err := d.Alloc([]int64{4096})
 		if err != nil {
@@ -95,7 +97,8 @@ func TestSubmitPanics(t *testing.T) {
 			s := q.TryGet()
 			s.ViewDevice(uintptr(mem[0].Ptr), n)
 			s.SumOnly()
-			pieces = append(pieces, FilledSlot{Slot: s, N: n, Tasks: tasks, Done: func(int, error) {}})
+			pieces = append(pieces, FilledSlot{Slot: s, N: n + tooLarge*int64(len(pieces)), Tasks: tasks,
+				Done: func(int, error) {}})
 		}
 		func() {
 			defer func() {
@@ -107,11 +110,11 @@ func TestSubmitPanics(t *testing.T) {
 				q.SubmitAll(pieces)
 				return
 			}
-			q.Put(pieces[1].Slot)
-			_ = q.Submit(pieces[0].Slot, n, tasks, pieces[0].Done)
+			q.Put(pieces[0].Slot)
+			_ = q.Submit(pieces[1].Slot, pieces[1].N, tasks, pieces[1].Done)
 		}()
 		if free := q.CountFree(); free != 3 {
-			t.Fatalf("together %v: %d slots of 3 are free", together, free)
+			t.Fatalf("together %v, too large %v: %d slots of 3 are free", together, tooLarge > 0, free)
 		}
 		mem[0].Release()
 		if left := end(); left != "" {

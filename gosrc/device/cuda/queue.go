@@ -366,17 +366,22 @@ func (q *Queue) Put(s device.Slot) {
 // goroutine or, of a polled queue, by the caller of FinishEnded or Close. It must not wait for this
 // queue. If Submit returns an error, done is not called, and nothing writes any more.
 func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
-	s := slot.(*Slot)
+	s, isBegun := slot.(*Slot), false
+	defer func() {
+		if !isBegun && s.owned { // a panic: Close waits for every slot
+			q.Put(s)
+		}
+	}()
 	s.beginPiece(n, tasks, done)
+	isBegun = true
 	return q.submitJoined(s)
 }
 
-// beginPiece takes the slot, and what is to be done with its first n bytes.
+// beginPiece takes the slot, and what is to be done with its first n bytes. After a panic its caller still owns it.
 func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int, err error)) {
 	if !s.owned || n < 0 || n > s.capacityBytes() {
 		panic("cuda: a slot that is not the caller's, or a piece larger than it")
 	}
-	s.owned = false
 	s.count, s.done = len(tasks), done
 	clear(s.failures)
 	s.copied = n
@@ -384,6 +389,7 @@ func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int
 		s.copied = 0 // but for what round copies
 	}
 	s.build.checkPiece(s, n, tasks)
+	s.owned = false
 }
 
 // submitJoined queues the work of a slot that has begun, and of those with it.
