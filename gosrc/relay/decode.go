@@ -111,6 +111,12 @@ func (r *Relay) eventBeforeFill(piece, rank int) *cuda.Event {
 // queueDecoding queues the decoding of a batch behind the work that is on the streams now. It takes the
 // slot.
 func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uintptr) error {
+	isSubmitted := false
+	defer func() {
+		if !isSubmitted { // a panic: Close waits for every slot
+			r.queue.Put(slot)
+		}
+	}()
 	slot.DelayKernels(streams...)
 	first, last := r.tasksOf(batch[0])
 	jobs, numbers := r.jobs[first:last], []int(nil)
@@ -144,6 +150,7 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 	}
 	left := len(jobs)
 	defer r.countDriverTime(time.Now())
+	isSubmitted = true
 	err := r.queue.Submit(slot, from.bytes, jobs, func(i int, err error) {
 		if err != nil {
 			r.failWith(locate(i, err), false)

@@ -7,16 +7,19 @@ import (
 	"testing"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A call of DecodePiece that waits for a slot ends when the job does: nothing finishes slots then, and
-// the job waits for the call.
-func TestDecodePieceEndsWithJob(t *testing.T) {
-	end := cuda.Fake(64 << 20)
+// startOnFake starts a relay of one rank on the fake driver, whose first piece has been read. end waits for the job's
+// end, with an error of a class, and checks that nothing is left.
+func startOnFake(t *testing.T) (r *Relay, end func(class error)) {
+	t.Helper()
+	endFake := cuda.Fake(64 << 20)
 	m := plain(t, []int64{4 << 20})
 	gpu, err := cuda.Open(0)
 	if err != nil {
@@ -29,8 +32,7 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 	address := func(i int) uintptr { return uintptr(memory[i].Ptr) }
 	spec := &Spec{Tensors: []int64{0}, Ring: []uint64{uint64(address(0))}, Size: 2 << 20, Ranks: 1}
 	spec.Device = "cuda:0"
-	r, err := Start(m, spec)
-	if err != nil {
+	if r, err = Start(m, spec); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.Aim([]plan.Request{{Dest: address(1), Hi0: plan.Whole, Hi1: plan.Whole}}); err != nil {
@@ -39,6 +41,26 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 	if landed, err := r.AwaitOwnShare(0, time.Minute); !landed || err != nil {
 		t.Fatal(landed, err)
 	}
+	return r, func(class error) {
+		if done, err := r.job.Wait(time.Minute); !done || !errors.Is(err, class) {
+			t.Fatal(done, err)
+		}
+		for i := range memory {
+			memory[i].Release()
+		}
+		if left := endFake(); left != "" {
+			t.Errorf("left: %s", left)
+		}
+		if left := spawn.Left(); len(left) != 0 {
+			t.Errorf("still running: %v", left)
+		}
+	}
+}
+
+// A call of DecodePiece that waits for a slot ends when the job does: nothing finishes slots then, and
+// the job waits for the call.
+func TestDecodePieceEndsWithJob(t *testing.T) {
+	r, end := startOnFake(t)
 	var slots []*cuda.Slot
 	for s := r.queue.TryGet(); s != nil; s = r.queue.TryGet() {
 		slots = append(slots, s)
@@ -62,16 +84,40 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 	for _, s := range slots {
 		r.queue.Put(s)
 	}
-	if _, err := r.job.Wait(time.Minute); !errors.Is(err, errs.ErrCancelled) {
-		t.Error(err)
-	}
-	for i := range memory {
-		memory[i].Release()
-	}
-	if left := end(); left != "" {
-		t.Errorf("left: %s", left)
-	}
-	if left := spawn.Left(); len(left) != 0 {
-		t.Errorf("still running: %v", left)
+	end(errs.ErrCancelled)
+}
+
+// After a panic in a step of movePieces the job ends, which waits for every slot, and nothing is left.
+func TestPanicsWhileMoving(t *testing.T) {
+	for _, panics := range map[string]func(r *Relay, slot *cuda.Slot, done func(int, error)) error{
+		"a sum": func(r *Relay, slot *cuda.Slot, _ func(int, error)) error {
+			r.feed.Put(slot)
+			r.arrivals <- -1
+			return nil
+		},
+		"no task": func(r *Relay, slot *cuda.Slot, done func(int, error)) error {
+			return r.feed.Submit(slot, 16, nil, done)
+		},
+		"more than the slot": func(r *Relay, slot *cuda.Slot, done func(int, error)) error {
+			base := r.ringOf(0, 0).base
+			return r.feed.Submit(slot, 1<<40, []device.DecodeTask{{Dst: base}}, done)
+		},
+		"done": func(r *Relay, slot *cuda.Slot, _ func(int, error)) error {
+			base := r.ringOf(0, 0).base
+			chunk := tensor.Chunk{Stored: 16, Logical: 16, Codec: tensor.CodecRaw}
+			return r.feed.Submit(slot, 16, []device.DecodeTask{{Dst: base, Chunk: chunk}},
+				func(int, error) { panic("planted") })
+		},
+	} {
+		r, end := startOnFake(t)
+		slot := r.feed.TryGet()
+		if slot == nil {
+			t.Fatal("no slot is free")
+		}
+		if err := panics(r, slot, func(int, error) {}); err != nil {
+			t.Fatal(err)
+		}
+		end(errs.ErrEngine)
+		spawn.Heal()
 	}
 }

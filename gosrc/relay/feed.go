@@ -101,8 +101,13 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 
 // submitSlots submits slots together, those of the first pieces first: others wait for them.
 func (q *feedQueue) submitSlots(all []submission) {
-	r := q.r
+	r, isSubmitted := q.r, false
 	defer r.countDriverTime(time.Now())
+	defer func() {
+		for i := 0; i < len(all) && !isSubmitted; i++ { // a panic: Close waits for every slot
+			q.Put(all[i].Slot)
+		}
+	}()
 	for i := range all {
 		s := &all[i]
 		s.to = r.pieceToFill(s.Tasks[0].Dst)
@@ -114,6 +119,7 @@ func (q *feedQueue) submitSlots(all []submission) {
 	for i := range all {
 		pieces[i] = all[i].FilledSlot
 	}
+	isSubmitted = true
 	q.SubmitAll(pieces)
 }
 

@@ -74,6 +74,12 @@ func (r *Relay) sumArrived() (worked bool, err error) {
 // sumShare queues the comparison of the checksums of this rank's share of a piece, which becomes
 // readable behind it. It takes the slot.
 func (r *Relay) sumShare(piece int, slot *cuda.Slot) error {
+	isSubmitted := false
+	defer func() {
+		if !isSubmitted { // there is nothing to sum, or a panic: Close waits for every slot
+			r.queue.Put(slot)
+		}
+	}()
 	ring := r.ringOf(piece, r.spec.Rank)
 	var tasks []device.DecodeTask
 	var spots []*plan.Spot // of each task
@@ -88,13 +94,13 @@ func (r *Relay) sumShare(piece int, slot *cuda.Slot) error {
 		spots = append(spots, s)
 	}
 	if len(tasks) == 0 {
-		r.queue.Put(slot)
 		r.makeReadable(piece)
 		return nil
 	}
 	slot.ViewDevice(uintptr(ring.base), ring.bytes)
 	slot.SumOnly()
 	left, good := len(tasks), true
+	isSubmitted = true
 	return r.queue.Submit(slot, ring.bytes, tasks, func(i int, err error) {
 		if err != nil {
 			good = false
