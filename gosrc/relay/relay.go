@@ -13,6 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
@@ -183,16 +184,20 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	return r, nil
 }
 
-// makeLayoutAndQueues lays out the load and makes its queues, while the ranks exchange their offers.
+// makeLayoutAndQueues lays out the load and makes its queues, while the ranks exchange their offers. Its error is the
+// job's, also that of a panic, before those that wait for the layout go on.
 func (r *Relay) makeLayoutAndQueues() error {
 	defer close(r.layoutEnd)
-	if err := r.layOut(); err != nil {
-		return err
+	err := spawn.Guard("relay layout", r.layOut)
+	if err == nil {
+		if err = spawn.Guard("relay queues", r.makeQueues); err != nil {
+			err = r.model.PlaceError("stage", err)
+		}
 	}
-	if err := r.makeQueues(); err != nil {
-		return r.model.PlaceError("stage", err)
+	if err != nil {
+		r.failWith(err, true)
 	}
-	return nil
+	return err
 }
 
 // awaitLayout waits until makeLayoutAndQueues has ended, and returns the error of a job that has failed.
