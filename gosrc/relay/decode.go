@@ -19,7 +19,7 @@ import (
 // DecodePiece decodes a piece whose buffer has every rank's share, and then frees the
 // buffer, for a caller that exchanges the shares. On a GPU it queues the decoding after the
 // work that is on a stream now (0: none); errors end the job. Each piece is
-// decoded once, in their order.
+// decoded once, in their order, and not before AwaitOwnShare has reported this rank's share.
 func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if err := r.awaitLayout(); err != nil {
 		return err
@@ -34,6 +34,9 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 			r.queued[0]))
 	}
 	r.mu.Unlock()
+	if !isClosed(r.pieces[piece].checked) { // its buffer would be read while it is filled
+		return errs.New(errs.ErrArgument, "relay: piece %d cannot be decoded: this rank has not read its share", piece)
+	}
 	var behind []uintptr
 	if stream != 0 {
 		behind = append(behind, stream)

@@ -2,12 +2,17 @@ package relay
 
 import (
 	"errors"
+	"net/http"
+	"net/http/httptest"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
 )
 
 // callAll makes the calls that wait for the layout, and returns their errors.
@@ -53,5 +58,66 @@ func TestLayoutFails(t *testing.T) {
 	}
 	if left := spawn.Left(); len(left) != 0 {
 		t.Errorf("still running: %v", left)
+	}
+}
+
+// A piece of which this rank has not read its share is not decoded.
+func TestDecodeBeforeShare(t *testing.T) {
+	const mib = 1 << 20
+	path := plain(t, []int64{4 * mib}).Index().Sources[0].URI
+	open := make(chan struct{})
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		http.ServeFile(heldWriter{w, open, new(atomic.Int64)}, q, path)
+	}))
+	defer server.Close()
+	m, err := load.Open(t.Context(), load.Spec{URIs: []string{server.URL + "/m.safetensors"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	ring, got := make([]byte, 8*mib), make([]byte, 4*mib)
+	r, err := Start(m, &Spec{Tensors: []int64{0}, Ring: []uint64{uint64(uintptr(unsafe.Pointer(&ring[0])))},
+		Size: 8 * mib, Ranks: 1})
+	if err == nil {
+		err = r.Aim([]plan.Request{{Dest: uintptr(unsafe.Pointer(&got[0])), Hi0: plan.Whole, Hi1: plan.Whole}})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.DecodePiece(0, 0); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("decoded what was not read: %v", err)
+	}
+	close(open)
+	if landed, err := r.AwaitOwnShare(0, time.Minute); !landed || err != nil {
+		t.Fatal(landed, err)
+	}
+	if err := errors.Join(r.DecodePiece(0, 0), func() error { _, err := r.Job().Wait(-1); return err }()); err != nil {
+		t.Error(err)
+	}
+}
+
+// A rank gets none of what another rank alone needs: it does not travel.
+func TestAimAtAnothersOwn(t *testing.T) {
+	m := plain(t, []int64{1000}, []int64{1000})
+	var needs []plan.Request
+	for rank := range 2 { // each needs one
+		needs = append(needs, plan.Request{Tensor: int64(rank), Dest: uintptr(rank), Hi0: plan.Whole, Hi1: plan.Whole})
+	}
+	var got [1000]byte
+	for rank := range 2 {
+		r, err := Start(m, &Spec{Tensors: []int64{0, 1}, Size: 4 << 20, Ranks: 2, Rank: rank, Mapped: true, Buffers: 1,
+			Needs: needs})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for at := range 2 {
+			err := r.Aim([]plan.Request{{Tensor: int64(at), Dest: uintptr(unsafe.Pointer(&got[0])), Hi0: plan.Whole,
+				Hi1: plan.Whole}})
+			if at != rank != errors.Is(err, errs.ErrArgument) {
+				t.Errorf("rank %d, tensor %d: %v", rank, at, err)
+			}
+		}
+		r.Job().Cancel()
+		_, _ = r.Job().Wait(-1)
 	}
 }

@@ -272,6 +272,7 @@ func TestRelayEnds(t *testing.T) {
 		for _, wrong := range []func(*relay.Spec, []load.Request){
 			func(s *relay.Spec, _ []load.Request) { s.Rank = 1 },
 			func(s *relay.Spec, _ []load.Request) { s.Ring = nil },
+			func(s *relay.Spec, _ []load.Request) { s.Ring = []uint64{s.Ring[0] + 8} },
 			func(s *relay.Spec, _ []load.Request) { s.Size = 30 << 10 },
 			func(s *relay.Spec, _ []load.Request) { s.Ranks, s.Mapped = 300, true },
 			func(s *relay.Spec, _ []load.Request) { s.Tensors = s.Tensors[1:] },

@@ -350,14 +350,19 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 		if at.piece < 0 {
 			return errNotShared(int(tasksPlan.Refs[i].Want))
 		}
-		rank := int(at.off / r.pieces[at.piece].share)
-		off := r.ringOf(at.piece, rank).offsetOf(at.piece) + at.off%r.pieces[at.piece].share
+		share := r.pieces[at.piece].share
+		rank, inShare := int(at.off/share), at.off%share
+		where[i] = at.piece*r.spec.Ranks + rank
+		end := inShare + int64(tasksPlan.Tasks[i].Chunk.Stored)
+		if r.carrier != nil && rank != r.spec.Rank && end > r.parts[where[i]].used { // it does not travel
+			return errNotShared(int(tasksPlan.Refs[i].Want))
+		}
+		off := r.ringOf(at.piece, rank).offsetOf(at.piece) + inShare
 		if off > maxSize-int64(tasksPlan.Tasks[i].Chunk.Stored) {
 			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer",
 				tasksPlan.Refs[i].Want, off)
 		}
 		tasksPlan.Tasks[i].Src = uint32(off)
-		where[i] = at.piece*r.spec.Ranks + rank
 	}
 	for i, n := range tasksPlan.Left {
 		if n == 0 && wants[i].Bytes > 0 { // plain, so without chunks

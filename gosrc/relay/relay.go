@@ -140,9 +140,10 @@ type Report struct {
 // Start starts a relay of a model, whose layout and reading begin in the background.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if spec.Ranks < 1 || spec.Mapped && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
-		len(spec.Ring) == 0 && !spec.Mapped || slices.Contains(spec.Ring, 0) {
-		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks,
-			len(spec.Ring))
+		len(spec.Ring) == 0 && !spec.Mapped ||
+		slices.ContainsFunc(spec.Ring, func(at uint64) bool { return at == 0 || at%chunkAlign != 0 }) {
+		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers at multiples of %d", spec.Rank,
+			spec.Ranks, len(spec.Ring), chunkAlign)
 	}
 	tgt, err := load.TargetOf(spec.Device)
 	if err != nil {
