@@ -163,8 +163,8 @@ func (r *Relay) Offer() (peers.Offer, error) {
 }
 
 // Join connects the relay with those of the other ranks, by their offers in order; it then maps
-// their memory. An error ends the job, also one that comes later; one of ErrNotSupported
-// says that the ranks cannot reach each other's memory (Report.Unmapped).
+// their memory. An error ends the job, also one that comes later. Report.Unmapped says whether it is that the ranks
+// cannot reach each other's memory.
 func (r *Relay) Join(offers []peers.Offer) error {
 	c := r.carrier
 	r.mu.Lock()
@@ -181,6 +181,7 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	r.mu.Unlock()
 	defer r.busy.Done()
 	if err := c.Join(offers); err != nil {
+		r.unmapped.Store(errors.Is(err, errs.ErrNotSupported))
 		err = r.model.PlaceError("stage", err)
 		r.failWith(err, true)
 		return err

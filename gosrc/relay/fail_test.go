@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
@@ -119,5 +120,30 @@ func TestAimAtAnothersOwn(t *testing.T) {
 		}
 		r.Job().Cancel()
 		_, _ = r.Job().Wait(-1)
+	}
+}
+
+// An error of ErrNotSupported of a relay that has failed by itself does not say that the ranks cannot reach each
+// other; that of an offer of no process does.
+func TestUnmappedIsOfJoin(t *testing.T) {
+	m := plain(t, []int64{7})
+	for _, earlier := range []bool{false, true} {
+		r, err := Start(m, &Spec{Size: 2 * 4096, Ranks: 2, Rank: 1, Mapped: true, Buffers: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if earlier {
+			r.failWith(errs.New(errs.ErrNotSupported, "something else"), true)
+		}
+		own, err := r.Offer()
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = r.Join([]peers.Offer{{Process: 1 << 30, Flags: 3, File: 3, Bytes: own.Bytes}, own})
+		_, _ = r.Job().Wait(-1)
+		rep, is := r.Job().Value().(Report)
+		if !errors.Is(err, errs.ErrNotSupported) || !is || rep.Unmapped == earlier {
+			t.Errorf("failed before %v: %v, %+v", earlier, err, rep)
+		}
 	}
 }

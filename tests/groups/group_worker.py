@@ -16,7 +16,7 @@ import overwire as ow
 import torch
 import torch.distributed as dist
 from group_apart import closed, forked_streams, freed, interrupted, refused, replaced, stopped
-from group_blocks import blinded, block_gone, block_hosts, block_shards, block_stores, blocks, leaving
+from group_blocks import blinded, block_gone, block_hosts, block_shards, block_stores, blocks, join_strangers, leaving
 from group_counts import counted, reads
 from group_faults import faults
 from group_recorded import recorded
@@ -420,14 +420,18 @@ def mapped(folder: Path) -> None:
         raise AssertionError("rank 1's error is lost")
     relays.relay_aim = aim
 
-    if rank == 1:  # one that cannot, or may not, map the others
-        relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
-    want = expected(good, {}, rank, size)
-    for _ in range(2):
-        same(ow.load_file(good, group=world, device=DEVICE), want)
-        assert members.unreachable == ("" if rank == 1 else "on rank 1: ") + "no peer access"
+    if rank == 1:  # its engine has failed, and not since it cannot map the others
+        relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: a graph"))
+    try:
+        ow.load_file(good, group=world, device=DEVICE)
+    except ow.NotSupportedError as error:
+        assert str(error) == ("overwire: a graph" if rank == 1 else "overwire: on rank 1: a graph"), error
+    else:
+        raise AssertionError("rank 1's error is lost")
     relays.relay_join = _verbs.relay_join
-    members.unreachable = ""
+    assert not members.unreachable
+
+    want = expected(good, {}, rank, size)
     for lost in blinded():
         for _ in range(2):
             same(ow.load_file(good, group=world, device=DEVICE), want)
@@ -524,7 +528,7 @@ def chosen(folder: Path) -> None:
     members, read = grouping.members_of(world), reads(world)
     for apart in (False, True):
         if apart and rank == 1:
-            relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
+            relays.relay_join = join_strangers
         for remote in (False, True):
             Model.info = lambda self, remote=remote: [one | {"remote": remote} for one in info(self)]  # type: ignore
             for file in ("plain.safetensors", "compressed.safetensors"):

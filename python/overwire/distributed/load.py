@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._verbs import relay, relay_aim, relay_decode, relay_join, relay_offer, relay_shares, relay_wait
-from ..errors import IOFailure, NotSupportedError, OverwireError
+from ..errors import IOFailure, OverwireError
 from ..jobs import Job
 from .group import Members, Unmapped
 
@@ -335,8 +335,6 @@ class _Relay:
         offers = self._members.gather_results(offer)
         try:
             relay_join([offers[rank] for rank in self._members.local], self.job.number)
-        except NotSupportedError as refusal:  # its memory stays, until the others have tried, too
-            self._error = Unmapped(str(refusal))
         except BaseException as error:
             self._end_with_error(error)
 
