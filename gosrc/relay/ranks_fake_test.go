@@ -8,6 +8,7 @@ package relay_test
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -39,6 +40,9 @@ type trial struct {
 	Rank   int    // of which this is true
 	Call   int64
 	Sticky bool
+	After  int64 // microseconds after Start when it is cancelled; Wrong is "soon"
+
+	Buffers, Stages int // of the relay; 0: 3 and 2
 }
 
 // said is what a rank says at each step, and all get of all.
@@ -248,7 +252,7 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 		space = 1280 << 10 // for plain tensors
 	}
 	spec := specOf(travel, memory{}, c.Where, rank, ranks, space*int64(ranks))
-	spec.Mapped, spec.Buffers, spec.Stages = true, 3, 2
+	spec.Mapped, spec.Buffers, spec.Stages = true, cmp.Or(c.Buffers, 3), cmp.Or(c.Stages, 2)
 	if c.Cut != "" {
 		for other := range ranks {
 			for _, q := range blocks(m, travel, cutting(m, travel, c.Cut), other, ranks) {
@@ -258,6 +262,9 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 		}
 	}
 	r, err := relay.Start(m, spec)
+	if c.Wrong == "soon" && r != nil {
+		time.AfterFunc(time.Duration(c.After)*time.Microsecond, r.Job().Cancel)
+	}
 	offer := (&said{}).failed(err)
 	if err == nil {
 		o, err := r.Offer()
@@ -526,6 +533,27 @@ func TestRanksDie(t *testing.T) {
 			if died := wrong == "alone" || wrong == "moving"; (died ||
 				wrong == "joined") != slices.Equal(s.Lost, []int{c.Rank}) || died && s.Class != "IOFailure" {
 				t.Fatalf("%+v: rank %d: %+v", c, rank, s)
+			}
+		}
+	}
+}
+
+// Ranks with one buffer, and space for one share of each other, get all; and so do those that load after one of them
+// was cancelled, at whichever moment, which ends the relays of all and leaves nothing.
+func TestRanksWithOneBuffer(t *testing.T) {
+	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 2<<20)
+	for _, ranks := range []int{1, 2, 5} {
+		g := newRanked(t, ranks, path)
+		for i, after := range []int64{0, 300, 1000, 2000, 4000, 8000} {
+			c := trial{Where: "cuda:0", Cut: []string{"", "some", "columns"}[i%3], Buffers: 1, Stages: 1}
+			g.fine(c, g.try(c))
+			c.Wrong, c.After, c.Rank = "soon", after, i%ranks
+			for rank, s := range g.try(c) {
+				// The others may have joined what was closed meanwhile.
+				if s.Gone || s.Left != "" || s.Wrong != "" || len(s.Lost) > 0 || s.Class == "EngineError" ||
+					s.Error != "" && s.Class != "CancelledError" && s.Class != "IOFailure" && s.Class != "NotSupportedError" {
+					t.Fatalf("%+v: rank %d of %d: %+v", c, rank, ranks, s)
+				}
 			}
 		}
 	}
