@@ -107,14 +107,21 @@ func (p *Peers) CountTaken() int {
 // CheckOthers returns an error if another process has failed, or is gone, for which it looks every
 // lifeEvery.
 func (p *Peers) CheckOthers() error {
-	if err := p.findTrouble(); err != nil {
-		return err
+	now := time.Now()
+	if now.Sub(p.looked) < lifeEvery {
+		return p.findTrouble()
 	}
-	if now := time.Now(); now.Sub(p.looked) >= lifeEvery {
-		p.looked = now
-		return p.checkLives(nil, now)
+	p.looked = now
+	return p.checkAll()
+}
+
+// checkAll returns an error if another process has failed or is gone.
+func (p *Peers) checkAll() error {
+	err := p.findTrouble()
+	for rank := 0; rank < p.ranks && err == nil; rank++ {
+		err = p.checkLife(rank)
 	}
-	return nil
+	return err
 }
 
 // findTrouble returns the error of a process that has failed.
@@ -139,11 +146,8 @@ func (p *Peers) ReportFailure() {
 // AwaitJoined waits until every process has begun to map the others: from then on End of
 // one waits for it.
 func (p *Peers) AwaitJoined(ctx context.Context) error {
-	for rank, l := range p.lines {
-		if rank == p.mine.Rank {
-			continue
-		}
-		if err := p.awaitProcess(ctx, rank, &l.bell, func() bool { return l.joined.Load() > 0 }, true); err != nil {
+	for _, l := range p.lines {
+		if err := l.awaitReady(ctx, func() bool { return l.joined.Load() > 0 }, p.checkAll); err != nil {
 			return err
 		}
 	}
@@ -153,12 +157,11 @@ func (p *Peers) AwaitJoined(ctx context.Context) error {
 // AwaitMapTurn waits until the process before this one has ended its turn to map the memory of others.
 // The driver lets one process map at a time, and while another waits for that, its copies wait, too.
 func (p *Peers) AwaitMapTurn(ctx context.Context) error {
-	rank := p.mine.Rank - 1
-	if rank < 0 {
+	if p.mine.Rank == 0 {
 		return nil
 	}
-	l := p.lines[rank]
-	return p.awaitProcess(ctx, rank, &l.bell, func() bool { return l.joined.Load() > 1 }, true)
+	l := p.lines[p.mine.Rank-1]
+	return l.awaitReady(ctx, func() bool { return l.joined.Load() > 1 }, p.checkAll)
 }
 
 // EndMapTurn says that this process has mapped the memory of the others.
@@ -168,66 +171,50 @@ func (p *Peers) EndMapTurn() {
 	ringBell(&own.bell)
 }
 
-// awaitProcess waits until a process, which rings the bell then, is ready, for the end of ctx, or for
-// the loss of that process. careful: also for the loss, or trouble, of any.
-func (p *Peers) awaitProcess(ctx context.Context, rank int, bell *atomic.Uint32, ready func() bool,
-	careful bool) error {
-	whose, asked := []int{rank}, time.Now()
-	if careful {
-		whose = nil
-	}
+// awaitReady waits until the process is ready, which rings its bell then, for the end of ctx, or for an error of
+// check, which it calls at least every lifeEvery.
+func (l *processFlags) awaitReady(ctx context.Context, ready func() bool, check func() error) error {
 	for {
-		heard := bell.Load()
+		heard := l.bell.Load()
 		if ready() {
 			return nil
 		}
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if careful {
-			if err := p.findTrouble(); err != nil {
-				return err
+		if err := check(); err != nil {
+			if ready() { // as its last act
+				return nil
 			}
+			return err
 		}
-		if now := time.Now(); now.Sub(asked) >= lifeEvery {
-			asked = now
-			if err := p.checkLives(whose, now); err != nil {
-				if ready() { // as its last act
-					return nil
-				}
-				return err
-			}
-		}
-		waitForBell(bell, heard)
+		waitForBell(&l.bell, heard)
 	}
 }
 
-// checkLives returns an error if one of these processes is gone, or has shown no sign of
-// life for too long. One that has not joined, or has ended, is not missed.
-func (p *Peers) checkLives(whose []int, now time.Time) error {
+// checkLife returns an error if a process is gone, or has shown no sign of life for too long. One that has
+// not joined, or has ended, is not missed.
+func (p *Peers) checkLife(rank int) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for rank, l := range p.lines {
-		if rank == p.mine.Rank || whose != nil && !slices.Contains(whose, rank) || l.joined.Load() == 0 {
-			continue
-		}
-		if n := l.alive.Load(); n != p.seen[rank] {
-			p.seen[rank], p.since[rank] = n, now
-		}
-		why := ""
-		switch {
-		case !p.processes[rank].isAlive():
-			why = "its process has ended"
-		case now.Sub(p.since[rank]) > silence:
-			why = fmt.Sprintf("it gave no sign of life for %v", silence)
-		}
-		if why == "" || l.ended.Load() != 0 {
-			continue
-		}
-		if !slices.Contains(p.lost, rank) {
-			p.lost = append(p.lost, rank)
-		}
-		return errs.New(errs.ErrIO, "rank %d of this host is gone: %s", rank, why)
+	l, now, why := p.lines[rank], time.Now(), ""
+	if rank == p.mine.Rank || l.joined.Load() == 0 {
+		return nil
 	}
-	return nil
+	if n := l.alive.Load(); n != p.seen[rank] {
+		p.seen[rank], p.since[rank] = n, now
+	}
+	switch {
+	case !p.processes[rank].isAlive():
+		why = "its process has ended"
+	case now.Sub(p.since[rank]) > silence:
+		why = fmt.Sprintf("it gave no sign of life for %v", silence)
+	}
+	if why == "" || l.ended.Load() != 0 {
+		return nil
+	}
+	if !slices.Contains(p.lost, rank) {
+		p.lost = append(p.lost, rank)
+	}
+	return errs.New(errs.ErrIO, "rank %d of this host is gone: %s", rank, why)
 }

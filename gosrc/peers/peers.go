@@ -192,7 +192,7 @@ func (p *Peers) MapMemoryOf(rank int) (err error) {
 		at = p.files[rank].base
 	}
 	if err != nil {
-		return cmp.Or(p.checkLives([]int{rank}, time.Now()), err)
+		return cmp.Or(p.checkLife(rank), err)
 	}
 	atomic.StorePointer(&p.at[rank], at)
 	return nil
@@ -216,24 +216,14 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 	ringBell(&own.bell)
 	soon, cancel := context.WithCancelCause(context.Background())
 	defer cancel(nil)
-	over := make(chan struct{})
-	defer close(over)
-	spawn.Go("peers grace", func() {
-		if good {
-			select {
-			case <-ctx.Done():
-			case <-over:
-				return
-			}
-		}
-		timer := time.NewTimer(grace)
-		defer timer.Stop()
-		select {
-		case <-timer.C:
-			cancel(errs.New(errs.ErrIO, "the other ranks of this host do not end"))
-		case <-over:
-		}
-	})
+	beginGrace := func() {
+		time.AfterFunc(grace, func() { cancel(errs.New(errs.ErrIO, "the other ranks of this host do not end")) })
+	}
+	if good {
+		defer context.AfterFunc(ctx, beginGrace)()
+	} else {
+		beginGrace()
+	}
 	err := p.awaitEnded(soon)
 	p.late = soon.Err() != nil
 	if p.late && ctx.Err() != nil {
@@ -245,14 +235,10 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 // awaitEnded waits until all others have ended; it returns the error of the first that is
 // gone.
 func (p *Peers) awaitEnded(ctx context.Context) (first error) {
-	for rank := range p.lines {
-		l := p.lines[rank]
-		err := p.awaitProcess(ctx, rank, &l.bell, func() bool {
-			return l.joined.Load() == 0 || l.ended.Load() != 0
-		}, false)
-		if first == nil {
-			first = err
-		}
+	for rank, l := range p.lines {
+		hasEnded := func() bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }
+		err := l.awaitReady(ctx, hasEnded, func() error { return p.checkLife(rank) })
+		first = cmp.Or(first, err)
 	}
 	return first
 }
@@ -275,7 +261,6 @@ func (p *Peers) unmapOthers() {
 // when they have ended. Unless all went well, it is End(false) first.
 func (p *Peers) Close() {
 	_ = p.End(context.Background(), false)
-	p.unmapOthers()
 	if !p.late {
 		p.free()
 		return
