@@ -34,7 +34,6 @@ type carrier struct {
 	joined  chan struct{}
 	mapped  []chan struct{} // by rank: closed when its memory is mapped
 	aimed   chan struct{}
-	gone    bool // disconnected
 	moves
 
 	// Guarded by the relay's mu.
@@ -131,19 +130,17 @@ func (r *Relay) ownersShareAt(piece, rank int) unsafe.Pointer {
 }
 
 // closeCarrier waits for the pulls in flight, and for the other ranks to end theirs; when ctx
-// has ended, not long. Once is enough.
+// has ended, not long.
 func (r *Relay) closeCarrier(ctx context.Context) {
 	c := r.carrier
-	if c == nil || c.gone {
+	if c == nil {
 		return
 	}
-	c.gone = true
 	for _, s := range c.streams {
 		if s != 0 {
 			r.target.GPU.SyncAndFreeStream(s)
 		}
 	}
-	c.streams = nil
 	c.staging.Release()
 	r.mu.Lock()
 	good := r.err == nil
@@ -334,7 +331,7 @@ func (r *Relay) carryShare(from int) (bool, error) {
 		r.markQueued(k, from, from+1, nil)
 		r.markDecoded(of)
 	case r.queue == nil:
-		if err := r.decodeBatch(of, nil); err != nil {
+		if err := r.decodeOnHost(of); err != nil {
 			return false, err
 		}
 	case own:
@@ -420,7 +417,7 @@ func (r *Relay) recycleTakenBuffers() (bool, error) {
 	return true, nil
 }
 
-func isClosed(channel chan struct{}) bool {
+func isClosed(channel <-chan struct{}) bool {
 	select {
 	case <-channel:
 		return true

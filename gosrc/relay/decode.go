@@ -28,20 +28,34 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 		return errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.pieces))
 	}
 	r.mu.Lock()
-	if r.carrier != nil || piece != r.queued[0] {
+	switch {
+	case r.carrier != nil || piece != r.queued[0]:
 		defer r.mu.Unlock()
 		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", piece,
 			r.queued[0]))
-	}
-	r.mu.Unlock()
-	if !isClosed(r.pieces[piece].checked) { // its buffer would be read while it is filled
+	case r.shut || r.err != nil || !r.aimed:
+		defer r.mu.Unlock()
+		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet"))
+	case !isClosed(r.pieces[piece].checked): // its buffer would be read while it is filled
+		defer r.mu.Unlock()
 		return errs.New(errs.ErrArgument, "relay: piece %d cannot be decoded: this rank has not read its share", piece)
+	}
+	r.busy.Add(1)
+	r.mu.Unlock()
+	defer r.busy.Done()
+	of := ranksRead{piece, 0, r.spec.Ranks}
+	if r.queue == nil {
+		return r.decodeOnHost(of)
+	}
+	slot, err := r.queue.Get(r.job.RunContext()) // after that movePieces brings no slot back
+	if err != nil {
+		return err
 	}
 	var behind []uintptr
 	if stream != 0 {
 		behind = append(behind, stream)
 	}
-	return r.decodeBatch(ranksRead{piece, 0, r.spec.Ranks}, behind)
+	return r.queueDecoding(slot.(*cuda.Slot), []ranksRead{of}, behind)
 }
 
 // A ranksRead is what the ranks [lo, hi) have read of a piece.
@@ -52,30 +66,8 @@ func (r *Relay) tasksOf(of ranksRead) (first, last int) {
 	return r.partOf(of.piece, of.lo).first, r.partOf(of.piece, of.hi-1).last
 }
 
-// decodeBatch decodes what ranks have read, as one batch, behind the work of streams.
-func (r *Relay) decodeBatch(of ranksRead, behind []uintptr) error {
-	r.mu.Lock()
-	if r.shut || r.err != nil || !r.aimed {
-		defer r.mu.Unlock()
-		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet"))
-	}
-	r.busy.Add(1)
-	r.mu.Unlock()
-	defer r.busy.Done()
-	if r.queue == nil {
-		return r.decodeOnHost(of)
-	}
-	s, err := r.queue.Get(r.job.RunContext()) // after that movePieces brings no slot back
-	if err != nil {
-		return err
-	}
-	return r.queueDecoding(s.(*cuda.Slot), []ranksRead{of}, behind)
-}
-
 // decodeOnHost decodes on this rank's part of the cores, and waits.
 func (r *Relay) decodeOnHost(of ranksRead) error {
-	r.host.Lock()
-	defer r.host.Unlock()
 	first, last := r.tasksOf(of)
 	jobs, base := r.jobs[first:last], r.ringOf(of.piece, of.lo).base
 	err := spawn.Each(context.Background(), "relay",

@@ -69,7 +69,7 @@ type Relay struct {
 	start     time.Time
 	landings  *job.Landings
 	carrier   *carrier      // nil: the caller exchanges the shares
-	layoutEnd chan struct{} // closed when the layout and the queues are there, or never will be
+	layoutEnd chan struct{} // closed when the layout and the queues are there
 	profile
 	exchangeLayout
 	localRequests
@@ -114,10 +114,8 @@ type state struct {
 	ours   bool          // err is not about bytes that another rank has read
 	aimed  bool          // the requests are set
 	shut   bool
-	host   sync.Mutex     // held while the host decodes
-	busy   sync.WaitGroup // calls of decodeBatch and Join
+	busy   sync.WaitGroup // calls of DecodePiece and Join
 	movers sync.WaitGroup // goroutines of beginMoving
-	once   sync.Once      // of close
 
 	unmapped atomic.Bool // err is that another rank's memory cannot be mapped
 }
@@ -201,7 +199,7 @@ func (r *Relay) makeLayoutAndQueues() error {
 	return err
 }
 
-// awaitLayout waits until makeLayoutAndQueues has ended, and returns the error of a job that has failed.
+// awaitLayout waits for makeLayoutAndQueues, and returns the error of a job that has failed.
 func (r *Relay) awaitLayout() error {
 	<-r.layoutEnd
 	r.mu.Lock()
@@ -210,17 +208,11 @@ func (r *Relay) awaitLayout() error {
 }
 
 // makeQueues makes what a GPU needs: a queue that fetches, and one that sums and decodes.
-func (r *Relay) makeQueues() (err error) {
+func (r *Relay) makeQueues() error {
 	gpu := r.target.GPU
 	if gpu == nil {
 		return nil
 	}
-	defer func() {
-		if err != nil {
-			r.closeBothQueues()
-			r.feed, r.queue = nil, nil
-		}
-	}()
 	batches := len(r.spec.Ring)
 	if r.carrier != nil {
 		batches = mostBatches
@@ -241,36 +233,24 @@ func (r *Relay) makeQueues() (err error) {
 	return nil
 }
 
-// closeBothQueues frees what makeQueues made, and waits for its work in flight.
-func (r *Relay) closeBothQueues() {
-	if r.feed != nil {
-		r.feed.Close() // first: its copies wait for events of the other's slots
-	}
-	if r.queue != nil {
-		r.queue.Close()
-	}
-}
-
 func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	defer r.model.Drop()
-	defer r.closeQueues()
+	isLeaving := false
 	defer func() {
-		if r.carrier != nil && !r.carrier.gone { // a panic: the other ranks wait
+		if !isLeaving { // a panic: the other ranks wait
 			r.failWith(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
-			r.leaveExchange(ctx)
+			r.leave(ctx)
 		}
 	}()
-	moving, stop := context.WithCancel(ctx)
-	defer stop() // before closeQueues
 	if r.carrier != nil {
-		r.beginMoving(moving, r.mapOthers)
+		r.beginMoving(ctx, r.mapOthers)
 	}
 	var files []source.File
 	var st pipeline.Stages
 	err := r.makeLayoutAndQueues()
 	if err == nil {
 		if r.carrier != nil || r.queue != nil {
-			r.beginMoving(moving, r.movePieces)
+			r.beginMoving(ctx, r.movePieces)
 		}
 		files, st, err = r.readShares(ctx)
 	}
@@ -280,7 +260,8 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	if err != nil {
 		r.failWith(err, true)
 	}
-	r.leaveExchange(ctx)
+	isLeaving = true
+	r.leave(ctx)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	rep := Report{Ours: r.ours, Pulled: r.pulled.Load(),
@@ -322,16 +303,6 @@ func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline
 	return files, st, err
 }
 
-// leaveExchange waits until nothing moves any more, and closes the queues and the carrier.
-func (r *Relay) leaveExchange(ctx context.Context) {
-	if r.carrier == nil {
-		return
-	}
-	r.movers.Wait()
-	r.closeQueues()
-	r.closeCarrier(ctx)
-}
-
 // pieceOfFetch is the piece that a task of the fetch is for.
 func (r *Relay) pieceOfFetch(task int32) int { return int(r.spots[r.fetch.Refs[task].Want].Group) }
 
@@ -354,16 +325,20 @@ func (r *Relay) piecesAhead() int {
 	return min(r.ringOf(0, r.spec.Rank).count, (slots-1)/most)
 }
 
-// closeQueues waits for what uses the queues, and frees them.
-func (r *Relay) closeQueues() {
-	r.once.Do(func() {
-		r.mu.Lock()
-		r.shut = true
-		r.mu.Unlock()
-		r.movers.Wait()
-		r.busy.Wait()
-		r.closeBothQueues()
-	})
+// leave waits until nothing moves any more, and closes the queues and the carrier.
+func (r *Relay) leave(ctx context.Context) {
+	r.movers.Wait() // first: mapOthers waits for Join
+	r.mu.Lock()
+	r.shut = true
+	r.mu.Unlock()
+	r.busy.Wait()
+	if r.feed != nil {
+		r.feed.Close() // first: its copies wait for events of the other's slots
+	}
+	if r.queue != nil {
+		r.queue.Close()
+	}
+	r.closeCarrier(ctx)
 }
 
 // failWith records the first error and ends the job. ours: it is not about bytes that another rank has read.
