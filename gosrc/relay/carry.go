@@ -46,7 +46,7 @@ type carrier struct {
 // moves is what movePieces alone uses, until it has ended.
 type moves struct {
 	next        []int           // by rank: the next piece to take
-	own, others []ranksRead     // what waits for a slot to be decoded on the GPU
+	own, others []shares        // what waits for a slot to be decoded on the GPU
 	lastLook    time.Time       // when it last looked for pieces; zero: never
 	waits       []time.Duration // by rank; see Report.Waited
 }
@@ -323,12 +323,13 @@ func (r *Relay) carryShare(from int) (bool, error) {
 	if k == len(r.pieces) || !isClosed(c.mapped[from]) {
 		return false, nil
 	}
-	of, wanted := ranksRead{k, from, from + 1}, r.wantsAnyOf(k, from)
+	of, part := shares{k, from, from + 1}, r.partOf(k, from)
+	wanted := part.endTask > part.firstTask
 	switch {
 	case own && !isClosed(r.pieces[k].checked), !own && wanted && c.CountPublished(from) <= k:
 		return false, nil
 	case !wanted:
-		r.markQueued(k, from, from+1, nil)
+		r.markQueued(of, nil)
 		r.markDecoded(of)
 	case r.queue == nil:
 		if err := r.decodeOnHost(of); err != nil {
@@ -362,7 +363,7 @@ func (r *Relay) decodeWaiting() (worked bool, err error) {
 	if c == nil || r.queue == nil {
 		return false, nil
 	}
-	for _, waiting := range []*[]ranksRead{&c.own, &c.others} {
+	for _, waiting := range []*[]shares{&c.own, &c.others} {
 		if len(*waiting) == 0 || r.queue.CountFree() <= slotsForSums {
 			continue
 		}
@@ -370,7 +371,7 @@ func (r *Relay) decodeWaiting() (worked bool, err error) {
 		*waiting = slices.Delete(*waiting, 0, len(batch))
 		var behind []uintptr // streams that copy what it decodes
 		for _, of := range batch {
-			if s := c.streams[of.lo]; of.lo != r.spec.Rank && !slices.Contains(behind, s) {
+			if s := c.streams[of.firstRank]; s != 0 && !slices.Contains(behind, s) {
 				behind = append(behind, s)
 			}
 		}
@@ -380,12 +381,6 @@ func (r *Relay) decodeWaiting() (worked bool, err error) {
 		worked = true
 	}
 	return worked, nil
-}
-
-// wantsAnyOf reports whether this rank wants any of what a rank reads of a piece.
-func (r *Relay) wantsAnyOf(piece, from int) bool {
-	q := r.partOf(piece, from)
-	return q.last > q.first
 }
 
 // pullShare queues the copy of a rank's share, behind the decoding of the piece that it replaces.

@@ -43,7 +43,7 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	r.busy.Add(1)
 	r.mu.Unlock()
 	defer r.busy.Done()
-	of := ranksRead{piece, 0, r.spec.Ranks}
+	of := shares{piece, 0, r.spec.Ranks}
 	if r.queue == nil {
 		return r.decodeOnHost(of)
 	}
@@ -55,25 +55,28 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if stream != 0 {
 		behind = append(behind, stream)
 	}
-	return r.queueDecoding(slot.(*cuda.Slot), []ranksRead{of}, behind)
+	return r.queueDecoding(slot.(*cuda.Slot), []shares{of}, behind)
 }
 
-// A ranksRead is what the ranks [lo, hi) have read of a piece.
-type ranksRead struct{ piece, lo, hi int }
+// shares are those of the ranks [firstRank, endRank) of a piece.
+type shares struct{ piece, firstRank, endRank int }
 
-// tasksOf are this rank's decode tasks of it: [first, last).
-func (r *Relay) tasksOf(of ranksRead) (first, last int) {
-	return r.partOf(of.piece, of.lo).first, r.partOf(of.piece, of.hi-1).last
+// tasksOf are this rank's decode tasks of shares: [first, end).
+func (r *Relay) tasksOf(of shares) (first, end int) {
+	return r.partOf(of.piece, of.firstRank).firstTask, r.partOf(of.piece, of.endRank-1).endTask
 }
+
+// noTask is the number of a task that decodes nothing.
+const noTask = -1
 
 // decodeOnHost decodes on this rank's part of the cores, and waits.
-func (r *Relay) decodeOnHost(of ranksRead) error {
-	first, last := r.tasksOf(of)
-	jobs, base := r.jobs[first:last], r.ringOf(of.piece, of.lo).base
+func (r *Relay) decodeOnHost(of shares) error {
+	first, end := r.tasksOf(of)
+	tasks, base := r.tasks[first:end], r.ringOf(of.piece, of.firstRank).base
 	err := spawn.Each(context.Background(), "relay",
-		cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
-			j := &jobs[i]
-			if err := cpu.Decode(j, unsafe.Slice((*byte)(unsafe.Add(base, j.Src)), j.Chunk.Stored)); err != nil {
+		cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(tasks), func(i int) error {
+			t := &tasks[i]
+			if err := cpu.Decode(t, unsafe.Slice((*byte)(unsafe.Add(base, t.Src)), t.Chunk.Stored)); err != nil {
 				return r.locateError(first+i, err)
 			}
 			r.countTask(first + i)
@@ -83,7 +86,7 @@ func (r *Relay) decodeOnHost(of ranksRead) error {
 		r.failWith(err, false)
 		return err
 	}
-	r.markQueued(of.piece, of.lo, of.hi, nil)
+	r.markQueued(of, nil)
 	r.markDecoded(of)
 	return nil
 }
@@ -97,15 +100,15 @@ func (r *Relay) eventBeforeFill(piece, rank int) *cuda.Event {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if q := r.partOf(piece-buffers, rank); !q.done { // else its slot may have a later batch by now
-		return q.idle
+	if part := r.partOf(piece-buffers, rank); !part.isDone { // else its slot may have a later batch by now
+		return part.end
 	}
 	return nil
 }
 
 // queueDecoding queues the decoding of a batch behind the work that is on the streams now. It takes the
 // slot.
-func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uintptr) error {
+func (r *Relay) queueDecoding(slot *cuda.Slot, batch []shares, streams []uintptr) error {
 	isSubmitted := false
 	defer func() {
 		if !isSubmitted { // a panic: Close waits for every slot
@@ -113,47 +116,29 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 		}
 	}()
 	slot.DelayKernels(streams...)
-	first, last := r.tasksOf(batch[0])
-	jobs, numbers := r.jobs[first:last], []int(nil)
-	from := r.ringOf(batch[0].piece, batch[0].lo)
-	slot.ViewDevice(uintptr(from.base), from.bytes)
-	if len(batch) > 1 {
-		jobs = nil
-		for _, of := range batch {
-			first, last := r.tasksOf(of)
-			jobs = append(jobs, r.jobs[first:last]...)
-			for i := first; i < last; i++ {
-				numbers = append(numbers, i)
-			}
+	ring := r.ringOf(batch[0].piece, batch[0].firstRank)
+	slot.ViewDevice(uintptr(ring.base), ring.bytes)
+	var tasks []device.DecodeTask
+	var numbers []int // of the tasks
+	for _, of := range batch {
+		first, end := r.tasksOf(of)
+		tasks = append(tasks, r.tasks[first:end]...)
+		for n := first; n < end; n++ {
+			numbers = append(numbers, n)
 		}
 	}
-	none := len(jobs) == 0
-	if none { // this rank wants nothing of it: the buffer is free after the exchange
-		jobs = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
+	if len(tasks) == 0 { // this rank wants nothing of it: the buffer is free after the exchange
+		tasks, numbers = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}, []int{noTask}
 	}
-	number := func(i int) int {
-		if numbers != nil {
-			return numbers[i]
-		}
-		return first + i
-	}
-	locate := func(i int, err error) error {
-		if none {
-			return r.model.PlaceError("decode", err)
-		}
-		return r.locateError(number(i), err)
-	}
-	left := len(jobs)
+	left := len(tasks)
 	defer r.countDriverTime(time.Now())
 	isSubmitted = true
-	err := r.queue.Submit(slot, from.bytes, jobs, func(i int, err error) {
+	err := r.queue.Submit(slot, ring.bytes, tasks, func(i int, err error) {
 		if err != nil {
-			r.failWith(locate(i, err), false)
+			r.failWith(r.locateError(numbers[i], err), false)
 			return
 		}
-		if !none {
-			r.countTask(number(i))
-		}
+		r.countTask(numbers[i])
 		if left--; left == 0 {
 			for _, of := range batch {
 				r.markDecoded(of)
@@ -161,25 +146,28 @@ func (r *Relay) queueDecoding(slot *cuda.Slot, batch []ranksRead, streams []uint
 		}
 	})
 	if err != nil {
-		err = locate(0, err)
+		err = r.locateError(numbers[0], err)
 		r.failWith(err, true)
 		return err
 	}
 	for _, of := range batch {
-		r.markQueued(of.piece, of.lo, of.hi, slot.EndEvent())
+		r.markQueued(of, slot.EndEvent())
 	}
 	return nil
 }
 
-// locateError adds the tensor and chunk to an error.
-func (r *Relay) locateError(i int, err error) error {
-	ref := r.refs[i]
+// locateError adds the tensor and chunk of a decode task to an error.
+func (r *Relay) locateError(task int, err error) error {
+	if task == noTask {
+		return r.model.PlaceError("decode", err)
+	}
+	ref := r.refs[task]
 	w := &r.wants[ref.Want]
 	n := int64(ref.N)
 	if r.bare[w.Data] {
 		n = -1
 	}
-	return r.errorAt("decode", w.Tensor, n, r.jobs[i].Chunk.Off, err)
+	return r.errorAt("decode", w.Tensor, n, r.tasks[task].Chunk.Off, err)
 }
 
 // errorAt is an error of a tensor's chunk; -1: of its bytes.

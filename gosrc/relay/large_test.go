@@ -100,7 +100,7 @@ func TestManyRanks(t *testing.T) {
 	if _, err := r.Job().Wait(-1); err != nil || !bytes.Equal(got, want) {
 		t.Errorf("wrong bytes, %v", err)
 	}
-	if j := r.jobs[0]; int64(j.Src) < 1<<31 {
+	if j := r.tasks[0]; int64(j.Src) < 1<<31 {
 		t.Errorf("the chunk lies at %d", j.Src)
 	}
 }

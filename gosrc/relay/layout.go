@@ -16,54 +16,61 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// exchangeLayout is what travels in which piece, and where in its buffer. How far pieces and parts are is
-// guarded by the relay's mu.
+// exchangeLayout is what travels in which piece, and where in its buffer.
 type exchangeLayout struct {
 	ix         *tensor.Index // an index in which all shared tensors have chunks
 	bare       []bool        // by tensor: it has chunks there only, without checksums
 	at         []chunkPlace  // by number of a chunk in ix
-	pieces     []pieceState
+	pieces     []loadPiece
 	parts      []rankPart // by piece, and in that by rank
 	spots      []plan.Spot
 	fetch      *plan.Plan
 	fetchWants []plan.Want // of fetch: a chunk each
 }
 
-// A pieceState is what the ranks read at about the same time.
-type pieceState struct {
-	share      int64         // the space of each rank in the buffer
-	begin      int           // this rank's first spot
-	chunksLeft int32         // chunks of this rank's share that have not arrived
-	checked    chan struct{} // closed when this rank's share is there, and right: the others may read it
+// A loadPiece is what the ranks read at about the same time: a share each. In this package a piece is one of
+// these; what a plan calls its pieces fills a slot, and is of one of these.
+type loadPiece struct {
+	share              int64 // the space of each rank in the buffer
+	firstSpot, endSpot int   // this rank's spots
+	arrival
 }
 
-// A rankPart is what one rank reads of a piece, and this rank's tasks of it.
+// An arrival is how far this rank's share of a piece is. The relay's mu guards it.
+type arrival struct {
+	chunksLeft int32         // that have not arrived
+	checked    chan struct{} // closed when the share is there, and right: the others may read it
+}
+
+// A rankPart is a rank's share of a piece, and this rank's tasks of it.
 type rankPart struct {
-	first, last int   // decode tasks
-	used        int64 // bytes that others copy whole
-	queued      bool  // its decoding is
-	idle        *cuda.Event
-	done        bool // decoded
+	firstTask, endTask int
+	used               int64 // bytes that others copy whole
+	decoding
+}
+
+// A decoding is how far that of a share is on this rank. The relay's mu guards it.
+type decoding struct {
+	isQueued bool        // or there is none
+	end      *cuda.Event // once it is queued; nil: there is nothing to wait for
+	isDone   bool
 }
 
 // localRequests are this rank's requests, and their decode tasks.
 type localRequests struct {
-	jobs   []device.DecodeTask // by piece and rank that reads them
-	refs   []plan.Ref          // of each job
+	tasks  []device.DecodeTask // by piece and rank that reads them
+	refs   []plan.Ref          // of each task
 	wants  []plan.Want
 	coming []int32 // by request: decode tasks that have not ended
 }
 
-// partOf is what a rank reads of a piece.
-func (l *exchangeLayout) partOf(piece, rank int) *rankPart {
-	return &l.parts[piece*(len(l.parts)/len(l.pieces))+rank]
-}
+// partOf is a rank's share of a piece.
+func (r *Relay) partOf(piece, rank int) *rankPart { return &r.parts[piece*r.spec.Ranks+rank] }
 
-// chunkPlace is where a chunk travels: in which piece, and where in its buffer; piece
-// is -1 for a chunk that is not shared.
+// chunkPlace is where a chunk travels: in which of the parts, -1 if it is not shared, and where in that.
 type chunkPlace struct {
-	piece int
-	off   int64
+	part int
+	off  int64
 }
 
 const (
@@ -118,25 +125,13 @@ func RoomForChunk(m *load.Model) int64 {
 // a checksum.
 func (r *Relay) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 	ix := r.model.Seen()
-	out := &tensor.Index{Sources: ix.Sources, Tensors: ix.Tensors, Chunks: ix.Chunks}
+	out := &tensor.Index{Sources: ix.Sources, Tensors: slices.Clone(ix.Tensors), Chunks: slices.Clip(ix.Chunks)}
 	r.bare = make([]bool, len(ix.Tensors))
-	plain := 0 // how many chunks, about
 	for i := range wants {
-		if t := &ix.Tensors[wants[i].Data]; t.Count == 0 && t.Bytes > 0 {
-			plain += int(t.Bytes/plainChunkBytes) + 1
+		if t := &out.Tensors[wants[i].Data]; t.Count == 0 && t.Bytes > 0 {
+			r.bare[wants[i].Data] = true
+			out.Chunks = chunkPlainTensor(out.Chunks, t)
 		}
-	}
-	if plain > 0 {
-		out.Tensors = slices.Clone(ix.Tensors)
-		out.Chunks = append(make([]tensor.Chunk, 0, len(ix.Chunks)+plain), ix.Chunks...)
-	}
-	for i := range wants {
-		t := &out.Tensors[wants[i].Data]
-		if t.Count > 0 || t.Bytes == 0 {
-			continue
-		}
-		r.bare[wants[i].Data] = true
-		out.Chunks = chunkPlainTensor(out.Chunks, t)
 	}
 	return out
 }
@@ -157,21 +152,16 @@ func (r *Relay) layOut() error {
 	r.ix = r.indexWithPlainChunks(wants)
 	r.at = make([]chunkPlace, len(r.ix.Chunks))
 	for i := range r.at {
-		r.at[i].piece = -1
+		r.at[i].part = -1
 	}
 	all := make([]plan.ChunkOf, 0, len(r.ix.Chunks))
 	for i := range wants {
 		for n := range r.ix.Tensors[wants[i].Data].Count {
-			c := plan.ChunkOf{Data: wants[i].Data, N: n}
-			if at := r.placeOf(c); at.piece < 0 { // tied tensors share their chunks
-				at.piece = 0
-				all = append(all, c)
-			}
+			all = append(all, plan.ChunkOf{Data: wants[i].Data, N: n})
 		}
 	}
-	if !slices.IsSortedFunc(all, r.compareInFile) {
-		slices.SortFunc(all, r.compareInFile)
-	}
+	slices.SortFunc(all, r.compareInFile)
+	all = slices.Compact(all) // tied tensors share their chunks
 	needed := func(plan.ChunkOf) int32 { return plan.Several }
 	if len(spec.Needs) > 0 {
 		by, err := plan.NeededBy(r.ix, spec.Ranks, spec.Needs)
@@ -179,11 +169,6 @@ func (r *Relay) layOut() error {
 			return err
 		}
 		needed = func(c plan.ChunkOf) int32 { return by[r.ix.Tensors[c.Data].First+c.N] }
-	}
-	for _, c := range all {
-		if needed(c) == plan.NoRank { // another host's
-			r.placeOf(c).piece = -1
-		}
 	}
 	pieces, err := plan.Divide(all, spec.Ranks, r.shareSpace()-shareAlign, needed, func(c plan.ChunkOf) int64 {
 		return int64(r.chunkAt(c).Stored) + 2*chunkAlign // the most that it takes of a share
@@ -237,51 +222,35 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 // so that one collective gathers them; else all that there is, since those of several pieces
 // are in their buffers at the same time.
 func (r *Relay) addPiece(shares []plan.RankShare) {
-	number := len(r.pieces)
-	piece := pieceState{checked: make(chan struct{}), begin: len(r.spots)}
+	number, own := len(r.pieces), shares[r.spec.Rank].Chunks
+	piece := loadPiece{firstSpot: len(r.spots), endSpot: len(r.spots) + len(own),
+		arrival: arrival{chunksLeft: int32(len(own)), checked: make(chan struct{})}}
 	for rank := range shares {
-		share, own := &shares[rank], rankPart{}
-		pos := int64(0)
-		var last *tensor.Chunk
-		for i, c := range share.Chunks {
+		part, pos, last := rankPart{}, int64(0), (*tensor.Chunk)(nil)
+		for i, c := range shares[rank].Chunks {
 			chunk := r.chunkAt(c)
 			pos += gapBefore(pos, last, chunk)
-			*r.placeOf(c) = chunkPlace{number, pos}
+			*r.placeOf(c) = chunkPlace{len(r.parts), pos}
 			pos, last = pos+int64(chunk.Stored), chunk
-			if i < share.Common {
-				own.used = pos
+			if i < shares[rank].Common {
+				part.used = pos
 			}
 		}
 		piece.share = max(piece.share, pos)
-		r.parts = append(r.parts, own)
-		if rank == r.spec.Rank {
-			own := share.Chunks
-			if !slices.IsSortedFunc(own, r.compareInFile) {
-				own = slices.Clone(own)
-				slices.SortFunc(own, r.compareInFile)
-			}
-			for _, c := range own {
-				r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data]})
-			}
-			piece.chunksLeft = int32(len(own))
-		}
+		r.parts = append(r.parts, part)
 	}
 	piece.share = (piece.share + shareAlign - 1) &^ (shareAlign - 1)
 	if r.carrier != nil {
 		piece.share = r.shareSpace()
 	}
 	r.pieces = append(r.pieces, piece)
+	slices.SortFunc(own, r.compareInFile)
 	base := r.localShareAt(number, r.spec.Rank)
-	for i := range r.spots[piece.begin:] {
-		s := &r.spots[piece.begin+i]
-		s.Dst = unsafe.Add(base, r.placeOf(plan.ChunkOf{Data: s.Data, N: s.N}).off)
+	for _, c := range own {
+		r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data],
+			Dst: unsafe.Add(base, r.placeOf(c).off)})
 	}
-	for rank := range shares {
-		for _, c := range shares[rank].Chunks {
-			r.placeOf(c).off += int64(rank) * piece.share
-		}
-	}
-	if piece.chunksLeft == 0 {
+	if len(own) == 0 {
 		close(piece.checked)
 	}
 }
@@ -347,22 +316,21 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	where := make([]int, len(tasksPlan.Tasks))
 	for i := range tasksPlan.Tasks {
 		at := r.placeOf(plan.ChunkOf{Data: wants[tasksPlan.Refs[i].Want].Data, N: tasksPlan.Refs[i].N})
-		if at.piece < 0 {
+		if at.part < 0 {
 			return errNotShared(int(tasksPlan.Refs[i].Want))
 		}
-		share := r.pieces[at.piece].share
-		rank, inShare := int(at.off/share), at.off%share
-		where[i] = at.piece*r.spec.Ranks + rank
-		end := inShare + int64(tasksPlan.Tasks[i].Chunk.Stored)
-		if r.carrier != nil && rank != r.spec.Rank && end > r.parts[where[i]].used { // it does not travel
+		piece, rank := at.part/r.spec.Ranks, at.part%r.spec.Ranks
+		stored := int64(tasksPlan.Tasks[i].Chunk.Stored)
+		if r.carrier != nil && rank != r.spec.Rank && at.off+stored > r.parts[at.part].used { // it does not travel
 			return errNotShared(int(tasksPlan.Refs[i].Want))
 		}
-		off := r.ringOf(at.piece, rank).offsetOf(at.piece) + inShare
-		if off > maxSize-int64(tasksPlan.Tasks[i].Chunk.Stored) {
+		off := r.ringOf(piece, rank).offsetOf(piece) + at.off
+		if off > maxSize-stored {
 			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer",
 				tasksPlan.Refs[i].Want, off)
 		}
 		tasksPlan.Tasks[i].Src = uint32(off)
+		where[i] = at.part
 	}
 	for i, n := range tasksPlan.Left {
 		if n == 0 && wants[i].Bytes > 0 { // plain, so without chunks
@@ -377,11 +345,11 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	}
 	next := 0
 	for k := range r.parts { // also of those that have none: pieces are decoded as a whole, too
-		for r.parts[k].first = next; next < len(where) && where[next] == k; next++ {
+		for r.parts[k].firstTask = next; next < len(where) && where[next] == k; next++ {
 		}
-		r.parts[k].last = next
+		r.parts[k].endTask = next
 	}
-	r.jobs, r.refs, r.coming = tasksPlan.Tasks, tasksPlan.Refs, tasksPlan.Left
+	r.tasks, r.refs, r.coming = tasksPlan.Tasks, tasksPlan.Refs, tasksPlan.Left
 	for i, n := range tasksPlan.Left {
 		if n == 0 { // it has no bytes
 			r.job.Tensors.Add(1)

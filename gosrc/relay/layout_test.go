@@ -86,7 +86,7 @@ func TestCuts(t *testing.T) {
 		Size: ranks * (1<<20 + 4096), Ranks: ranks, Mapped: true, Buffers: 2}
 	readers, all := map[plan.ChunkOf]int{}, 0
 	var read [ranks]int64
-	var pieces []pieceState
+	var pieces []loadPiece
 	for rank := range ranks {
 		s := spec
 		s.Rank = rank
@@ -102,9 +102,7 @@ func TestCuts(t *testing.T) {
 			readers[c] = rank
 			read[rank] += int64(r.chunkAt(c).Stored)
 			at := r.placeOf(c)
-			p := &r.pieces[at.piece]
-			q := r.partOf(at.piece, rank)
-			travels := at.off%p.share < q.used
+			travels := at.off < r.parts[at.part].used
 			if first := c.Data == 1 || c.Data == 2; first && !travels {
 				t.Errorf("rank %d keeps chunk %v, which all need", rank, c)
 			}
@@ -222,7 +220,7 @@ func TestAliasesTravel(t *testing.T) {
 // than those of the piece before it.
 func TestPieceFilling(t *testing.T) {
 	r := &Relay{spec: &Spec{Ring: []uint64{1 << 20, 1 << 30}, Size: 1 << 20, Ranks: 4, Rank: 3},
-		exchangeLayout: exchangeLayout{pieces: []pieceState{{share: 1 << 18}, {share: 1 << 18}, {share: 256}}}}
+		exchangeLayout: exchangeLayout{pieces: []loadPiece{{share: 1 << 18}, {share: 1 << 18}, {share: 256}}}}
 	for piece := range r.pieces {
 		r.free.Store(int64(max(0, piece-1)))
 		if got := r.pieceToFill(unsafe.Add(r.localShareAt(piece, 3), 100)); got != piece {

@@ -239,7 +239,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	defer func() {
 		if !isLeaving { // a panic: the other ranks wait
 			r.failWith(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
-			r.leave(ctx)
+			r.closeExchange(ctx)
 		}
 	}()
 	if r.carrier != nil {
@@ -261,7 +261,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		r.failWith(err, true)
 	}
 	isLeaving = true
-	r.leave(ctx)
+	r.closeExchange(ctx)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	rep := Report{Ours: r.ours, Pulled: r.pulled.Load(),
@@ -325,8 +325,8 @@ func (r *Relay) piecesAhead() int {
 	return min(r.ringOf(0, r.spec.Rank).count, (slots-1)/most)
 }
 
-// leave waits until nothing moves any more, and closes the queues and the carrier.
-func (r *Relay) leave(ctx context.Context) {
+// closeExchange waits until nothing moves any more, and closes the queues and the carrier.
+func (r *Relay) closeExchange(ctx context.Context) {
 	r.movers.Wait() // first: mapOthers waits for Join
 	r.mu.Lock()
 	r.shut = true
@@ -366,16 +366,15 @@ func (r *Relay) awaitBuffersUpTo(ctx context.Context, pieces int) error {
 	return nil
 }
 
-// markQueued says that the decoding of shares of a piece, those of the ranks [lo, hi), is queued,
-// or that there is none. idle is the event of its end; nil: nothing is to be waited for. Where
-// this rank's is among them its part of the buffer may be filled again, as far as it goes.
-func (r *Relay) markQueued(piece, firstRank, endRank int, idle *cuda.Event) {
+// markQueued says that the decoding of shares, which ends with the event, is queued; nil: there is nothing
+// to wait for. Where this rank's is among them its buffer may be filled again, as far as it goes.
+func (r *Relay) markQueued(of shares, end *cuda.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for rank := firstRank; rank < endRank; rank++ {
-		q := r.partOf(piece, rank)
-		q.queued, q.idle = true, idle
-		for r.queued[rank] < len(r.pieces) && r.partOf(r.queued[rank], rank).queued {
+	for rank := of.firstRank; rank < of.endRank; rank++ {
+		part := r.partOf(of.piece, rank)
+		part.isQueued, part.end = true, end
+		for r.queued[rank] < len(r.pieces) && r.partOf(r.queued[rank], rank).isQueued {
 			r.queued[rank]++
 		}
 	}
@@ -391,13 +390,13 @@ func (r *Relay) recycleOwnBuffers() {
 	r.free.Store(int64(free))
 }
 
-func (r *Relay) markDecoded(of ranksRead) {
+func (r *Relay) markDecoded(of shares) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for rank := of.lo; rank < of.hi; rank++ {
-		r.partOf(of.piece, rank).done = true
+	for rank := of.firstRank; rank < of.endRank; rank++ {
+		r.partOf(of.piece, rank).isDone = true
 		r.left--
-		for r.done[rank] < len(r.pieces) && r.partOf(r.done[rank], rank).done {
+		for r.done[rank] < len(r.pieces) && r.partOf(r.done[rank], rank).isDone {
 			r.done[rank]++
 		}
 		if r.carrier != nil && rank != r.spec.Rank {
@@ -411,13 +410,12 @@ func (r *Relay) markDecoded(of ranksRead) {
 
 // countTask counts a decode task that has ended: the last of its request's lands it.
 func (r *Relay) countTask(task int) {
-	r.countChunks(r.refs[task].Want, 1, int64(r.jobs[task].Chunk.Logical))
-}
-
-// countChunks counts chunks of a request that have come, and their bytes.
-func (r *Relay) countChunks(want, chunks int32, bytes int64) {
-	r.job.Bytes.Add(bytes)
-	if atomic.AddInt32(&r.coming[want], -chunks) == 0 {
+	if task == noTask {
+		return
+	}
+	want := r.refs[task].Want
+	r.job.Bytes.Add(int64(r.tasks[task].Chunk.Logical))
+	if atomic.AddInt32(&r.coming[want], -1) == 0 {
 		r.job.Tensors.Add(1)
 		r.landings.Add(int(want))
 	}

@@ -31,14 +31,6 @@ func (r *Relay) countArrival(piece int) {
 	}
 }
 
-// endOfSpots is where this rank's spots of a piece end.
-func (r *Relay) endOfSpots(piece int) int {
-	if piece+1 < len(r.pieces) {
-		return r.pieces[piece+1].begin
-	}
-	return len(r.spots)
-}
-
 // makeReadable lets the others read this rank's share of a piece.
 func (r *Relay) makeReadable(piece int) {
 	r.mu.Lock()
@@ -83,7 +75,7 @@ func (r *Relay) sumShare(piece int, slot *cuda.Slot) error {
 	ring := r.ringOf(piece, r.spec.Rank)
 	var tasks []device.DecodeTask
 	var spots []*plan.Spot // of each task
-	for i := r.pieces[piece].begin; i < r.endOfSpots(piece); i++ {
+	for i := r.pieces[piece].firstSpot; i < r.pieces[piece].endSpot; i++ {
 		s := &r.spots[i]
 		if s.Bare {
 			continue
