@@ -9,7 +9,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
@@ -32,7 +31,7 @@ type feedQueue struct {
 
 type submission struct {
 	cuda.FilledSlot
-	to int // the piece of the relay
+	piece int
 }
 
 func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
@@ -84,7 +83,7 @@ func (q *feedQueue) submitSafely(all []submission) {
 	}
 }
 
-// Submit returns at once; what goes wrong later is an error of each task.
+// Submit returns at once; what goes wrong later is an error of each task. The tasks are some of the fetch's.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	q.waiting.Add(1)
 	q.r.countFlight(n)
@@ -95,7 +94,13 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 		}
 		done(task, err)
 	}
-	q.todo <- submission{cuda.FilledSlot{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}, 0}
+	all := q.r.fetch.Tasks
+	first := cap(all) - cap(tasks) // of those in all
+	if &all[first] != &tasks[0] {
+		panic("relay: tasks that are not the fetch's")
+	}
+	filled := cuda.FilledSlot{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}
+	q.todo <- submission{filled, q.r.pieceOfTask(int32(first))}
 	return nil
 }
 
@@ -110,17 +115,16 @@ func (q *feedQueue) submitSlots(all []submission) {
 	}()
 	for i := range all {
 		s := &all[i]
-		s.to = r.pieceToFill(s.Tasks[0].Dst)
-		s.Slot.FollowEvent(r.eventBeforeFill(s.to, r.spec.Rank))
+		s.Slot.FollowEvent(r.eventBeforeFill(s.piece, r.spec.Rank))
 		s.Slot.AllowGapWrites() // a share has its chunks as they lie in the file
 	}
-	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.to, b.to) })
-	pieces := make([]cuda.FilledSlot, len(all))
+	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.piece, b.piece) })
+	slots := make([]cuda.FilledSlot, len(all))
 	for i := range all {
-		pieces[i] = all[i].FilledSlot
+		slots[i] = all[i].FilledSlot
 	}
 	isSubmitted = true
-	q.SubmitAll(pieces)
+	q.SubmitAll(slots)
 }
 
 // Drain submits what waits, and waits until all has ended.
@@ -136,22 +140,4 @@ func (q *feedQueue) Drain(ctx context.Context) error {
 func (q *feedQueue) Close() {
 	_ = q.Drain(context.Background()) // a broken queue was reported
 	q.Queue.Close()
-}
-
-// pieceToFill is the piece that is being copied to the buffer at dst.
-func (r *Relay) pieceToFill(dst unsafe.Pointer) int {
-	n, at := r.ringOf(0, r.spec.Rank).count, 0
-	for at < n-1 {
-		b := r.ringOf(at, r.spec.Rank)
-		lo, size := uintptr(b.base), b.bytes
-		if b.step > 0 {
-			lo, size = lo+uintptr(b.offsetOf(at)), b.step
-		}
-		if uintptr(dst) >= lo && uintptr(dst) < lo+uintptr(size) {
-			break
-		}
-		at++
-	}
-	free := int(r.free.Load())
-	return free + (at-free%n+n)%n
 }

@@ -216,19 +216,6 @@ func TestAliasesTravel(t *testing.T) {
 	}
 }
 
-// What is copied to a buffer is of the next piece that this buffer gets, whose shares may be smaller
-// than those of the piece before it.
-func TestPieceFilling(t *testing.T) {
-	r := &Relay{spec: &Spec{Ring: []uint64{1 << 20, 1 << 30}, Size: 1 << 20, Ranks: 4, Rank: 3},
-		exchangeLayout: exchangeLayout{pieces: []loadPiece{{share: 1 << 18}, {share: 1 << 18}, {share: 256}}}}
-	for piece := range r.pieces {
-		r.free.Store(int64(max(0, piece-1)))
-		if got := r.pieceToFill(unsafe.Add(r.localShareAt(piece, 3), 100)); got != piece {
-			t.Errorf("piece %d is taken for %d", piece, got)
-		}
-	}
-}
-
 // Requests of what does not travel are refused, of plain tensors as of others; a good one
 // still goes afterwards.
 func TestAimRefuses(t *testing.T) {

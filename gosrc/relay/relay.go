@@ -284,7 +284,7 @@ func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch,
 		Workers: r.machine.Workers(depth),
 		Gate: func(ctx context.Context, task int32) error {
-			return r.awaitBuffersUpTo(ctx, r.pieceOfFetch(task)-r.ringOf(0, r.spec.Rank).count+1-ahead)
+			return r.awaitBuffersUpTo(ctx, r.pieceOfTask(task)-r.ringOf(0, r.spec.Rank).count+1-ahead)
 		},
 		Landed: func(spot int32) { r.countArrival(int(r.spots[spot].Group)) },
 	}
@@ -303,8 +303,8 @@ func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline
 	return files, st, err
 }
 
-// pieceOfFetch is the piece that a task of the fetch is for.
-func (r *Relay) pieceOfFetch(task int32) int { return int(r.spots[r.fetch.Refs[task].Want].Group) }
+// pieceOfTask is the piece that a task of the fetch is for.
+func (r *Relay) pieceOfTask(task int32) int { return int(r.spots[r.fetch.Refs[task].Want].Group) }
 
 // piecesAhead is how many pieces beyond the ring may be read into slots of the queue,
 // where they wait for a buffer. They leave one slot free, for a piece that has its buffer: it must
@@ -316,7 +316,7 @@ func (r *Relay) piecesAhead() int {
 	}
 	most, n, last := 1, 0, -1
 	for i := range r.fetch.Pieces {
-		if group := r.pieceOfFetch(r.fetch.Pieces[i].First); group != last {
+		if group := r.pieceOfTask(r.fetch.Pieces[i].First); group != last {
 			n, last = 0, group
 		}
 		n++
