@@ -31,14 +31,11 @@ type carrier struct {
 	*peers.Peers
 	staging device.Memory // on a GPU: spec.Stages shares of each other rank
 	streams []uintptr     // on a GPU, by rank; its own: 0
-	joined  chan struct{}
-	mapped  []chan struct{} // by rank: closed when its memory is mapped
-	aimed   chan struct{}
+	joined  chan struct{} // closed when the ranks are connected
 	moves
 
 	// Guarded by the relay's mu.
 	asked     bool // Join was called
-	live      bool // joined
 	published int  // pieces whose shares of this rank can be read: [0, published)
 	taken     int  // pieces whose shares of this rank no other rank needs: [0, taken)
 }
@@ -62,12 +59,9 @@ func (r *Relay) makeCarrier() error {
 	if err != nil {
 		return err
 	}
-	c := &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
+	c := &carrier{Peers: p, joined: make(chan struct{}),
 		moves: moves{waits: make([]time.Duration, spec.Ranks), next: make([]int, spec.Ranks)}}
 	r.carrier = c
-	for range spec.Ranks {
-		c.mapped = append(c.mapped, make(chan struct{}))
-	}
 	if gpu == nil {
 		return nil
 	}
@@ -108,26 +102,24 @@ func (r *Relay) ringOf(piece, rank int) shareRing {
 		}
 		return b
 	case rank == s.Rank || r.target.GPU == nil:
-		return shareRing{r.carrier.Memory(rank), int64(s.Buffers) * share, 0, share, s.Buffers}
+		return r.ownersRing(rank)
 	}
 	staging := r.carrier.staging
 	return shareRing{staging.Ptr, staging.Bytes, int64((rank+s.Ranks-s.Rank-1)%s.Ranks*s.Stages) * share, share,
 		s.Stages}
 }
 
+// ownersRing is where a rank itself has its shares, if the engine exchanges them.
+func (r *Relay) ownersRing(rank int) shareRing {
+	share, n := r.shareSpace(), r.spec.Buffers
+	return shareRing{r.carrier.Memory(rank), int64(n) * share, 0, share, n}
+}
+
 // offsetOf is where in the memory the share of a piece begins.
 func (b shareRing) offsetOf(piece int) int64 { return b.first + int64(piece%b.count)*b.step }
 
-// localShareAt is the address of that share.
-func (r *Relay) localShareAt(piece, rank int) unsafe.Pointer {
-	b := r.ringOf(piece, rank)
-	return unsafe.Add(b.base, b.offsetOf(piece))
-}
-
-// ownersShareAt is where a rank itself has its share of a piece, where the engine exchanges.
-func (r *Relay) ownersShareAt(piece, rank int) unsafe.Pointer {
-	return unsafe.Add(r.carrier.Memory(rank), int64(piece%r.spec.Buffers)*r.shareSpace())
-}
+// addressOf is the address of that share.
+func (b shareRing) addressOf(piece int) unsafe.Pointer { return unsafe.Add(b.base, b.offsetOf(piece)) }
 
 // closeCarrier waits for the pulls in flight, and for the other ranks to end theirs; when ctx
 // has ended, not long.
@@ -184,14 +176,12 @@ func (r *Relay) Join(offers []peers.Offer) error {
 		return err
 	}
 	r.mu.Lock()
-	c.live = true
+	defer r.mu.Unlock()
+	close(c.joined)
 	c.Publish(c.published)
-	failed := r.err != nil
-	r.mu.Unlock()
-	if failed {
+	if r.err != nil {
 		c.ReportFailure()
 	}
-	close(c.joined)
 	return nil
 }
 
@@ -200,7 +190,6 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 	if err := awaitChannel(ctx, c.joined); err != nil {
 		return err
 	}
-	close(c.mapped[r.spec.Rank])
 	if err := c.AwaitMapTurn(ctx); err != nil {
 		return err
 	}
@@ -210,7 +199,6 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 			r.unmapped.Store(errors.Is(err, errs.ErrNotSupported))
 			return err
 		}
-		close(c.mapped[rank])
 	}
 	c.EndMapTurn()
 	return c.AwaitJoined(ctx) // also a relay without pieces does not end before the others have found it
@@ -234,15 +222,23 @@ func (r *Relay) movePieces(ctx context.Context) error {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 	}
-	steps := []moveStep{r.feedGPU, r.finishEnded, r.sumArrived, r.recycleTakenBuffers, r.carryShares, r.decodeWaiting}
+	steps := []func() (worked bool, err error){r.sumArrived, r.recycleTakenBuffers, r.carryShares, r.decodeWaiting}
 	var pace pacer
 	for !r.hasMovedAll() {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		worked, err := moveOnce(steps)
-		if err != nil {
-			return err
+		worked := false
+		if r.queue != nil {
+			hasLanded := r.feed.submitAndFinish()
+			worked = r.queue.FinishEnded() || hasLanded
+		}
+		for _, step := range steps {
+			did, err := step()
+			if err != nil {
+				return err
+			}
+			worked = worked || did
 		}
 		if c := r.carrier; c != nil && !worked && isClosed(c.joined) {
 			if err := c.CheckOthers(); err != nil {
@@ -257,51 +253,21 @@ func (r *Relay) movePieces(ctx context.Context) error {
 func (r *Relay) hasMovedAll() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.left == 0 && (r.carrier == nil || r.carrier.live && r.carrier.taken == len(r.pieces))
-}
-
-// A moveStep does what can be done now, and reports whether that was anything.
-type moveStep = func() (bool, error)
-
-// moveOnce does all steps once.
-func moveOnce(steps []moveStep) (worked bool, err error) {
-	for _, step := range steps {
-		did, err := step()
-		if err != nil {
-			return false, err
-		}
-		worked = worked || did
-	}
-	return worked, nil
-}
-
-// feedGPU submits what readers have filled, and finishes what has landed of it.
-func (r *Relay) feedGPU() (bool, error) {
-	if r.feed == nil {
-		return false, nil
-	}
-	return r.feed.submitAndFinish(), nil
-}
-
-func (r *Relay) finishEnded() (bool, error) { return r.queue != nil && r.queue.FinishEnded(), nil }
-
-// orderBehindCaller orders what is decoded behind what is on the caller's stream: it goes where that work was.
-func (r *Relay) orderBehindCaller() error {
-	if r.spec.Stream == 0 || r.queue == nil {
-		return nil
-	}
-	return r.queue.FollowStream(uintptr(r.spec.Stream))
+	return r.left == 0 && (r.carrier == nil || isClosed(r.carrier.joined) && r.carrier.taken == len(r.pieces))
 }
 
 // carryShares takes the next piece of each rank whose share can be read, once the ranks have met and this one's
 // requests are known.
 func (r *Relay) carryShares() (worked bool, err error) {
 	c, now := r.carrier, time.Now()
-	if c == nil || !isClosed(c.joined) || !isClosed(c.aimed) {
+	if c == nil || !isClosed(c.joined) || !isClosed(r.aimed) {
 		return false, nil
 	}
 	if c.lastLook.IsZero() {
-		c.lastLook, err = now, r.orderBehindCaller()
+		c.lastLook = now
+		if r.spec.Stream != 0 && r.queue != nil { // what is decoded goes where the work on that stream was
+			err = r.queue.FollowStream(uintptr(r.spec.Stream))
+		}
 	}
 	for from := 0; from < r.spec.Ranks && err == nil; from++ {
 		var did bool
@@ -320,7 +286,7 @@ func (r *Relay) carryShares() (worked bool, err error) {
 func (r *Relay) carryShare(from int) (bool, error) {
 	c, own := r.carrier, from == r.spec.Rank
 	k := c.next[from]
-	if k == len(r.pieces) || !isClosed(c.mapped[from]) {
+	if k == len(r.pieces) || c.Memory(from) == nil { // it is not mapped
 		return false, nil
 	}
 	of, part := shares{k, from, from + 1}, r.partOf(k, from)
@@ -390,7 +356,7 @@ func (r *Relay) pullShare(piece, from int) error {
 	if err := r.eventBeforeFill(piece, from).MakeStreamWait(c.streams[from]); err != nil {
 		return err
 	}
-	to, at := r.localShareAt(piece, from), r.ownersShareAt(piece, from)
+	to, at := r.ringOf(piece, from).addressOf(piece), r.ownersRing(from).addressOf(piece)
 	r.pulled.Add(part.used)
 	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), part.used,
 		false)

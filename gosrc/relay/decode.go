@@ -21,11 +21,8 @@ import (
 // work that is on a stream now (0: none); errors end the job. Each piece is
 // decoded once, in their order, and not before AwaitOwnShare has reported this rank's share.
 func (r *Relay) DecodePiece(piece int, stream uintptr) error {
-	if err := r.awaitLayout(); err != nil {
+	if err := r.awaitPiece(piece); err != nil {
 		return err
-	}
-	if piece < 0 || piece >= len(r.pieces) {
-		return errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.pieces))
 	}
 	r.mu.Lock()
 	switch {
@@ -33,7 +30,7 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 		defer r.mu.Unlock()
 		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", piece,
 			r.queued[0]))
-	case r.shut || r.err != nil || !r.aimed:
+	case r.shut || r.err != nil || !isClosed(r.aimed):
 		defer r.mu.Unlock()
 		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet"))
 	case !isClosed(r.pieces[piece].checked): // its buffer would be read while it is filled

@@ -99,8 +99,8 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 	if &all[first] != &tasks[0] {
 		panic("relay: tasks that are not the fetch's")
 	}
-	filled := cuda.FilledSlot{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}
-	q.todo <- submission{filled, q.r.pieceOfTask(int32(first))}
+	slot := cuda.FilledSlot{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}
+	q.todo <- submission{slot, q.r.pieceOfTask(int32(first))}
 	return nil
 }
 

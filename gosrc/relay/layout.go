@@ -245,7 +245,7 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 	}
 	r.pieces = append(r.pieces, piece)
 	slices.SortFunc(own, r.compareInFile)
-	base := r.localShareAt(number, r.spec.Rank)
+	base := r.ringOf(number, r.spec.Rank).addressOf(number)
 	for _, c := range own {
 		r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data],
 			Dst: unsafe.Add(base, r.placeOf(c).off)})
@@ -340,7 +340,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	r.sortTasksByPart(tasksPlan, where)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.aimed {
+	if isClosed(r.aimed) {
 		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
 	next := 0
@@ -360,10 +360,8 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 		r.job.TotalBytes.Add(wants[i].Bytes)
 	}
 	r.job.TotalTensors.Store(int64(len(wants)))
-	r.wants, r.aimed = wants, true
-	if r.carrier != nil {
-		close(r.carrier.aimed)
-	}
+	r.wants = wants
+	close(r.aimed)
 	return nil
 }
 

@@ -112,7 +112,7 @@ type state struct {
 	landed chan struct{} // closed when none is left
 	err    error         // the first
 	ours   bool          // err is not about bytes that another rank has read
-	aimed  bool          // the requests are set
+	aimed  chan struct{} // closed when the requests are set
 	shut   bool
 	busy   sync.WaitGroup // calls of DecodePiece and Join
 	movers sync.WaitGroup // goroutines of beginMoving
@@ -149,7 +149,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, start: time.Now(),
 		landings: job.NewLandings(0)}
-	r.landed, r.layoutEnd = make(chan struct{}), make(chan struct{})
+	r.landed, r.layoutEnd, r.aimed = make(chan struct{}), make(chan struct{}), make(chan struct{})
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
 	r.machine.InGroup = true
 	if tgt.GPU != nil {
@@ -205,6 +205,15 @@ func (r *Relay) awaitLayout() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.err
+}
+
+// awaitPiece is awaitLayout; it refuses a piece that there is not.
+func (r *Relay) awaitPiece(piece int) error {
+	err := r.awaitLayout()
+	if err == nil && (piece < 0 || piece >= len(r.pieces)) {
+		err = errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.pieces))
+	}
+	return err
 }
 
 // makeQueues makes what a GPU needs: a queue that fetches, and one that sums and decodes.
@@ -346,7 +355,7 @@ func (r *Relay) failWith(err error, ours bool) {
 	r.mu.Lock()
 	if r.err == nil {
 		r.err, r.ours = err, ours
-		if c := r.carrier; c != nil && c.live {
+		if c := r.carrier; c != nil && isClosed(c.joined) {
 			c.ReportFailure()
 		}
 	}
@@ -450,22 +459,19 @@ func (r *Relay) ShareSizes() ([]int64, error) {
 // AwaitOwnShare waits up to d until this rank's share of a piece is in its buffer and was checked. It
 // returns the job's error if there is one.
 func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
-	if err := r.awaitLayout(); err != nil {
+	if err := r.awaitPiece(piece); err != nil {
 		return false, err
 	}
-	if piece < 0 || piece >= len(r.pieces) {
-		return false, errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.pieces))
-	}
-	p := &r.pieces[piece]
+	checked := r.pieces[piece].checked
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
-	case <-p.checked:
+	case <-checked:
 	case <-r.job.Done(): // it may have been the last piece
 	case <-timer.C:
 	}
-	if job.Within(r.job.Done(), 0) && r.job.Err() != nil {
+	if isClosed(r.job.Done()) && r.job.Err() != nil {
 		return false, r.job.Err()
 	}
-	return job.Within(p.checked, 0), nil
+	return isClosed(checked), nil
 }

@@ -43,7 +43,7 @@ func (r *Relay) makeReadable(piece int) {
 	for c.published < len(r.pieces) && isClosed(r.pieces[c.published].checked) {
 		c.published++
 	}
-	if c.live {
+	if isClosed(c.joined) {
 		c.Publish(c.published)
 	}
 }
