@@ -196,7 +196,7 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 	for n := range r.spec.Ranks - 1 {
 		rank := (r.spec.Rank + 1 + n) % r.spec.Ranks
 		if err := c.MapMemoryOf(rank); err != nil {
-			r.unmapped.Store(errors.Is(err, errs.ErrNotSupported))
+			r.unmapped = errors.Is(err, errs.ErrNotSupported)
 			return err
 		}
 	}
@@ -394,14 +394,4 @@ func awaitChannel(ctx context.Context, ready chan struct{}) error {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
-}
-
-func (r *Relay) reportWaits(rep *Report) {
-	if r.carrier == nil {
-		return
-	}
-	for _, d := range r.carrier.waits {
-		rep.Waited = append(rep.Waited, d.Seconds())
-	}
-	rep.Lost = slices.Sorted(slices.Values(r.carrier.Lost()))
 }

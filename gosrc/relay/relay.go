@@ -117,7 +117,7 @@ type state struct {
 	busy   sync.WaitGroup // calls of DecodePiece and Join
 	movers sync.WaitGroup // goroutines of beginMoving
 
-	unmapped atomic.Bool // err is that another rank's memory cannot be mapped
+	unmapped bool // err is that another rank's memory cannot be mapped; for mapOthers, until it has ended
 }
 
 // A Report says what a relay did and what it cost.
@@ -274,12 +274,17 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	rep := Report{Ours: r.ours, Pulled: r.pulled.Load(),
-		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped.Load()}
+		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped}
 	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)),
 		Seconds: time.Since(r.start).Seconds(), Stages: st}
-	r.reportWaits(&rep)
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
+	}
+	if c := r.carrier; c != nil {
+		for _, d := range c.waits {
+			rep.Waited = append(rep.Waited, d.Seconds())
+		}
+		rep.Lost = slices.Sorted(slices.Values(c.Lost()))
 	}
 	j.SetReport(rep)
 	return r.err
@@ -288,18 +293,18 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 // readShares reads this rank's shares, and has what it reads copied to the GPU.
 func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline.Stages, _ error) {
 	files, depth := load.AnnouncePlan(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
-	ahead := r.piecesAhead()
+	ahead, buffers := r.piecesAhead(), r.countBuffers()
 	task := &pipeline.Task{
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch,
 		Workers: r.machine.Workers(depth),
 		Gate: func(ctx context.Context, task int32) error {
-			return r.awaitBuffersUpTo(ctx, r.pieceOfTask(task)-r.ringOf(0, r.spec.Rank).count+1-ahead)
+			return r.awaitBuffersUpTo(ctx, r.pieceOfTask(task)+1-buffers-ahead)
 		},
 		Landed: func(spot int32) { r.countArrival(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.awaitBuffersUpTo(ctx, int(r.spots[spot].Group)-r.ringOf(0, r.spec.Rank).count+1)
+			return dst, r.awaitBuffersUpTo(ctx, int(r.spots[spot].Group)+1-buffers)
 		}
 	}
 	if r.feed != nil {
@@ -315,7 +320,15 @@ func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline
 // pieceOfTask is the piece that a task of the fetch is for.
 func (r *Relay) pieceOfTask(task int32) int { return int(r.spots[r.fetch.Refs[task].Want].Group) }
 
-// piecesAhead is how many pieces beyond the ring may be read into slots of the queue,
+// countBuffers is how many pieces' shares of this rank have a buffer at a time.
+func (r *Relay) countBuffers() int {
+	if r.carrier != nil {
+		return r.spec.Buffers
+	}
+	return len(r.spec.Ring)
+}
+
+// piecesAhead is how many pieces beyond the buffers may be read into slots of the queue,
 // where they wait for a buffer. They leave one slot free, for a piece that has its buffer: it must
 // be read before the others get theirs.
 func (r *Relay) piecesAhead() int {
@@ -323,15 +336,11 @@ func (r *Relay) piecesAhead() int {
 	if r.feed == nil || r.fetch.Slot > size {
 		return 0
 	}
-	most, n, last := 1, 0, -1
+	counts := make([]int, len(r.pieces)) // of slots that a piece fills
 	for i := range r.fetch.Pieces {
-		if group := r.pieceOfTask(r.fetch.Pieces[i].First); group != last {
-			n, last = 0, group
-		}
-		n++
-		most = max(most, n)
+		counts[r.pieceOfTask(r.fetch.Pieces[i].First)]++
 	}
-	return min(r.ringOf(0, r.spec.Rank).count, (slots-1)/most)
+	return min(r.countBuffers(), (slots-1)/slices.Max(append(counts, 1)))
 }
 
 // closeExchange waits until nothing moves any more, and closes the queues and the carrier.
