@@ -257,23 +257,18 @@ class Members:
         if error is not None and self._step.token:
             self._write_store(f"{self._step.token}/failed/{self._step.agreed}", b"1")
 
-    def _read_store(self, key: str) -> bytes | None:
-        # What the group's store has; None also if it cannot be reached.
-        group = self._group()
-        if group is not None:
-            with suppress(*_UNREACHABLE):
-                store = self._dist.distributed_c10d._get_process_group_store(group)
-                if store.check([f"overwire/{key}"]):
-                    value: bytes = store.get(f"overwire/{key}")
-                    return value
+    def _use_store(self, use: Callable[[Any], _T]) -> _T | None:
+        # What is done with the group's store; None where it cannot be reached.
+        with suppress(OverwireError, *_UNREACHABLE):
+            return use(self._dist.distributed_c10d._get_process_group_store(self.group))
         return None
 
+    def _read_store(self, key: str) -> bytes | None:
+        key = f"overwire/{key}"
+        return self._use_store(lambda store: store.get(key) if store.check([key]) else None)
+
     def _write_store(self, key: str, value: bytes) -> None:
-        group = None if forked() else self._group()
-        if group is not None:
-            with suppress(*_UNREACHABLE):
-                store: Any = self._dist.distributed_c10d._get_process_group_store(group)
-                store.set(f"overwire/{key}", value)
+        self._use_store(lambda store: store.set(f"overwire/{key}", value))
 
     def begin_verb(self) -> int:
         """Begins a verb; returns what `tell_failure` takes. IOFailure if the ranks are out of step,

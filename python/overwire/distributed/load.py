@@ -183,30 +183,30 @@ class GroupLoad:
 
         Raises Unmapped on all ranks where some cannot map each other's memory.
         """
-        mapped, relay = self.carrier == "mapped", _Relay(self._members, self._buffers)
+        mapped, engine = self.carrier == "mapped", _Relay(self._members, self._buffers)
         try:
-            relay.try_step(lambda: (self._begin_mapped if mapped else self._begin_collective)(relay, wants))
+            engine.try_step(lambda: (self._begin_mapped if mapped else self._begin_collective)(engine, wants))
             if mapped:
-                relay.join_engines()
-            relay.try_step(lambda: relay.set_requests(make_requests()))
-            relay.try_step(meanwhile)
-            yield from relay.follow_mapped(agree, tell) if mapped else relay.gather_pieces(agree, tell)
-            self.report = relay.end_job()
+                engine.join_engines()
+            engine.try_step(lambda: engine.set_requests(make_requests()))
+            engine.try_step(meanwhile)
+            yield from engine.follow_mapped(agree, tell) if mapped else engine.gather_pieces(agree, tell)
+            self.report = engine.end_job()
         except BaseException:
-            relay.abandon_job()
+            engine.abandon_job()
             raise
         if mapped and not self._members.reached:
             self._members.reached = True
             log.info("the ranks of each host can exchange by memory that they map of each other")
 
-    def _begin_mapped(self, relay: _Relay, wants: Wants) -> None:
+    def _begin_mapped(self, engine: _Relay, wants: Wants) -> None:
         local = len(self._members.local)
         share, buffers = self._ring if self._ring[1] else (mapped_share(local, self._room), count_own_buffers(local))
         request = self._relay_request(wants, self._members.local, self._device, share)
         request["exchange"], request["buffers"], request["stages"] = True, buffers, min(buffers, STAGES)
-        relay.start_job(request, self._models, wants.needs)
+        engine.start_job(request, self._models, wants.needs)
 
-    def _begin_collective(self, relay: _Relay, wants: Wants) -> None:
+    def _begin_collective(self, engine: _Relay, wants: Wants) -> None:
         members = self._members
         request = self._relay_request(wants, range(members.size), self.link, SHARE)
         request["here"] = len(members.local)
@@ -217,7 +217,7 @@ class GroupLoad:
                 torch.empty(request["size"], dtype=torch.uint8, device=self.link) for _ in range(COLLECTIVE_BUFFERS)
             ]
         request["ring"] = [buffer.data_ptr() for buffer in self._buffers]
-        relay.start_job(request, self._models)
+        engine.start_job(request, self._models)
 
     def _relay_request(self, wants: Wants, ranks: Sequence[int], device: str, share: int) -> RelayRequest:
         # Of these ranks. All runs on torch's current stream, after what is queued there now.
@@ -282,7 +282,11 @@ class _Relay:
         self._error = self._error or error
         if self._job is not None:
             self._job.cancel()  # nothing writes to the ring any more
-            self._ours = bool((self._job.report() or {}).get("ours", True))
+            self._ours = bool(self._read_report().get("ours", True))
+
+    def _read_report(self) -> dict[str, Any]:
+        # The engine's; none while it runs.
+        return (self._job.report() if self._job is not None else None) or {}
 
     def end_job(self) -> dict[str, Any]:
         """Local: ends a job that all ranks agree on; its report."""
@@ -313,13 +317,10 @@ class _Relay:
             raise
         except BaseException as error:
             self._end_with_error(error)
-        if self._job is not None and (self._job.report() or {}).get("unmapped"):
+        report = self._read_report()
+        if report.get("unmapped"):
             self._error = Unmapped(str(self._error))
-        if (
-            isinstance(self._error, OverwireError)
-            and self._job is not None
-            and (lost := (self._job.report() or {}).get("lost"))
-        ):
+        if isinstance(self._error, OverwireError) and (lost := report.get("lost")):
             raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {self._error}") from self._error
         agree(self._error, self._ours)
 
