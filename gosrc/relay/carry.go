@@ -196,7 +196,7 @@ func (r *Relay) mapOthers(ctx context.Context) error {
 	for n := range r.spec.Ranks - 1 {
 		rank := (r.spec.Rank + 1 + n) % r.spec.Ranks
 		if err := c.MapMemoryOf(rank); err != nil {
-			r.unmapped = errors.Is(err, errs.ErrNotSupported)
+			r.unmapped.Store(errors.Is(err, errs.ErrNotSupported))
 			return err
 		}
 	}

@@ -7,12 +7,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // startOnFake starts a relay of one rank on the fake driver, whose first piece has been read. end waits for the job's
@@ -95,18 +93,12 @@ func TestPanicsWhileMoving(t *testing.T) {
 			r.arrivals <- -1
 			return nil
 		},
-		"no task": func(r *Relay, slot *cuda.Slot, done func(int, error)) error {
-			return r.feed.Submit(slot, 16, nil, done)
-		},
 		"more than the slot": func(r *Relay, slot *cuda.Slot, done func(int, error)) error {
-			base := r.ringOf(0, 0).base
-			return r.feed.Submit(slot, 1<<40, []device.DecodeTask{{Dst: base}}, done)
+			return r.feed.Submit(slot, 1<<40, r.fetch.Tasks[:1], done)
 		},
 		"done": func(r *Relay, slot *cuda.Slot, _ func(int, error)) error {
-			base := r.ringOf(0, 0).base
-			chunk := tensor.Chunk{Stored: 16, Logical: 16, Codec: tensor.CodecRaw}
-			return r.feed.Submit(slot, 16, []device.DecodeTask{{Dst: base, Chunk: chunk}},
-				func(int, error) { panic("planted") })
+			n := int64(r.fetch.Tasks[0].Src) + int64(r.fetch.Tasks[0].Chunk.Stored)
+			return r.feed.Submit(slot, n, r.fetch.Tasks[:1], func(int, error) { panic("planted") })
 		},
 	} {
 		r, end := startOnFake(t)

@@ -32,7 +32,8 @@ func TestLayoutFails(t *testing.T) {
 		s := &Spec{Tensors: []int64{9}, Ring: []uint64{uint64(uintptr(unsafe.Pointer(&ring[0])))}, Size: 4 << 20,
 			Ranks: 1}
 		if errors.Is(want, errs.ErrEngine) {
-			s.Tensors[0], m.Index().Tensors[0].Bytes = 0, -1<<40 // it panics
+			t := &m.Index().Tensors[0]
+			s.Tensors[0], t.First, t.Count = 0, 1<<20, 1 // it panics
 		}
 		r, err := Start(m, s)
 		if err != nil {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
 )
@@ -85,6 +86,12 @@ func (q *feedQueue) submitSafely(all []submission) {
 
 // Submit returns at once; what goes wrong later is an error of each task. The tasks are some of the fetch's.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
+	all := q.r.fetch.Tasks
+	first := cap(all) - cap(tasks) // of those in all
+	if len(tasks) == 0 || first < 0 || first >= len(all) || &all[first] != &tasks[0] {
+		q.Put(s)
+		return errs.New(errs.ErrEngine, "relay: tasks that are not the fetch's")
+	}
 	q.waiting.Add(1)
 	q.r.countFlight(n)
 	left := len(tasks)
@@ -93,11 +100,6 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 			q.r.countFlight(-n)
 		}
 		done(task, err)
-	}
-	all := q.r.fetch.Tasks
-	first := cap(all) - cap(tasks) // of those in all
-	if &all[first] != &tasks[0] {
-		panic("relay: tasks that are not the fetch's")
 	}
 	slot := cuda.FilledSlot{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}
 	q.todo <- submission{slot, q.r.pieceOfTask(int32(first))}

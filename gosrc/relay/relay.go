@@ -117,7 +117,7 @@ type state struct {
 	busy   sync.WaitGroup // calls of DecodePiece and Join
 	movers sync.WaitGroup // goroutines of beginMoving
 
-	unmapped bool // err is that another rank's memory cannot be mapped; for mapOthers, until it has ended
+	unmapped atomic.Bool // err is that another rank's memory cannot be mapped
 }
 
 // A Report says what a relay did and what it cost.
@@ -274,7 +274,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	rep := Report{Ours: r.ours, Pulled: r.pulled.Load(),
-		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped}
+		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped.Load()}
 	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)),
 		Seconds: time.Since(r.start).Seconds(), Stages: st}
 	for _, f := range files {
