@@ -44,16 +44,15 @@ func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 
 // GetFor waits for a slot by asking: movePieces, which frees them, has no time to wake readers.
 func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
-	var pace pacer
-	for {
-		if slot := q.TryGetFor(reader); slot != nil {
-			return slot, nil
-		}
-		if ctx.Err() != nil {
-			return nil, context.Cause(ctx)
-		}
-		pace.restUnless(false)
+	var slot *cuda.Slot
+	err := askUntil(ctx, func() bool {
+		slot = q.TryGetFor(reader)
+		return slot != nil
+	})
+	if err != nil {
+		return nil, err
 	}
+	return slot, nil
 }
 
 // submitAndFinish submits the slots that wait, finishes those that have landed, and reports whether there were any.
@@ -84,7 +83,7 @@ func (q *feedQueue) submitSafely(all []submission) {
 	}
 }
 
-// Submit returns at once; what goes wrong later is an error of each task. The tasks are some of the fetch's.
+// Submit takes tasks of the fetch's, and returns at once; what goes wrong later is an error of each task.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	all := q.r.fetch.Tasks
 	first := cap(all) - cap(tasks) // of those in all

@@ -6,6 +6,7 @@ package relay
 // goroutine that feeds the GPU would keep it from feeding.
 
 import (
+	"context"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -42,4 +43,16 @@ func (p *pacer) restUnless(worked bool) {
 	}
 	nap := unix.NsecToTimespec(min(idle/8, longestRest).Nanoseconds())
 	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be late by a millisecond
+}
+
+// askUntil asks until there is what ready asks for, or until ctx has ended.
+func askUntil(ctx context.Context, ready func() bool) error {
+	var pace pacer
+	for !ready() {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		pace.restUnless(false)
+	}
+	return nil
 }

@@ -374,14 +374,7 @@ func (r *Relay) failWith(err error, ours bool) {
 
 // awaitBuffersUpTo waits, by asking, until the buffers of the first pieces may be filled again.
 func (r *Relay) awaitBuffersUpTo(ctx context.Context, pieces int) error {
-	var pace pacer
-	for r.free.Load() < int64(pieces) {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		pace.restUnless(false)
-	}
-	return nil
+	return askUntil(ctx, func() bool { return r.free.Load() >= int64(pieces) })
 }
 
 // markQueued says that the decoding of shares, which ends with the event, is queued; nil: there is nothing
