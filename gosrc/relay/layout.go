@@ -125,8 +125,15 @@ func RoomForChunk(m *load.Model) int64 {
 // a checksum.
 func (r *Relay) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 	ix := r.model.Seen()
-	out := &tensor.Index{Sources: ix.Sources, Tensors: slices.Clone(ix.Tensors), Chunks: slices.Clip(ix.Chunks)}
+	out := &tensor.Index{Sources: ix.Sources, Tensors: slices.Clone(ix.Tensors)}
 	r.bare = make([]bool, len(ix.Tensors))
+	most := len(wants) // chunks of plain tensors, about
+	for i := range wants {
+		if t := &ix.Tensors[wants[i].Data]; t.Count == 0 && t.Bytes > 0 {
+			most += int(t.Bytes / plainChunkBytes)
+		}
+	}
+	out.Chunks = slices.Grow(slices.Clip(ix.Chunks), most)
 	for i := range wants {
 		if t := &out.Tensors[wants[i].Data]; t.Count == 0 && t.Bytes > 0 {
 			r.bare[wants[i].Data] = true
@@ -182,7 +189,7 @@ func (r *Relay) layOut() error {
 	}
 	r.left, r.done, r.queued = len(r.parts), make([]int, spec.Ranks), make([]int, spec.Ranks)
 	if r.left == 0 {
-		close(r.landed)
+		close(r.decodeEnd)
 	}
 	r.fetch, r.fetchWants = plan.PlanStored(r.ix, r.spots, r.machine.Limits())
 	return nil
