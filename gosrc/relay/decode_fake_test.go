@@ -113,3 +113,40 @@ func TestPanicsWhileMoving(t *testing.T) {
 		spawn.Heal()
 	}
 }
+
+// A caller that waits for its share for a while gets an answer while the queues are being made; a job that is cancelled
+// then ends once they are.
+func TestAwaitWhileQueuesAreMade(t *testing.T) {
+	end := cuda.Fake(64 << 20)
+	m := plain(t, []int64{1 << 20})
+	gpu, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ring, err := gpu.Alloc([]int64{2 << 20})
+	if err != nil {
+		t.Fatal(err)
+	}
+	spec := &Spec{Tensors: []int64{0}, Ring: []uint64{uint64(uintptr(ring[0].Ptr))}, Size: 2 << 20, Ranks: 1}
+	spec.Device = "cuda:0"
+	makeNoMore := cuda.FakeMakingQueue(gpu)
+	r, err := Start(m, spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if landed, err := r.AwaitOwnShare(0, 20*time.Millisecond); landed || err != nil {
+		t.Error(landed, err)
+	}
+	r.job.Cancel()
+	makeNoMore()
+	if _, err := r.job.Wait(time.Minute); !errors.Is(err, errs.ErrCancelled) {
+		t.Error(err)
+	}
+	if _, err := r.AwaitOwnShare(0, time.Minute); !errors.Is(err, errs.ErrCancelled) {
+		t.Error(err)
+	}
+	ring[0].Release()
+	if left := end(); left != "" {
+		t.Errorf("left: %s", left)
+	}
+}

@@ -461,11 +461,15 @@ func (r *Relay) ShareSizes() ([]int64, error) {
 // AwaitOwnShare waits up to d until this rank's share of a piece is in its buffer and was checked. It
 // returns the job's error if there is one.
 func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
+	until := time.Now().Add(d)
+	if !job.Within(r.layoutEnd, max(0, d)) {
+		return false, nil
+	}
 	if err := r.awaitPiece(piece); err != nil {
 		return false, err
 	}
 	checked := r.pieces[piece].checked
-	timer := time.NewTimer(d)
+	timer := time.NewTimer(time.Until(until))
 	defer timer.Stop()
 	select {
 	case <-checked:
