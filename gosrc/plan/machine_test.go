@@ -30,6 +30,8 @@ func TestMachine(t *testing.T) {
 		{"one of two ranks, more cores", Machine{Cores: 256, SlotBytes: slot, Ranks: 2},
 			Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 16},
 		{"one of two ranks that exchange", Machine{Cores: 32, SlotBytes: slot, Ranks: 2, InGroup: true},
+			Limits{Piece: slot, Gap: 256 << 10}, 13},
+		{"one of four ranks that exchange", Machine{Cores: 64, SlotBytes: slot, Ranks: 4, InGroup: true},
 			Limits{Piece: slot, Gap: 256 << 10}, 11},
 		{"one of two ranks that exchange, remote", Machine{Cores: 32, SlotBytes: slot, Ranks: 2, InGroup: true,
 			Concurrency: 64}, Limits{Piece: slot, Gap: 512 << 10, Share: 4 << 20}, 64},
