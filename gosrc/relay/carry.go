@@ -4,6 +4,7 @@ package relay
 // memory that the processes of a host map of each other.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"runtime"
@@ -71,15 +72,12 @@ func (r *Relay) makeCarrier() error {
 	}
 	c.staging = staging[0]
 	c.streams = make([]uintptr, spec.Ranks)
-	for rank := range c.streams {
-		if rank == spec.Rank {
-			continue
-		}
-		if c.streams[rank], err = gpu.NewStream(); err != nil {
-			return err
+	for rank := 0; rank < spec.Ranks && err == nil; rank++ {
+		if rank != spec.Rank {
+			c.streams[rank], err = gpu.NewStream()
 		}
 	}
-	return nil
+	return err
 }
 
 // A shareRing is memory in which this rank has shares of a rank, of a piece each, until they are decoded.
@@ -159,11 +157,8 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	r.mu.Lock()
 	if c == nil || c.asked || r.shut || r.err != nil {
 		defer r.mu.Unlock()
-		if r.err != nil {
-			return r.err
-		}
-		return errs.New(errs.ErrArgument,
-			"relay: it cannot join: the caller exchanges the shares, or it has joined or ended already")
+		return cmp.Or(r.err, errs.New(errs.ErrArgument,
+			"relay: it cannot join: the caller exchanges the shares, or it has joined or ended already"))
 	}
 	c.asked = true
 	r.busy.Add(1)

@@ -24,21 +24,9 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if err := r.awaitPiece(piece); err != nil {
 		return err
 	}
-	r.mu.Lock()
-	switch {
-	case r.carrier != nil || piece != r.queued[0]:
-		defer r.mu.Unlock()
-		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", piece,
-			r.queued[0]))
-	case r.shut || r.err != nil || !isClosed(r.aimed):
-		defer r.mu.Unlock()
-		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet"))
-	case !isClosed(r.pieces[piece].checked): // its buffer would be read while it is filled
-		defer r.mu.Unlock()
-		return errs.New(errs.ErrArgument, "relay: piece %d cannot be decoded: this rank has not read its share", piece)
+	if err := r.beginDecoding(piece); err != nil {
+		return err
 	}
-	r.busy.Add(1)
-	r.mu.Unlock()
 	defer r.busy.Done()
 	of := shares{piece, 0, r.spec.Ranks}
 	if r.queue == nil {
@@ -53,6 +41,24 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 		behind = append(behind, stream)
 	}
 	return r.queueDecoding(slot.(*cuda.Slot), []shares{of}, behind)
+}
+
+// beginDecoding keeps the relay from ending, until busy is done, while the caller has a piece decoded that is next.
+func (r *Relay) beginDecoding(piece int) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case r.err != nil:
+		return r.err
+	case r.carrier != nil || piece != r.queued[0]:
+		return errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", piece, r.queued[0])
+	case r.shut || !isClosed(r.aimed):
+		return errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet")
+	case !isClosed(r.pieces[piece].checked): // its buffer would be read while it is filled
+		return errs.New(errs.ErrArgument, "relay: piece %d cannot be decoded: this rank has not read its share", piece)
+	}
+	r.busy.Add(1)
+	return nil
 }
 
 // shares are those of the ranks [firstRank, endRank) of a piece.

@@ -14,7 +14,6 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
-	"github.com/overwire/overwire/gosrc/load"
 )
 
 // A feedQueue is the queue that fetches. The device writes what it submits only
@@ -33,13 +32,6 @@ type feedQueue struct {
 type submission struct {
 	cuda.FilledSlot
 	piece int
-}
-
-func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
-	slots, _ := load.Ring(r.machine)
-	q := &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots)}
-	feed.UsePolling()
-	return q
 }
 
 // GetFor waits for a slot by asking: movePieces, which frees them, has no time to wake readers.

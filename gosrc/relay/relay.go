@@ -230,7 +230,9 @@ func (r *Relay) makeQueues() error {
 	if err != nil {
 		return err
 	}
-	r.feed = newFeedQueue(feed, r)
+	slots, _ := load.Ring(r.machine)
+	r.feed = &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots)}
+	feed.UsePolling()
 	r.arrivals = make(chan int, len(r.pieces))
 	if r.queue, err = gpu.Queue(batches+slotsForSums, cuda.TablesOnly); err != nil {
 		return err

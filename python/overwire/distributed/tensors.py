@@ -210,7 +210,7 @@ class TensorLoad:
         self._budget, self._unmapped_budget = (min(sizes, default=0) for sizes in budgets)
 
     def _is_wanted(self, rank: int, at: int) -> bool:
-        return bool(self._bitmaps[rank][at >> 3] >> (at & 7) & 1)
+        return _has_bit(self._bitmaps[rank], at)
 
     def _split_positions(self) -> tuple[list[int], list[int]]:
         # What all ranks go through together, the same on all, and what this rank reads by itself
@@ -220,9 +220,9 @@ class TensorLoad:
             bits = int.from_bytes(bitmap, "little")
             once, twice = once | bits, twice | once & bits
         shared = twice if self._load.carrier == "collective" else once
-        table = shared.to_bytes(len(self._bitmaps[0]), "little")
-        together = [bool(table[at >> 3] >> (at & 7) & 1) for at in range(len(self.model.table))]
-        return [at for at, shares in enumerate(together) if shares], [at for at in self.positions if not together[at]]
+        bitmap = shared.to_bytes(len(self._bitmaps[0]), "little")
+        together = [at for at in range(len(self.model.table)) if _has_bit(bitmap, at)]
+        return together, [at for at in self.positions if not _has_bit(bitmap, at)]
 
     def load_all(self) -> dict[str, Any]:
         """This rank's tensors, by name."""
@@ -438,6 +438,10 @@ class TensorLoad:
         if self._watcher is not None:
             total = sum(self.model.table[at][3] for at in self.positions)
             self._watcher.update(Progress(min(max(done, self._bytes), total), total, self._count, len(self.positions)))
+
+
+def _has_bit(bitmap: bytes, at: int) -> bool:
+    return bool(bitmap[at >> 3] >> (at & 7) & 1)
 
 
 def _refuse_closed() -> None:
