@@ -103,8 +103,8 @@ func (r *Relay) eventBeforeFill(piece, rank int) *cuda.Event {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if part := r.partOf(piece-buffers, rank); !part.isDone { // else its slot may have a later batch by now
-		return part.end
+	if part := r.partOf(piece-buffers, rank); !part.isDecoded { // else its slot may have a later batch by now
+		return part.decodeEnd
 	}
 	return nil
 }

@@ -51,9 +51,9 @@ type rankPart struct {
 
 // A decoding is how far that of a share is on this rank. The relay's mu guards it.
 type decoding struct {
-	isQueued bool        // or there is none
-	end      *cuda.Event // once it is queued; nil: there is nothing to wait for
-	isDone   bool
+	isQueued  bool        // or there is none
+	decodeEnd *cuda.Event // once it is queued; nil: there is nothing to wait for
+	isDecoded bool
 }
 
 // localRequests are this rank's requests, and their decode tasks.

@@ -386,7 +386,7 @@ func (r *Relay) markQueued(of shares, end *cuda.Event) {
 	defer r.mu.Unlock()
 	for rank := of.firstRank; rank < of.endRank; rank++ {
 		part := r.partOf(of.piece, rank)
-		part.isQueued, part.end = true, end
+		part.isQueued, part.decodeEnd = true, end
 		for r.queued[rank] < len(r.pieces) && r.partOf(r.queued[rank], rank).isQueued {
 			r.queued[rank]++
 		}
@@ -407,9 +407,9 @@ func (r *Relay) markDecoded(of shares) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for rank := of.firstRank; rank < of.endRank; rank++ {
-		r.partOf(of.piece, rank).isDone = true
+		r.partOf(of.piece, rank).isDecoded = true
 		r.left--
-		for r.done[rank] < len(r.pieces) && r.partOf(r.done[rank], rank).isDone {
+		for r.done[rank] < len(r.pieces) && r.partOf(r.done[rank], rank).isDecoded {
 			r.done[rank]++
 		}
 		if r.carrier != nil && rank != r.spec.Rank {
