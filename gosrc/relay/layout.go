@@ -189,7 +189,7 @@ func (r *Relay) layOut() error {
 	}
 	r.left, r.done, r.queued = len(r.parts), make([]int, spec.Ranks), make([]int, spec.Ranks)
 	if r.left == 0 {
-		close(r.decodeEnd)
+		close(r.lastDecode)
 	}
 	r.fetch, r.fetchWants = plan.PlanStored(r.ix, r.spots, r.machine.Limits())
 	return nil

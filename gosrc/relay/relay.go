@@ -104,18 +104,18 @@ func (p *profile) countFlight(n int64) {
 
 // state is how far a relay is. mu guards it.
 type state struct {
-	mu        sync.Mutex
-	free      atomic.Int64  // pieces whose buffer may be filled again: [0, free); readers ask without mu
-	queued    []int         // by rank: pieces of which the decoding of that rank's share is queued: [0, queued)
-	done      []int         // by rank: pieces whose share of that rank was decoded: [0, done)
-	left      int           // shares that were not decoded
-	decodeEnd chan struct{} // closed when none is left
-	err       error         // the first
-	ours      bool          // err is not about bytes that another rank has read
-	aimed     chan struct{} // closed when the requests are set
-	shut      bool
-	busy      sync.WaitGroup // calls of DecodePiece and Join
-	movers    sync.WaitGroup // goroutines of beginMoving
+	mu         sync.Mutex
+	free       atomic.Int64  // pieces whose buffer may be filled again: [0, free); readers ask without mu
+	queued     []int         // by rank: pieces of which the decoding of that rank's share is queued: [0, queued)
+	done       []int         // by rank: pieces whose share of that rank was decoded: [0, done)
+	left       int           // shares that were not decoded
+	lastDecode chan struct{} // closed when none is left
+	err        error         // the first
+	ours       bool          // err is not about bytes that another rank has read
+	aimed      chan struct{} // closed when the requests are set
+	shut       bool
+	busy       sync.WaitGroup // calls of DecodePiece and Join
+	movers     sync.WaitGroup // goroutines of beginMoving
 
 	unmapped atomic.Bool // err is that another rank's memory cannot be mapped
 }
@@ -149,7 +149,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, start: time.Now(),
 		landings: job.NewLandings(0)}
-	r.decodeEnd, r.layoutEnd, r.aimed = make(chan struct{}), make(chan struct{}), make(chan struct{})
+	r.lastDecode, r.layoutEnd, r.aimed = make(chan struct{}), make(chan struct{}), make(chan struct{})
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
 	r.machine.InGroup = true
 	if tgt.GPU != nil {
@@ -266,7 +266,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		files, st, err = r.readShares(ctx)
 	}
 	if err == nil {
-		err = awaitChannel(ctx, r.decodeEnd)
+		err = awaitChannel(ctx, r.lastDecode)
 	}
 	if err != nil {
 		r.failWith(err, true)
@@ -417,7 +417,7 @@ func (r *Relay) markDecoded(of shares) {
 		}
 	}
 	if r.left == 0 {
-		close(r.decodeEnd)
+		close(r.lastDecode)
 	}
 }
 
