@@ -225,8 +225,8 @@ func (r *Relay) movePieces(ctx context.Context) error {
 		}
 		worked := false
 		if r.queue != nil {
-			hasLanded := r.feed.submitAndFinish()
-			worked = r.queue.FinishEnded() || hasLanded
+			hasFed := r.feed.submitAndFinish()
+			worked = r.queue.FinishEnded() || hasFed
 		}
 		for _, step := range steps {
 			did, err := step()
@@ -248,7 +248,7 @@ func (r *Relay) movePieces(ctx context.Context) error {
 func (r *Relay) hasMovedAll() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.left == 0 && (r.carrier == nil || isClosed(r.carrier.joined) && r.carrier.taken == len(r.pieces))
+	return r.sharesLeft == 0 && (r.carrier == nil || isClosed(r.carrier.joined) && r.carrier.taken == len(r.pieces))
 }
 
 // carryShares takes the next piece of each rank whose share can be read, once the ranks have met and this one's

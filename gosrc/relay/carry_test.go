@@ -118,7 +118,7 @@ func TestLateReader(t *testing.T) {
 		var done []int
 		for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 			r.mu.Lock()
-			done = slices.Clone(r.done)
+			done = slices.Clone(r.decoded)
 			r.mu.Unlock()
 			if done[0] == len(r.pieces) && done[2] == len(r.pieces) {
 				break

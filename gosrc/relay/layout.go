@@ -20,7 +20,7 @@ import (
 type exchangeLayout struct {
 	ix         *tensor.Index // an index in which all shared tensors have chunks
 	bare       []bool        // by tensor: it has chunks there only, without checksums
-	at         []chunkPlace  // by number of a chunk in ix
+	places     []chunkPlace  // by number of a chunk in ix
 	pieces     []loadPiece
 	parts      []rankPart // by piece, and in that by rank
 	spots      []plan.Spot
@@ -157,9 +157,9 @@ func (r *Relay) layOut() error {
 		return err
 	}
 	r.ix = r.indexWithPlainChunks(wants)
-	r.at = make([]chunkPlace, len(r.ix.Chunks))
-	for i := range r.at {
-		r.at[i].part = -1
+	r.places = make([]chunkPlace, len(r.ix.Chunks))
+	for i := range r.places {
+		r.places[i].part = -1
 	}
 	all := make([]plan.ChunkOf, 0, len(r.ix.Chunks))
 	for i := range wants {
@@ -184,11 +184,11 @@ func (r *Relay) layOut() error {
 		return err
 	}
 	r.spots = make([]plan.Spot, 0, len(all)/spec.Ranks+len(all)/16)
-	for _, shares := range pieces {
-		r.addPiece(shares)
+	for _, rankShares := range pieces {
+		r.addPiece(rankShares)
 	}
-	r.left, r.done, r.queued = len(r.parts), make([]int, spec.Ranks), make([]int, spec.Ranks)
-	if r.left == 0 {
+	r.sharesLeft, r.decoded, r.queued = len(r.parts), make([]int, spec.Ranks), make([]int, spec.Ranks)
+	if r.sharesLeft == 0 {
 		close(r.lastDecode)
 	}
 	r.fetch, r.fetchWants = plan.PlanStored(r.ix, r.spots, r.machine.Limits())
@@ -209,7 +209,7 @@ func (r *Relay) chunkAt(c plan.ChunkOf) *tensor.Chunk {
 	return &r.ix.Chunks[r.ix.Tensors[c.Data].First+c.N]
 }
 
-func (r *Relay) placeOf(c plan.ChunkOf) *chunkPlace { return &r.at[r.ix.Tensors[c.Data].First+c.N] }
+func (r *Relay) placeOf(c plan.ChunkOf) *chunkPlace { return &r.places[r.ix.Tensors[c.Data].First+c.N] }
 
 // gapBefore is the space before a chunk in a share, behind the last one, which ends at
 // pos; nil: there is none.
@@ -228,18 +228,18 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 // the buffer. All shares have the same space: where the caller exchanges, that of the largest,
 // so that one collective gathers them; else all that there is, since those of several pieces
 // are in their buffers at the same time.
-func (r *Relay) addPiece(shares []plan.RankShare) {
-	number, own := len(r.pieces), shares[r.spec.Rank].Chunks
+func (r *Relay) addPiece(rankShares []plan.RankShare) {
+	number, own := len(r.pieces), rankShares[r.spec.Rank].Chunks
 	piece := loadPiece{firstSpot: len(r.spots), endSpot: len(r.spots) + len(own),
 		arrival: arrival{chunksLeft: int32(len(own)), checked: make(chan struct{})}}
-	for rank := range shares {
+	for rank := range rankShares {
 		part, pos, last := rankPart{}, int64(0), (*tensor.Chunk)(nil)
-		for i, c := range shares[rank].Chunks {
+		for i, c := range rankShares[rank].Chunks {
 			chunk := r.chunkAt(c)
 			pos += gapBefore(pos, last, chunk)
 			*r.placeOf(c) = chunkPlace{len(r.parts), pos}
 			pos, last = pos+int64(chunk.Stored), chunk
-			if i < shares[rank].Common {
+			if i < rankShares[rank].Common {
 				part.used = pos
 			}
 		}

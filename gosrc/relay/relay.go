@@ -86,10 +86,10 @@ type gpuState struct {
 
 // profile is what a relay counts of its own work.
 type profile struct {
-	pulled atomic.Int64 // bytes copied from other ranks
-	driver atomic.Int64 // nanoseconds in calls of the driver that submit fetches, copies and decodes
-	flight atomic.Int64 // bytes submitted for fetching that have not arrived
-	most   atomic.Int64 // of flight
+	pulled     atomic.Int64 // bytes copied from other ranks
+	driver     atomic.Int64 // nanoseconds in calls of the driver that submit fetches, copies and decodes
+	flight     atomic.Int64 // bytes submitted for fetching that have not arrived
+	mostFlight atomic.Int64
 }
 
 // countDriverTime counts the time of calls of the driver since began.
@@ -98,18 +98,18 @@ func (p *profile) countDriverTime(began time.Time) { p.driver.Add(int64(time.Sin
 // countFlight counts bytes that are submitted for fetching, or have arrived if n is negative.
 func (p *profile) countFlight(n int64) {
 	now := p.flight.Add(n)
-	for most := p.most.Load(); now > most && !p.most.CompareAndSwap(most, now); most = p.most.Load() {
+	for most := p.mostFlight.Load(); now > most && !p.mostFlight.CompareAndSwap(most, now); most = p.mostFlight.Load() {
 	}
 }
 
 // state is how far a relay is. mu guards it.
 type state struct {
 	mu         sync.Mutex
-	free       atomic.Int64  // pieces whose buffer may be filled again: [0, free); readers ask without mu
+	recycled   atomic.Int64  // pieces whose buffer may be filled again: [0, recycled); readers ask without mu
 	queued     []int         // by rank: pieces of which the decoding of that rank's share is queued: [0, queued)
-	done       []int         // by rank: pieces whose share of that rank was decoded: [0, done)
-	left       int           // shares that were not decoded
-	lastDecode chan struct{} // closed when none is left
+	decoded    []int         // by rank: pieces whose share of that rank was decoded: [0, decoded)
+	sharesLeft int           // that were not decoded
+	lastDecode chan struct{} // closed when sharesLeft is 0
 	err        error         // the first
 	ours       bool          // err is not about bytes that another rank has read
 	aimed      chan struct{} // closed when the requests are set
@@ -276,7 +276,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	rep := Report{Ours: r.ours, Pulled: r.pulled.Load(),
-		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped.Load()}
+		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.mostFlight.Load(), Unmapped: r.unmapped.Load()}
 	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)),
 		Seconds: time.Since(r.start).Seconds(), Stages: st}
 	for _, f := range files {
@@ -376,7 +376,7 @@ func (r *Relay) failWith(err error, ours bool) {
 
 // awaitBuffersUpTo waits, by asking, until the buffers of the first pieces may be filled again.
 func (r *Relay) awaitBuffersUpTo(ctx context.Context, pieces int) error {
-	return askUntil(ctx, func() bool { return r.free.Load() >= int64(pieces) })
+	return askUntil(ctx, func() bool { return r.recycled.Load() >= int64(pieces) })
 }
 
 // markQueued says that the decoding of shares, which ends with the event, is queued; nil: there is nothing
@@ -400,7 +400,7 @@ func (r *Relay) recycleOwnBuffers() {
 	if r.carrier != nil {
 		free = min(free, r.carrier.taken)
 	}
-	r.free.Store(int64(free))
+	r.recycled.Store(int64(free))
 }
 
 func (r *Relay) markDecoded(of shares) {
@@ -408,15 +408,15 @@ func (r *Relay) markDecoded(of shares) {
 	defer r.mu.Unlock()
 	for rank := of.firstRank; rank < of.endRank; rank++ {
 		r.partOf(of.piece, rank).isDecoded = true
-		r.left--
-		for r.done[rank] < len(r.pieces) && r.partOf(r.done[rank], rank).isDecoded {
-			r.done[rank]++
+		r.sharesLeft--
+		for r.decoded[rank] < len(r.pieces) && r.partOf(r.decoded[rank], rank).isDecoded {
+			r.decoded[rank]++
 		}
 		if r.carrier != nil && rank != r.spec.Rank {
-			r.carrier.ReleasePieces(rank, r.done[rank])
+			r.carrier.ReleasePieces(rank, r.decoded[rank])
 		}
 	}
-	if r.left == 0 {
+	if r.sharesLeft == 0 {
 		close(r.lastDecode)
 	}
 }
