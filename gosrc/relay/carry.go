@@ -44,9 +44,9 @@ type carrier struct {
 // moves is what movePieces alone uses, until it has ended.
 type moves struct {
 	next        []int           // by rank: the next piece to take
-	own, others []shares        // what waits for a slot to be decoded on the GPU
+	own, others []shares        // this rank's and the others', which wait for a slot of the queue that decodes
 	lastLook    time.Time       // when it last looked for pieces; zero: never
-	waits       []time.Duration // by rank; see Report.Waited
+	waits       []time.Duration // by rank: the time in which no share of it was taken
 }
 
 func (r *Relay) makeCarrier() error {
@@ -113,10 +113,10 @@ func (r *Relay) ownersRing(rank int) shareRing {
 	return shareRing{r.carrier.Memory(rank), int64(n) * share, 0, share, n}
 }
 
-// offsetOf is where in the memory the share of a piece begins.
+// offsetOf is where the share of a piece begins, from base.
 func (b shareRing) offsetOf(piece int) int64 { return b.first + int64(piece%b.count)*b.step }
 
-// addressOf is the address of that share.
+// addressOf is the address of the share of a piece.
 func (b shareRing) addressOf(piece int) unsafe.Pointer { return unsafe.Add(b.base, b.offsetOf(piece)) }
 
 // closeCarrier waits for the pulls in flight, and for the other ranks to end theirs; when ctx
@@ -141,7 +141,7 @@ func (r *Relay) closeCarrier(ctx context.Context) {
 	c.Close()
 }
 
-// Offer is for the other ranks of the host.
+// Offer is what the other ranks need to reach this one's memory; see Join.
 func (r *Relay) Offer() (peers.Offer, error) {
 	if r.carrier == nil {
 		return peers.Offer{}, errs.New(errs.ErrArgument, "relay: it does not exchange by itself")
@@ -150,7 +150,7 @@ func (r *Relay) Offer() (peers.Offer, error) {
 }
 
 // Join connects the relay with those of the other ranks, by their offers in order; it then maps
-// their memory. An error ends the job, also one that comes later. Report.Unmapped says whether it is that the ranks
+// their memory in the background. An error of either ends the job. Report.Unmapped says whether it is that the ranks
 // cannot reach each other's memory.
 func (r *Relay) Join(offers []peers.Offer) error {
 	c := r.carrier
@@ -180,6 +180,8 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	return nil
 }
 
+// mapOthers maps the other ranks' memory once they are connected, when it is this rank's turn, and waits until
+// all ranks have done so.
 func (r *Relay) mapOthers(ctx context.Context) error {
 	c := r.carrier
 	if err := awaitChannel(ctx, c.joined); err != nil {
@@ -209,9 +211,10 @@ func (r *Relay) beginMoving(ctx context.Context, work func(context.Context) erro
 	})
 }
 
-// movePieces finishes what the GPU has done, and has this rank's shares summed, those of others copied, and all
-// decoded; on the host it decodes by itself. It tells the others what it needs no more. It ends when this rank
-// has decoded all, and no other needs what it has read.
+// movePieces asks the GPU, the readers and the other ranks, again and again: it submits the slots that
+// readers have filled, finishes what the GPU has done, and has this rank's shares summed, those of others copied,
+// and all decoded; on the host it decodes by itself. What the caller exchanges is decoded by DecodePiece. It ends
+// when this rank has decoded all, and no other needs what it has read.
 func (r *Relay) movePieces(ctx context.Context) error {
 	if r.queue != nil {
 		runtime.LockOSThread()
@@ -310,7 +313,8 @@ func (r *Relay) carryShare(from int) (bool, error) {
 	return true, nil
 }
 
-// hasStagingFor reports whether the decoding of what the share of a piece replaces is queued.
+// hasStagingFor reports whether a rank's share of a piece may be pulled behind the decoding of the earlier share
+// that has its staging: whether that decoding is queued.
 func (r *Relay) hasStagingFor(piece, from int) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -344,7 +348,7 @@ func (r *Relay) decodeWaiting() (worked bool, err error) {
 	return worked, nil
 }
 
-// pullShare queues the copy of a rank's share, behind the decoding of the piece that it replaces.
+// pullShare queues the copy of a rank's share to staging, behind the decoding of the share that is there.
 func (r *Relay) pullShare(piece, from int) error {
 	c, part := r.carrier, r.partOf(piece, from)
 	defer r.countDriverTime(time.Now())
@@ -357,7 +361,7 @@ func (r *Relay) pullShare(piece, from int) error {
 		false)
 }
 
-// recycleTakenBuffers lets buffers be filled again that the other ranks have taken, as they say so.
+// recycleTakenBuffers asks which of this rank's shares no other rank needs any more, and recycles their buffers.
 func (r *Relay) recycleTakenBuffers() (bool, error) {
 	if r.carrier == nil || !isClosed(r.carrier.joined) {
 		return false, nil

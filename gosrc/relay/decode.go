@@ -32,7 +32,7 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if r.queue == nil {
 		return r.decodeOnHost(of)
 	}
-	slot, err := r.queue.Get(r.job.RunContext()) // after that movePieces brings no slot back
+	slot, err := r.queue.Get(r.job.RunContext()) // while this context lives, movePieces brings slots back
 	if err != nil {
 		return err
 	}
@@ -72,7 +72,7 @@ func (r *Relay) tasksOf(of shares) (first, end int) {
 // noTask is the number of a task that decodes nothing.
 const noTask = -1
 
-// decodeOnHost decodes on this rank's part of the cores, and waits.
+// decodeOnHost decodes shares on as many cores as are this rank's, and waits.
 func (r *Relay) decodeOnHost(of shares) error {
 	first, end := r.tasksOf(of)
 	tasks, base := r.tasks[first:end], r.ringOf(of.piece, of.firstRank).base
@@ -94,8 +94,8 @@ func (r *Relay) decodeOnHost(of shares) error {
 	return nil
 }
 
-// eventBeforeFill is the event after which what a rank reads of a piece may be written to its part
-// of the buffer: the decoding of the buffer's earlier piece, which is queued. nil: it has ended.
+// eventBeforeFill is the event after which a rank's share of a piece may be written to where this rank has it: the
+// end of the decoding of the share that was there before, which is queued. nil: there is nothing to wait for.
 func (r *Relay) eventBeforeFill(piece, rank int) *cuda.Event {
 	buffers := r.ringOf(piece, rank).count
 	if piece < buffers {
@@ -109,8 +109,8 @@ func (r *Relay) eventBeforeFill(piece, rank int) *cuda.Event {
 	return nil
 }
 
-// queueDecoding queues the decoding of a batch behind the work that is on the streams now. It takes the
-// slot.
+// queueDecoding queues the decoding of a batch of shares, which lie in one memory, behind the work that is on the
+// streams now. It takes the slot.
 func (r *Relay) queueDecoding(slot *cuda.Slot, batch []shares, streams []uintptr) error {
 	isSubmitted := false
 	defer func() {

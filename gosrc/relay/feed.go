@@ -1,6 +1,6 @@
 package relay
 
-// This file has the queue through which this rank's shares go to its GPU.
+// This file has the queue through which this rank's shares go to its GPU. movePieces feeds it.
 
 import (
 	"cmp"
@@ -16,19 +16,19 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A feedQueue is the queue that fetches. The device writes what it submits only
-// when the buffer's earlier piece was decoded. The readers do not wait for the driver,
-// whose calls take turns: movePieces submits their slots, those that wait at the same time
-// together, and asks for their ends, between all that else it asks the driver for.
+// A feedQueue copies the slots that readers have filled to this rank's buffers on the GPU, each behind the
+// decoding of the piece that the buffer had before. The readers do not wait for the driver, which serves one
+// thread at a time: movePieces submits all slots that wait together, and asks for their ends.
 type feedQueue struct {
 	*cuda.Queue
 	r       *Relay
-	todo    chan submission
-	waiting atomic.Int64 // submissions that have not gone up
-	mu      sync.Mutex   // held in a step: movePieces takes them, also Drain and Close, when it has ended
-	all     []submission // of a step
+	todo    chan submission // has space for all slots: no reader waits
+	waiting atomic.Int64    // filled slots that were not submitted to the driver
+	mu      sync.Mutex      // held in submitAndFinish, which movePieces calls, and Drain
+	all     []submission    // those that submitAndFinish submits; mu guards it
 }
 
+// A submission is a filled slot, and the piece whose buffer it goes to.
 type submission struct {
 	cuda.FilledSlot
 	piece int
@@ -47,14 +47,15 @@ func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error)
 	return slot, nil
 }
 
-// submitAndFinish submits the slots that wait, finishes those that have landed, and reports whether there were any.
+// submitAndFinish submits the slots that wait, finishes those that the GPU has copied, and reports whether there
+// were any of these or those. It does nothing while another goroutine is in it.
 func (q *feedQueue) submitAndFinish() bool {
 	if !q.mu.TryLock() {
 		return false
 	}
 	defer q.mu.Unlock()
 	q.all = q.all[:0]
-	for range len(q.todo) { // no one else takes them
+	for range len(q.todo) { // only the holder of mu takes them
 		q.all = append(q.all, <-q.todo)
 	}
 	if len(q.all) > 0 {
@@ -63,8 +64,8 @@ func (q *feedQueue) submitAndFinish() bool {
 	return q.FinishEnded() || len(q.all) > 0
 }
 
-// submitSafely submits slots together. After a panic each of their tasks gets its error, also those that
-// have ended: an error ends the load once.
+// submitSafely submits slots together. After a panic each of their tasks gets its error, even one that has
+// ended: only the first error counts.
 func (q *feedQueue) submitSafely(all []submission) {
 	defer q.waiting.Add(int64(-len(all)))
 	err := spawn.Guard("relay feed", func() error { q.submitSlots(all); return nil })
@@ -75,7 +76,8 @@ func (q *feedQueue) submitSafely(all []submission) {
 	}
 }
 
-// Submit takes tasks of the fetch's, and returns at once; what goes wrong later is an error of each task.
+// Submit leaves a filled slot to movePieces, and returns at once; what goes wrong later is an error of each task.
+// The tasks are some of r.fetch.Tasks, in place: their position there says which piece they are of.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	all := q.r.fetch.Tasks
 	first := cap(all) - cap(tasks) // of those in all
@@ -97,7 +99,7 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 	return nil
 }
 
-// submitSlots submits slots together, those of the first pieces first: others wait for them.
+// submitSlots submits slots together, those of the first pieces first: the other ranks wait for these.
 func (q *feedQueue) submitSlots(all []submission) {
 	r, isSubmitted := q.r, false
 	defer r.countDriverTime(time.Now())
@@ -109,7 +111,7 @@ func (q *feedQueue) submitSlots(all []submission) {
 	for i := range all {
 		s := &all[i]
 		s.Slot.FollowEvent(r.eventBeforeFill(s.piece, r.spec.Rank))
-		s.Slot.AllowGapWrites() // a share has its chunks as they lie in the file
+		s.Slot.AllowGapWrites() // chunks lie in a share as in the file, and what is between them is no one's
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.piece, b.piece) })
 	slots := make([]cuda.FilledSlot, len(all))

@@ -22,17 +22,17 @@ type exchangeLayout struct {
 	bare       []bool        // by tensor: it has chunks there only, without checksums
 	places     []chunkPlace  // by number of a chunk in ix
 	pieces     []loadPiece
-	parts      []rankPart // by piece, and in that by rank
-	spots      []plan.Spot
-	fetch      *plan.Plan
-	fetchWants []plan.Want // of fetch: a chunk each
+	parts      []rankPart  // by piece, and in that by rank
+	spots      []plan.Spot // what this rank reads: chunks, and where in its buffers they go; by piece
+	fetch      *plan.Plan  // of reading the spots
+	fetchWants []plan.Want // of fetch: a spot each
 }
 
 // A loadPiece is what the ranks read at about the same time: a share each. In this package a piece is one of
-// these; what a plan calls its pieces fills a slot, and is of one of these.
+// these; a plan's pieces are smaller: each fills one slot, with bytes of one of these.
 type loadPiece struct {
-	share              int64 // the space of each rank in the buffer
-	firstSpot, endSpot int   // this rank's spots
+	share              int64 // the space that a buffer has for each rank's share
+	firstSpot, endSpot int   // what this rank reads: spots[firstSpot:endSpot]
 	arrival
 }
 
@@ -42,23 +42,23 @@ type arrival struct {
 	checked    chan struct{} // closed when the share is there, and right: the others may read it
 }
 
-// A rankPart is a rank's share of a piece, and this rank's tasks of it.
+// A rankPart is a rank's share of a piece, and this rank's decode tasks of it: tasks[firstTask:endTask].
 type rankPart struct {
 	firstTask, endTask int
-	used               int64 // bytes that others copy whole
+	used               int64 // bytes that other ranks copy: behind them is what its reader alone needs
 	decoding
 }
 
 // A decoding is how far that of a share is on this rank. The relay's mu guards it.
 type decoding struct {
-	isQueued  bool        // or there is none
+	isQueued  bool        // true, too, if nothing is to be decoded
 	decodeEnd *cuda.Event // once it is queued; nil: there is nothing to wait for
 	isDecoded bool
 }
 
 // localRequests are this rank's requests, and their decode tasks.
 type localRequests struct {
-	tasks  []device.DecodeTask // by piece and rank that reads them
+	tasks  []device.DecodeTask // by piece, and in that by the rank that reads the chunk
 	refs   []plan.Ref          // of each task
 	wants  []plan.Want
 	coming []int32 // by request: decode tasks that have not ended
@@ -81,8 +81,7 @@ const (
 	chunkAlign = 16
 	// plainChunkBytes is the size of the chunks of plain tensors, which have none in the file.
 	plainChunkBytes = 1<<20 - 8<<10
-	// maxRanks is more GPUs than any host has: of several hosts, as many ranks exchange as
-	// have a share.
+	// maxRanks is more GPUs than any host has. Where the caller exchanges, also between hosts, there may be more.
 	maxRanks = 256
 	// mostBatches is how many batches of shares a GPU decodes at a time, or waits for the copies of. What is
 	// ready meanwhile is the next batch: the decoding of a few chunks takes as long as that of many.
@@ -144,8 +143,7 @@ func (r *Relay) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 }
 
 // layOut divides the stored chunks of the tensors into pieces and shares, in the
-// order of the files. All ranks compute the same pieces, and all ranks of a host
-// the same shares.
+// order of the files. All ranks that exchange compute the same pieces and shares.
 func (r *Relay) layOut() error {
 	spec := r.spec
 	reqs := make([]plan.Request, len(spec.Tensors))
@@ -224,7 +222,7 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 	return gap
 }
 
-// addPiece adds a piece of these shares. What is contiguous in the file stays contiguous in
+// addPiece adds the piece that has these shares. What is contiguous in the file stays contiguous in
 // the buffer. All shares have the same space: where the caller exchanges, that of the largest,
 // so that one collective gathers them; else all that there is, since those of several pieces
 // are in their buffers at the same time.

@@ -2,8 +2,8 @@ package relay
 
 // This file paces goroutines that ask again and again for what comes every few microseconds, from
 // readers, the device and other ranks. One that sleeps until it is woken is late by some hundred
-// microseconds in a virtual machine, and to wake one costs the waker as much: readers that wait for the
-// goroutine that feeds the GPU would keep it from feeding.
+// microseconds in a virtual machine, and to wake one costs the waker as much: if
+// movePieces woke the readers, it would not feed the GPU meanwhile.
 
 import (
 	"context"
@@ -14,15 +14,15 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// A pacer rests longer the longer nothing was to be done. The zero value is one that has work.
+// A pacer rests between two looks for work, longer the longer there was none. The zero value is ready for use.
 type pacer struct{ idle time.Time } // since when nothing was to be done; zero: there was something
 
 const (
 	// spinTime is how long a pacer keeps its core while nothing is to be done.
 	spinTime = 200 * time.Microsecond
-	// longestRest is the longest rest.
+	// longestRest is the longest that a pacer then sleeps between two looks.
 	longestRest = time.Millisecond
-	// landingPause is how long a caller of Ready waits before it looks again: no one wakes it.
+	// landingPause is how long Ready waits before it looks again: nothing that lands wakes it.
 	landingPause = time.Millisecond
 )
 
@@ -45,7 +45,7 @@ func (p *pacer) restUnless(worked bool) {
 	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be late by a millisecond
 }
 
-// askUntil asks until there is what ready asks for, or until ctx has ended.
+// askUntil calls ready again and again until it is true, or until ctx has ended.
 func askUntil(ctx context.Context, ready func() bool) error {
 	var pace pacer
 	for !ready() {

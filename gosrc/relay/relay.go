@@ -23,7 +23,7 @@ import (
 )
 
 // A Spec says what the ranks of a group load together. Tensors and Size are the same on all
-// ranks that exchange (with Needs, Tensors on those of a host).
+// ranks that exchange.
 type Spec struct {
 	Tensors []int64 `json:"tensors"` // whose stored bytes are shared, each one whole
 	// buffers of Size bytes on the device; the caller keeps them valid until the job has ended
@@ -42,7 +42,7 @@ type Spec struct {
 	Needs []plan.Request `json:"-"`
 	Ranks int            `json:"ranks"` // that exchange
 	Here  int            `json:"here"`  // how many of them this host has; 0: all
-	Rank  int            `json:"rank"`
+	Rank  int            `json:"rank"`  // this one, of [0, Ranks)
 	load.Options
 }
 
@@ -80,7 +80,7 @@ type Relay struct {
 // gpuState is what a relay has of a GPU.
 type gpuState struct {
 	queue    *cuda.Queue // decodes, and sums; nil: the host does
-	feed     *feedQueue  // fetches; nil: the host
+	feed     *feedQueue  // copies what this rank reads to the GPU; nil: the host reads into place
 	arrivals chan int    // pieces whose share of this rank has arrived, to be summed
 }
 
@@ -207,7 +207,7 @@ func (r *Relay) awaitLayout() error {
 	return r.err
 }
 
-// awaitPiece is awaitLayout; it refuses a piece that there is not.
+// awaitPiece is awaitLayout; it refuses a number that no piece has.
 func (r *Relay) awaitPiece(piece int) error {
 	err := r.awaitLayout()
 	if err == nil && (piece < 0 || piece >= len(r.pieces)) {
@@ -216,7 +216,7 @@ func (r *Relay) awaitPiece(piece int) error {
 	return err
 }
 
-// makeQueues makes what a GPU needs: a queue that fetches, and one that sums and decodes.
+// makeQueues makes what a GPU needs: a queue that copies what this rank reads, and one that sums and decodes.
 func (r *Relay) makeQueues() error {
 	gpu := r.target.GPU
 	if gpu == nil {
@@ -347,13 +347,13 @@ func (r *Relay) piecesAhead() int {
 
 // closeExchange waits until nothing moves any more, and closes the queues and the carrier.
 func (r *Relay) closeExchange(ctx context.Context) {
-	r.movers.Wait() // first: mapOthers waits for Join
+	r.movers.Wait() // first: mapOthers may wait for Join, which refuses once shut is set
 	r.mu.Lock()
 	r.shut = true
 	r.mu.Unlock()
 	r.busy.Wait()
 	if r.feed != nil {
-		r.feed.Close() // first: its copies wait for events of the other's slots
+		r.feed.Close() // first: its copies wait for events of queue's slots
 	}
 	if r.queue != nil {
 		r.queue.Close()
@@ -374,13 +374,13 @@ func (r *Relay) failWith(err error, ours bool) {
 	r.job.Cancel()
 }
 
-// awaitBuffersUpTo waits, by asking, until the buffers of the first pieces may be filled again.
+// awaitBuffersUpTo waits, by asking, until the buffers of the pieces [0, pieces) may be filled again.
 func (r *Relay) awaitBuffersUpTo(ctx context.Context, pieces int) error {
 	return askUntil(ctx, func() bool { return r.recycled.Load() >= int64(pieces) })
 }
 
 // markQueued says that the decoding of shares, which ends with the event, is queued; nil: there is nothing
-// to wait for. Where this rank's is among them its buffer may be filled again, as far as it goes.
+// to wait for. If this rank's share is among them, its buffer may be filled again unless other ranks need it.
 func (r *Relay) markQueued(of shares, end *cuda.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -394,7 +394,8 @@ func (r *Relay) markQueued(of shares, end *cuda.Event) {
 	r.recycleOwnBuffers()
 }
 
-// recycleOwnBuffers lets buffers be filled again, behind this rank's decoding, that no other needs. r.mu is held.
+// recycleOwnBuffers lets the readers fill again those of this rank's buffers whose decoding is queued and that no
+// other rank needs. r.mu is held.
 func (r *Relay) recycleOwnBuffers() {
 	free := r.queued[r.spec.Rank]
 	if r.carrier != nil {
@@ -403,6 +404,7 @@ func (r *Relay) recycleOwnBuffers() {
 	r.recycled.Store(int64(free))
 }
 
+// markDecoded says that the decoding of shares has ended, and tells their owners that this rank needs them no more.
 func (r *Relay) markDecoded(of shares) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -421,7 +423,7 @@ func (r *Relay) markDecoded(of shares) {
 	}
 }
 
-// countTask counts a decode task that has ended: the last of its request's lands it.
+// countTask counts a decode task that has ended. A request lands with its last task.
 func (r *Relay) countTask(task int) {
 	if task == noTask {
 		return
@@ -434,7 +436,8 @@ func (r *Relay) countTask(task int) {
 	}
 }
 
-// Ready returns the requests that have landed since the last call, as that of a Loading.
+// Ready returns at most limit requests that have landed since the last call, and whether more may follow. It
+// waits up to d for the first of them, and looks every landingPause: what lands them wakes no one.
 func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	for until := time.Now().Add(d); ; job.Within(r.job.Done(), landingPause) {
 		reqs, more = r.landings.Next(r.job.Done(), limit, 0)
@@ -447,8 +450,8 @@ func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 // Job is the relay's job.
 func (r *Relay) Job() *job.Job { return r.job }
 
-// ShareSizes returns, for each piece, the size of a rank's share in its buffer: that of
-// rank r of the host begins at r times this size. It waits for the layout.
+// ShareSizes returns, for each piece, the space of each rank's share in a buffer of the ring: that of
+// rank r begins at r times this size. It waits for the layout.
 func (r *Relay) ShareSizes() ([]int64, error) {
 	if err := r.awaitLayout(); err != nil {
 		return nil, err

@@ -1,7 +1,7 @@
 package relay
 
-// This file says when others may read what this rank has read: on a GPU behind the comparison of a
-// share's checksums there, since slots cut chunks anywhere.
+// This file says when others may read what this rank has read. Where SumsShares of plan.Machine is set a share's
+// checksums are compared on the GPU first, since a slot may end within a chunk.
 
 import (
 	"github.com/overwire/overwire/gosrc/device"
@@ -11,11 +11,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// slotsForSums is how many slots of the queue decodeWaiting leaves for sums.
+// slotsForSums is how many slots of the queue that decodes are left for sums.
 const slotsForSums = 2
 
 // countArrival counts a chunk of this rank's share of a piece that has arrived. The last of them makes
-// the share readable, or lets it be summed before.
+// the share readable, or first has movePieces sum it.
 func (r *Relay) countArrival(piece int) {
 	r.mu.Lock()
 	p := &r.pieces[piece]
@@ -48,7 +48,7 @@ func (r *Relay) makeReadable(piece int) {
 	}
 }
 
-// sumArrived sums the shares that have arrived, as far as slots are free.
+// sumArrived has the shares summed that have arrived, as far as slots are free.
 func (r *Relay) sumArrived() (worked bool, err error) {
 	for len(r.arrivals) > 0 { // movePieces alone takes them
 		slot := r.queue.TryGet()
