@@ -11,8 +11,8 @@ type Machine struct {
 	Cores     int
 	Threads   int // the caller's; 0: as many as suit the load
 	Ranks     int // processes of the host that share the cores, and each read a part; 0 is 1
-	// InGroup: what is read goes on to other ranks, piece by piece, each of which waits
-	// for its slots.
+	// InGroup: what is read goes on to other ranks, piece by piece; a piece waits for the
+	// last of the slots that carry it.
 	InGroup bool
 	// Concurrency is the most reads in flight that any of the sources can use.
 	// RangeBytes is the best size of their ranges that are read in steps, 0 unless
@@ -20,7 +20,7 @@ type Machine struct {
 	Concurrency int
 	RangeBytes  int64
 	DirectIO    bool // some of the sources can read whole blocks into place
-	SumsShares  bool // checksums are compared on the GPU, of all that ranks exchange at a time
+	SumsShares  bool // checksums are compared on the GPU once a rank's whole share of a piece is there
 }
 
 const (
@@ -37,13 +37,13 @@ const (
 	directAlign = 4096
 	// Feeders is how many readers keep a fast disk, or a device, busy.
 	Feeders = 16
-	// fewFeeders is the least of a rank of several: one reads while one waits for a slot.
+	// fewFeeders is the fewest readers of a rank that shares its host: one reads while one waits for a slot.
 	fewFeeders = 2
 )
 
 // OwnSlots reports whether each reader of local files fills slots of its own, so small that
-// its core's cache still has them. They pay where the driver takes many at once, which need
-// no kernels of their own.
+// its core's cache still has them. This pays where one call of the driver submits many slots, and
+// slots launch no kernels.
 func (m Machine) OwnSlots() bool { return m.InGroup && m.Concurrency == 0 }
 
 // Limits chooses the size of reads. On the host it is about one compressed chunk,
@@ -74,12 +74,13 @@ func (m Machine) Limits() Limits {
 // Workers is the number of workers: the caller's, else on the host at least one per
 // core. For a device it is as many as feed it, whatever the number of cores: they
 // mostly wait for the disk and for free slots, and 32 of them were slower than 16.
-// depth is how many reads in flight suit the disks. Ranks that share the host have
-// together what one would have, but at least fewFeeders each; if they exchange what they
-// read, some cores stay for what moves it: a piece is as late as its last reader, and one that
-// shares its core with another thread is late by milliseconds. Two ranks on 32 cores read best
-// with 13 readers each (11 have 0.96 of their rate in the middle), four on 64 with 11: what
-// 44 read together, 52 do not read faster.
+// depth is how many reads in flight suit the disks. Ranks that share the cores share the
+// readers, too: as many as there are cores, from Feeders in all to Feeders each, and at least
+// fewFeeders each. If they exchange what they read, some cores are spared for the threads that
+// move it: a piece is as late as its last reader, and a reader that shares its core with another
+// thread is late by milliseconds. Two ranks on 32 cores load fastest with 13 readers each (with 11
+// at 0.96 of that rate, in the median), four on 64 cores with 11: 52 readers together load no
+// faster than 44.
 func (m Machine) Workers(depth int) int {
 	if m.Threads > 0 {
 		return m.Threads
@@ -91,11 +92,11 @@ func (m Machine) Workers(depth int) int {
 			readers = min(Feeders*ranks, max(Feeders, m.Cores))
 		}
 		if m.InGroup && m.Cores > 0 {
-			idle := m.Cores * 5 / 16
+			spareCores := m.Cores * 5 / 16
 			if m.Cores <= 2*Feeders {
-				idle = m.Cores * 3 / 16
+				spareCores = m.Cores * 3 / 16
 			}
-			readers = min(readers, m.Cores-idle)
+			readers = min(readers, m.Cores-spareCores)
 		}
 	}
 	least := 1
