@@ -12,12 +12,12 @@ import (
 // filling and copying them takes less of the host's memory: to a reader that fills slots
 // alone the one that it filled last, to others the one that came back last.
 type freeSlots struct {
-	tokens chan struct{} // one for each slot
+	tokens chan struct{} // one for each free slot
 	mu     sync.Mutex
 	slots  []*Slot // in the order in which they came back
 }
 
-// anyone is the reader of slots that several fill.
+// anyone is the reader's number for a slot that several readers fill.
 const anyone = -1
 
 func newFreeSlots(most int) *freeSlots { return &freeSlots{tokens: make(chan struct{}, most)} }
@@ -49,14 +49,14 @@ func (f *freeSlots) tryTakeSlotFor(reader int) *Slot {
 	}
 }
 
-// popSlotFor takes a slot for a token that the caller has taken.
+// popSlotFor takes a slot for a reader that has taken a token, so one is free.
 func (f *freeSlots) popSlotFor(reader int) *Slot {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	n := len(f.slots) - 1
 	if reader != anyone {
 		for n > 0 && f.slots[n].reader != reader {
-			n-- // at last the one that is the longest back: other readers have newer ones
+			n-- // down to the slot that came back first: the newer ones suit the readers that filled them
 		}
 	}
 	s := f.slots[n]
@@ -65,14 +65,15 @@ func (f *freeSlots) popSlotFor(reader int) *Slot {
 	return s
 }
 
-// takeSlots waits until n slots are back, and takes them.
+// takeSlots takes n slots, and waits for those that are not back.
 func (f *freeSlots) takeSlots(n int) {
 	for range n {
-		_, _ = f.takeSlotFor(context.Background(), anyone) // it does not end
+		_, _ = f.takeSlotFor(context.Background(), anyone) // without an error: this context does not end
 	}
 }
 
-// freeSlotAndJoined makes a slot free, and those with it before: then it may get others.
+// freeSlotAndJoined frees the slots that are joined to a slot, then the slot itself: from then on its next user may
+// join others to it.
 func (q *Queue) freeSlotAndJoined(s *Slot) {
 	for _, m := range s.joined {
 		q.freeSlotAndJoined(m)

@@ -11,15 +11,16 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// This file has queues whose user asks again and again, rather than wait.
+// This file has polled queues, whose user asks again and again what has ended, and does not wait for it.
 
-// UsePolling leaves the ends of slots, until Close, to the queue's user, who asks for them by FinishEnded
-// again and again: a thread that sleeps until the device wakes it, and then wakes others, is late by
-// hundreds of microseconds. Get and Drain then wait for that user. No slot may be in use.
+// UsePolling makes the queue a polled one until Close: no goroutine of its own finishes slots. Its user calls
+// FinishEnded again and again, since a thread that sleeps until the device wakes it, and then wakes others, is
+// late by hundreds of microseconds. Get and Drain may wait for these calls, which another goroutine then makes.
+// UsePolling is called while no slot is in use.
 func (q *Queue) UsePolling() { q.polled = true }
 
-// FinishEnded calls done for what has landed by now, on each stream in the order of submission, and
-// reports whether anything has. It does not wait.
+// FinishEnded finishes the slots whose work has ended by now, on each stream in the order of submission: it
+// calls their done and takes them back. It reports whether there were any, and does not wait for the device.
 func (q *Queue) FinishEnded() (worked bool) {
 	q.finishing.Lock()
 	defer q.finishing.Unlock()
@@ -79,7 +80,7 @@ func (q *Queue) TryGetFor(reader int) *Slot {
 // CountFree is how many slots TryGet would give now.
 func (q *Queue) CountFree() int { return len(q.free.tokens) }
 
-// CountFlying is how many slots of a polled queue were submitted and are not being finished.
+// CountFlying is how many slots of a polled queue were submitted, and neither are finished nor being finished.
 func (q *Queue) CountFlying() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()

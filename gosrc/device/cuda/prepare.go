@@ -1,15 +1,15 @@
 package cuda
 
-// This file makes queues in the background, for loads that are about to begin.
+// This file makes queues before the loads that will use them.
 
 /*
 #include "queue.h"
 */
 import "C"
 
-// PrepareQueue makes a queue as Queue does, for a load that is about to begin, unless one is
-// kept already. One of TablesOnly has its kernels loaded, which the driver does when each is first
-// launched, and takes milliseconds for. It reports no error: Queue will.
+// PrepareQueue makes a queue, which the device keeps for the next call of Queue, unless it keeps
+// one already. With TablesOnly it also loads the kernels, which takes the driver milliseconds when
+// each is first launched. It reports no error: Queue will.
 func (d *Device) PrepareQueue(slots int, slotBytes int64) {
 	d.making.Lock()
 	defer d.making.Unlock()
@@ -28,7 +28,7 @@ func (d *Device) PrepareQueue(slots int, slotBytes int64) {
 	}
 }
 
-// IsMakingQueue reports whether one is being made now, for which Queue would wait.
+// IsMakingQueue reports whether a queue is being made now, for which Queue would wait.
 func (d *Device) IsMakingQueue() bool {
 	if d.making.TryLock() {
 		d.making.Unlock()
