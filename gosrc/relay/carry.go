@@ -217,7 +217,7 @@ func (r *Relay) beginMoving(ctx context.Context, work func(context.Context) erro
 // when this rank has decoded all, and no other needs what it has read.
 func (r *Relay) movePieces(ctx context.Context) error {
 	if r.queue != nil {
-		runtime.LockOSThread()
+		runtime.LockOSThread() // it makes most of the driver's calls: no other goroutine takes this thread
 		defer runtime.UnlockOSThread()
 	}
 	steps := []func() (worked bool, err error){r.sumArrived, r.recycleTakenBuffers, r.carryShares, r.decodeWaiting}

@@ -69,7 +69,7 @@ type Relay struct {
 	start     time.Time
 	landings  *job.Landings
 	carrier   *carrier      // nil: the caller exchanges the shares
-	layoutEnd chan struct{} // closed when the layout and the queues are there
+	layoutEnd chan struct{} // closed when the layout and the queues are there, or the job has an error
 	profile
 	exchangeLayout
 	localRequests
