@@ -113,10 +113,11 @@ func (j *Job) Wait(d time.Duration) (bool, error) {
 // Within waits up to d, for ever if that is negative, until done is closed, and reports
 // whether it is.
 func Within(done <-chan struct{}, d time.Duration) bool {
-	select {
-	case <-done: // also when d is 0: a timer might win against it
+	switch {
+	case IsClosed(done): // a timer might win against it
 		return true
-	default:
+	case d == 0:
+		return false
 	}
 	var late <-chan time.Time // never sent to
 	if d >= 0 {
@@ -128,6 +129,16 @@ func Within(done <-chan struct{}, d time.Duration) bool {
 	case <-done:
 		return true
 	case <-late:
+		return false
+	}
+}
+
+// IsClosed reports whether done is closed, without waiting.
+func IsClosed(done <-chan struct{}) bool {
+	select {
+	case <-done:
+		return true
+	default:
 		return false
 	}
 }

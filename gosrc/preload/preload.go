@@ -211,7 +211,7 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 			p.stock.Drop()
 		}
 	}
-	if job.Within(p.opened, 0) {
+	if job.IsClosed(p.opened) {
 		end() // now, before the load that cannot use it allocates as much again
 	} else {
 		spawn.Go("preload drop", end)
@@ -221,7 +221,7 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 // pruneEmpty forgets preloads whose tensors were all given. mu is held.
 func pruneEmpty() {
 	live = slices.DeleteFunc(live, func(p *Preload) bool {
-		return job.Within(p.opened, 0) && (p.stock == nil || p.stock.Spent())
+		return job.IsClosed(p.opened) && (p.stock == nil || p.stock.Spent())
 	})
 }
 
@@ -234,7 +234,7 @@ func (p *Preload) isWhole() bool {
 // replacedFile names a local file of the preload that was replaced or removed; "" if
 // none was, or while the files are not open. mu is held.
 func (p *Preload) replacedFile() string {
-	if !job.Within(p.opened, 0) {
+	if !job.IsClosed(p.opened) {
 		return ""
 	}
 	for _, f := range p.files {
@@ -301,7 +301,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 	defer mu.Unlock()
 	pruneEmpty()
 	for _, p := range slices.Clone(live) {
-		if !job.Within(p.opened, 0) {
+		if !job.IsClosed(p.opened) {
 			if p.names(srcs) { // it is paused
 				p.dropWithNote("its file was being written to", false)
 			}
@@ -399,7 +399,7 @@ func waitForOpened(srcs []tensor.Source, d time.Duration) bool {
 		}) {
 			continue
 		}
-		if job.Within(p.opened, 0) {
+		if job.IsClosed(p.opened) {
 			continue
 		}
 		select {

@@ -16,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/peers"
 )
 
@@ -238,7 +239,7 @@ func (r *Relay) movePieces(ctx context.Context) error {
 			}
 			worked = worked || did
 		}
-		if c := r.carrier; c != nil && !worked && isClosed(c.joined) {
+		if c := r.carrier; c != nil && !worked && job.IsClosed(c.joined) {
 			if err := c.CheckOthers(); err != nil {
 				return err
 			}
@@ -251,14 +252,14 @@ func (r *Relay) movePieces(ctx context.Context) error {
 func (r *Relay) hasMovedAll() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.sharesLeft == 0 && (r.carrier == nil || isClosed(r.carrier.joined) && r.carrier.taken == len(r.pieces))
+	return r.sharesLeft == 0 && (r.carrier == nil || job.IsClosed(r.carrier.joined) && r.carrier.taken == len(r.pieces))
 }
 
 // carryShares takes the next piece of each rank whose share can be read, once the ranks have met and this one's
 // requests are known.
 func (r *Relay) carryShares() (worked bool, err error) {
 	c, now := r.carrier, time.Now()
-	if c == nil || !isClosed(c.joined) || !isClosed(r.aimed) {
+	if c == nil || !job.IsClosed(c.joined) || !job.IsClosed(r.aimed) {
 		return false, nil
 	}
 	if c.lastLook.IsZero() {
@@ -290,7 +291,7 @@ func (r *Relay) carryShare(from int) (bool, error) {
 	of, part := shares{k, from, from + 1}, r.partOf(k, from)
 	wanted := part.endTask > part.firstTask
 	switch {
-	case own && !isClosed(r.pieces[k].checked), !own && wanted && c.CountPublished(from) <= k:
+	case own && !job.IsClosed(r.pieces[k].checked), !own && wanted && c.CountPublished(from) <= k:
 		return false, nil
 	case !wanted:
 		r.markQueued(of, nil)
@@ -363,7 +364,7 @@ func (r *Relay) pullShare(piece, from int) error {
 
 // recycleTakenBuffers asks which of this rank's shares no other rank needs any more, and recycles their buffers.
 func (r *Relay) recycleTakenBuffers() (bool, error) {
-	if r.carrier == nil || !isClosed(r.carrier.joined) {
+	if r.carrier == nil || !job.IsClosed(r.carrier.joined) {
 		return false, nil
 	}
 	taken := min(r.carrier.CountTaken(), len(r.pieces))
@@ -375,15 +376,6 @@ func (r *Relay) recycleTakenBuffers() (bool, error) {
 	r.carrier.taken = taken
 	r.recycleOwnBuffers()
 	return true, nil
-}
-
-func isClosed(channel <-chan struct{}) bool {
-	select {
-	case <-channel:
-		return true
-	default:
-		return false
-	}
 }
 
 func awaitChannel(ctx context.Context, ready chan struct{}) error {

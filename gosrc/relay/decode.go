@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -52,9 +53,9 @@ func (r *Relay) beginDecoding(piece int) error {
 		return r.err
 	case r.carrier != nil || piece != r.queued[0]:
 		return errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", piece, r.queued[0])
-	case r.shut || !isClosed(r.aimed):
+	case r.shut || !job.IsClosed(r.aimed):
 		return errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet")
-	case !isClosed(r.pieces[piece].checked): // its buffer would be read while it is filled
+	case !job.IsClosed(r.pieces[piece].checked): // its buffer would be read while it is filled
 		return errs.New(errs.ErrArgument, "relay: piece %d cannot be decoded: this rank has not read its share", piece)
 	}
 	r.busy.Add(1)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -42,7 +43,7 @@ func TestLayoutFails(t *testing.T) {
 		for hasEnded := false; !hasEnded; {
 			r.mu.Lock()
 			for n := 0; n < 1000 && !hasEnded; n++ {
-				hasEnded = isClosed(r.layoutEnd)
+				hasEnded = job.IsClosed(r.layoutEnd)
 			}
 			if hasEnded && r.err == nil {
 				t.Error("the layout has ended without its error")

@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -345,7 +346,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	r.sortTasksByPart(tasksPlan, where)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if isClosed(r.aimed) {
+	if job.IsClosed(r.aimed) {
 		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
 	next := 0

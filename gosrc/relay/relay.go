@@ -366,7 +366,7 @@ func (r *Relay) failWith(err error, ours bool) {
 	r.mu.Lock()
 	if r.err == nil {
 		r.err, r.ours = err, ours
-		if c := r.carrier; c != nil && isClosed(c.joined) {
+		if c := r.carrier; c != nil && job.IsClosed(c.joined) {
 			c.ReportFailure()
 		}
 	}
@@ -481,8 +481,8 @@ func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
 	case <-r.job.Done(): // it may have been the last piece
 	case <-timer.C:
 	}
-	if isClosed(r.job.Done()) && r.job.Err() != nil {
+	if job.IsClosed(r.job.Done()) && r.job.Err() != nil {
 		return false, r.job.Err()
 	}
-	return isClosed(checked), nil
+	return job.IsClosed(checked), nil
 }

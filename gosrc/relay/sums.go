@@ -7,6 +7,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -40,10 +41,10 @@ func (r *Relay) makeReadable(piece int) {
 	if c == nil {
 		return
 	}
-	for c.published < len(r.pieces) && isClosed(r.pieces[c.published].checked) {
+	for c.published < len(r.pieces) && job.IsClosed(r.pieces[c.published].checked) {
 		c.published++
 	}
-	if isClosed(c.joined) {
+	if job.IsClosed(c.joined) {
 		c.Publish(c.published)
 	}
 }

@@ -26,7 +26,7 @@ func TestCancelStopsSends(t *testing.T) {
 	for _, isCancelled := range []bool{true, false} {
 		var d *watchedDraft
 		j := job.Start("save", func(ctx context.Context, j *job.Job) error {
-			d = &watchedDraft{over: func() bool { return job.Within(j.Done(), 0) }}
+			d = &watchedDraft{over: func() bool { return job.IsClosed(j.Done()) }}
 			o := &objects{writer: newWriter(Spec{}, j), drafts: []source.Draft{nil, d}}
 			if isCancelled {
 				j.Cancel()
