@@ -68,22 +68,28 @@ func (w heldWriter) Write(p []byte) (int, error) {
 	return w.ResponseWriter.Write(p)
 }
 
+// openHeld opens a file over HTTP, of which no answer brings more than 256 KiB before release.
+func openHeld(t *testing.T, path string) (m *load.Model, release func()) {
+	t.Helper()
+	open := make(chan struct{})
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		http.ServeFile(heldWriter{w, open, new(atomic.Int64)}, q, path)
+	}))
+	t.Cleanup(server.Close)
+	m, err := load.Open(t.Context(), load.Spec{URIs: []string{server.URL + "/m.safetensors"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(m.Close)
+	return m, func() { close(open) }
+}
+
 // A rank that reads late delays only what it reads: all ranks get all that the others read,
 // however many buffers that takes, before it has read anything.
 func TestLateReader(t *testing.T) {
 	const ranks, late, mib = 3, 1, 1 << 20
 	m := plain(t, []int64{12, mib}, []int64{9 * mib})
-	path := m.Index().Sources[0].URI
-	slow := make(chan struct{})
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
-		http.ServeFile(heldWriter{w, slow, new(atomic.Int64)}, q, path)
-	}))
-	defer server.Close()
-	far, err := load.Open(t.Context(), load.Spec{URIs: []string{server.URL + "/m.safetensors"}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer far.Close()
+	far, release := openHeld(t, m.Index().Sources[0].URI)
 	relays, offers, got := make([]*Relay, ranks), make([]peers.Offer, ranks), make([][]byte, ranks)
 	for rank := range relays {
 		from := m
@@ -131,7 +137,7 @@ func TestLateReader(t *testing.T) {
 			t.Errorf("rank %d has what was not read", r.spec.Rank)
 		}
 	}
-	close(slow)
+	release()
 	for rank, r := range relays {
 		if _, err := r.Job().Wait(-1); err != nil || bytes.ContainsRune(got[rank], 1) {
 			t.Errorf("rank %d: %v", rank, err)

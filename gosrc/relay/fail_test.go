@@ -2,9 +2,6 @@ package relay
 
 import (
 	"errors"
-	"net/http"
-	"net/http/httptest"
-	"sync/atomic"
 	"testing"
 	"time"
 	"unsafe"
@@ -12,7 +9,6 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
-	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/plan"
 )
@@ -67,17 +63,7 @@ func TestLayoutFails(t *testing.T) {
 // A piece of which this rank has not read its share is not decoded.
 func TestDecodeBeforeShare(t *testing.T) {
 	const mib = 1 << 20
-	path := plain(t, []int64{4 * mib}).Index().Sources[0].URI
-	open := make(chan struct{})
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
-		http.ServeFile(heldWriter{w, open, new(atomic.Int64)}, q, path)
-	}))
-	defer server.Close()
-	m, err := load.Open(t.Context(), load.Spec{URIs: []string{server.URL + "/m.safetensors"}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	m, release := openHeld(t, plain(t, []int64{4 * mib}).Index().Sources[0].URI)
 	ring, got := make([]byte, 8*mib), make([]byte, 4*mib)
 	r, err := Start(m, &Spec{Tensors: []int64{0}, Ring: []uint64{uint64(uintptr(unsafe.Pointer(&ring[0])))},
 		Size: 8 * mib, Ranks: 1})
@@ -90,7 +76,7 @@ func TestDecodeBeforeShare(t *testing.T) {
 	if err := r.DecodePiece(0, 0); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("decoded what was not read: %v", err)
 	}
-	close(open)
+	release()
 	if landed, err := r.AwaitOwnShare(0, time.Minute); !landed || err != nil {
 		t.Fatal(landed, err)
 	}
