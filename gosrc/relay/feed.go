@@ -16,9 +16,13 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
+// mostGroups is how many groups of slots are on their way to the GPU at a time. What readers fill meanwhile goes in the
+// next group: a group costs the driver not much more than a slot, and with two the link has always one to copy.
+const mostGroups = 2
+
 // A feedQueue copies the slots that readers have filled to this rank's buffers on the GPU, each behind the
 // decoding of the piece that the buffer had before. The readers do not wait for the driver, which serves one
-// thread at a time: movePieces submits all slots that wait together, and asks for their ends.
+// thread at a time: movePieces submits all slots that wait as one group, and asks for its end.
 type feedQueue struct {
 	*cuda.Queue
 	r       *Relay
@@ -47,15 +51,15 @@ func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error)
 	return slot, nil
 }
 
-// submitAndFinish submits the slots that wait, finishes those that the GPU has copied, and reports whether there
-// were any of these or those. It does nothing while another goroutine is in it.
+// submitAndFinish submits the slots that wait unless mostGroups are on their way, finishes those that the GPU has
+// copied, and reports whether there were any of these or those. It does nothing while another goroutine is in it.
 func (q *feedQueue) submitAndFinish() bool {
 	if !q.mu.TryLock() {
 		return false
 	}
 	defer q.mu.Unlock()
 	q.all = q.all[:0]
-	for range len(q.todo) { // only the holder of mu takes them
+	for q.CountFlying() < mostGroups && len(q.todo) > 0 { // only the holder of mu takes them
 		q.all = append(q.all, <-q.todo)
 	}
 	if len(q.all) > 0 {

@@ -145,6 +145,70 @@ func TestRelayPrepared(t *testing.T) {
 	}
 }
 
+// While two groups of slots wait for the GPU, the driver gets no third: what readers fill meanwhile goes together.
+func TestSlotsGoInGroups(t *testing.T) {
+	end := cuda.Fake(512 << 20)
+	path, _, _ := loadtest.WriteModel(t, save.Spec{}, "", 24<<20)
+	m := loadtest.OpenModel(t, path)
+	travel := filled(m)
+	reqs := asked(m, travel, 0)
+	sizes := make([]int64, len(reqs))
+	for i, b := range sliced(t, m, reqs) {
+		sizes[i] = int64(len(b))
+	}
+	got := memoryOn(t, "cuda:0", sizes)
+	gpu, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stream, err := gpu.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	letGo := cudatest.OccupyStream(stream)
+	cudatest.TakeHistory()
+	spec := specOf(travel, memory{}, "cuda:0", 0, 1, 8<<20)
+	spec.Mapped, spec.Buffers, spec.Stages, spec.Stream, spec.Threads = true, 4, 2, uint64(stream), 8
+	r, err := relay.Start(m, spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	copies, records := 0, 0
+	for until := time.Now().Add(300 * time.Millisecond); time.Now().Before(until) || copies == 0; {
+		time.Sleep(time.Millisecond)
+		for _, call := range cudatest.TakeHistory() {
+			switch call {
+			case "copy_in":
+				copies++
+			case "event_record": // one for that stream, one for each group
+				records++
+			}
+		}
+	}
+	if records > 3 {
+		t.Errorf("%d groups were submitted, of %d slots", records-1, copies)
+	}
+	letGo()
+	offer, err := r.Offer()
+	if err == nil {
+		err = r.Join([]peers.Offer{offer})
+	}
+	if err == nil {
+		err = r.Aim(requests(reqs, got))
+	}
+	if err == nil {
+		_, err = r.Job().Wait(time.Minute)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	gpu.SyncAndFreeStream(stream)
+	got.free()
+	if left := end(); left != "" {
+		t.Errorf("left behind: %s", left)
+	}
+}
+
 // passed carries a relay of one rank through.
 func passed(r *relay.Relay) error {
 	shares, err := r.ShareSizes()
