@@ -204,7 +204,8 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 		cmd.Env = append(cmd.Env, k+"="+v)
 	}
 	stderr := &tail{}
-	cmd.Stdout, cmd.Stderr = w, stderr
+	lines := &redacted{to: stderr}
+	cmd.Stdout, cmd.Stderr = w, lines
 	if path := knob.DownloaderLog.Get(); path != "" {
 		log, err := openLog(path)
 		if err != nil {
@@ -212,9 +213,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 			return fmt.Errorf("%s=%s: %w", knob.DownloaderLog.Name(), path, errs.FromOS(err))
 		}
 		defer log.Close()
-		lines := &redacted{to: log}
-		defer lines.flushLine()
-		cmd.Stderr = io.MultiWriter(stderr, lines)
+		lines.to = io.MultiWriter(stderr, log)
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	err = cmd.Start()
@@ -231,6 +230,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	}
 	_ = r.Close() // before Wait: a program that goes on writing gets SIGPIPE
 	waitErr := cmd.Wait()
+	_ = lines.flushLine()
 	kill() // children that it has left
 	switch {
 	case ctx.Err() != nil:
@@ -320,28 +320,46 @@ func cutStream(r *os.File, files []*spool.File, timeout time.Duration) (last *sp
 	}
 }
 
+// maxLine is the longest line of a program's standard error that is shown: a part of one could begin
+// within a secret, which nothing tells from other words then.
+const maxLine = 64 << 10
+
 // redacted writes whole lines, without the secrets in them.
 type redacted struct {
-	to io.Writer
-	b  []byte
+	to   io.Writer
+	b    []byte
+	long bool // the line that b continues is longer than maxLine, and is left out
 }
 
 func (r *redacted) Write(p []byte) (int, error) {
 	r.b = append(r.b, p...)
-	end := bytes.LastIndexByte(r.b, '\n') + 1
-	if len(r.b) > 1<<16 {
-		end = len(r.b)
+	end := bytes.LastIndexAny(r.b, "\r\n") + 1
+	rest := bytes.Clone(r.b[end:])
+	if r.b = r.b[:end]; end > 0 {
+		if err := r.flushLine(); err != nil {
+			return 0, err
+		}
 	}
-	if _, err := io.WriteString(r.to, errs.Redact(string(r.b[:end]))); err != nil {
-		return 0, err
+	if r.b = rest; len(rest) > maxLine {
+		r.b, r.long = nil, true
 	}
-	r.b = append(r.b[:0], r.b[end:]...)
 	return len(p), nil
 }
 
-func (r *redacted) flushLine() { _, _ = io.WriteString(r.to, errs.Redact(string(r.b))) }
+// flushLine writes what there is.
+func (r *redacted) flushLine() error {
+	text, note := r.b, ""
+	if r.long {
+		note = fmt.Sprintf("(a line of more than %d bytes)\n", maxLine)
+		text = text[bytes.IndexAny(text, "\r\n")+1:]
+	}
+	r.b, r.long = nil, false
+	_, err := io.WriteString(r.to, note+errs.Redact(string(text)))
+	return err
+}
 
-// tail keeps the end of a program's standard error.
+// tail keeps the end of a program's standard error, which comes redacted: a cut could hide what shows
+// that something is a secret.
 type tail struct {
 	mu sync.Mutex
 	b  []byte
@@ -362,5 +380,5 @@ func (t *tail) String() string {
 	if len(lines) == 0 {
 		return ""
 	}
-	return ": " + errs.Redact(string(bytes.Join(lines, []byte(" "))))
+	return ": " + string(bytes.Join(lines, []byte(" ")))
 }

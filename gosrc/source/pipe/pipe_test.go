@@ -236,6 +236,25 @@ func TestSecrets(t *testing.T) {
 	}
 }
 
+// Of a URL that is longer than what an error or the log keeps of a program's words, no part is shown: its
+// beginning, which tells that it is one, is gone.
+func TestLongSecrets(t *testing.T) {
+	t.Cleanup(func() { knob.Load(nil) })
+	for _, size := range []int{500, 3000, 70_000, 300_000} {
+		log := filepath.Join(t.TempDir(), "log")
+		knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": log})
+		words := fmt.Sprintf("{ printf 'at http://h/x?sig='; head -c %d /dev/zero | tr '\\0' P; printf ' failed\nthe end'; "+
+			"} >&2; exit 3", size)
+		_, err := Open(context.Background(), script(t, words), "http://h/x", source.Options{})
+		text, readErr := os.ReadFile(log)
+		for _, one := range []string{fmt.Sprint(err), string(text)} {
+			if readErr != nil || strings.Contains(one, "PP") || !strings.Contains(one, "the end") {
+				t.Errorf("%d bytes: %.300q, %v", size, one, readErr)
+			}
+		}
+	}
+}
+
 // Cancel and Close kill the program with the programs that it has started.
 func TestKilled(t *testing.T) {
 	for _, end := range []string{"cancel", "close"} {
