@@ -230,6 +230,7 @@ func (r *byteRange) readBody(p []byte) (int, error) {
 	// Read the end of the body, so that its connection can be used again.
 	var more [1]byte
 	if n, _ := r.body.Read(more[:]); n > 0 {
+		r.got = 0 // no byte of it counts: a server that always sends too many is given up
 		return 0, errLong
 	}
 	return count, nil

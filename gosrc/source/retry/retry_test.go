@@ -223,16 +223,37 @@ func TestVerdicts(t *testing.T) {
 		}
 		src.Close()
 	}
-	// One byte too many is no answer.
-	s := &store{data: random(100)}
+}
+
+// One byte too many is no answer, and no progress, however long the answer is: in one step, and in several.
+func TestTooLong(t *testing.T) {
+	s := &store{data: random(4 * Progress)}
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
+		if n > 100 {
+			return nil, errNever
+		}
 		return bytes.NewReader(append(b[:len(b):len(b)], 1)), nil
 	}
-	src := New(s, Options{Timeout: timeout})
-	if err := src.ReadAt(context.Background(), make([]byte, 10), 5); !errors.Is(err, errs.ErrIO) {
-		t.Errorf("%v, want ErrIO", err)
+	for _, size := range []int64{10, Progress, 4 * Progress} {
+		for _, steps := range []int64{1, 2} {
+			s.n.Store(0)
+			src := New(s, Options{Retries: 2, Timeout: timeout, Range: 1, base: time.Millisecond})
+			r, err := src.OpenRange(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			err = r.Begin(t.Context(), 0, size)
+			for range steps {
+				if err == nil {
+					err = r.Next(make([]byte, size/steps))
+				}
+			}
+			if n := s.n.Load(); !errors.Is(err, errs.ErrIO) || n != 3 {
+				t.Errorf("%d bytes in %d steps: %v after %d requests", size, steps, err, n)
+			}
+			_, _ = r.Close(), src.Close()
+		}
 	}
-	src.Close()
 }
 
 // Cancel and Close end a read that hangs, at once.
