@@ -81,14 +81,56 @@ func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 }
 
 // Whole is Key with the environment: equal for options that mean the same.
-func (o Options) Whole() string { return o.Key() + "\x00" + Options{Storage: o.Env}.Key() }
+func (o Options) Whole() string { return o.Key() + "\x00" + quotePairs(o.Env) }
 
-// Key is equal for equal Storage: what was reached with one set of credentials must
+// Key is equal for equal Storage and equal stores: what was reached with one set of credentials must
 // not be given to a caller with another. It contains the values.
 func (o Options) Key() string {
+	key := quotePairs(o.Storage)
+	for _, scheme := range slices.Sorted(maps.Keys(choices)) {
+		key += "\x00" + o.StoreOf(scheme)
+	}
+	return key
+}
+
+func quotePairs(values map[string]string) string {
 	var b strings.Builder
-	for _, k := range slices.Sorted(maps.Keys(o.Storage)) {
-		b.WriteString("\x00" + strconv.Quote(k) + strconv.Quote(o.Storage[k]))
+	for _, k := range slices.Sorted(maps.Keys(values)) {
+		b.WriteString("\x00" + strconv.Quote(k) + strconv.Quote(values[k]))
 	}
 	return b.String()
+}
+
+// choices are, by scheme, the options and variables that say where the objects of a URI are, or
+// whether it is certain who sends them. None is a secret.
+var choices = map[string]struct{ storage, env []string }{
+	"s3": {[]string{"endpoint_url", "profile", "region"}, []string{"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL",
+		"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_CONFIG_FILE",
+		"AWS_SHARED_CREDENTIALS_FILE", "AWS_REGION", "AWS_DEFAULT_REGION"}},
+	"hf":     {[]string{"insecure"}, []string{"HF_ENDPOINT"}},
+	"https":  {[]string{"insecure"}, nil},
+	"redis":  {[]string{"db"}, nil},
+	"rediss": {[]string{"db"}, nil},
+}
+
+// StoreOf is what chooses the store that a URI of a scheme names, beside the URI: what one store has
+// or said is not another's, whatever ETag it gives. It contains no secret.
+func (o Options) StoreOf(scheme string) string {
+	values := map[string]string{}
+	for _, name := range choices[scheme].storage {
+		if value := o.Storage[name]; value != "" {
+			values[name] = value
+		}
+	}
+	for _, name := range choices[scheme].env {
+		if value := o.Env[name]; value != "" {
+			values["$"+name] = value
+		}
+	}
+	for name, value := range o.Storage {
+		if strings.EqualFold(name, HeaderPrefix+"Host") {
+			values["Host"] = value
+		}
+	}
+	return quotePairs(values)
 }

@@ -49,3 +49,36 @@ func TestOptions(t *testing.T) {
 		t.Error("two options with one key")
 	}
 }
+
+// What chooses a store makes it another one, for its scheme alone, and no secret is in what tells them apart.
+func TestStore(t *testing.T) {
+	set := func(in, name string) Options {
+		values := map[string]string{name: "value"}
+		if in == "env" {
+			return Options{Env: values}
+		}
+		return Options{Storage: values}
+	}
+	for _, one := range []struct {
+		scheme, in, name string
+		counts           bool
+	}{
+		{"s3", "storage", "endpoint_url", true}, {"s3", "storage", "profile", true}, {"s3", "env", "AWS_ENDPOINT_URL", true},
+		{"s3", "env", "AWS_ENDPOINT_URL_S3", true}, {"s3", "env", "AWS_DEFAULT_PROFILE", true},
+		{"s3", "env", "AWS_CONFIG_FILE", true}, {"s3", "env", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", true},
+		{"s3", "env", "HF_ENDPOINT", false}, {"s3", "env", "AWS_SESSION_TOKEN", false}, {"s3", "storage", "secret", false},
+		{"hf", "env", "HF_ENDPOINT", true}, {"hf", "storage", "insecure", true}, {"hf", "storage", "token", false},
+		{"https", "storage", "insecure", true}, {"https", "storage", "header.host", true},
+		{"https", "storage", "header.Authorization", false}, {"http", "storage", "header.Host", true},
+		{"http", "env", "HTTP_PROXY", false}, {"redis", "storage", "db", true}, {"rediss", "storage", "db", true},
+		{"redis", "storage", "password", false}, {"redis", "env", "REDISCLI_AUTH", false},
+	} {
+		o := set(one.in, one.name)
+		if got := o.StoreOf(one.scheme) != (Options{}).StoreOf(one.scheme); got != one.counts {
+			t.Errorf("%+v: %v", one, got)
+		}
+		if one.counts && o.Key() == (Options{}).Key() {
+			t.Errorf("%+v: the same key", one)
+		}
+	}
+}

@@ -1,7 +1,8 @@
 // Package cache keeps whole objects of remote sources in a local folder.
 //
 // A file is called KEY-SUM: KEY is made of the URI (without its query, which may be
-// a signature), the object's ETag and its size; SUM is the XXH3-128 of KEY and its bytes.
+// a signature), what else chooses the store (an endpoint), the object's ETag and its size; SUM is
+// the XXH3-128 of KEY and its bytes.
 // Every use compares the bytes with SUM; a damaged file is fetched again, and so is one
 // that another user of the machine may have planted or may change. What the store
 // said last of a URI is noted beside (NAME.note), for callers that do not ask it: because
@@ -50,12 +51,20 @@ const (
 	folderMode, fileMode = 0o775, 0o664
 )
 
-// A Folder keeps objects, at most Limit bytes of them; 0: any number. Store is what chooses the
-// stores that URIs name, beside these: what one said is not noted of another.
+// A Folder keeps objects, at most Limit bytes of them; 0: any number. StoreOf is what chooses the
+// store that a URI of a scheme names, beside the URI: what one has or said is not another's. nil:
+// nothing does.
 type Folder struct {
-	Path  string
-	Limit int64
-	Store string
+	Path    string
+	Limit   int64
+	StoreOf func(scheme string) string
+}
+
+func (c Folder) storeOf(uri string) string {
+	if c.StoreOf == nil {
+		return ""
+	}
+	return c.StoreOf(source.Scheme(uri))
 }
 
 // Keep returns the object of src from the folder, and fetches it first if it is
@@ -99,11 +108,7 @@ func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (
 	if f := findKept(ctx, key, src.Size()); f != nil || ctx.Err() != nil { // another process has fetched it
 		return f, context.Cause(ctx)
 	}
-	// Their writer has died: the lock is ours.
-	leftovers, _ := filepath.Glob(source.EscapeGlob(key) + ".tmp-*")
-	for _, name := range leftovers {
-		_ = os.Remove(name)
-	}
+	c.removeLeftovers(key)
 	c.evictFiles(src.Size())
 	return fetchObject(ctx, key, src)
 }
@@ -117,9 +122,38 @@ func (c Folder) makeFolder() error {
 }
 
 func (c Folder) keyOf(uri, pin string, size int64) string {
-	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%d", bareURI(uri), pin, size))
+	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d", bareURI(uri), c.storeOf(uri), pin, size))
 	return filepath.Join(c.Path, hex.EncodeToString(hash[:16]))
 }
+
+// removeLeftovers removes what killed processes have left of objects and notes, in whose place no
+// other may ever come. own is the key whose lock the caller has: of each other object, the lock shows
+// whether its writer lives. A note is written in an instant.
+func (c Folder) removeLeftovers(own string) {
+	entries, _ := os.ReadDir(c.Path)
+	for _, e := range entries {
+		path := filepath.Join(c.Path, e.Name())
+		name, _, isObject := strings.Cut(e.Name(), ".tmp-")
+		key := filepath.Join(c.Path, name)
+		switch {
+		case !isLeftover.MatchString(e.Name()):
+		case !isObject: // a note
+			if info, err := e.Info(); err == nil && time.Since(info.ModTime()) > time.Hour {
+				_ = os.Remove(path)
+			}
+		case key == own:
+			_ = os.Remove(path)
+		default:
+			if unlock, isFree, _ := tryLock(key + ".lock"); isFree {
+				_ = os.Remove(path)
+				unlock()
+			}
+		}
+	}
+}
+
+// isLeftover matches the temporary names of objects and notes.
+var isLeftover = regexp.MustCompile(`^[0-9a-f]{32}(\.tmp|\.note)-[0-9a-f]+$`)
 
 // evictFiles removes files until there is room for one of size bytes. One that is open stays
 // readable for who has it.
@@ -267,26 +301,32 @@ func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File
 }
 
 // lockFile waits for an exclusive lock, which ends with the process, and with unlock for its forked children, too.
-// It makes no file elsewhere, where a link may lead.
 func lockFile(ctx context.Context, path string) (unlock func(), err error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, fileMode)
-	if err != nil {
-		return nil, errs.FromOS(err)
-	}
 	for {
-		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
-		if err == nil {
-			return func() { _ = errors.Join(syscall.Flock(int(f.Fd()), syscall.LOCK_UN), f.Close()) }, nil
-		}
-		if !errors.Is(err, syscall.EWOULDBLOCK) && !errors.Is(err, syscall.EINTR) {
-			_ = f.Close()
-			return nil, errs.FromOS(&os.PathError{Op: "lock", Path: path, Err: err})
+		if unlock, isFree, err := tryLock(path); isFree || err != nil {
+			return unlock, err
 		}
 		select {
 		case <-ctx.Done():
-			_ = f.Close()
 			return nil, context.Cause(ctx)
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
+}
+
+// tryLock is lockFile if no other has the lock. It makes no file elsewhere, where a link may lead.
+func tryLock(path string) (unlock func(), isFree bool, err error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, fileMode)
+	if err != nil {
+		return nil, false, errs.FromOS(err)
+	}
+	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	if err == nil {
+		return func() { _ = errors.Join(syscall.Flock(int(f.Fd()), syscall.LOCK_UN), f.Close()) }, true, nil
+	}
+	_ = f.Close()
+	if errors.Is(err, syscall.EWOULDBLOCK) || errors.Is(err, syscall.EINTR) {
+		return nil, false, nil
+	}
+	return nil, false, errs.FromOS(&os.PathError{Op: "lock", Path: path, Err: err})
 }

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -153,6 +154,32 @@ func TestFailure(t *testing.T) {
 	}
 	s.Close()
 	if kept := names(t, dir); len(kept) != 1 || strings.Contains(kept[0], "tmp") {
+		t.Error(kept)
+	}
+	// Of another object, which may never be wanted again, and of a note; what a process that lives has, and a note
+	// that is just written, stay.
+	dead, live, hour := strings.Repeat("d", 32), strings.Repeat("e", 32), time.Now().Add(-2*time.Hour)
+	unlock, err := lockFile(context.Background(), filepath.Join(dir, live+".lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unlock()
+	for _, name := range []string{dead + ".tmp-01", live + ".tmp-02", dead + ".note-03", live + ".note-04"} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte("half"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Chtimes(filepath.Join(dir, dead+".note-03"), hour, hour); err != nil {
+		t.Fatal(err)
+	}
+	src.Name = "http://h/y"
+	if s, err = (Folder{Path: dir}).Keep(context.Background(), src); err != nil {
+		t.Fatal(err)
+	}
+	s.Close()
+	if kept := names(t, dir); len(kept) != 4 || slices.ContainsFunc(kept, func(name string) bool {
+		return strings.HasPrefix(name, dead)
+	}) {
 		t.Error(kept)
 	}
 	if _, err := (Folder{Path: "/proc/none"}).Keep(context.Background(), src); err == nil {

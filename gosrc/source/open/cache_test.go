@@ -1,6 +1,7 @@
 package open
 
 import (
+	"encoding/pem"
 	"errors"
 	"io"
 	"log"
@@ -108,6 +109,61 @@ func TestCacheAway(t *testing.T) {
 	status = http.StatusForbidden
 	if _, err := get(With(opt), s.URL+"/a"); !errors.Is(err, errs.ErrPermission) {
 		t.Error(err)
+	}
+}
+
+// Promise: what one store has sent is never given as another's, though that names the same ETag, size and date:
+// of a mirror, of a server whose certificate was not checked, of another virtual host.
+func TestCacheOfAnotherStore(t *testing.T) {
+	answer := func(text string) http.HandlerFunc {
+		return func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("ETag", `"x"`)
+			_, _ = io.WriteString(w, map[bool]string{true: "other", false: text}[r.Host == "other.test"])
+		}
+	}
+	var current atomic.Value // of the server with TLS
+	forged, right := httptest.NewServer(answer("false")), httptest.NewServer(answer("right"))
+	secure := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		current.Load().(http.HandlerFunc)(w, r)
+	}))
+	defer forged.Close()
+	defer right.Close()
+	defer secure.Close()
+	authority := filepath.Join(t.TempDir(), "authority")
+	if err := os.WriteFile(authority, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE",
+		Bytes: secure.Certificate().Raw}), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	hub := func(endpoint string) map[string]string {
+		return map[string]string{"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": "/none"}
+	}
+	folder := t.TempDir()
+	for _, one := range []struct {
+		uri          string
+		env, storage map[string]string
+		want         string
+	}{
+		{"hf://org/name/model.safetensors@" + commit, hub(forged.URL), nil, "false"},
+		{"hf://org/name/model.safetensors@" + commit, hub(right.URL), nil, "right"},
+		{"hf://org/name/model.safetensors", hub(forged.URL), nil, "false"},
+		{"hf://org/name/model.safetensors", hub(right.URL), nil, "right"},
+		{secure.URL + "/a", nil, map[string]string{"insecure": "true"}, "false"},
+		{secure.URL + "/a", nil, map[string]string{"cacert": authority}, "right"},
+		{right.URL + "/a", nil, nil, "right"},
+		{right.URL + "/a", nil, map[string]string{"header.host": "other.test"}, "other"},
+	} {
+		current.Store(answer(one.want))
+		storage := map[string]string{"cache": folder}
+		maps.Copy(storage, one.storage)
+		s, err := With(source.Options{Env: one.env, Storage: storage}).Open(t.Context(), one.uri)
+		if err != nil {
+			t.Fatalf("%s: %v", one.uri, err)
+		}
+		text := make([]byte, s.Size())
+		if err := s.ReadAt(t.Context(), text, 0); err != nil || string(text) != one.want {
+			t.Errorf("%s: %q instead of %q, %v", one.uri, text, one.want, err)
+		}
+		_ = s.Close()
 	}
 }
 

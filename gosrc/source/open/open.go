@@ -200,16 +200,7 @@ func cacheOf(opt source.Options) cache.Folder {
 			dir = filepath.Join(home, "overwire", "objects")
 		}
 	}
-	return cache.Folder{Path: dir, Limit: int64(knob.CacheGB.Get()) * 1e9, Store: storeChosen(opt)}
-}
-
-// storeChosen is what options and environment say of where buckets and repositories are.
-func storeChosen(opt source.Options) string {
-	choices := []string{opt.Storage["endpoint_url"], opt.Storage["profile"]}
-	for _, name := range []string{"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_PROFILE", "HF_ENDPOINT"} {
-		choices = append(choices, opt.Env[name])
-	}
-	return strings.Join(choices, "\x00")
+	return cache.Folder{Path: dir, Limit: int64(knob.CacheGB.Get()) * 1e9, StoreOf: opt.StoreOf}
 }
 
 // isImmutable reports whether a URI names one state of an object for ever: at a commit of the
