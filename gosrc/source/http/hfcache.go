@@ -72,7 +72,11 @@ func kindOf(repo string) (kind, name string) {
 
 // notedCommit is the commit that the cache noted last for the revision, "" if it has none.
 func (s shelf) notedCommit() string {
-	text, err := regular.Read(filepath.Join(s.folder, "refs", filepath.FromSlash(s.name)), regular.MaxSetting)
+	path := filepath.Join(s.folder, "refs", filepath.FromSlash(s.name))
+	if regular.RefusePlanted(path) != nil {
+		return ""
+	}
+	text, err := regular.ReadTrusted(path, regular.MaxSetting)
 	if commit := strings.TrimSpace(string(text)); err == nil && IsCommit(commit) {
 		return commit
 	}
@@ -166,8 +170,14 @@ func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	return true
 }
 
+// isFile reports whether a file of the cache is there that no other user of the machine may have planted:
+// neither it, nor the blob that it is a link to.
 func isFile(path string) bool {
-	info, err := os.Stat(path)
+	real, err := filepath.EvalSymlinks(path)
+	if err != nil || regular.RefusePlanted(path) != nil || regular.RefusePlanted(real) != nil {
+		return false
+	}
+	info, err := os.Stat(real)
 	return err == nil && info.Mode().IsRegular()
 }
 

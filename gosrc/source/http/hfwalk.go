@@ -32,6 +32,9 @@ func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at stri
 	commit, files, err := "", nil, h.Missing(some, opt.Env)
 	if offlineSetting(opt.Env) == "" && err == nil {
 		commit, files, err = listFiles(ctx, ref, some, opt)
+		if rev := strings.ToLower(ref.Rev); err == nil && IsCommit(rev) && commit != "" && commit != rev {
+			err = errs.New(errs.ErrCorrupt, "the hub lists commit %s, and %s was asked for", commit, rev)
+		}
 	}
 	if err != nil && ctx.Err() == nil {
 		if s, ok := h.shelfOf(some, opt.Env); ok && (offlineSetting(opt.Env) != "" || h.Away(some, opt.Env, err)) {
@@ -119,7 +122,7 @@ func shelvedFiles(snapshot string) (files []source.Entry) {
 			return nil
 		}
 		name, relErr := filepath.Rel(snapshot, path)
-		if st, err := os.Stat(path); relErr == nil && err == nil && st.Mode().IsRegular() {
+		if st, err := os.Stat(path); relErr == nil && err == nil && isFile(path) {
 			files = append(files, source.Entry{Name: filepath.ToSlash(name), Size: st.Size()})
 		}
 		return nil

@@ -213,3 +213,52 @@ func TestHubNoExist(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// Promise: of what another user of the machine has put into a cache of huggingface_hub that everyone may write,
+// nothing is believed: neither a repository, a commit that is noted, a snapshot nor a blob.
+func TestHubPlanted(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root may give files away")
+	}
+	for planted, name := range map[string]string{
+		"": "", "the repository": "models--org--name", "the snapshots": "models--org--name/snapshots",
+		"a file": "models--org--name/snapshots/" + commit + "/a.safetensors", "a blob": "models--org--name/blobs/abc",
+		"a ref": "models--org--name/refs/main",
+	} {
+		folder := downloaded(t, "local")
+		if path := filepath.Join(folder, name); name != "" {
+			err := errors.Join(os.Lchown(path, 1234, 0), os.Chmod(filepath.Dir(path), 0o777|os.ModeSticky))
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		env := map[string]string{"HF_HUB_CACHE": folder, "HF_HUB_OFFLINE": "1"}
+		for _, rev := range []string{"", "@" + commit} {
+			isTrusted := planted == "" || planted == "a ref" && rev != ""
+			got, err := content("hf://org/name/a.safetensors"+rev, env)
+			if isTrusted != (got == "local" && err == nil) || !isTrusted && !errors.Is(err, errs.ErrNotFound) {
+				t.Errorf("%s, %q: %q, %v", planted, rev, got, err)
+			}
+			_, files, err := Walk(t.Context(), "hf://org/name"+rev, source.Options{Env: env})
+			if isTrusted != (len(files) == 1 && err == nil) {
+				t.Errorf("%s, %q: %v, %v", planted, rev, files, err)
+			}
+		}
+	}
+}
+
+// A list of another commit than the one that was asked for is refused.
+func TestListOfAnotherCommit(t *testing.T) {
+	other := strings.Repeat("f", 40)
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.WriteString(w, `{"sha": "`+other+`", "siblings": [{"rfilename": "a.safetensors"}]}`)
+	}))
+	defer s.Close()
+	opt := source.Options{Env: map[string]string{"HF_ENDPOINT": s.URL, "HF_HUB_CACHE": "/none"}}
+	for rev, want := range map[string]error{"": nil, "@main": nil, "@" + other: nil, "@" + commit: errs.ErrCorrupt} {
+		at, files, err := Walk(t.Context(), "hf://org/name"+rev, opt)
+		if !errors.Is(err, want) || err == nil && (len(files) != 1 || !strings.HasSuffix(at, other)) {
+			t.Errorf("%q: %q, %v, %v", rev, at, files, err)
+		}
+	}
+}
