@@ -59,8 +59,8 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 	}()
 	for _, f := range files {
 		to := filepath.Join(dst, filepath.FromSlash(f.Name))
-		if err := os.MkdirAll(filepath.Dir(to), 0o777); err != nil {
-			return rep, errs.In("fetch", to, errs.FromOS(err))
+		if err := atomicfile.MakeFolders(filepath.Dir(to)); err != nil {
+			return rep, errs.In("fetch", to, err)
 		}
 		err := atomicfile.With(to, func(w *os.File) error {
 			one, err := Fetch(ctx, j, Spec{URIs: []string{source.Beside(dir, f.Name)}, Storage: opt, Own: true,

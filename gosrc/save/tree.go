@@ -33,7 +33,7 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 		from, to := pathBelow(dir, b.Path), pathBelow(dst, b.Path)
 		how.files = inFolder(all, b.Path)
 		if !source.Remote(dst) {
-			if err := os.MkdirAll(to, 0o777); err != nil {
+			if err := atomicfile.MakeFolders(to); err != nil {
 				return rep, atomicfile.Failed(to, -1, err)
 			}
 		}

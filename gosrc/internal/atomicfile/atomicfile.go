@@ -300,9 +300,12 @@ func refuseStrangers(path string) error {
 
 // Follow resolves symbolic links of the last element of a path; the file that
 // the last link names need not exist. Like Linux (fs.protected_symlinks) it refuses
-// those that another user may have planted.
+// those that another user may have planted, also on the way to it.
 func Follow(path string) (string, error) {
 	for range 40 {
+		if err := regular.RefusePlantedLinks(Folder(path)); err != nil {
+			return "", err
+		}
 		to, err := os.Readlink(path)
 		if err != nil {
 			return path, nil // not a link, or absent: opening it reports that

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -86,6 +87,14 @@ func Folder(path string) string {
 	default:
 		return path[:at]
 	}
+}
+
+// MakeFolders makes a folder and those above it that are missing, through no other user's link.
+func MakeFolders(path string) error {
+	if err := regular.RefusePlantedLinks(path); err != nil {
+		return err
+	}
+	return errs.FromOS(os.MkdirAll(path, 0o777))
 }
 
 // MakeFolder makes a folder to write to, if there is none; isNew: it has. It refuses, as Follow does, another user's

@@ -44,7 +44,22 @@ func ReadTrusted(path string, most int64) ([]byte, error) {
 
 // RefusePlanted refuses a path of which another user of the machine may have planted a folder, a link or
 // the file itself. What is not there is not planted.
-func RefusePlanted(path string) error {
+func RefusePlanted(path string) error { return eachElement(path, RefusePlantedEntry) }
+
+// RefusePlantedLinks is RefusePlanted for links alone: who writes into another user's own folder was let in
+// by it, but where a link leads, its maker alone says.
+func RefusePlantedLinks(path string) error {
+	return eachElement(path, func(at string) error {
+		var entry unix.Stat_t
+		if unix.Lstat(at, &entry) != nil || entry.Mode&unix.S_IFMT != unix.S_IFLNK {
+			return nil
+		}
+		return RefusePlantedEntry(at)
+	})
+}
+
+// eachElement calls check for the path and each of its folders, as the system finds them.
+func eachElement(path string, check func(at string) error) error {
 	if !filepath.IsAbs(path) {
 		wd, err := os.Getwd()
 		if err != nil {
@@ -56,7 +71,7 @@ func RefusePlanted(path string) error {
 	for at := strings.TrimRight(path, "/"); at != ""; {
 		end := strings.LastIndexByte(at, '/')
 		if name := at[end+1:]; name != "." && name != ".." {
-			if err := RefusePlantedEntry(at); err != nil {
+			if err := check(at); err != nil {
 				return err
 			}
 		}
