@@ -107,9 +107,9 @@ func Names(ctx context.Context, uris []string, open Opener, opt Options) (names 
 
 // withoutStale decides which of several files of a folder has a tensor that more than one of
 // them has: the folder's index.json says so, also where the files were named one by one, as
-// engines name them. It leaves out of the parts, each of one local file of the same folder, what the
-// index.json of that folder gives to another of the files. Without a tensor in two of them,
-// or without such an index, the parts stay as they are: their reader refuses twins.
+// engines name them. It leaves out of the parts, each of one local file of the same folder, such
+// a tensor where the index.json of that folder names another of the files that have it.
+// Everything else stays: the reader of the parts refuses twins that no index decides about.
 func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open Opener, opt Options) []*tensor.Index {
 	folder := ""
 	for i, set := range sets {
@@ -119,23 +119,29 @@ func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open
 		}
 		folder = filepath.Dir(set.URIs[0])
 	}
-	if !haveTwins(parts) {
+	twins := findTwins(parts)
+	if len(twins) == 0 {
 		return parts
 	}
 	model, err := Resolve(ctx, source.LocationOf(folder), open, opt)
 	if err != nil || model.Shards == nil {
 		return parts
 	}
-	owners := make(map[string]string, len(model.Shards.Weights))
+	// Of each twin that one of the files here has to give: the number of that file's part.
+	owners := make(map[string]int, len(twins))
 	for _, w := range model.Shards.Weights {
-		owners[w.Name] = model.Shards.Files[w.File]
+		for _, i := range twins[w.Name] {
+			if model.Shards.Files[w.File] == filepath.Base(sets[i].URIs[0]) {
+				owners[w.Name] = i
+			}
+		}
 	}
 	out := make([]*tensor.Index, len(parts))
 	for i, part := range parts {
 		keeps, all := make([]bool, len(part.Tensors)), true
 		for k := range part.Tensors {
-			owner, isListed := owners[part.Tensors[k].Name]
-			keeps[k] = !isListed || owner == filepath.Base(sets[i].URIs[0])
+			owner, isDecided := owners[part.Tensors[k].Name]
+			keeps[k] = !isDecided || sets[owner].URIs[0] == sets[i].URIs[0]
 			all = all && keeps[k]
 		}
 		if out[i] = part; !all {
@@ -147,16 +153,22 @@ func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open
 	return out
 }
 
-// haveTwins reports whether two parts have a tensor of the same name.
-func haveTwins(parts []*tensor.Index) bool {
-	owner := map[string]int{}
+// findTwins returns the names that more than one part has, each with the numbers of those parts.
+func findTwins(parts []*tensor.Index) map[string][]int {
+	first, twins := map[string]int{}, map[string][]int{}
 	for i, part := range parts {
 		for k := range part.Tensors {
-			if first, isKnown := owner[part.Tensors[k].Name]; isKnown && first != i {
-				return true
+			name := part.Tensors[k].Name
+			at, isKnown := first[name]
+			switch {
+			case !isKnown:
+				first[name] = i
+			case twins[name] == nil:
+				twins[name] = []int{at, i}
+			default:
+				twins[name] = append(twins[name], i)
 			}
-			owner[part.Tensors[k].Name] = i
 		}
 	}
-	return false
+	return twins
 }

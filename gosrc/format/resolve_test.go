@@ -385,6 +385,17 @@ func TestTheIndexDecides(t *testing.T) {
 		ix.Tensors[3].Name != "more" {
 		t.Errorf("%+v, %v", ix, err)
 	}
+	// It decides nothing about what none of the named files has to give, or one alone has.
+	put("3.safetensors", of(t, "a", "c"))
+	ix, _, _, err = OpenAll(t.Context(), []string{dir + "3.safetensors", dir + "1.safetensors"}, open, Options{})
+	if err != nil || len(ix.Tensors) != 5 { // both copies, which the reader refuses
+		t.Errorf("two copies, and the index names a third file: %+v, %v", ix, err)
+	}
+	put("3.safetensors", of(t, "b", "c"))
+	ix, _, _, err = OpenAll(t.Context(), []string{dir + "3.safetensors", dir + "1.safetensors"}, open, Options{})
+	if err != nil || len(ix.Tensors) != 4 {
+		t.Errorf("a tensor of one file that the index gives to a file that is not named: %+v, %v", ix, err)
+	}
 	put("m.safetensors", of(t, "a"))
 	if err := os.Remove(dir + "2.safetensors"); err != nil {
 		t.Fatal(err)
