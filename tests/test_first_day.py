@@ -81,7 +81,7 @@ def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
     assert "byte for byte" in run("decompress", small, "-o", back)
     for name in (*files, *beside):
         assert (back / name).read_bytes() == (plain / name).read_bytes(), name
-    assert "exists; give --force" in run("compress", plain, "-o", small, status=2)
+    assert "give --force to write into it" in run("compress", plain, "-o", small, status=2)
 
 
 def test_shards(run: Run, tmp_path: Path) -> None:
@@ -215,6 +215,9 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("convert M -o x.pt", 2, ".pt files are not written"),
     ("compress M -o x --level 9", 2, 'level must be "default" or "smaller"'),
     ("compress M -o -", 2, "cannot write to standard output"),
+    ("compress M --output=", 2, "--output is empty: write --output OUT, or leave it out"),
+    ("load M --device=", 2, "--device is empty"),
+    ("compress M -o F", 2, "F is a folder with files in it"),
     ("inspect -", 2, "cannot read standard input"),
     ("load F", 3, "it has pytorch_model.bin"),
     ("load modle.safetensors", 3, "did you mean"),
@@ -236,5 +239,6 @@ def test_mistakes(
     Path("notes.txt").write_text("What I did on my first day.")
     before = sorted(os.listdir())
     names = {"M": "model.safetensors", "F": "folder"}
+    says = " ".join(names.get(word, word) for word in says.split(" "))
     assert says in run(*(names.get(word, word) for word in words.split()), status=status)
     assert sorted(os.listdir()) == before

@@ -311,6 +311,9 @@ func (c *call) is(name string) bool { return c.opts[name] == "yes" }
 
 // check refuses a value that is not what the option takes.
 func (o *option) check(text string) error {
+	if o.value != "" && text == "" {
+		return usage("--%s is empty: write --%s %s, or leave it out", o.name, o.name, o.value)
+	}
 	n, err := strconv.Atoi(text)
 	if o.hi > 0 && (err != nil || n < o.lo || n > o.hi) {
 		return usage("--%s %s: not a number from %d to %d: write --%s %s", o.name, text, o.lo, o.hi, o.name, o.value)

@@ -117,8 +117,7 @@ func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.W
 	c := &call{ctx: ctx, job: j, env: env, stdout: stdout, stderr: stderr, verb: v, verbs: verbs()}
 	err := c.parse(argv[1:])
 	if errors.Is(err, errHelp) {
-		fmt.Fprint(stdout, v.help())
-		return ExitOK
+		return failed(stderr, stdout, false, printText(stdout, v.help()))
 	}
 	if err == nil {
 		err = c.access()
@@ -144,21 +143,18 @@ func printVersion(rest []string, stdout, stderr io.Writer) int {
 		return failed(stderr, stdout, true, writeJSON(stdout,
 			map[string]string{"version": Version, "go": runtime.Version()}))
 	}
-	fmt.Fprintf(stdout, "overwire %s\n", Version)
-	return ExitOK
+	return failed(stderr, stdout, false, printText(stdout, "overwire "+Version+"\n"))
 }
 
 func help(about []string, stdout, stderr io.Writer) int {
 	if len(about) == 0 {
-		fmt.Fprint(stdout, Help())
-		return ExitOK
+		return failed(stderr, stdout, false, printText(stdout, Help()))
 	}
 	v := findVerb(about[0])
 	if v == nil {
 		return failed(stderr, stdout, false, noVerb(about[0]))
 	}
-	fmt.Fprint(stdout, v.help())
-	return ExitOK
+	return failed(stderr, stdout, false, printText(stdout, v.help()))
 }
 
 func noVerb(name string) error {
@@ -285,7 +281,11 @@ func (c *call) show(v any, text func(w io.Writer)) error {
 	}
 	b := &strings.Builder{}
 	text(b)
-	if _, err := io.WriteString(c.stdout, b.String()); err != nil {
+	return printText(c.stdout, b.String())
+}
+
+func printText(stdout io.Writer, text string) error {
+	if _, err := io.WriteString(stdout, text); err != nil {
 		return errs.New(errs.ErrIO, "standard output: %v", err)
 	}
 	return nil

@@ -230,6 +230,8 @@ func (c *call) refuseExisting(out string) error {
 		if list, err := os.ReadDir(out); err != nil || len(list) == 0 {
 			return nil
 		}
+		return usage("%s is a folder with files in it; give --force to write into it, over files of the same names",
+			out)
 	}
 	return usage("%s exists; give --force to replace it", out)
 }
