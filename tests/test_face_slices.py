@@ -73,8 +73,26 @@ def test_every_dtype_slices(tmp_path: Path) -> None:
                     file.get_slice(name)[:, :7]
             else:
                 same(file.get_slice(name)[1:, 2:4], tensor[1:, 2:4])
+                rows = torch.arange(tensor.shape[0] - 1, -1, -1)
+                columns = torch.arange(tensor.shape[1] - 1, -1, -2)
+                bytes_of = tensor.view(torch.uint8).reshape(*tensor.shape, -1)[rows][:, columns]
+                same(file.get_slice(name)[::-1, ::-2], bytes_of.reshape(len(rows), -1).view(tensor.dtype))
     with ow.safe_open(tmp_path / "m", "np") as file:
         assert file.get_slice("F4")[1, 3:6].shape == (3,)
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    ow.save_file({"x": torch.ones(3)}, tmp_path / "m")
+    for read in (lambda file: file["x"], lambda file: file.get_slice("x")[1:], lambda file: file.get_tensors()):
+        with pytest.raises(ow.DeviceError), ow.safe_open(tmp_path / "m", "pt", "cuda:99") as file:
+            read(file)
+
+
+@pytest.mark.parametrize("targets", [{"x": 1}, "x", 5, ["x"], ["abc"], [("x", torch.ones(3))], ("x", None, torch.ones(3))])
+def test_targets_that_are_no_triples(tmp_path: Path, targets: Any) -> None:
+    ow.save_file({"x": torch.ones(3)}, tmp_path / "m")
+    with pytest.raises(ow.ArgumentError, match="expected a list of triples"), ow.safe_open(tmp_path / "m", "pt") as file:
+        file.load_into(targets)
 
 
 def test_a_slice_reads_its_block_only() -> None:

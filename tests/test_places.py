@@ -43,11 +43,14 @@ def odd() -> dict[str, Any]:
     """Tensors without one memory of their own, by what they are."""
     with FakeTensorMode():
         fake = torch.zeros(4, 4)
+    seen: list[torch.Tensor] = []
+    torch.vmap(lambda rows: seen.append(rows) or rows)(torch.zeros(2, 4, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
             "wrapper": Wrapper(torch.zeros(4, 4)),
             "fake": fake,
+            "transformed": seen[0],
             "emptied": emptied(torch.zeros(4, 4)),
             "emptied, strided": emptied(torch.zeros(4, 4).t()),
             "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),

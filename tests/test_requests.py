@@ -92,7 +92,8 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "keys": (("a", 3), ("several names",)),
     "filter": ((3, ["a"]), ("callable",)),
     "delta": ((3,), ("path",)),
-    "deltas": ((3,), ("list",)),
+    "deltas": ((3, "d.safetensors", {}), ("list",)),
+    "limit": ((-1, "x", 1.5, True), ("bytes",)),
 } | {
     name: (values, expected)
     for names, values, expected in (
@@ -199,6 +200,18 @@ def test_signatures_of_saving_have_the_options(function: Any, kind: Any) -> None
     }
     with pytest.raises(TypeError, match="unexpected keyword argument 'compres'"):
         function(STATE, "x.pkl", compres=True) if kind is not options.UnpickleOptions else function("x.pkl", compres=1)
+
+
+@pytest.mark.parametrize("timeout", ["x", float("nan"), [], True])
+def test_waits_take_seconds(folder: Path, timeout: Any) -> None:
+    saving = ow.save_file(STATE, "w.safetensors", wait=False)
+    preload, memory = ow.preload("m.safetensors"), ow.prepare_sleep(dict(STATE))
+    for wait in (saving.wait, preload.wait, preload.result, memory.wait):
+        with pytest.raises(ow.ArgumentError, match="timeout .*: expected seconds"):
+            wait(timeout)
+    saving.wait()
+    preload.cancel()
+    os.remove("w.safetensors")
 
 
 def test_a_hint_is_a_keyword_of_the_verb() -> None:

@@ -156,6 +156,19 @@ def _at_exit() -> None:
         _library.call("shutdown", "", _EXIT_MS.to_bytes(8, "little"))
 
 
+class HandleOwner:
+    """What holds a handle of the engine can be neither copied nor pickled: its copy would free
+    what it still uses, and in another process the number is that of something else."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"overwire: {type(self).__name__} can be neither copied nor pickled: open or begin another one instead, "
+            "in the process that uses it"
+        )
+
+
 class Freed(int):
     """The number of what the engine has freed. It has no `__del__`: Python drops a Ctrl-C
     that comes when one begins."""
@@ -165,6 +178,7 @@ class _Number(Freed):
     """What the engine frees when the last reference goes."""
 
     how = FREE_NOW
+    __reduce_ex__ = HandleOwner.__reduce_ex__
 
     def __del__(self) -> None:
         if _loaded is not None and not forked():

@@ -16,7 +16,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from . import _verbs
-from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, refuse_child, release
+from ._engine import (
+    TAKE_LAST,
+    TAKE_NEXT,
+    TAKE_RAW,
+    HandleOwner,
+    JobNumber,
+    core,
+    forget,
+    forked,
+    refuse_child,
+    release,
+)
 from ._imports import skip_at_exit
 from ._locks import new_lock
 from ._notebook import Facts, size
@@ -166,6 +177,13 @@ def time_limit(timeout: float | None) -> float | None:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ArgumentError(f"overwire: timeout {timeout!r}: expected seconds, more than 0")
     return time.monotonic() + timeout
+
+
+def check_wait(timeout: float | None) -> None:
+    """ArgumentError for what is no number of seconds to wait; 0 and less ask without waiting."""
+    if timeout is None or not isinstance(timeout, bool) and isinstance(timeout, (int, float)) and timeout == timeout:
+        return
+    raise ArgumentError(f"overwire: timeout {timeout!r}: expected seconds, or None to wait for the end")
 
 
 class Landed:
@@ -378,7 +396,7 @@ class Job:
             _say_once(json.loads(text)["no_gds"])
 
 
-class Steps(Iterator[tuple[str, Any]]):
+class Steps(HandleOwner, Iterator[tuple[str, Any]]):
     """(name, tensor) of a load: one thread after the other takes what comes next. A subclass takes it
     in `_take_next`, frees the rest in `_free_rest`, which may be called again, and ends in `_end_waits` what a
     thread waits for. Its constructor calls this one once there is something to close.

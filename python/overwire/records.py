@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _verbs
-from ._engine import ModelNumber, release
+from ._engine import HandleOwner, ModelNumber, release
 from ._imports import skip_at_exit
 from .errors import ArgumentError
 from .model.opened import Model
@@ -109,7 +109,7 @@ def read_records(source: SourceLike, *, storage_options: Mapping[str, object] | 
     return file.about
 
 
-class OpenRecords:
+class OpenRecords(HandleOwner):
     """A .tensors file that stays open once its records are read: loads take it as a source, and
     neither open nor index it again. `storage_options` may change till the first load."""
 

@@ -54,6 +54,26 @@ for call in (e.close_model, e.job_free):
 """)
 
 
+def test_what_holds_a_handle_is_not_copied(every: str) -> None:
+    """copy, deepcopy and pickle refuse it, and say so: the copy's end would close what the other one uses."""
+    run("""
+import copy, pickle
+import overwire as ow
+path = sys.argv[1]
+file = ow.safe_open(path, "bytes")
+owners = [file, ow.stream(path, framework="bytes"), ow.preload(path), ow.pin(path), file._model.handle]
+for owner in owners:
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        try:
+            way(owner)
+        except TypeError as error:
+            assert "can be neither copied nor pickled" in str(error), error
+        else:
+            sys.exit(f"{way.__name__} took {type(owner).__name__}")
+assert bytes(file["U8"]) == bytes(i % 2 for i in range(12))
+""", every)
+
+
 def test_stale_handles_are_nobody_elses(every: str) -> None:
     """A number is never used twice, and a closed model ends what it must and no more."""
     run("""

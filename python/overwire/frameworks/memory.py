@@ -48,8 +48,8 @@ def is_ready(tensor: Any) -> bool:
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized)
-        and tensor.data_ptr() != 0
+        and not tensor.is_quantized
+        and address_of(tensor) != 0
         and tensor.is_contiguous()
     )
 
@@ -89,11 +89,21 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
         why = "a DTensor lies on several ranks: take its to_local() or full_tensor()"
     elif _is_fake(tensor):
         why = "a FakeTensor has no memory"
-    elif not tensor.untyped_storage().nbytes():
+    elif _storage_size(tensor) == 0:
         kind, why = ArgumentError, "its memory was freed: it sleeps, or its storage was resized to 0"
     else:
         why = f"a {type(tensor).__name__} has no memory of its own: take the tensors that it is made of"
+        if type(tensor) in _PLAIN:
+            why = "it has no memory of its own: leave the function that torch transforms (vmap, grad)"
     raise kind(f"{where}: {why}", tensor=name)
+
+
+def _storage_size(tensor: Any) -> int | None:
+    # None: it has no storage, as what torch's transforms of functions pass.
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except RuntimeError:
+        return None
 
 
 def check_shape(tensor: Any, where: str, name: str | None = None) -> None:

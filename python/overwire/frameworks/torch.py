@@ -53,6 +53,10 @@ def _takes_natively(name: str) -> bool:
         return False
 
 
+# The integers of as many bytes as an element.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @contextlib.contextmanager
 def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
     # torch's errors on a GPU as ours; and its calls harm no capture of another thread.
@@ -170,7 +174,11 @@ def around(device: str) -> tuple[int, bool]:
     infers. It is asked at each tensor that was read ahead, and, unlike `stream_of`, calls
     neither the engine nor changes torch's device."""
     index: int = _number_of(device)
-    return torch._C._cuda_getCurrentRawStream(index), torch.is_inference_mode_enabled()
+    try:
+        return torch._C._cuda_getCurrentRawStream(index), torch.is_inference_mode_enabled()
+    except RuntimeError as error:  # no driver, no such device
+        stream_of(device)  # says so in plainer words
+        raise DeviceError(f"overwire: device {device!r}: {error}") from error
 
 
 @cache
@@ -415,7 +423,8 @@ class TorchFrame(Frame):
             forward.append(entry)
         result = tensor[tuple(forward)]
         if flips:
-            result = result.flip(flips)
+            # torch turns round no float8 and no uint32.
+            result = result.view(_WORDS[result.element_size()]).flip(flips).view(result.dtype)
         elif result.numel() == tensor.numel() and result.is_contiguous():
             return tensor.view(result.shape)  # only its dimensions were changed
         if result.numel() != tensor.numel() or not result.is_contiguous():

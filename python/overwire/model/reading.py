@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import _verbs
+from ..errors import ArgumentError
 from ..files import read_file
 from ..jobs import Job, heed
 from ..paths import is_file, is_remote, local, path_of
@@ -25,6 +26,8 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
     into memory, NotSupportedError for other schemes.
     """
     uri = local(source)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise ArgumentError(f"overwire: limit {limit!r}: expected a number of bytes, or None")
     if is_remote(uri):
         return read_uri(uri, storage_options, (1 << 62) if limit is None else limit)
     storage(storage_options, [uri])  # refused for a local path

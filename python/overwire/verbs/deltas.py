@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 from .. import _verbs, gpu
-from .._engine import buffer_of, release
+from .._engine import HandleOwner, buffer_of, release
 from .._imports import skip_at_exit
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
@@ -124,7 +124,7 @@ class Diff:
         return html.block("Diff", facts, *([table] if self.changed else []))
 
 
-class Delta:
+class Delta(HandleOwner):
     """A delta in host memory, read whole and checked: made by `open_delta`. It may be
     applied any number of times, and by several threads. It holds the files' bytes
     (`nbytes`) as they are stored, and about 40 bytes for each 256 KiB of a tensor that
@@ -438,7 +438,7 @@ def merge_deltas(
     Raises DeltaBaseError if a delta does not begin where the one before it ends, and what
     `open_delta` and `save_delta` raise.
     """
-    if not isinstance(deltas, Iterable):
+    if not isinstance(deltas, Iterable) or isinstance(deltas, (str, bytes, Mapping)):
         raise ArgumentError(f"overwire: deltas: expected a list of paths or Deltas, got {type(deltas).__name__}")
     names = list(deltas)
     target, most = local(path), parse_size(max_shard_size)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import _engine
@@ -279,6 +279,18 @@ def place_target(target: Target, row: Row, where: str) -> Target | None:
     shape = tuple(high - low for low, high in part.ranges[:2]) + target.shape[2:]
     cut = tuple(slice(*one) for one in part.ranges[2:]) if shape != tuple(part.tensor.shape) else ()
     return Target(target.at, block, shape, part.tensor, None, cut)
+
+
+def parse_targets(targets: Any) -> list[tuple[str, Any, Any]]:
+    """What `safe_open.load_into` was given, as a list; ArgumentError for what are no triples."""
+    triples = list(targets) if isinstance(targets, Iterable) and not isinstance(targets, (str, Mapping)) else [targets]
+    for triple in triples:
+        if not isinstance(triple, (tuple, list)) or len(triple) != 3:
+            raise ArgumentError(
+                "overwire: load_into: expected a list of triples, each the name, the block or None, "
+                f"and the tensor to load into; got {type(triple).__name__}"
+            )
+    return [tuple(triple) for triple in triples]
 
 
 def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None:

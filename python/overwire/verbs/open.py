@@ -27,7 +27,7 @@ from ..model.options import (
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, spell_count, watch
 from .ahead import Block, ReadAhead
-from .into import fill, target_of
+from .into import fill, parse_targets, target_of
 
 if TYPE_CHECKING:
     import numpy
@@ -57,7 +57,7 @@ def _states_of_files(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
     return states
 
 
-class safe_open(Generic[T]):
+class safe_open(_engine.HandleOwner, Generic[T]):
     """Opens plain or compressed safetensors files for reading by name.
 
     source: as for `load_file`: a path, a folder, an index.json, a list of
@@ -305,7 +305,7 @@ class safe_open(Generic[T]):
             raise ArgumentError(f"overwire: load_into: needs framework='pt', got {self._frame.name!r}")
         if _engine.forked():
             raise ForkedError("overwire: load_into: the engine cannot run in a forked child", source=model.uris[0])
-        into = [target_of(model, name, block, tensor) for name, block, tensor in targets]
+        into = [target_of(model, *target) for target in parse_targets(targets)]
         if max_memory is not None:
             self._ahead.drop()
         targets_here = [target for target in into if target is not None]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, overload
 
 from .. import _verbs
+from .._engine import HandleOwner
 from ..errors import ArgumentError
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import Job
@@ -45,7 +46,7 @@ def empty_cache() -> None:
     _verbs.empty_cache()
 
 
-class Pinned:
+class Pinned(HandleOwner):
     """A model whose files are kept in host memory as they are stored, compressed: see
     `pin`. A context manager that ends with `release`.
 

@@ -22,13 +22,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .. import _engine, _verbs
-from .._engine import core, release
+from .._engine import HandleOwner, core, release
 from .._environment import adopt_nyacomp, truth
 from .._imports import skip_at_exit
 from .._tables import SETTINGS
 from ..errors import ArgumentError, DeadlineError, FormatError, NotFoundError, NotSupportedError
 from ..frameworks.choose import check_device, device_number, frame_for
-from ..jobs import log, progress_of, shown
+from ..jobs import check_wait, log, progress_of, shown
 from ..model import layout
 from ..model.joining import started
 from ..model.locate import uris_of
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .._requests import FormatAccess
 
 
-class Preload:
+class Preload(HandleOwner):
     """A running preload, which `preload` begins. Dropping the object does not stop it."""
 
     __module__ = "overwire"
@@ -77,6 +77,7 @@ class Preload:
 
         Returns True if it is, False after the timeout. Raises the error of the load.
         """
+        check_wait(timeout)
         has_ended: bool = core().wait(self._job, timeout)
         return has_ended
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import _verbs
-from .._engine import refuse_child
+from .._engine import HandleOwner, refuse_child
 from .._imports import start_thread
 from .._locks import new_lock
 from ..errors import ArgumentError, CancelledError, DeadlineError
@@ -118,7 +118,7 @@ class After(NamedTuple):
     over: Callable[[], None]
 
 
-class Saving:
+class Saving(HandleOwner):
     """A save whose tensors may change already, while its files are written: see
     `save_file(wait=False)`. Threads may share it.
 

@@ -12,13 +12,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
-from .._engine import forked
+from .._engine import HandleOwner, forked
 from .._imports import skip_at_exit
 from .._locks import new_lock
 from ..errors import ArgumentError, DeadlineError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
-from ..jobs import Job, log, time_limit
+from ..jobs import Job, check_wait, log, time_limit
 from ..model.opened import Model
 from ..model.options import StorageOptions, check_values, parse_size
 from ..paths import is_remote, local_file
@@ -43,7 +43,7 @@ class _Sleeper(NamedTuple):
     dense: Any  # what is read: the tensor, or a dense copy of it
 
 
-class Asleep:
+class Asleep(HandleOwner):
     """Tensors that sleep: see `sleep`. A context manager that ends with `wake` and `close`.
 
     Threads may share it: one of them wakes the tensors, and calls of the others wait for it.
@@ -298,7 +298,7 @@ def sleep(
     return asleep
 
 
-class SleepMemory:
+class SleepMemory(HandleOwner):
     """Host memory that is being made ready for sleeps: see `prepare_sleep`. Threads may
     share it. Dropping it changes nothing: the memory stays for the next sleep."""
 
@@ -316,6 +316,7 @@ class SleepMemory:
 
         Raises OutOfMemoryError and DeviceError; what was made ready stays.
         """
+        check_wait(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             jobs = list(self._jobs.values())
@@ -467,20 +468,19 @@ def _collect_tensors(tensors: Any) -> dict[str, Any]:
 
 def _describe_sleeper(name: str, tensor: Any, whole: bool) -> _Sleeper:
     """whole: in its own shape and order, as a file has it; else as it lies in memory."""
-    import torch
-
     from ..frameworks.memory import check_memory
     from ..frameworks.torch import SAVED
 
+    where = f"overwire: sleep: {name!r}"
+    check_memory(tensor, where, name)
     view = tensor.detach()
     kind = SAVED.get(view.dtype)
-    if kind is None or view.layout != torch.strided or view.is_quantized or view.is_conj() or view.is_neg():
-        raise NotSupportedError(
-            f"overwire: sleep: {name!r}: {view.dtype}, {view.layout}, lazily conjugated or negated", tensor=name
-        )
+    if kind is None or view.is_quantized:
+        raise NotSupportedError(f"{where}: {view.dtype} cannot sleep: leave it out", tensor=name)
+    if view.is_conj() or view.is_neg():
+        raise NotSupportedError(f"{where}: a lazily conjugated or negated view: give the tensor behind it", tensor=name)
     if view.device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"overwire: sleep: {name!r} is on {view.device}", tensor=name)
-    check_memory(view, f"overwire: sleep: {name!r}", name)
+        raise ArgumentError(f"{where} is on {view.device}", tensor=name)
     dense = view
     if not view.is_contiguous():
         once = _without_expansion(view)
