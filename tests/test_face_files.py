@@ -7,7 +7,9 @@ import io
 import json
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import overwire as ow
@@ -200,6 +202,33 @@ def test_sources(tmp_path: Path) -> None:
     ow.save_file(a, tmp_path / "again")
     with pytest.raises(ow.OverwireError, match='"a"'):
         ow.load_file([first, tmp_path / "again"])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with open(tmp_path / "m", "wb") as closed:
+        pass
+    with open(tmp_path / "m", "wb") as written:
+        for file in (closed, written):
+            with pytest.raises(ow.ArgumentError, match="closed, or not open for reading"):
+                ow.load_file(file)
+
+
+def test_a_working_folder_that_was_removed(torch_script: Callable[..., Any]) -> None:
+    torch_script("""
+import os, sys
+import overwire as ow
+os.mkdir("gone")
+os.chdir("gone")
+os.rmdir(os.getcwd())
+for name in ("m.safetensors", "../m.safetensors"):
+    for call in (ow.load_file, ow.plan, ow.preload, lambda path: ow.safe_open(path, "bytes")):
+        try:
+            call(name)
+        except ow.NotFoundError as error:
+            assert "the working folder was removed" in str(error), error
+        else:
+            sys.exit(name)
+""")
 
 
 def test_relative_paths_stay_what_they_were(tmp_path: Path, monkeypatch) -> None:

@@ -7,7 +7,7 @@ import os
 import stat
 from typing import Any
 
-from .errors import AccessError, ArgumentError, IOFailure
+from .errors import AccessError, ArgumentError, IOFailure, NotFoundError
 
 # How many links Linux follows in one path.
 _MOST_LINKS = 40
@@ -52,7 +52,14 @@ def local(path: Any) -> str:
     if is_remote(text) or is_file(text):
         return text
     # ".." after a symbolic link is not the name before: the system finds it.
-    return os.path.join(os.getcwd(), text) if ".." in text.split("/") else os.path.abspath(text)
+    try:
+        return os.path.join(os.getcwd(), text) if ".." in text.split("/") else os.path.abspath(text)
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"overwire: path {_shown_path(text)}: the working folder was removed: go to another one, or name the file "
+            "from / on",
+            source=text,
+        ) from None
 
 
 def resolve_links(path: str) -> str:

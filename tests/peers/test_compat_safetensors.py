@@ -326,6 +326,7 @@ def test_errors_of_reading(plain: str, tmp_path: pathlib.Path) -> None:
     for call in (lambda m: m.safe_open("/nowhere/x.safetensors", "pt"), lambda m: m.safe_open(3, "pt"), lambda m: m.safe_open(plain)):
         (_, want), (_, got) = (outcome(lambda m=m, call=call: call(m)) for m in (real, ours))
         assert kind(want) == kind(got)
+    assert str(outcome(lambda: ours.safe_open("", "pt"))[1]) == str(outcome(lambda: real.safe_open("", "pt"))[1])
     assert str(outcome(lambda: ours.safe_open("/nowhere/x", "pt"))[1]) == str(outcome(lambda: real.safe_open("/nowhere/x", "pt"))[1])
     for name in ("nope", 3):
         for verb in ("get_tensor", "get_slice"):

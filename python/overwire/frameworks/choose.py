@@ -70,7 +70,8 @@ def _find_frame(name: str) -> Frame:
             return NumpyFrame()
     except ImportError as error:
         raise MissingPackageError(
-            f"overwire: framework {name!r} needs the package {name}: pip install {name}, or load with framework='bytes'"
+            f"overwire: framework {name!r} needs the package {name}: pip install {name}; framework='bytes' of a load "
+            "needs none"
         ) from error
 
 

@@ -88,6 +88,9 @@ def _open_file(file: Any) -> tuple[list[str], Any]:
     # copied to anonymous memory first.
     if isinstance(file, io.TextIOBase):
         raise ArgumentError("overwire: source: the file is not open in binary mode")
+    with contextlib.suppress(AttributeError, OSError):
+        if file.closed or not file.readable():
+            raise ArgumentError("overwire: source: the file is closed, or not open for reading")
     with contextlib.suppress(AttributeError, OSError, ValueError):
         if file.writable():
             file.flush()

@@ -320,12 +320,12 @@ def offload(
     max_memory, host and device; and what `load_file` raises. A forward with gradients, or in
     the capture of a CUDA graph, is a NotSupportedError.
     """
+    frame = frame_for("torch")  # says what to do where torch is not installed
     import torch
 
     from ..frameworks.torch import _errors_of
     from .away import is_away
 
-    frame = frame_for("torch")
     budget, limit = parse_size(keep, "keep"), parse_size(max_memory, "max_memory")
     if not isinstance(slots, int) or slots < 1:
         raise ArgumentError(f"overwire: offload: slots {slots!r}: expected 1 or more")

@@ -64,6 +64,8 @@ def check(what: str, value: Any, kind: type) -> None:
 def reading(filename: Any, begin: str = "Error while deserializing header") -> Iterator[None]:
     """Around everything that opens or reads."""
     try:
+        if not filename and isinstance(filename, str):
+            raise overwire.NotFoundError("overwire: path: it is empty")
         yield
     except overwire.NotFoundError as error:
         raise FileNotFoundError(f"No such file or directory: {filename}") from error
