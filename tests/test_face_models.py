@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import overwire as ow
 import pytest
@@ -134,3 +136,40 @@ def test_joins_a_preload(tmp_path: Path) -> None:
     ow.preload(tmp_path / "m").wait()
     ow.load_model(target, tmp_path / "m")
     equal(source, target)
+
+
+def test_inside_compiled_functions(torch_script: Callable[..., Any]) -> None:
+    """torch.compile leaves every verb alone, also one that it meets before any other call."""
+    torch_script("""
+import overwire as ow, torch
+
+weights = {"w": torch.randn(8, 8), "b": torch.randn(8, 8).bfloat16(), "f": torch.randn(8, 8).to(torch.float8_e4m3fn)}
+module = torch.nn.Linear(8, 8)
+ow.save_file(weights, "m.safetensors")
+ow.save_model(module, "l.safetensors")
+
+def load(x):
+    tensors = ow.load_file("m.safetensors")
+    return x @ tensors["w"] @ tensors["b"].float()
+
+def read(x):
+    with ow.safe_open("m.safetensors", "pt") as file:
+        return x @ file.get_slice("w")[:, ::-1] @ file.get_slice("f")[::-1].float() @ file["b"].float()
+
+def stream(x):
+    for _, tensor in ow.stream("m.safetensors", in_order=True):
+        x = x @ tensor.float()
+    return x
+
+def fill(x):
+    ow.load_model(module, "l.safetensors")
+    return module(x)
+
+def save(x):
+    ow.save_file({"x": x}, "x.safetensors")
+    return x + ow.load_file("x.safetensors")["x"]
+
+x = torch.ones(8)
+for function in (load, read, stream, fill, save):
+    assert torch.allclose(torch.compile(function, backend="eager")(x), function(x)), function.__name__
+""")

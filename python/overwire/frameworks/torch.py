@@ -26,6 +26,7 @@ from .memory import check_memory, check_shape, is_ready
 # The function in C, where it has this name: of what torch wraps around it we
 # need nothing, and it costs a quarter more.
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
+_to_dlpack: Any = getattr(torch.utils.dlpack, "to_dlpack")  # noqa: B009  typed as private
 
 # What this torch has; an older one lacks some of the names.
 _TYPES: dict[str, torch.dtype] = {
@@ -48,7 +49,8 @@ def _takes_natively(name: str) -> bool:
         return False
     try:
         probe = torch.empty(0, dtype=torch.uint8).view(_TYPES[name])
-        return bool(from_dlpack(probe.__dlpack__()).dtype == _TYPES[name])
+        # Not __dlpack__, which torch.compile follows, and where it fails, instead of leaving it alone.
+        return bool(from_dlpack(_to_dlpack(probe)).dtype == _TYPES[name])
     except (RuntimeError, BufferError, TypeError):
         return False
 
