@@ -193,6 +193,13 @@ def test_other_verbs_name_the_way(tmp_path: Path) -> None:
             ow.load_file(place)
 
 
+def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for call in (lambda path: ow.convert(path, tmp_path / "m.safetensors"), ow.load_bundle):
+        with pytest.raises(ow.FormatError, match="load it with torch.load, and save its tensors with save_file"):
+            call(tmp_path / "old.pt")
+
+
 def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
     """An index of safetensors files that are not there is left out, and not written through."""
     source = tmp_path / "model"

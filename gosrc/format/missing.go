@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/internal/near"
 	"github.com/overwire/overwire/gosrc/source"
 )
@@ -39,12 +40,19 @@ func missingPath(path string) error {
 		if mayBeRepository(path) {
 			hint += "; a model of the Hugging Face hub is hf://" + filepath.Base(dir) + "/" + filepath.Base(path)
 		}
+	case isFile(path + modelfiles.IndexSuffix):
+		hint = "; it was saved in shards: name " + path + modelfiles.IndexSuffix + ", or the folder"
 	default:
 		if best := near.Best(filepath.Base(path), namesIn(dir)); best != "" {
 			hint = "; did you mean " + filepath.Join(dir, best) + "?"
 		}
 	}
 	return placeError(path, errs.New(errs.ErrNotFound, "no such file or directory%s", hint))
+}
+
+func isFile(path string) bool {
+	st, err := os.Stat(path)
+	return err == nil && st.Mode().IsRegular()
 }
 
 func isDir(path string) bool {

@@ -18,7 +18,7 @@ import (
 func TestMissing(t *testing.T) {
 	dir := t.TempDir()
 	t.Chdir(dir)
-	for _, name := range []string{"model.safetensors", "other.bin"} {
+	for _, name := range []string{"model.safetensors", "other.bin", "w.safetensors.index.json"} {
 		if err := os.WriteFile(name, nil, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -28,19 +28,20 @@ func TestMissing(t *testing.T) {
 	}
 	opener := func(_ context.Context, uri string) (source.Source, error) { return file.Open(uri) }
 	for path, want := range map[string]string{
-		"model.safetensor":             "; did you mean model.safetensors?",
-		dir + "/Model.safetensors":     "; did you mean " + dir + "/model.safetensors?",
-		"unlike":                       "",
-		"none/model.safetensors":       "; there is no folder none",
-		dir + "/a/b/c.safetensors":     "; there is no folder " + dir + "/a",
-		"org/name":                     "; a model of the Hugging Face hub is hf://org/name",
-		dir + "/org/name":              "hf://org/name",
-		dir + "/org/deep/name":         "; there is no folder " + dir + "/org",
-		"~/model.safetensors":          "; ~ is a word of the shell's",
-		dir + "/~/m.safetensors":       "; ~ is a word of the shell's",
-		"*.safetensors":                "; it is read as a name",
-		"model.safetensors.index.json": "",
-		"":                             "",
+		"model.safetensor":              "; did you mean model.safetensors?",
+		dir + "/Model.safetensors":      "; did you mean " + dir + "/model.safetensors?",
+		"w.safetensors":                 "; it was saved in shards: name w.safetensors.index.json, or the folder",
+		"unlike":                        "",
+		"none/model.safetensors":        "; there is no folder none",
+		dir + "/a/b/c.safetensors":      "; there is no folder " + dir + "/a",
+		"org/name":                      "; a model of the Hugging Face hub is hf://org/name",
+		dir + "/org/name":               "hf://org/name",
+		dir + "/org/deep/name":          "; there is no folder " + dir + "/org",
+		"~/model.safetensors":           "; ~ is a word of the shell's",
+		dir + "/~/m.safetensors":        "; ~ is a word of the shell's",
+		"*.safetensors":                 "; it is read as a name",
+		"another-name.of.an.index.json": "",
+		"":                              "",
 	} {
 		_, _, _, err := OpenAll(t.Context(), []string{path}, opener, Options{})
 		if text := fmt.Sprint(err); !errors.Is(err, errs.ErrNotFound) || !strings.Contains(text, want) ||

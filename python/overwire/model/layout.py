@@ -251,8 +251,18 @@ def preload_uris(path: str) -> list[str]:
     return [path]
 
 
-def not_beside(path: str, container: str) -> NotFoundError:
+# The pickle of the number by which torch.save began a file before torch 1.6.
+_OLD_TORCH = b"\x80\x02\x8a\n" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little") + b"."
+
+
+def not_beside(path: str, container: str) -> NotFoundError | FormatError:
     """What is said of a local pickle without its container."""
+    if _read_head(path, len(_OLD_TORCH)) == _OLD_TORCH:
+        return FormatError(
+            f"overwire: open {path}: a file of torch.save in the format before torch 1.6: load it with torch.load, "
+            "and save its tensors with save_file",
+            source=path,
+        )
     return NotFoundError(
         f"overwire: open {path}: its tensors are not at {container}; copy the folder beside the pickle with it; "
         "what save_bundle or compress_pickle did not write is read by load_file (safetensors), torch.load or pickle",
@@ -276,9 +286,9 @@ def _is_header(head: bytes) -> bool:
     return head[4:9] == b"\0\0\0\0{"
 
 
-def _read_head(path: str) -> bytes:
+def _read_head(path: str, size: int = 9) -> bytes:
     try:
         with open(path, "rb", opener=regular) as file:
-            return file.read(9)
+            return file.read(size)
     except (OSError, ArgumentError):
         return b""  # opening it reports why
