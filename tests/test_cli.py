@@ -112,11 +112,12 @@ def test_errors_as_json():
 def test_full_disk(plain: Path):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "overwire", "inspect", str(plain)], stdout=full, stderr=subprocess.PIPE, check=False
-        )
-    assert done.returncode == 4, done.stderr
+    for words in (["inspect", str(plain)], ["--help"], ["help", "load"], ["load", "--help"], ["--version"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "overwire", *words], stdout=full, stderr=subprocess.PIPE, check=False
+            )
+        assert done.returncode == 4, (words, done.stderr)
 
 
 @pytest.mark.parametrize("number", [1, 2])
