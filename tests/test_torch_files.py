@@ -28,6 +28,10 @@ class Arguments:
     lr = 1e-3
 
 
+class Other(torch.Tensor):  # type: ignore[misc]
+    """A class whose tensors may mean anything."""
+
+
 def state() -> dict[str, Any]:
     """Tensors of every kind that safetensors has: views, ties, parameters, no elements, no dimensions."""
     w = torch.randn(64, 48)
@@ -57,6 +61,44 @@ def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
         whole = tensor.detach().contiguous().reshape(-1)
         assert got[name].reshape(-1).view(torch.uint8).tolist() == whole.view(torch.uint8).tolist(), name
+
+
+def test_tensors_with_attributes_come_over_and_none_is_left_out(tmp_path: Path) -> None:
+    """Those of torch's own classes; bytes that are of no tensor, or of one of another class, are refused."""
+    path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
+    marked = torch.arange(3.0)
+    marked.note = 1
+    own = {"a": marked, "b": torch.nn.Buffer(torch.ones(2)), "c": torch.zeros(2)}
+    torch.save(own, path)
+    assert ow.convert(path, target).left == ()
+    equal(ow.load_file(target), own)
+    inner = torch.arange(3.0)
+    inner.note = torch.ones(2)
+    for lost in (torch.ones(2).untyped_storage(), inner, torch.arange(3.0).as_subclass(Other), torch.nn.Linear(2, 2)):
+        torch.save({"a": lost, "c": torch.zeros(2)}, path)
+        with pytest.raises(ow.NotSupportedError, match=r"a\.bin: \d tensors lie in"):
+            ow.convert(path, tmp_path / "none.safetensors")
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.safetensors"]
+
+
+@pytest.mark.parametrize("bit", ["conj", "neg", "neg of uint16"])
+def test_lazy_conjugates_and_negatives_are_refused(tmp_path: Path, bit: str) -> None:
+    """Their storage has other values than they have; what torch resolves comes over."""
+    number = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    lazy = number.conj() if bit == "conj" else torch._neg_view(number.real.clone())
+    path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
+    if bit == "neg of uint16":  # torch writes dtypes without a typed storage by another function
+        lazy = torch._neg_view(torch.ones(2, dtype=torch.uint16))
+    assert lazy.is_conj() or lazy.is_neg()
+    torch.save({"a": lazy}, path)
+    with pytest.raises(ow.NotSupportedError, match=r"a\.bin: .*resolve_neg"):
+        ow.convert(path, target)
+    assert not target.exists()
+    if bit != "neg of uint16":
+        whole = lazy.resolve_conj().resolve_neg()
+        torch.save({"a": whole}, path)
+        ow.convert(path, target)
+        equal(ow.load_file(target), {"a": whole})
 
 
 @pytest.mark.parametrize("compress", [True, False])

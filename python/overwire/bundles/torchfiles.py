@@ -77,6 +77,8 @@ _STORAGES = {
     "ComplexFloat": "C64",
     "Untyped": "U8",
 }
+# Functions that rebuild a tensor, and which argument, where there is one, says that it is conjugated or negated.
+_LAZY_BITS = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = {called: code for code, called in CALLED.items()}
 
@@ -86,6 +88,12 @@ class _Named(NamedTuple):
 
     module: str
     name: str
+
+
+#: The classes whose objects are tensors and nothing else.
+_TENSOR_TYPES = (
+    _Named("torch", "Tensor"), _Named("torch.nn.parameter", "Parameter"), _Named("torch.nn.parameter", "Buffer"),
+)  # fmt: skip
 
 
 class _Opaque:
@@ -226,9 +234,17 @@ class _Names(AllowList):
             return super().call(function, args)
         if function.module == "torch._utils" and function.name.startswith("_rebuild_"):
             return self._reader.rebuild_tensor(function.name, args)
+        if function == _Named("torch._tensor", "_rebuild_from_type_v2") and len(args) == 4:
+            return self._rebuild_of_type(*args[:3])
         if function == _Named("torch", "Size") and len(args) == 1 and type(args[0]) is tuple:
             return args[0]
         return _Opaque(function)
+
+    def _rebuild_of_type(self, function: Any, kind: Any, args: Any) -> Any:
+        # A tensor with attributes, which go nowhere; of another class, its content is that class's own.
+        if type(function) is _Named and kind in _TENSOR_TYPES and type(args) is tuple:
+            return self.call(function, args)
+        return _Opaque(kind if isinstance(kind, _Named) else _Named("torch._tensor", "_rebuild_from_type_v2"))
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
         """A placeholder for an object of any class."""
@@ -269,6 +285,7 @@ class _Reader:
         self._folder = pickles[0].removesuffix("data.pkl")
         self._budget = Budget(path, min(_MOST, self._entries[pickles[0]].file_size), _CURE)
         self._made = 0
+        self._storages: dict[str, bool] = {}  # whether a tensor has the bytes of each that is named
         self._named = 0  # bytes of the mapped ones, under all their names
         self._copied = 0  # bytes of strided tensors, which are not mapped
         self._odd = ""  # a class whose objects are not data
@@ -315,9 +332,9 @@ class _Reader:
         contents = TorchFile([], {}, [])
         visits: set[int] = set()
         self._walk_value(contents, root, (), visits)
-        if len(visits) < self._made:
+        if orphans := self._made - len(visits) + list(self._storages.values()).count(False):
             what = f"objects of {self._odd}" if self._odd else "objects that are not data"
-            why = f"{self._made - len(visits)} tensors lie in {what}: load it with the library that wrote it"
+            why = f"{orphans} tensors lie in {what}: load it with the library that wrote it"
             raise self._error_of(f"{why}, and save its state_dict()", NotSupportedError)
         return contents
 
@@ -329,6 +346,7 @@ class _Reader:
             and type(pid[1]) is _Named
             and type(pid[2]) is str
         ):
+            self._storages.setdefault(pid[2], False)
             return _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES))
         raise self._error_of("a reference to a tensor is malformed")
 
@@ -341,9 +359,12 @@ class _Reader:
         """The tensor of a call of torch's functions that rebuild one."""
         if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args and type(args[0]) is _Tensor:
             return args[0]
-        if name not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor") or len(args) < 4:
+        if name not in _LAZY_BITS or len(args) < 4:
             kind = name.removeprefix("_rebuild_")[:50]
             raise self._error_of(f"it has a tensor that safetensors lacks ({kind})", NotSupportedError)
+        if any(args[_LAZY_BITS[name] :]):  # the elements are others than the storage's bytes
+            why = "lazily conjugated or negated: save what resolve_conj() and resolve_neg() return"
+            raise self._error_of(f"it has a tensor that is {why}", NotSupportedError)
         storage, offset, shape, strides = args[:4]
         if type(storage) is not _Storage or type(offset) is not int:
             raise self._error_of("a tensor is malformed")
@@ -360,6 +381,7 @@ class _Reader:
         if not inside(shape, strides, offset * item, item, end - start):
             raise self._error_of("a tensor lies outside its storage")
         self._made += 1
+        self._storages[storage.key] = True
         return _Tensor(storage, dtype, shape, strides, offset * item)
 
     def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
