@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 from pathlib import Path
@@ -155,24 +156,27 @@ def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
 
 
 def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
-    """Each tensor is in one group; a group of several is no larger than it may be, no two fit into one but for the last
-    of the file, and the smallest comes first. Where torch keeps enough of others, each is alone."""
+    """Each tensor is in one group; a group of several is no larger than it may be, which is more where all are made at
+    once, no two fit into one but for the last of the file, and the smallest comes first. Where torch keeps enough of
+    others, each is alone."""
     from overwire.frameworks.torch import _group_sizes, divide_into_batches
 
     rng = random.Random(seed)
-    for turn in range(50):
+    for turn in range(100):
         kinds = [rng.randrange(1, 40 << 20), 8 << 20, 64 << 20, 300 << 20, rng.randrange(1 << 20)]
-        sizes = [rng.choice(kinds) for _ in range(rng.randrange(1, 60))]
-        (single,) = divide_into_batches(sizes, sum(sizes), -turn, 4, 32)
+        sizes = [rng.choice(kinds) for _ in range(rng.randrange(5, 60))]
+        first, largest = (4, 256 << 20) if turn % 2 else (len(sizes), 1 << 30)
+        (single,) = divide_into_batches(sizes, sum(sizes), -turn, first, 32)
         assert [at for (at,) in single] == sorted(range(len(sizes)), key=lambda at: -(-sizes[at] // 512))
-        (groups,) = divide_into_batches(sizes, sum(sizes) - 1, -turn, len(sizes), 32)
-        assert [groups] == [*divide_into_batches(sizes, sum(sizes), -turn, 4, 32)]
-        assert sorted(groups) == sorted(_group_sizes(sizes))
-        assert all(len(group) == 1 for batch in divide_into_batches(sizes, 0, None, 4, 32) for group in batch)
+        batches = [*divide_into_batches(sizes, sum(sizes) - 1, -turn, first, 32)]
+        (groups,) = divide_into_batches(sizes, sum(sizes), -turn, first, 32)
+        assert sorted(groups) == sorted(_group_sizes(sizes, largest))
+        assert turn % 2 or batches == [groups]
+        assert all(len(group) == 1 for batch in divide_into_batches(sizes, 0, None, first, 32) for group in batch)
         assert sorted(at for group in groups for at in group) == list(range(len(sizes)))
         totals = [sum(sizes[at] for at in group) for group in groups]
         assert totals == sorted(totals)
-        assert all(len(group) < 2 or total <= 256 << 20 for group, total in zip(groups, totals, strict=True))
+        assert all(len(group) < 2 or total <= largest for group, total in zip(groups, totals, strict=True))
 
 
 def test_batches_have_whole_groups(seed: int) -> None:
@@ -184,7 +188,8 @@ def test_batches_have_whole_groups(seed: int) -> None:
     for turn in range(50):
         sizes = [rng.choice([rng.randrange(1, 90 << 20), 300 << 20]) for _ in range(rng.randrange(90))]
         batches = [*divide_into_batches(sizes, -1, -200 - turn, 4, 16)]
-        assert sorted(group for batch in batches for group in batch) == sorted(_group_sizes(sizes))
+        groups = _group_sizes(sizes, 256 << 20 if len(sizes) > 4 else 1 << 30)
+        assert sorted(group for batch in batches for group in batch) == sorted(groups)
         counts = [sum(map(len, batch)) for batch in batches]
         assert all(count >= least for count, least in zip(counts[:-1], (4, 8, *[16] * 90), strict=False))
         if len(batches) < 2:
@@ -204,7 +209,8 @@ def test_repeated_loads_take_no_more_memory(seed: int) -> None:
     models = [[1050 << 20, *llama, 8192, 1050 << 20]]
     rng = random.Random(seed)
     models += [[rng.randrange(1, 80 << 20) for _ in range(150)] for _ in range(3)]
-    for number, sizes in enumerate(models):
+    for number, (sizes, all_at_once) in enumerate(itertools.product(models, (False, True))):
+        first = len(sizes) if all_at_once else 4
         free: list[tuple[int, int, int]] = []  # size, segment, offset
         taken: list[int] = []  # from the driver
 
@@ -234,7 +240,7 @@ def test_repeated_loads_take_no_more_memory(seed: int) -> None:
         for _ in range(3):
             parts = []
             idle = sum(part[0] for part in free)
-            for batch in divide_into_batches(sizes, idle, -100 - number, 4, 32):
+            for batch in divide_into_batches(sizes, idle, -100 - number, first, 32):
                 for group in batch:
                     if len(group) > 1:
                         give(take(sum(-(-sizes[at] // 512) * 512 for at in group)))

@@ -92,8 +92,10 @@ def _free_memory(device: str) -> tuple[int | None, int | None]:
 
 # torch's allocator asks the driver for 2 MiB at a time, and for 20 MiB where a tensor has 1 to
 # 10: that wastes much of it, and each time copies stand still for 0.1 ms. So tensors above
-# `_LEAST` share what is asked for, `_GROUP` at most. Each begins at a multiple of `_ROUND`.
-_ROUND, _LEAST, _GROUP = 512, 1 << 20, 256 << 20
+# `_LEAST` share what is asked for, `_GROUP` at most, or `_LARGE_GROUP` where all tensors are made at once: there
+# several processes ask the driver at the same time, which serves one after the other. Each tensor begins at a multiple
+# of `_ROUND`.
+_ROUND, _LEAST, _GROUP, _LARGE_GROUP = 512, 1 << 20, 256 << 20, 1 << 30
 
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -102,15 +104,15 @@ _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _gpus_of_groups: set[int | None] = set()
 
 
-def _group_sizes(sizes: Sequence[int]) -> list[list[int]]:
-    """Tensors by position, in groups: those of one share memory, where it has several."""
+def _group_sizes(sizes: Sequence[int], largest: int) -> list[list[int]]:
+    """Tensors by position, in groups of at most `largest` bytes: those of one share memory, where it has several."""
     groups: list[list[int]] = []
     group: list[int] = []
-    nbytes = _GROUP
+    nbytes = largest
     for at, size in enumerate(sizes):
-        if not _LEAST < size < _GROUP:
+        if not _LEAST < size < largest:
             groups.append([at])
-        elif nbytes + size <= _GROUP:
+        elif nbytes + size <= largest:
             group.append(at)
             nbytes += size
         else:
@@ -127,7 +129,8 @@ def divide_into_batches(
     memory is enough and is not of earlier groups, and without a gpu. The smallest comes first: torch takes the smallest
     free memory that is large enough, so that each group of a repeated load gets what it had, and none lacks what
     another has left."""
-    groups, batch, count = _group_sizes(sizes), list[list[int]](), 0
+    groups = _group_sizes(sizes, _GROUP if first < len(sizes) else _LARGE_GROUP)
+    batch, count = list[list[int]](), 0
     if idle >= sum(sizes):
         first = len(sizes)
     for number, group in enumerate(groups, 1):
