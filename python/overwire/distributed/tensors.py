@@ -110,6 +110,7 @@ class TensorLoad:
         self._members = members
         self._deferred_error: BaseException | None = None
         self._count = self._bytes = 0  # of the tensors that have arrived
+        self._tasks: dict[int, CutTensor] = {}  # by position, as they are asked for
         self._frame = frame_for(framework)
         self._exchange = ranks.exchange_setting()
         # after the meeting the smallest of any rank's, 0: none
@@ -120,9 +121,8 @@ class TensorLoad:
         where = check_device(device, self._frame)
         self._dtype = check_dtype(self._frame, options.get("dtype"))
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
-        link = members.sending_device(where)
-        place = link or where if self._exchange == "collective" else where  # where stored bytes go
-        prepare(place, self._exchange != "none")
+        link = members.sending_device(where) if self._exchange == "collective" else ""
+        prepare(link or where, self._exchange != "none")  # where stored bytes go
         self.model = Model(source, device=where, **whole)
         self._load = GroupLoad(members, [self.model])
         self.model.alone()  # what was preloaded is not shared out
@@ -426,8 +426,10 @@ class TensorLoad:
 
     def cut_tensor(self, at: int) -> CutTensor:
         """Local: a tensor, and how it is cut."""
-        row = self.model.row(at)
-        return CutTensor(at, row, torch_shape(row), self._dims.get(at))
+        if at not in self._tasks:
+            row = self.model.row(at)
+            self._tasks[at] = CutTensor(at, row, torch_shape(row), self._dims.get(at))
+        return self._tasks[at]
 
     def slice_shape(self, at: int) -> tuple[int, ...]:
         """Local: the shape of this rank's slice of a tensor."""
