@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,20 @@ x = torch.ones(8)
 for function in (load, read, stream, fill, save):
     assert torch.allclose(torch.compile(function, backend="eager")(x), function(x)), function.__name__
 """)
+
+
+def test_the_cycle_collector_waits_for_whole_loads(tmp_path: Path) -> None:
+    """By one process or by a group, into a dict or a module: what they make is no garbage, however many it is."""
+    distributed = pytest.importorskip("torch.distributed")
+    module = fill(Tied(), 1)
+    ow.save_model(module, tmp_path / "m")
+    enabled: list[bool] = []
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for group in (None, distributed.group.WORLD):
+            for load in (partial(ow.load_file, tmp_path / "m"), partial(ow.load_model, module, tmp_path / "m")):
+                enabled.clear()
+                load(group=group, progress=lambda _: enabled.append(gc.isenabled()))
+                assert enabled and not any(enabled) and gc.isenabled(), (group, load)
+    finally:
+        distributed.destroy_process_group()

@@ -120,7 +120,8 @@ def load_file(
             from ..distributed.tensors import open_load
 
             options.pop("base", None)
-            with open_load(source, group, shard, device=device, framework=framework, **options) as group_load:
+            opening_load = open_load(source, group, shard, device=device, framework=framework, **options)
+            with many_objects(), opening_load as group_load:
                 return group_load.load_all()
     if (base := options.pop("base", None)) is not None:
         from .deltas import load_on

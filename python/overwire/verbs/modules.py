@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
 from ..model.budget import fit
+from ..model.loads import many_objects
 from ..model.opened import Model, opening
 from ..model.options import DeviceLike, ModuleOptions, SaveOptions, check_options, check_values, parse_size, spell_out
 from ..model.sources import SourceLike, named
@@ -89,7 +90,8 @@ def load_model(
             return _load_together(
                 module, source, strict, place or single(list(targets.values())), targets, dict(options), unmapped_budget
             )
-    with Model(source, device=place or single(list(targets.values())), **opening(options)) as model:
+    device = place or single(list(targets.values()))
+    with many_objects(), Model(source, device=device, **opening(options)) as model:
         setters = _extra_states(module)
         missing, surplus, positions = _match_names(module, targets, setters, model, strict)
         into = _targets_of(module, targets, setters, model, positions, lambda at: model.table[at][2])
@@ -140,6 +142,7 @@ def _load_together(
 
     tensors: dict[int, Any] = {}
     with (
+        many_objects(),
         open_load(
             source,
             group,
