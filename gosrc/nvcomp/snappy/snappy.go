@@ -1,6 +1,6 @@
 // Package snappy is Snappy's block format: a varint of the content's length, then
-// literals and copies. Other writers: libsnappy, nvCOMP. Size refuses the
-// extensions of S2, Decode accepts them.
+// literals and copies. Other writers: libsnappy, nvCOMP. The extensions of S2, which the
+// library decodes, are refused, as by libsnappy and on a GPU.
 package snappy
 
 import (
@@ -83,7 +83,11 @@ func Size(src []byte) (int64, error) {
 // Decode fills dst, which must have the length of the content. Anything else
 // is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
-	if n, at := binary.Uvarint(src); at <= 0 || n != uint64(len(dst)) {
+	n, err := Size(src)
+	if err != nil {
+		return err
+	}
+	if n != int64(len(dst)) {
 		return errs.New(errs.ErrCorrupt, "Snappy block says %d bytes, not %d", n, len(dst))
 	}
 	out, err := snappy.Decode(dst, src)

@@ -109,6 +109,9 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 		h := uint32(src[at]) | uint32(binary.LittleEndian.Uint16(src[at+1:]))<<8
 		n := int(h >> 3)
 		at += 3
+		if n > maxBlock { // or a few bytes would claim memory for megabytes
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d of %d bytes, %d at most", at-3, n, maxBlock)
+		}
 		switch h >> 1 & 3 {
 		case 0: // as it is
 			most += int64(n)
