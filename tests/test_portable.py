@@ -188,6 +188,68 @@ def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
         read.safe_open(path)
 
 
+_ENTRY = '"dtype":"U8","shape":[2],"data_offsets":[0,2]'
+_NOTED = '{"__metadata__":{"overwire":%s},"a":{' + _ENTRY + "}}"
+#: Headers of files with two bytes of data, and whether both readers take them.
+HEADERS = [
+    ('{"a":{%s,"more":{"x":[1,null]}}}' % _ENTRY, True),
+    ('{"a":{%s,"more":NaN}}' % _ENTRY, False),
+    ('{"a":{%s,"more":1e400}}' % _ENTRY, False),
+    ('{"__metadata__":null,"a":{%s}}' % _ENTRY, True),
+    ('{"__metadata__":{"k":"\\ud800"},"a":{%s}}' % _ENTRY, False),
+    ('{"\\ud800":{%s}}' % _ENTRY, False),
+    ('{"\\ud83d\\ude00":{%s}}' % _ENTRY, True),
+    ('{"a":{"dtype":["U8"],"shape":[2],"data_offsets":[0,2]}}', False),
+    ('{"a":{"dtype":{"U8":1},"shape":[2],"data_offsets":[0,2]}}', False),
+    ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[-0,2]}}', False),
+    ('{"a":{"dtype":"U8","shape":[true,2],"data_offsets":[0,2]}}', False),
+    ('{"a":{%s},"e":{"dtype":"U8","shape":[0,9223372036854775807],"data_offsets":[2,2]}}' % _ENTRY, True),
+    ('{"a":{%s},"e":{"dtype":"U8","shape":[0,9223372036854775808],"data_offsets":[2,2]}}' % _ENTRY, False),
+    ('{"a":{%s},"e":{"dtype":"U8","shape":[4294967296,4294967296,0],"data_offsets":[2,2]}}' % _ENTRY, False),
+    (_NOTED % '"another program\'s"', True),
+    (_NOTED % '"[1]"', True),
+    (_NOTED % '"{\\"format\\":1}"', True),
+    (_NOTED % '"{}"', False),
+    (_NOTED % '"{\\"format\\":\\"1.0\\",\\"index\\":\\"overwire.index\\"}"', False),
+]
+
+
+@pytest.mark.parametrize(("header", "is_taken"), HEADERS)
+def test_both_readers_take_the_same_headers(tmp_path: Path, header: str, is_taken: bool) -> None:
+    """Of plain files: keys that are not known, numbers and texts at the edge, notes of other programs."""
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + b"ab")
+    fates = [_fate(load, path) for load in (ow.load_file, read.load_file)]
+    assert fates[0] == fates[1] and (fates[0] is not None) == is_taken, fates
+
+
+@pytest.mark.parametrize(
+    ("version", "minor", "is_taken"),
+    [
+        ("1.0", 3, True), ("1.9", 9, True), ("01.00", 3, True), ("1.65535", 3, True),
+        ("1.65536", 3, False), ("1_0.0", 3, False), (" 1.0", 3, False), ("+1.0", 3, False), ("1.0.0", 3, False),
+        ("1", 3, False), ("-1.0", 3, False), ("1.\u0661", 3, False), ("2.0", 3, False),
+    ],
+)  # fmt: skip
+def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor: int, is_taken: bool) -> None:
+    """What stands for a version in the note; of a newer minor, reserved bytes may have a meaning."""
+    path = tmp_path / "m.safetensors"
+    ow.save_file({"a": np.arange(3000, dtype=np.int64)}, path)
+    data = path.read_bytes()
+    base = 8 + int.from_bytes(data[:8], "little")
+    head = data[8:base]
+    old = re.search(rb'format\\":\\"(1[.][0-9])', head)
+    assert old is not None
+    new = head[: old.start(1)] + version.encode() + head[old.end(1) :].rstrip(b" ")
+    changed = bytearray(data[:8] + new.ljust(len(head)) + data[base:])
+    struct.pack_into("<H", changed, base + 6, minor)
+    if minor > 3:
+        changed[base + 50] = changed[base + 64 + 8 + 60] = 1
+    path.write_bytes(_with_checksums(changed))
+    fates = [_fate(load, path) for load in (ow.load_file, read.load_file)]
+    assert fates[0] == fates[1] and (fates[0] is not None) == is_taken, fates
+
+
 def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
     """It is sound, and beside numpy alone reads every golden as the engine does; what needs the engine says so."""
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))

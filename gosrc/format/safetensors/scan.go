@@ -201,7 +201,7 @@ func (s *scanner) readUnsigned() (v int64, over, ok bool) {
 		if d > 9 {
 			break
 		}
-		if v > (1<<63-10)/10 { // the next digit might not fit
+		if v > (1<<63-1-int64(d))/10 { // the next digit does not fit
 			over = true
 		}
 		v = v*10 + int64(d)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from math import prod
+import re
+from itertools import accumulate
+from math import isfinite, prod
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +35,8 @@ _TRANSFORMS = {  # of X16, by dtype
     "BF16": {1}, "F16": {2}, "F32": {3}, "C64": {3}, "F8_E4M3": {4}, "F8_E4M3FNUZ": {4}, "F8_E5M2": {5},
     "F8_E5M2FNUZ": {5}, "F4": {7}, "F8_E8M0": {8}, "BOOL": {8},
 } | {name: {6, 7, 8} for name in ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")}  # fmt: skip
+_VERSION = re.compile("([0-9]+)[.]([0-9]+)")
+_MINOR = 3  # the newest that this reader knows
 _WIDE = ("I16", "U16", "I32", "U32", "I64", "U64")
 
 
@@ -79,7 +84,8 @@ def parse(data: Bytes, path: str) -> Container:
     size = int(data[:8].view("<u8")[0])
     checks.is_file(size <= min(_LONGEST_HEADER, len(data) - 8), f"its header has {size} bytes")
     try:
-        header = json.loads(bytes(data[8 : 8 + size]).decode(), object_pairs_hook=_unique_keys)
+        text = bytes(data[8 : 8 + size]).decode()
+        header = json.loads(text, **_STRICTLY)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"overwire: {path}: its header: {error}", source=path) from None
     checks.is_file(isinstance(header, dict), "its header is no object")
@@ -88,14 +94,14 @@ def parse(data: Bytes, path: str) -> Container:
     texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     checks.is_file(metadata is None or texts, "its metadata")
     entries = _entries_of_header(header, base, len(data), checks)
-    if (metadata is not None and _NOTE in metadata) != (_INDEX in entries):
+    note = None if metadata is None else metadata.get(_NOTE)
+    if _INDEX not in entries and (note is None or _note_of(note) is None):  # an entry of another program
+        return Container(entries, metadata, False)
+    if metadata is None or note is None or _INDEX not in entries:
         raise CorruptError(
             f"overwire: {path}: an index without its note in the metadata, or the other way round", source=path
         )
-    if _INDEX not in entries:
-        return Container(entries, metadata, False)
-    assert metadata is not None
-    _check_note(metadata[_NOTE], path)
+    _check_note(note, path)
     first = next(iter(entries))
     index = entries.pop(_INDEX)
     is_first = first == _INDEX and index.offset == base and index.dtype == "U8" and base % 4096 == 0
@@ -105,10 +111,32 @@ def parse(data: Bytes, path: str) -> Container:
     return Container(tensors, rest, True)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({key for key, _ in pairs}) != len(pairs):
         raise ValueError("a key stands there twice")
+    for pair in pairs:
+        for text in pair:
+            if isinstance(text, str):
+                text.encode()  # a half of a surrogate pair is no text: ValueError
     return dict(pairs)
+
+
+def _parse_finite(number: str) -> float:
+    value = float(number)
+    if not isfinite(value):  # NaN and Infinity are not JSON
+        raise ValueError(f"the number {number:.20}")
+    return value
+
+
+def _parse_integer(number: str) -> float:
+    return -0.0 if number == "-0" else int(number)  # which is no unsigned integer
+
+
+# What json leaves to its caller.
+_STRICTLY: dict[str, Any] = dict(
+    object_pairs_hook=_checked_object, parse_constant=_parse_finite, parse_float=_parse_finite,
+    parse_int=_parse_integer,
+)  # fmt: skip
 
 
 class _Checks(NamedTuple):
@@ -132,11 +160,14 @@ def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Ch
     rows = []
     for name, entry in header.items():
         where = f"tensor {name!r}"
-        checks.is_file(isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}, where)
+        checks.is_file(isinstance(entry, dict) and {"dtype", "shape", "data_offsets"} <= set(entry), where)
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        checks.is_file(dtype in BITS and isinstance(shape, list) and len(shape) <= 64, f"{where}: dtype or shape")
+        is_dtype = isinstance(dtype, str) and dtype in BITS
+        checks.is_file(is_dtype and isinstance(shape, list) and len(shape) <= 64, f"{where}: dtype or shape")
         numbers = [*shape, *offsets] if isinstance(offsets, list) and len(offsets) == 2 else [None]
         checks.is_file(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), f"{where}: a number")
+        products = accumulate((*shape, BITS[dtype]), mul)
+        checks.is_file(all(n < 1 << 64 for n in products), f"{where}: its shape is too large")
         nbytes, rest = divmod(prod(shape) * BITS[dtype], 8)
         checks.is_file(not rest and offsets[1] - offsets[0] == nbytes, f"{where}: its bytes are not its shape's")
         rows.append((*offsets, name, Tensor(dtype, tuple(shape), nbytes, base + offsets[0], [], 1, None)))
@@ -149,13 +180,22 @@ def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Ch
     return {name: tensor for _, _, name, tensor in rows}
 
 
-def _check_note(text: str, path: str) -> None:
+def _note_of(text: str) -> tuple[Any, Any] | None:
+    # Format and index as the note has them; None: it is none of overwire's.
     try:
         note = json.loads(text)
-        major, minor = (int(n) for n in note["format"].split("."))
-        index = note["index"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptError(f"overwire: {path}: corrupt data: its note in the metadata", source=path) from None
+        facts = note.get("format", ""), note.get("index", "")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return facts if all(isinstance(fact, str) for fact in facts) else None
+
+
+def _check_note(text: str, path: str) -> None:
+    version, index = _note_of(text) or ("", "")
+    numbers = _VERSION.fullmatch(version)
+    major, minor = (int(n) for n in numbers.groups()) if numbers else (1 << 16, 0)
+    if max(major, minor) >= 1 << 16:
+        raise CorruptError(f"overwire: {path}: corrupt data: its note in the metadata", source=path)
     if major == 1 and index != _INDEX:
         raise CorruptError(f"overwire: {path}: corrupt data: its note names no index", source=path)
     if major != 1:
@@ -165,7 +205,8 @@ def _check_note(text: str, path: str) -> None:
 def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], checks: _Checks) -> dict[str, Tensor]:
     blob = data[base : base + size]
     checks.is_sound(72 <= size <= _LARGEST_INDEX and size % 64 == 0 and bytes(blob[:4]) == b"OWIX", "its index")
-    major, features = int(blob[4:6].view("<u2")[0]), int(blob[8:16].view("<u8")[0])
+    (major, minor), features = blob[4:8].view("<u2").tolist(), int(blob[8:16].view("<u8")[0])
+    is_newer = minor > _MINOR  # which may give the reserved bytes a meaning
     if major != 1 or features >> 2:
         text = f"overwire: {checks.path}: an index of version {major} with features {features:#x}"
         raise NotSupportedError(text, source=checks.path)
@@ -175,7 +216,8 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], c
     checks.is_sound(blob[28:32].view("<u2").tolist() == [64, 32] and fits, "its index's sizes")
     is_same = crc32c(blob[:length]) == int(blob[length : length + 4].view("<u4")[0])
     checks.is_sound(is_same, "the checksum of its index")
-    checks.is_sound(not blob[length + 4 :].any() and not blob[44:64].any(), "its index's reserved bytes")
+    is_clean = not blob[length + 4 :].any() and (is_newer or not blob[44:64].any())
+    checks.is_sound(is_clean, "its index's reserved bytes")
     checks.is_sound(crc32c(data[:base]) == int(blob[40:44].view("<u4")[0]), "the checksum of its header")
     checks.is_sound(tensors == len(entries), "the number of its tensors")
     extents = blob[64 : 64 + 8 * dims].view("<u8")
@@ -196,7 +238,8 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], c
         chunk_bytes, target = int(row[4:8].view("<u4")[0]), int(row[48:52].view("<u4")[0])
         entry = entries[name]
         begins = first == chunk or not count and first < chunk  # as the engine, which lets such a number be
-        checks.is_sound(nbytes * 8 == prod(shape) * bits and begins and not row[52:].any(), "", name)
+        is_sized = nbytes * 8 == prod(shape) * bits and (is_newer or not row[52:].any())
+        checks.is_sound(is_sized and begins, "", name)
         checks.is_sound((target != 0xFFFFFFFF) == (layout == 2) and chunk + count <= chunks, "", name)
         if layout == 2 or not nbytes:
             checks.is_sound((count, stored_size, parts, chunk_bytes, entry.nbytes) == (0, 0, 1, 0, 0), "", name)
@@ -214,7 +257,7 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], c
             same = holds and rows[target][32:48].tobytes() == row[32:48].tobytes()
             checks.is_sound(same, "what it is an alias of", name)
             alias = names[target]
-        own = [_chunk_of(record, checks, name) for record in table[chunk : chunk + count]]
+        own = [_chunk_of(record, is_newer, checks, name) for record in table[chunk : chunk + count]]
         tensor = out[name] = Tensor(dtype, shape, nbytes, entry.offset, own, parts, alias)
         if count or nbytes and alias is None:
             _check_grid(tensor, chunk_bytes, layout == 1, entry, checks, name)
@@ -237,8 +280,9 @@ def _features_of(tensors: dict[str, Tensor]) -> int:
     return features
 
 
-def _chunk_of(record: Bytes, checks: _Checks, name: str) -> StoredChunk:
-    checks.is_sound(not record[22:24].any() and not record[26:].any(), "the reserved bytes of a chunk", name)
+def _chunk_of(record: Bytes, is_newer: bool, checks: _Checks, name: str) -> StoredChunk:
+    is_clean = not record[22:24].any() and (is_newer or not record[26:].any())
+    checks.is_sound(is_clean, "the reserved bytes of a chunk", name)
     offset, (stored_size, logical, total) = int(record[:8].view("<u8")[0]), record[8:20].view("<u4").tolist()
     tiles = int(record[24:26].view("<u2")[0])
     return StoredChunk(offset, stored_size, logical, total, int(record[20]), int(record[21]), tiles)
