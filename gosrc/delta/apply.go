@@ -265,7 +265,7 @@ func untieSteps(steps []step) ([]step, error) {
 func compareBase(ctx context.Context, stages *Stages, places []place, of [][]step, part Part) error {
 	compares := part == Whole || part == Check
 	var wrong []string
-	count := 0
+	uri, count := "", 0
 	sums := make([][]digest.Sum, len(places))
 	err := spawn.Each(ctx, "delta ready", 2*len(places), 2*len(places), func(n int) (err error) {
 		switch p := places[n/2]; {
@@ -285,18 +285,18 @@ func compareBase(ctx context.Context, stages *Stages, places []place, of [][]ste
 			if sum == s.first() {
 				continue
 			}
-			wrong = append(wrong, s.Name)
+			wrong, uri = append(wrong, s.Name), cmp.Or(uri, s.links[0].file.URI)
 			if sum == s.last() {
 				count++
 			}
 		}
 	}
 	if len(wrong) > 0 {
+		what := "differ from what the delta was made from"
 		if count == len(wrong) {
-			return errs.New(errs.ErrBase, "nothing was changed: %s have the delta already", listSome(wrong))
+			what = "have the delta already"
 		}
-		return errs.New(errs.ErrBase, "nothing was changed: %s differ from what the delta was made from",
-			listSome(wrong))
+		return errs.In("delta", uri, errs.New(errs.ErrBase, "nothing was changed: %s %s", listSome(wrong), what))
 	}
 	stages.End("base digests")
 	return nil
@@ -311,6 +311,7 @@ func applyChange(ctx context.Context, stages *Stages, places []place, of [][]ste
 	}
 	stages.End("change")
 	var wrong []string
+	uri := ""
 	for i, p := range places {
 		digests, err := p.digestSteps(ctx)
 		if err != nil {
@@ -318,13 +319,13 @@ func applyChange(ctx context.Context, stages *Stages, places []place, of [][]ste
 		}
 		for k, sum := range digests {
 			if s := &of[i][k]; sum != s.last() {
-				wrong = append(wrong, s.Name)
+				wrong, uri = append(wrong, s.Name), cmp.Or(uri, s.links[0].file.URI)
 			}
 		}
 	}
 	if len(wrong) > 0 {
 		return undoChange(ctx, places, len(places), of,
-			errs.New(errs.ErrCorrupt, "%s did not become what the delta says", listSome(wrong)))
+			errs.In("delta", uri, errs.New(errs.ErrCorrupt, "%s did not become what the delta says", listSome(wrong))))
 	}
 	stages.End("new digests")
 	return nil

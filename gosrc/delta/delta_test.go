@@ -215,7 +215,7 @@ func TestRefusedBefore(t *testing.T) {
 	other.data[6][9]++ // of a tensor that the delta does not change
 	before := other.clone()
 	if err := applySteps(other, f); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), `"f.same"`) ||
-		!other.same(before) {
+		!strings.Contains(err.Error(), "delta "+f.URI) || !other.same(before) {
 		t.Errorf("a wrong base: %v", err)
 	}
 	run := func(change func(all []Target) []Target, missing bool) error {
@@ -306,7 +306,7 @@ func TestParts(t *testing.T) {
 }
 
 // TestUndone: when a tensor does not become what the delta says, all become what they
-// were; if that fails, too, the error names each.
+// were; if that fails, too, the error names each. It names the file.
 func TestUndone(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
@@ -321,7 +321,8 @@ func TestUndone(t *testing.T) {
 		h := &host{steps: steps, workers: 2}
 		err = applyChange(context.Background(), Begin(), []place{&broken{host: h, steps: steps, times: times}},
 			[][]step{steps})
-		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), want) {
+		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), want) ||
+			!strings.Contains(err.Error(), "delta "+f.URI) {
 			t.Errorf("wrong %d times: %v", times, err)
 		}
 		if times == 2 && !m.same(base) {

@@ -314,7 +314,7 @@ func (t *item) digestAll(ctx context.Context, sum *digest.State) error {
 		return nil
 	})
 	if err == nil && t.known != nil && t.bytes > 0 && sumOf(&h) != t.known.Hash {
-		return errOtherBytes()
+		return t.errOtherBytes()
 	}
 	return err
 }

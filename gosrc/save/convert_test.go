@@ -282,7 +282,8 @@ func TestConvertTree(t *testing.T) {
 
 func TestConvertComparesHashes(t *testing.T) {
 	// Promise: a container whose hash of a tensor is false is not converted, also
-	// into column parts where digests are kept: no false hash is passed on.
+	// into column parts where digests are kept: no false hash is passed on. The error
+	// names it.
 	r := newRand(t)
 	path, dst := filepath.Join(t.TempDir(), "m"), filepath.Join(t.TempDir(), "out")
 	write(t, Spec{Path: path, Compress: true}, []Input{bf16("big", r, 700, 1024)})
@@ -314,7 +315,7 @@ func TestConvertComparesHashes(t *testing.T) {
 	}
 	for _, spec := range []Spec{{Compress: true}, {}, {Compress: true, Parts: 4, Digests: true}} {
 		if _, err := Convert(bg, nil, []string{path}, dst, spec); !errors.Is(err, errs.ErrCorrupt) ||
-			!strings.Contains(err.Error(), "XXH3") {
+			!strings.Contains(err.Error(), "XXH3") || !strings.Contains(err.Error(), path) {
 			t.Errorf("%+v: %v", spec, err)
 		}
 	}

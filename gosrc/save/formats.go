@@ -152,7 +152,7 @@ func (w *writer) flowOf(t *item) tensorizer.Flow {
 	}
 	f.Done = func() error {
 		if t.known != nil && t.bytes > 0 && sumOf(whole) != t.known.Hash {
-			return errOtherBytes()
+			return t.errOtherBytes()
 		}
 		w.job.Tensors.Add(1)
 		return nil
@@ -160,9 +160,10 @@ func (w *writer) flowOf(t *item) tensorizer.Flow {
 	return f
 }
 
-// errOtherBytes is the error of a tensor whose bytes differ from its source's hash.
-func errOtherBytes() error {
-	return errs.New(errs.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)")
+// errOtherBytes is the error of a tensor whose bytes differ from the hash of its source, which it names.
+func (t *item) errOtherBytes() error {
+	return errs.Locate("read", t.origin.src.URI(), t.name, -1,
+		errs.New(errs.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)"))
 }
 
 func verifyTensors(ctx context.Context, m *model, j *job.Job, k int, rep *VerifyReport) error {

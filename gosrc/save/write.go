@@ -405,7 +405,7 @@ func (f *fileWriter) placeTask(ctx context.Context, k int) error {
 		if c.ends {
 			t.hash, t.hashed = sumOf(&f.hasher), true
 			if t.known != nil && t.hash != t.known.Hash {
-				return errs.Locate("save", "", t.name, -1, errOtherBytes())
+				return t.errOtherBytes()
 			}
 		}
 	}
