@@ -227,6 +227,35 @@ def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
     assert len(cases) == 13 and os.listdir(tmp_path) == ["x.pt"]
 
 
+def test_changed_bytes_are_refused(tmp_path: Path) -> None:
+    """Of the pickle and the storages, every changed byte: torch.load takes them, and a container would vouch for
+    them. Files whose writer computed no checksums are read."""
+    path = tmp_path / "m.pt"
+    torch.save({"weight": torch.arange(3000), "other": torch.ones(700).bfloat16()}, path)
+    whole = path.read_bytes()
+    with opened(str(path)) as content:
+        assert [name for name, _ in content.tensors] == ["weight", "other"]
+    for info in zipfile.ZipFile(path).infolist():
+        if not info.filename.endswith(("data.pkl", "data/0", "data/1")):
+            continue
+        start = info.header_offset + 30 + sum(struct.unpack_from("<HH", whole, info.header_offset + 26))
+        for at in (start, start + info.file_size // 2, start + info.file_size - 1):
+            changed = bytearray(whole)
+            changed[at] ^= 1
+            path.write_bytes(changed)
+            with pytest.raises(ow.CorruptError, match=info.filename.partition("/")[2]) as caught, opened(str(path)):
+                pass
+            assert caught.value.source == str(path)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"weight": torch.arange(30)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert not any(info.CRC for info in zipfile.ZipFile(path).infolist())
+    with opened(str(path)) as content:
+        assert [name for name, _ in content.tensors] == ["weight"]
+
+
 def test_other_verbs_name_the_way(tmp_path: Path) -> None:
     """What opens files and folders of torch.save by another verb says which one reads them."""
     folder(tmp_path / "model")
