@@ -80,6 +80,20 @@ def _save_by(verb: Any, folder: Path, number: int) -> None:
     verb({"w": torch.full((300,), float(number)), "n": number}, folder / "x.pkl")
 
 
+def test_a_bundle_is_no_safetensors_file(tmp_path: Path) -> None:
+    """A pickle under the name of a container is refused before anything is written: it would take the place of
+    another bundle's tensors, as those of D/x.pkl in D/tensors/x.safetensors."""
+    ow.save_bundle({"w": torch.arange(6.0)}, tmp_path / "x.pkl")
+    before = (tmp_path / "tensors" / "x.safetensors").read_bytes()
+    for save in (ow.save_bundle, ow.compress_pickle, ow.compress):
+        for path in (tmp_path / "tensors" / "x.safetensors", tmp_path / "y.safetensors"):
+            with pytest.raises(ow.ArgumentError, match=r"name it \.pkl.*overwire\.save_file"):
+                save({"w": torch.zeros(6)}, path)
+    assert (tmp_path / "tensors" / "x.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tensors", "x.pkl"]
+    same(ow.load_bundle(tmp_path / "x.pkl")["w"], torch.arange(6.0))
+
+
 def test_where_the_container_lies(tmp_path: Path) -> None:
     """save_bundle writes into `tensors`, nyacomp's verbs into `nya`, with their csv; each reader takes both, wherever
     they lie now; a preload of the pickle, too."""

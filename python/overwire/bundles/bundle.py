@@ -189,16 +189,17 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
     check_values(wait=how.wait, **options)
     max_memory = options.pop("max_memory", None)
     target = resolve_pickle(path)
+    if target.endswith(".safetensors"):
+        raise ArgumentError(
+            f"overwire: compress {shown(target)}: a pickle is no safetensors file, and may take the place of another "
+            f"bundle's container: name it .pkl, or save tensors alone by overwire.save_file"
+        )
     access = options.get("storage_options")
     storage(access, [target])  # wrong ones are refused before anything is done
     if how.wait and max_memory is not None:
         raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
     data, blobs = dump(obj, how.names)
     remote = is_remote(target)
-    folder = how.folder
-    container = layout.store_containers_of(target, folder)[0] if remote else layout.container_of(target, folder)
-    if container == target:
-        raise ArgumentError(f"overwire: compress {shown(target)}: the path is that of its container")
     tensors = [(blob.name, described(blob)) for blob in blobs]
     digest = hashlib.sha256(data).hexdigest()
     # The blob's number is its place in this list; the container sorts by name.
