@@ -6,8 +6,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import overwire
 import pytest
+from overwire.model.forked import is_compressed
 
 # What a worker reads, by every name of safetensors'; `opened` was opened in the parent.
 WORKER = """
@@ -168,6 +170,18 @@ for name in list(held):
 assert len(names + [name for name, _ in held["stream"]] + [name for name, _ in held["windows"]]) == 100
 held["asleep"].wake()
 """
+
+
+def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> None:
+    """A header may spell letters by their numbers: the container stays one, also where the engine may not be used."""
+    path = tmp_path / "m.safetensors"
+    overwire.save_file({"w": np.zeros(9000, np.float32)}, path)
+    data = path.read_bytes()
+    assert is_compressed(path)
+    spelled = data.replace(b'"overwire":', rb'"\u006fverwire":', 1)[: len(data)]
+    assert is_compressed(spelled) and is_compressed(data) and is_compressed(memoryview(spelled))
+    overwire.save_file({"w": np.zeros(9)}, path, {"k": "\u00e9"}, compress=False)
+    assert is_compressed(path) is False
 
 
 def test_what_a_child_drops_is_the_parents(torch_script) -> None:
