@@ -46,12 +46,15 @@ func (o *Opened) ReadIndex(ctx context.Context, settings map[string]string, know
 	return o.File.indexOn(ctx, o.Source, settings, known)
 }
 
-// Index reads the file that starts with head: it returns its validated index, and
-// the source of its tensors (see File.Source), according to the settings. known
-// reports which codecs can be decoded.
+// Index reads the file that starts with head: it returns its validated index, which is
+// compared with the records (see compareRecords), and the source of its tensors (see
+// File.Source), according to the settings. known reports which codecs can be decoded.
 func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string,
 	known tensor.Known) (*tensor.Index, source.Source, error) {
 	f, err := Read(ctx, src, head)
+	if err == nil {
+		err = f.compareRecords(ctx, src)
+	}
 	if err != nil {
 		return nil, src, err
 	}

@@ -218,16 +218,42 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 	if f.Records != nil {
 		return nil
 	}
+	records, err := f.readRecords(ctx, src, func(*Entry) bool { return true })
+	if err == nil {
+		f.Records = records
+	}
+	return err
+}
+
+// compareRecords compares the index with the records as far as that costs little: all of a source
+// on this machine; elsewhere, where each may cost a round trip, those of tensors that the index
+// leaves without data, which would read as zeros.
+func (f *File) compareRecords(ctx context.Context, src source.Source) error {
+	if facts := src.Facts(); facts.File != nil || facts.View != nil {
+		return f.ReadRecords(ctx, src)
+	}
+	if f.Records != nil {
+		return nil
+	}
+	_, err := f.readRecords(ctx, src, func(e *Entry) bool { return e.Bytes != e.full })
+	return err
+}
+
+// readRecords reads the records of some entries.
+func (f *File) readRecords(ctx context.Context, src source.Source, wants func(e *Entry) bool) ([]Record, error) {
 	all, most := int64(0), tensor.MaxIndex+Align*int64(len(f.Entries)) // with the padding of known writers
 	for i := range f.Entries {
 		e := &f.Entries[i]
 		if all += e.Data - e.Record; all > most {
-			return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, "the records have more than %d bytes", most))
+			return nil, f.at(e.Name, e.Record, errs.New(errs.ErrFormat, "the records have more than %d bytes", most))
 		}
 	}
 	records := make([]Record, len(f.Entries))
 	err := spawn.Each(ctx, "index", maxTogether, len(f.Entries), func(i int) error {
 		e := &f.Entries[i]
+		if !wants(e) {
+			return nil
+		}
 		n := e.Data - e.Record
 		if n > tensor.MaxHeader {
 			return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, "a record of %d bytes before the data", n))
@@ -238,10 +264,7 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 		}
 		return f.readRecord(b, e, &records[i])
 	})
-	if err == nil {
-		f.Records = records
-	}
-	return err
+	return records, err
 }
 
 func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
