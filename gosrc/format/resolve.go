@@ -249,6 +249,10 @@ func readShards(ctx context.Context, at source.Location, open Opener) (Files, er
 	if err != nil {
 		return Files{}, err
 	}
+	if len(shards.Weights) == 0 { // or the folder's model would be one without tensors
+		return Files{}, placeError(at.URI, errs.New(errs.ErrFormat,
+			"an index that lists no tensor: fetch it again, or remove it if the files beside it are the model"))
+	}
 	set := Files{Index: at.URI, Text: text, Shards: &shards, index: at, identity: id}
 	for _, name := range shards.Files {
 		set.URIs = append(set.URIs, source.Beside(at.URI, name))

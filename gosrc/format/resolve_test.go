@@ -125,8 +125,13 @@ func TestResolveRemote(t *testing.T) {
 		}
 	}
 	s := store{files: map[string][]byte{dir + "model.safetensors": nil}}
-	s.files[dir+"model.safetensors.index.json"] = []byte("{")
+	s.files[dir+"model.safetensors.index.json"] = listing()
 	_, err := Resolve(t.Context(), source.LocationOf(dir), s.Open, Options{})
+	if !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "lists no tensor") || s.open != 0 {
+		t.Errorf("an index without tensors: %v, %d open", err, s.open)
+	}
+	s.files[dir+"model.safetensors.index.json"] = []byte("{")
+	_, err = Resolve(t.Context(), source.LocationOf(dir), s.Open, Options{})
 	if !errors.Is(err, errs.ErrFormat) || s.open != 0 {
 		t.Errorf("a bad index before a good file: %v, %d open", err, s.open)
 	}
