@@ -7,9 +7,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/klauspost/compress/zstd"
 
 	"github.com/overwire/overwire/gosrc/errs"
 )
@@ -141,5 +144,48 @@ func TestBombs(t *testing.T) {
 	}
 	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("overlapping chunks: %v", err)
+	}
+}
+
+// Frames of Zstandard that do not state their content's length take no memory for windows that they only name.
+func TestFramesThatNameLargeWindows(t *testing.T) {
+	frame := []byte{0x28, 0xB5, 0x2F, 0xFD, 0, 0x88, 1<<3 | 1, 0, 0, 'x'} // 128 MiB, for a byte
+	src := bytes.Repeat(frame, 100)
+	size := func(src []byte) (Result, uint64) {
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		out, err := Run(t.Context(), Spec{Op: OpSize, Algorithm: "Zstd", Kind: Raw}, []Buffer{{Src: src}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		runtime.ReadMemStats(&after)
+		return out[0], after.TotalAlloc - before.TotalAlloc
+	}
+	if r, taken := size(src); r.Err != nil || r.Bytes != 100 || taken > 64<<20 {
+		t.Errorf("%d bytes, %v, by %d bytes of memory", r.Bytes, r.Err, taken)
+	}
+	if got, err := one(t, Spec{Op: OpDecode, Algorithm: "Zstd", Kind: Raw}, src); string(got) != strings.Repeat("x", 100) {
+		t.Errorf("%q, %v", got, err)
+	}
+	frame[5] = 0x89 // larger than is read
+	if r, _ := size(frame); !errors.Is(r.Err, errs.ErrNotSupported) {
+		t.Errorf("a window of 144 MiB: %d bytes, %v", r.Bytes, r.Err)
+	}
+	long := bytes.Repeat([]byte("some text that comes again and again. "), 20_000) // several blocks, of matches
+	var b bytes.Buffer
+	w, err := zstd.NewWriter(&b, zstd.WithWindowSize(8<<20), zstd.WithEncoderConcurrency(1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := 0; at < len(long); at += 100_000 { // as a stream, whose length no one knows
+		if _, err := w.Write(long[at:min(at+100_000, len(long))]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if r, _ := size(b.Bytes()); r.Err != nil || r.Bytes != int64(len(long)) {
+		t.Errorf("a stream of %d bytes: %d, %v", len(long), r.Bytes, r.Err)
 	}
 }

@@ -7,6 +7,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"io"
+	"math/bits"
+	"slices"
 	"sync"
 
 	"github.com/klauspost/compress/zstd"
@@ -18,7 +20,10 @@ import (
 const maxBlock = 128 << 10
 
 // maxWindow is the largest window that is read: libzstd's own default limit.
-const maxWindow = 128 << 20
+const (
+	maxWindowLog = 27
+	maxWindow    = 1 << maxWindowLog
+)
 
 var (
 	encoders = sync.Pool{New: func() any {
@@ -84,7 +89,7 @@ func Size(src []byte) (int64, error) {
 		}
 		n := int64(h.FrameContentSize)
 		if !h.HasFCS {
-			if n, err = countFrame(src[start:at]); err != nil {
+			if n, err = countFrame(src[start:at], most); err != nil {
 				return 0, err
 			}
 		}
@@ -133,8 +138,15 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	}
 }
 
-// countFrame decodes one frame without output.
-func countFrame(frame []byte) (int64, error) {
+// countFrame decodes one frame of at most `most` bytes without output. The library takes memory for the
+// window that the frame names, and clears it: a frame of nine bytes may name 128 MiB. No window larger than
+// the content makes a difference.
+func countFrame(frame []byte, most int64) (int64, error) {
+	const at = 5 // where a frame that does not state its size names its window: 2^(10 + v/8), and eighths of it
+	if v := byte(bits.Len64(uint64(max(most, 1<<10)-1))-10) << 3; v < frame[at] && frame[at] <= (maxWindowLog-10)<<3 {
+		frame = slices.Clone(frame)
+		frame[at] = v
+	}
 	d, err := zstd.NewReader(bytes.NewReader(frame), zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true),
 		zstd.WithDecoderMaxWindow(maxWindow))
 	if err != nil {
