@@ -210,6 +210,8 @@ HEADERS = [
     (_NOTED % '"[1]"', True),
     (_NOTED % '"{\\"format\\":1}"', True),
     (_NOTED % '"{}"', False),
+    (_NOTED % '"null"', True),
+    (_NOTED % '"{\\"format\\":null}"', False),
     (_NOTED % '"{\\"format\\":\\"1.0\\",\\"index\\":\\"overwire.index\\"}"', False),
 ]
 
@@ -228,7 +230,8 @@ def test_both_readers_take_the_same_headers(tmp_path: Path, header: str, is_take
     [
         ("1.0", 3, True), ("1.9", 9, True), ("01.00", 3, True), ("1.65535", 3, True),
         ("1.65536", 3, False), ("1_0.0", 3, False), (" 1.0", 3, False), ("+1.0", 3, False), ("1.0.0", 3, False),
-        ("1", 3, False), ("-1.0", 3, False), ("1.\u0661", 3, False), ("2.0", 3, False),
+        ('1.0","FORMAT":"2.0', 3, True), ('2.0","Format":"1.0', 3, False), ("1", 3, False), ("-1.0", 3, False),
+        ("1.\u0661", 3, False), ("2.0", 3, False),
     ],
 )  # fmt: skip
 def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor: int, is_taken: bool) -> None:
@@ -240,7 +243,7 @@ def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor
     head = data[8:base]
     old = re.search(rb'format\\":\\"(1[.][0-9])', head)
     assert old is not None
-    new = head[: old.start(1)] + version.encode() + head[old.end(1) :].rstrip(b" ")
+    new = head[: old.start(1)] + version.replace('"', '\\"').encode() + head[old.end(1) :].rstrip(b" ")
     changed = bytearray(data[:8] + new.ljust(len(head)) + data[base:])
     struct.pack_into("<H", changed, base + 6, minor)
     if minor > 3:

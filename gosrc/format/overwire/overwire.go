@@ -154,35 +154,52 @@ func Is(h *safetensors.Header) (bool, error) {
 	case !hasMark:
 		return false, errs.New(errs.ErrCorrupt, "%s without the metadata entry %q", IndexName, MetadataKey)
 	}
-	var m struct {
-		Format string `json:"format"`
-		Index  string `json:"index"`
-	}
 	// The last members may be long, and loading does not need them.
 	for _, member := range []string{`,"digests":`, `,"origin":`} {
 		if head, _, cut := strings.Cut(value, member); cut {
 			value = head + "}"
 		}
 	}
-	if err := json.Unmarshal([]byte(value), &m); err != nil {
+	format, index, err := readMark(value)
+	if err != nil {
 		if !hasIndex {
 			return false, nil // an entry of another program
 		}
 		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: %v", MetadataKey, err)
 	}
-	major, minor, _ := strings.Cut(m.Format, ".")
+	major, minor, _ := strings.Cut(format, ".")
 	major64, err := strconv.ParseUint(major, 10, 16)
 	if _, err2 := strconv.ParseUint(minor, 10, 16); err != nil || err2 != nil {
-		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: format %q", MetadataKey, m.Format)
+		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: format %q", MetadataKey, format)
 	}
 	if major64 != Major {
-		return false, errs.New(errs.ErrNotSupported, "format %s, this overwire reads %d: %s", m.Format, Major,
+		return false, errs.New(errs.ErrNotSupported, "format %s, this overwire reads %d: %s", format, Major,
 			remedyFor(major64))
 	}
-	if m.Index != IndexName || !hasIndex {
-		return false, errs.New(errs.ErrCorrupt, "the index %q is not there", m.Index)
+	if index != IndexName || !hasIndex {
+		return false, errs.New(errs.ErrCorrupt, "the index %q is not there", index)
 	}
 	return true, nil
+}
+
+// readMark returns two members of a metadata entry, "" for one that is not there. It goes by a map, since
+// fields of a struct would take members whose names differ in their case.
+func readMark(value string) (format, index string, err error) {
+	var m map[string]json.RawMessage
+	if err := json.Unmarshal([]byte(value), &m); err != nil {
+		return "", "", err
+	}
+	if m == nil {
+		return "", "", errs.New(errs.ErrFormat, "null")
+	}
+	for key, text := range map[string]*string{"format": &format, "index": &index} {
+		if raw, ok := m[key]; ok {
+			if err := json.Unmarshal(raw, text); err != nil {
+				return "", "", err
+			}
+		}
+	}
+	return format, index, nil
 }
 
 // remedyFor says what to do about a file of another major version.

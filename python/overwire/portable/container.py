@@ -184,7 +184,7 @@ def _note_of(text: str) -> tuple[Any, Any] | None:
     # Format and index as the note has them; None: it is none of overwire's.
     try:
         note = json.loads(text)
-        facts = note.get("format", ""), note.get("index", "")
+        facts = note.get("format") or "", note.get("index") or ""
     except (ValueError, AttributeError, RecursionError):
         return None
     return facts if all(isinstance(fact, str) for fact in facts) else None
