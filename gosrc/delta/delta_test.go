@@ -527,6 +527,21 @@ func FuzzTable(f *testing.F) {
 	})
 }
 
+// TestNamesAreText: a table whose names are no UTF-8, which no header could have, is refused.
+func TestNamesAreText(t *testing.T) {
+	for name, want := range map[string]error{"w\u00e9": nil, "w\xff": errs.ErrFormat, "\xed\xa0\x80": errs.ErrFormat} {
+		f := &File{ChunkLen: ChunkBytes, Tensors: []Tensor{{Name: name, DType: tensor.U8, Shape: []int64{0}, Same: -1}}}
+		table, err := f.table()
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := parser{f: &File{}, b: table}
+		if err := p.table(); !errors.Is(err, want) {
+			t.Errorf("%q: %v", name, err)
+		}
+	}
+}
+
 // TestDiff: what differs is counted by tensor.
 func TestDiff(t *testing.T) {
 	r := seeded(t)

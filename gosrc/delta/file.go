@@ -19,6 +19,7 @@ import (
 	"encoding/binary"
 	"math"
 	"runtime"
+	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/delta"
@@ -279,6 +280,9 @@ func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, e
 	bytes, err := tensor.Size(t.DType, t.Shape)
 	if err != nil || uint64(bytes) != le.Uint64(r[8:]) {
 		return nil, nil, formatError("tensor %q: %v %v has not %d bytes", t.Name, t.DType, t.Shape, le.Uint64(r[8:]))
+	}
+	if !utf8.ValidString(t.Name) {
+		return nil, nil, formatError("the name %q is not UTF-8", t.Name)
 	}
 	if i > 0 && t.Name <= p.f.Tensors[i-1].Name {
 		return nil, nil, formatError("tensor %q comes after %q", t.Name, p.f.Tensors[i-1].Name)
