@@ -17,7 +17,7 @@ import numpy as np
 import overwire as ow
 import pytest
 from conftest import ROOT
-from overwire.portable import files, read
+from overwire.portable import files, read, x16
 from overwire.portable.sums import crc32c
 
 sys.path[:0] = [str(ROOT / "wheels"), str(ROOT)]
@@ -103,6 +103,33 @@ def test_random_files(tmp_path: Path, seed: int) -> None:
             command = [sys.executable, "-m", "overwire", "convert", str(plain), "-o", str(path)]
             subprocess.run([*command, "--parts", str(r.choice([2, 4, 8]))], check=True, capture_output=True)
         alike(path)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3, 255, 256, 133119])
+def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
+    """A segment's only escape, at any place, of any value: its list has one place that begins where the words end,
+    though the bytes behind it may look like a list, too."""
+    r = np.random.default_rng(seed + place)
+    path, count, escapes = tmp_path / "m.safetensors", 133120, set()
+    for rare in (0, place & 0xFF, 3, 91, 200, 255):
+        # 15 exponents, and two that are there once, in two segments: a symbol stands for both.
+        exponents = (100 + r.integers(0, 15, count)).astype(np.uint16)
+        exponents[place], exponents[(place + count // 2) % count] = rare, 77
+        data = (exponents << 7 | r.integers(0, 128, count).astype(np.uint16)).tobytes()
+        ow.save_file({"w": ow.TensorSpec.of("BF16", (count,), data)}, path)
+        with read.safe_open(path, "bytes") as file:
+            (tensor,) = file.entries().values()
+            for chunk in tensor.chunks:
+                stored = np.fromfile(path, np.uint8)[chunk.offset : chunk.offset + chunk.stored]
+                if chunk.codec == 1 and not stored[0]:
+                    head = x16._read_head(x16.Chunk(stored, chunk.logical, chunk.transform, chunk.tiles))
+                    escapes |= set(head.escapes.tolist())
+        assert bytes(read.load_file(path, framework="bytes")["w"]) == data, rare
+    assert 1 in escapes and len(head.offsets) == 5, (escapes, head.offsets)
+    changed = bytearray(path.read_bytes())
+    changed[chunk.offset + 96 + 8 * 5] = 1  # the padding of the directory, which both readers refuse
+    path.write_bytes(_with_checksums(changed))
+    assert _fate(ow.load_file, path) is None and _fate(read.load_file, path) is None
 
 
 def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:

@@ -64,13 +64,8 @@ def decode(chunks: Sequence[Chunk]) -> list[Bytes]:
         with _naming_chunk(at):
             heads.append(_read_head(chunk))
     positions = [at for at, head in enumerate(heads) if head.constant < 0]
-    symbols = dict(
-        zip(
-            positions,
-            _symbols_of([chunks[at] for at in positions], [heads[at] for at in positions], positions),
-            strict=True,
-        )
-    )
+    coded_chunks = _symbols_of([chunks[at] for at in positions], [heads[at] for at in positions], positions)
+    symbols = dict(zip(positions, coded_chunks, strict=True))
     out = []
     for at, (chunk, head) in enumerate(zip(chunks, heads, strict=True)):
         with _naming_chunk(at):
@@ -91,14 +86,14 @@ def _read_head(chunk: Chunk) -> _Head:
     return _constant_head(chunk) if content[0] == 1 else _coded_head(chunk, tiles)
 
 
-def _finish_chunk(chunk: Chunk, head: _Head, symbols: Bytes | None) -> Bytes:
+def _finish_chunk(chunk: Chunk, head: _Head, symbol_lists: tuple[Bytes, list[int]] | None) -> Bytes:
+    # symbol_lists: its symbols, and where each segment's escapes are.
     content, tiles = chunk.stored, _tiles_of(chunk)
-    if symbols is None:
-        symbols = np.full(tiles * _TILE, head.constant, np.uint8)
+    symbols, lists = symbol_lists or (np.full(tiles * _TILE, head.constant, np.uint8), [])
     values = _translate_bytes(symbols, head.palette)
     if head.escape >= 0:
         values = values.copy()
-        _put_escapes(chunk, head, symbols, values)
+        _put_escapes(chunk, head, lists, symbols, values)
     planes, end = _planes_of(content, head.planes_at, tiles, _TRANSFORMS[chunk.transform][3])
     body: Bytes = _assemble_values(chunk.transform, values, planes)
     tail = chunk.logical - len(body)
@@ -173,6 +168,7 @@ def _coded_head(chunk: Chunk, tiles: int) -> _Head:
     directory = content[_HEAD : _HEAD + 8 * (segments + 1)].view("<u4").astype(np.int64).reshape(-1, 2)
     offsets, escapes = directory[:, 0], directory[:, 1]
     _check_chunk(int(offsets[0]) == _round_up(_HEAD + 8 * (segments + 1)) and not (offsets % 16).any(), "its directory")
+    _check_chunk(not content[_HEAD + 8 * (segments + 1) : int(offsets[0])].any(), "the padding of its directory")
     _check_chunk(
         bool((np.diff(offsets) >= 128).all()) and int(offsets[-1]) <= len(content) and escapes[-1] == 0,
         "its directory",
@@ -181,7 +177,10 @@ def _coded_head(chunk: Chunk, tiles: int) -> _Head:
     return _Head(-1, escape, symbol, freq[symbol], rank, palette, offsets, escapes, int(offsets[-1]))
 
 
-def _symbols_of(chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequence[int]) -> list[Bytes]:
+def _symbols_of(
+    chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequence[int]
+) -> list[tuple[Bytes, list[int]]]:
+    # Of each chunk its symbols, and where each segment's words end: there its escapes begin.
     # Segments with more tiles come first, so that those under way are the first ones.
     if not chunks:
         return []
@@ -233,10 +232,11 @@ def _symbols_of(chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequen
     results, position = [], 0
     for number, chunk, head, start in zip(numbers, chunks, heads, base, strict=False):
         count = len(head.offsets) - 1
+        lists = 2 * at[position : position + count] - start
         with _naming_chunk(number):
-            _check_ends(chunk, head, 2 * at[position : position + count] - start)
+            _check_ends(chunk, head, lists)
         own = natural[position : position + count, : min(chunk.tiles, _tiles_of(chunk))]
-        results.append(_translate_bytes(own, head.symbol)[: _tiles_of(chunk) * _TILE])
+        results.append((_translate_bytes(own, head.symbol)[: _tiles_of(chunk) * _TILE], lists.tolist()))
         position += count
     return results
 
@@ -267,24 +267,16 @@ def _check_ends(chunk: Chunk, head: _Head, at: NDArray[np.int64]) -> None:
         _check_chunk(not chunk.stored[end : head.offsets[k + 1]].any(), "the padding of a segment")
 
 
-def _put_escapes(chunk: Chunk, head: _Head, symbols: NDArray[np.uint8], values: Bytes) -> None:
+def _put_escapes(chunk: Chunk, head: _Head, lists: list[int], symbols: Bytes, values: Bytes) -> None:
     _, _, width, _ = _TRANSFORMS[chunk.transform]
     per_segment = chunk.tiles * _TILE
-    for k, count in enumerate(head.escapes[:-1].tolist()):
+    for k, (start, count) in enumerate(zip(lists, head.escapes[:-1].tolist(), strict=True)):
         own = slice(k * per_segment, (k + 1) * per_segment)
         places = np.flatnonzero(symbols[own] == head.escape)
         _check_chunk(len(places) == count, "the number of escapes")
-        if not count:
-            continue
-        end = int(head.offsets[k + 1])
-        low, high = end - 15 - 3 * count, end - 3 * count  # where the list may begin: `_check_ends` bounds it
-        for start in range(high - high % 2, low - 1, -2):
-            positions = chunk.stored[start : start + 2 * count].view("<u2")
-            if start >= 0 and (positions == places).all() and not chunk.stored[start + 3 * count : end].any():
-                own_values = chunk.stored[start + 2 * count : start + 3 * count]
-                break
-        else:
-            raise CorruptError("overwire: corrupt data: X16: the positions of escapes")
+        middle = start + 2 * count
+        positions, own_values = chunk.stored[start:middle].view("<u2"), chunk.stored[middle : middle + count]
+        _check_chunk(bool((positions == places).all()), "the positions of escapes")
         _check_chunk(bool((own_values.astype(int) < 1 << width).all()), "an escape value")
         values[own][places] = own_values
 
