@@ -26,6 +26,7 @@ const (
 	KindMap    = 0 // munmap(base, length) when the last holder is gone
 	KindRegion = 1 // as KindMap, and each holder that goes also returns its own whole pages at once
 	KindCUDA   = 2 // a Listed: put on its list, and freed by the list's owner
+	KindSlab   = 3 // a Listed: put on its FreeList for the next use, or, if that is full, as KindMap
 )
 
 // Hold adds a holder. The caller must be one.
@@ -45,10 +46,45 @@ type Listed struct {
 
 // NewListed writes a Listed with n holders at p, which is C memory of
 // unsafe.Sizeof(Listed{}) bytes; the head of the list is C memory, too.
-func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, list unsafe.Pointer) *Listed {
+func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, kind int64,
+	list unsafe.Pointer) *Listed {
 	b := (*Listed)(p)
-	*b = Listed{Block: Block{refs: n, base: base, length: length, kind: KindCUDA}, list: (**Listed)(list)}
+	*b = Listed{Block: Block{refs: n, base: base, length: length, kind: kind}, list: (**Listed)(list)}
 	return b
+}
+
+// A FreeList has blocks of KindSlab, which lie in what they own, without a holder. It lies in C memory;
+// the C deleter knows the layout.
+type FreeList struct {
+	head *Listed
+	Room int64 // how many bytes more it takes
+}
+
+// TakeBlock removes the block that came last; nil: there is none. Only one caller at a time may take, or a
+// block could be gone and back between a look at it and its removal.
+func (l *FreeList) TakeBlock() *Listed {
+	head := (*unsafe.Pointer)(unsafe.Pointer(&l.head))
+	for {
+		b := (*Listed)(atomic.LoadPointer(head))
+		if b == nil {
+			return nil
+		}
+		if atomic.CompareAndSwapPointer(head, unsafe.Pointer(b), unsafe.Pointer(b.next)) {
+			atomic.AddInt64(&l.Room, int64(b.length))
+			return b
+		}
+	}
+}
+
+// keepBlock puts a block on its FreeList, unless that is full.
+func (b *Listed) keepBlock() bool {
+	room := &(*FreeList)(unsafe.Pointer(b.list)).Room
+	if atomic.AddInt64(room, -int64(b.length)) < 0 {
+		atomic.AddInt64(room, int64(b.length))
+		return false
+	}
+	b.push()
+	return true
 }
 
 // Next is the next block of a list that was taken.
@@ -107,8 +143,11 @@ func (m Memory) Release() {
 		ReturnPages(m.Ptr, m.Bytes)
 	}
 	if atomic.AddInt64(&b.refs, -1) == 0 {
-		if b.kind == KindCUDA {
-			(*Listed)(unsafe.Pointer(b)).push()
+		switch l := (*Listed)(unsafe.Pointer(b)); {
+		case b.kind == KindCUDA:
+			l.push()
+			return
+		case b.kind == KindSlab && l.keepBlock():
 			return
 		}
 		base, length := b.base, uintptr(b.length)

@@ -22,7 +22,7 @@ func TestCUDA(t *testing.T) {
 	base := unsafe.Pointer(&page[1024]) // stands for device memory
 	var want []*device.Listed
 	for i := range 2 {
-		b := device.NewListed(unsafe.Pointer(&page[128*(i+1)]), 2, base, 512, list)
+		b := device.NewListed(unsafe.Pointer(&page[128*(i+1)]), 2, base, 512, device.KindCUDA, list)
 		mem := device.Memory{Ptr: base, Bytes: 512, Block: &b.Block, CUDA: 4}
 		typ, dims := Describe(tensor.BF16, []int64{256}, 512, false)
 		m := exported(t, mem, typ, dims)
@@ -42,7 +42,7 @@ func TestCUDA(t *testing.T) {
 		t.Error("the list is not what was let go, the last first")
 	}
 	// The other way round: Go lets go first, the deleter lists it.
-	b := device.NewListed(unsafe.Pointer(&page[512]), 2, base, 512, list)
+	b := device.NewListed(unsafe.Pointer(&page[512]), 2, base, 512, device.KindCUDA, list)
 	mem := device.Memory{Ptr: base, Bytes: 512, Block: &b.Block, CUDA: 1}
 	mem.Release()
 	m := exported(t, mem, Type{codeUInt, 8, 1}, []int64{512})

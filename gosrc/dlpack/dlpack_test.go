@@ -215,3 +215,42 @@ func TestNothingToFree(t *testing.T) {
 		Delete(m)
 	}
 }
+
+// A slab goes to its list when its last holder goes, whether that is C or Go, and back to the system where
+// the list has enough.
+func TestSlabs(t *testing.T) {
+	const size = 4096
+	p, err := unix.MmapPtr(-1, 0, nil, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	if err != nil {
+		t.Fatal(err)
+	}
+	list := (*device.FreeList)(p)
+	list.Room = 3 * size
+	ways := []func(mem device.Memory){
+		device.Memory.Release,
+		func(mem device.Memory) { Delete(exported(t, mem, Type{codeUInt, 8, 1}, []int64{mem.Bytes})) },
+	}
+	var slabs []*device.Listed
+	for i := range 6 {
+		base, _ := mapped(t, 1, 1, device.KindSlab)
+		b := device.NewListed(unsafe.Add(base, size-64), 2, base, size, device.KindSlab, p)
+		mem := device.Memory{Ptr: base, Bytes: 100, Block: &b.Block}
+		ways[i/3](mem)
+		if !isMapped(base) || list.Room != int64(3-min(i, 3))*size {
+			t.Fatalf("number %d, which has a holder, is gone", i)
+		}
+		ways[1-i%2](mem)
+		if isMapped(base) != (i < 3) {
+			t.Errorf("number %d is mapped: %v", i, i >= 3)
+		}
+		slabs = append(slabs, b)
+	}
+	for i := range 3 {
+		if b := list.TakeBlock(); b != slabs[2-i] || list.Room != int64(i+1)*size {
+			t.Errorf("number %d comes, and there is room for %d bytes", slices.Index(slabs, b), list.Room)
+		}
+	}
+	if list.TakeBlock() != nil {
+		t.Error("a slab that was not left")
+	}
+}

@@ -24,6 +24,13 @@ int ow_fork_watch(void)
 
 int ow_fork_flag(void) { return forked; }
 
+static void push_listed(struct ow_listed *l)
+{
+	l->next = __atomic_load_n(l->list, __ATOMIC_RELAXED);
+	while (!__atomic_compare_exchange_n(l->list, &l->next, l, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
+		;
+}
+
 void ow_block_release(struct ow_block *block, void *data, int64_t n)
 {
 	// Twins of Memory.Release and ReturnPages in the package device.
@@ -40,16 +47,22 @@ void ow_block_release(struct ow_block *block, void *data, int64_t n)
 	// Release, so that writes through the tensor are over before the unmap;
 	// acquire, so that the unmap comes after those of the other holders.
 	if (__atomic_sub_fetch(&block->refs, 1, __ATOMIC_ACQ_REL) == 0) {
+		struct ow_listed *l = (struct ow_listed *)block;
 		if (block->kind == OW_KIND_CUDA) { // work on it may be queued still: only listed
-			struct ow_listed *l = (struct ow_listed *)block;
-			l->next = __atomic_load_n(l->list, __ATOMIC_RELAXED);
-			while (!__atomic_compare_exchange_n(l->list, &l->next, l, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
-				;
+			push_listed(l);
 			return;
 		}
 		void *base = block->base; // the block lies inside what goes away
-		uint64_t length = block->length;
-		munmap(base, length);
+		int64_t length = (int64_t)block->length;
+		if (block->kind == OW_KIND_SLAB) {
+			int64_t *room = &((struct ow_free_list *)l->list)->room;
+			if (__atomic_sub_fetch(room, length, __ATOMIC_RELAXED) >= 0) {
+				push_listed(l);
+				return;
+			}
+			__atomic_add_fetch(room, length, __ATOMIC_RELAXED);
+		}
+		munmap(base, (size_t)length);
 	}
 }
 

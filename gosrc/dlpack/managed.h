@@ -38,12 +38,17 @@ struct ow_block {
 	int64_t kind;
 };
 
-enum { OW_KIND_MAP = 0, OW_KIND_REGION = 1, OW_KIND_CUDA = 2 };
+enum { OW_KIND_MAP = 0, OW_KIND_REGION = 1, OW_KIND_CUDA = 2, OW_KIND_SLAB = 3 };
 
-// Layout of device.Listed: a block of OW_KIND_CUDA.
+// Layout of device.Listed: a block of OW_KIND_CUDA or OW_KIND_SLAB.
 struct ow_listed {
 	struct ow_block block;
 	struct ow_listed *next, **list;
+};
+
+struct ow_free_list { // layout of device.FreeList
+	struct ow_listed *head;
+	int64_t room;
 };
 
 struct ow_wanted { // a tensor that is described

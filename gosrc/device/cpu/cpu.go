@@ -96,16 +96,15 @@ func (p *packer) flush(mem []device.Memory, sizes []int64) error {
 	if len(p.pending) == 0 {
 		return nil
 	}
-	base, length, err := Map(p.used + Align)
-	if err != nil {
-		return err
-	}
-	// The Block lies after the tensors, so that they begin on a huge page.
 	kind := int64(device.KindRegion)
 	if p.limit == slabBytes {
 		kind = device.KindMap
 	}
-	block := device.NewBlock(unsafe.Add(base, p.used), int64(len(p.pending)), base, uint64(length), kind)
+	// The Block lies after the tensors, so that they begin on a huge page.
+	base, block, err := allocateBlock(p.used, int64(len(p.pending)), kind)
+	if err != nil {
+		return err
+	}
 	var off int64
 	for _, i := range p.pending {
 		mem[i] = device.Memory{Ptr: unsafe.Add(base, off), Bytes: sizes[i], Block: block}

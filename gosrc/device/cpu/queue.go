@@ -16,9 +16,7 @@ import (
 // grows.
 type Queue struct {
 	free   chan *slot
-	slots  int
-	base   unsafe.Pointer // nil: the slots have no bytes of their own
-	length int64
+	memory []device.Memory // of the slots together; empty: they have no bytes of their own
 }
 
 type slot struct {
@@ -49,16 +47,16 @@ func NewQueue(slots int, size int64) (*Queue, error) {
 	if size == 0 {
 		slots = 0
 	}
-	q := &Queue{free: make(chan *slot, slots), slots: slots}
+	q := &Queue{free: make(chan *slot, slots)}
 	if slots == 0 {
 		return q, nil
 	}
 	size = (size + page - 1) &^ (page - 1)
 	var err error
-	if q.base, q.length, err = Map(size * int64(slots)); err != nil {
+	if q.memory, err = Alloc([]int64{size * int64(slots)}); err != nil {
 		return nil, err
 	}
-	mem := unsafe.Slice((*byte)(q.base), q.length)
+	mem := q.memory[0].Slice()
 	for i := range int64(slots) {
 		q.free <- &slot{bytes: mem[i*size : (i+1)*size : (i+1)*size]}
 	}
@@ -127,14 +125,17 @@ func (q *Queue) CanCheck() bool { return false }
 func (q *Queue) TraceTimes(device.TraceFunc) error { return nil }
 
 // PinnedBytes is the memory of all slots.
-func (q *Queue) PinnedBytes() int64 { return q.length }
+func (q *Queue) PinnedBytes() (bytes int64) {
+	for _, m := range q.memory {
+		bytes += m.Bytes
+	}
+	return bytes
+}
 
 // Close waits until every slot is back and frees the memory.
 func (q *Queue) Close() {
-	for range q.slots {
+	for range cap(q.free) {
 		<-q.free
 	}
-	if q.base != nil {
-		Unmap(q.base, q.length)
-	}
+	Release(q.memory)
 }

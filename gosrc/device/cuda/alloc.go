@@ -96,7 +96,8 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 			panic("out of memory for a header of 64 bytes")
 		}
 		base := devicePointer(blocks[i])
-		b := device.NewListed(header, int64(len(region.member)), base, uint64(want[i]), unsafe.Pointer(d.list))
+		b := device.NewListed(header, int64(len(region.member)), base, uint64(want[i]), device.KindCUDA,
+			unsafe.Pointer(d.list))
 		for k, n := range region.member {
 			mem[n].Ptr, mem[n].Bytes, mem[n].Block = unsafe.Add(base, region.at[k]), sizes[n], &b.Block
 		}
