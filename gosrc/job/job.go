@@ -7,6 +7,7 @@ package job
 import (
 	"context"
 	"errors"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -53,14 +54,37 @@ func New(name string) *Job {
 func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
 	live.Store(j, nil)
 	spawn.Go(j.Name, func() {
-		defer func() {
-			j.cancel(nil)
-			live.Delete(j)
-			j.finish(errs.New(errs.ErrEngine, "%s ended without a result", j.Name)) // unless it has
-			close(j.gone)
-		}()
-		j.finish(spawn.Guard(j.Name, func() error { return run(j.ctx, j) }))
+		growStack()
+		j.runVerb(run)
 	})
+}
+
+// RunHere is Go for a verb that is short: the caller's goroutine runs it, and the job has ended when
+// RunHere returns. Waking another thread takes longer than such a verb.
+func (j *Job) RunHere(run func(ctx context.Context, j *Job) error) {
+	live.Store(j, nil)
+	j.runVerb(run)
+}
+
+func (j *Job) runVerb(run func(ctx context.Context, j *Job) error) {
+	defer func() {
+		j.cancel(nil)
+		live.Delete(j)
+		if !IsClosed(j.done) {
+			j.finish(errs.New(errs.ErrEngine, "%s ended without a result", j.Name))
+		}
+		close(j.gone)
+	}()
+	j.finish(spawn.Guard(j.Name, func() error { return run(j.ctx, j) }))
+}
+
+// growStack makes space for a verb while the goroutine's stack is empty: grown step by step by the
+// verb's calls, it would be copied several times, frame by frame.
+//
+//go:noinline
+func growStack() {
+	var space [12 << 10]byte
+	runtime.KeepAlive(&space)
 }
 
 func (j *Job) finish(err error) {

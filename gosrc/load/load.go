@@ -4,6 +4,7 @@ package load
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -144,7 +146,11 @@ func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt
 			return nil, m.PlaceError("stage", err)
 		}
 	}
-	l.job.Go(func(ctx context.Context, j *job.Job) error {
+	begin := l.job.Go
+	if opt.After == nil && l.isShort() {
+		begin = l.job.RunHere
+	}
+	begin(func(ctx context.Context, j *job.Job) error {
 		defer l.afterWorkers()
 		return l.runLoad(ctx, j, reqs, opt)
 	})
@@ -206,6 +212,20 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 		}
 	}
 	return nil
+}
+
+// isShort reports whether the caller reads what it asks for: it has the work of one worker, and no file
+// lies where a read may take long, which must not keep the caller from being interrupted.
+func (l *Loading) isShort() bool {
+	var total int64
+	for i := range l.wants {
+		total += l.wants[i].Bytes
+	}
+	return l.target.GPU == nil && total <= plan.StepPiece &&
+		!slices.ContainsFunc(l.model.srcs, func(s source.Source) bool {
+			f := s.Facts()
+			return f.Remote || f.File == nil && f.View == nil
+		})
 }
 
 // noteWaiting notes the requests whose destination the caller settles later.

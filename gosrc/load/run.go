@@ -178,7 +178,7 @@ func (l *Loading) landMapped(j *job.Job, s *shape) error {
 	for _, r := range l.copies {
 		l.landRequest(int32(r.request))
 	}
-	if len(s.maps) > 0 {
+	if s.mapped > plan.StepPiece {
 		l.prefaultPages(s.maps)
 	}
 	for _, i := range s.maps {

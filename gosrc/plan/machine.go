@@ -24,8 +24,8 @@ type Machine struct {
 }
 
 const (
-	// stepPiece fits the second-level cache.
-	stepPiece = 1 << 20
+	// StepPiece fits the second-level cache.
+	StepPiece = 1 << 20
 	// remotePiece takes 3 ms on a link of 10 Gbit/s, which hides a response's
 	// overhead; sixteen of them are all the memory that a load needs.
 	remotePiece = 4 << 20
@@ -53,12 +53,12 @@ func (m Machine) OwnSlots() bool { return m.InGroup && m.Concurrency == 0 }
 // gaps are read rather than skipped; ranges that are read in steps use steps as
 // small as local reads.
 func (m Machine) Limits() Limits {
-	lim := Limits{Piece: stepPiece, Gap: 64 << 10, InPlace: true}
+	lim := Limits{Piece: StepPiece, Gap: 64 << 10, InPlace: true}
 	switch roundTrips := m.Concurrency > 1 && m.RangeBytes == 0; {
 	case m.SlotBytes > 0 && roundTrips:
 		lim = Limits{Piece: m.SlotBytes, Gap: 512 << 10, Share: remotePiece}
 	case m.SlotBytes > 0:
-		lim = Limits{Piece: m.SlotBytes, Gap: 256 << 10, Share: stepPiece}
+		lim = Limits{Piece: m.SlotBytes, Gap: 256 << 10, Share: StepPiece}
 		if m.OwnSlots() {
 			lim.Share, lim.Cut = 0, m.SumsShares
 		}
