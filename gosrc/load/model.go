@@ -4,6 +4,7 @@ package load
 
 import (
 	"context"
+	"strings"
 	"sync"
 	"time"
 
@@ -12,7 +13,9 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -89,6 +92,13 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 	m.ix, m.srcs = unpack.Model(ix, srcs)
 	m.opened = [2]time.Time{began, time.Now()}
 	return m, nil
+}
+
+// IsBrief reports whether to open these takes less than to wake another thread: one small local file,
+// not encrypted, that nothing keeps waiting.
+func IsBrief(uris []string, access format.Access) bool {
+	return len(uris) == 1 && len(access.Decrypt) == 0 && !strings.Contains(uris[0], "://") &&
+		!strings.HasSuffix(uris[0], ".json") && regular.IsQuick(uris[0], plan.StepPiece)
 }
 
 // Of is the model of an index that has been validated and the one source of its bytes.

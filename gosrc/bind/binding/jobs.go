@@ -40,11 +40,20 @@ type entry struct {
 // A replacer is a request that replaces what is at a path or URI.
 type replacer interface{ replacedPath() string }
 
+// A brief is a request that may be answered at once, by the caller: it takes less than to wake another
+// thread.
+type brief interface{ isBrief() bool }
+
 // background runs a verb as a job, at whose end the preloads of what it has replaced are
 // dropped. What run returns is the job's report, even with an error, or a *Result to be taken.
 func (v *Verb) background(q any, run func(ctx context.Context, j *job.Job) (any, error)) *entry {
 	e := &entry{usesMemory: v.usesMemory}
-	e.job = job.Start(v.Name, func(ctx context.Context, j *job.Job) error {
+	e.job = job.New(v.Name)
+	begin := e.job.Go
+	if b, ok := q.(brief); ok && b.isBrief() {
+		begin = e.job.RunHere
+	}
+	begin(func(ctx context.Context, j *job.Job) error {
 		if r, ok := q.(replacer); ok {
 			defer preload.Sweep(r.replacedPath())
 		}

@@ -38,6 +38,8 @@ type openRequest struct {
 	Opened uint64 `json:"opened"`
 }
 
+func (q *openRequest) isBrief() bool { return q.Opened == 0 && load.IsBrief(q.URIs, q.Storage) }
+
 // preloadRequest says what to preload: what to open, and how to load it.
 type preloadRequest struct {
 	load.Spec

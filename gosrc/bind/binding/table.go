@@ -97,6 +97,9 @@ func (v *Verb) read(text string) (any, error) {
 	if r, ok := q.(reader); ok {
 		return q, r.read(text)
 	}
+	if text == "" { // nothing but defaults
+		return q, nil
+	}
 	return q, parse(text, q)
 }
 

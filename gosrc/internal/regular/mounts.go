@@ -1,0 +1,78 @@
+package regular
+
+// This file tells whether a call to the file system may wait for a server or another program.
+
+import (
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// IsQuick reports whether a path is a regular file of at most most bytes, and no call for it can wait for
+// longer than a disk takes: the process sees no file system that a server or a program serves, which
+// may never answer. Where it sees one, a link could lead there.
+func IsQuick(path string, most int64) bool {
+	if !mounts.areLocal() {
+		return false
+	}
+	var st unix.Stat_t
+	return unix.Stat(path, &st) == nil && Check(&st) == nil && st.Size <= most
+}
+
+// kernelTypes are the types of file systems that the kernel serves by itself, out of memory or from disks.
+var kernelTypes = " ext2 ext3 ext4 xfs btrfs bcachefs f2fs jfs zfs overlay squashfs erofs iso9660 udf vfat exfat " +
+	"ntfs3 tmpfs ramfs rootfs hugetlbfs devtmpfs devpts proc sysfs cgroup cgroup2 mqueue debugfs tracefs securityfs " +
+	"pstore bpf configfs fusectl binfmt_misc nsfs efivarfs selinuxfs "
+
+// mounts are the file systems that the process sees.
+var mounts mountTable
+
+type mountTable struct {
+	mu      sync.Mutex
+	fd      int  // of the kernel's list, which tells when it has changed; 0: it was not read yet
+	isLocal bool // all are of kernelTypes
+}
+
+// areLocal reports whether all are served by the kernel itself.
+func (m *mountTable) areLocal() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.fd == 0 {
+		fd, err := unix.Open("/proc/self/mountinfo", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return false
+		}
+		m.fd = fd
+	} else if n, err := unix.Poll([]unix.PollFd{{Fd: int32(m.fd), Events: unix.POLLPRI}}, 0); err == nil && n == 0 {
+		return m.isLocal
+	}
+	text, n := make([]byte, 1<<20), 0
+	for n < len(text) {
+		count, err := unix.Pread(m.fd, text[n:], int64(n))
+		if err != nil {
+			n = len(text)
+		}
+		if count <= 0 {
+			break
+		}
+		n += count
+	}
+	m.isLocal = n < len(text) && areKernelTypes(string(text[:n]))
+	return m.isLocal
+}
+
+// areKernelTypes reports whether a text in the format of /proc/self/mountinfo has kernelTypes alone. What
+// lies below /proc has no files of anyone's.
+func areKernelTypes(text string) bool {
+	for line := range strings.Lines(text) {
+		where, what, isWhole := strings.Cut(line, " - ")
+		words := strings.Fields(where)
+		kind, _, _ := strings.Cut(what, " ")
+		if !isWhole || len(words) < 5 || kind == "" ||
+			!strings.Contains(kernelTypes, " "+kind+" ") && !strings.HasPrefix(words[4], "/proc/") {
+			return false
+		}
+	}
+	return true
+}

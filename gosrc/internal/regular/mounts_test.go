@@ -1,0 +1,52 @@
+package regular
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+)
+
+// A process that sees a file system of a server, of a program or of a kind that is not known waits for
+// other threads' calls; what lies below /proc, and file systems of the kernel's own, change nothing.
+func TestKernelTypes(t *testing.T) {
+	const own = "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n" +
+		"25 24 0:23 / /dev/shm rw,relatime shared:3 master:1 - tmpfs tmpfs rw\n"
+	for line, want := range map[string]bool{
+		"": true,
+		"30 1 0:40 / /mnt rw - nfs4 server:/a rw\n":                       false,
+		"30 1 0:40 / /mnt rw shared:2 - fuse.sshfs user@server:/ rw\n":    false,
+		"30 1 0:40 / /mnt rw - virtiofs share rw\n":                       false,
+		"30 1 0:40 / /mnt rw - 9p share rw\n":                             false,
+		"30 1 0:40 / /mnt rw - autofs systemd-1 rw\n":                     false,
+		"30 1 0:40 / /proc/sys/fs/binfmt_misc rw - autofs systemd-1 rw\n": true,
+		"30 1 0:40 / /var/lib rw - overlay overlay rw,lowerdir=/a\n":      true,
+		"30 1 0:40 / /a\\040-\\040b rw - fusectl fusectl rw\n":            true,
+		"30 1 0:40 / /mnt rw - newfs share rw\n":                          false,
+		"30 1 0:40 / /mnt rw\n":                                           false,
+		"30 1 0:40 / /mnt rw - \n":                                        false,
+		"30 1 0:40 / /mnt\n":                                              false,
+	} {
+		if got := areKernelTypes(own + line); got != want {
+			t.Errorf("%q: %v", line, got)
+		}
+	}
+}
+
+// Only small regular files are quick, whether or not the table of mounts was read before.
+func TestQuick(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "x")
+	if err := os.WriteFile(path, make([]byte, 100), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	mounts.areLocal()
+	isLocal := mounts.areLocal()
+	for name, want := range map[string]bool{path: isLocal, dir: false, dir + "/absent": false, "/dev/null": false} {
+		if got := IsQuick(name, 100); got != want {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+	if IsQuick(path, 99) {
+		t.Error("a larger file is quick")
+	}
+}
