@@ -116,14 +116,16 @@ func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) 
 	case at.Remote && at.Folder:
 		return openRemoteFolder(ctx, at, open, opt)
 	case !at.Remote && !strings.Contains(at.URI, "://"):
-		if st, err := os.Stat(at.Path); err == nil && st.IsDir() {
-			names, err := namesOf(at.Path)
-			if err != nil {
-				return Files{}, err
+		st, err := os.Stat(at.Path)
+		if err != nil {
+			err = missingPath(at.Path)
+		} else if st.IsDir() {
+			var names []string
+			if names, err = namesOf(at.Path); err == nil {
+				return chooseFiles(ctx, at.Path, names, open)
 			}
-			return chooseFiles(ctx, at.Path, names, open)
 		}
-		if err := missingPath(at.Path); err != nil {
+		if err != nil {
 			return Files{}, err
 		}
 	case !at.Remote:

@@ -86,6 +86,9 @@ func (o Options) Whole() string { return o.Key() + "\x00" + quotePairs(o.Env) }
 // Key is equal for equal Storage and equal stores: what was reached with one set of credentials must
 // not be given to a caller with another. It contains the values.
 func (o Options) Key() string {
+	if len(o.Storage) == 0 && len(o.Env) == 0 { // local files
+		return ""
+	}
 	key := quotePairs(o.Storage)
 	for _, scheme := range slices.Sorted(maps.Keys(choices)) {
 		key += "\x00" + o.StoreOf(scheme)
