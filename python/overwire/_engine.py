@@ -87,6 +87,8 @@ def open_library() -> Any:
     runtime starts on threads of its own. What enters no Go may be called of it in forked
     children and at exit, too."""
     global _library
+    if _library is not None:
+        return _library
     with Undisturbed(), _lock:
         if _library is None:
             import atexit

@@ -140,8 +140,8 @@ class Undisturbed:
         self._passes = None if ctrl_c else _signal.default_int_handler
         self._collects = False
         self._handlers: dict[int, Any] = {}
-        self._came: list[int] = []
-        self._note = lambda number, frame: self._came.append(number)
+        numbers = self._came = list[int]()
+        self._note = lambda number, frame: numbers.append(number)  # without self, which would be a cycle
 
     def __enter__(self) -> None:
         try:

@@ -23,7 +23,10 @@ from ._locks import new_lock
 log = logging.getLogger("overwire")
 
 # Stages of a report, whose counters are in nanoseconds, summed over workers.
-_STAGES = "read answer permit check decode wait plan encode hash write publish".split()
+_STAGES = {
+    f"{stage}_ns": stage
+    for stage in "read answer permit check decode wait plan encode hash write publish".split()
+}
 _KEPT = 256  # verbs whose reports wait to be added up
 
 _lock = new_lock()
@@ -163,15 +166,16 @@ def note(verb: str, report: str, error: str = "") -> None:
 
 
 def _add_up() -> None:
-    while _noted:
-        verb, text, error = _noted.popleft()
-        one = _totals.setdefault(verb, VerbMetrics())
+    notes = [_noted.popleft() for _ in range(len(_noted))]  # a signal handler may add one meanwhile
+    reports: list[Any] = json.loads(f"[{','.join(text or 'null' for _, text, _ in notes)}]")
+    for (verb, _, error), report in zip(notes, reports, strict=True):
+        one = _totals.get(verb) or _totals.setdefault(verb, VerbMetrics())
         if error:
             one.errors[error] = one.errors.get(error, 0) + 1
             continue
         one.runs += 1
-        value: Any = json.loads(text)
-        report: dict[str, Any] = value if isinstance(value, dict) else {}
+        if not isinstance(report, dict):
+            continue
         one.tensors += _number_of(report, "tensors")
         one.bytes += _number_of(report, "bytes" if "bytes" in report else "bytes_in")
         one.mapped += _number_of(report, "mapped")
@@ -179,9 +183,9 @@ def _add_up() -> None:
         one.written += _number_of(report, "bytes_out")
         one.seconds += _number_of(report, "seconds")
         counters: Any = report.get("stages")
-        for stage in _STAGES if isinstance(counters, dict) else ():
-            if seconds := _number_of(counters, f"{stage}_ns") / 1e9:
-                one.stages[stage] = one.stages.get(stage, 0.0) + seconds
+        for name, duration in counters.items() if isinstance(counters, dict) else ():
+            if duration and (stage := _STAGES.get(name)):
+                one.stages[stage] = one.stages.get(stage, 0.0) + duration / 1e9
 
 
 def _number_of(report: Mapping[str, Any], name: str) -> Any:

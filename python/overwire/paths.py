@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from typing import Any
 
 from .errors import AccessError, ArgumentError, IOFailure, NotFoundError
+
+# What a text may have that is no name as it stands.
+_ODD = re.compile(r"\0|//|/\.|/\Z")
 
 # How many links Linux follows in one path.
 _MOST_LINKS = 40
@@ -15,8 +19,10 @@ _MOST_LINKS = 40
 
 def is_remote(uri: str) -> bool:
     """Whether a path has a scheme that is not file://."""
-    scheme, separator, _ = uri.partition("://")
-    return bool(separator and scheme) and scheme.lower() != "file" and not set(scheme) & set("/\\.")
+    if "://" not in uri:
+        return False
+    scheme = uri.partition("://")[0]
+    return bool(scheme) and scheme.lower() != "file" and not set(scheme) & set("/\\.")
 
 
 def local(path: Any) -> str:
@@ -26,6 +32,8 @@ def local(path: Any) -> str:
     What os.fsencode makes of the text is the name that is opened, whatever its
     bytes are. A text that no name has, and a URI that is not UTF-8, are
     ArgumentError."""
+    if isinstance(path, str) and path[:1] == "/" and path.isascii() and not _ODD.search(path):
+        return path  # as most are
     try:
         text = os.fsdecode(path)
     except TypeError:
@@ -37,7 +45,7 @@ def local(path: Any) -> str:
             "overwire: path: it has a NUL byte; pass the name of a file, or an open file, not its content"
         )
     try:
-        same = os.fsencode(text) == text.encode("utf-8", "surrogateescape")
+        same = text.isascii() or os.fsencode(text) == text.encode("utf-8", "surrogateescape")
         if is_remote(text):
             text.encode()
     except UnicodeEncodeError as error:

@@ -203,6 +203,10 @@ if TYPE_CHECKING:
 
 def _number(made: Result) -> int:
     return int.from_bytes(made[1], "little", signed=True)
+
+
+def _text(request: Any) -> str:
+    return dumps(request) if request else ""
 ` + functions
 }
 
@@ -218,7 +222,7 @@ func function(c *classes, v *binding.Verb) string {
 			c.of(q.Field(0).Type, true)
 			params, text = append(params, "request: str"), "request"
 		default:
-			params, text = append(params, "request: "+c.named(c.of(q, true))), "dumps(request)"
+			params, text = append(params, "request: "+c.named(c.of(q, true))), "_text(request)"
 		}
 	}
 	numbers := `b""`

@@ -40,10 +40,7 @@ def frame_for(framework: str | None) -> Frame:
     else:
         name = _NAMES[framework]
     frame = _find_frame(name)
-    if name == "torch":
-        from .memory import refuse_fakes
-
-        refuse_fakes()
+    frame.refuse_mode()
     return frame
 
 

@@ -96,6 +96,9 @@ class Frame:
     #: bytes, where one C call does.
     make: Callable[[Any], Any] | None = None
 
+    def refuse_mode(self) -> None:
+        """Raises NotSupportedError where the framework is in a mode in which no bytes move."""
+
     def raw(self, dtypes: Iterable[str]) -> bool:
         """Whether the engine must export these dtypes as plain integers. Raises for a dtype
         that the framework lacks."""

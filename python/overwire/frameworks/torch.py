@@ -21,7 +21,7 @@ from .._tables import FLOATS
 from ..dtypes import CALLED, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
-from .memory import check_memory, check_shape, is_ready
+from .memory import check_memory, check_shape, is_ready, refuse_fakes
 
 # The function in C, where it has this name: of what torch wraps around it we
 # need nothing, and it costs a quarter more.
@@ -318,6 +318,7 @@ class TorchFrame(Frame):
 
     name = "torch"
     make = staticmethod(from_dlpack)
+    refuse_mode = staticmethod(refuse_fakes)
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         return not all(map(_takes_natively, dtypes))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._imports import pause_collector, resume_collector
@@ -16,18 +15,20 @@ _CROWD = 2000
 _PAUSE = 0.004
 
 
-@contextlib.contextmanager
-def many_objects() -> Iterator[None]:
-    """Keeps the cycle collector still while thousands of objects are made.
+class many_objects:
+    """A context manager: keeps the cycle collector still while thousands of objects are made.
 
     None of them is garbage, yet their number alone would start full
     collections, which cost more than the objects.
     """
-    pauses = pause_collector()
-    try:
-        yield
-    finally:
-        if pauses:
+
+    __slots__ = ("_pauses",)
+
+    def __enter__(self) -> None:
+        self._pauses = pause_collector()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._pauses:
             resume_collector()
 
 

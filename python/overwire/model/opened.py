@@ -126,7 +126,11 @@ class Model:
         uris, keep = resolve(source)
         #: As people may see them.
         self.uris = [shown(uri) for uri in uris]
-        spec: OpenRequest = {"uris": uris, "lenient": bool(lenient), "storage": storage(storage_options, uris)}
+        spec: OpenRequest = {"uris": uris}
+        if access := storage(storage_options, uris):
+            spec["storage"] = access
+        if lenient:
+            spec["lenient"] = True
         if mmap is not None:
             spec["map"] = bool(mmap)
         if keys is None and filter is not None:
@@ -283,8 +287,13 @@ class Model:
         `join` returns; whole ones without a destination may come out of a preload."""
         lands = self.join()
         rows = requests if isinstance(requests, bytes) else pack_requests(requests or ())
-        options: LoadRequest = {"device": lands, "cast": cast, "read": self.read or "", "after": after}
+        options: LoadRequest = {}
+        if self.read:
+            options["read"] = self.read
+        if after:
+            options["after"] = after
         if lands != "cpu":
+            options["device"], options["cast"] = lands, cast
             from ..frameworks.torch import stream_of, used_on
 
             used_on(lands)

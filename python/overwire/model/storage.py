@@ -26,6 +26,9 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
     paths alone.
     """
     check_values(storage_options=options)
+    is_any_remote = any(map(is_remote, uris))
+    if not options and not is_any_remote:
+        return {}
     settings = {name: value for name, value in (options or {}).items() if value is not None}
     access: FormatAccess = {}
     decrypt = _take_key(settings, "decryption")
@@ -40,7 +43,7 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
                 "overwire: storage_options: encryption_key and encryption_password are for what writes .tensors files"
             )
         access["encrypt"] = encrypt
-    if any(map(is_remote, uris)):
+    if is_any_remote:
         access["storage"], access["env"] = _option_texts(settings), environment()
     elif settings:
         raise ArgumentError("overwire: storage_options: they are for URIs; a local path takes none")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, overload
 
 from .. import _engine
@@ -137,10 +136,8 @@ def load_file(
         alone = ForkedModel(source, where, options.get("keys"), options.get("filter"), options.get("storage_options"))
         return alone.load(alone.chosen, frame, frame_dtype, None)
     prepare(where)
-    with ExitStack() as stack:
-        # the table has as many as the tensors, and is gone before the collector looks
-        stack.enter_context(many_objects())
-        model = stack.enter_context(Model(source, device=where, **opening(options)))
+    # the table has as many as the tensors, and is gone before the collector looks
+    with many_objects(), Model(source, device=where, **opening(options)) as model:
         fit(model, frame, frame_dtype, max_memory)
         return model.load(model.chosen, frame, frame_dtype, watcher)
 
