@@ -196,7 +196,8 @@ const (
 // Free frees a handle: a job, a model, a batch. A preload and a batch go on, and so
 // do the loads of a model. A handle that is gone is no error.
 func Free(handle uint64, how int) {
-	if e, err := get[*entry](handle); err == nil && how != FreeNow {
+	object, _ := handles.Load(handle)
+	if e, ok := object.(*entry); ok && how != FreeNow {
 		e.rest(how)
 	}
 	switch v := drop(handle).(type) {
