@@ -19,12 +19,12 @@ from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import group_context
 from .into import ALL, Target, fill, in_place, place_target, put, single
-from .save import notes_of, save_file
-from .saving import Report, Saving
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
+
+    from .saving import Report, Saving
 
 # The last part of the name under which a state dict has what `get_extra_state` returns.
 EXTRA = "_extra_state"
@@ -324,6 +324,8 @@ def save_model(
 
     Other arguments, the report and errors are those of `save_file`.
     """
+    from .save import notes_of, save_file
+
     check_options("save_model", options, SaveOptions)
     frame_for("torch")
     import torch
