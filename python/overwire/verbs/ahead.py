@@ -110,7 +110,8 @@ class ReadAhead:
         """A tensor that was read ahead; None: it has to be loaded by itself. wanted: the dtype
         to cast it to."""
         with self._lock:
-            if self._taking or self._off or model.joined:  # a signal handler; or a preload has all of it
+            # A signal handler; or a preload has all of it; or nothing comes after it.
+            if self._taking or self._off or model.joined or len(model.table) == 1:
                 return None
             self._taking = True
             try:
