@@ -240,7 +240,7 @@ def used_on(device: str) -> None:
 
 def on_gpu(data: Any) -> bool:
     """Whether the engine can read a tensor or storage where it lies, on a GPU."""
-    return data.device.type == "cuda" and torch.version.cuda is not None
+    return data.is_cuda and torch.version.cuda is not None
 
 
 @cache
@@ -261,7 +261,7 @@ def await_writes(data: Any) -> int:
     """0 for memory of the host; for a GPU's 1 + its number, after the work that
     is queued on its current stream now, as torch's own copies to the host are: the
     engine's reads wait for no stream."""
-    if data.device.type != "cuda":
+    if not data.is_cuda:
         return 0
     await_stream(data.device)
     return int(data.device.index) + 1
@@ -474,7 +474,7 @@ class TorchFrame(Frame):
         if not ready:
             check_memory(tensor, "overwire")
         dense = self._plain_tensor(tensor)
-        if not on_gpu(dense) or not dense.is_contiguous():
+        if not (dense.is_contiguous() and (dense.is_cpu or on_gpu(dense))):
             dense = dense.to("cpu").contiguous()
         shape = tuple(dense.shape)
         if name == "F4":

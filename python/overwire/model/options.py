@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union
 
 from .._verbs import knobs
 from ..errors import ArgumentError, did_you_mean
@@ -260,7 +260,7 @@ def spell_out(function: Callable[..., Any], kind: Any) -> None:
 
 def check_choice(value: object, what: str, literal: Any) -> None:
     """Raises ArgumentError for a value that is none of a Literal's; `what` names the argument."""
-    choices = get_args(literal)
+    choices = literal.__args__
     if not isinstance(value, str) or value not in choices:
         names = ", ".join(map(repr, choices[:-1]))
         raise ArgumentError(f"overwire: {what} {value!r}: expected {names} or {choices[-1]!r}")
