@@ -26,6 +26,26 @@ func TestWaitZero(t *testing.T) {
 	}
 }
 
+// A job that runs here has ended when the call returns, with its error or that of its panic, and nothing
+// of it is left.
+func TestRunHere(t *testing.T) {
+	want := errors.New("so it ended")
+	j := New("x")
+	j.RunHere(func(_ context.Context, j *Job) error { j.SetReport(7); return want })
+	if done, err := j.Wait(0); !done || !errors.Is(err, want) || j.Value() != 7 || j.RunContext().Err() == nil {
+		t.Error(done, err, j.Value())
+	}
+	cancelled := New("y")
+	cancelled.Cancel()
+	cancelled.RunHere(func(ctx context.Context, _ *Job) error { return context.Cause(ctx) })
+	if done, err := cancelled.Wait(0); !done || !errors.Is(err, errs.ErrCancelled) {
+		t.Error(done, err)
+	}
+	for left := range live.Range {
+		t.Errorf("%s is still live", left.(*Job).Name)
+	}
+}
+
 // A cancelled job that cleans up keeps only CancelAll waiting; one that was not
 // cancelled has not failed before its end.
 func TestFailed(t *testing.T) {

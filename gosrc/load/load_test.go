@@ -197,7 +197,7 @@ func TestStartRefuses(t *testing.T) {
 func TestReady(t *testing.T) {
 	var shapes [][]int64
 	for i := range 50 {
-		shapes = append(shapes, []int64{int64(i * 100)})
+		shapes = append(shapes, []int64{int64(i * 1000)}) // more than the caller loads itself
 	}
 	p, _ := write(t, "a", shapes...)
 	no := false
