@@ -215,17 +215,27 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 }
 
 // isShort reports whether the caller reads what it asks for: it has the work of one worker, and no file
-// lies where a read may take long, which must not keep the caller from being interrupted.
+// lies where a read may take long, which must not keep the caller from being interrupted. Slices count as
+// the tensors that have them, but for those that are contiguous in a plain file: a column of a tensor may
+// take all of its bytes, and a row a whole chunk.
 func (l *Loading) isShort() bool {
-	var total int64
-	for i := range l.wants {
-		total += l.wants[i].Bytes
+	if l.target.GPU != nil {
+		return false
 	}
-	return l.target.GPU == nil && total <= plan.StepPiece &&
-		!slices.ContainsFunc(l.model.srcs, func(s source.Source) bool {
-			f := s.Facts()
-			return f.Remote || f.File == nil && f.View == nil
-		})
+	ix, total := l.model.held, int64(0) // as it is stored: what ix presents as plain may be chunks
+	for i := range l.wants {
+		n := l.wants[i].Bytes
+		if _, isContiguous := l.wants[i].SourceRange(ix); !isContiguous && n > 0 {
+			n = ix.Tensors[l.wants[i].Data].Bytes
+		}
+		if total += n; total > plan.StepPiece {
+			return false
+		}
+	}
+	return !slices.ContainsFunc(l.model.srcs, func(s source.Source) bool {
+		f := s.Facts()
+		return f.View == nil && (f.File == nil || !f.Quick)
+	})
 }
 
 // noteWaiting notes the requests whose destination the caller settles later.

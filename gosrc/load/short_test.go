@@ -5,10 +5,11 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A slow is a file on a network file system: it does not answer before it may.
+// A slow is a file on a file system that may be a server's: it does not answer before it may.
 type slow struct {
 	source.Source
 	mayAnswer chan struct{}
@@ -16,7 +17,7 @@ type slow struct {
 
 func (s *slow) Facts() source.Facts {
 	f := s.Source.Facts()
-	f.Remote = true
+	f.Quick = false
 	return f
 }
 
@@ -30,9 +31,9 @@ func (s *slow) ReadAt(ctx context.Context, p []byte, off int64) error {
 func TestShortLoads(t *testing.T) {
 	no := false
 	for _, c := range []struct {
-		sizes    []int64
-		isRemote bool
-		isShort  bool
+		sizes   []int64
+		mayWait bool
+		isShort bool
 	}{
 		{[]int64{0}, false, true},
 		{[]int64{1000, 70_000}, false, true},
@@ -46,7 +47,7 @@ func TestShortLoads(t *testing.T) {
 		path, want := write(t, "a", shapes...)
 		m := opened(t, Spec{URIs: []string{path}, Map: &no})
 		mayAnswer := make(chan struct{})
-		if c.isRemote {
+		if c.mayWait {
 			m.srcs[0] = &slow{m.srcs[0], mayAnswer}
 		}
 		l, err := m.Start(nil, Options{})
@@ -69,4 +70,40 @@ func TestShortLoads(t *testing.T) {
 		}
 	}
 	settled(t)
+}
+
+// A slice that is small itself is no short load where reading it is none: a column lies in all rows, and a
+// row may lie in a chunk of many.
+func TestShortSlices(t *testing.T) {
+	no := false
+	path, _ := write(t, "a", []int64{1 << 12, 1 << 10}, []int64{16, 16})
+	plain := opened(t, Spec{URIs: []string{path}, Map: &no})
+	path, _ = smaller(t)
+	chunked := opened(t, Spec{URIs: []string{path}})
+	number := map[string]int64{}
+	for i := range chunked.ix.Tensors {
+		number[chunked.ix.Tensors[i].Name] = int64(i)
+	}
+	large, little := number["a"], number["f"]
+	for _, c := range []struct {
+		model   *Model
+		request Request
+		isShort bool
+	}{
+		{plain, Request{Tensor: 0, Hi0: 16, Hi1: plan.Whole}, true},
+		{plain, Request{Tensor: 0, Lo0: 7, Hi0: 8, Lo1: 5, Hi1: 9}, true},
+		{plain, Request{Tensor: 0, Hi0: plan.Whole, Hi1: 1}, false},
+		{plain, Request{Tensor: 1, Hi0: plan.Whole, Hi1: 1}, true},
+		{chunked, Request{Tensor: large, Hi0: 1, Hi1: plan.Whole}, false},
+		{chunked, Request{Tensor: little, Hi0: plan.Whole, Hi1: 1}, true},
+		{chunked, Request{Tensor: little, Hi0: plan.Whole, Hi1: plan.Whole}, true},
+	} {
+		wants, err := plan.Check(c.model.ix, []Request{c.request})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := newLoading(c.model, Target{}, wants).isShort(); got != c.isShort {
+			t.Errorf("%+v of %s: short %v", c.request, c.model.srcs[0].URI(), got)
+		}
+	}
 }

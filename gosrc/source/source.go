@@ -40,6 +40,9 @@ type Facts struct {
 	// Remote: the bytes cross a network or come from another program. Network file
 	// systems count as remote.
 	Remote bool
+	// Quick: no read waits longer than a disk takes, since the kernel serves the file by
+	// itself. A file system that is not known may wait for a server, and is neither.
+	Quick bool
 	// Concurrency is the most reads in flight that the source can use; each costs a
 	// round trip, so few large reads are better than many small ones. 1: the bytes
 	// come in order. 0: no limit, and reads of any size.

@@ -17,10 +17,10 @@ const (
 	local = iota
 	network
 	inMemory
+	unknown // as local, but perhaps of a server
 )
 
-// kindOf is the kind of file system that a file lies on. Unknown ones count as
-// local.
+// kindOf is the kind of file system that a file lies on.
 func kindOf(fd int) int {
 	var st unix.Statfs_t
 	if err := regular.Again(func() error { return unix.Fstatfs(fd, &st) }); err != nil {
@@ -48,8 +48,12 @@ func kindOfMagic(magic uint32) int {
 		beegfs, gpfs, lustre, orangefs, panfs,
 		zfs: // it has a cache of its own: direct I/O gains nothing
 		return network
+	case unix.EXT4_SUPER_MAGIC, unix.XFS_SUPER_MAGIC, unix.BTRFS_SUPER_MAGIC, unix.BCACHEFS_SUPER_MAGIC,
+		unix.F2FS_SUPER_MAGIC, unix.OVERLAYFS_SUPER_MAGIC, unix.SQUASHFS_MAGIC, unix.EROFS_SUPER_MAGIC_V1,
+		unix.ISOFS_SUPER_MAGIC, unix.UDF_SUPER_MAGIC, unix.MSDOS_SUPER_MAGIC, unix.EXFAT_SUPER_MAGIC:
+		return local
 	}
-	return local
+	return unknown
 }
 
 // noCachestat is set once the kernel has answered that it lacks cachestat (before

@@ -394,7 +394,7 @@ func TestIdentity(t *testing.T) {
 // Where files lie decides how they are read.
 func TestKindOf(t *testing.T) {
 	for magic, want := range map[uint32]int{0x6969: network, 0x65735546: network, 0xef53: local, 0x01021994: inMemory,
-		0xff534d42: network} {
+		0xff534d42: network, 0x786f4256: unknown, 0x58465342: local, 0x794c7630: local} {
 		if got := kindOfMagic(magic); got != want {
 			t.Errorf("%#x: %d, want %d", magic, got, want)
 		}

@@ -115,8 +115,8 @@ const settle = 3 * time.Second
 // one that keeps a cache of its own.
 func (f *File) Facts() source.Facts {
 	last := time.Unix(0, max(f.id.Modified, f.id.Changed))
-	facts := source.Facts{Remote: f.kind == network, Identity: f.id, Settled: f.opened.Sub(last) > settle,
-		Now: f.stateNow, File: f}
+	facts := source.Facts{Remote: f.kind == network, Quick: f.kind == local || f.kind == inMemory, Identity: f.id,
+		Settled: f.opened.Sub(last) > settle, Now: f.stateNow, File: f}
 	if f.kind == network {
 		facts.Prefetch = f.prefetchRange
 	}
