@@ -30,7 +30,8 @@ var mounts mountTable
 
 type mountTable struct {
 	mu      sync.Mutex
-	fd      int  // of the kernel's list, which tells when it has changed; 0: it was not read yet
+	isOpen  bool
+	fd      int  // of the kernel's list, which tells when it has changed; 0, too, where stdin was closed
 	isLocal bool // all are of kernelTypes
 }
 
@@ -38,12 +39,12 @@ type mountTable struct {
 func (m *mountTable) areLocal() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.fd == 0 {
+	if !m.isOpen {
 		fd, err := unix.Open("/proc/self/mountinfo", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 		if err != nil {
 			return false
 		}
-		m.fd = fd
+		m.fd, m.isOpen = fd, true
 	} else if n, err := unix.Poll([]unix.PollFd{{Fd: int32(m.fd), Events: unix.POLLPRI}}, 0); err == nil && n == 0 {
 		return m.isLocal
 	}

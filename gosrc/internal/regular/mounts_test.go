@@ -1,9 +1,12 @@
 package regular
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // A process that sees a file system of a server, of a program or of a kind that is not known waits for
@@ -29,6 +32,27 @@ func TestKernelTypes(t *testing.T) {
 		if got := areKernelTypes(own + line); got != want {
 			t.Errorf("%q: %v", line, got)
 		}
+	}
+}
+
+// The list of mounts is opened once, also where its descriptor is 0 since the process has no stdin.
+func TestMountsWithoutStdin(t *testing.T) {
+	stdin, err := unix.FcntlInt(0, unix.F_DUPFD_CLOEXEC, 3)
+	if err != nil {
+		t.Skip("there is no stdin")
+	}
+	if err := unix.Close(0); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := errors.Join(unix.Dup2(stdin, 0), unix.Close(stdin)); err != nil {
+			t.Fatal(err)
+		}
+	}()
+	var m mountTable
+	isLocal, fd := m.areLocal(), m.fd
+	if fd != 0 || m.areLocal() != isLocal || m.fd != fd {
+		t.Errorf("opened as %d, and again as %d", fd, m.fd)
 	}
 }
 
