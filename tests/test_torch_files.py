@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import struct
+import time
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -254,6 +255,44 @@ def test_changed_bytes_are_refused(tmp_path: Path) -> None:
     assert not any(info.CRC for info in zipfile.ZipFile(path).infolist())
     with opened(str(path)) as content:
         assert [name for name, _ in content.tensors] == ["weight"]
+
+
+def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    """A directory of 16 MiB may name the same bytes a hundred thousand times, which would be read as often: no
+    checksum of storages that overlap is computed."""
+    path = tmp_path / "m.pt"
+    torch.save({"a": torch.ones(300), "b": torch.ones(300)}, path)
+    infos = {info.filename.rpartition("/")[2]: info for info in zipfile.ZipFile(path).infolist()}
+    first, second = (struct.pack("<I", infos[key].header_offset) for key in "01")
+    data = bytearray(path.read_bytes())
+    directory = data.index(b"PK\1\2")
+    entry = data.index(b"/data/1", directory) - len("m") - 46
+    assert data[entry : entry + 4] == b"PK\1\2" and data[entry + 42 : entry + 46] == second
+    data[entry + 42 : entry + 46] = first
+    path.write_bytes(data)
+    with pytest.raises(ow.FormatError, match="overlap") as caught, opened(str(path)):
+        pass
+    assert caught.value.source == str(path)
+
+
+def test_the_first_wrong_checksum_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does: the caller waits for the blocks that are being read, not for whole storages."""
+    path, reads, starts = tmp_path / "m.pt", os.preadv, list[int]()
+    torch.save({"a": torch.ones(300), "b": torch.zeros(10 << 20)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(struct.pack("<f", 1) * 300)] ^= 1
+    path.write_bytes(data)
+
+    def read_slowly(number: int, buffers: Any, start: int) -> int:
+        if len(buffers[0]) == torchfiles._BLOCK:
+            starts.append(start)
+            time.sleep(0.05)
+        return reads(number, buffers, start)
+
+    monkeypatch.setattr(os, "preadv", read_slowly)
+    with pytest.raises(ow.CorruptError, match="data/0"), opened(str(path)):
+        pass
+    assert len(starts) < (40 << 20) // torchfiles._BLOCK
 
 
 def test_other_verbs_name_the_way(tmp_path: Path) -> None:

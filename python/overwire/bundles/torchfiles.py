@@ -14,6 +14,7 @@ Source: the notes on serialization in torch's documentation, and its pickles.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import re
@@ -294,6 +295,7 @@ class _Reader:
         self._named = 0  # bytes of the mapped ones, under all their names
         self._copied = 0  # bytes of strided tensors, which are not mapped
         self._odd = ""  # a class whose objects are not data
+        self._is_over = False  # no checksum is worth computing any more
 
     def _error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {self._path}: {why}", source=self._path)
@@ -331,6 +333,8 @@ class _Reader:
             return
         buffer, total = memoryview(bytearray(min(_BLOCK, end - start))), 0
         for low in range(start, end, _BLOCK):
+            if self._is_over:
+                return
             block = buffer[: end - low]
             if os.preadv(self._number, [block], low) != len(block):
                 raise self._error_of("changed while it was read", CorruptError)
@@ -338,6 +342,17 @@ class _Reader:
         if total != stored_sum:
             why = f"checksum mismatch of {name}: {stored_sum:08x}, not {total:08x}: copy or fetch it again"
             raise self._error_of(why, CorruptError)
+
+    def _compare_sums(self, names: list[str]) -> None:
+        """`_compare_sum` of entries that lie apart: of those that share bytes, each would be read whole."""
+        spans = sorted(map(self._span_of_entry, names))
+        if any(low[1] > high[0] for low, high in itertools.pairwise(spans)):
+            raise self._error_of("its entries overlap")
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+            try:
+                list(start_thread(pool.map, self._compare_sum, names))
+            finally:  # after an error, or Ctrl-C, the pool waits for those that are being read
+                self._is_over = True
 
     def read_content(self) -> TorchFile:
         """Everything in the file, every checksum compared."""
@@ -358,8 +373,7 @@ class _Reader:
             what = f"objects of {self._odd}" if self._odd else "objects that are not data"
             why = f"{orphans} tensors lie in {what}: load it with the library that wrote it"
             raise self._error_of(f"{why}, and save its state_dict()", NotSupportedError)
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            list(start_thread(pool.map, self._compare_sum, [f"data/{key}" for key in self._storages]))
+        self._compare_sums([f"data/{key}" for key in self._storages])
         return contents
 
     def _find_storage(self, pid: Any) -> _Storage:
