@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,36 @@ def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
     assert (one.runs, one.bytes, one.seconds) == (1201, 2400, 600.0) and len(metering._noted) == 0
     one.errors["x"] = 1
     assert not ow.metrics()["none"].errors  # a copy is given
+
+
+def test_a_signal_handler_asks_while_verbs_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each verb is counted once, and neither the verb nor `metrics` fails, where a handler that prints `metrics` runs
+    between any two notes."""
+
+    class Interrupted(deque[tuple[str, str, str]]):
+        def popleft(self) -> tuple[str, str, str]:
+            if len(self) % 2:
+                signal.raise_signal(signal.SIGUSR1)
+            return super().popleft()
+
+    calls: list[int] = []
+
+    def ask(number: int, frame: object) -> None:
+        calls.append(number)
+        if len(calls) == 1:
+            ow.metrics()
+
+    monkeypatch.setattr(metering, "_noted", Interrupted())
+    before = signal.signal(signal.SIGUSR1, ask)
+    try:
+        for count in range(1, 5):
+            calls.clear()
+            metering._totals.pop("asked", None)
+            for _ in range(count):
+                metering.note("asked", '{"bytes": 2}')
+            assert ow.metrics()["asked"].runs == count and calls
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_fork_while_another_thread_counts() -> None:

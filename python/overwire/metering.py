@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,7 +167,10 @@ def note(verb: str, report: str, error: str = "") -> None:
 
 
 def _add_up() -> None:
-    notes = [_noted.popleft() for _ in range(len(_noted))]  # a signal handler may add one meanwhile
+    notes: list[tuple[str, str, str]] = []
+    with suppress(IndexError):  # a signal handler may note a verb meanwhile, or add up all of them
+        while True:
+            notes.append(_noted.popleft())
     reports: list[Any] = json.loads(f"[{','.join(text or 'null' for _, text, _ in notes)}]")
     for (verb, _, error), report in zip(notes, reports, strict=True):
         one = _totals.get(verb) or _totals.setdefault(verb, VerbMetrics())
