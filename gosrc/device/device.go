@@ -35,17 +35,17 @@ func (b *Block) Hold() { atomic.AddInt64(&b.refs, 1) }
 // Alone reports whether the caller, which is a holder, is the only one.
 func (b *Block) Alone() bool { return atomic.LoadInt64(&b.refs) == 1 }
 
-// A Listed is a Block of memory that cannot be freed on any thread at any time: the
-// last holder puts it on a list, without a lock, and returns. Its header lies
-// outside that memory. The C deleter knows the layout.
+// A Listed is a Block that its last holder puts on a list, without a lock: memory that cannot
+// be freed on any thread at any time (KindCUDA), whose header lies outside it, or that is kept
+// for the next use (KindSlab), whose header lies inside. The C deleter knows the layout.
 type Listed struct {
 	Block
 	next *Listed
-	list **Listed
+	list **Listed // the head of the list; of KindSlab it is the first field of a FreeList
 }
 
-// NewListed writes a Listed with n holders at p, which is C memory of
-// unsafe.Sizeof(Listed{}) bytes; the head of the list is C memory, too.
+// NewListed writes a Listed of KindCUDA or KindSlab with n holders at p, which is C memory of
+// unsafe.Sizeof(Listed{}) bytes; list, the head or the FreeList, is C memory, too.
 func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, kind int64,
 	list unsafe.Pointer) *Listed {
 	b := (*Listed)(p)
@@ -53,11 +53,10 @@ func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, ki
 	return b
 }
 
-// A FreeList has blocks of KindSlab, which lie in what they own, without a holder. It lies in C memory;
-// the C deleter knows the layout.
+// A FreeList has blocks of KindSlab without a holder. It lies in C memory; the C deleter knows the layout.
 type FreeList struct {
-	head *Listed
-	Room int64 // how many bytes more it takes
+	head *Listed // first: Listed.list points to it
+	Room int64   // how many bytes more it takes
 }
 
 // TakeBlock removes the block that came last; nil: there is none. Only one caller at a time may take, or a

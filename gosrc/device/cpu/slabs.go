@@ -18,8 +18,8 @@ const (
 	slabSizes           = 7
 )
 
-// free are the slabs without a tensor, by size. They lie in memory that is never unmapped, since tensors
-// may outlive all else.
+// free are the slabs without a tensor, by size. The lists lie in memory that is never unmapped, since
+// tensors may outlive all else. To take a slab needs the lock; to leave one does not.
 var free struct {
 	sync.Mutex
 	lists *[slabSizes]device.FreeList // nil: not there yet
@@ -34,22 +34,26 @@ func allocateBlock(n, holders, kind int64) (unsafe.Pointer, *device.Block, error
 		}
 		return base, device.NewBlock(unsafe.Add(base, n), holders, base, uint64(length), kind), nil
 	}
-	size := max(bits.Len64(uint64(n+Align-1)), bits.Len64(leastSlab-1))
-	list, base, err := takeSlab(size - bits.Len64(leastSlab-1))
+	length := int64(leastSlab)
+	if n+Align > leastSlab {
+		length = 1 << bits.Len64(uint64(n+Align-1))
+	}
+	list, base, err := takeSlab(length)
 	if err != nil {
 		return nil, nil, err
 	}
 	if base != nil {
 		clear(unsafe.Slice((*byte)(base), n))
-	} else if base, _, err = Map(1 << size); err != nil {
+	} else if base, _, err = Map(length); err != nil {
 		return nil, nil, err
 	}
-	slab := device.NewListed(unsafe.Add(base, n), holders, base, 1<<size, device.KindSlab, unsafe.Pointer(list))
+	slab := device.NewListed(unsafe.Add(base, n), holders, base, uint64(length), device.KindSlab,
+		unsafe.Pointer(list))
 	return base, &slab.Block, nil
 }
 
-// takeSlab returns a list, and the memory of a slab of it; nil: it is empty.
-func takeSlab(size int) (*device.FreeList, unsafe.Pointer, error) {
+// takeSlab returns the list of slabs of a length, and the memory of one of them; nil: the list is empty.
+func takeSlab(length int64) (*device.FreeList, unsafe.Pointer, error) {
 	free.Lock()
 	defer free.Unlock()
 	if free.lists == nil {
@@ -62,7 +66,7 @@ func takeSlab(size int) (*device.FreeList, unsafe.Pointer, error) {
 			free.lists[i].Room = mostSlab
 		}
 	}
-	list := &free.lists[size]
+	list := &free.lists[bits.Len64(uint64(length/leastSlab))-1]
 	slab := list.TakeBlock()
 	if slab == nil {
 		return list, nil, nil
