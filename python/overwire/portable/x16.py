@@ -64,12 +64,12 @@ def decode(chunks: Sequence[Chunk]) -> list[Bytes]:
         with _naming_chunk(at):
             heads.append(_read_head(chunk))
     positions = [at for at, head in enumerate(heads) if head.constant < 0]
-    coded_chunks = _symbols_of([chunks[at] for at in positions], [heads[at] for at in positions], positions)
-    symbols = dict(zip(positions, coded_chunks, strict=True))
+    decoded_chunks = _symbols_of([chunks[at] for at in positions], [heads[at] for at in positions], positions)
+    symbol_data = dict(zip(positions, decoded_chunks, strict=True))
     out = []
     for at, (chunk, head) in enumerate(zip(chunks, heads, strict=True)):
         with _naming_chunk(at):
-            out.append(_finish_chunk(chunk, head, symbols.get(at)))
+            out.append(_finish_chunk(chunk, head, symbol_data.get(at)))
     return out
 
 
@@ -86,14 +86,14 @@ def _read_head(chunk: Chunk) -> _Head:
     return _constant_head(chunk) if content[0] == 1 else _coded_head(chunk, tiles)
 
 
-def _finish_chunk(chunk: Chunk, head: _Head, symbol_lists: tuple[Bytes, list[int]] | None) -> Bytes:
-    # symbol_lists: its symbols, and where each segment's escapes are.
+def _finish_chunk(chunk: Chunk, head: _Head, symbol_data: tuple[Bytes, list[int]] | None) -> Bytes:
+    # symbol_data: its symbols, and where each segment's escapes begin; None: all symbols are the one of `constant`.
     content, tiles = chunk.stored, _tiles_of(chunk)
-    symbols, lists = symbol_lists or (np.full(tiles * _TILE, head.constant, np.uint8), [])
+    symbols, escape_starts = symbol_data or (np.full(tiles * _TILE, head.constant, np.uint8), [])
     values = _translate_bytes(symbols, head.palette)
     if head.escape >= 0:
         values = values.copy()
-        _put_escapes(chunk, head, lists, symbols, values)
+        _put_escapes(chunk, head, escape_starts, symbols, values)
     planes, end = _planes_of(content, head.planes_at, tiles, _TRANSFORMS[chunk.transform][3])
     body: Bytes = _assemble_values(chunk.transform, values, planes)
     tail = chunk.logical - len(body)
@@ -232,11 +232,11 @@ def _symbols_of(
     results, position = [], 0
     for number, chunk, head, start in zip(numbers, chunks, heads, base, strict=False):
         count = len(head.offsets) - 1
-        lists = 2 * at[position : position + count] - start
+        escape_starts = 2 * at[position : position + count] - start
         with _naming_chunk(number):
-            _check_ends(chunk, head, lists)
+            _check_ends(chunk, head, escape_starts)
         own = natural[position : position + count, : min(chunk.tiles, _tiles_of(chunk))]
-        results.append((_translate_bytes(own, head.symbol)[: _tiles_of(chunk) * _TILE], lists.tolist()))
+        results.append((_translate_bytes(own, head.symbol)[: _tiles_of(chunk) * _TILE], escape_starts.tolist()))
         position += count
     return results
 
@@ -267,10 +267,10 @@ def _check_ends(chunk: Chunk, head: _Head, at: NDArray[np.int64]) -> None:
         _check_chunk(not chunk.stored[end : head.offsets[k + 1]].any(), "the padding of a segment")
 
 
-def _put_escapes(chunk: Chunk, head: _Head, lists: list[int], symbols: Bytes, values: Bytes) -> None:
+def _put_escapes(chunk: Chunk, head: _Head, starts: list[int], symbols: Bytes, values: Bytes) -> None:
     _, _, width, _ = _TRANSFORMS[chunk.transform]
     per_segment = chunk.tiles * _TILE
-    for k, (start, count) in enumerate(zip(lists, head.escapes[:-1].tolist(), strict=True)):
+    for k, (start, count) in enumerate(zip(starts, head.escapes[:-1].tolist(), strict=True)):
         own = slice(k * per_segment, (k + 1) * per_segment)
         places = np.flatnonzero(symbols[own] == head.escape)
         _check_chunk(len(places) == count, "the number of escapes")
