@@ -229,7 +229,7 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 // on this machine; elsewhere, where each may cost a round trip, those of tensors that the index
 // leaves without data, which would read as zeros.
 func (f *File) compareRecords(ctx context.Context, src source.Source) error {
-	if facts := src.Facts(); facts.File != nil || facts.View != nil {
+	if facts := src.Facts(); !facts.Remote && (facts.File != nil || facts.View != nil) {
 		return f.ReadRecords(ctx, src)
 	}
 	if f.Records != nil {
