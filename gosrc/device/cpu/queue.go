@@ -16,7 +16,7 @@ import (
 // grows.
 type Queue struct {
 	free   chan *slot
-	memory []device.Memory // of the slots together; empty: they have no bytes of their own
+	memory device.Memory // of the slots together; zero: they have no bytes of their own
 }
 
 type slot struct {
@@ -52,11 +52,12 @@ func NewQueue(slots int, size int64) (*Queue, error) {
 		return q, nil
 	}
 	size = (size + page - 1) &^ (page - 1)
-	var err error
-	if q.memory, err = Alloc([]int64{size * int64(slots)}); err != nil {
+	all, err := Alloc([]int64{size * int64(slots)})
+	if err != nil {
 		return nil, err
 	}
-	mem := q.memory[0].Slice()
+	q.memory = all[0]
+	mem := q.memory.Slice()
 	for i := range int64(slots) {
 		q.free <- &slot{bytes: mem[i*size : (i+1)*size : (i+1)*size]}
 	}
@@ -125,17 +126,12 @@ func (q *Queue) CanCheck() bool { return false }
 func (q *Queue) TraceTimes(device.TraceFunc) error { return nil }
 
 // PinnedBytes is the memory of all slots.
-func (q *Queue) PinnedBytes() (bytes int64) {
-	for _, m := range q.memory {
-		bytes += m.Bytes
-	}
-	return bytes
-}
+func (q *Queue) PinnedBytes() int64 { return q.memory.Bytes }
 
 // Close waits until every slot is back and frees the memory.
 func (q *Queue) Close() {
 	for range cap(q.free) {
 		<-q.free
 	}
-	Release(q.memory)
+	q.memory.Release()
 }

@@ -71,7 +71,7 @@ func TestQueueSlots(t *testing.T) {
 	case <-time.After(20 * time.Millisecond):
 	}
 	last.Memory()[0] = 1
-	all := q.memory[0].Slice()
+	all := q.memory.Slice()
 	q.Put(last)
 	<-closed
 	if err := unix.Msync(all, unix.MS_ASYNC); !errors.Is(err, unix.ENOMEM) {
