@@ -28,31 +28,31 @@ def _number(made: Result) -> int:
     return int.from_bytes(made[1], "little", signed=True)
 
 
-def _text(request: Any) -> str:
+def _encode_request(request: Any) -> str:
     return dumps(request) if request else ""
 
 
 def open(request: _requests.OpenRequest) -> Result:
     """Open and index files: the model, and its table."""
-    return core().run("open", _text(request), b"")
+    return core().run("open", _encode_request(request), b"")
 
 
 def names(request: _requests.LoadSpec) -> list[str] | None:
     """The tensors that the index.json files of a model list; null if a file has no index."""
-    return loads(core().run("names", _text(request), b"")[0])
+    return loads(core().run("names", _encode_request(request), b"")[0])
 
 
 def load(request: _requests.LoadRequest, model: int, whole: int, numbers: bytes = b"") -> JobNumber:
     """Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has
     ended. Numbers: of a request each: tensor, destination (0: allocate, 1: see settle), and the
     ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)."""
-    return core().start("load", _text(request), pack("=2q", handle(model), whole) + numbers)
+    return core().start("load", _encode_request(request), pack("=2q", handle(model), whole) + numbers)
 
 
 def outlook(request: _requests.LoadProspect, model: int, numbers: bytes) -> _requests.LoadOutlook:
     """What loading tensors of a model would take; OutOfMemoryError for more than max_memory. Numbers:
     pairs of a tensor and how many of its elements (-1: all); none: all tensors."""
-    return loads(core().call("outlook", _text(request), pack("=1q", handle(model)) + numbers)[0])
+    return loads(core().call("outlook", _encode_request(request), pack("=1q", handle(model)) + numbers)[0])
 
 
 def kept_blocks(keep: int, numbers: bytes) -> list[int]:
@@ -73,12 +73,12 @@ def settle(job: int, stream: int, numbers: bytes) -> None:
 
 def pin(request: _requests.LoadOptions, model: int) -> JobNumber:
     """Read a model's files into memory, for later loads; fails while loads of the model run."""
-    return core().start("pin", _text(request), pack("=1q", handle(model)))
+    return core().start("pin", _encode_request(request), pack("=1q", handle(model)))
 
 
 def device(request: str) -> int:
     """The number of a device by torch's name for it: -1 for a GPU without one, -2 for the host."""
-    return _number(core().call("device", _text(request), b""))
+    return _number(core().call("device", _encode_request(request), b""))
 
 
 def prepare(word: str, exchange: int) -> None:
@@ -88,23 +88,23 @@ def prepare(word: str, exchange: int) -> None:
 
 def preload(request: _requests.PreloadRequest) -> JobNumber:
     """Preload files: their tensors go to the loads that join."""
-    return core().start("preload", _text(request), b"")
+    return core().start("preload", _encode_request(request), b"")
 
 
 def join(request: _requests.JoinRequest, model: int) -> _requests.PreloadAnswer:
     """Let loads of a model take what was preloaded of its files."""
-    return loads(core().run("join", _text(request), pack("=1q", handle(model)))[0])
+    return loads(core().run("join", _encode_request(request), pack("=1q", handle(model)))[0])
 
 
 def sweep(request: str) -> _requests.PreloadAnswer:
     """Drop the preloads of what was just replaced at a path or URI."""
-    return loads(core().call("sweep", _text(request), b"")[0])
+    return loads(core().call("sweep", _encode_request(request), b"")[0])
 
 
 def relay(request: _requests.RelayRequest, model: int, numbers: bytes) -> JobNumber:
     """Load together with other ranks: this rank's share, of one model or of several as one. Numbers: what
     each rank of the host needs, as requests with the rank for an address; none: each needs all."""
-    return core().start("relay", _text(request), pack("=1q", handle(model)) + numbers)
+    return core().start("relay", _encode_request(request), pack("=1q", handle(model)) + numbers)
 
 
 def relay_shares(job: int) -> list[int]:
@@ -124,7 +124,7 @@ def relay_offer(job: int) -> _requests.PeersOffer:
 
 def relay_join(request: list[_requests.PeersOffer], job: int) -> None:
     """Connect such a relay with those of the other ranks, by their offers in order."""
-    core().call("relay_join", _text(request), pack("=1q", handle(job)))
+    core().call("relay_join", _encode_request(request), pack("=1q", handle(job)))
 
 
 def relay_wait(job: int, piece: int, ms: int) -> int:
@@ -165,19 +165,19 @@ def shutdown(ms: int) -> int:
 def save(request: _requests.SaveRequest, numbers: bytes) -> JobNumber:
     """Write tensors, unchanged until the job ends. Numbers: of a tensor each: address, bytes, and 1 + the
     GPU that the address is of (0: the host)."""
-    return core().start("save", _text(request), numbers)
+    return core().start("save", _encode_request(request), numbers)
 
 
 def plain_front(request: _requests.SaveRequest, numbers: bytes) -> _requests.SaveFront:
     """A plain file's header, without its length, and its tensors' order. Only host memory. Numbers: of a
     tensor each: address, bytes, and 0."""
-    return loads(core().call("plain_front", _text(request), numbers)[0])
+    return loads(core().call("plain_front", _encode_request(request), numbers)[0])
 
 
 def sleep_prepare(request: _requests.PrepareRequest, numbers: bytes) -> JobNumber:
     """Get host memory for a sleep of one device's tensors, which are read before this returns. Numbers:
     of a tensor each: address and bytes."""
-    return core().start("sleep_prepare", _text(request), numbers)
+    return core().start("sleep_prepare", _encode_request(request), numbers)
 
 
 def sleep_return(word: str) -> None:
@@ -188,47 +188,47 @@ def sleep_return(word: str) -> None:
 def sleep(request: _requests.SleepRequest, numbers: bytes) -> JobNumber:
     """Compress tensors of one device, unchanged until the job ends, into host memory: a model and its
     table. Numbers: of a tensor each: address and bytes."""
-    return core().start("sleep", _text(request), numbers)
+    return core().start("sleep", _encode_request(request), numbers)
 
 
 def put(request: _requests.PutRequest, address: int, nbytes: int) -> JobNumber:
     """Replace a file or object by bytes, which must not change until the job has ended."""
-    return core().start("put", _text(request), pack("=2q", address, nbytes))
+    return core().start("put", _encode_request(request), pack("=2q", address, nbytes))
 
 
 def remove(request: _requests.RemoveRequest) -> JobNumber:
     """Remove objects of stores; those that are not there, too."""
-    return core().start("remove", _text(request), b"")
+    return core().start("remove", _encode_request(request), b"")
 
 
 def rename(request: _requests.RenameRequest) -> JobNumber:
     """Rename a finished file over another one in its folder."""
-    return core().start("rename", _text(request), b"")
+    return core().start("rename", _encode_request(request), b"")
 
 
 def convert(request: _requests.ConvertRequest) -> JobNumber:
     """Rewrite files."""
-    return core().start("convert", _text(request), b"")
+    return core().start("convert", _encode_request(request), b"")
 
 
 def verify(request: _requests.VerifyRequest) -> JobNumber:
     """Compare every checksum of files."""
-    return core().start("verify", _text(request), b"")
+    return core().start("verify", _encode_request(request), b"")
 
 
 def fetch(request: _requests.FetchRequest) -> JobNumber:
     """Write the bytes of URIs to an open file."""
-    return core().start("fetch", _text(request), b"")
+    return core().start("fetch", _encode_request(request), b"")
 
 
 def inspect(request: _requests.FilesRequest) -> Any:
     """Describe files by their headers alone."""
-    return loads(core().run("inspect", _text(request), b"")[0])
+    return loads(core().run("inspect", _encode_request(request), b"")[0])
 
 
 def shown(request: str) -> str:
     """A URI as people may see it: without credentials."""
-    return loads(core().call("shown", _text(request), b"")[0])
+    return loads(core().call("shown", _encode_request(request), b"")[0])
 
 
 def notices() -> list[str]:
@@ -243,12 +243,12 @@ def cache_counts() -> _requests.CacheCounts:
 
 def beside(request: _requests.BesideRequest) -> _requests.Besides:
     """The last name of a URI, and the URIs of other names in its folder."""
-    return loads(core().call("beside", _text(request), b"")[0])
+    return loads(core().call("beside", _encode_request(request), b"")[0])
 
 
 def presign(request: _requests.PresignRequest) -> str:
     """A URL that reads an object of S3 without credentials for some seconds: a secret."""
-    return loads(core().run("presign", _text(request), b"")[0])
+    return loads(core().run("presign", _encode_request(request), b"")[0])
 
 
 def read_floor(word: str, begin: int, end: int, device: int, to: int, slots: int, threads: int) -> None:
@@ -258,12 +258,12 @@ def read_floor(word: str, begin: int, end: int, device: int, to: int, slots: int
 
 def doctor(request: _requests.Program) -> Any:
     """Describe the machine; with measure, the links of its GPUs are measured."""
-    return loads(core().run("doctor", _text(request), b"")[0])
+    return loads(core().run("doctor", _encode_request(request), b"")[0])
 
 
 def cli(request: _requests.Program) -> JobNumber:
     """Run a command line; its report is the exit status."""
-    return core().start("cli", _text(request), b"")
+    return core().start("cli", _encode_request(request), b"")
 
 
 def knobs() -> list[_requests.KnobRow]:
@@ -273,64 +273,64 @@ def knobs() -> list[_requests.KnobRow]:
 
 def records(request: _requests.RecordsRequest) -> _requests.RecordsAnswer:
     """The records of a .tensors file, which stays open for the verb open."""
-    return loads(core().run("records", _text(request), b"")[0])
+    return loads(core().run("records", _encode_request(request), b"")[0])
 
 
 def write(request: _requests.WriteRequest, numbers: bytes) -> _requests.Written:
     """Write tensors to an open .tensors file, encrypted with a key. Numbers: the address of each."""
-    return loads(core().run("write", _text(request), numbers)[0])
+    return loads(core().run("write", _encode_request(request), numbers)[0])
 
 
 def front(request: _requests.FrontRequest) -> str:
     """The head and the index of a .tensors file, in hex digits."""
-    return loads(core().run("front", _text(request), b"")[0])
+    return loads(core().run("front", _encode_request(request), b"")[0])
 
 
 def sums(request: list[str], numbers: bytes) -> list[list[str]]:
     """CRC32 and SHA-256 of each of several byte sequences, which begin with a prefix (hex digits); in hex
     digits. Numbers: address and bytes of each."""
-    return loads(core().run("sums", _text(request), numbers)[0])
+    return loads(core().run("sums", _encode_request(request), numbers)[0])
 
 
 def key(request: _requests.KeyRequest) -> str:
     """Derive a key from a password; in hex digits."""
-    return loads(core().run("key", _text(request), b"")[0])
+    return loads(core().run("key", _encode_request(request), b"")[0])
 
 
 def delta_save(request: _requests.DeltaSave, numbers: bytes) -> JobNumber:
     """Write what changed between two models, unchanged until the job ends. Numbers: of a tensor each:
     address after and before, 1 + the GPU that both are of (0: the host), and its stream."""
-    return core().start("delta_save", _text(request), numbers)
+    return core().start("delta_save", _encode_request(request), numbers)
 
 
 def delta_encode(request: _requests.DeltaTensors, numbers: bytes) -> JobNumber:
     """Keep what changed of some tensors, unchanged until the job ends, for delta_save. Numbers: of a
     tensor each: address after and before, 1 + the GPU that both are of (0: the host), and its
     stream."""
-    return core().start("delta_encode", _text(request), numbers)
+    return core().start("delta_encode", _encode_request(request), numbers)
 
 
 def delta_open(request: _requests.DeltaOpen, address: int, nbytes: int) -> _requests.DeltaFile:
     """Read a delta whole and check it: from a URI, or from memory, which is copied."""
-    return loads(core().run("delta_open", _text(request), pack("=2q", address, nbytes))[0])
+    return loads(core().run("delta_open", _encode_request(request), pack("=2q", address, nbytes))[0])
 
 
 def delta_apply(request: _requests.DeltaApply, numbers: bytes) -> JobNumber:
     """Apply deltas, one after the other, to tensors in place. Numbers: of all tensors, one column after
     the other: the file and the tensor there that has its name; its kind; 1 + the GPU that it is of
     (0: the host); its address."""
-    return core().start("delta_apply", _text(request), numbers)
+    return core().start("delta_apply", _encode_request(request), numbers)
 
 
 def delta_merge(request: _requests.DeltaMerge) -> JobNumber:
     """Write a chain of deltas as one."""
-    return core().start("delta_merge", _text(request), b"")
+    return core().start("delta_merge", _encode_request(request), b"")
 
 
 def delta_diff(request: _requests.DeltaTensors, numbers: bytes) -> JobNumber:
     """Compare two models in host memory, tensor by tensor. Numbers: of a tensor each: address after and
     before, 1 + the GPU that both are of (0: the host), and its stream."""
-    return core().start("delta_diff", _text(request), numbers)
+    return core().start("delta_diff", _encode_request(request), numbers)
 
 
 def codec_names() -> list[str]:
@@ -453,4 +453,4 @@ def digest(device: int, stream: int, contiguous: int, numbers: bytes) -> JobNumb
 def digests(request: _requests.DigestsRequest) -> JobNumber:
     """The digests of the tensors of files: by name, GPUs that decode tensors for it, if they have the
     memory."""
-    return core().start("digests", _text(request), b"")
+    return core().start("digests", _encode_request(request), b"")

@@ -205,7 +205,7 @@ def _number(made: Result) -> int:
     return int.from_bytes(made[1], "little", signed=True)
 
 
-def _text(request: Any) -> str:
+def _encode_request(request: Any) -> str:
     return dumps(request) if request else ""
 ` + functions
 }
@@ -222,7 +222,7 @@ func function(c *classes, v *binding.Verb) string {
 			c.of(q.Field(0).Type, true)
 			params, text = append(params, "request: str"), "request"
 		default:
-			params, text = append(params, "request: "+c.named(c.of(q, true))), "_text(request)"
+			params, text = append(params, "request: "+c.named(c.of(q, true))), "_encode_request(request)"
 		}
 	}
 	numbers := `b""`
