@@ -325,12 +325,21 @@ class _Reader:
         self._spans[name] = start, start + info.file_size
         return self._spans[name]
 
-    def _compare_sum(self, name: str) -> None:
-        """Refuses an entry with other bytes than were written."""
-        start, end = self._span_of_entry(name)
-        stored_sum = self._entries[self._folder + name].CRC
-        if not stored_sum:  # torch.save computes none after set_crc32_options(False)
+    def _stored_sum(self, name: str) -> int:
+        return self._entries[self._folder + name].CRC  # 0: torch.save computed none, after set_crc32_options(False)
+
+    def _compare_sum(self, name: str, total: int) -> None:
+        """Refuses an entry with other bytes than were written. total: the checksum of what was read."""
+        stored_sum = self._stored_sum(name)
+        if stored_sum and total != stored_sum:
+            why = f"checksum mismatch of {name}: {stored_sum:08x}, not {total:08x}: copy or fetch it again"
+            raise self._error_of(why, CorruptError)
+
+    def _compare_storage(self, name: str) -> None:
+        # As `_compare_sum`, of bytes that are read for it alone, block by block.
+        if not self._stored_sum(name):
             return
+        start, end = self._span_of_entry(name)
         buffer, total = memoryview(bytearray(min(_BLOCK, end - start))), 0
         for low in range(start, end, _BLOCK):
             if self._is_over:
@@ -339,18 +348,16 @@ class _Reader:
             if os.preadv(self._number, [block], low) != len(block):
                 raise self._error_of("changed while it was read", CorruptError)
             total = zlib.crc32(block, total)
-        if total != stored_sum:
-            why = f"checksum mismatch of {name}: {stored_sum:08x}, not {total:08x}: copy or fetch it again"
-            raise self._error_of(why, CorruptError)
+        self._compare_sum(name, total)
 
-    def _compare_sums(self, names: list[str]) -> None:
-        """`_compare_sum` of entries that lie apart: of those that share bytes, each would be read whole."""
+    def _compare_storages(self, names: list[str]) -> None:
+        """`_compare_storage` of entries that lie apart: of those that share bytes, each would be read whole."""
         spans = sorted(map(self._span_of_entry, names))
         if any(low[1] > high[0] for low, high in itertools.pairwise(spans)):
             raise self._error_of("its entries overlap")
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
             try:
-                list(start_thread(pool.map, self._compare_sum, names))
+                list(start_thread(pool.map, self._compare_storage, names))
             finally:  # after an error, or Ctrl-C, the pool waits for those that are being read
                 self._is_over = True
 
@@ -363,8 +370,8 @@ class _Reader:
         start, end = self._span_of_entry("data.pkl")
         if end - start > _MOST:
             raise self._error_of(f"its pickle has {end - start} bytes")
-        self._compare_sum("data.pkl")
         data = self._read_bytes(start, end)
+        self._compare_sum("data.pkl", zlib.crc32(data))
         root = run_machine(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
         contents = TorchFile([], {}, [])
         visits: set[int] = set()
@@ -373,7 +380,7 @@ class _Reader:
             what = f"objects of {self._odd}" if self._odd else "objects that are not data"
             why = f"{orphans} tensors lie in {what}: load it with the library that wrote it"
             raise self._error_of(f"{why}, and save its state_dict()", NotSupportedError)
-        self._compare_sums([f"data/{key}" for key in self._storages])
+        self._compare_storages([f"data/{key}" for key in self._storages])
         return contents
 
     def _find_storage(self, pid: Any) -> _Storage:
