@@ -19,7 +19,7 @@ from ..model.options import (
     check_options,
     spell_out,
 )
-from ..model.sources import SourceLike, named
+from ..model.sources import SourceLike, check_source, named
 from ..progress import watch
 from .grouped import group_context
 
@@ -116,6 +116,8 @@ def load_file(
             )
         group, shard = options.pop("group", None), options.pop("shard", None)
         if group is not None or shard is not None:
+            check_source(source)
+            _engine.open_library()  # what is imported next takes as long as Go's runtime to start
             from ..distributed.tensors import open_load
 
             options.pop("base", None)
