@@ -43,7 +43,7 @@ type verb struct {
 
 var jsonOption = option{name: "json", doc: "print one JSON document for machines"}
 
-var threadsOption = option{name: "threads", short: "j", value: "N", lo: 1, hi: 4096, doc: "cores to use (default: all)"}
+var threadsOption = option{name: "threads", short: "j", value: "N", lo: 1, hi: 1024, doc: "cores to use (default: all)"}
 
 var storageOption = option{name: "storage", value: "JSON",
 	doc: `options of the stores that URIs name, as {"timeout": 10} (Python's storage_options)`}
