@@ -94,6 +94,9 @@ func Setup(env string) (*Result, error) {
 	if err := parse(env, &vars); err != nil {
 		return nil, err
 	}
+	if err := startPoller(); err != nil {
+		return nil, err
+	}
 	putOffCollections()
 	s := setup{Warnings: knob.Load(vars)}
 	codec.Use(knob.CPU.Get())
