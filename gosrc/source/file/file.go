@@ -40,6 +40,9 @@ import (
 // milliseconds from any working disk.
 const step = 4 << 20
 
+// maxRefusals is how often a read is tried again that has no bytes yet, a millisecond apart.
+const maxRefusals = 5000
+
 // A File is an open local file. It implements source.Source.
 type File struct {
 	uri  string
@@ -156,6 +159,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return f.placeError(off, errs.New(errs.ErrArgument, "the source is closed"))
 	}
 	bypass := f.direct.wantsDirect(f, off, len(p))
+	refusals := 0 // since the last bytes
 	for len(p) > 0 {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -173,7 +177,14 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 			n, err = unix.Pread(f.fd, p[:min(len(p), step)], off)
 		}
 		switch {
-		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
+		case errors.Is(err, unix.EINTR):
+			continue
+		case errors.Is(err, unix.EAGAIN) && refusals < maxRefusals: // a file system has no bytes yet
+			refusals++
+			time.Sleep(time.Millisecond)
+			continue
+		case err == nil && n == 0 && bypass: // the cache knows where the file ends
+			bypass = false
 			continue
 		case errors.Is(err, unix.EINVAL): // caused by no argument of the caller
 			return f.placeError(off, fmt.Errorf("%w: %w", errs.ErrIO, &os.PathError{Op: "read", Path: f.uri, Err: err}))
@@ -185,6 +196,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		}
 		p = p[n:]
 		off += int64(n)
+		refusals = 0
 	}
 	return nil
 }
