@@ -16,6 +16,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -222,13 +223,13 @@ func (c *call) refuseExisting(out string) error {
 	if open.Writable(out) {
 		return c.refuseExistingRemote(out)
 	}
-	info, err := os.Stat(out)
-	if err != nil {
-		return nil // absent, or the save reports what is wrong
+	info, err := regular.FindTarget(out)
+	if info == nil {
+		return errs.In("save", out, err)
 	}
 	if info.IsDir() {
 		if list, err := os.ReadDir(out); err != nil || len(list) == 0 {
-			return nil
+			return errs.In("save", out, errs.FromOS(err))
 		}
 		return usage("%s is a folder with files in it; give --force to write into it, over files of the same names",
 			out)

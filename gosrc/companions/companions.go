@@ -9,14 +9,17 @@ package companions
 
 import (
 	"context"
+	"errors"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
 )
@@ -64,9 +67,9 @@ func Find(in Folder, taken map[string]bool) (found []File, left []string, err er
 		return found, left, nil
 	}
 	here, _ := os.Stat(in.Avoid)
-	st, err := os.Stat(in.Path)
-	if err != nil || !st.IsDir() || here != nil && os.SameFile(st, here) {
-		return nil, nil, nil
+	st, err := regular.FindTarget(in.Path)
+	if st == nil || !st.IsDir() || here != nil && os.SameFile(st, here) {
+		return nil, nil, errs.In("read", in.Path, err)
 	}
 	entries, err := os.ReadDir(in.Path)
 	if err != nil {
@@ -88,7 +91,11 @@ func Find(in Folder, taken map[string]bool) (found []File, left []string, err er
 				left = append(left, path)
 			}
 		default:
-			if f, ok := companion(root, path); ok {
+			f, ok, err := companion(root, path)
+			if err != nil {
+				return nil, nil, errs.In("read", path, err)
+			}
+			if ok {
 				found = append(found, f)
 			} else {
 				left = append(left, path)
@@ -143,46 +150,58 @@ func fits(name string, size int64) bool { return size <= maxOther || OtherFormat
 
 // companion finds the file that a name beside the weights leads to; ok is false if it
 // is to be left.
-func companion(root, path string) (f File, ok bool) {
+func companion(root, path string) (f File, ok bool, err error) {
 	f = File{Name: filepath.Base(path), Path: path}
-	st, err := os.Lstat(path)
-	if err != nil || strings.HasPrefix(f.Name, ".") || isWeights(f.Name) {
-		return f, false
+	if strings.HasPrefix(f.Name, ".") || isWeights(f.Name) {
+		return f, false, nil
 	}
-	if st.Mode()&fs.ModeSymlink != 0 {
-		if f.Path, ok = within(root, path); !ok || isWeights(filepath.Base(f.Path)) {
-			return f, false
+	st, err := os.Lstat(path)
+	if err == nil && st.Mode()&fs.ModeSymlink != 0 {
+		if f.Path, ok, err = within(root, path); err == nil {
+			if !ok || isWeights(filepath.Base(f.Path)) {
+				return f, false, nil
+			}
+			st, err = os.Stat(f.Path)
 		}
-		if st, err = os.Stat(f.Path); err != nil {
-			return f, false
-		}
+	}
+	if err != nil {
+		return f, false, faultOf(err)
 	}
 	f.Size, f.Mode = st.Size(), st.Mode().Perm()
-	return f, st.Mode().IsRegular() && fits(f.Name, f.Size)
+	return f, st.Mode().IsRegular() && fits(f.Name, f.Size), nil
+}
+
+// faultOf is the error of a disk or of memory; nil for what says that a file is not there, or not this user's.
+func faultOf(err error) error {
+	fault := errs.FromOS(err)
+	if _, system := errors.AsType[syscall.Errno](err); system &&
+		(errors.Is(fault, errs.ErrIO) || errors.Is(fault, errs.ErrMemory)) {
+		return fault
+	}
+	return nil
 }
 
 // within follows a link to a file of the folder root, or of the blobs of the Hugging
 // Face cache that root is a snapshot of.
-func within(root, link string) (real string, ok bool) {
-	real, err := filepath.EvalSymlinks(link)
-	if err != nil {
-		return "", false
+func within(root, link string) (real string, ok bool, err error) {
+	if real, err = filepath.EvalSymlinks(link); err != nil {
+		return "", false, err
 	}
 	dir, err := filepath.EvalSymlinks(root)
 	if err != nil {
-		return "", false
+		return "", false, err
 	}
 	if real, err = filepath.Abs(real); err != nil {
-		return "", false
+		return "", false, err
 	}
 	if dir, err = filepath.Abs(dir); err != nil {
-		return "", false
+		return "", false, err
 	}
 	if strings.HasPrefix(real, strings.TrimSuffix(dir, "/")+"/") {
-		return real, true
+		return real, true, nil
 	}
 	cache, _, isSnapshot := strings.Cut(dir+"/", "/snapshots/")
-	return real, isSnapshot && filepath.Dir(real) == cache+"/blobs"
+	return real, isSnapshot && filepath.Dir(real) == cache+"/blobs", nil
 }
 
 // step is how many bytes of a copied file are in memory.

@@ -11,6 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -29,8 +30,11 @@ type Branch struct {
 // avoid, the folder that is written, are left out. Folders more than maxDepth below
 // dir are refused. dir may be anything; what is no local folder has no branches.
 func Tree(dir, avoid string) ([]Branch, error) {
-	if st, err := os.Stat(dir); source.Remote(dir) || err != nil || !st.IsDir() {
+	if source.Remote(dir) {
 		return nil, nil
+	}
+	if st, err := regular.FindTarget(dir); st == nil || !st.IsDir() {
+		return nil, errs.In("open", dir, err)
 	}
 	if hint := nameSnapshots(dir); hint != "" {
 		return nil, placeError(dir, errs.New(errs.ErrArgument, "%s", hint))

@@ -18,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save/folders"
 	"github.com/overwire/overwire/gosrc/source"
@@ -229,8 +230,12 @@ func (m *model) parts(
 		merged := spec
 		merged.Metadata = mergeMetadata(all, spec.Metadata)
 		parts = divideShards(merged, items)
+		mode, err := m.mode()
+		if err != nil {
+			return nil, err
+		}
 		for i := range parts {
-			parts[i].mode = m.mode()
+			parts[i].mode = mode
 		}
 		if len(parts) == 1 && len(m.srcs) == 1 {
 			if parts[0].original, err = m.original(ctx, spec, 0); err != nil {
@@ -252,12 +257,16 @@ func (m *model) parts(
 			if err != nil {
 				return nil, err
 			}
+			mode, err := modeOf(s.URI())
+			if err != nil {
+				return nil, err
+			}
 			parts = append(parts, outputFile{path: joinName(dst, name),
 				metadata: mergeMetadata(m.metadata(k), spec.Metadata),
-				items:    m.of(k, items), mode: modeOf(s.URI()), original: o})
+				items:    m.of(k, items), mode: mode, original: o})
 		}
 		if len(src) == 1 {
-			parts = m.addIndex(dst, parts)
+			return m.addIndex(dst, parts)
 		}
 	}
 	return parts, nil
@@ -274,15 +283,19 @@ func mergeMetadata(metadata, more map[string]string) map[string]string {
 
 // addIndex adds the index.json of the source to its files. Shards without one get one where
 // files of their names are: together with it they replace those in one step.
-func (m *model) addIndex(dst string, parts []outputFile) []outputFile {
+func (m *model) addIndex(dst string, parts []outputFile) ([]outputFile, error) {
 	set := m.sets[0]
+	mode, err := m.mode()
+	if err != nil {
+		return nil, err
+	}
 	if set.Index != "" {
 		for k := range parts {
 			parts[k].shard = true
 		}
 		name := filepath.Base(source.Path(folders.Local(set.Index)))
 		return append(parts, outputFile{path: joinName(dst, name), laid: wholeFile(set.Text),
-			listing: &listing{Shards: set.Shards}, mode: m.mode()})
+			listing: &listing{Shards: set.Shards}, mode: mode}), nil
 	}
 	family := ""
 	there := false
@@ -293,17 +306,23 @@ func (m *model) addIndex(dst string, parts []outputFile) []outputFile {
 			family = modelfiles.Family(name)
 		}
 		if !ok || n.Of == 0 || modelfiles.Family(name) != family {
-			return parts
+			return parts, nil
 		}
-		_, err := os.Lstat(p.path)
-		there = there || err == nil && !source.Remote(dst)
+		if source.Remote(dst) {
+			continue
+		}
+		st, err := regular.FindEntry(p.path)
+		if err != nil {
+			return nil, atomicfile.Failed(p.path, -1, err)
+		}
+		there = there || st != nil
 	}
 	if !there || len(parts) < 2 {
-		return parts
+		return parts, nil
 	}
 	index := indexOf(joinName(dst, family+extension+modelfiles.IndexSuffix), shardIndex(parts), parts)
-	index.mode = m.mode()
-	return append(parts, index)
+	index.mode = mode
+	return append(parts, index), nil
 }
 
 // companionOptions says how the other files of a source folder are copied.
@@ -394,27 +413,31 @@ func listBesides(src []string, spec Spec, how companionOptions) (left []string) 
 }
 
 // mode is the mode that all local files of the model allow; 0 if none is local.
-func (m *model) mode() (all fs.FileMode) {
+func (m *model) mode() (all fs.FileMode, err error) {
 	for _, s := range m.srcs {
-		if mode := modeOf(s.URI()); mode != 0 && all != 0 {
+		mode, err := modeOf(s.URI())
+		if err != nil {
+			return 0, err
+		}
+		if mode != 0 && all != 0 {
 			all &= mode
 		} else if mode != 0 {
 			all = mode
 		}
 	}
-	return all
+	return all, nil
 }
 
 // modeOf is the mode of a local file; 0 if there is none.
-func modeOf(uri string) fs.FileMode {
+func modeOf(uri string) (fs.FileMode, error) {
 	if source.Remote(uri) {
-		return 0
+		return 0, nil
 	}
-	st, err := os.Stat(folders.Local(uri))
-	if err != nil {
-		return 0
+	st, err := regular.FindTarget(folders.Local(uri))
+	if st == nil {
+		return 0, errs.In("open", uri, err)
 	}
-	return st.Mode().Perm() | 0o600
+	return st.Mode().Perm() | 0o600, nil
 }
 
 // pathIn is the file to write, or the path that shards are named after.

@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
 // files is the destination of a save to local files.
@@ -24,7 +25,9 @@ type files struct {
 
 func (f *files) create(ctx context.Context, i int, p *outputFile) (draft, error) {
 	like := f.like
-	if st, err := os.Lstat(p.like); err == nil && st.Mode().IsRegular() {
+	if st, err := regular.FindEntry(p.like); err != nil {
+		return nil, atomicfile.Failed(p.like, -1, err)
+	} else if st != nil && st.Mode().IsRegular() {
 		like = p.like
 	}
 	t, err := atomicfile.New(f.spec.fs, p.path, like, p.mode)
@@ -37,7 +40,10 @@ func (f *files) create(ctx context.Context, i int, p *outputFile) (draft, error)
 }
 
 func (f *files) publishAll(ctx context.Context, parts []outputFile) error {
-	old := f.replacedFiles(ctx, parts)
+	old, err := f.replacedFiles(ctx, parts)
+	if err != nil {
+		return err
+	}
 	if err := atomicfile.Publish(f.spec.fs, f.targets); err != nil {
 		return err
 	}
@@ -79,15 +85,24 @@ func (f *file) Finish(size int64) error {
 
 // like is the file whose mode new files get: one of the model that is replaced. A
 // private model stays private, even with another number of files.
-func (w *writer) like(parts []outputFile) string {
+func (w *writer) like(parts []outputFile) (string, error) {
 	for _, path := range []string{parts[len(parts)-1].path, w.spec.Path, indexPath(w.spec.Path), w.spec.Like} {
-		if real, err := atomicfile.Follow(path); err == nil {
-			if st, err := os.Lstat(real); err == nil && st.Mode().IsRegular() {
-				return real
-			}
+		real, err := atomicfile.Follow(path)
+		if errors.Is(err, errs.ErrPermission) { // another user's
+			continue
+		}
+		var st fs.FileInfo
+		if err == nil {
+			st, err = regular.FindEntry(real)
+		}
+		if err != nil {
+			return "", atomicfile.Failed(path, -1, err)
+		}
+		if st != nil && st.Mode().IsRegular() {
+			return real, nil
 		}
 	}
-	return ""
+	return "", nil
 }
 
 // checkRoom refuses a save that cannot fit, if the file system reports its space: old
@@ -121,48 +136,71 @@ func (w *writer) checkRoom(parts []outputFile) error {
 // replacedFiles lists the files that a save of a set makes stale, so that the old model cannot
 // be opened by another name: the file at the path itself (if there are several now), the
 // index (if there is one file now), the shards of the old index, and what killed saves of
-// the same files have left.
-func (w *writer) replacedFiles(ctx context.Context, parts []outputFile) (old []string) {
+// the same files have left. An error says that another model's files could be among them.
+func (w *writer) replacedFiles(ctx context.Context, parts []outputFile) (old []string, err error) {
 	last := &parts[len(parts)-1]
 	path, err := atomicfile.Follow(w.spec.Path)
 	if err != nil || w.spec.Shard == 0 && last.listing == nil {
-		return nil
+		return nil, atomicfile.Failed(w.spec.Path, -1, err)
 	}
 	index, families := last.path, last.familiesOf()
 	if last.listing == nil {
 		_, stem := stemOf(path)
 		index, families = indexPath(path), map[string]bool{stem: true}
 	}
-	old, _ = w.staleFiles(ctx, path, last) // an index that cannot be read names nothing
+	if old, err = w.staleFiles(ctx, path, last); err != nil && !listsNothing(err) {
+		return nil, err
+	}
 	old = append(old, abandonedFiles(atomicfile.Folder(index), families, w.spec.Shard > 0)...)
 	kept := map[string]bool{}
 	for _, p := range parts {
 		kept[p.path] = true
-		if real, err := atomicfile.Follow(p.path); err == nil {
-			kept[real] = true
+		real, err := atomicfile.Follow(p.path)
+		if err != nil {
+			return nil, atomicfile.Failed(p.path, -1, err)
 		}
+		kept[real] = true
 	}
-	w.keepListed(ctx, kept, index)
-	return slices.DeleteFunc(old, func(p string) bool {
+	old = slices.DeleteFunc(old, func(p string) bool {
 		st, err := os.Lstat(p)
 		return kept[p] || err != nil || !st.Mode().IsRegular()
 	})
+	if len(old) == 0 {
+		return nil, nil
+	}
+	others, err := w.listedByOthers(ctx, index)
+	return slices.DeleteFunc(old, func(p string) bool { return others[p] }), err
 }
 
-// keepListed adds the files that the other indexes beside an index list: they belong to
+// listsNothing reports whether the error of an index says that there is none for this process, and not that a disk
+// or a server has failed.
+func listsNothing(err error) bool {
+	return errors.Is(err, errs.ErrPermission) || errors.Is(err, errs.ErrArgument) ||
+		errors.Is(err, errs.ErrNotSupported)
+}
+
+// listedByOthers are the files that the other indexes beside an index list: they belong to
 // other models, whatever their names are.
-func (w *writer) keepListed(ctx context.Context, kept map[string]bool, index string) {
-	dir := atomicfile.Folder(index)
-	entries, _ := os.ReadDir(dir)
+func (w *writer) listedByOthers(ctx context.Context, index string) (map[string]bool, error) {
+	dir, paths := atomicfile.Folder(index), map[string]bool{}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, atomicfile.Failed(dir, -1, err)
+	}
 	for _, e := range entries {
 		n, ok := modelfiles.ParseName(e.Name())
 		if !ok || !n.Index || e.Name() == filepath.Base(index) {
 			continue
 		}
-		if set, _ := w.readIndex(ctx, joinName(dir, e.Name())); set != nil {
+		set, err := w.readIndex(ctx, joinName(dir, e.Name()))
+		if err != nil && !errors.Is(err, errs.ErrArgument) { // a folder
+			return nil, err
+		}
+		if set != nil {
 			for _, name := range set.Files {
-				kept[joinName(dir, name)] = true
+				paths[joinName(dir, name)] = true
 			}
 		}
 	}
+	return paths, nil
 }

@@ -5,6 +5,8 @@ package save
 
 import (
 	"context"
+	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -65,7 +67,7 @@ func (w *writer) chooseNames(ctx context.Context, parts []outputFile) error {
 // there.
 func (w *writer) hasEarlierSet(ctx context.Context, index *outputFile) (bool, error) {
 	old, err := w.readIndex(ctx, index.path)
-	if err != nil && source.Remote(index.path) {
+	if err != nil && (source.Remote(index.path) || !listsNothing(err)) {
 		return false, err
 	}
 	base := filepath.Base(index.path)
@@ -75,7 +77,11 @@ func (w *writer) hasEarlierSet(ctx context.Context, index *outputFile) (bool, er
 		// a store that does not list the folder lists it to no reader
 		paths, _ = open.List(ctx, dir, w.spec.Storage.Options)
 	} else {
-		entries, _ := os.ReadDir(atomicfile.Folder(index.path)) // the save reports errors
+		folder := atomicfile.Folder(index.path)
+		entries, err := os.ReadDir(folder)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) { // the save reports that
+			return false, atomicfile.Failed(folder, -1, err)
+		}
 		for _, e := range entries {
 			paths = append(paths, e.Name())
 		}

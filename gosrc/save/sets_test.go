@@ -342,6 +342,41 @@ func TestTwoIndexesOfOneFamily(t *testing.T) {
 	}
 }
 
+// Promise: where the disk does not give an index, no file goes that it may list, and the old set stays.
+func TestAnIndexThatIsNotRead(t *testing.T) {
+	for _, broken := range []string{"model.safetensors.index.fp16.json", "model.fp16.safetensors.index.json"} {
+		dir := t.TempDir()
+		path := filepath.Join(dir, "model.fp16.safetensors")
+		write(t, Spec{Path: path, Shard: 1500}, of(3, 3))
+		const other = "model-00001-of-00001.fp16.safetensors" // of the same family
+		write(t, Spec{Path: filepath.Join(dir, other)}, of(2, 1))
+		put(t, dir, map[string]string{"model.safetensors.index.fp16.json": `{"weight_map":{"a":"` + other + `"}}`})
+		text, err := os.ReadFile(filepath.Join(dir, broken))
+		if err == nil {
+			err = os.Remove(filepath.Join(dir, broken))
+		}
+		if err == nil {
+			err = os.Symlink("/proc/self/mem", filepath.Join(dir, broken)) // EIO
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		before, _ := filepath.Glob(filepath.Join(dir, "*"))
+		if _, err := Write(bg, nil, Spec{Path: path, Shard: 1 << 20}, of(4, 1)); !errors.Is(err, errs.ErrIO) {
+			t.Errorf("%s: %v", broken, err)
+		}
+		if after, _ := filepath.Glob(filepath.Join(dir, "*")); !slices.Equal(before, after) {
+			t.Errorf("%s: %q became %q", broken, before, after)
+		}
+		if err := os.Remove(filepath.Join(dir, broken)); err != nil {
+			t.Fatal(err)
+		}
+		put(t, dir, map[string]string{broken: string(text)})
+		same(t, of(3, 3), read(t, path+".index.json"))
+		same(t, of(2, 1), read(t, filepath.Join(dir, "model.safetensors.index.fp16.json")))
+	}
+}
+
 // Promise: an index of which a shard is missing is not converted: nothing is written, and
 // both are named.
 func TestConvertNoIndexWithoutItsShards(t *testing.T) {

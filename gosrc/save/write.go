@@ -173,7 +173,11 @@ func (w *writer) newDestination(parts []outputFile) (destination, error) {
 	if err := w.checkRoom(parts); err != nil {
 		return nil, err
 	}
-	return &files{writer: w, like: w.like(parts), targets: make([]*atomicfile.Target, len(parts))}, nil
+	like, err := w.like(parts)
+	if err != nil {
+		return nil, err
+	}
+	return &files{writer: w, like: like, targets: make([]*atomicfile.Target, len(parts))}, nil
 }
 
 // bytes is the size of a part that has no tensors.

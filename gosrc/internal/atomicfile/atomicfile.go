@@ -75,8 +75,12 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	if t.Path, err = resolveLinks(path); err != nil {
 		return nil, err
 	}
+	mode, err := t.temporaryMode()
+	if err != nil {
+		return nil, err
+	}
 	t.temp = hiddenName(t.Path)
-	if t.file, err = sys.Create(t.temp, t.temporaryMode()); err != nil {
+	if t.file, err = sys.Create(t.temp, mode); err != nil {
 		if _, none := os.Stat(Folder(t.Path)); errors.Is(err, fs.ErrNotExist) && none != nil {
 			err = errs.New(errs.ErrNotFound, "there is no folder %s: make it first", Folder(t.Path))
 		}
@@ -147,32 +151,39 @@ func isBlob(path string) bool {
 	return err == nil && st.IsDir()
 }
 
-func (t *Target) temporaryMode() fs.FileMode {
-	if _, now := t.modeSource(); now != nil {
-		return 0o600
+func (t *Target) temporaryMode() (fs.FileMode, error) {
+	_, now, err := t.modeSource()
+	switch {
+	case err != nil:
+		return 0, err
+	case now != nil:
+		return 0o600, nil
+	case t.most != 0:
+		return t.most & 0o666, nil
 	}
-	if t.most != 0 {
-		return t.most & 0o666
-	}
-	return 0o666
+	return 0o666, nil
 }
 
 // modeSource returns the file whose mode the new one gets, nil if the umask decides.
-func (t *Target) modeSource() (string, fs.FileInfo) {
+func (t *Target) modeSource() (string, fs.FileInfo, error) {
 	for _, path := range []string{t.Path, t.like} {
-		if st, err := os.Lstat(path); err == nil && st.Mode().IsRegular() {
-			return path, st
+		st, err := regular.FindEntry(path)
+		if err != nil {
+			return "", nil, Failed(path, -1, err)
+		}
+		if st != nil && st.Mode().IsRegular() {
+			return path, st, nil
 		}
 	}
-	return "", nil
+	return "", nil, nil
 }
 
 // adoptOwner gives the written file the owner, ACL and mode of the old file, as that
 // is now. The mode comes last: until then only the writer can read the file.
 func (t *Target) adoptOwner() error {
-	path, old := t.modeSource()
+	path, old, err := t.modeSource()
 	if old == nil {
-		return nil
+		return err
 	}
 	mode := old.Mode().Perm()
 	if own, ok := old.Sys().(*syscall.Stat_t); ok {
@@ -292,8 +303,8 @@ func (t *Target) Drop() {
 // refuseStrangers refuses a file of another user in a sticky folder that everyone may write, as Linux does
 // (fs.protected_regular): it waits there for a file whose owner it would be.
 func refuseStrangers(path string) error {
-	if st, err := os.Stat(Folder(path)); err != nil || st.Mode()&fs.ModeSticky == 0 {
-		return nil
+	if st, err := regular.FindTarget(Folder(path)); st == nil || st.Mode()&fs.ModeSticky == 0 {
+		return err
 	}
 	return regular.RefusePlantedEntry(path)
 }
@@ -307,8 +318,12 @@ func Follow(path string) (string, error) {
 			return "", err
 		}
 		to, err := os.Readlink(path)
-		if err != nil {
+		switch {
+		case errors.Is(err, syscall.EINVAL), errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR),
+			errors.Is(err, syscall.ENAMETOOLONG):
 			return path, nil // not a link, or absent: opening it reports that
+		case err != nil:
+			return "", err
 		}
 		if err := regular.RefusePlanted(path); err != nil {
 			return "", err

@@ -562,3 +562,30 @@ type slowFile struct {
 }
 
 func (f *slowFile) Sync() error { <-f.sync; return f.File.Sync() }
+
+// A file whose mode the system does not tell is not taken for none: what replaces it could be open to more readers.
+func TestUnknownModeIsNotTheUmasks(t *testing.T) {
+	dir := t.TempDir()
+	unknown := dir + "/loop/file"
+	if err := os.Symlink("loop", dir+"/loop"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := New(Disk{}, dir+"/new", unknown, 0); !errors.Is(err, syscall.ELOOP) {
+		t.Errorf("its like: %v", err)
+	}
+	if err := os.WriteFile(dir+"/old", []byte("old"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	target, err := New(Disk{}, dir+"/old", "", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	target.Path = unknown
+	if err := target.Finish(0); !errors.Is(err, syscall.ELOOP) {
+		t.Errorf("at the end: %v", err)
+	}
+	target.Drop()
+	if names, _ := os.ReadDir(dir); len(names) != 2 {
+		t.Errorf("it left %v", names)
+	}
+}

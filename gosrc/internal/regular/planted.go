@@ -3,6 +3,7 @@ package regular
 // This file tells what another user of the machine may have planted from what is to be trusted.
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -51,8 +52,9 @@ func RefusePlanted(path string) error { return eachElement(path, RefusePlantedEn
 func RefusePlantedLinks(path string) error {
 	return eachElement(path, func(at string) error {
 		var entry unix.Stat_t
-		if unix.Lstat(at, &entry) != nil || entry.Mode&unix.S_IFMT != unix.S_IFLNK {
-			return nil
+		err := Again(func() error { return unix.Lstat(at, &entry) })
+		if err != nil || entry.Mode&unix.S_IFMT != unix.S_IFLNK {
+			return refuseUnknown(at, err)
 		}
 		return RefusePlantedEntry(at)
 	})
@@ -91,10 +93,23 @@ func RefusePlantedEntry(path string) error {
 		folder = path[:at]
 	}
 	var entry, parent unix.Stat_t
-	if unix.Lstat(path, &entry) != nil || unix.Stat(folder, &parent) != nil || !IsPlanted(&entry, &parent) {
-		return nil
+	err := Again(func() error { return unix.Lstat(path, &entry) })
+	if err == nil {
+		err = Again(func() error { return unix.Stat(folder, &parent) })
+	}
+	if err != nil || !IsPlanted(&entry, &parent) {
+		return refuseUnknown(path, err)
 	}
 	return refusePlanted(path, &entry)
+}
+
+// refuseUnknown returns the error of a path whose owner the system does not tell; nil for what is not there, or not to
+// be reached: opening it fails.
+func refuseUnknown(path string, err error) error {
+	if err == nil || isAbsent(err) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.ELOOP) {
+		return nil
+	}
+	return errs.FromOS(&os.PathError{Op: "lstat", Path: path, Err: err})
 }
 
 func refusePlanted(path string, entry *unix.Stat_t) error {

@@ -7,6 +7,7 @@ package regular
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -114,6 +115,28 @@ func readAll(path string, fd int, st *unix.Stat_t, most int64) ([]byte, error) {
 			return nil, large(int64(len(b)))
 		}
 	}
+}
+
+// FindEntry is os.Lstat; nil: nothing has the path. What else the system says is an error: a caller that took it for
+// nothing could replace what is there, or open it to others.
+func FindEntry(path string) (fs.FileInfo, error) { return orAbsent(os.Lstat(path)) }
+
+// FindTarget is FindEntry for what the path leads to.
+func FindTarget(path string) (fs.FileInfo, error) { return orAbsent(os.Stat(path)) }
+
+func orAbsent(st fs.FileInfo, err error) (fs.FileInfo, error) {
+	if err == nil {
+		return st, nil
+	}
+	if isAbsent(err) {
+		return nil, nil
+	}
+	return nil, errs.FromOS(err)
+}
+
+// isAbsent reports whether an error says that nothing has a path, or can have.
+func isAbsent(err error) bool {
+	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ENAMETOOLONG)
 }
 
 // Again repeats fn while a signal interrupts it.
