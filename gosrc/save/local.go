@@ -25,10 +25,14 @@ type files struct {
 
 func (f *files) create(ctx context.Context, i int, p *outputFile) (draft, error) {
 	like := f.like
-	if st, err := regular.FindEntry(p.like); err != nil {
-		return nil, atomicfile.Failed(p.like, -1, err)
-	} else if st != nil && st.Mode().IsRegular() {
-		like = p.like
+	if p.like != "" {
+		st, err := regular.FindEntry(p.like)
+		if err != nil {
+			return nil, atomicfile.Failed(p.like, -1, err)
+		}
+		if st != nil && st.Mode().IsRegular() {
+			like = p.like
+		}
 	}
 	t, err := atomicfile.New(f.spec.fs, p.path, like, p.mode)
 	if err != nil {
@@ -87,6 +91,9 @@ func (f *file) Finish(size int64) error {
 // private model stays private, even with another number of files.
 func (w *writer) like(parts []outputFile) (string, error) {
 	for _, path := range []string{parts[len(parts)-1].path, w.spec.Path, indexPath(w.spec.Path), w.spec.Like} {
+		if path == "" {
+			continue
+		}
 		real, err := atomicfile.Follow(path)
 		if errors.Is(err, errs.ErrPermission) { // another user's
 			continue

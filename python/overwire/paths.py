@@ -13,6 +13,8 @@ from .errors import AccessError, ArgumentError, IOFailure, NotFoundError
 # What a text may have that is no name as it stands.
 _ODD = re.compile(r"\0|//|/\.|/\Z")
 
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)
+
 # How many links Linux follows in one path.
 _MOST_LINKS = 40
 
@@ -61,7 +63,7 @@ def local(path: Any) -> str:
         return text
     # ".." after a symbolic link is not the name before: the system finds it.
     try:
-        return os.path.join(os.getcwd(), text) if ".." in text.split("/") else os.path.abspath(text)
+        return _from_root(text) if ".." in text.split("/") else os.path.abspath(text)
     except FileNotFoundError:
         raise NotFoundError(
             f"overwire: path {_shown_path(text)}: the working folder was removed: go to another one, or name the file "
@@ -70,10 +72,31 @@ def local(path: Any) -> str:
         ) from None
 
 
+def _from_root(path: str) -> str:
+    return path if path.startswith("/") else os.path.join(os.getcwd(), path)
+
+
+def is_there(path: str) -> bool:
+    """`os.path.exists`, which says no where a disk does not answer, so that a caller could replace what is there:
+    here that is an IOFailure."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        _raise_unless_absent(error, path)
+        return False
+    return True
+
+
+def _raise_unless_absent(error: OSError, path: str) -> None:
+    # what is not there, or not to be reached, which opening it reports
+    if error.errno not in _ABSENT:
+        raise IOFailure(f"overwire: stat {path}: {error.strerror}", source=path) from error
+
+
 def resolve_links(path: str) -> str:
     """`os.path.realpath` of a path to be written. Like Linux (fs.protected_symlinks), which sees none of the links
     that are resolved here, it raises AccessError for one that another user may have planted."""
-    rest = os.path.join(os.getcwd(), path).split("/")[::-1]
+    rest = _from_root(path).split("/")[::-1]
     at, links = "/", 0
     while rest:
         name = rest.pop()
@@ -83,7 +106,9 @@ def resolve_links(path: str) -> str:
         step = os.path.join(at, name)
         try:
             to = os.readlink(step)
-        except OSError:  # no link, or absent
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # no link
+                _raise_unless_absent(error, step)
             at = step
             continue
         refuse_planted(step)
@@ -99,7 +124,8 @@ def refuse_planted_entry(path: str) -> None:
     write: neither to this user, nor to root, nor to the folder's owner. The engine has the same rule."""
     try:
         entry, folder = os.lstat(path), os.stat(os.path.dirname(path))
-    except OSError:  # absent: not planted
+    except OSError as error:  # absent: not planted
+        _raise_unless_absent(error, path)
         return
     is_shared = folder.st_mode & stat.S_IWOTH and entry.st_dev == folder.st_dev  # only root mounts
     if is_shared and entry.st_uid not in (os.geteuid(), 0, folder.st_uid):

@@ -26,10 +26,13 @@ from ._locks import new_lock
 from .errors import ArgumentError
 from .jobs import Job, shown
 from .model.storage import storage
-from .paths import local, resolve_links
+from .paths import is_there, local, resolve_links
 
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
+
+# The descriptors of this process, by which a file without a name gets one.
+_OWN_FILES = "/proc/self/fd"
 
 # How long a read may keep Ctrl-C waiting, in milliseconds.
 _SLICE_MS = 50
@@ -249,7 +252,13 @@ class ObjectWriter(io.BufferedRandom):
         storage(storage_options, [uri])  # refuses wrong ones now
         _verbs.knobs()  # the engine runs, and ends after what is registered now
         _finish_at_exit()
-        super().__init__(io.FileIO(self._open_temporary(), "r+"))
+        number = self._open_temporary()
+        try:
+            raw = io.FileIO(number, "r+")
+        except BaseException:
+            os.close(number)
+            raise
+        super().__init__(raw)
         _unfinished.add(self)
 
     def _open_temporary(self) -> int:
@@ -331,15 +340,16 @@ class FileWriter(ObjectWriter):
 
     def _open_temporary(self) -> int:
         # What replaces a private file is private from the beginning.
-        mode = 0o600 if os.path.lexists(self._real) else 0o666
+        mode = 0o600 if is_there(self._real) else 0o666
         flags = os.O_RDWR | os.O_CLOEXEC
-        try:
-            return os.open(os.path.dirname(self._real), flags | os.O_TMPFILE, mode)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                raise
-            self._hidden_name = self._new_hidden_name()
-            return os.open(self._hidden_name, flags | os.O_CREAT | os.O_EXCL, mode)
+        if os.path.isdir(_OWN_FILES):  # where it gets its name
+            try:
+                return os.open(os.path.dirname(self._real), flags | os.O_TMPFILE, mode)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                    raise
+        self._hidden_name = self._new_hidden_name()
+        return os.open(self._hidden_name, flags | os.O_CREAT | os.O_EXCL, mode)
 
     def _new_hidden_name(self) -> str:
         """A name of the kind that the engine takes for an unfinished file of this path."""
@@ -357,7 +367,7 @@ class FileWriter(ObjectWriter):
         if not self._hidden_name:
             self._hidden_name = self._new_hidden_name()  # an interrupt leaves none behind
             # Without src_dir_fd, which counts for relative paths only, the link of /proc would be linked.
-            os.link(f"/proc/self/fd/{self.fileno()}", self._hidden_name, src_dir_fd=self.fileno())
+            os.link(f"{_OWN_FILES}/{self.fileno()}", self._hidden_name, src_dir_fd=self.fileno())
         publish(self._hidden_name, self._real)
 
 

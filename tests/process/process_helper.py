@@ -29,7 +29,8 @@ from overwire import errors
 
 
 def run(
-    source: str, *args: object, timeout: float = 240, rc: int | None = 0, small_quarantine: bool = False
+    source: str, *args: object, timeout: float = 240, rc: int | None = 0, small_quarantine: bool = False,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python source after PRELUDE in a fresh interpreter. small_quarantine: for
     sources that look at the process's memory, of which AddressSanitizer otherwise
@@ -40,6 +41,7 @@ def run(
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + source, *map(str, args)],
         env=env,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout * FEWER,

@@ -1,9 +1,12 @@
-"""Calls of a process that has reached a limit of the system's: an error, and never the end of the process."""
+"""Calls of a process that lacks what the system usually gives: an error of ours, or none, and never its end."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from process_helper import run, write_plain
 
 
@@ -47,3 +50,46 @@ assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
         source,
         target,
     )
+
+
+EVERY_WRITER = """
+import os, sys
+import numpy as np
+import overwire as ow
+from overwire import stores
+folder = sys.argv[1]
+tensors = {"x": np.arange(1 << 16, dtype="f4"), "y": np.arange(9)}
+def wrote(name, write):
+    for _ in range(2):  # a new file, and one that takes the place of another
+        write(folder + name)
+        assert os.path.exists(folder + name), name
+def stream(path):
+    with stores.FileWriter(path) as file:
+        file.write(b"bytes")
+wrote("/a.safetensors", lambda path: ow.save_file(tensors, path))
+wrote("/s.safetensors.index.json", lambda path: ow.save_file(tensors, folder + "/s.safetensors", max_shard_size=9))
+wrote("/b.safetensors", lambda path: ow.convert(folder + "/a.safetensors", path, compress=False))
+wrote("/p.pkl", lambda path: ow.save_bundle(tensors, path))
+wrote("/d.safetensors", lambda path: ow.save_delta(tensors | {"y": np.ones(9, "i8")}, tensors, path))
+wrote("/f.bin", stream)
+for name in ("a.safetensors", "b.safetensors", "s.safetensors.index.json"):
+    assert (ow.load_file(f"{folder}/../{os.path.basename(folder)}/{name}", framework="np")["x"] == tensors["x"]).all()
+assert (ow.load_bundle(folder + "/p.pkl")["x"] == tensors["x"]).all()
+assert open(folder + "/f.bin").read() == "bytes"
+assert not [name for name in os.listdir(folder) if ".overwire-" in name]
+"""
+
+
+def test_writers_without_a_working_folder(tmp_path: Path) -> None:
+    """In a process whose working folder was removed, all is written and read that is named from / on."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    run("import sys, os\nos.rmdir(os.getcwd())\n" + EVERY_WRITER, tmp_path, cwd=gone)
+
+
+def test_writers_without_proc(tmp_path: Path) -> None:
+    """Without /proc, as in some sandboxes, all is written and read."""
+    hide = ["unshare", "-m", "sh", "-c", 'umount -l /proc && exec "$@"', "sh"]
+    if subprocess.run([*hide, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not hide /proc")
+    subprocess.run([*hide, sys.executable, "-c", EVERY_WRITER, tmp_path], check=True, timeout=240)

@@ -167,6 +167,9 @@ func (t *Target) temporaryMode() (fs.FileMode, error) {
 // modeSource returns the file whose mode the new one gets, nil if the umask decides.
 func (t *Target) modeSource() (string, fs.FileInfo, error) {
 	for _, path := range []string{t.Path, t.like} {
+		if path == "" {
+			continue
+		}
 		st, err := regular.FindEntry(path)
 		if err != nil {
 			return "", nil, Failed(path, -1, err)

@@ -19,7 +19,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .._imports import Undisturbed, imported
-from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OverwireError
+from ..errors import (
+    AccessError,
+    ArgumentError,
+    CorruptError,
+    FormatError,
+    IOFailure,
+    NotFoundError,
+    OutOfMemoryError,
+    OverwireError,
+)
 from ..files import regular
 from ..jobs import shown
 from ..model import layout
@@ -27,7 +36,7 @@ from ..model.opened import Model
 from ..model.options import BundleOptions, StorageOptions, check_options, check_values, spell_out
 from ..model.reading import read_uri
 from ..model.storage import storage
-from ..paths import is_remote, resolve_links
+from ..paths import is_remote, is_there, resolve_links
 from ..stores import write_bytes
 from ..verbs.save import save_bytes, stage_bytes
 from ..verbs.saving import Report, Saving, await_save
@@ -288,11 +297,11 @@ def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions |
 
 def _elsewhere(target: str, folder: str) -> list[str]:
     # What the pickle that stands has in the other folders: its container, and a csv that lists no more.
-    if not os.path.exists(target):
+    if not is_there(target):
         return []
     files = []
     for other in (layout.container_of(target, one) for one in layout.FOLDERS if one != folder):
-        if os.path.exists(other) and _has_digest(other, _digest_of_file(target)):
+        if is_there(other) and _has_digest(other, _digest_of_file(target)):
             files.append(other)
             with contextlib.suppress(OverwireError):
                 if layout.preload_uris(layout.meta_of(target)) == [other]:
@@ -304,7 +313,7 @@ def _keep_previous(target: str, container: str) -> None:
     # A second name for the old container, as long as the old pickle stands. If
     # an earlier save was killed, the older copy may be the one that fits.
     previous = layout.previous_of(container)
-    if os.path.exists(previous) and not _has_digest(container, _digest_of_file(target)):
+    if is_there(previous) and not _has_digest(container, _digest_of_file(target)):
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(previous)
@@ -356,6 +365,8 @@ def _is_anothers(container: str) -> bool:
             return DIGEST not in model.metadata()
     except NotFoundError:
         return False
+    except (IOFailure, OutOfMemoryError):  # which tell nothing of it
+        raise
     except OverwireError:
         return True
 

@@ -24,7 +24,7 @@ from .._environment import truth
 from ..errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
 from ..files import regular
 from ..jobs import shown
-from ..paths import is_remote
+from ..paths import is_remote, is_there
 from .reading import read_bytes
 
 OWN, NYACOMP = "tensors", "nya"
@@ -48,7 +48,7 @@ def container_of(pickle_path: str, folder: str) -> str:
     """The container of a pickle: D/x.pkl -> D/FOLDER/x.safetensors; or, where that
     is another's (D/x.pth), D/FOLDER/x.pkl.safetensors."""
     for other in store_containers_of(pickle_path, folder):  # the second choice, or a copy out of a store
-        if os.path.exists(other):
+        if is_there(other):
             return other
     parent, name = os.path.split(pickle_path)
     return os.path.join(parent, folder, os.path.splitext(name)[0] + ".safetensors")
