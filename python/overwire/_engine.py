@@ -34,6 +34,9 @@ FREE_NOW, FREE_ENDED = 0, 1
 
 _EXIT_MS = 2000  # how long the exit of the process waits for cancelled jobs
 
+# The address space that must be free when the engine is loaded: Go reserves some 800 MB of it, and uses little.
+_START_SPACE = 1 << 30
+
 # The status of a command line that no one reads any more: cli.ExitPipe.
 _READER_GONE = 141
 
@@ -93,12 +96,36 @@ def open_library() -> Any:
         if _library is None:
             import atexit
 
+            _refuse_small_address_space()
             from . import _core as raw
 
             # From here on Go's threads exist.
             atexit.register(_at_exit)
             _library = raw
         return _library
+
+
+def _refuse_small_address_space() -> None:
+    # Go's runtime ends the process where it cannot reserve what it starts with.
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    import mmap
+
+    try:
+        mmap.mmap(-1, _START_SPACE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
+    except (OSError, MemoryError) as error:
+        from . import errors
+
+        raise errors.OutOfMemoryError(
+            f"overwire: start the engine: out of memory: host: it reserves {_START_SPACE} bytes of address space, and "
+            f"the process may have {limit}: raise `ulimit -v`",
+            asked=_START_SPACE,
+            total=limit,
+            device="host",
+        ) from error
 
 
 def _load_library() -> Any:

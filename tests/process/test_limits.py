@@ -52,6 +52,33 @@ assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
     )
 
 
+def test_first_call_in_a_small_address_space(tmp_path: Path) -> None:
+    """However little address space is left (`ulimit -v`), the first call succeeds or raises MemoryError."""
+    source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
+    run(
+        """
+import resource
+import overwire as ow, overwire.errors, overwire.verbs.results
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+failed = []
+for free in (256, 512, 768, 896, 1152, 2048):
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (free << 20), resource.RLIM_INFINITY))
+        try:
+            ow.inspect(sys.argv[1])
+        except MemoryError:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            ow.inspect(sys.argv[1])
+            os._exit(1)
+        os._exit(0)
+    failed.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert failed[0] == 1 and failed[-1] == 0 and set(failed) == {0, 1}, failed
+""",
+        source,
+    )
+
+
 EVERY_WRITER = """
 import os, sys
 import numpy as np

@@ -231,7 +231,7 @@ class Saving(HandleOwner):
         except BaseException as error:
             self._error = error
             if not isinstance(error, CancelledError):
-                log.error("a save that no one waited for has failed: %s", error)
+                log.error("a save in the background has failed: %s", error)
         finally:
             self._ended.set()
             if self._error is None or isinstance(self._error, CancelledError):
