@@ -79,7 +79,8 @@ func (w *writer) hasEarlierSet(ctx context.Context, index *outputFile) (bool, er
 	} else {
 		folder := atomicfile.Folder(index.path)
 		entries, err := os.ReadDir(folder)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) { // the save reports that
+		// Into a folder that does not let this user list it can be written; the save reports one that is absent.
+		if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fs.ErrPermission) {
 			return false, atomicfile.Failed(folder, -1, err)
 		}
 		for _, e := range entries {
