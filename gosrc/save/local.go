@@ -34,7 +34,11 @@ func (f *files) create(ctx context.Context, i int, p *outputFile) (draft, error)
 			like = p.like
 		}
 	}
-	t, err := atomicfile.New(f.spec.fs, p.path, like, p.mode)
+	place, err := f.followPath(p.path)
+	if err != nil {
+		return nil, atomicfile.Failed(p.path, -1, err)
+	}
+	t, err := place.CreateTarget(f.spec.fs, like, p.mode)
 	if err != nil {
 		return nil, err
 	}
@@ -94,22 +98,32 @@ func (w *writer) like(parts []outputFile) (string, error) {
 		if path == "" {
 			continue
 		}
-		real, err := atomicfile.Follow(path)
+		place, err := w.followPath(path)
 		if errors.Is(err, errs.ErrPermission) { // another user's
 			continue
-		}
-		var st fs.FileInfo
-		if err == nil {
-			st, err = regular.FindEntry(real)
 		}
 		if err != nil {
 			return "", atomicfile.Failed(path, -1, err)
 		}
-		if st != nil && st.Mode().IsRegular() {
-			return real, nil
+		if place.IsFile() {
+			return place.Path, nil
 		}
 	}
 	return "", nil
+}
+
+// followPath says where a path leads and what was there when the save first asked.
+func (w *writer) followPath(path string) (*atomicfile.Place, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if place := w.places[path]; place != nil {
+		return place, nil
+	}
+	place, err := atomicfile.Follow(path)
+	if err == nil {
+		w.places[path] = place
+	}
+	return place, err
 }
 
 // checkRoom refuses a save that cannot fit, if the file system reports its space: old
@@ -130,8 +144,8 @@ func (w *writer) checkRoom(parts []outputFile) error {
 		}
 	}
 	dir := atomicfile.Folder(parts[0].path)
-	if real, err := atomicfile.Follow(parts[0].path); err == nil {
-		dir = atomicfile.Folder(real)
+	if place, err := w.followPath(parts[0].path); err == nil {
+		dir = atomicfile.Folder(place.Path)
 	}
 	if free, ok := w.spec.fs.Free(dir); ok && float64(free) < need {
 		return errs.In("save", w.spec.Path, errs.New(errs.ErrIO,
@@ -146,10 +160,14 @@ func (w *writer) checkRoom(parts []outputFile) error {
 // the same files have left. An error says that another model's files could be among them.
 func (w *writer) replacedFiles(ctx context.Context, parts []outputFile) (old []string, err error) {
 	last := &parts[len(parts)-1]
-	path, err := atomicfile.Follow(w.spec.Path)
-	if err != nil || w.spec.Shard == 0 && last.listing == nil {
+	if w.spec.Shard == 0 && last.listing == nil {
+		return nil, nil
+	}
+	place, err := w.followPath(w.spec.Path)
+	if err != nil {
 		return nil, atomicfile.Failed(w.spec.Path, -1, err)
 	}
+	path := place.Path
 	index, families := last.path, last.familiesOf()
 	if last.listing == nil {
 		_, stem := stemOf(path)
@@ -162,11 +180,11 @@ func (w *writer) replacedFiles(ctx context.Context, parts []outputFile) (old []s
 	kept := map[string]bool{}
 	for _, p := range parts {
 		kept[p.path] = true
-		real, err := atomicfile.Follow(p.path)
+		place, err := w.followPath(p.path)
 		if err != nil {
 			return nil, atomicfile.Failed(p.path, -1, err)
 		}
-		kept[real] = true
+		kept[place.Path] = true
 	}
 	old = slices.DeleteFunc(old, func(p string) bool {
 		st, err := os.Lstat(p)

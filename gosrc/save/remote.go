@@ -5,13 +5,14 @@ package save
 import (
 	"context"
 	"errors"
+	"io/fs"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -39,7 +40,11 @@ func (w *writer) refuseBeside(ctx context.Context, parts []outputFile) error {
 		return nil
 	}
 	if !source.Remote(path) {
-		path, _ = atomicfile.Follow(path) // the write reports errors
+		place, err := w.followPath(path)
+		if err != nil {
+			return nil // the write reports it
+		}
+		path = place.Path
 	}
 	index := indexPath(path)
 	shards, err := w.readIndex(ctx, index)
@@ -152,6 +157,11 @@ func shardsOf(path string, old *safetensors.Shards) (paths []string) {
 
 // readIndex reads an index; nil if there is none. A damaged one names nothing.
 func (w *writer) readIndex(ctx context.Context, index string) (*safetensors.Shards, error) {
+	if !source.Remote(index) {
+		if _, err := os.Lstat(index); errors.Is(err, fs.ErrNotExist) {
+			return nil, nil
+		}
+	}
 	s, err := open.With(w.spec.Storage.Options).Open(ctx, index)
 	if errors.Is(err, errs.ErrNotFound) {
 		return nil, nil

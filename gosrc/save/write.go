@@ -36,10 +36,11 @@ type writer struct {
 	stage     *stagingMemory       // nil: files are written as their bytes are made
 	onGPU     atomic.Int64         // bytes that GPUs have encoded
 	cores     chan struct{}        // one for each chunk that the host encodes now
-	mu        sync.Mutex           // of originals
+	mu        sync.Mutex           // of originals and places
 	originals map[string]*Original // of the files written so far, by path
-	ours      map[string]bool      // files of other models, by name, that are converted with this one
-	complete  func() error         // if not nil, called before publishing: whether what was read is one state
+	places    map[string]*atomicfile.Place
+	ours      map[string]bool // files of other models, by name, that are converted with this one
+	complete  func() error    // if not nil, called before publishing: whether what was read is one state
 }
 
 func newWriter(spec Spec, j *job.Job) *writer {
@@ -47,7 +48,7 @@ func newWriter(spec Spec, j *job.Job) *writer {
 		j = job.New("save")
 	}
 	w := &writer{spec: spec, job: j, threads: knob.Workers(spec.Threads), start: time.Now(),
-		originals: map[string]*Original{}}
+		originals: map[string]*Original{}, places: map[string]*atomicfile.Place{}}
 	w.cores = make(chan struct{}, w.threads)
 	return w
 }

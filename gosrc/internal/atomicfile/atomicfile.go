@@ -43,11 +43,10 @@ type Target struct {
 	Path string // the file's path, symbolic links followed
 	New  bool   // no file may have the name when this one gets it; see Publish
 	fs   FS
-	temp string      // the temporary path; "" once renamed or removed
-	file File        // nil once closed
-	like string      // see New
-	most fs.FileMode // see New
-	lock *os.File    // a second descriptor, which holds the lock; may be nil
+	temp string // the temporary path; "" once renamed or removed
+	file File   // nil once closed
+	like string // see New
+	lock int    // a second descriptor, which holds the lock; 0: none
 
 	// Clock, if not nil, gets the nanoseconds that writing to the file and its disk takes, without
 	// the waits of one writer for another.
@@ -55,6 +54,7 @@ type Target struct {
 
 	gate    chan struct{} // has one for each writer that is in the file
 	written atomic.Int64
+	end     atomic.Int64 // of what is written
 }
 
 // writers is how many write to one file at once. File systems let one after the other in:
@@ -65,39 +65,52 @@ const writers = 2
 // writing, so that the sync at the end has less to wait for.
 const kickEvery = 32 << 20
 
-// New opens the temporary file for path, and removes those that killed saves left in
-// its folder. If path does not exist, the new file gets mode, owner,
+// New is Follow and CreateTarget.
+func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
+	place, err := Follow(path)
+	if err != nil {
+		return nil, Failed(path, -1, err)
+	}
+	return place.CreateTarget(sys, like, most)
+}
+
+// CreateTarget opens the temporary file for a place, and removes those that killed saves left in
+// its folder. If no file is there, the new one gets mode, owner,
 // group and ACL of the file like; if that is "", the mode that the umask leaves of
 // most, 0666 if that is 0.
-func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
-	t := &Target{fs: sys, like: like, most: most, gate: make(chan struct{}, writers)}
-	var err error
-	if t.Path, err = resolveLinks(path); err != nil {
+func (p *Place) CreateTarget(sys FS, like string, most fs.FileMode) (*Target, error) {
+	if err := p.refuseUnwritable(); err != nil {
 		return nil, err
 	}
-	mode, err := t.temporaryMode()
+	_, old, err := firstFile(like)
 	if err != nil {
 		return nil, err
 	}
-	t.temp = hiddenName(t.Path)
+	t := &Target{Path: p.Path, fs: sys, like: like, gate: make(chan struct{}, writers), temp: hiddenName(p.Path)}
+	mode := fs.FileMode(0o666)
+	if p.IsFile() || old != nil {
+		mode = 0o600
+	} else if most != 0 {
+		mode = most & 0o666
+	}
 	if t.file, err = sys.Create(t.temp, mode); err != nil {
 		if _, none := os.Stat(Folder(t.Path)); errors.Is(err, fs.ErrNotExist) && none != nil {
 			err = errs.New(errs.ErrNotFound, "there is no folder %s: make it first", Folder(t.Path))
 		}
-		return nil, Failed(path, -1, err)
+		return nil, Failed(p.asked, -1, err)
 	}
 	if f, ok := t.file.(*os.File); ok {
 		// Until Drop, the lock shows removeAll that this process is alive. It
 		// needs a descriptor of its own: a shard's file is closed long before the
 		// last shard is written.
 		if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
-			if fd, _, no := syscall.Syscall(syscall.SYS_FCNTL, f.Fd(), syscall.F_DUPFD_CLOEXEC, 0); no == 0 {
-				t.lock = os.NewFile(fd, t.temp)
+			if fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 3); err == nil {
+				t.lock = fd
 			}
 		}
 	}
-	o := orphans{path: t.Path, age: time.Minute}
-	if t.lock != nil { // locks work here: a file without one has no writer
+	o := orphans{path: t.Path, own: t.temp, age: time.Minute}
+	if t.lock != 0 { // locks work here: a file without one has no writer
 		o.age, o.folder = lockTime, true
 	}
 	o.removeAll(sys)
@@ -109,40 +122,58 @@ const lockTime = 5 * time.Second
 
 // Check refuses a path that cannot be written to, as New does.
 func Check(path string) error {
-	_, err := resolveLinks(path)
+	_, err := resolvePath(path)
 	return err
 }
 
-// resolveLinks follows the symbolic links of a path to a regular file, or to none.
-func resolveLinks(path string) (real string, err error) {
-	if real, err = Follow(path); err != nil {
-		return "", Failed(path, -1, err)
+// resolvePath is Follow to where a file may be written.
+func resolvePath(path string) (*Place, error) {
+	p, err := Follow(path)
+	if err != nil {
+		return nil, Failed(path, -1, err)
 	}
-	if isBlob(real) {
-		return "", errs.In("save", path, errs.New(errs.ErrArgument,
-			"leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
-				"write to another folder", real))
-	}
-	switch st, err := os.Lstat(real); {
-	case errors.Is(err, fs.ErrNotExist):
-		return real, nil
-	case err != nil:
-		return "", Failed(path, -1, err)
-	case st.IsDir():
-		return "", errs.In("save", path, errs.New(errs.ErrArgument, "it is a folder: name the file to write in it"))
-	case !st.Mode().IsRegular():
-		return "", errs.In("save", path, errs.New(errs.ErrArgument, "is not a regular file (%v)", st.Mode().Type()))
-	}
-	return real, Failed(path, -1, refuseStrangers(real))
+	return p, p.refuseUnwritable()
 }
 
-// isBlob reports whether a path is in the folder of blobs of a Hugging Face cache,
+// A Place is where a path leads, and what is there: asked once for all that a save does there.
+type Place struct {
+	Path string // symbolic links of the last element followed
+
+	asked    string      // the path that leads here
+	old      fs.FileInfo // nil: nothing
+	hasLinks bool        // among the folders
+}
+
+// IsFile reports whether there is a regular file.
+func (p *Place) IsFile() bool { return p.old != nil && p.old.Mode().IsRegular() }
+
+// refuseUnwritable refuses what cannot be written to.
+func (p *Place) refuseUnwritable() error {
+	if p.isBlob() {
+		return errs.In("save", p.asked, errs.New(errs.ErrArgument,
+			"leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
+				"write to another folder", p.Path))
+	}
+	switch {
+	case p.old == nil:
+		return nil
+	case p.old.IsDir():
+		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "it is a folder: name the file to write in it"))
+	case !p.IsFile():
+		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "is not a regular file (%v)", p.old.Mode().Type()))
+	}
+	return Failed(p.asked, -1, refuseStrangers(p.Path))
+}
+
+// isBlob reports whether a place is in the folder of blobs of a Hugging Face cache,
 // beside its snapshots. Other bytes under a blob's name would be served as those
 // that the name is the hash of.
-func isBlob(path string) bool {
-	dir, err := filepath.EvalSymlinks(Folder(path))
-	if err != nil {
-		return false // the save reports it
+func (p *Place) isBlob() bool {
+	dir, err := Folder(p.Path), error(nil)
+	if p.hasLinks {
+		if dir, err = filepath.EvalSymlinks(dir); err != nil {
+			return false // the save reports it
+		}
 	}
 	if dir, err = filepath.Abs(dir); err != nil || filepath.Base(dir) != "blobs" {
 		return false
@@ -151,22 +182,10 @@ func isBlob(path string) bool {
 	return err == nil && st.IsDir()
 }
 
-func (t *Target) temporaryMode() (fs.FileMode, error) {
-	_, now, err := t.modeSource()
-	switch {
-	case err != nil:
-		return 0, err
-	case now != nil:
-		return 0o600, nil
-	case t.most != 0:
-		return t.most & 0o666, nil
-	}
-	return 0o666, nil
-}
-
-// modeSource returns the file whose mode the new one gets, nil if the umask decides.
-func (t *Target) modeSource() (string, fs.FileInfo, error) {
-	for _, path := range []string{t.Path, t.like} {
+// firstFile returns the first of some paths that has a regular file, nil if none has: the mode of a new file is
+// that of the file that it replaces, or is to be like.
+func firstFile(paths ...string) (string, fs.FileInfo, error) {
+	for _, path := range paths {
 		if path == "" {
 			continue
 		}
@@ -184,7 +203,7 @@ func (t *Target) modeSource() (string, fs.FileInfo, error) {
 // adoptOwner gives the written file the owner, ACL and mode of the old file, as that
 // is now. The mode comes last: until then only the writer can read the file.
 func (t *Target) adoptOwner() error {
-	path, old, err := t.modeSource()
+	path, old, err := firstFile(t.Path, t.like)
 	if old == nil {
 		return err
 	}
@@ -207,8 +226,12 @@ func (t *Target) adoptOwner() error {
 // has from its folder. It does nothing on file systems without ACLs.
 func copyACL(path string, fd int) error {
 	const name = "system.posix_acl_access"
-	acl := make([]byte, 1<<16) // the largest extended attribute
+	acl := make([]byte, 1<<10)
 	n, err := unix.Getxattr(path, name, acl)
+	if errors.Is(err, unix.ERANGE) {
+		acl = make([]byte, 1<<16) // the largest extended attribute
+		n, err = unix.Getxattr(path, name, acl)
+	}
 	switch {
 	case err == nil:
 		return unix.Fsetxattr(fd, name, acl[:n], 0)
@@ -231,6 +254,8 @@ func (t *Target) Write(p []byte, off int64) error {
 	if err != nil {
 		return Failed(t.Path, off+int64(max(0, n)), err)
 	}
+	for end := t.end.Load(); end < off+int64(n) && !t.end.CompareAndSwap(end, off+int64(n)); end = t.end.Load() {
+	}
 	all := t.written.Add(int64(n))
 	if f, ok := t.file.(*os.File); ok && all/kickEvery != (all-int64(n))/kickEvery {
 		const begin = 2 // SYNC_FILE_RANGE_WRITE
@@ -252,8 +277,10 @@ func (t *Target) Skip(_, _ int64) error { return nil }
 // Finish sets the file's size, owner and mode, and waits until it is on the disk.
 func (t *Target) Finish(size int64) error {
 	defer t.addTime(time.Now())
-	if err := t.file.Truncate(size); err != nil {
-		return Failed(t.Path, size, err)
+	if size != t.end.Load() {
+		if err := t.file.Truncate(size); err != nil {
+			return Failed(t.Path, size, err)
+		}
 	}
 	if err := t.adoptOwner(); err != nil {
 		return err
@@ -271,6 +298,7 @@ func (t *Target) Finish(size int64) error {
 func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	done := make(chan error, 1)
 	rest := &Target{Path: t.Path, Clock: t.Clock, fs: t.fs, like: t.like, file: t.file}
+	rest.end.Store(t.end.Load())
 	t.file = nil
 	spawn.Go("save.sync", func() {
 		err := errs.New(errs.ErrEngine, "sync did not end")
@@ -288,10 +316,10 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 
 // Drop ends a target: it removes the file if it was not published.
 func (t *Target) Drop() {
-	if t.lock != nil {
-		_ = syscall.Flock(int(t.lock.Fd()), syscall.LOCK_UN) // a child of fork may have the file open, too
-		_ = t.lock.Close()
-		t.lock = nil
+	if t.lock != 0 {
+		_ = syscall.Flock(t.lock, syscall.LOCK_UN) // a child of fork may have the file open, too
+		_ = syscall.Close(t.lock)
+		t.lock = 0
 	}
 	if t.file != nil {
 		_ = t.file.Close()
@@ -315,30 +343,37 @@ func refuseStrangers(path string) error {
 // Follow resolves symbolic links of the last element of a path; the file that
 // the last link names need not exist. Like Linux (fs.protected_symlinks) it refuses
 // those that another user may have planted, also on the way to it.
-func Follow(path string) (string, error) {
+func Follow(path string) (*Place, error) {
+	p := &Place{Path: path, asked: path}
 	for range 40 {
-		if err := regular.RefusePlantedLinks(Folder(path)); err != nil {
-			return "", err
+		var err error
+		if p.hasLinks, err = regular.RefusePlantedLinks(Folder(p.Path)); err != nil {
+			return nil, err
 		}
-		to, err := os.Readlink(path)
+		if p.old, err = regular.FindEntry(p.Path); err != nil {
+			return nil, err
+		}
+		if p.old == nil || p.old.Mode().Type() != fs.ModeSymlink {
+			return p, nil // opening it reports what is wrong
+		}
+		to, err := os.Readlink(p.Path)
 		switch {
-		case errors.Is(err, syscall.EINVAL), errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR),
-			errors.Is(err, syscall.ENAMETOOLONG):
-			return path, nil // not a link, or absent: opening it reports that
+		case errors.Is(err, syscall.EINVAL), errors.Is(err, fs.ErrNotExist):
+			return p, nil // it has gone, or changed
 		case err != nil:
-			return "", err
+			return nil, err
 		}
-		if err := regular.RefusePlanted(path); err != nil {
-			return "", err
+		if err := regular.RefusePlanted(p.Path); err != nil {
+			return nil, err
 		}
 		if !filepath.IsAbs(to) {
 			// As the system does it: ".." in to is the parent of path's real folder,
 			// which need not be the name before it.
-			to = path[:strings.LastIndexByte(path, '/')+1] + to
+			to = p.Path[:strings.LastIndexByte(p.Path, '/')+1] + to
 		}
-		path = to
+		p.Path = to
 	}
-	return "", syscall.ELOOP
+	return nil, syscall.ELOOP
 }
 
 const (
@@ -380,6 +415,7 @@ func hiddenStem(name string) string {
 // that no process has locked and that have not changed for age.
 type orphans struct {
 	path string
+	own  string // no orphan
 	age  time.Duration
 	// folder means those of every path in the folder. Of another machine, or from
 	// before its last start, they go after foreignAge: its locks may not be seen here.
@@ -392,22 +428,23 @@ const foreignAge = 24 * time.Hour
 func (o orphans) removeAll(sys FS) {
 	dir, name := filepath.Split(o.path)
 	if dir == "" {
-		dir = "."
+		dir = "./"
 	}
-	d, err := os.Open(dir)
+	d, err := openPlainly(dir, unix.O_RDONLY, 0)
 	if err != nil {
 		return
 	}
 	defer d.Close()
 	stem := hiddenStem(name)
+	own := filepath.Base(o.own)
 	for {
 		names, err := d.Readdirnames(1024)
 		for _, n := range names {
 			age, ok := o.minimumAge(n, stem)
-			if !ok {
+			if !ok || n == own {
 				continue
 			}
-			p := dir + "/" + n
+			p := dir + n
 			st, err := os.Lstat(p)
 			if err != nil || !st.Mode().IsRegular() {
 				continue
@@ -416,7 +453,7 @@ func (o orphans) removeAll(sys FS) {
 				_ = sys.Remove(p)
 			}
 		}
-		if err != nil {
+		if err != nil || len(names) < 1024 {
 			return
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
 // FS is a file system to write to. Tests use one whose i-th call fails.
@@ -44,15 +45,32 @@ type Disk struct{}
 
 // Create implements FS, as the other methods do.
 func (Disk) Create(path string, mode fs.FileMode) (File, error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, mode)
+	f, err := openPlainly(path, unix.O_RDWR|unix.O_CREAT|unix.O_EXCL, mode)
 	if err != nil {
 		return nil, err
 	}
 	return f, nil
 }
 
-// Rename is os.Rename.
-func (Disk) Rename(from, to string) error { return os.Rename(from, to) }
+// openPlainly is os.OpenFile without the five system calls that ask whether a file can be polled.
+func openPlainly(path string, flags int, mode fs.FileMode) (f *os.File, err error) {
+	err = regular.Again(func() error {
+		fd, err := unix.Open(path, flags|unix.O_CLOEXEC, uint32(mode.Perm()))
+		if err == nil {
+			f = os.NewFile(uintptr(fd), path)
+		}
+		return err
+	})
+	return f, err
+}
+
+// Rename is the system's, in one call.
+func (Disk) Rename(from, to string) error {
+	if err := regular.Again(func() error { return unix.Rename(from, to) }); err != nil {
+		return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}
+	}
+	return nil
+}
 
 // RenameNew looks before it renames where the file system has no call for both.
 func (Disk) RenameNew(from, to string) error {
@@ -76,7 +94,7 @@ func (Disk) Remove(path string) error { return os.Remove(path) }
 // SyncDir ignores EINVAL and ENOTSUP, which file systems without durable folders
 // return: nothing more can be done there.
 func (Disk) SyncDir(dir string) error {
-	d, err := os.Open(dir)
+	d, err := openPlainly(dir, unix.O_RDONLY, 0)
 	if err != nil {
 		return err
 	}

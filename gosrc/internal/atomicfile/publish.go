@@ -91,7 +91,7 @@ func Folder(path string) string {
 
 // MakeFolders makes a folder and those above it that are missing, through no other user's link.
 func MakeFolders(path string) error {
-	if err := regular.RefusePlantedLinks(path); err != nil {
+	if _, err := regular.RefusePlantedLinks(path); err != nil {
 		return err
 	}
 	return errs.FromOS(os.MkdirAll(path, 0o777))
@@ -151,6 +151,7 @@ func With(path string, fill func(f *os.File) error) error {
 	if err != nil {
 		return Failed(path, -1, err)
 	}
+	t.end.Store(st.Size())
 	if err := t.Finish(st.Size()); err != nil {
 		return err
 	}
@@ -160,7 +161,7 @@ func With(path string, fill func(f *os.File) error) error {
 // Rename gives a finished file of the same folder the name path, as if it had been
 // written here.
 func Rename(from, path string) error {
-	real, err := resolveLinks(path)
+	place, err := resolvePath(path)
 	if err != nil {
 		return err
 	}
@@ -176,7 +177,8 @@ func Rename(from, path string) error {
 		_ = f.Close()
 		return Failed(from, -1, err)
 	}
-	t := &Target{Path: real, fs: Disk{}, temp: from, file: f}
+	t := &Target{Path: place.Path, fs: Disk{}, temp: from, file: f}
+	t.end.Store(st.Size())
 	if err := t.Finish(st.Size()); err != nil {
 		_ = f.Close()
 		return err

@@ -48,16 +48,18 @@ func ReadTrusted(path string, most int64) ([]byte, error) {
 func RefusePlanted(path string) error { return eachElement(path, RefusePlantedEntry) }
 
 // RefusePlantedLinks is RefusePlanted for links alone: who writes into another user's own folder was let in
-// by it, but where a link leads, its maker alone says.
-func RefusePlantedLinks(path string) error {
-	return eachElement(path, func(at string) error {
+// by it, but where a link leads, its maker alone says. hasLinks: the path has others.
+func RefusePlantedLinks(path string) (hasLinks bool, err error) {
+	err = eachElement(path, func(at string) error {
 		var entry unix.Stat_t
 		err := Again(func() error { return unix.Lstat(at, &entry) })
 		if err != nil || entry.Mode&unix.S_IFMT != unix.S_IFLNK {
 			return refuseUnknown(at, err)
 		}
+		hasLinks = true
 		return RefusePlantedEntry(at)
 	})
+	return hasLinks, err
 }
 
 // eachElement calls check for the path and each of its folders, as the system finds them.
