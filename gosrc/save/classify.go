@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -37,6 +38,8 @@ const (
 	sampleBytes = 16 << 10 // of one run; a multiple of every element size and of a tile
 	wholeSample = sampleRuns * sampleBytes
 
+	mostTrials = 16 << 20 // bytes of small tensors that are encoded once, to be tried and to be written
+
 	glanceBytes = 512 // of one piece of a glance; less than minAlias
 )
 
@@ -55,7 +58,7 @@ func (w *writer) classifyItems(ctx context.Context, items []*item) error {
 			t.of.joinParts()
 		}
 	}
-	encoders := sync.Pool{New: func() any { return new(codec.Encoder) }}
+	var trials atomic.Int64
 	return spawn.Each(ctx, "save.classify", w.threads, len(items), func(k int) error {
 		t := items[k]
 		if t.form == alias {
@@ -68,6 +71,12 @@ func (w *writer) classifyItems(ctx context.Context, items []*item) error {
 		}
 		if t.form != compressed {
 			t.joinParts()
+		}
+		for i := range t.trials {
+			if trials.Add(int64(len(t.trials[i].out))) > mostTrials {
+				t.trials = nil // they are made again
+				break
+			}
 		}
 		return nil
 	})
@@ -89,22 +98,23 @@ func (t *item) chooseTransform(ctx context.Context, e *codec.Encoder, spec *Spec
 		return nil
 	}
 	best := minGain
-	take := func(c uint8, ratio float64) {
-		if t.ways.Planes == 0 && t.dtype.Wide() && (1-ratio)*float64(t.bytes) < minWide {
-			return
+	take := func(c uint8, ratio float64) bool {
+		if ratio >= best || t.ways.Planes == 0 && t.dtype.Wide() && (1-ratio)*float64(t.bytes) < minWide {
+			return false
 		}
-		if ratio < best {
-			best = ratio
-			t.form, t.ways.X16, t.expect = compressed, c, ratio
-		}
+		best = ratio
+		t.form, t.ways.X16, t.expect = compressed, c, ratio
+		return true
 	}
 	if t.bytes <= wholeSample {
 		for _, c := range candidates {
-			stored, err := t.tryTransform(ctx, e, c, spec.ChunkBytes)
+			stored, trials, err := t.tryTransform(ctx, e, c, spec.ChunkBytes)
 			if err != nil {
 				return err
 			}
-			take(c, float64(stored)/float64(t.bytes))
+			if take(c, float64(stored)/float64(t.bytes)) {
+				t.trials = trials
+			}
 		}
 		return nil
 	}
@@ -128,28 +138,51 @@ func (t *item) chooseTransform(ctx context.Context, e *codec.Encoder, spec *Spec
 	return nil
 }
 
-// tryTransform encodes a whole small tensor and returns its stored size.
-func (t *item) tryTransform(ctx context.Context, e *codec.Encoder, transform uint8, chunkBytes int64) (int64, error) {
+// A trial is a chunk as it was encoded to learn its size, with its codec. out: nil for a raw chunk.
+type trial struct {
+	out   []byte
+	codec tensor.Chunk
+}
+
+// tryTransform encodes a whole small tensor and returns its stored size, and its chunks.
+func (t *item) tryTransform(ctx context.Context, e *codec.Encoder, transform uint8, chunkBytes int64) (int64, []trial,
+	error) {
+	buf, enc := pieces.Get().(*[1 << 20]byte), pieces.Get().(*[1 << 20]byte)
+	defer pieces.Put(buf)
+	defer pieces.Put(enc)
 	var total int64
-	buf := make([]byte, min(chunkBytes, t.bytes/t.parts))
-	var enc []byte
+	var trials []trial
 	ways := codec.Ways{X16: transform, Planes: t.ways.Planes}
 	for p := range t.parts {
 		for off := int64(0); off < t.bytes/t.parts; off += chunkBytes {
 			n := min(chunkBytes, t.bytes/t.parts-off)
 			data, err := t.gatherColumns(ctx, buf[:n], p, off)
 			if err != nil {
-				return 0, err
+				return 0, nil, err
 			}
-			var record tensor.Chunk
-			out := e.Encode(enc, data, ways, &record)
-			if record.Codec != tensor.CodecRaw {
-				enc = out
+			var one trial
+			out := e.Encode(enc[:0], data, ways, &one.codec)
+			if one.codec.Codec != tensor.CodecRaw {
+				one.out = bytes.Clone(out)
 			}
+			trials = append(trials, one)
 			total = sizes.RoundUp(total, 16) + int64(len(out))
 		}
 	}
-	return sizes.RoundUp(total, 64), nil
+	return sizes.RoundUp(total, 64), trials, nil
+}
+
+// takeTrial gives a chunk the bytes and the codec that its tensor was tried with; false: they were not kept.
+func (t *item) takeTrial(c *task, chunkBytes int64, x *encodedChunk, ch *tensor.Chunk) bool {
+	if t.trials == nil {
+		return false
+	}
+	one := &t.trials[int64(c.part)*sizes.CeilDiv(t.bytes/t.parts, chunkBytes)+c.off/chunkBytes]
+	ch.Codec, ch.Transform, ch.SegTiles = one.codec.Codec, one.codec.Transform, one.codec.SegTiles
+	if one.out != nil {
+		x.out = one.out
+	}
+	return true
 }
 
 // readSample returns evenly spread runs of a tensor that is larger than a sample.

@@ -111,6 +111,7 @@ type item struct {
 	// Set by classify.
 	form   form
 	ways   codec.Ways // of its chunks
+	trials []trial    // its chunks, if it is small
 	expect float64    // stored / logical, for the free-space check
 	of     *item      // alias: the item that has its bytes; never itself an alias
 	parts  int64

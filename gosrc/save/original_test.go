@@ -346,8 +346,8 @@ func TestStepsEndByTheFirstError(t *testing.T) {
 	var why error
 	items := make([]*item, 2)
 	for i, body := range []body{endingBody{began: began}, endingBody{began: began, why: &why}} {
-		items[i] = &item{name: fmt.Sprint(i), dtype: tensor.U8, shape: []int64{1 << 12}, bytes: 1 << 12, body: body,
-			parts: 1}
+		items[i] = &item{name: fmt.Sprint(i), dtype: tensor.U8, shape: []int64{batchBytes}, bytes: batchBytes,
+			body: body, parts: 1}
 	}
 	spec := Spec{Path: filepath.Join(dir, "x.safetensors"), Threads: 2}
 	if err := spec.checkSpec(); err != nil {

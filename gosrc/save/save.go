@@ -10,7 +10,8 @@
 // also on random numbers.
 //
 // Memory: the caller's tensors are read in place (those on a GPU chunk by chunk),
-// and a save allocates only a window of chunks (two or three per thread), and for those
+// and a save allocates only a window of chunks (two or three per thread), 16 MiB for small tensors that are
+// encoded once to be tried and written, and for those
 // that a GPU encodes a pinned ring of less than 0.5 GB, which is kept for the next save. A
 // save that is staged has all stored bytes in host memory. Convert and Verify hold the index of
 // their sources and the same window.

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec"
-	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
@@ -20,7 +19,6 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
 )
 
@@ -230,9 +228,10 @@ type fileWriter struct {
 	start  int64            // offset of the data
 	pos    int64            // end of the last data that was placed
 	tasks  []task
-	slots  []slot
+	starts []int // of the batches in tasks, and the end of the last one
+	slots  []*slot
 	hasher xxh3.Hasher
-	enc    []codec.Encoder // one per worker
+	enc    []*codec.Encoder // one per worker; nil: not used yet
 }
 
 // A task is one chunk to write; or, with n 0, a whole tensor to hash first, since
@@ -247,17 +246,6 @@ type task struct {
 	pack         *pack // instead: chunks that a GPU encodes
 }
 
-// A slot holds the memory of a task between reading and writing.
-type slot struct {
-	data   []byte          // logical bytes
-	out    []byte          // stored bytes: data, or enc
-	buf    []byte          // memory for data, if it needs any
-	enc    []byte          // memory for out
-	at     int64           // its place in the file
-	sum    digest.State    // of data, if the file keeps digests
-	hashed <-chan struct{} // closed when data is in the hash of the plain file; or nil
-}
-
 // write returns the size of the file.
 func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	if err := f.planFile(); err != nil {
@@ -265,29 +253,34 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	}
 	f.pos = f.start
 	window, workers := f.windowSize()
-	f.slots = make([]slot, window)
-	f.enc = make([]codec.Encoder, workers)
+	f.divideBatches()
+	f.takeSlots(window, workers)
+	defer f.returnSlots()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if err := f.part.original.Hash(ctx, f.orderedNames(), window); err != nil {
 		return 0, errs.In("save", f.path, err)
 	}
 	// A step that fails, or panics, ends those that wait for the hashing or for a slot of a GPU, by its error.
-	step := func(k int, do func() error) error {
+	step := func(k int, do func(s *slot, first, end int) error) error {
 		err := errs.New(errs.ErrEngine, "a step of the save did not end")
 		defer func() {
 			if err != nil {
 				cancel(err)
 			}
 		}()
-		err = errs.Locate("save", f.path, f.tasks[k].t.name, -1, do())
+		err = do(f.slots[k%window], f.starts[k], f.starts[k+1])
 		return err
 	}
 	o := ordered.Tasks{
-		N: len(f.tasks), Window: window, Workers: workers,
-		Work:  func(worker, k int) error { return step(k, func() error { return f.encodeTask(ctx, worker, k) }) },
-		Turn:  func(k int) error { return step(k, func() error { return f.placeTask(ctx, k) }) },
-		Flush: func(k int) error { return step(k, func() error { return f.flushTask(k) }) },
+		N: len(f.starts) - 1, Window: window, Workers: workers,
+		Work: func(worker, k int) error {
+			return step(k, func(s *slot, first, end int) error { return f.encodeBatch(ctx, worker, s, first, end) })
+		},
+		Turn: func(k int) error {
+			return step(k, func(s *slot, first, end int) error { return f.placeBatch(ctx, s, first, end) })
+		},
+		Flush: func(k int) error { return step(k, f.flushBatch) },
 	}
 	err := firstError(ctx, o.Run(ctx, "save.encode"))
 	if err != nil {
@@ -309,7 +302,6 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 			Compared: f.again != nil && f.again.Compared}
 		f.mu.Unlock()
 	}
-	f.slots, f.enc = nil, nil
 	front, size, err := f.sealFront()
 	if err != nil {
 		return 0, errs.In("save", f.path, err)
@@ -328,138 +320,6 @@ func (f *fileWriter) windowSize() (window, workers int) {
 		workers = window + 1
 	}
 	return window, workers
-}
-
-// encodeTask reads task k and makes its stored bytes.
-func (f *fileWriter) encodeTask(ctx context.Context, worker, k int) error {
-	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
-	t := c.t
-	s.sum = digest.State{}
-	if c.pack != nil {
-		return f.encodePack(ctx, c.pack)
-	}
-	f.cores <- struct{}{}
-	defer func() { <-f.cores }()
-	start := time.Now()
-	if c.n == 0 {
-		defer addLap(&f.clock.hash, start)
-		_, err := t.hashAll(ctx)
-		if err == nil && f.lay.Digests != "" {
-			err = t.digestAll(ctx, &s.sum)
-		}
-		return err
-	}
-	var err error
-	if m, ok := t.body.(memory); ok && t.parts <= 1 {
-		s.data = m[c.off : c.off+int64(c.n)]
-	} else {
-		if cap(s.buf) < int(c.n) {
-			s.buf = make([]byte, max(int(c.n), int(min(f.spec.ChunkBytes, t.bytes))))
-		}
-		if s.data, err = t.gatherColumns(ctx, s.buf[:c.n], int64(c.part), c.off); err != nil {
-			return err
-		}
-		start = addLap(&f.clock.read, start)
-	}
-	s.out = s.data
-	if f.lay == nil {
-		return nil
-	}
-	if f.lay.Digests != "" && t.parts <= 1 {
-		s.sum.Add(c.off, s.data)
-		start = addLap(&f.clock.hash, start)
-	}
-	ch := &f.lay.Chunks[c.chunk]
-	if t.form == compressed {
-		if cap(s.enc) == 0 {
-			s.enc = make([]byte, 0, int(c.n)+int(c.n)/64+4096)
-		}
-		s.out = f.enc[worker].Encode(s.enc, s.data, t.ways, ch)
-		if ch.Codec != tensor.CodecRaw {
-			s.enc = s.out
-		}
-		start = addLap(&f.clock.encode, start)
-	}
-	ch.Sum = codec.Sum(s.out)
-	addLap(&f.clock.hash, start)
-	return nil
-}
-
-// placeTask gives task k its offset, and adds its bytes to the hash.
-func (f *fileWriter) placeTask(ctx context.Context, k int) error {
-	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
-	t := c.t
-	if c.pack != nil {
-		return f.placePack(ctx, c.pack)
-	}
-	t.digest.Merge(s.sum)
-	if c.n == 0 {
-		return nil
-	}
-	if c.begins {
-		f.hasher.Reset()
-	}
-	// Compare the source's hash even if the new file stores none. (A tensor in
-	// several parts is hashed by a task of its own, or keeps its source's hash: its
-	// chunks do not come in the order of its bytes. That hash is compared where its
-	// bytes are passed in order anyway, for its digest.)
-	if !t.hashed && (f.lay != nil || t.known != nil) && t.parts == 1 {
-		start := time.Now()
-		_, _ = f.hasher.Write(s.data)
-		addLap(&f.clock.hash, start)
-		if c.ends {
-			t.hash, t.hashed = sumOf(&f.hasher), true
-			if t.known != nil && t.hash != t.known.Hash {
-				return t.errOtherBytes()
-			}
-		}
-	}
-	if c.ends {
-		f.job.Tensors.Add(1)
-	}
-	if t.parts == 1 {
-		s.hashed = f.part.original.Hashing().Pass(t.name, s.data)
-	}
-	if f.again != nil {
-		start := time.Now()
-		f.again.AddBytes(s.data)
-		addLap(&f.clock.hash, start)
-	}
-	if f.lay == nil {
-		s.at = f.pos
-		f.pos += int64(len(s.out))
-		return nil
-	}
-	var err error
-	if s.at, err = f.lay.Place(c.chunk, uint32(len(s.out))); err != nil {
-		return err
-	}
-	gap := f.pos
-	f.pos = s.at + int64(len(s.out))
-	return f.draft.Skip(gap, s.at)
-}
-
-func (f *fileWriter) flushTask(k int) error {
-	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
-	switch {
-	case c.pack != nil:
-		return f.flushPack(c.pack)
-	case c.n == 0:
-		return nil
-	}
-	write := f.draft.Write
-	if m, ok := c.t.body.(memory); ok && len(s.out) > 0 && &s.out[0] == &m[c.off] {
-		write = f.draft.WriteView // the caller's own bytes
-	}
-	if err := write(s.out, s.at); err != nil {
-		return err
-	}
-	if err := f.part.original.Hashing().Await(s.hashed); err != nil {
-		return err
-	}
-	f.job.Bytes.Add(int64(c.n))
-	s.data, s.out, s.hashed = nil, nil, nil
-	return nil
 }
 
 // orderedNames are the tensors whose bytes come in order, by name.
