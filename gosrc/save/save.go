@@ -25,6 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -209,6 +210,19 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	rep.OnGPU = w.onGPU.Load()
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, errs.Ended(ctx, err)
+}
+
+// IsBrief reports whether a save takes less than to wake another thread: little host memory becomes one file in
+// memory, and nothing keeps it waiting.
+func (s *Spec) IsBrief(in []Input) bool {
+	const mostTensors, mostBytes = 1 << 10, 1 << 20
+	bytes := 0
+	for i := range in {
+		bytes += len(in[i].Data)
+	}
+	return len(in) <= mostTensors && bytes <= mostBytes && len(s.Away) == 0 && len(s.Pieces) == 0 && s.Staged == nil &&
+		s.Shard == 0 && s.Level != levelSmaller && len(s.Storage.Encrypt) == 0 && source.Scheme(s.Path) == "" &&
+		regular.IsInMemory(s.Path)
 }
 
 // checkSpec validates what does not depend on the tensors, and fills in defaults.

@@ -38,7 +38,11 @@ type saveRequest struct {
 	Places map[string][]int64 `json:"places,omitempty"`
 	// Background lets the tensors change before the job ends, once Next has answered.
 	Background bool `json:"background,omitempty"`
+
+	brief bool
 }
+
+func (q saveRequest) isBrief() bool { return q.brief }
 
 type sleepRequest struct {
 	sleep.Spec
@@ -221,6 +225,7 @@ func startSave(v *Verb, q saveRequest, n []int64) (*entry, error) {
 		stagingEnd = make(chan struct{})
 		q.Staged = func() { close(stagingEnd) }
 	}
+	q.brief = q.IsBrief(in)
 	e := v.background(q, func(ctx context.Context, j *job.Job) (any, error) {
 		return save.Write(ctx, j, q.Spec, in)
 	})

@@ -296,6 +296,9 @@ func (t *Target) Finish(size int64) error {
 // FinishUnless is Finish, which may take long, but does not wait for it after the end of
 // ctx: the sync then continues by itself, on a file whose name Drop removes.
 func (t *Target) FinishUnless(ctx context.Context, size int64) error {
+	if f, ok := t.file.(*os.File); ok && regular.SyncsAtOnce(int(f.Fd())) {
+		return t.Finish(size)
+	}
 	done := make(chan error, 1)
 	rest := &Target{Path: t.Path, Clock: t.Clock, fs: t.fs, like: t.like, file: t.file}
 	rest.end.Store(t.end.Load())

@@ -78,16 +78,7 @@ func syncFolder(sys FS, path string) error {
 }
 
 // Folder returns the folder of a path as the system finds it: ".." stays in it.
-func Folder(path string) string {
-	switch at := strings.LastIndexByte(path, '/'); at {
-	case -1:
-		return "."
-	case 0:
-		return "/"
-	default:
-		return path[:at]
-	}
-}
+func Folder(path string) string { return regular.FolderOf(path) }
 
 // MakeFolders makes a folder and those above it that are missing, through no other user's link.
 func MakeFolders(path string) error {

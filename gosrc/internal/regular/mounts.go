@@ -20,6 +20,25 @@ func IsQuick(path string, most int64) bool {
 	return unix.Stat(path, &st) == nil && Check(&st) == nil && st.Size <= most
 }
 
+// IsInMemory reports whether a file is written to memory alone: no sync of it waits for a disk, and no call for it
+// longer than IsQuick says. The path leads to no other file.
+func IsInMemory(path string) bool {
+	var st unix.Stat_t
+	var of unix.Statfs_t
+	if !mounts.areLocal() || unix.Lstat(path, &st) == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return false
+	}
+	return unix.Statfs(FolderOf(path), &of) == nil && isMemory(&of)
+}
+
+// SyncsAtOnce reports whether a sync of an open file waits for nothing: it is in memory alone.
+func SyncsAtOnce(fd int) bool {
+	var of unix.Statfs_t
+	return unix.Fstatfs(fd, &of) == nil && isMemory(&of)
+}
+
+func isMemory(of *unix.Statfs_t) bool { return of.Type == unix.TMPFS_MAGIC || of.Type == unix.RAMFS_MAGIC }
+
 // kernelTypes are the types of file systems that the kernel serves by itself, out of memory or from disks.
 var kernelTypes = " ext2 ext3 ext4 xfs btrfs bcachefs f2fs jfs zfs overlay squashfs erofs iso9660 udf vfat exfat " +
 	"ntfs3 tmpfs ramfs rootfs hugetlbfs devtmpfs devpts proc sysfs cgroup cgroup2 mqueue debugfs tracefs securityfs " +

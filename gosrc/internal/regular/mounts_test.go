@@ -74,3 +74,37 @@ func TestQuick(t *testing.T) {
 		t.Error("a larger file is quick")
 	}
 }
+
+// What is written to a file system in memory waits for no disk; what a link leads to, or is no file, may.
+func TestIsInMemory(t *testing.T) {
+	const memory = "/dev/shm"
+	var of unix.Statfs_t
+	if err := unix.Statfs(memory, &of); err != nil || !isMemory(&of) {
+		t.Skip("no file system in memory is here")
+	}
+	dir, err := os.MkdirTemp(memory, "overwire")
+	if err != nil {
+		t.Skip(err)
+	}
+	defer os.RemoveAll(dir)
+	if err := errors.Join(os.WriteFile(dir+"/x", nil, 0o600), os.Symlink("/proc/self/status", dir+"/link")); err != nil {
+		t.Fatal(err)
+	}
+	isLocal := mounts.areLocal()
+	for path, want := range map[string]bool{dir + "/x": isLocal, dir + "/absent": isLocal, dir + "/link": false,
+		dir: false, dir + "/no/folder": false, "/proc/self/status": false} {
+		if got := IsInMemory(path); got != want {
+			t.Errorf("%s: %v", path, got)
+		}
+	}
+	for path, want := range map[string]bool{dir + "/x": true, "/proc/self/status": false} {
+		f, err := os.Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := SyncsAtOnce(int(f.Fd())); got != want {
+			t.Errorf("%s, open: %v", path, got)
+		}
+		_ = f.Close()
+	}
+}

@@ -86,14 +86,7 @@ func eachElement(path string, check func(at string) error) error {
 
 // RefusePlantedEntry is RefusePlanted for the last element of a path alone.
 func RefusePlantedEntry(path string) error {
-	folder := "."
-	switch at := strings.LastIndexByte(path, '/'); at { // ".." stays in it
-	case -1:
-	case 0:
-		folder = "/"
-	default:
-		folder = path[:at]
-	}
+	folder := FolderOf(path)
 	var entry, parent unix.Stat_t
 	err := Again(func() error { return unix.Lstat(path, &entry) })
 	if err == nil {
@@ -112,6 +105,18 @@ func refuseUnknown(path string, err error) error {
 		return nil
 	}
 	return errs.FromOS(&os.PathError{Op: "lstat", Path: path, Err: err})
+}
+
+// FolderOf returns the folder of a path as the system finds it: ".." stays in it.
+func FolderOf(path string) string {
+	switch at := strings.LastIndexByte(path, '/'); at {
+	case -1:
+		return "."
+	case 0:
+		return "/"
+	default:
+		return path[:at]
+	}
 }
 
 func refusePlanted(path string, entry *unix.Stat_t) error {

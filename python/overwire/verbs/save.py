@@ -238,10 +238,19 @@ def _start_job(
     # of shards of the same name may stay beside it.
     check_values(level=level)
     watcher = watch(progress, "save")
-    spec: SaveRequest = {
-        "path": path, "compress": bool(compress), "level": level, "shard": shard, "like": like or "", "beside": beside
-    }
-    spec["storage"] = storage(storage_options, [path], writes=True)
+    spec: SaveRequest = {"path": path}
+    if compress:
+        spec["compress"] = True
+    if level != "default":
+        spec["level"] = level
+    if shard:
+        spec["shard"] = shard
+    if like:
+        spec["like"] = like
+    if beside:
+        spec["beside"] = True
+    if access := storage(storage_options, [path], writes=True):
+        spec["storage"] = access
     if background:
         spec["background"], spec["max_memory"] = True, max_memory
     if digests:

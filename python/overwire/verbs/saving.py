@@ -101,12 +101,15 @@ class Report:
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Report:
         """The report from the engine's JSON."""
-        fields: dict[str, Any] = {name: float(report[name]) for name in ("ratio", "seconds")}
-        fields |= {name: tuple(report.get(name) or ()) for name in ("files", "left", "copied", "anew")}
-        fields["originals"] = {one["file"]: one["sha256"] for one in report.get("originals") or ()}
-        stages: Mapping[str, int] = report.get("stages") or {}
-        fields["stages"] = {name.removesuffix("_ns"): count / 1e9 for name, count in stages.items()}
-        return cls(**{**report, **fields})
+        fields = dict(report)
+        for name in ("ratio", "seconds"):
+            fields[name] = float(fields[name])
+        for name in ("files", "left", "copied", "anew"):
+            fields[name] = tuple(fields.get(name) or ())
+        fields["originals"] = {one["file"]: one["sha256"] for one in fields.get("originals") or ()}
+        stages: Mapping[str, int] = fields.get("stages") or {}
+        fields["stages"] = {name[:-3]: count / 1e9 for name, count in stages.items()}  # without _ns
+        return cls(**fields)
 
 
 class After(NamedTuple):
