@@ -21,6 +21,7 @@ type files struct {
 	*writer
 	like    string               // the file whose mode new ones get
 	targets []*atomicfile.Target // by part; nil: not created
+	listing atomicfile.Listing
 }
 
 func (f *files) create(ctx context.Context, i int, p *outputFile) (draft, error) {
@@ -38,7 +39,7 @@ func (f *files) create(ctx context.Context, i int, p *outputFile) (draft, error)
 	if err != nil {
 		return nil, atomicfile.Failed(p.path, -1, err)
 	}
-	t, err := place.CreateTarget(f.spec.fs, like, p.mode)
+	t, err := place.CreateTarget(f.spec.fs, like, p.mode, &f.listing)
 	if err != nil {
 		return nil, err
 	}

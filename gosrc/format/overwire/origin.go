@@ -11,6 +11,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"sync"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
@@ -32,11 +33,19 @@ const Pending = "000000000000000000000000000000000000000000000000000000000000000
 // before its data section.
 func NewOrigin(head []byte, size int64) *Origin {
 	var b bytes.Buffer
-	w, _ := flate.NewWriter(&b, flate.DefaultCompression) // fails for unknown levels only
-	_, _ = w.Write(head)                                  // a Buffer takes everything
+	w := deflaters.Get().(*flate.Writer)
+	defer deflaters.Put(w)
+	w.Reset(&b)
+	_, _ = w.Write(head) // a Buffer takes everything
 	_ = w.Close()
 	return &Origin{Size: size, Header: base64.StdEncoding.EncodeToString(b.Bytes())}
 }
+
+// deflaters are kept: each has 0.8 MB of memory, which is cleared when it is made.
+var deflaters = sync.Pool{New: func() any {
+	w, _ := flate.NewWriter(nil, flate.DefaultCompression) // fails for unknown levels only
+	return w
+}}
 
 // ReadOrigin returns what a metadata entry for which Is returned true says of the
 // origin, nil if it says nothing.

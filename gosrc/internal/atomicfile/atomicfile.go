@@ -71,14 +71,14 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	if err != nil {
 		return nil, Failed(path, -1, err)
 	}
-	return place.CreateTarget(sys, like, most)
+	return place.CreateTarget(sys, like, most, new(Listing))
 }
 
 // CreateTarget opens the temporary file for a place, and removes those that killed saves left in
 // its folder. If no file is there, the new one gets mode, owner,
 // group and ACL of the file like; if that is "", the mode that the umask leaves of
-// most, 0666 if that is 0.
-func (p *Place) CreateTarget(sys FS, like string, most fs.FileMode) (*Target, error) {
+// most, 0666 if that is 0. The files of a save share a Listing.
+func (p *Place) CreateTarget(sys FS, like string, most fs.FileMode, hidden *Listing) (*Target, error) {
 	if err := p.refuseUnwritable(); err != nil {
 		return nil, err
 	}
@@ -109,7 +109,7 @@ func (p *Place) CreateTarget(sys FS, like string, most fs.FileMode) (*Target, er
 			}
 		}
 	}
-	o := orphans{path: t.Path, own: t.temp, age: time.Minute}
+	o := orphans{path: t.Path, own: t.temp, age: time.Minute, listing: hidden}
 	if t.lock != 0 { // locks work here: a file without one has no writer
 		o.age, o.folder = lockTime, true
 	}
@@ -422,7 +422,8 @@ type orphans struct {
 	age  time.Duration
 	// folder means those of every path in the folder. Of another machine, or from
 	// before its last start, they go after foreignAge: its locks may not be seen here.
-	folder bool
+	folder  bool
+	listing *Listing
 }
 
 // foreignAge is longer than a file waits, complete, for the other files of its save.
@@ -433,33 +434,59 @@ func (o orphans) removeAll(sys FS) {
 	if dir == "" {
 		dir = "./"
 	}
-	d, err := openPlainly(dir, unix.O_RDONLY, 0)
-	if err != nil {
-		return
-	}
-	defer d.Close()
 	stem := hiddenStem(name)
 	own := filepath.Base(o.own)
+	for _, n := range o.listing.hiddenNames(dir) {
+		age, ok := o.minimumAge(n, stem)
+		if !ok || n == own {
+			continue
+		}
+		p := dir + n
+		st, err := os.Lstat(p)
+		if err != nil || !st.Mode().IsRegular() {
+			continue
+		}
+		if time.Since(st.ModTime()) >= age && !Alive(p) {
+			_ = sys.Remove(p)
+		}
+	}
+}
+
+// A Listing has names that may be of orphans, by folder: each folder is listed once, however many files are written
+// to it.
+type Listing struct {
+	mu    sync.Mutex
+	names map[string][]string
+}
+
+func (l *Listing) hiddenNames(dir string) []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	hidden, ok := l.names[dir]
+	if ok {
+		return hidden
+	}
+	d, err := openPlainly(dir, unix.O_RDONLY, 0)
+	if err != nil {
+		return nil
+	}
+	defer d.Close()
 	for {
 		names, err := d.Readdirnames(1024)
 		for _, n := range names {
-			age, ok := o.minimumAge(n, stem)
-			if !ok || n == own {
-				continue
-			}
-			p := dir + n
-			st, err := os.Lstat(p)
-			if err != nil || !st.Mode().IsRegular() {
-				continue
-			}
-			if time.Since(st.ModTime()) >= age && !Alive(p) {
-				_ = sys.Remove(p)
+			if n[0] == '.' && strings.Contains(n, tempMark) {
+				hidden = append(hidden, n)
 			}
 		}
 		if err != nil || len(names) < 1024 {
-			return
+			break
 		}
 	}
+	if l.names == nil {
+		l.names = map[string][]string{}
+	}
+	l.names[dir] = hidden
+	return hidden
 }
 
 // minimumAge tells how long a hidden name must not have changed before it goes; ok is

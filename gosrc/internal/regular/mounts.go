@@ -37,7 +37,9 @@ func SyncsAtOnce(fd int) bool {
 	return unix.Fstatfs(fd, &of) == nil && isMemory(&of)
 }
 
-func isMemory(of *unix.Statfs_t) bool { return of.Type == unix.TMPFS_MAGIC || of.Type == unix.RAMFS_MAGIC }
+func isMemory(of *unix.Statfs_t) bool {
+	return of.Type == unix.TMPFS_MAGIC || of.Type == unix.RAMFS_MAGIC
+}
 
 // kernelTypes are the types of file systems that the kernel serves by itself, out of memory or from disks.
 var kernelTypes = " ext2 ext3 ext4 xfs btrfs bcachefs f2fs jfs zfs overlay squashfs erofs iso9660 udf vfat exfat " +
