@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import struct
 import time
 import zipfile
@@ -479,3 +480,18 @@ def test_strided_tensors_in_small_reads(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(torchfiles, "_STEP", step)
         ow.convert(tmp_path / "m.bin", tmp_path / "m.safetensors", compress=False)
         equal(ow.load_file(tmp_path / "m.safetensors"), {name: tensor.contiguous() for name, tensor in want.items()})
+
+
+def test_a_file_that_is_not_opened_is_not_left_out(tmp_path: Path) -> None:
+    """Without a descriptor to look at it, a file may be one of the model's: an error."""
+    torch.save({"a": torch.arange(9)}, tmp_path / "pytorch_model.bin")
+    assert torchfolders.is_torch_model(str(tmp_path / "pytorch_model.bin"))
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(ow.IOFailure, match="pytorch_model"):
+            torchfolders.is_torch_model(str(tmp_path / "pytorch_model.bin"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
 from typing import Any
 
-from .errors import AccessError, ArgumentError, IOFailure, NotFoundError
+from .errors import AccessError, ArgumentError, IOFailure, NotFoundError, OverwireError
 
 # What a text may have that is no name as it stands.
 _ODD = re.compile(r"\0|//|/\.|/\Z")
@@ -82,13 +84,28 @@ def is_there(path: str) -> bool:
     try:
         os.stat(path)
     except OSError as error:
-        _raise_unless_absent(error, path)
+        raise_unless_absent(error, path)
         return False
     return True
 
 
-def _raise_unless_absent(error: OSError, path: str) -> None:
-    # what is not there, or not to be reached, which opening it reports
+@contextlib.contextmanager
+def classed_errors(path: str, verb: str = "save") -> Iterator[None]:
+    """Our classes for what the operating system says of a verb."""
+    try:
+        yield
+    except OverwireError:
+        raise
+    except OSError as error:
+        kinds = {FileNotFoundError: NotFoundError, PermissionError: AccessError}
+        kind = ArgumentError if error.errno == errno.ENAMETOOLONG else kinds.get(type(error), IOFailure)
+        place = error.filename or path
+        raise kind(f"overwire: {verb} {place}: {error.strerror}", source=path) from error
+
+
+def raise_unless_absent(error: OSError, path: str) -> None:
+    """Raises IOFailure for what a disk says, and nothing for what is not there or not to be reached, which opening it
+    reports."""
     if error.errno not in _ABSENT:
         raise IOFailure(f"overwire: stat {path}: {error.strerror}", source=path) from error
 
@@ -108,7 +125,7 @@ def resolve_links(path: str) -> str:
             to = os.readlink(step)
         except OSError as error:
             if error.errno != errno.EINVAL:  # no link
-                _raise_unless_absent(error, step)
+                raise_unless_absent(error, step)
             at = step
             continue
         refuse_planted(step)
@@ -125,7 +142,7 @@ def refuse_planted_entry(path: str) -> None:
     try:
         entry, folder = os.lstat(path), os.stat(os.path.dirname(path))
     except OSError as error:  # absent: not planted
-        _raise_unless_absent(error, path)
+        raise_unless_absent(error, path)
         return
     is_shared = folder.st_mode & stat.S_IWOTH and entry.st_dev == folder.st_dev  # only root mounts
     if is_shared and entry.st_uid not in (os.geteuid(), 0, folder.st_uid):

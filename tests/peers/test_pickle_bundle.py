@@ -528,3 +528,27 @@ for trust in (True, False):
 assert present == [False, True], present
 """
     )
+
+
+def test_a_container_that_the_disk_does_not_give_may_be_anyones(tmp_path: Path) -> None:
+    """It is neither taken for another bundle's nor for none: the save raises, and changes nothing."""
+    ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
+    container = tmp_path / "tensors" / "x.safetensors"
+    container.rename(tmp_path / "kept")
+    container.symlink_to("/proc/self/mem")  # EIO
+    with pytest.raises(ow.IOFailure):
+        bundles._has_digest(str(container), "")
+    with pytest.raises(ow.IOFailure):
+        ow.save_bundle({"a": torch.zeros(9)}, tmp_path / "x.pth")
+    assert sorted(os.listdir(tmp_path / "tensors")) == ["x.safetensors"] and not (tmp_path / "x.pth").exists()
+
+
+def test_what_a_killed_save_left_of_a_bundle_that_is_gone(tmp_path: Path) -> None:
+    """Its second container is in no one's way."""
+    ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
+    container = tmp_path / "tensors" / "x.safetensors"
+    os.link(container, layout.previous_of(str(container)))
+    (tmp_path / "x.pkl").unlink()
+    ow.save_bundle({"a": torch.zeros(9)}, tmp_path / "x.pkl")
+    assert torch.equal(ow.load_bundle(tmp_path / "x.pkl")["a"], torch.zeros(9))
+    assert os.listdir(tmp_path / "tensors") == ["x.safetensors"]

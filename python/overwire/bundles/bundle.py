@@ -15,12 +15,11 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .._imports import Undisturbed, imported
 from ..errors import (
-    AccessError,
     ArgumentError,
     CorruptError,
     FormatError,
@@ -36,7 +35,7 @@ from ..model.opened import Model
 from ..model.options import BundleOptions, StorageOptions, check_options, check_values, spell_out
 from ..model.reading import read_uri
 from ..model.storage import storage
-from ..paths import is_remote, is_there, resolve_links
+from ..paths import classed_errors, is_remote, is_there, resolve_links
 from ..stores import write_bytes
 from ..verbs.save import save_bytes, stage_bytes
 from ..verbs.saving import Report, Saving, await_save
@@ -248,7 +247,7 @@ def _local_place(target: str, data: bytes, how: _How, turn: contextlib.ExitStack
         )
     if len(os.fsencode(os.path.basename(container))) > 255:
         raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
-    with _os_errors(target):
+    with classed_errors(target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
         for one in layout.FOLDERS:
             lock = layout.lock_of(target, one)
@@ -267,7 +266,7 @@ def _local_place(target: str, data: bytes, how: _How, turn: contextlib.ExitStack
         elsewhere = _elsewhere(target, folder)
 
     def publish_local(report: Report) -> None:
-        with _os_errors(target):
+        with classed_errors(target):
             how.lister(target, container, report, None)
             write_bytes(target, data, None)
             for old in (layout.previous_of(container), *elsewhere):
@@ -313,7 +312,7 @@ def _keep_previous(target: str, container: str) -> None:
     # A second name for the old container, as long as the old pickle stands. If
     # an earlier save was killed, the older copy may be the one that fits.
     previous = layout.previous_of(container)
-    if is_there(previous) and not _has_digest(container, _digest_of_file(target)):
+    if is_there(previous) and is_there(target) and not _has_digest(container, _digest_of_file(target)):
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(previous)
@@ -329,8 +328,8 @@ def _keep_previous(target: str, container: str) -> None:
 def _take_back(target: str, container: str) -> None:
     # A save has failed: where the old pickle stands, its container does, too, under its own name.
     previous = layout.previous_of(container)
-    with contextlib.suppress(OSError):
-        if os.path.exists(previous) and _has_digest(previous, _digest_of_file(target)):
+    with contextlib.suppress(OSError, OutOfMemoryError):
+        if is_there(previous) and _has_digest(previous, _digest_of_file(target)):
             path = resolve_links(container)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # readers take the previous one from here on
@@ -352,9 +351,9 @@ def _has_digest(container: str, digest: str, options: StorageOptions | None = No
             return model.metadata().get(DIGEST) == digest
     except (FormatError, CorruptError, NotFoundError):
         return False
-    except OverwireError:
-        if options is not None or is_remote(container):
-            raise  # a store that is out of reach says nothing about what it holds
+    except OverwireError as error:
+        if options is not None or is_remote(container) or isinstance(error, (IOFailure, OutOfMemoryError)):
+            raise  # a store that is out of reach, or a disk that fails, says nothing about what it holds
         return False
 
 
@@ -369,20 +368,6 @@ def _is_anothers(container: str) -> bool:
         raise
     except OverwireError:
         return True
-
-
-@contextlib.contextmanager
-def _os_errors(path: str) -> Iterator[None]:
-    """Our classes for what the operating system says of a save."""
-    try:
-        yield
-    except OverwireError:
-        raise
-    except OSError as error:
-        kinds = {FileNotFoundError: NotFoundError, PermissionError: AccessError}
-        kind = ArgumentError if error.errno == errno.ENAMETOOLONG else kinds.get(type(error), IOFailure)
-        place = error.filename or path
-        raise kind(f"overwire: save {place}: {error.strerror}", source=path) from error
 
 
 def _names_of_tensors(model: Any) -> dict[int, str]:

@@ -41,6 +41,7 @@ from ..errors import (
 from ..files import regular, state_of_file
 from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
+from ..paths import raise_unless_absent
 from .allowlist import AllowList
 from .budget import Budget
 from .machine import Machine
@@ -166,11 +167,14 @@ def _entries_of(file: BinaryIO) -> list[zipfile.ZipInfo]:
 
 
 def is_torch_file(path: str) -> bool:
-    """Whether a file is such an archive; False for what cannot be read."""
+    """Whether a file is such an archive; False for what may not be read. Raises IOFailure where the disk fails."""
     try:
         with open(path, "rb", opener=regular) as file:
             return any(entry.filename.endswith("/data.pkl") for entry in _entries_of(file))
-    except (OSError, *_BAD_ZIP):
+    except (IsADirectoryError, PermissionError, *_BAD_ZIP):
+        return False
+    except OSError as error:
+        raise_unless_absent(error, path)
         return False
 
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, FormatError, IOFailure, NotFoundError
+from ..errors import ArgumentError, FormatError, NotFoundError
 from ..files import TORCH_ENDINGS, folders_of, may_be_torch, read_file
-from ..paths import is_remote, local
+from ..paths import classed_errors, is_remote, local
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
 from ..verbs.save import save_bytes
@@ -85,7 +85,8 @@ def convert(
     }
     options |= {"sha256": sha256, "progress": progress, "storage_options": storage_options}
     names = source if isinstance(source, (list, tuple)) else [source]
-    if not any(isinstance(name, (str, os.PathLike)) and is_torch_model(os.fsdecode(name)) for name in names):
+    paths = [os.fsdecode(name) for name in names if isinstance(name, (str, os.PathLike))]
+    if not any(map(is_torch_model, paths)):
         return rewrite(source, path, **options)
     with plain_models([local(name) for name in names], local(path)) as (plain, remainder):
         report = rewrite(plain if len(plain) > 1 else plain[0], path, **options)
@@ -96,9 +97,10 @@ def is_torch_model(path: str) -> bool:
     """Whether a local path is a file that torch.save wrote, or a folder whose weights are such files."""
     if is_remote(path) or not may_be_torch(path):
         return False
-    if os.path.isdir(path):
-        return any(_weights_of(folder) for folder, _ in folders_of(path))
-    return is_torch_file(path)
+    with classed_errors(path, "open"):
+        if os.path.isdir(path):
+            return any(_weights_of(folder) for folder, _ in folders_of(path))
+        return is_torch_file(path)
 
 
 def _weights_of(folder: str) -> list[str]:
@@ -125,30 +127,37 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
     parent = os.path.dirname(os.path.abspath(target)) if not is_remote(target) else tempfile.gettempdir()
     if not os.path.isdir(parent):
         raise NotFoundError(f"overwire: save {target}: there is no folder {parent}", source=target)
-    _sweep_leftovers(parent)
-    try:
+    with classed_errors(target):
+        _sweep_leftovers(parent)
         top, lock = _locked_folder(parent)
-    except OSError as error:
-        raise IOFailure(f"overwire: save {target}: {error.strerror} in {parent}", source=target) from error
     try:
-        plain: list[str] = []
-        remainder: list[str] = []
-        for number, source in enumerate(sources):
-            if not is_torch_model(source):
-                plain.append(source)
-                continue
-            place = os.path.join(top, str(number))
-            os.mkdir(place)
-            if os.path.isdir(source):
-                plain.append(os.path.join(place, os.path.basename(os.path.abspath(source))))
-                remainder += _plain_folder(source, plain[-1])
-            else:
-                plain.append(os.path.join(place, _plain_name(os.path.basename(source))))
-                remainder += _write_plain_file(source, plain[-1])
+        with classed_errors(target):
+            plain, remainder = _write_plain_models(sources, top)
         yield plain, remainder
     finally:
-        shutil.rmtree(top, ignore_errors=True)
-        os.close(lock)
+        try:
+            with contextlib.suppress(OSError):  # a later conversion removes the rest
+                shutil.rmtree(top, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _write_plain_models(sources: list[str], top: str) -> tuple[list[str], list[str]]:
+    plain: list[str] = []
+    remainder: list[str] = []
+    for number, source in enumerate(sources):
+        if not is_torch_model(source):
+            plain.append(source)
+            continue
+        place = os.path.join(top, str(number))
+        os.mkdir(place)
+        if os.path.isdir(source):
+            plain.append(os.path.join(place, os.path.basename(os.path.abspath(source))))
+            remainder += _plain_folder(source, plain[-1])
+        else:
+            plain.append(os.path.join(place, _plain_name(os.path.basename(source))))
+            remainder += _write_plain_file(source, plain[-1])
+    return plain, remainder
 
 
 def _locked_folder(parent: str) -> tuple[str, int]:
@@ -156,13 +165,17 @@ def _locked_folder(parent: str) -> tuple[str, int]:
     while True:
         top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
         with contextlib.suppress(FileNotFoundError):  # swept before it was locked
-            lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
+            lock = -1
             try:
+                lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if os.path.samestat(os.fstat(lock), os.stat(top)):
                     return top, lock
             except BaseException:
-                os.close(lock)
+                if lock >= 0:
+                    os.close(lock)
+                with contextlib.suppress(OSError):
+                    os.rmdir(top)
                 raise
             os.close(lock)
 
