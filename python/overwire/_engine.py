@@ -109,7 +109,10 @@ def _refuse_small_address_space() -> None:
     # Go's runtime ends the process where it cannot reserve what it starts with.
     import resource
 
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    try:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    except OSError:  # a sandbox refuses to tell
+        return
     if limit == resource.RLIM_INFINITY:
         return
     import mmap

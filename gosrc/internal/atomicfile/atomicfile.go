@@ -223,7 +223,7 @@ func (t *Target) adoptOwner() error {
 }
 
 // copyACL gives an open file the POSIX ACL of a path, or removes the ACL that it
-// has from its folder. It does nothing on file systems without ACLs.
+// has from its folder. It does nothing on file systems, and systems, without ACLs.
 func copyACL(path string, fd int) error {
 	const name = "system.posix_acl_access"
 	acl := make([]byte, 1<<10)
@@ -238,7 +238,8 @@ func copyACL(path string, fd int) error {
 	case errors.Is(err, unix.ENODATA):
 		err = unix.Fremovexattr(fd, name)
 	}
-	if errors.Is(err, unix.ENODATA) || errors.Is(err, unix.ENOTSUP) || errors.Is(err, unix.ENOENT) {
+	if errors.Is(err, unix.ENODATA) || errors.Is(err, unix.ENOTSUP) || errors.Is(err, unix.ENOENT) ||
+		errors.Is(err, unix.ENOSYS) {
 		return nil
 	}
 	return err
