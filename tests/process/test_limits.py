@@ -141,5 +141,5 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(Progra
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
 def test_writers_of_an_old_system(tmp_path: Path) -> None:
-    """Where newer and rarer calls of the system are refused, as old kernels and sandboxes do, all is written and read."""
+    """Where newer and rarer calls are refused, as old kernels and sandboxes do, all is written and read."""
     run(REFUSED_CALLS + EVERY_WRITER, tmp_path)
