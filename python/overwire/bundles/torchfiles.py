@@ -144,6 +144,8 @@ class _Directory:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.tell = file.tell
+        #: What the last read that failed raised: zipfile says of it that the file is no archive.
+        self.failure: OSError | None = None
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if whence == os.SEEK_SET and not 0 <= offset < 1 << 63:
@@ -153,7 +155,11 @@ class _Directory:
     def read(self, size: int = -1) -> bytes:
         if size > _DIRECTORY:
             raise zipfile.BadZipFile(f"its directory has {size} bytes, of which {_DIRECTORY} are supported")
-        return self._file.read(size if size >= 0 else _DIRECTORY)
+        try:
+            return self._file.read(size if size >= 0 else _DIRECTORY)
+        except OSError as error:
+            self.failure = error
+            raise
 
 
 #: What zipfile raises for what is no archive.
@@ -162,8 +168,14 @@ _BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError)
 
 def _entries_of(file: BinaryIO) -> list[zipfile.ZipInfo]:
     """The entries of an archive. Raises _BAD_ZIP, and what reading raises."""
-    with zipfile.ZipFile(cast(BinaryIO, _Directory(file))) as archive:
-        return archive.infolist()
+    directory = _Directory(file)
+    try:
+        with zipfile.ZipFile(cast(BinaryIO, directory)) as archive:
+            return archive.infolist()
+    except zipfile.BadZipFile:
+        if directory.failure is not None:
+            raise directory.failure from None
+        raise
 
 
 def is_torch_file(path: str) -> bool:
@@ -307,10 +319,18 @@ class _Reader:
     def _read_bytes(self, start: int, end: int) -> bytes:
         data = bytearray(end - start)
         for low in range(0, len(data), _STEP):
-            block = memoryview(data)[low : low + _STEP]
-            if os.preadv(self._number, [block], start + low) != len(block):
-                raise self._error_of("changed while it was read", CorruptError)
+            self._fill_block(memoryview(data)[low : low + _STEP], start + low)
         return bytes(data)
+
+    def _fill_block(self, block: memoryview, at: int) -> None:
+        while block:
+            try:
+                count = os.preadv(self._number, [block], at)
+            except OSError as error:  # it would be taken for one of the pickle
+                raise IOFailure(f"overwire: read {self._path}: {error.strerror}", source=self._path) from error
+            if not count:
+                raise self._error_of("changed while it was read", CorruptError)
+            block, at = block[count:], at + count
 
     def _span_of_entry(self, name: str) -> tuple[int, int]:
         """Where an entry's bytes begin and end."""
@@ -349,8 +369,7 @@ class _Reader:
             if self._is_over:
                 return
             block = buffer[: end - low]
-            if os.preadv(self._number, [block], low) != len(block):
-                raise self._error_of("changed while it was read", CorruptError)
+            self._fill_block(block, low)
             total = zlib.crc32(block, total)
         self._compare_sum(name, total)
 
