@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -84,9 +83,21 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
         return entries
 
 
-def bytes_file(data: Any) -> io.BytesIO:
+class BytesFile:
+    """Bytes as a file that is read once, in views: `io.BytesIO` copies what it gives."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._rest = data
+
+    def read(self, size: int) -> memoryview:
+        """The next bytes."""
+        block, self._rest = self._rest[:size], self._rest[size:]
+        return block
+
+
+def bytes_file(data: Any) -> BytesFile:
     """The bytes as a file. TypeError for what has none."""
     try:
-        return io.BytesIO(data)
+        return BytesFile(memoryview(data).cast("B"))
     except TypeError:
         raise TypeError(f"argument 'bytes': {type(data).__name__!r} object is not an instance of 'bytes'") from None

@@ -1,0 +1,53 @@
+package save
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Many small tensors, some of whose trials are kept and some not, become the same file with any number of threads
+// and staged, and every checksum of it holds; a batch's gaps are zero.
+func TestSmallTensors(t *testing.T) {
+	r := newRand(t)
+	var in []Input
+	for i := range 100 {
+		in = append(in, bf16(fmt.Sprintf("large.%d", i), r, 512, 256))
+	}
+	for i := range 600 {
+		n := r.IntN(5000)
+		data := make([]byte, n)
+		for k := range data {
+			data[k] = byte(r.IntN(5))
+		}
+		in = append(in, Input{Name: fmt.Sprintf("small.%d", i), DType: tensor.U8, Shape: []int64{int64(n)}, Data: data})
+	}
+	for _, spec := range []Spec{{}, {Compress: true}, {Compress: true, Digests: true, Parts: 2, ChunkBytes: 4096}} {
+		var first []byte
+		for k, threads := range []int{1, 7, 2} {
+			spec.Path, spec.Threads = filepath.Join(t.TempDir(), "x.safetensors"), threads
+			if spec.Staged = nil; k == 2 {
+				spec.Staged = func() {}
+			}
+			rep := write(t, spec, in)
+			file, err := os.ReadFile(spec.Path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if first == nil {
+				first = file
+			}
+			if !bytes.Equal(file, first) || spec.Compress && rep.Compressed < 100 {
+				t.Errorf("%+v: another file of %d bytes, %d tensors compressed", spec, len(file), rep.Compressed)
+			}
+			if _, err := Verify(bg, nil, []string{spec.Path}, format.Access{}, false); err != nil {
+				t.Errorf("%+v: %v", spec, err)
+			}
+		}
+	}
+}
