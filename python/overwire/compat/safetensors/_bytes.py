@@ -89,9 +89,10 @@ class BytesFile:
     def __init__(self, data: memoryview) -> None:
         self._rest = data
 
-    def read(self, size: int) -> memoryview:
-        """The next bytes."""
-        block, self._rest = self._rest[:size], self._rest[size:]
+    def read(self, size: int = -1, /) -> Any:
+        """A view of the next bytes."""
+        end = size if size >= 0 else len(self._rest)
+        block, self._rest = self._rest[:end], self._rest[end:]
         return block
 
 
