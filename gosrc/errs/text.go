@@ -4,13 +4,14 @@ package errs
 
 import (
 	"errors"
+	"syscall"
 
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 )
 
 // A Description is an error in the form that crosses to another language: its
-// class, the redacted message, where it happened, and which rule was broken; for a lack of memory
-// also where that is, and Asked, Free and Total, in bytes. Unknown fields are left out.
+// class, the redacted message, where it happened, which rule was broken, and the number that the system gave for it;
+// for a lack of memory also where that is, and Asked, Free and Total, in bytes. Unknown fields are left out.
 type Description struct {
 	Class   string `json:"class"`
 	Message string `json:"message"`
@@ -23,6 +24,7 @@ type Description struct {
 	Free    *int64 `json:"free,omitempty"`
 	Total   *int64 `json:"total,omitempty"`
 	Device  string `json:"device,omitempty"`
+	Errno   int    `json:"errno,omitempty"`
 }
 
 // Describe returns the Description of an error.
@@ -30,6 +32,9 @@ func Describe(err error) Description {
 	at := mergePlaces(err)
 	t := Description{Class: Class(err), Message: "overwire: " + Message(err), Source: RedactURI(at.Source),
 		Tensor: at.Tensor, Chunk: knownOrNil(at.Chunk), Offset: knownOrNil(at.Offset), Rule: RuleOf(err)}
+	if number, ok := errors.AsType[syscall.Errno](err); ok {
+		t.Errno = int(number)
+	}
 	if mem, ok := errors.AsType[*Memory](err); ok {
 		t.Device = mem.Where
 		t.Asked, t.Free, t.Total = knownOrNil(mem.Asked), knownOrNil(mem.Free), knownOrNil(mem.Total)

@@ -2,12 +2,14 @@
 
 Every one derives from `OverwireError` and from the built-in that a user would
 catch without knowing us (`FileNotFoundError`, `TimeoutError`, `KeyError` ...).
-All carry `source`, `tensor`, `chunk`, `offset` and `rule`, None where it is not known,
-and survive pickling. Messages are made by the engine, with secrets redacted.
+All carry `source`, `tensor`, `chunk`, `offset` and `rule`, None where it is not known, those that are
+an OSError also `errno`, None for an IOFailure without a number of the system's, and survive
+pickling. Messages are made by the engine, with secrets redacted.
 """
 
 from __future__ import annotations
 
+import errno
 import pickle
 
 TYPE_CHECKING = False
@@ -26,6 +28,9 @@ _CONTROLS = {
     for code in codes
     if chr(code) not in "\n\t"
 }
+
+# What programs that know us not look at, beside the class.
+_NUMBERS = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES), (TimeoutError, errno.ETIMEDOUT))
 
 
 class OverwireError(Exception):
@@ -54,10 +59,22 @@ class OverwireError(Exception):
         self.chunk = chunk
         self.offset = offset
         self.rule = rule
+        for kind, number in _NUMBERS:
+            if isinstance(self, kind):
+                _set_number(self, number)
 
     def __str__(self) -> str:
         # KeyError would show its argument in quotes, OSError an errno tuple.
         return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        number = getattr(self, "errno", None)  # which OSError keeps beside its other attributes
+        return type(self), self.args, self.__dict__ if number is None else self.__dict__ | {"errno": number}
+
+
+def _set_number(error: BaseException, number: int) -> None:
+    if isinstance(error, OSError):
+        error.errno = number
 
 
 class OutOfMemoryError(OverwireError, MemoryError):
@@ -195,8 +212,10 @@ def of_engine(error: BaseException) -> BaseException:
 def error_of(fields: dict[str, Any]) -> BaseException:
     """The exception that the engine describes."""
     fields = dict(fields)
-    kind = globals().get(fields.pop("class"), EngineError)
+    kind, number = globals().get(fields.pop("class"), EngineError), fields.pop("errno", None)
     error: BaseException = kind(fields.pop("message"), **fields)
+    if number:
+        _set_number(error, number)
     return error
 
 

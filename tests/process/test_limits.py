@@ -143,3 +143,26 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(Progra
 def test_writers_of_an_old_system(tmp_path: Path) -> None:
     """Where newer and rarer calls are refused, as old kernels and sandboxes do, all is written and read."""
     run(REFUSED_CALLS + EVERY_WRITER, tmp_path)
+
+
+def test_errors_have_the_number_of_the_system(tmp_path: Path) -> None:
+    """What is an OSError has its errno, by which a program tells a full disk from others, also once it was pickled."""
+    run(
+        """
+import errno, pickle, resource
+import numpy as np
+import overwire as ow
+folder, numbers = sys.argv[1], []
+def note(call, *args):
+    try:
+        call(*args)
+    except OSError as error:
+        numbers.append((error.errno, pickle.loads(pickle.dumps(error)).errno))
+note(lambda: ow.load_file(folder + "/absent.safetensors", framework="np"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+note(lambda: ow.save_file({"x": np.ones(1 << 16)}, folder + "/x.safetensors"))
+assert numbers == [(one, one) for one in (errno.ENOENT, errno.EFBIG)], numbers
+assert os.listdir(folder) == []
+""",
+        tmp_path,
+    )
