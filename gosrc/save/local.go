@@ -13,7 +13,6 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
-	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
 // files is the destination of a save to local files.
@@ -25,21 +24,11 @@ type files struct {
 }
 
 func (f *files) create(ctx context.Context, i int, p *outputFile) (draft, error) {
-	like := f.like
-	if p.like != "" {
-		st, err := regular.FindEntry(p.like)
-		if err != nil {
-			return nil, atomicfile.Failed(p.like, -1, err)
-		}
-		if st != nil && st.Mode().IsRegular() {
-			like = p.like
-		}
-	}
 	place, err := f.followPath(p.path)
 	if err != nil {
 		return nil, atomicfile.Failed(p.path, -1, err)
 	}
-	t, err := place.CreateTarget(f.spec.fs, like, p.mode, &f.listing)
+	t, err := place.CreateTarget(f.spec.fs, p.mode, &f.listing, p.like, f.like)
 	if err != nil {
 		return nil, err
 	}

@@ -45,7 +45,7 @@ type Target struct {
 	fs   FS
 	temp string // the temporary path; "" once renamed or removed
 	file File   // nil once closed
-	like string // see New
+	like string // of the likes of CreateTarget the one that has a file; "": none
 	lock int    // a second descriptor, which holds the lock; 0: none
 
 	// Clock, if not nil, gets the nanoseconds that writing to the file and its disk takes, without
@@ -71,18 +71,18 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	if err != nil {
 		return nil, Failed(path, -1, err)
 	}
-	return place.CreateTarget(sys, like, most, new(Listing))
+	return place.CreateTarget(sys, most, new(Listing), like)
 }
 
 // CreateTarget opens the temporary file for a place, and removes those that killed saves left in
 // its folder. If no file is there, the new one gets mode, owner,
-// group and ACL of the file like; if that is "", the mode that the umask leaves of
+// group and ACL of the first of likes that has one; if none has, the mode that the umask leaves of
 // most, 0666 if that is 0. The files of a save share a Listing.
-func (p *Place) CreateTarget(sys FS, like string, most fs.FileMode, hidden *Listing) (*Target, error) {
+func (p *Place) CreateTarget(sys FS, most fs.FileMode, hidden *Listing, likes ...string) (*Target, error) {
 	if err := p.refuseUnwritable(); err != nil {
 		return nil, err
 	}
-	_, old, err := firstFile(like)
+	like, old, err := firstFile(likes...)
 	if err != nil {
 		return nil, err
 	}
