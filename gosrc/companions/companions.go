@@ -91,7 +91,7 @@ func Find(in Folder, taken map[string]bool) (found []File, left []string, err er
 				left = append(left, path)
 			}
 		default:
-			f, ok, err := companion(root, path)
+			f, ok, err := findCompanion(root, path)
 			if err != nil {
 				return nil, nil, errs.In("read", path, err)
 			}
@@ -148,16 +148,16 @@ func OtherFormat(name string) string {
 // fits reports whether a file is not too long to be copied along.
 func fits(name string, size int64) bool { return size <= maxOther || OtherFormat(name) == "" }
 
-// companion finds the file that a name beside the weights leads to; ok is false if it
+// findCompanion finds the file that a name beside the weights leads to; ok is false if it
 // is to be left.
-func companion(root, path string) (f File, ok bool, err error) {
+func findCompanion(root, path string) (f File, ok bool, err error) {
 	f = File{Name: filepath.Base(path), Path: path}
 	if strings.HasPrefix(f.Name, ".") || isWeights(f.Name) {
 		return f, false, nil
 	}
 	st, err := os.Lstat(path)
 	if err == nil && st.Mode()&fs.ModeSymlink != 0 {
-		if f.Path, ok, err = within(root, path); err == nil {
+		if f.Path, ok, err = followWithin(root, path); err == nil {
 			if !ok || isWeights(filepath.Base(f.Path)) {
 				return f, false, nil
 			}
@@ -181,9 +181,9 @@ func faultOf(err error) error {
 	return nil
 }
 
-// within follows a link to a file of the folder root, or of the blobs of the Hugging
+// followWithin follows a link to a file of the folder root, or of the blobs of the Hugging
 // Face cache that root is a snapshot of.
-func within(root, link string) (real string, ok bool, err error) {
+func followWithin(root, link string) (real string, ok bool, err error) {
 	if real, err = filepath.EvalSymlinks(link); err != nil {
 		return "", false, err
 	}
