@@ -420,6 +420,13 @@ def _filter_of(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[
     return filter.over(names) if isinstance(filter, Experts) else filter
 
 
+def start_engine(source: Any) -> None:
+    """Refuses what can be no source while the engine is closed, so that a program that catches that can still fork;
+    then Go's runtime starts, which takes as long as what verbs import next."""
+    check_source(source)
+    open_library()
+
+
 def check_target(source: Any, framework: Any, device: Any, dtype: Any) -> tuple[Frame, str, Any]:
     """The frame, the device and the dtype of a load, whose arguments they are. What source and
     framework cannot be is refused while the engine is closed: a program that catches that can

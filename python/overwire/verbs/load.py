@@ -8,7 +8,7 @@ from .. import _engine
 from ..errors import NotSupportedError, forked
 from ..model.budget import fit
 from ..model.loads import many_objects
-from ..model.opened import Model, check_target, opening, prepare
+from ..model.opened import Model, check_target, opening, prepare, start_engine
 from ..model.options import (
     ArrayName,
     BytesName,
@@ -19,7 +19,7 @@ from ..model.options import (
     check_options,
     spell_out,
 )
-from ..model.sources import SourceLike, check_source, named
+from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import group_context
 
@@ -116,8 +116,7 @@ def load_file(
             )
         group, shard = options.pop("group", None), options.pop("shard", None)
         if group is not None or shard is not None:
-            check_source(source)
-            _engine.open_library()  # what is imported next takes as long as Go's runtime to start
+            start_engine(source)
             from ..distributed.tensors import open_load
 
             options.pop("base", None)

@@ -9,15 +9,14 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from .._engine import open_library
 from .._imports import imported
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
 from ..model.budget import fit
 from ..model.loads import many_objects
-from ..model.opened import Model, opening
+from ..model.opened import Model, opening, start_engine
 from ..model.options import DeviceLike, ModuleOptions, SaveOptions, check_options, check_values, parse_size, spell_out
-from ..model.sources import SourceLike, check_source, named
+from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import group_context
 from .into import ALL, Target, fill, in_place, place_target, put, single
@@ -81,8 +80,7 @@ def load_model(
         source = named("load_model", source, filename)
         framework = imported("torch")
         if framework is not None and isinstance(module, framework.nn.Module):
-            check_source(source)
-            open_library()  # what is imported next takes as long as Go's runtime to start
+            start_engine(source)
         frame = frame_for("torch")
         place = None if device is None else check_device(device, frame)
         import torch

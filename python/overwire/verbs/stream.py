@@ -7,12 +7,11 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
-from .._engine import open_library
 from ..errors import OverwireError
 from ..jobs import Steps
 from ..model.budget import fit, outlook
 from ..model.loads import Load
-from ..model.opened import Model, check_target, opening, prepare
+from ..model.opened import Model, check_target, opening, prepare, start_engine
 from ..model.options import (
     ArrayName,
     BytesName,
@@ -25,7 +24,7 @@ from ..model.options import (
     parse_size,
     spell_out,
 )
-from ..model.sources import SourceLike, check_source
+from ..model.sources import SourceLike
 from ..progress import Progress, Watcher, spell_count, watch
 from .grouped import group_context
 
@@ -111,8 +110,7 @@ def stream(
         budget = parse_size(options.get("max_memory"), "max_memory")
         group, shard = options.pop("group", None), options.pop("shard", None)
         if group is not None or shard is not None:
-            check_source(source)
-            open_library()  # what is imported next takes as long as Go's runtime to start
+            start_engine(source)
             from ..distributed.stream import GroupStream
 
             options.pop("max_memory", None)
