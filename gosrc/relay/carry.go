@@ -42,7 +42,7 @@ type carrier struct {
 	taken     int  // pieces whose shares of this rank no other rank needs: [0, taken)
 }
 
-// moves is what movePieces alone uses, until it has ended.
+// moves is what moveOnce uses. Relay.turn guards it, until movePieces has ended.
 type moves struct {
 	next        []int           // by rank: the next piece to take
 	own, others []shares        // this rank's and the others', which wait for a slot of the queue that decodes
@@ -207,38 +207,25 @@ func (r *Relay) beginMoving(ctx context.Context, work func(context.Context) erro
 	spawn.GoFor(&r.movers, "relay move", func() {
 		err := spawn.Guard("relay move", func() error { return work(ctx) })
 		if err != nil && ctx.Err() == nil {
-			r.failWith(r.model.PlaceError("stage", err), !errors.Is(err, peers.ErrOther))
+			r.failMoving(err)
 		}
 	})
 }
 
-// movePieces asks the GPU, the readers and the other ranks, again and again: it submits the slots that
-// readers have filled, finishes what the GPU has done, and has this rank's shares summed, those of others copied,
-// and all decoded; on the host it decodes by itself. What the caller exchanges is decoded by DecodePiece. It ends
-// when this rank has decoded all, and no other needs what it has read.
+// movePieces moves pieces (moveOnce), again and again, until this rank has decoded all, and no other needs what it has
+// read.
 func (r *Relay) movePieces(ctx context.Context) error {
 	if r.queue != nil {
 		runtime.LockOSThread() // it makes most of the driver's calls: no other goroutine takes this thread
 		defer runtime.UnlockOSThread()
 	}
-	steps := []func() (worked bool, err error){r.sumArrived, r.recycleTakenBuffers, r.carryShares, r.decodeWaiting}
 	var pace pacer
 	for !r.hasMovedAll() {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		worked := false
-		if r.queue != nil {
-			hasFed := r.feed.submitAndFinish()
-			worked = r.queue.FinishEnded() || hasFed
-		}
-		for _, step := range steps {
-			did, err := step()
-			if err != nil {
-				return err
-			}
-			worked = worked || did
-		}
+		r.lastRound.Store(time.Now().UnixNano())
+		worked := r.moveOnce()
 		if c := r.carrier; c != nil && !worked && job.IsClosed(c.joined) {
 			if err := c.CheckOthers(); err != nil {
 				return err
@@ -247,6 +234,45 @@ func (r *Relay) movePieces(ctx context.Context) error {
 		pace.restUnless(worked)
 	}
 	return nil
+}
+
+// steps are those of moveOnce; each reports whether there was something to do.
+var steps = []func(*Relay) (bool, error){
+	(*Relay).sumArrived, (*Relay).recycleTakenBuffers, (*Relay).carryShares, (*Relay).decodeWaiting}
+
+// moveOnce asks the GPU, the readers and the other ranks once: it submits the slots that readers have filled, finishes
+// what the GPU has done, and has this rank's shares summed, those of others copied, and all decoded; on the host it
+// decodes by itself. What the caller exchanges is decoded by DecodePiece. It leaves out what another goroutine does
+// just now, and reports whether there was something to do. Its error ends the job.
+func (r *Relay) moveOnce() bool {
+	hasMoved := r.queue != nil && r.feed.submitAndFinish()
+	if !r.turn.TryLock() {
+		return hasMoved
+	}
+	defer r.turn.Unlock()
+	if r.queue != nil {
+		hasMoved = r.queue.FinishEnded() || hasMoved
+	}
+	for _, step := range steps {
+		did, err := step(r)
+		if err != nil {
+			r.failMoving(err)
+			return false
+		}
+		hasMoved = hasMoved || did
+	}
+	return hasMoved
+}
+
+// moveIfLate is moveOnce for readers that wait, where movePieces has begun no round for lateAfter: the system has given
+// its core to something else.
+func (r *Relay) moveIfLate() bool {
+	round := r.lastRound.Load()
+	return round != 0 && time.Now().UnixNano()-round > lateAfter.Nanoseconds() && r.moveOnce()
+}
+
+func (r *Relay) failMoving(err error) {
+	r.failWith(r.model.PlaceError("stage", err), !errors.Is(err, peers.ErrOther))
 }
 
 func (r *Relay) hasMovedAll() bool {

@@ -13,17 +13,17 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// startOnFake starts a relay of one rank on the fake driver, whose first piece has been read. end waits for the job's
-// end, with an error of a class, and checks that nothing is left.
-func startOnFake(t *testing.T) (r *Relay, end func(class error)) {
+// startOnFake starts a relay of one rank on the fake driver, of a tensor of that many bytes, whose first piece has been
+// read. end waits for the job's end, with an error of a class, and checks that nothing is left.
+func startOnFake(t *testing.T, size int64) (r *Relay, end func(class error)) {
 	t.Helper()
 	endFake := cuda.Fake(64 << 20)
-	m := plain(t, []int64{4 << 20})
+	m := plain(t, []int64{size})
 	gpu, err := cuda.Open(0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	memory, err := gpu.Alloc([]int64{2 << 20, 4 << 20})
+	memory, err := gpu.Alloc([]int64{2 << 20, size})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -58,7 +58,7 @@ func startOnFake(t *testing.T) (r *Relay, end func(class error)) {
 // A call of DecodePiece that waits for a slot ends when the job does: nothing finishes slots then, and
 // the job waits for the call.
 func TestDecodePieceEndsWithJob(t *testing.T) {
-	r, end := startOnFake(t)
+	r, end := startOnFake(t, 4<<20)
 	var slots []*cuda.Slot
 	for s := r.queue.TryGet(); s != nil; s = r.queue.TryGet() {
 		slots = append(slots, s)
@@ -85,7 +85,36 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 	end(errs.ErrCancelled)
 }
 
-// After a panic in a step of movePieces the job ends, which waits for every slot, and nothing is left.
+// While the goroutine of movePieces stands still, as where the system has given its core to something else, readers
+// that wait for slots do its work: a piece that is decoded meanwhile is counted.
+func TestReadersMovePieces(t *testing.T) {
+	r, end := startOnFake(t, 40<<20)
+	var slot *cuda.Slot
+	for slot == nil {
+		slot = r.feed.TryGet()
+	}
+	stands, goesOn := make(chan struct{}), make(chan struct{})
+	n := int64(r.fetch.Tasks[0].Src) + int64(r.fetch.Tasks[0].Chunk.Stored)
+	err := r.feed.Submit(slot, n, r.fetch.Tasks[:1], func(int, error) { close(stands); <-goesOn })
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-stands
+	if err := r.DecodePiece(0, 0); err != nil {
+		t.Fatal(err)
+	}
+	for until := time.Now().Add(time.Minute); r.job.Bytes.Load() == 0; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Error("no reader has counted the piece")
+			break
+		}
+	}
+	r.job.Cancel()
+	close(goesOn)
+	end(errs.ErrCancelled)
+}
+
+// After a panic in a step of moveOnce the job ends, which waits for every slot, and nothing is left.
 func TestPanicsWhileMoving(t *testing.T) {
 	for _, panics := range map[string]func(r *Relay, slot *cuda.Slot, done func(int, error)) error{
 		"a sum": func(r *Relay, slot *cuda.Slot, _ func(int, error)) error {
@@ -101,7 +130,7 @@ func TestPanicsWhileMoving(t *testing.T) {
 			return r.feed.Submit(slot, n, r.fetch.Tasks[:1], func(int, error) { panic("planted") })
 		},
 	} {
-		r, end := startOnFake(t)
+		r, end := startOnFake(t, 4<<20)
 		slot := r.feed.TryGet()
 		if slot == nil {
 			t.Fatal("no slot is free")

@@ -1,6 +1,6 @@
 package relay
 
-// This file has the queue through which this rank's shares go to its GPU. movePieces feeds it.
+// This file has the queue through which this rank's shares go to its GPU. moveOnce feeds it.
 
 import (
 	"cmp"
@@ -22,13 +22,13 @@ const mostGroups = 2
 
 // A feedQueue copies the slots that readers have filled to this rank's buffers on the GPU, each behind the
 // decoding of the piece that the buffer had before. The readers do not wait for the driver, which serves one
-// thread at a time: movePieces submits all slots that wait as one group, and asks for its end.
+// thread at a time: moveOnce submits all slots that wait as one group, and asks for its end.
 type feedQueue struct {
 	*cuda.Queue
 	r       *Relay
 	todo    chan submission // has space for all slots: no reader waits
 	waiting atomic.Int64    // filled slots that were not submitted to the driver
-	mu      sync.Mutex      // held in submitAndFinish, which movePieces calls, and Drain
+	mu      sync.Mutex      // held in submitAndFinish
 	all     []submission    // those that submitAndFinish submits; mu guards it
 }
 
@@ -41,7 +41,7 @@ type submission struct {
 // GetFor waits for a slot by asking: movePieces, which frees them, has no time to wake readers.
 func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	var slot *cuda.Slot
-	err := askUntil(ctx, func() bool {
+	err := q.r.askUntil(ctx, func() bool {
 		slot = q.TryGetFor(reader)
 		return slot != nil
 	})
@@ -80,7 +80,7 @@ func (q *feedQueue) submitSafely(all []submission) {
 	}
 }
 
-// Submit leaves a filled slot to movePieces, and returns at once; what goes wrong later is an error of each task.
+// Submit leaves a filled slot to moveOnce, and returns at once; what goes wrong later is an error of each task.
 // The tasks are some of r.fetch.Tasks, in place: their position there says which piece they are of.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	all := q.r.fetch.Tasks

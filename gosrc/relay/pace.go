@@ -24,6 +24,8 @@ const (
 	longestRest = time.Millisecond
 	// landingPause is how long Ready waits before it looks again: nothing that lands wakes it.
 	landingPause = time.Millisecond
+	// lateAfter is how long readers that wait leave all to movePieces, which comes round every few microseconds.
+	lateAfter = 300 * time.Microsecond
 )
 
 // restUnless is called after each look for work; worked says that there was some.
@@ -45,14 +47,15 @@ func (p *pacer) restUnless(worked bool) {
 	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be late by a millisecond
 }
 
-// askUntil calls ready again and again until it is true, or until ctx has ended.
-func askUntil(ctx context.Context, ready func() bool) error {
+// askUntil calls ready again and again until it is true, or until ctx has ended. Meanwhile it moves pieces where
+// movePieces is late.
+func (r *Relay) askUntil(ctx context.Context, ready func() bool) error {
 	var pace pacer
 	for !ready() {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		pace.restUnless(false)
+		pace.restUnless(r.moveIfLate())
 	}
 	return nil
 }

@@ -116,6 +116,8 @@ type state struct {
 	shut       bool
 	busy       sync.WaitGroup // calls of DecodePiece and Join
 	movers     sync.WaitGroup // goroutines of beginMoving
+	turn       sync.Mutex     // held in moveOnce
+	lastRound  atomic.Int64   // when movePieces began its last round, in nanoseconds; 0: it has not begun
 
 	unmapped atomic.Bool // err is that another rank's memory cannot be mapped
 }
@@ -376,7 +378,7 @@ func (r *Relay) failWith(err error, ours bool) {
 
 // awaitBuffersUpTo waits, by asking, until the buffers of the pieces [0, pieces) may be filled again.
 func (r *Relay) awaitBuffersUpTo(ctx context.Context, pieces int) error {
-	return askUntil(ctx, func() bool { return r.recycled.Load() >= int64(pieces) })
+	return r.askUntil(ctx, func() bool { return r.recycled.Load() >= int64(pieces) })
 }
 
 // markQueued says that the decoding of shares, which ends with the event, is queued; nil: there is nothing

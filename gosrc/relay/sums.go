@@ -16,7 +16,7 @@ import (
 const slotsForSums = 2
 
 // countArrival counts a chunk of this rank's share of a piece that has arrived. The last of them makes
-// the share readable, or first has movePieces sum it.
+// the share readable, or first has moveOnce sum it.
 func (r *Relay) countArrival(piece int) {
 	r.mu.Lock()
 	p := &r.pieces[piece]
@@ -51,7 +51,7 @@ func (r *Relay) makeReadable(piece int) {
 
 // sumArrived has the shares summed that have arrived, as far as slots are free.
 func (r *Relay) sumArrived() (worked bool, err error) {
-	for len(r.arrivals) > 0 { // movePieces alone takes them
+	for len(r.arrivals) > 0 { // only the holder of turn takes them
 		slot := r.queue.TryGet()
 		if slot == nil {
 			return worked, nil
