@@ -89,6 +89,9 @@ func (w *writer) like(parts []outputFile) (string, error) {
 			continue
 		}
 		place, err := w.followPath(path)
+		if err == nil {
+			err = place.RefuseStrangers()
+		}
 		if errors.Is(err, errs.ErrPermission) { // another user's
 			continue
 		}

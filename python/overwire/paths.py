@@ -122,13 +122,14 @@ def resolve_links(path: str) -> str:
             continue
         step = os.path.join(at, name)
         try:
-            to = os.readlink(step)
+            to = _read_link(step)
+        except OverwireError:
+            raise
         except OSError as error:
             if error.errno != errno.EINVAL:  # no link
                 raise_unless_absent(error, step)
             at = step
             continue
-        refuse_planted(step)
         if (links := links + 1) > _MOST_LINKS:
             raise IOFailure(f"overwire: {path}: {os.strerror(errno.ELOOP)}", source=path)
         at = "/" if to.startswith("/") else at
@@ -136,14 +137,35 @@ def resolve_links(path: str) -> str:
     return at
 
 
+def _read_link(path: str) -> str:
+    # What is read is what was checked, whatever has the path a moment later. Raises AccessError, and what the system
+    # says of what is no link.
+    os.readlink(path)  # most are none, and cost no descriptor
+    number = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _refuse_others(path, os.fstat(number))
+        folder = os.path.dirname(path)
+        while folder != "/":
+            _refuse_others(folder, os.lstat(folder))
+            folder = os.path.dirname(folder)
+        return os.readlink("", dir_fd=number)
+    finally:
+        os.close(number)
+
+
 def refuse_planted_entry(path: str) -> None:
     """Raises AccessError where the last element of a path belongs to another user, in a folder that everyone may
     write: neither to this user, nor to root, nor to the folder's owner. The engine has the same rule."""
     try:
-        entry, folder = os.lstat(path), os.stat(os.path.dirname(path))
+        _refuse_others(path, os.lstat(path))
+    except OverwireError:
+        raise
     except OSError as error:  # absent: not planted
         raise_unless_absent(error, path)
-        return
+
+
+def _refuse_others(path: str, entry: os.stat_result) -> None:
+    folder = os.stat(os.path.dirname(path))
     is_shared = folder.st_mode & stat.S_IWOTH and entry.st_dev == folder.st_dev  # only root mounts
     if is_shared and entry.st_uid not in (os.geteuid(), 0, folder.st_uid):
         raise AccessError(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from overwire.checkpoints import places
 from overwire.integrations.shared import prepared
+from overwire.paths import resolve_links
 from overwire.stores import FileWriter
 
 STRANGER = 1234
@@ -67,6 +68,51 @@ def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
     (shared / "loop").symlink_to("loop")
     with pytest.raises(ow.IOFailure, match="symbolic links"):
         FileWriter(str(shared / "loop"))
+
+
+@needs_root
+def test_a_link_that_comes_and_goes(tmp_path: Path, shared: Path) -> None:
+    """A link of another user is followed at no time, however often it is put in and taken away."""
+    program = """
+import os, sys
+path, to = sys.argv[1:]
+while True:
+    os.symlink(to, path + "2")
+    os.lchown(path + "2", 1234, 1234)
+    os.rename(path + "2", path)
+    os.unlink(path)
+"""
+    path = str(shared / "file")
+    stranger = subprocess.Popen([sys.executable, "-c", program, path, str(tmp_path / "home")])
+    try:
+        while not refuses(path):
+            assert stranger.poll() is None
+        for _ in range(5000):
+            refuses(path)
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def refuses(path: str) -> bool:
+    """Whether another user's link is refused now."""
+    try:
+        assert resolve_links(path) == path
+    except ow.AccessError:
+        return True
+    return False
+
+
+@needs_root
+def test_a_strangers_index_gives_no_mode(shared: Path) -> None:
+    """A new file is no other user's, and open to no one, because of an index that waits beside it."""
+    index = shared / "m.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "m.safetensors"}}')
+    index.chmod(0o666)
+    strangers(index)
+    ow.save_file({"w": torch.ones(3)}, shared / "m.safetensors")
+    state = (shared / "m.safetensors").stat()
+    assert state.st_uid == 0 and not state.st_mode & 0o022
 
 
 @needs_root

@@ -162,7 +162,15 @@ func (p *Place) refuseUnwritable() error {
 	case !p.IsFile():
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "is not a regular file (%v)", p.old.Mode().Type()))
 	}
-	return Failed(p.asked, -1, refuseStrangers(p.Path))
+	return p.RefuseStrangers()
+}
+
+// RefuseStrangers refuses a file of another user, in a sticky folder that everyone may write.
+func (p *Place) RefuseStrangers() error {
+	if !p.IsFile() {
+		return nil
+	}
+	return Failed(p.asked, -1, refuseStrangers(p.Path, p.old))
 }
 
 // isBlob reports whether a place is in the folder of blobs of a Hugging Face cache,
@@ -182,8 +190,8 @@ func (p *Place) isBlob() bool {
 	return err == nil && st.IsDir()
 }
 
-// firstFile returns the first of some paths that has a regular file, nil if none has: the mode of a new file is
-// that of the file that it replaces, or is to be like.
+// firstFile returns the first of some paths that has a regular file, none of a stranger, nil if none has: the mode of
+// a new file is that of the file that it replaces, or is to be like.
 func firstFile(paths ...string) (string, fs.FileInfo, error) {
 	for _, path := range paths {
 		if path == "" {
@@ -193,8 +201,15 @@ func firstFile(paths ...string) (string, fs.FileInfo, error) {
 		if err != nil {
 			return "", nil, Failed(path, -1, err)
 		}
-		if st != nil && st.Mode().IsRegular() {
+		if st == nil || !st.Mode().IsRegular() {
+			continue
+		}
+		err = refuseStrangers(path, st)
+		if err == nil {
 			return path, st, nil
+		}
+		if !errors.Is(err, errs.ErrPermission) {
+			return "", nil, Failed(path, -1, err)
 		}
 	}
 	return "", nil, nil
@@ -335,13 +350,14 @@ func (t *Target) Drop() {
 	}
 }
 
-// refuseStrangers refuses a file of another user in a sticky folder that everyone may write, as Linux does
-// (fs.protected_regular): it waits there for a file whose owner it would be.
-func refuseStrangers(path string) error {
-	if st, err := regular.FindTarget(Folder(path)); st == nil || st.Mode()&fs.ModeSticky == 0 {
+// refuseStrangers refuses the file that has a path if it is another user's, in a sticky folder that everyone may write,
+// as Linux does (fs.protected_regular): it waits there for a file that gets its owner or its mode.
+func refuseStrangers(path string, st fs.FileInfo) error {
+	folder, err := regular.FindTarget(Folder(path))
+	if folder == nil || folder.Mode()&fs.ModeSticky == 0 {
 		return err
 	}
-	return regular.RefusePlantedEntry(path)
+	return regular.RefusePlantedFile(path, st, folder)
 }
 
 // Follow resolves symbolic links of the last element of a path; the file that
@@ -360,14 +376,11 @@ func Follow(path string) (*Place, error) {
 		if p.old == nil || p.old.Mode().Type() != fs.ModeSymlink {
 			return p, nil // opening it reports what is wrong
 		}
-		to, err := os.Readlink(p.Path)
+		to, err := regular.ReadLink(p.Path)
 		switch {
 		case errors.Is(err, syscall.EINVAL), errors.Is(err, fs.ErrNotExist):
-			return p, nil // it has gone, or changed
+			continue // it has gone, or changed
 		case err != nil:
-			return nil, err
-		}
-		if err := regular.RefusePlanted(p.Path); err != nil {
 			return nil, err
 		}
 		if !filepath.IsAbs(to) {

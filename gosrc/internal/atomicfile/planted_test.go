@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io/fs"
 	"os"
+	"syscall"
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -55,6 +56,89 @@ func TestPlanted(t *testing.T) {
 			if errors.Is(err, errs.ErrPermission) != c.link || (there == nil) == c.link {
 				t.Errorf("%+v: through a link, %s: %v, %v", c, what, err, there)
 			}
+		}
+	}
+}
+
+// A link of another user that comes and goes is followed at no time.
+func TestLinkThatComesAndGoes(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root may give files away")
+	}
+	shared, home := t.TempDir(), t.TempDir()
+	path, link := shared+"/file", shared+"/link"
+	if err := os.Chmod(shared, 0o777|fs.ModeSticky); err != nil {
+		t.Fatal(err)
+	}
+	stop, ended := make(chan struct{}), make(chan error)
+	go func() {
+		var err error
+		for !isClosed(stop) && err == nil {
+			err = errors.Join(os.Symlink(home+"/file", link), os.Lchown(link, 1234, 0), os.Rename(link, path),
+				os.Remove(path))
+		}
+		ended <- err
+	}()
+	for range 20_000 {
+		if place, err := Follow(path); err == nil && place.Path != path {
+			t.Errorf("it leads to %s", place.Path)
+			break
+		} else if err != nil && !errors.Is(err, errs.ErrPermission) && !errors.Is(err, syscall.ELOOP) {
+			t.Error(err)
+			break
+		}
+	}
+	close(stop)
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
+func isClosed(stop <-chan struct{}) bool {
+	select {
+	case <-stop:
+		return true
+	default:
+		return false
+	}
+}
+
+// A new file gets neither owner nor mode of a file that another user has put into a sticky folder, under its name
+// meanwhile, or under one that it is to be like.
+func TestOwnerOfStrangersFile(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root may give files away")
+	}
+	for _, name := range []string{"new", "like"} {
+		shared := t.TempDir()
+		plant := func() error {
+			return errors.Join(os.WriteFile(shared+"/"+name, nil, 0o600), os.Chmod(shared+"/"+name, 0o666),
+				os.Chown(shared+"/"+name, 1234, 1234))
+		}
+		err := os.Chmod(shared, 0o777|fs.ModeSticky)
+		if name == "like" {
+			err = errors.Join(err, plant())
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		target, err := New(Disk{}, shared+"/new", shared+"/like", 0o600)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if name == "new" {
+			err = plant()
+		}
+		if err = errors.Join(err, target.Finish(0), Publish(Disk{}, []*Target{target})); err != nil {
+			t.Fatal(err)
+		}
+		target.Drop()
+		st, err := os.Stat(shared + "/new")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if own := st.Sys().(*syscall.Stat_t); own.Uid != 0 || own.Gid != 0 || st.Mode() != 0o600 {
+			t.Errorf("%s: %v of user %d", name, st.Mode(), own.Uid)
 		}
 	}
 }

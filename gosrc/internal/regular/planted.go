@@ -4,9 +4,11 @@ package regular
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 
@@ -22,6 +24,16 @@ const everyone = 0o002
 func IsPlanted(entry, folder *unix.Stat_t) bool {
 	return folder.Mode&everyone != 0 && entry.Dev == folder.Dev && // only root mounts
 		entry.Uid != uint32(os.Geteuid()) && entry.Uid != 0 && entry.Uid != folder.Uid
+}
+
+// RefusePlantedFile is RefusePlantedEntry for what package os says of a path and its folder.
+func RefusePlantedFile(path string, entry, folder fs.FileInfo) error {
+	e, f := entry.Sys().(*syscall.Stat_t), folder.Sys().(*syscall.Stat_t)
+	at := &unix.Stat_t{Dev: e.Dev, Uid: e.Uid}
+	if IsPlanted(at, &unix.Stat_t{Dev: f.Dev, Uid: f.Uid, Mode: f.Mode}) {
+		return refusePlanted(path, at)
+	}
+	return nil
 }
 
 // IsTrusted reports whether no other user may have put an open file under its name, or may change it.
@@ -57,9 +69,46 @@ func RefusePlantedLinks(path string) (hasLinks bool, err error) {
 			return refuseUnknown(at, err)
 		}
 		hasLinks = true
-		return RefusePlantedEntry(at)
+		return refuseUnknown(at, refuseOthers(at, &entry))
 	})
 	return hasLinks, err
+}
+
+// ReadLink returns where a link leads. It refuses one that another user may have planted, and one in a folder that
+// another user may have: what is read is what was checked, whatever has the path a moment later.
+func ReadLink(path string) (string, error) {
+	fd := -1
+	err := Again(func() (err error) {
+		fd, err = unix.Open(path, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+		return err
+	})
+	if err != nil {
+		return "", err
+	}
+	defer unix.Close(fd)
+	var entry unix.Stat_t
+	if err := unix.Fstat(fd, &entry); err != nil {
+		return "", err
+	}
+	if entry.Mode&unix.S_IFMT != unix.S_IFLNK {
+		return "", unix.EINVAL // as readlink says it
+	}
+	if err := refuseOthers(path, &entry); err != nil {
+		return "", err
+	}
+	err = eachElement(FolderOf(path), func(at string) error {
+		err := checkEntry(at)
+		if isAbsent(err) { // it has just been there
+			return err
+		}
+		return refuseUnknown(at, err)
+	})
+	if err != nil {
+		return "", err
+	}
+	to := make([]byte, unix.PathMax)
+	n, err := unix.Readlinkat(fd, "", to)
+	return string(to[:max(n, 0)]), err
 }
 
 // eachElement calls check for the path and each of its folders, as the system finds them.
@@ -85,17 +134,27 @@ func eachElement(path string, check func(at string) error) error {
 }
 
 // RefusePlantedEntry is RefusePlanted for the last element of a path alone.
-func RefusePlantedEntry(path string) error {
-	folder := FolderOf(path)
-	var entry, parent unix.Stat_t
-	err := Again(func() error { return unix.Lstat(path, &entry) })
-	if err == nil {
-		err = Again(func() error { return unix.Stat(folder, &parent) })
+func RefusePlantedEntry(path string) error { return refuseUnknown(path, checkEntry(path)) }
+
+// checkEntry is RefusePlantedEntry with the system's own errors.
+func checkEntry(path string) error {
+	var entry unix.Stat_t
+	if err := Again(func() error { return unix.Lstat(path, &entry) }); err != nil {
+		return err
 	}
-	if err != nil || !IsPlanted(&entry, &parent) {
-		return refuseUnknown(path, err)
+	return refuseOthers(path, &entry)
+}
+
+// refuseOthers refuses an entry that has a path, or had it just now, if it IsPlanted.
+func refuseOthers(path string, entry *unix.Stat_t) error {
+	var folder unix.Stat_t
+	if err := Again(func() error { return unix.Stat(FolderOf(path), &folder) }); err != nil {
+		return err
 	}
-	return refusePlanted(path, &entry)
+	if IsPlanted(entry, &folder) {
+		return refusePlanted(path, entry)
+	}
+	return nil
 }
 
 // refuseUnknown returns the error of a path whose owner the system does not tell; nil for what is not there, or not to
@@ -103,6 +162,9 @@ func RefusePlantedEntry(path string) error {
 func refuseUnknown(path string, err error) error {
 	if err == nil || isAbsent(err) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.ELOOP) {
 		return nil
+	}
+	if errs.Classed(err) {
+		return err
 	}
 	return errs.FromOS(&os.PathError{Op: "lstat", Path: path, Err: err})
 }
