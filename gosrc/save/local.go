@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"slices"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
@@ -92,7 +94,7 @@ func (w *writer) like(parts []outputFile) (string, error) {
 		if err == nil {
 			err = place.RefuseStrangers()
 		}
-		if errors.Is(err, errs.ErrPermission) { // another user's
+		if errors.Is(err, errs.ErrPermission) || errors.Is(err, unix.ELOOP) { // another user's, or a link to nothing
 			continue
 		}
 		if err != nil {

@@ -143,14 +143,29 @@ def _read_link(path: str) -> str:
     os.readlink(path)  # most are none, and cost no descriptor
     number = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        _refuse_others(path, os.fstat(number))
+        entry = os.fstat(number)
+        _refuse_others(path, entry)
         folder = os.path.dirname(path)
         while folder != "/":
             _refuse_others(folder, os.lstat(folder))
             folder = os.path.dirname(folder)
-        return os.readlink("", dir_fd=number)
+        to = os.readlink("", dir_fd=number)
+        _refuse_unnamed(path, entry, to)
+        return to
     finally:
         os.close(number)
+
+
+def _refuse_unnamed(path: str, entry: os.stat_result, to: str) -> None:
+    # A link of /proc says of a memfd, or a deleted file, what that is: another file would be written as that.
+    try:
+        if entry.st_dev != os.stat("/proc/self").st_dev:
+            return
+        is_named = os.path.samestat(os.stat(path), os.lstat(os.path.join(os.path.dirname(path), to)))
+    except OSError:  # there is no /proc, or nothing of that name
+        is_named = not os.path.exists("/proc/self")
+    if not is_named:
+        raise ArgumentError(f"overwire: {path}: it leads to an open file that no folder has ({to}): name a file")
 
 
 def refuse_planted_entry(path: str) -> None:

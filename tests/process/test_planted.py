@@ -70,6 +70,33 @@ def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
         FileWriter(str(shared / "loop"))
 
 
+def test_an_open_file_without_a_name(tmp_path: Path) -> None:
+    """Nothing is written as what /proc calls a memfd or a deleted file; an open file of a folder is written by its
+    name."""
+    numbers = [os.memfd_create("x"), os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)]
+    named = os.open(tmp_path / "named", os.O_CREAT | os.O_RDWR)
+    try:
+        for number in numbers:
+            with pytest.raises(ow.ArgumentError, match="no folder has"):
+                ow.save_file({"w": torch.ones(3)}, f"/proc/self/fd/{number}")
+            with pytest.raises(ow.ArgumentError, match="no folder has"):
+                FileWriter(f"/dev/fd/{number}")
+        ow.save_file({"w": torch.ones(3)}, f"/dev/fd/{named}")
+        assert os.listdir(tmp_path) == ["named"] and not [name for name in os.listdir("/") if "(deleted)" in name]
+    finally:
+        for number in (*numbers, named):
+            os.close(number)
+    assert ow.load_file(tmp_path / "named")["w"].sum() == 3
+
+
+def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
+    """A link to itself under the name of the index says nothing of the modes of a model, and stops no save."""
+    index = tmp_path / "m.safetensors.index.json"
+    index.symlink_to(index.name)
+    ow.save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")
+    assert sorted(os.listdir(tmp_path)) == ["m.safetensors", index.name]
+
+
 @needs_root
 def test_a_link_that_comes_and_goes(tmp_path: Path, shared: Path) -> None:
     """A link of another user is followed at no time, however often it is put in and taken away."""

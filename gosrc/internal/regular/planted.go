@@ -74,8 +74,8 @@ func RefusePlantedLinks(path string) (hasLinks bool, err error) {
 	return hasLinks, err
 }
 
-// ReadLink returns where a link leads. It refuses one that another user may have planted, and one in a folder that
-// another user may have: what is read is what was checked, whatever has the path a moment later.
+// ReadLink returns where a link leads. It refuses one that another user may have planted, one in a folder that
+// another user may have, and one to no name: what is read is what was checked, whatever has the path a moment later.
 func ReadLink(path string) (string, error) {
 	fd := -1
 	err := Again(func() (err error) {
@@ -106,9 +106,32 @@ func ReadLink(path string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	to := make([]byte, unix.PathMax)
-	n, err := unix.Readlinkat(fd, "", to)
-	return string(to[:max(n, 0)]), err
+	buf := make([]byte, unix.PathMax)
+	n, err := unix.Readlinkat(fd, "", buf)
+	if err != nil {
+		return "", err
+	}
+	to := string(buf[:n])
+	return to, refuseUnnamed(fd, path, to)
+}
+
+// refuseUnnamed refuses an open link of /proc that leads to no name: of an open file, a memfd or a deleted one, it says
+// what that is, which another file would be written as.
+func refuseUnnamed(fd int, path, to string) error {
+	var of unix.Statfs_t
+	if err := unix.Fstatfs(fd, &of); err != nil || of.Type != unix.PROC_SUPER_MAGIC {
+		return nil
+	}
+	name := to
+	if !filepath.IsAbs(to) {
+		name = FolderOf(path) + "/" + to
+	}
+	var open, named unix.Stat_t
+	if unix.Stat(path, &open) == nil && unix.Lstat(name, &named) == nil && open.Dev == named.Dev &&
+		open.Ino == named.Ino {
+		return nil
+	}
+	return errs.New(errs.ErrArgument, "it leads to an open file that no folder has (%s): name a file", to)
 }
 
 // eachElement calls check for the path and each of its folders, as the system finds them.
