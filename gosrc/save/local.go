@@ -5,6 +5,7 @@ package save
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -143,8 +144,8 @@ func (w *writer) checkRoom(parts []outputFile) error {
 		dir = atomicfile.Folder(place.Path)
 	}
 	if free, ok := w.spec.fs.Free(dir); ok && float64(free) < need {
-		return errs.In("save", w.spec.Path, errs.New(errs.ErrIO,
-			"no space left: about %d bytes are needed and %d are free in %s", int64(need), free, dir))
+		return errs.In("save", w.spec.Path, errs.FromOS(fmt.Errorf("%w: about %d bytes are needed and %d are free in %s",
+			unix.ENOSPC, int64(need), free, dir)))
 	}
 	return nil
 }
