@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -48,6 +50,40 @@ func TestSmallTensors(t *testing.T) {
 			if _, err := Verify(bg, nil, []string{spec.Path}, format.Access{}, false); err != nil {
 				t.Errorf("%+v: %v", spec, err)
 			}
+		}
+	}
+}
+
+// A save is run by the caller's thread if all that it writes is little: tensors, names and metadata.
+func TestIsBrief(t *testing.T) {
+	dir, err := os.MkdirTemp("/dev/shm", "overwire")
+	if err != nil {
+		t.Skip(err)
+	}
+	defer os.RemoveAll(dir)
+	if !regular.IsInMemory(dir + "/x") {
+		t.Skip("a server could keep a call waiting, or no file system in memory is here")
+	}
+	text := strings.Repeat("a", 1<<20)
+	tensor := func(name string, n int) Input { return Input{Name: name, DType: tensor.U8, Data: make([]byte, n)} }
+	for k, c := range []struct {
+		spec Spec
+		in   []Input
+		want bool
+	}{
+		{Spec{}, []Input{tensor("x", 1<<20-1)}, true},
+		{Spec{}, []Input{tensor("x", 1<<20)}, false},
+		{Spec{}, make([]Input, 1<<10), true},
+		{Spec{}, make([]Input, 1<<10+1), false},
+		{Spec{}, []Input{tensor(text, 1)}, false},
+		{Spec{Metadata: map[string]string{"key": text}}, nil, false},
+		{Spec{Metadata: map[string]string{text: "value"}}, nil, false},
+		{Spec{Shard: 1}, nil, false},
+		{Spec{Staged: func() {}}, nil, false},
+	} {
+		c.spec.Path = dir + "/x"
+		if got := c.spec.IsBrief(c.in); got != c.want {
+			t.Errorf("%d: %v", k, got)
 		}
 	}
 }

@@ -218,7 +218,10 @@ func (s *Spec) IsBrief(in []Input) bool {
 	const mostTensors, mostBytes = 1 << 10, 1 << 20
 	bytes := 0
 	for i := range in {
-		bytes += len(in[i].Data)
+		bytes += len(in[i].Name) + len(in[i].Data)
+	}
+	for key, value := range s.Metadata {
+		bytes += len(key) + len(value)
 	}
 	return len(in) <= mostTensors && bytes <= mostBytes && len(s.Away) == 0 && len(s.Pieces) == 0 && s.Staged == nil &&
 		s.Shard == 0 && s.Level != levelSmaller && len(s.Storage.Encrypt) == 0 && source.Scheme(s.Path) == "" &&
