@@ -66,17 +66,11 @@ func (w *writer) classifyItems(ctx context.Context, items []*item) error {
 		}
 		e := encoders.Get().(*codec.Encoder)
 		defer encoders.Put(e)
-		if err := t.chooseTransform(ctx, e, &w.spec); err != nil {
+		if err := t.chooseTransform(ctx, e, &w.spec, &trials); err != nil {
 			return errs.Locate("save", w.spec.Path, t.name, -1, err)
 		}
 		if t.form != compressed {
 			t.joinParts()
-		}
-		for i := range t.trials {
-			if trials.Add(int64(len(t.trials[i].out))) > mostTrials {
-				t.trials = nil // they are made again
-				break
-			}
 		}
 		return nil
 	})
@@ -84,8 +78,8 @@ func (w *writer) classifyItems(ctx context.Context, items []*item) error {
 
 // chooseTransform takes the best transform for a tensor and decides whether to use it. It
 // encodes tensors up to the size of a sample completely, so that small ones account
-// for their tables, and 16 evenly spread runs of larger ones.
-func (t *item) chooseTransform(ctx context.Context, e *codec.Encoder, spec *Spec) error {
+// for their tables, and 16 evenly spread runs of larger ones. kept counts the bytes of tensors whose trials are kept.
+func (t *item) chooseTransform(ctx context.Context, e *codec.Encoder, spec *Spec, kept *atomic.Int64) error {
 	t.form, t.expect = plain, 1
 	if spec.Level == levelSmaller && t.parts == 1 {
 		t.ways.Planes = planes.TransformFor(t.dtype)
@@ -107,14 +101,18 @@ func (t *item) chooseTransform(ctx context.Context, e *codec.Encoder, spec *Spec
 		return true
 	}
 	if t.bytes <= wholeSample {
+		keeps := kept.Add(t.bytes) <= mostTrials
 		for _, c := range candidates {
-			stored, trials, err := t.tryTransform(ctx, e, c, spec.ChunkBytes)
+			stored, trials, err := t.tryTransform(ctx, e, c, spec.ChunkBytes, keeps)
 			if err != nil {
 				return err
 			}
 			if take(c, float64(stored)/float64(t.bytes)) {
 				t.trials = trials
 			}
+		}
+		if t.trials == nil {
+			kept.Add(-t.bytes)
 		}
 		return nil
 	}
@@ -144,9 +142,9 @@ type trial struct {
 	codec tensor.Chunk
 }
 
-// tryTransform encodes a whole small tensor and returns its stored size, and its chunks.
-func (t *item) tryTransform(ctx context.Context, e *codec.Encoder, transform uint8, chunkBytes int64) (int64, []trial,
-	error) {
+// tryTransform encodes a whole small tensor and returns its stored size, and its chunks if they are to be kept.
+func (t *item) tryTransform(ctx context.Context, e *codec.Encoder, transform uint8, chunkBytes int64, keeps bool) (
+	int64, []trial, error) {
 	buf, enc := pieces.Get().(*[1 << 20]byte), pieces.Get().(*[1 << 20]byte)
 	defer pieces.Put(buf)
 	defer pieces.Put(enc)
@@ -162,10 +160,12 @@ func (t *item) tryTransform(ctx context.Context, e *codec.Encoder, transform uin
 			}
 			var one trial
 			out := e.Encode(enc[:0], data, ways, &one.codec)
-			if one.codec.Codec != tensor.CodecRaw {
-				one.out = bytes.Clone(out)
+			if keeps {
+				if one.codec.Codec != tensor.CodecRaw {
+					one.out = bytes.Clone(out)
+				}
+				trials = append(trials, one)
 			}
-			trials = append(trials, one)
 			total = sizes.RoundUp(total, 16) + int64(len(out))
 		}
 	}
