@@ -43,6 +43,7 @@ func (f *fileWriter) divideBatches() {
 // A slot holds the memory of a batch between reading and writing.
 type slot struct {
 	chunks []encodedChunk // of its tasks
+	bytes  int            // of them all, decoded
 	read   scratch        // for logical bytes, if they need any
 	stored scratch        // for encoded bytes
 	joined []byte         // for what is written at once
@@ -108,22 +109,21 @@ func (f *fileWriter) encodeBatch(ctx context.Context, worker int, s *slot, first
 	defer func() { <-f.cores }()
 	clear(s.chunks)
 	s.chunks = slices.Grow(s.chunks[:0], end-first)[:end-first]
-	s.read.used, s.stored.used = 0, 0
-	all := 0
+	s.read.used, s.stored.used, s.bytes = 0, 0, 0
 	for k := first; k < end; k++ {
-		all += int(f.tasks[k].n)
+		s.bytes += int(f.tasks[k].n)
 	}
 	for i := range s.chunks {
 		c := &f.tasks[first+i]
-		if err := f.encodeTask(ctx, worker, c, s, &s.chunks[i], all); err != nil {
+		if err := f.encodeTask(ctx, worker, c, s, &s.chunks[i]); err != nil {
 			return errs.Locate("save", f.path, c.t.name, -1, err)
 		}
 	}
 	return nil
 }
 
-// encodeTask reads a task of a batch of all bytes, and makes its stored bytes.
-func (f *fileWriter) encodeTask(ctx context.Context, worker int, c *task, s *slot, x *encodedChunk, all int) error {
+// encodeTask reads a task of a batch, and makes its stored bytes.
+func (f *fileWriter) encodeTask(ctx context.Context, worker int, c *task, s *slot, x *encodedChunk) error {
 	t, start := c.t, time.Now()
 	if c.n == 0 {
 		defer addLap(&f.clock.hash, start)
@@ -137,7 +137,7 @@ func (f *fileWriter) encodeTask(ctx context.Context, worker int, c *task, s *slo
 		x.data = m[c.off : c.off+int64(c.n)]
 	} else {
 		var err error
-		buf := s.read.takeSpace(int(c.n), all)[:c.n]
+		buf := s.read.takeSpace(int(c.n), s.bytes)[:c.n]
 		if x.data, err = t.gatherColumns(ctx, buf, int64(c.part), c.off); err != nil {
 			return err
 		}
@@ -155,7 +155,7 @@ func (f *fileWriter) encodeTask(ctx context.Context, worker int, c *task, s *slo
 	ch := &f.lay.Chunks[c.chunk]
 	if t.form == compressed {
 		if !t.takeTrial(c, f.spec.ChunkBytes, x, ch) {
-			f.encodeChunk(worker, t.ways, s, x, ch, all)
+			f.encodeChunk(worker, t.ways, s, x, ch)
 		}
 		start = addLap(&f.clock.encode, start)
 	}
@@ -164,13 +164,13 @@ func (f *fileWriter) encodeTask(ctx context.Context, worker int, c *task, s *slo
 	return nil
 }
 
-// encodeChunk makes the stored bytes of a chunk of a batch of all bytes, in the slot's memory if they fit.
-func (f *fileWriter) encodeChunk(worker int, ways codec.Ways, s *slot, x *encodedChunk, ch *tensor.Chunk, all int) {
+// encodeChunk makes the stored bytes of a chunk, in the slot's memory if they fit.
+func (f *fileWriter) encodeChunk(worker int, ways codec.Ways, s *slot, x *encodedChunk, ch *tensor.Chunk) {
 	if f.enc[worker] == nil {
 		f.enc[worker] = encoders.Get().(*codec.Encoder)
 	}
-	n := len(x.data)
-	buf := s.stored.takeSpace(n+n/64+4096, all+all/64+4096)
+	mostStored := func(n int) int { return n + n/64 + 4096 }
+	buf := s.stored.takeSpace(mostStored(len(x.data)), mostStored(s.bytes))
 	x.out = f.enc[worker].Encode(buf, x.data, ways, ch)
 	if ch.Codec != tensor.CodecRaw && &x.out[0] == &buf[:1][0] {
 		s.stored.used += len(x.out)

@@ -54,7 +54,6 @@ type Target struct {
 
 	gate    chan struct{} // has one for each writer that is in the file
 	written atomic.Int64
-	end     atomic.Int64 // of what is written
 }
 
 // writers is how many write to one file at once. File systems let one after the other in:
@@ -270,8 +269,6 @@ func (t *Target) Write(p []byte, off int64) error {
 	if err != nil {
 		return Failed(t.Path, off+int64(max(0, n)), err)
 	}
-	for end := t.end.Load(); end < off+int64(n) && !t.end.CompareAndSwap(end, off+int64(n)); end = t.end.Load() {
-	}
 	all := t.written.Add(int64(n))
 	if f, ok := t.file.(*os.File); ok && all/kickEvery != (all-int64(n))/kickEvery {
 		const begin = 2 // SYNC_FILE_RANGE_WRITE
@@ -293,10 +290,8 @@ func (t *Target) Skip(_, _ int64) error { return nil }
 // Finish sets the file's size, owner and mode, and waits until it is on the disk.
 func (t *Target) Finish(size int64) error {
 	defer t.addTime(time.Now())
-	if size != t.end.Load() {
-		if err := t.file.Truncate(size); err != nil {
-			return Failed(t.Path, size, err)
-		}
+	if err := t.file.Truncate(size); err != nil {
+		return Failed(t.Path, size, err)
 	}
 	if err := t.adoptOwner(); err != nil {
 		return err
@@ -317,7 +312,6 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	}
 	done := make(chan error, 1)
 	rest := &Target{Path: t.Path, Clock: t.Clock, fs: t.fs, like: t.like, file: t.file}
-	rest.end.Store(t.end.Load())
 	t.file = nil
 	spawn.Go("save.sync", func() {
 		err := errs.New(errs.ErrEngine, "sync did not end")

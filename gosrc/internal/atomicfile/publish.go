@@ -142,7 +142,6 @@ func With(path string, fill func(f *os.File) error) error {
 	if err != nil {
 		return Failed(path, -1, err)
 	}
-	t.end.Store(st.Size())
 	if err := t.Finish(st.Size()); err != nil {
 		return err
 	}
@@ -169,7 +168,6 @@ func Rename(from, path string) error {
 		return Failed(from, -1, err)
 	}
 	t := &Target{Path: place.Path, fs: Disk{}, temp: from, file: f}
-	t.end.Store(st.Size())
 	if err := t.Finish(st.Size()); err != nil {
 		_ = f.Close()
 		return err

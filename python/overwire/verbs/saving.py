@@ -108,7 +108,7 @@ class Report:
             fields[name] = tuple(fields.get(name) or ())
         fields["originals"] = {one["file"]: one["sha256"] for one in fields.get("originals") or ()}
         stages: Mapping[str, int] = fields.get("stages") or {}
-        fields["stages"] = {name[:-3]: count / 1e9 for name, count in stages.items()}  # without _ns
+        fields["stages"] = {name.removesuffix("_ns"): count / 1e9 for name, count in stages.items()}
         return cls(**fields)
 
 
