@@ -234,7 +234,8 @@ func TestNoRoom(t *testing.T) {
 	dir := t.TempDir()
 	_, err := Write(bg, nil, Spec{Path: filepath.Join(dir, "m"), fs: &faultyFS{at: -1, full: true}},
 		[]Input{bf16("w", fixedRand(), 40, 64)})
-	if !errors.Is(err, errs.ErrIO) || !errors.Is(err, syscall.ENOSPC) || !strings.Contains(err.Error(), "5120") || !strings.Contains(err.Error(), "10 are free") {
+	if !errors.Is(err, errs.ErrIO) || !errors.Is(err, syscall.ENOSPC) ||
+		!strings.Contains(err.Error(), "5120") || !strings.Contains(err.Error(), "10 are free") {
 		t.Fatal(err)
 	}
 	if es, _ := os.ReadDir(dir); len(es) != 0 {

@@ -144,8 +144,8 @@ func (w *writer) checkRoom(parts []outputFile) error {
 		dir = atomicfile.Folder(place.Path)
 	}
 	if free, ok := w.spec.fs.Free(dir); ok && float64(free) < need {
-		return errs.In("save", w.spec.Path, errs.FromOS(fmt.Errorf("%w: about %d bytes are needed and %d are free in %s",
-			unix.ENOSPC, int64(need), free, dir)))
+		err := fmt.Errorf("%w: about %d bytes are needed and %d are free in %s", unix.ENOSPC, int64(need), free, dir)
+		return errs.In("save", w.spec.Path, errs.FromOS(err))
 	}
 	return nil
 }

@@ -255,15 +255,27 @@ func openLog(path string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	if st, err := log.Stat(); err != nil || st.Mode()&os.ModeNamedPipe != 0 {
-		_ = log.Close()
-		return nil, errs.New(errs.ErrArgument, "not a file to append to")
+	st, err := log.Stat()
+	if err == nil && st.Mode()&os.ModeNamedPipe != 0 {
+		err = errs.New(errs.ErrArgument, "not a file to append to")
 	}
-	if err := regular.RefusePlantedEntry(path); err != nil {
+	if err == nil {
+		err = refuseOthers(path, st)
+	}
+	if err != nil {
 		_ = log.Close()
 		return nil, err
 	}
 	return log, nil
+}
+
+// refuseOthers refuses an open file that another user has put into a folder that everyone may write.
+func refuseOthers(path string, st os.FileInfo) error {
+	folder, err := os.Stat(regular.FolderOf(path))
+	if err != nil {
+		return err
+	}
+	return regular.RefusePlantedFile(path, st, folder)
 }
 
 var errEnd = errors.New("the stream ended early")

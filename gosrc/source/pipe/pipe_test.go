@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -193,6 +194,51 @@ func TestLog(t *testing.T) {
 			source.Options{}); err == nil || !strings.Contains(err.Error(), other) {
 			t.Errorf("%v", err)
 		}
+	}
+}
+
+// A log is no other user's file, however often one comes and goes.
+func TestLogThatComesAndGoes(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root may give files away")
+	}
+	shared := t.TempDir()
+	path, planted := shared+"/log", shared+"/planted"
+	if err := os.Chmod(shared, 0o777|os.ModeSticky); err != nil {
+		t.Fatal(err)
+	}
+	stop, ended := make(chan struct{}), make(chan error, 1)
+	go func() {
+		for {
+			select {
+			case <-stop:
+				ended <- nil
+				return
+			default:
+			}
+			if err := errors.Join(os.WriteFile(planted, nil, 0o600), os.Chown(planted, 1234, 0),
+				os.Rename(planted, path), os.Remove(path)); err != nil {
+				ended <- err
+				return
+			}
+		}
+	}()
+	for refused := 0; refused < 5000 && len(ended) == 0; {
+		log, err := openLog(path)
+		if err != nil {
+			refused++
+			continue
+		}
+		st, err := log.Stat()
+		_ = log.Close()
+		if err != nil || st.Sys().(*syscall.Stat_t).Uid != 0 {
+			t.Errorf("another user's file is a log: %v", err)
+			break
+		}
+	}
+	close(stop)
+	if err := <-ended; err != nil {
+		t.Error(err)
 	}
 }
 
