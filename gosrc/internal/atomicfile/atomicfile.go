@@ -77,7 +77,7 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 // its folder. If no file is there, the new one gets mode, owner,
 // group and ACL of the first of likes that has one; if none has, the mode that the umask leaves of
 // most, 0666 if that is 0. The files of a save share a Listing.
-func (p *Place) CreateTarget(sys FS, most fs.FileMode, hidden *Listing, likes ...string) (*Target, error) {
+func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes ...string) (*Target, error) {
 	if err := p.refuseUnwritable(); err != nil {
 		return nil, err
 	}
@@ -108,7 +108,7 @@ func (p *Place) CreateTarget(sys FS, most fs.FileMode, hidden *Listing, likes ..
 			}
 		}
 	}
-	o := orphans{path: t.Path, own: t.temp, age: time.Minute, listing: hidden}
+	o := orphans{path: t.Path, own: t.temp, age: time.Minute, listing: listing}
 	if t.lock != 0 { // locks work here: a file without one has no writer
 		o.age, o.folder = lockTime, true
 	}
