@@ -3,8 +3,9 @@
 Every one derives from `OverwireError` and from the built-in that a user would
 catch without knowing us (`FileNotFoundError`, `TimeoutError`, `KeyError` ...).
 All carry `source`, `tensor`, `chunk`, `offset` and `rule`, None where it is not known, those that are
-an OSError also `errno`, None for an IOFailure without a number of the system's, and survive
-pickling. Messages are made by the engine, with secrets redacted.
+an OSError also `errno`, None for an IOFailure without a number of the system's, and `filename`, which is
+`source` unless the system named another file, and survive pickling. Messages are made by the engine,
+with secrets redacted.
 """
 
 from __future__ import annotations
@@ -62,19 +63,27 @@ class OverwireError(Exception):
         for kind, number in _NUMBERS:
             if isinstance(self, kind):
                 _set_number(self, number)
+        _set_filename(self, source)
 
     def __str__(self) -> str:
         # KeyError would show its argument in quotes, OSError an errno tuple.
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        number = getattr(self, "errno", None)  # which OSError keeps beside its other attributes
-        return type(self), self.args, self.__dict__ if number is None else self.__dict__ | {"errno": number}
+        state = self.__dict__
+        if isinstance(self, OSError):  # which keeps these beside its other attributes
+            state = state | {"errno": self.errno, "filename": self.filename}
+        return type(self), self.args, state
 
 
 def _set_number(error: BaseException, number: int) -> None:
     if isinstance(error, OSError):
         error.errno = number
+
+
+def _set_filename(error: BaseException, name: str | None) -> None:
+    if isinstance(error, OSError):
+        error.filename = name
 
 
 class OutOfMemoryError(OverwireError, MemoryError):
@@ -217,6 +226,29 @@ def error_of(fields: dict[str, Any]) -> BaseException:
     if number:
         _set_number(error, number)
     return error
+
+
+# The classes of the system's numbers, and the words that stand for its own. Others are an IOFailure.
+_OF_SYSTEM = {
+    errno.ENOENT: (NotFoundError, "not found"),
+    errno.EACCES: (AccessError, "permission denied"),
+    errno.EPERM: (AccessError, ""),
+    errno.EROFS: (AccessError, ""),
+    errno.ENAMETOOLONG: (ArgumentError, ""),
+}
+
+
+def error_of_system(error: OSError, verb: str, source: str) -> OverwireError:
+    """The exception for what the operating system says while a verb works on a source, with its number. Where the
+    system names another file, the text and `filename` name that one."""
+    number = error.errno or next((number for kind, number in _NUMBERS if isinstance(error, kind)), 0)
+    kind, reason = _OF_SYSTEM.get(number, (IOFailure, ""))
+    place = error.filename if isinstance(error.filename, str) else source
+    failure: OverwireError = kind(f"overwire: {verb} {place}: {reason or error.strerror or error}", source=source)
+    _set_filename(failure, place)
+    if number:
+        _set_number(failure, number)
+    return failure
 
 
 def name_tensor(error: OverwireError, name: str) -> None:

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError, OutOfMemoryError
+from .errors import ArgumentError, FormatError, IOFailure, OutOfMemoryError, OverwireError, error_of_system
 
 # Bytes read at once: a moment, between which Ctrl-C is heard.
 _STEP = 8 << 20
@@ -103,16 +103,12 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
                     return content.getvalue()
                 content.write(block)
             size = max(size, content.tell())
-    except FileNotFoundError as error:
-        raise NotFoundError(f"overwire: open {name}: not found", source=name) from error
     except IsADirectoryError as error:
         raise FormatError(f"overwire: open {name}: it is a folder", source=name) from error
-    except PermissionError as error:
-        raise AccessError(f"overwire: open {name}: permission denied", source=name) from error
-    except (IOFailure, ArgumentError):
+    except OverwireError:
         raise
     except OSError as error:
-        raise IOFailure(f"overwire: read {name}: {error.strerror}", source=name) from error
+        raise error_of_system(error, "read", name) from error
     except MemoryError as error:
         raise OutOfMemoryError(
             f"overwire: read {name}: {size} bytes do not fit into memory", source=name, asked=size

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from .errors import AccessError, ArgumentError, IOFailure, NotFoundError, OverwireError
+from .errors import AccessError, ArgumentError, NotFoundError, OverwireError, error_of_system
 
 # What a text may have that is no name as it stands.
 _ODD = re.compile(r"\0|//|/\.|/\Z")
@@ -80,7 +80,7 @@ def _from_root(path: str) -> str:
 
 def is_there(path: str) -> bool:
     """`os.path.exists`, which says no where a disk does not answer, so that a caller could replace what is there:
-    here that is an IOFailure."""
+    here that raises."""
     try:
         os.stat(path)
     except OSError as error:
@@ -97,17 +97,14 @@ def classed_errors(path: str, verb: str = "save") -> Iterator[None]:
     except OverwireError:
         raise
     except OSError as error:
-        kinds = {FileNotFoundError: NotFoundError, PermissionError: AccessError}
-        kind = ArgumentError if error.errno == errno.ENAMETOOLONG else kinds.get(type(error), IOFailure)
-        place = error.filename or path
-        raise kind(f"overwire: {verb} {place}: {error.strerror}", source=path) from error
+        raise error_of_system(error, verb, path) from error
 
 
 def raise_unless_absent(error: OSError, path: str) -> None:
-    """Raises IOFailure for what a disk says, and nothing for what is not there or not to be reached, which opening it
+    """Raises our class for what a disk says, and nothing for what is not there or not to be reached, which opening it
     reports."""
     if error.errno not in _ABSENT:
-        raise IOFailure(f"overwire: stat {path}: {error.strerror}", source=path) from error
+        raise error_of_system(error, "stat", path) from error
 
 
 def resolve_links(path: str) -> str:
@@ -131,7 +128,7 @@ def resolve_links(path: str) -> str:
             at = step
             continue
         if (links := links + 1) > _MOST_LINKS:
-            raise IOFailure(f"overwire: {path}: {os.strerror(errno.ELOOP)}", source=path)
+            raise error_of_system(OSError(errno.ELOOP, os.strerror(errno.ELOOP)), "save", path)
         at = "/" if to.startswith("/") else at
         rest += to.split("/")[::-1]
     return at

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .distributed.blocks import Blocks, meet_to_load, should_share_reading
     from .distributed.group import group_verb
     from .dtypes import nbytes
+    from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
     from .frameworks.torch import torch_dtype
     from .jobs import shown
@@ -59,6 +60,7 @@ _HOMES = {
     "distributed.blocks": ("Blocks", "meet_to_load", "should_share_reading"),
     "distributed.group": ("group_verb",),
     "dtypes": ("nbytes",),
+    "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed", "refuse_compressed"),

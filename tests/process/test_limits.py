@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -165,4 +166,72 @@ assert numbers == [(one, one) for one in (errno.ENOENT, errno.EFBIG)], numbers
 assert os.listdir(folder) == []
 """,
         tmp_path,
+    )
+
+
+def test_errors_of_python_have_the_number_of_the_system(
+    torch_script: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """What Python's side says of the system has its errno and the name of the file, too: here, once it was sent by
+    another process, and once a rank has named itself in it."""
+    torch_script(
+        """
+import concurrent.futures, errno, multiprocessing, os, pickle, resource
+import torch
+import overwire as ow
+from overwire.checkpoints.places import Place
+from overwire.distributed.group import _name_rank, _pickle_error
+folder = os.getcwd()
+plain, loop, weights = folder + "/plain", folder + "/loop", folder + "/x.pt"
+open(plain, "wb").close()
+os.symlink(loop, loop)
+torch.save({"x": torch.ones(4)}, weights)
+ow.convert(weights, folder + "/y.safetensors")
+
+def raised(call, *args):
+    try:
+        call(*args)
+    except ow.OverwireError as error:
+        return error
+    raise AssertionError("nothing is raised")
+
+def without_descriptors(call, *args):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        call(*args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+def raise_error(error):
+    raise error
+
+def begin(target):
+    Place(target, None, True).begin()
+
+def bundle(target):
+    ow.save_bundle({"x": torch.ones(4)}, target)
+
+def read(path):
+    from overwire.files import read_file
+    read_file(path)
+
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+cases = [
+    (errno.ENOTDIR, ow.IOFailure, plain + "/below", bundle, plain + "/below/x.pkl"),
+    (errno.EMFILE, ow.IOFailure, folder + "/step", without_descriptors, begin, folder + "/step"),
+    (errno.ELOOP, ow.IOFailure, loop, read, loop),
+    (errno.ENOENT, ow.NotFoundError, folder + "/absent", read, folder + "/absent"),
+    (errno.EMFILE, ow.IOFailure, plain, without_descriptors, read, plain),
+    (errno.EMFILE, ow.IOFailure, weights, without_descriptors, ow.convert, weights, folder + "/z.safetensors"),
+]
+with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+    for number, kind, name, call, *args in cases:
+        here = raised(call, *args)
+        for error in (
+            here, pickle.loads(pickle.dumps(here)), raised(pool.submit(raise_error, here).result),
+            _name_rank(1, pickle.loads(_pickle_error(here))),
+        ):
+            assert type(error) is kind and error.errno == number, (here, error)
+            assert error.filename == name and error.source == here.source, (error.filename, name)
+"""
     )

@@ -29,14 +29,13 @@ from .._imports import start_thread
 from .._tables import BITS
 from ..dtypes import CALLED
 from ..errors import (
-    AccessError,
     CorruptError,
     FormatError,
     IOFailure,
-    NotFoundError,
     NotSupportedError,
     OverwireError,
     UntrustedPickleError,
+    error_of_system,
 )
 from ..files import regular, state_of_file
 from ..frameworks.frame import Bytes
@@ -179,7 +178,7 @@ def _entries_of(file: BinaryIO) -> list[zipfile.ZipInfo]:
 
 
 def is_torch_file(path: str) -> bool:
-    """Whether a file is such an archive; False for what may not be read. Raises IOFailure where the disk fails."""
+    """Whether a file is such an archive; False for what may not be read. Raises where the disk fails."""
     try:
         with open(path, "rb", opener=regular) as file:
             return any(entry.filename.endswith("/data.pkl") for entry in _entries_of(file))
@@ -201,12 +200,10 @@ def opened(path: str) -> Iterator[TorchFile]:
     """
     try:
         file = open(path, "rb", opener=regular)  # noqa: SIM115
-    except PermissionError as error:
-        raise AccessError(f"overwire: open {path}: permission denied", source=path) from error
-    except FileNotFoundError as error:
-        raise NotFoundError(f"overwire: open {path}: not found", source=path) from error
+    except OverwireError:
+        raise
     except OSError as error:
-        raise IOFailure(f"overwire: open {path}: {error.strerror}", source=path) from error
+        raise error_of_system(error, "open", path) from error
     with file:
         before = state_of_file(file.fileno())
         try:
@@ -215,7 +212,7 @@ def opened(path: str) -> Iterator[TorchFile]:
         except OverwireError:
             raise
         except OSError as error:
-            raise IOFailure(f"overwire: read {path}: {error.strerror}", source=path) from error
+            raise error_of_system(error, "read", path) from error
         except _BAD_ZIP as error:
             raise FormatError(
                 f"overwire: open {path}: no file that torch.save wrote (since torch 1.6): {error}", source=path
@@ -327,7 +324,7 @@ class _Reader:
             try:
                 count = os.preadv(self._number, [block], at)
             except OSError as error:  # it would be taken for one of the pickle
-                raise IOFailure(f"overwire: read {self._path}: {error.strerror}", source=self._path) from error
+                raise error_of_system(error, "read", self._path) from error
             if not count:
                 raise self._error_of("changed while it was read", CorruptError)
             block, at = block[count:], at + count

@@ -21,7 +21,15 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import AccessError, ArgumentError, IOFailure, NotFoundError, NotSupportedError, OverwireError
+from ..errors import (
+    AccessError,
+    ArgumentError,
+    IOFailure,
+    NotFoundError,
+    NotSupportedError,
+    OverwireError,
+    error_of_system,
+)
 from ..model.reading import read_bytes
 from ..paths import is_remote, local, refuse_planted_entry, resolve_links
 from ..stores import remove_objects, write_bytes
@@ -152,7 +160,7 @@ class Place:
             self._objects = [self.path_of(file) for file in files]
 
     def publish(self, files: Iterable[str]) -> None:
-        """Gives the checkpoint its name, if all its files are there. Raises IOFailure: then the old one is whole."""
+        """Gives the checkpoint its name, if all its files are there. Where it raises, the old one is whole."""
         if self.remote:
             self._objects = []
             return
@@ -274,7 +282,7 @@ class Place:
         except OverwireError:
             raise
         except OSError as error:
-            raise IOFailure(f"overwire: {what} {self.path}: {error.strerror}", source=self.path) from error
+            raise error_of_system(error, what, self.path) from error
 
 
 def read_manifest(path: str, options: Mapping[str, object] | None) -> Any:

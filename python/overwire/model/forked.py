@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import errors
 from ..dtypes import nbytes
-from ..errors import FormatError, NotFoundError, NotSupportedError
+from ..errors import FormatError, NotSupportedError, error_of_system
 from ..frameworks.frame import Frame
 from ..progress import Watcher
 from .indexing import plan
@@ -123,8 +123,8 @@ class ForkedModel(Model):
             reader = original("safe_open")
             try:
                 file = reader(self.uris[at], framework)
-            except FileNotFoundError as error:
-                raise NotFoundError(f"overwire: open {self.uris[at]}: not found", source=self.uris[at]) from error
+            except OSError as error:
+                raise error_of_system(error, "open", self.uris[at]) from error
             except Exception as error:
                 raise FormatError(f"overwire: open {self.uris[at]}: {error}", source=self.uris[at]) from error
             self._files[at, framework] = file

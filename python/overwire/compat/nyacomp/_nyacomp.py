@@ -20,7 +20,17 @@ from urllib.parse import urlsplit
 
 import overwire
 import overwire.gpu as gpu
-from overwire.plumbing import ObjectReader, beside, imported, new_lock, path_of, place_of, regular, shown
+from overwire.plumbing import (
+    ObjectReader,
+    beside,
+    error_of_system,
+    imported,
+    new_lock,
+    path_of,
+    place_of,
+    regular,
+    shown,
+)
 
 from . import hlif, manifests, settings
 
@@ -340,12 +350,8 @@ def _misfit(place: str, why: str) -> overwire.FormatError:
 def _size_of(place: str) -> int:
     try:
         return os.stat(place).st_size
-    except FileNotFoundError as error:
-        raise overwire.NotFoundError(f"overwire: open {place}: not found", source=place) from error
-    except PermissionError as error:
-        raise overwire.AccessError(f"overwire: open {place}: permission denied", source=place) from error
     except OSError as error:
-        raise overwire.IOFailure(f"overwire: open {place}: {error.strerror}", source=place) from error
+        raise error_of_system(error, "open", place) from error
 
 
 def _raw(entry: _Entry) -> Any:
