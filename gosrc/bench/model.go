@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/weights"
@@ -168,23 +169,11 @@ func (r *run) measureWire(queue *cuda.Queue, n int64) (float64, error) {
 
 // fileSystemOf names the kind of file system that a folder lies in.
 func fileSystemOf(dir string) string {
-	var st unix.Statfs_t
-	if err := unix.Statfs(dir, &st); err != nil {
+	of, err := regular.IdentifyFolder(dir)
+	if err != nil {
 		return "unknown"
 	}
-	switch st.Type {
-	case unix.TMPFS_MAGIC:
-		return "tmpfs"
-	case unix.EXT4_SUPER_MAGIC:
-		return "ext4"
-	case unix.XFS_SUPER_MAGIC:
-		return "xfs"
-	case unix.BTRFS_SUPER_MAGIC:
-		return "btrfs"
-	case unix.OVERLAYFS_SUPER_MAGIC:
-		return "overlay"
-	}
-	return fmt.Sprintf("%#x", st.Type)
+	return of.Name
 }
 
 // freeBytes is how many bytes fit into the run's folder, -1 if that is not known.

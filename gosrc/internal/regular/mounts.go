@@ -24,21 +24,17 @@ func IsQuick(path string, most int64) bool {
 // longer than IsQuick says. The path leads to no other file.
 func IsInMemory(path string) bool {
 	var st unix.Stat_t
-	var of unix.Statfs_t
 	if !mounts.areLocal() || unix.Lstat(path, &st) == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return false
 	}
-	return unix.Statfs(FolderOf(path), &of) == nil && isMemory(&of)
+	of, err := IdentifyFolder(FolderOf(path))
+	return err == nil && of.Kind == InMemory
 }
 
 // SyncsAtOnce reports whether a sync of an open file waits for nothing: it is in memory alone.
 func SyncsAtOnce(fd int) bool {
-	var of unix.Statfs_t
-	return unix.Fstatfs(fd, &of) == nil && isMemory(&of)
-}
-
-func isMemory(of *unix.Statfs_t) bool {
-	return of.Type == unix.TMPFS_MAGIC || of.Type == unix.RAMFS_MAGIC
+	of, err := IdentifyFile(fd)
+	return err == nil && of.Kind == InMemory
 }
 
 // kernelTypes are the types of file systems that the kernel serves by itself, out of memory or from disks.

@@ -78,8 +78,7 @@ func TestQuick(t *testing.T) {
 // What is written to a file system in memory waits for no disk; what a link leads to, or is no file, may.
 func TestIsInMemory(t *testing.T) {
 	const memory = "/dev/shm"
-	var of unix.Statfs_t
-	if err := unix.Statfs(memory, &of); err != nil || !isMemory(&of) {
+	if of, err := IdentifyFolder(memory); err != nil || of.Kind != InMemory {
 		t.Skip("no file system in memory is here")
 	}
 	dir, err := os.MkdirTemp(memory, "overwire")

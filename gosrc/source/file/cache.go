@@ -12,48 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The kinds of file system, which are read in different ways.
-const (
-	local = iota
-	network
-	inMemory
-	unknown // as local, but perhaps of a server
-)
-
 // kindOf is the kind of file system that a file lies on.
-func kindOf(fd int) int {
-	var st unix.Statfs_t
-	if err := regular.Again(func() error { return unix.Fstatfs(fd, &st) }); err != nil {
-		return network // unknown: leave it to the page cache
+func kindOf(fd int) regular.Kind {
+	of, err := regular.IdentifyFile(fd)
+	if err != nil {
+		return regular.Network // unknown: leave it to the page cache
 	}
-	return kindOfMagic(uint32(st.Type))
-}
-
-func kindOfMagic(magic uint32) int {
-	const ( // not in x/sys
-		beegfs   = 0x19830326
-		gpfs     = 0x47504653
-		lustre   = 0x0BD00BD0
-		orangefs = 0x20030528
-		panfs    = 0xAAD7AAEA
-		zfs      = 0x2FC12FC1
-	)
-	switch magic {
-	case unix.TMPFS_MAGIC, unix.RAMFS_MAGIC, unix.HUGETLBFS_MAGIC:
-		return inMemory
-	case unix.NFS_SUPER_MAGIC, unix.SMB_SUPER_MAGIC, unix.SMB2_SUPER_MAGIC, unix.CIFS_SUPER_MAGIC,
-		unix.CEPH_SUPER_MAGIC,
-		unix.AFS_SUPER_MAGIC, unix.AFS_FS_MAGIC, unix.CODA_SUPER_MAGIC, unix.NCP_SUPER_MAGIC, unix.V9FS_MAGIC,
-		unix.FUSE_SUPER_MAGIC, // virtiofs, too
-		beegfs, gpfs, lustre, orangefs, panfs,
-		zfs: // it has a cache of its own: direct I/O gains nothing
-		return network
-	case unix.EXT4_SUPER_MAGIC, unix.XFS_SUPER_MAGIC, unix.BTRFS_SUPER_MAGIC, unix.BCACHEFS_SUPER_MAGIC,
-		unix.F2FS_SUPER_MAGIC, unix.OVERLAYFS_SUPER_MAGIC, unix.SQUASHFS_MAGIC, unix.EROFS_SUPER_MAGIC_V1,
-		unix.ISOFS_SUPER_MAGIC, unix.UDF_SUPER_MAGIC, unix.MSDOS_SUPER_MAGIC, unix.EXFAT_SUPER_MAGIC:
-		return local
-	}
-	return unknown
+	return of.Kind
 }
 
 // noCachestat is set once the kernel has answered that it lacks cachestat (before

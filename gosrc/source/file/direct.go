@@ -77,11 +77,11 @@ func (f *File) Expect(total int64, host bool, how string) int {
 	}
 	isForced, fits := how == "direct", false
 	if !isForced {
-		if f.kind == inMemory || !f.anyCold() {
+		if f.kind == regular.InMemory || !f.anyCold() {
 			return 0
 		}
 		fits = total <= hostmem.Available()/2
-		if f.kind == network || fits && !host {
+		if f.kind == regular.Network || fits && !host {
 			return depth
 		}
 	}

@@ -17,6 +17,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -130,7 +131,7 @@ func TestAnyAlignment(t *testing.T) {
 func TestColdStaysCold(t *testing.T) {
 	path, data := noise(t, 3*window+100_000, 7)
 	f := opened(t, path, 1, "buffered")
-	if kindOf(f.fd) != local || dioAlign(f.fd) == 0 {
+	if kindOf(f.fd) != regular.Disk || dioAlign(f.fd) == 0 {
 		t.Skip("no O_DIRECT here")
 	}
 	got := make([]byte, len(data))
@@ -391,14 +392,7 @@ func TestIdentity(t *testing.T) {
 	}
 }
 
-// Where files lie decides how they are read.
-func TestKindOf(t *testing.T) {
-	for magic, want := range map[uint32]int{0x6969: network, 0x65735546: network, 0xef53: local, 0x01021994: inMemory,
-		0xff534d42: network, 0x786f4256: unknown, 0x58465342: local, 0x794c7630: local} {
-		if got := kindOfMagic(magic); got != want {
-			t.Errorf("%#x: %d, want %d", magic, got, want)
-		}
-	}
+func TestAvailableMemory(t *testing.T) {
 	if m := hostmem.Available(); m < 1<<20 || m > 1<<50 {
 		t.Errorf("%d bytes available", m)
 	}

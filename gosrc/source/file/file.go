@@ -52,7 +52,7 @@ type File struct {
 	fd   int
 	shut bool
 
-	kind   int // of file system
+	kind   regular.Kind
 	id     source.Identity
 	opened time.Time
 	direct direct
@@ -118,9 +118,10 @@ const settle = 3 * time.Second
 // one that keeps a cache of its own.
 func (f *File) Facts() source.Facts {
 	last := time.Unix(0, max(f.id.Modified, f.id.Changed))
-	facts := source.Facts{Remote: f.kind == network, Quick: f.kind == local || f.kind == inMemory, Identity: f.id,
+	facts := source.Facts{Remote: f.kind == regular.Network,
+		Quick: f.kind == regular.Disk || f.kind == regular.InMemory, Identity: f.id,
 		Settled: f.opened.Sub(last) > settle, Now: f.stateNow, File: f}
-	if f.kind == network {
+	if f.kind == regular.Network {
 		facts.Prefetch = f.prefetchRange
 	}
 	return facts

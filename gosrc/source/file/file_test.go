@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -40,7 +41,7 @@ func TestSuite(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				f.kind = network // what it would be there
+				f.kind = regular.Network // what it would be there
 				return f
 			})
 	})
