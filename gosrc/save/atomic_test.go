@@ -71,11 +71,11 @@ func (f *faultyFS) RenameNew(from, to string) error {
 	return f.Disk.RenameNew(from, to)
 }
 
-func (f *faultyFS) SyncDir(dir string) error {
+func (f *faultyFS) SyncNames(path string) error {
 	if err := f.fails("sync folder"); err != nil {
 		return err
 	}
-	return f.Disk.SyncDir(dir)
+	return f.Disk.SyncNames(path)
 }
 
 func (f *faultyFS) Free(dir string) (int64, bool) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import overwire as ow
@@ -192,3 +193,57 @@ def test_modules_beside_a_model_are_not_imported(tmp_path: Path, words: list[str
     )
     assert done.returncode == 0, done.stderr
     assert not list(model.glob("ran-*"))
+
+
+@needs_root
+def test_a_folder_that_may_be_written_and_not_listed(
+    torch_script: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Into another user's drop box all is saved, and replaced, that needs no list of it; what does is refused, and
+    nothing of it is there."""
+    torch_script(
+        """
+import os, tempfile
+import pytest, torch
+import overwire as ow
+import torch.distributed.checkpoint as dcp
+from overwire.checkpoints import CheckpointWriter
+from overwire.plumbing import FileWriter, ObjectWriter
+def save_all(box):
+    for number in range(2):
+        state = {"w": torch.full((1000,), number)}
+        ow.save_file(state, f"{box}/a.safetensors")
+        ow.convert(f"{box}/a.safetensors", f"{box}/b.ow.safetensors")
+        dcp.save(state, storage_writer=CheckpointWriter(f"{box}/step"), no_dist=True)
+        for kind in (FileWriter, ObjectWriter):
+            with kind(f"{box}/{kind.__name__}") as file:
+                file.write(bytes([number]))
+            with open(f"{box}/{kind.__name__}", "rb") as file:
+                assert file.read() == bytes([number])
+        for name in ("a.safetensors", "b.ow.safetensors", "step/model.safetensors"):
+            assert torch.equal(ow.load_file(f"{box}/{name}")["w"], state["w"]), name
+
+with tempfile.TemporaryDirectory(dir="/tmp") as top:
+    box = top + "/box"
+    os.chmod(top, 0o755)
+    os.mkdir(top + "/own")
+    save_all(top + "/own")  # so that all is imported
+    ow.save_bundle({"w": torch.ones(3)}, f"{top}/own/c.pkl")
+    os.mkdir(box)
+    os.chmod(box, 0o733)
+    os.seteuid(%d)
+    try:
+        with pytest.raises(PermissionError):
+            os.listdir(box)
+        save_all(box)
+        with pytest.raises(ow.AccessError):
+            ow.save_bundle({"w": torch.ones(3)}, f"{box}/c.pkl")
+        with pytest.raises(ow.AccessError):
+            ow.convert(f"{box}/a.safetensors", box, max_shard_size=1000)
+    finally:
+        os.seteuid(0)
+    names = [name for name in sorted(os.listdir(box)) if name != "tensors"]
+    assert names == ["FileWriter", "ObjectWriter", "a.safetensors", "b.ow.safetensors", "step"], names
+"""
+        % STRANGER
+    )

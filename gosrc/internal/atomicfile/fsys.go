@@ -23,8 +23,8 @@ type FS interface {
 	// RenameNew is Rename, but fails with fs.ErrExist if there is a file called to.
 	RenameNew(from, to string) error
 	Remove(path string) error
-	// SyncDir makes the names in a folder durable.
-	SyncDir(dir string) error
+	// SyncNames makes the names in the folder of a file durable.
+	SyncNames(path string) error
 	// Free returns how many bytes may still be written below dir; ok is false
 	// if the system does not say.
 	Free(dir string) (n int64, ok bool)
@@ -91,14 +91,20 @@ func (Disk) RenameNew(from, to string) error {
 // Remove is os.Remove.
 func (Disk) Remove(path string) error { return os.Remove(path) }
 
-// SyncDir ignores EINVAL and ENOTSUP, which file systems without durable folders
-// return: nothing more can be done there.
-func (Disk) SyncDir(dir string) error {
-	d, err := openPlainly(dir, unix.O_RDONLY, 0)
+// SyncNames ignores EINVAL and ENOTSUP, which file systems without durable folders
+// return: nothing more can be done there. A folder that may be written and not listed cannot be opened: there the
+// whole file system is synced, by the file.
+func (Disk) SyncNames(path string) error {
+	sync := (*os.File).Sync
+	d, err := openPlainly(Folder(path), unix.O_RDONLY, 0)
+	if errors.Is(err, fs.ErrPermission) {
+		sync = func(f *os.File) error { return unix.Syncfs(int(f.Fd())) }
+		d, err = openPlainly(path, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	}
 	if err != nil {
 		return err
 	}
-	err = d.Sync()
+	err = sync(d)
 	if errors.Is(err, syscall.EINVAL) || errors.Is(err, syscall.ENOTSUP) {
 		err = nil
 	}

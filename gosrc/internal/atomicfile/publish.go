@@ -32,10 +32,10 @@ func Publish(sys FS, ts []*Target) error {
 				done = append(done, t)
 			}
 		}
-		if len(ts) > 1 {
+		if len(ts) > 1 && len(done) > 0 {
 			// The shards' names are durable before the index that lists them.
-			if err := syncFolder(sys, last.Path); err != nil {
-				return err
+			if err := sys.SyncNames(done[0].Path); err != nil {
+				return Failed(last.Path, -1, err)
 			}
 		}
 		for _, t := range ts {
@@ -61,7 +61,7 @@ func Publish(sys FS, ts []*Target) error {
 	}
 	// If the folder was not synced, a power loss leaves the old file or the new
 	// one, each of them whole; the caller must know.
-	return syncFolder(sys, last.Path)
+	return Failed(last.Path, -1, sys.SyncNames(last.Path))
 }
 
 // nameTaken is the error of a new file whose name another save has taken meanwhile.
@@ -70,11 +70,6 @@ func nameTaken(path string, err error) error {
 		return errs.In("save", path, errs.New(errs.ErrIO, "another save has written this file meanwhile: save again"))
 	}
 	return Failed(path, -1, err)
-}
-
-// syncFolder makes the names in the folder of a path durable.
-func syncFolder(sys FS, path string) error {
-	return Failed(path, -1, sys.SyncDir(Folder(path)))
 }
 
 // Folder returns the folder of a path as the system finds it: ".." stays in it.

@@ -176,11 +176,11 @@ class Place:
                     _sync_folder(folder)
                 if self._has_checkpoint():
                     _exchange_folders(self._partial, self._target)
-                    _sync_folder(os.path.dirname(self._target))
+                    _sync_folder(os.path.dirname(self._target), self._target)
                     shutil.rmtree(self._partial, ignore_errors=True)
                 else:
                     os.rename(self._partial, self._target)
-                    _sync_folder(os.path.dirname(self._target))
+                    _sync_folder(os.path.dirname(self._target), self._target)
             self._unlock_folder()
         except BaseException:
             self.drop()
@@ -324,18 +324,24 @@ def _release_lock(number: int, path: str, process: int) -> None:
 
 
 def _exchange_folders(one: str, two: str) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(two), _RENAME_EXCHANGE):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    _call_libc("renameat2", _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(two), _RENAME_EXCHANGE)
 
 
-def _sync_folder(folder: str) -> None:
+def _sync_folder(folder: str, entry: str = "") -> None:
+    # A folder that may be written and not listed cannot be opened: there the whole file system is synced, by an entry.
+    is_listable = not entry or os.access(folder, os.R_OK, effective_ids=True)
     with contextlib.suppress(FileNotFoundError):
-        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        number = os.open(folder if is_listable else entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(number)
+            os.fsync(number) if is_listable else _call_libc("syncfs", number)
         finally:
             os.close(number)
+
+
+def _call_libc(name: str, *args: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, name):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if getattr(libc, name)(*args):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

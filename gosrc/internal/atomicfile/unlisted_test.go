@@ -1,0 +1,81 @@
+package atomicfile
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"runtime"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// callAsUser calls fn in a thread whose calls of the file system are another user's; the thread ends with it.
+func callAsUser(t *testing.T, user int, fn func() error) error {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("only root may call for another user")
+	}
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		_, err := unix.SetfsuidRetUid(user)
+		if err == nil {
+			err = fn()
+		}
+		done <- err
+	}()
+	return <-done
+}
+
+// Into another user's folder that may be written and not listed, a drop box, a file is written and replaced, and a
+// set of files, with no error after it is there.
+func TestFolderThatMayNotBeListed(t *testing.T) {
+	const user = 1234
+	folder, err := os.MkdirTemp("/tmp", "overwire")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(folder)
+	if err := os.Chmod(folder, 0o733); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(folder, "x")
+	err = callAsUser(t, user, func() error {
+		if _, err := os.ReadDir(folder); !errors.Is(err, os.ErrPermission) {
+			t.Errorf("its list: %v", err)
+		}
+		for _, text := range []string{"old", "new"} {
+			fill := func(f *os.File) error {
+				_, err := f.WriteString(text)
+				return err
+			}
+			if err := With(path, fill); err != nil {
+				return err
+			}
+			if got, err := os.ReadFile(path); err != nil || string(got) != text {
+				t.Errorf("%q, %v", got, err)
+			}
+		}
+		var set []*Target
+		for _, name := range []string{"1", "2"} {
+			f, err := New(Disk{}, filepath.Join(folder, name), "", 0)
+			if err != nil {
+				return err
+			}
+			defer f.Drop()
+			f.New = name == "1"
+			if err := f.Finish(0); err != nil {
+				return err
+			}
+			set = append(set, f)
+		}
+		return Publish(Disk{}, set)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if names, err := filepath.Glob(folder + "/*"); err != nil || len(names) != 3 {
+		t.Errorf("%v, %v", names, err)
+	}
+}
