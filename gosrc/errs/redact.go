@@ -5,8 +5,10 @@ package errs
 import (
 	"errors"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
+	"unicode/utf8"
 )
 
 const hidden = "***"
@@ -15,6 +17,10 @@ const hidden = "***"
 type secret struct {
 	re   *regexp.Regexp
 	with string
+	// Of a text in ASCII that re matches, the lower case has one of words; isAssigned: with a colon or an equals sign
+	// after it.
+	words      []string
+	isAssigned bool
 }
 
 // named are the names of secrets in key=value and "key": "value".
@@ -25,19 +31,25 @@ const named = `[\w-]*(?i:x-amz-signature|x-amz-credential|x-amz-security-token|x
 // patterns returns where a URI may be in a text, and the other secrets. They are compiled
 // at first use, so that importing costs nothing.
 var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
-	mk := func(re, with string) secret { return secret{regexp.MustCompile(re), with} }
+	words := []string{"signature", "credential", "token", "key", "passw"}
+	mk := func(re, with string, isAssigned bool, words ...string) secret {
+		return secret{regexp.MustCompile(re), with, words, isAssigned}
+	}
 	// What follows a colon and is no port is a password, also one with spaces.
 	return regexp.MustCompile(`[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/\s"'@:]*:[^/\s"'@:\[0-9][^\r\n"'@]*@)?[^\s"']*`),
 		[]secret{
-			mk(`(?i)\b(proxy-authorization|authorization|cookie)("?\s*[:=]\s*"?)[^\r\n"]+`, "${1}${2}"+hidden),
-			mk(`(?i)\b(bearer)\s+[^\s"',]+`, "${1} "+hidden),
+			mk(`(?i)\b(proxy-authorization|authorization|cookie)("?\s*[:=]\s*"?)[^\r\n"]+`, "${1}${2}"+hidden,
+				true, "authorization", "cookie"),
+			mk(`(?i)\b(bearer)\s+[^\s"',]+`, "${1} "+hidden, false, "bearer"),
 			// After "key: " a small word is one of a sentence, not a secret.
-			mk(`\b(`+named+`)("\s*:\s*"?|\s*=\s*"?|\s*:\s*")[^\s"'&,;]+`, "${1}${2}"+hidden),
-			mk(`\b(`+named+`)(\s*:\s*)[a-z-]*[^a-z\s"'&,;-][^\s"'&,;]*`, "${1}${2}"+hidden),
+			mk(`\b(`+named+`)("\s*:\s*"?|\s*=\s*"?|\s*:\s*")[^\s"'&,;]+`, "${1}${2}"+hidden, true, words...),
+			mk(`\b(`+named+`)(\s*:\s*)[a-z-]*[^a-z\s"'&,;-][^\s"'&,;]*`, "${1}${2}"+hidden, true, words...),
 			// keys known by their form: AWS ids, Hugging Face, GitHub, GitLab, Slack, Google, OpenAI; JSON web tokens
-			mk(`\b(?:AKIA|ASIA|AGPA|AIDA|AROA|ANPA|ANVA)[A-Z0-9]{12,}\b`, hidden),
-			mk(`\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|sk-|AIza)[A-Za-z0-9_-]{12,}`, hidden),
-			mk(`\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*`, hidden),
+			mk(`\b(?:AKIA|ASIA|AGPA|AIDA|AROA|ANPA|ANVA)[A-Z0-9]{12,}\b`, hidden,
+				false, "akia", "asia", "agpa", "aida", "aroa", "anpa", "anva"),
+			mk(`\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|sk-|AIza)[A-Za-z0-9_-]{12,}`, hidden,
+				false, "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "sk-", "aiza"),
+			mk(`\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*`, hidden, false, "eyj"),
 		}
 })
 
@@ -46,19 +58,30 @@ var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 // have the form of a known service's. It cannot always tell where a URI with spaces
 // ends: RedactURI takes it alone, before it becomes a part of a text.
 func Redact(text string) string {
-	if !mayHoldSecret(text) {
-		return text
-	}
 	uri, others := patterns()
-	text = uri.ReplaceAllStringFunc(text, func(s string) string {
-		end := len(strings.TrimRight(s, ":,;.)")) // of the sentence
-		return bareURI(s[:end]) + s[end:]
-	})
-	for _, s := range others {
-		text = s.re.ReplaceAllString(text, s.with)
+	if strings.Contains(text, "://") && strings.ContainsAny(text, "@?#") { // bareURI changes no other
+		text = uri.ReplaceAllStringFunc(text, func(s string) string {
+			end := len(strings.TrimRight(s, ":,;.)")) // of the sentence
+			return bareURI(s[:end]) + s[end:]
+		})
+	}
+	// What the text has is asked once: what replaces a secret adds none of this.
+	lower, isASCII := strings.ToLower(text), !strings.ContainsFunc(text, isBeyondASCII)
+	prefix := lower[:max(0, strings.LastIndexAny(lower, ":="))]
+	for i := range others {
+		s, before := &others[i], lower
+		if s.isAssigned {
+			before = prefix
+		}
+		// Beyond ASCII, (?i) has other letters for some.
+		if !isASCII || slices.ContainsFunc(s.words, func(word string) bool { return strings.Contains(before, word) }) {
+			text = s.re.ReplaceAllString(text, s.with)
+		}
 	}
 	return text
 }
+
+func isBeyondASCII(r rune) bool { return r >= utf8.RuneSelf }
 
 // RedactURI is Redact for the URI or path of a file, as the user wrote it. A path of a local
 // file stays as it is.
@@ -100,22 +123,6 @@ func bareURI(uri string) string {
 		rest = rest[:end] + "?" + hidden
 	}
 	return scheme + rest
-}
-
-// mayHoldSecret reports whether a text may hold a secret. It is cheap: most texts
-// are paths and tensor names and need no regular expression.
-func mayHoldSecret(text string) bool {
-	if strings.ContainsAny(text, "@?=:") {
-		return true
-	}
-	lower := strings.ToLower(text)
-	for _, s := range []string{"bearer", "akia", "asia", "agpa", "aida", "aroa", "anpa", "anva",
-		"hf_", "gh", "glpat-", "xox", "sk-", "aiza", "eyj"} {
-		if strings.Contains(lower, s) {
-			return true
-		}
-	}
-	return false
 }
 
 // Message is the text of an error as people may see it: without the credentials in the

@@ -123,3 +123,45 @@ func FuzzRedactURI(f *testing.F) {
 		}
 	})
 }
+
+// redactPlainly is the twin of Redact that asks every expression.
+func redactPlainly(text string) string {
+	uri, others := patterns()
+	text = uri.ReplaceAllStringFunc(text, func(s string) string {
+		end := len(strings.TrimRight(s, ":,;.)"))
+		return bareURI(s[:end]) + s[end:]
+	})
+	for _, s := range others {
+		text = s.re.ReplaceAllString(text, s.with)
+	}
+	return text
+}
+
+// An expression that is not asked has nothing to hide.
+func FuzzRedact(f *testing.F) {
+	for _, text := range []string{
+		"open http://u:p@h/m?x=y#z, see", "Cookie: a", "PROXY-authorization = b", "bearer abc", "Bearer\n tok", "x-amz-credential=S3",
+		`"api_KEY" : "v"`, "key: K9", "password\t=x", "pa\u017fsword=x", "to\u212aen=y hf_to\u212aen: 1", "AKIAOVERWIRETESTKEY1", "hf_abcdefghijklmnop",
+		"ghs_abcdefghijklmnop", "github_pat_abcdefghijklmnop", "glpat-abcdefghijklmnop", "xoxp-abcdefghijklmnop", "sk-abcdefghijklmnop", "AIzaabcdefghijklmnop",
+		"eyJabcdefgh.abcdefgh.x", "s3://bucket/tokenizer/model.safetensors", "a=b token", "passwd:1", "\xff token=x",
+	} {
+		f.Add(text)
+		f.Add(strings.ToUpper(text))
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		if got, want := Redact(text), redactPlainly(text); got != want {
+			t.Errorf("%q: %q, want %q", text, got, want)
+		}
+	})
+}
+
+func BenchmarkRedact(b *testing.B) {
+	for _, text := range []string{"s3://bucket/models/llama/model-00001-of-00030.safetensors", "hf://org/name/tokenizer.json",
+		"read s3://bucket/m.safetensors tensor \"a.b\" @4096: i/o error: connection refused", "https://h/m?X-Amz-Signature=abc"} {
+		b.Run(text, func(b *testing.B) {
+			for b.Loop() {
+				_ = RedactURI(text)
+			}
+		})
+	}
+}
