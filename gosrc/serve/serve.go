@@ -238,6 +238,11 @@ type listener struct {
 	s *Server
 }
 
+// The pauses after a connection that could not be accepted.
+const minPause, maxPause = 5 * time.Millisecond, time.Second
+
+// Accept passes on no error of one connection, nor of a machine that lacks memory or descriptors: net/http would end
+// the server for some.
 func (l *listener) Accept() (net.Conn, error) {
 	select {
 	case l.s.open <- struct{}{}:
@@ -245,6 +250,14 @@ func (l *listener) Accept() (net.Conn, error) {
 		return nil, net.ErrClosed
 	}
 	c, err := l.Listener.Accept()
+	for pause := minPause; err != nil && !errors.Is(err, net.ErrClosed); pause = min(2*pause, maxPause) {
+		select {
+		case <-time.After(pause):
+			c, err = l.Listener.Accept()
+		case <-l.s.end:
+			err = net.ErrClosed
+		}
+	}
 	if err != nil {
 		<-l.s.open
 		return nil, err
