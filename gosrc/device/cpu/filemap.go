@@ -69,7 +69,8 @@ func StillHas(fd int, size int64) error {
 }
 
 // Populate reads the pages of [p, p+n) of a mapped file; a failing disk is an error
-// here. On kernels before 5.14 it does nothing, and pages are read on first access.
+// here. On kernels before 5.14, and in sandboxes that refuse it, it does nothing, and pages
+// are read on first access.
 func Populate(p unsafe.Pointer, n int64) error {
 	const populateRead = 22 // MADV_POPULATE_READ
 	head := int64(uintptr(p) & (page - 1))
@@ -77,9 +78,9 @@ func Populate(p unsafe.Pointer, n int64) error {
 	for {
 		err := unix.Madvise(b, populateRead)
 		switch {
-		case err == nil, errors.Is(err, unix.EINVAL):
+		case err == nil, errors.Is(err, unix.EINVAL), errors.Is(err, unix.EPERM), errors.Is(err, unix.ENOSYS):
 			return nil
-		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
+		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.EFAULT):
 			return errs.New(errs.ErrIO, "the file cannot be read, or has been truncated")
 		default:
