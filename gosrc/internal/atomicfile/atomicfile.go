@@ -6,7 +6,7 @@
 // another keeps the old one's mode (without set-id bits), owner, group and POSIX
 // ACL; until then only the writer can read it (0600), so a private file is never
 // open to more readers than the old one was. If the process may not set the
-// group, the group gets no more rights than all others. Other extended attributes
+// group, or ask for the ACL, the group gets no more rights than all others. Other extended attributes
 // and further names (hard links) stay with the old file. A symbolic link is
 // followed and kept: its target is replaced; but a blob of a Hugging Face cache,
 // to which the links of its snapshots lead, is refused. The umask, which belongs to
@@ -225,16 +225,21 @@ func (t *Target) adoptOwner() error {
 	if own, ok := old.Sys().(*syscall.Stat_t); ok {
 		// Only root may change the owner; for all others it stays the writer.
 		if t.file.Chown(int(own.Uid), int(own.Gid)) != nil && t.file.Chown(-1, int(own.Gid)) != nil {
-			mode &^= (^mode & 0o007) << 3
+			mode = limitGroup(mode)
 		}
 	}
 	if f, ok := t.file.(*os.File); ok {
-		if err := copyACL(path, int(f.Fd())); err != nil {
+		if err := copyACL(path, int(f.Fd())); errors.Is(err, fs.ErrPermission) { // by a sandbox
+			mode = limitGroup(mode)
+		} else if err != nil {
 			return Failed(t.Path, -1, err)
 		}
 	}
 	return Failed(t.Path, -1, t.file.Chmod(mode))
 }
+
+// limitGroup gives the group, and whom an ACL names, no more rights than all others.
+func limitGroup(mode fs.FileMode) fs.FileMode { return mode &^ ((^mode & 0o007) << 3) }
 
 // copyACL gives an open file the POSIX ACL of a path, or removes the ACL that it
 // has from its folder. It does nothing on file systems, and systems, without ACLs.
