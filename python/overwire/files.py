@@ -50,6 +50,25 @@ def _refuse_special(path: str | os.PathLike[str]) -> ArgumentError:
     return ArgumentError(f"overwire: open {name}: not a regular file", source=name)
 
 
+# What the system says where files cannot be locked: by their file system, or by a sandbox.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
+
+
+def lock_file(number: int, path: str, kind: int) -> None:
+    """`fcntl.flock`; where there are no locks, one line in the log: there the caller alone must write."""
+    import fcntl
+
+    try:
+        fcntl.flock(number, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        import logging
+
+        text = "overwire: %s: files cannot be locked here (%s): let one process write at a time"
+        logging.getLogger("overwire").warning(text, path, error.strerror)
+
+
 def state_of_file(place: Any) -> tuple[int, ...] | None:
     """What tells a local file, by its path or descriptor, from one that has taken its name since, or from what it was
     before a write; None of what is no such file."""

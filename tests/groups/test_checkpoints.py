@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import fcntl
 import gc
 import io
 import json
@@ -210,6 +211,23 @@ def test_a_save_that_was_given_up_keeps_no_lock(tmp_path: Path) -> None:
     del left
     save(tmp_path / "c", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_disk_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where files cannot be locked, as on Lustre without its option, a checkpoint is saved and replaced, with a line
+    in the log."""
+
+    def refuse(number: int, kind: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for seed in (1, 2):
+        save(tmp_path / "step", seed)
+        assert same(load(tmp_path / "step"), state(seed))
+    assert "files cannot be locked here (Function not implemented)" in caplog.text
+    assert os.listdir(tmp_path) == ["step"]
 
 
 def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:

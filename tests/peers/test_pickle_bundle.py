@@ -18,6 +18,7 @@ from conftest import same
 from overwire.bundles import bundle as bundles
 from overwire.bundles import opening, turns
 from overwire.compat import nyacomp
+from overwire.jobs import log
 from overwire.model import layout
 from torch import nn
 
@@ -298,7 +299,7 @@ def test_a_lock_of_a_killed_writer_stops_no_one(tmp_path: Path, monkeypatch) -> 
 
     monkeypatch.setattr(turns.fcntl, "flock", no_locks)
     warned: list[tuple[object, ...]] = []
-    monkeypatch.setattr(turns.log, "warning", lambda *args: warned.append(args))
+    monkeypatch.setattr(log, "warning", lambda *args: warned.append(args))
     ow.compress_pickle({"b": torch.ones(9)}, path)
     assert list(ow.load_compressed_pickle(path)) == ["b"] and len(warned) == 1
 

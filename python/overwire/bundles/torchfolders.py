@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, FormatError, NotFoundError
-from ..files import TORCH_ENDINGS, folders_of, may_be_torch, read_file
+from ..files import TORCH_ENDINGS, folders_of, lock_file, may_be_torch, read_file
 from ..paths import classed_errors, is_remote, local
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
@@ -168,7 +168,7 @@ def _locked_folder(parent: str) -> tuple[str, int]:
             lock = -1
             try:
                 lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock_file(lock, top, fcntl.LOCK_EX)
                 if os.path.samestat(os.fstat(lock), os.stat(top)):
                     return top, lock
             except BaseException:

@@ -7,19 +7,16 @@ with its process, so that a file which a killed writer has left is in no one's w
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import threading
 from collections.abc import Iterator
 
 from ..errors import ArgumentError
-from ..jobs import log
+from ..files import lock_file
 
 # Lock files that threads of this process have, or wait for: device, inode, and the thread.
 _taken: set[tuple[int, int, int]] = set()
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextlib.contextmanager
@@ -27,7 +24,7 @@ def turn_of(path: str) -> Iterator[None]:
     """Waits until no one else is in a `turn_of` the same path. Raises OSError, and
     ArgumentError where the thread itself is in one: it would wait for itself.
 
-    A file system without locks gets one line in the log: there the caller alone must write.
+    Where there are no locks, the caller alone must write: see `lock_file`.
     """
     number, identity = _lock_file(path)
     try:
@@ -50,20 +47,9 @@ def _lock_file(path: str) -> tuple[int, tuple[int, int, int]]:
             os.close(number)
             raise
         try:
-            fcntl.flock(number, fcntl.LOCK_EX)
+            lock_file(number, path, fcntl.LOCK_EX)
             if _is_there(number, path):
                 return number, identity
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                log.warning(
-                    "overwire: %s: the file system has no locks (%s): let one process write this bundle",
-                    path,
-                    error.strerror,
-                )
-                return number, identity
-            _taken.discard(identity)
-            os.close(number)
-            raise
         except BaseException:
             _taken.discard(identity)
             os.close(number)

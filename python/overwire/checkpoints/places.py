@@ -30,6 +30,7 @@ from ..errors import (
     OverwireError,
     error_of_system,
 )
+from ..files import lock_file
 from ..model.reading import read_bytes
 from ..paths import is_remote, local, refuse_planted_entry, resolve_links
 from ..stores import remove_objects, write_bytes
@@ -301,7 +302,7 @@ def _lock_file(path: str) -> int | None:
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(number, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(number), os.lstat(path)):
                 return number
         except FileNotFoundError:  # its holder has just ended, and removed it
