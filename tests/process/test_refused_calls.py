@@ -1,0 +1,249 @@
+"""Loads, saves and servers whose system calls are refused, one after the other: what they do is right, or an error of
+ours, and what was there before is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import shutil
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stores
+from process_helper import FEWER
+from processes import overwire_serve
+from refused_programs import LOADS, SAVES
+from refusing import Refusal
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
+
+PROGRAM = Path(__file__).with_name("refused_programs.py")
+NUMBERS = (errno.EPERM, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.EAGAIN, errno.ENOSPC)
+
+# What a save does without, as on a kernel or a file system that lacks it.
+COURTESIES = (
+    "cachestat", "fadvise64", "fallocate", "fchown", "flock", "fremovexattr", "fstatfs", "getxattr", "linkat",
+    "madvise", "renameat2", "statfs", "sync_file_range",
+)  # fmt: skip
+
+
+class Child:
+    """A `Refusal`, in whose place another one is started where it ends; and what was wrong."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self._start()
+
+    def _start(self) -> None:
+        try:
+            self.refusal = Refusal(PROGRAM)
+        except OSError as error:
+            pytest.skip(f"this system lets no one answer for it: {error}")
+
+    def run(self, *task: Any) -> Any:
+        """What a task returns of which no call fails."""
+        answer = self.refusal.run(task)
+        return answer[1] if answer and answer[0] == "done" else answer
+
+    def counts(self, *task: Any) -> dict[str, int]:
+        """How many calls of each kind a task has."""
+        assert self.refusal.run(task)[0] == "done"
+        return self.refusal.counts()
+
+    def refused(
+        self, task: list[Any], call: str, at: int, number: int, lasts: bool, check: Callable[[list[Any]], str]
+    ) -> None:
+        """Runs a task of which a call is refused, and notes what check says of its end, unless that is nothing."""
+        where = f"{task[:2]}: {call} {at}{' and later' if lasts else ''}: {errno.errorcode[number]}"
+        try:
+            answer = self.refusal.run(task, call, at, number, lasts=lasts, timeout=60 * FEWER)
+            if self.refusal.was_refused:
+                text = answer[1] if answer[0] == "untyped" else check(answer)
+                self.wrong += [f"{where}: {text}"] if text else []
+        except (TimeoutError, ConnectionError) as error:
+            self.wrong.append(f"{where}: {error!r}")
+            self.end()
+            self._start()
+
+    def end(self) -> None:
+        self.refusal.end()
+
+
+@pytest.fixture(scope="module")
+def module_child() -> Iterator[Child]:
+    child = Child()
+    yield child
+    child.end()
+
+
+@pytest.fixture
+def child(module_child: Child) -> Iterator[Child]:
+    module_child.wrong = []
+    yield module_child
+    assert module_child.wrong == []
+
+
+@pytest.fixture
+def folder(child: Child, tmp_path: Path) -> Path:
+    """What the programs read, and `work`, which they write to."""
+    child.run("prepare", str(tmp_path))
+    return tmp_path
+
+
+def each_refusal(counts: dict[str, int], wide: bool) -> Iterator[tuple[str, int, int, bool]]:
+    """Calls, which of them, numbers, and whether they last. wide: each call with each number; else the last of a kind,
+    by a disk, and all of it, by a sandbox."""
+    for call, count in counts.items():
+        if not wide:
+            yield call, count, errno.EIO, False
+            yield call, 1, errno.EPERM, True
+            continue
+        ends = {*range(1, 13), count // 2, *range(count - 5, count + 1)}
+        for number in NUMBERS:
+            yield from ((call, at, number, False) for at in sorted(ends & set(range(1, count + 1))))
+            yield call, 1, number, True
+
+
+def sweep_saves(child: Child, folder: Path, kind: str, wide: bool) -> None:
+    work = folder / "work"
+    task = ["save", kind, str(work), 2]
+
+    def renew() -> None:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        child.run("save", kind, str(work), 1)
+
+    def check(answer: list[Any]) -> str:
+        there = child.run("content", kind, str(work))
+        if there != new and (answer[0] == "done" or there != old):
+            return f"{answer} and {there}"
+        hidden = [name for name in os.listdir(work) if name.startswith(".")]
+        return f"{answer} and {hidden} are left" if hidden and not call.startswith("unlink") else ""
+
+    renew()
+    old = child.run("content", kind, str(work))
+    child.run(*task)
+    new = child.run("content", kind, str(work))
+    assert old != new
+    renew()
+    for call, at, number, lasts in each_refusal(child.counts(*task), wide):
+        renew()
+        child.refused(task, call, at, number, lasts, check)
+
+
+def sweep(child: Child, task: list[Any], wide: bool, renew: Callable[[], None] = lambda: None) -> None:
+    renew()
+    whole = child.refusal.run(task)
+    assert whole[0] == "done"
+    renew()
+    for call, at, number, lasts in each_refusal(child.counts(*task), wide):
+        # A read is tried again for seconds; of a socket it would be for the poller to say.
+        if number == errno.EAGAIN and (lasts or task[0] != "load"):
+            continue
+        renew()
+        child.refused(
+            task, call, at, number, lasts, lambda answer: str(answer) if answer[0] == "done" and answer != whole else ""
+        )
+
+
+@pytest.mark.parametrize("kind", ["plain", "set", "file"])
+def test_saves(child: Child, folder: Path, kind: str) -> None:
+    """A save whose calls fail has saved, or raises an error of ours, and the old file or set stands."""
+    sweep_saves(child, folder, kind, wide=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SAVES)
+def test_every_save(child: Child, folder: Path, kind: str) -> None:
+    """The same of each kind of save, each call and each number of the system's."""
+    sweep_saves(child, folder, kind, wide=True)
+
+
+@pytest.mark.parametrize("kind", ["load", "load set"])
+def test_loads(child: Child, folder: Path, kind: str) -> None:
+    """A load whose calls fail has all its bytes, or raises an error of ours."""
+    sweep(child, ["load", kind, str(folder)], wide=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LOADS)
+def test_every_load(child: Child, folder: Path, kind: str) -> None:
+    """The same of each kind of load, each call and each number of the system's."""
+    sweep(child, ["load", kind, str(folder)], wide=True)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+@pytest.mark.parametrize("kind", ["plain", "set", "file"])
+def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number: int) -> None:
+    """Where a sandbox refuses what a save can do without, it saves; what was private stays so."""
+    work = folder / "work"
+    work.mkdir()
+    child.run("save", kind, str(work), 2)
+    new = child.run("content", kind, str(work))
+    used = set(child.counts("save", kind, str(work), 2))
+    for call in sorted(used.intersection(COURTESIES)):
+        if call == "linkat" and number == errno.ENOSYS:
+            continue  # no kernel is without
+        child.run("save", kind, str(work), 1)
+        path = work / SAVES[kind][0]
+        path.chmod(0o640)
+        task = ["save", kind, str(work), 2]
+        child.refused(task, call, 1, number, True, lambda answer: "" if answer[0] == "done" else str(answer))
+        assert child.run("content", kind, str(work)) == new, call
+        assert path.stat().st_mode & 0o777 in (0o640, 0o600), call
+
+
+def test_reads_that_have_no_bytes_yet(child: Child, folder: Path) -> None:
+    """A file system that has no bytes yet, as some that programs serve, is asked again."""
+    task = ["load", "load compressed", str(folder)]
+    whole = child.refusal.run(task)
+    child.refused(task, "pread64", 1, errno.EAGAIN, False, lambda answer: str(answer) if answer != whole else "")
+    assert child.refusal.was_refused
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOMEM])
+def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
+    """A connection that the system does not give to a server is asked for again: the server goes on."""
+    with socket.socket() as free:
+        free.bind((stores.HOST, 0))
+        address = "%s:%d" % free.getsockname()
+    child = Child()
+    try:
+        child.run("run_server", address, str(folder))
+        child.refusal.refuse("accept4", 1, number)
+        for _ in range(2):
+            with urllib.request.urlopen(f"http://{address}/packed.safetensors", timeout=30 * FEWER) as answer:
+                assert answer.read() == (folder / "packed.safetensors").read_bytes()
+        assert child.refusal.was_refused
+    finally:
+        child.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["http", "cache", "s3", "redis"])
+def test_every_call_of_remote_loads(child: Child, folder: Path, place: str) -> None:
+    """Loads over a network whose calls fail have all their bytes, or raise an error of ours."""
+    options: dict[str, Any] = {"retries": 1, "timeout": 5}
+    name, cache = "packed.safetensors", folder / "cache"
+    with contextlib.ExitStack() as stack:
+        if place in ("http", "cache"):
+            uri = stack.enter_context(overwire_serve(folder)) + name
+            options |= {"cache": str(cache)} if place == "cache" else {}
+        elif place == "s3":
+            more, _ = stack.enter_context(stores.s3())
+            options, uri = options | dict(more), f"s3://models/{name}"
+        else:
+            more, begin = stack.enter_context(stores.redis())
+            options, uri = options | dict(more), begin + name
+        if place in ("s3", "redis"):
+            child.run("save_uri", uri, options, 1)
+            task = ["save_uri", uri, options, 1]
+            sweep(child, task, wide=True)
+            child.run(*task)
+        sweep(child, ["load_uri", uri, options], True, lambda: shutil.rmtree(cache, ignore_errors=True))
