@@ -97,6 +97,7 @@ def open_library() -> Any:
             import atexit
 
             _refuse_small_address_space()
+            _refuse_few_descriptors()
             from . import _core as raw
 
             # From here on Go's threads exist.
@@ -129,6 +130,16 @@ def _refuse_small_address_space() -> None:
             total=limit,
             device="host",
         ) from error
+
+
+def _refuse_few_descriptors() -> None:
+    # An extension module for which no descriptor is left is an ImportError.
+    try:
+        os.close(os.open(os.path.dirname(__file__), os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        from . import errors
+
+        raise errors.error_of_system(error, "start the engine from", os.path.dirname(__file__)) from error
 
 
 def _load_library() -> Any:

@@ -54,6 +54,29 @@ assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
     )
 
 
+def test_an_engine_for_which_no_descriptor_is_left(tmp_path: Path) -> None:
+    """Where all but the engine is imported, its start is an IOFailure with the number of the system, and a later call
+    starts it."""
+    source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
+    run(
+        """
+import errno, json, resource
+import overwire as ow
+from overwire import _engine, _verbs
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+try:
+    _engine.open_library()
+except errors.IOFailure as error:
+    number = error.errno
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+assert number == errno.EMFILE
+ow.inspect(sys.argv[1])
+""",
+        source,
+    )
+
+
 def test_first_call_in_a_small_address_space(tmp_path: Path) -> None:
     """However little address space is left (`ulimit -v`), the first call succeeds or raises MemoryError."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
