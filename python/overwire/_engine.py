@@ -96,8 +96,8 @@ def open_library() -> Any:
         if _library is None:
             import atexit
 
-            _refuse_small_address_space()
             _refuse_few_descriptors()
+            _refuse_small_address_space()
             from . import _core as raw
 
             # From here on Go's threads exist.
