@@ -90,6 +90,8 @@ class Refusal:
         text, descriptors, *_ = socket.recv_fds(self._control, 100, 1)
         if text != b"listener":
             self.process.kill()
+            errors = self.process.communicate()[1]
+            assert text, errors
             raise OSError(errno.ENOSYS, text.decode())
         self._listener = descriptors[0]
         self._lock = threading.Lock()
