@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import os
 import platform
 import shutil
@@ -213,22 +214,56 @@ def test_reads_that_have_no_bytes_yet(child: Child, folder: Path) -> None:
     assert child.refusal.was_refused
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOMEM])
-def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
-    """A connection that the system does not give to a server is asked for again: the server goes on."""
+@contextlib.contextmanager
+def server_child(folder: Path) -> Iterator[tuple[Child, str]]:
+    """A child that serves a folder, and the URL of its packed file."""
     with socket.socket() as free:
         free.bind((stores.HOST, 0))
         address = "%s:%d" % free.getsockname()
     child = Child()
     try:
         child.run("run_server", address, str(folder))
-        child.refusal.refuse("accept4", 1, number)
-        for _ in range(2):
-            with urllib.request.urlopen(f"http://{address}/packed.safetensors", timeout=30 * FEWER) as answer:
-                assert answer.read() == (folder / "packed.safetensors").read_bytes()
-        assert child.refusal.was_refused
+        yield child, f"http://{address}/packed.safetensors"
     finally:
         child.end()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOMEM])
+def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
+    """A connection that the system does not give to a server is asked for again: the server goes on."""
+    with server_child(folder) as (child, url):
+        child.refusal.refuse("accept4", 1, number)
+        for _ in range(2):
+            with urllib.request.urlopen(url, timeout=30 * FEWER) as answer:
+                assert answer.read() == (folder / "packed.safetensors").read_bytes()
+        assert child.refusal.was_refused
+
+
+@pytest.mark.slow
+def test_every_call_of_a_server(folder: Path) -> None:
+    """A server whose calls fail sends the right bytes, or what no client takes for them, and goes on."""
+    whole, wrong = (folder / "packed.safetensors").read_bytes(), []
+
+    def answer() -> bytes | None:
+        try:
+            with urllib.request.urlopen(url, timeout=3 * FEWER) as opened:
+                return opened.read()
+        except (OSError, http.client.HTTPException):
+            return None
+
+    with server_child(folder) as (child, url):
+        child.refusal.refuse()
+        assert answer() == whole
+        for call, count in child.refusal.counts().items():
+            for number, lasts in ((errno.EPERM, True), (errno.EMFILE, False), (errno.ENOMEM, False)):
+                for at in range(1, 2 if lasts else count + 1):
+                    child.refusal.refuse(call, at, number, lasts=lasts)
+                    if answer() not in (None, whole):
+                        wrong.append((call, at, number, lasts, "wrong bytes"))
+                    child.refusal.refuse()
+                    if not any(answer() == whole for _ in range(3)):
+                        wrong.append((call, at, number, lasts, "it answers no more"))
+    assert wrong == []
 
 
 @pytest.mark.slow
