@@ -51,7 +51,7 @@ def _refuse_special(path: str | os.PathLike[str]) -> ArgumentError:
 
 
 # What the system says where files cannot be locked: by their file system, or by a sandbox.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EACCES)
 
 
 def lock_file(number: int, path: str, kind: int) -> None:

@@ -206,6 +206,17 @@ def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number:
         assert path.stat().st_mode & 0o777 in (0o640, 0o600), call
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_a_cache_without_locks(child: Child, folder: Path, number: int) -> None:
+    """Where files cannot be locked, a cache keeps what each process fetches for itself, and finds it again."""
+    with overwire_serve(folder) as url:
+        task = ["load_uri", f"{url}packed.safetensors", {"cache": str(folder / "cache")}]
+        whole = child.refusal.run([*task[:2], {}])
+        child.refused(task, "flock", 1, number, True, lambda answer: "" if answer == whole else str(answer))
+        assert child.refusal.was_refused and [name for name in os.listdir(folder / "cache") if "-" in name]
+    assert child.refusal.run(task) == whole
+
+
 def test_reads_that_have_no_bytes_yet(child: Child, folder: Path) -> None:
     """A file system that has no bytes yet, as some that programs serve, is asked again."""
     task = ["load", "load compressed", str(folder)]

@@ -9,7 +9,7 @@
 // it cannot be reached, or because the URI names one state for ever. A file is written under a
 // temporary name and renamed: no reader sees an incomplete one. It is not synced:
 // what a power failure damages is found like any other damage. One process at a
-// time fetches an object (a lock on KEY.lock); the others wait for it.
+// time fetches an object (a lock on KEY.lock), where files can be locked; the others wait for it.
 //
 // With a limit, files go before a new one comes, those first that were used longest ago.
 // The folder is the user's: any file in it may be removed at any time.
@@ -101,14 +101,19 @@ func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (
 		return f, context.Cause(ctx)
 	}
 	unlock, err := lockFile(ctx, key+".lock")
-	if err != nil {
+	switch {
+	case isWithoutLocks(err):
+		source.Notice(fmt.Sprintf("the cache %s: files cannot be locked there (%v): each process fetches for itself, "+
+			"and what killed ones leave stays", c.Path, err))
+	case err != nil:
 		return nil, err
+	default:
+		defer unlock()
+		if f := findKept(ctx, key, src.Size()); f != nil || ctx.Err() != nil { // another process has fetched it
+			return f, context.Cause(ctx)
+		}
+		c.removeLeftovers(key)
 	}
-	defer unlock()
-	if f := findKept(ctx, key, src.Size()); f != nil || ctx.Err() != nil { // another process has fetched it
-		return f, context.Cause(ctx)
-	}
-	c.removeLeftovers(key)
 	c.evictFiles(src.Size())
 	return fetchObject(ctx, key, src)
 }
@@ -312,6 +317,12 @@ func lockFile(ctx context.Context, path string) (unlock func(), err error) {
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
+}
+
+// isWithoutLocks reports whether a file system, or a sandbox, has no locks.
+func isWithoutLocks(err error) bool {
+	return slices.ContainsFunc([]error{unix.ENOLCK, unix.ENOSYS, unix.ENOTSUP, unix.EINVAL, unix.EPERM},
+		func(number error) bool { return errors.Is(err, number) })
 }
 
 // tryLock is lockFile if no other has the lock. It makes no file elsewhere, where a link may lead.
