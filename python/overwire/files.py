@@ -50,8 +50,9 @@ def _refuse_special(path: str | os.PathLike[str]) -> ArgumentError:
     return ArgumentError(f"overwire: open {name}: not a regular file", source=name)
 
 
-# What the system says where files cannot be locked: by their file system, or by a sandbox.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EACCES)
+# What the system says where files cannot be locked: by their file system, or by a sandbox. Not EACCES, by which some
+# servers say that another has the lock.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 
 
 def lock_file(number: int, path: str, kind: int) -> None:
