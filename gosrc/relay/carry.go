@@ -42,7 +42,7 @@ type carrier struct {
 	taken     int  // pieces whose shares of this rank no other rank needs: [0, taken)
 }
 
-// moves is what moveOnce uses. Relay.turn guards it, until movePieces has ended.
+// moves is what moveOnce uses. Relay.turn guards it while movePieces and readers run.
 type moves struct {
 	next        []int           // by rank: the next piece to take
 	own, others []shares        // this rank's and the others', which wait for a slot of the queue that decodes
@@ -243,29 +243,38 @@ var steps = []func(*Relay) (bool, error){
 // moveOnce asks the GPU, the readers and the other ranks once: it submits the slots that readers have filled, finishes
 // what the GPU has done, and has this rank's shares summed, those of others copied, and all decoded; on the host it
 // decodes by itself. What the caller exchanges is decoded by DecodePiece. It leaves out what another goroutine does
-// just now, and reports whether there was something to do. Its error ends the job.
+// just now, and reports whether there was something to do. Its error, also that of a panic, ends the job before
+// another goroutine has the turn, and then no step is taken again: what a failed one has decoded would count twice.
 func (r *Relay) moveOnce() bool {
 	hasMoved := r.queue != nil && r.feed.submitAndFinish()
 	if !r.turn.TryLock() {
 		return hasMoved
 	}
 	defer r.turn.Unlock()
-	if r.queue != nil {
-		hasMoved = r.queue.FinishEnded() || hasMoved
+	if r.job.RunContext().Err() != nil {
+		return hasMoved
 	}
-	for _, step := range steps {
-		did, err := step(r)
-		if err != nil {
-			r.failMoving(err)
-			return false
+	err := spawn.Guard("relay move", func() error {
+		if r.queue != nil {
+			hasMoved = r.queue.FinishEnded() || hasMoved
 		}
-		hasMoved = hasMoved || did
+		for _, step := range steps {
+			hasStepped, err := step(r)
+			if err != nil {
+				return err
+			}
+			hasMoved = hasMoved || hasStepped
+		}
+		return nil
+	})
+	if err != nil {
+		r.failMoving(err)
 	}
-	return hasMoved
+	return hasMoved && err == nil
 }
 
 // moveIfLate is moveOnce for readers that wait, where movePieces has begun no round for lateAfter: the system has given
-// its core to something else.
+// its core to something else, or it is in a long step, or rests since nothing was to be done.
 func (r *Relay) moveIfLate() bool {
 	round := r.lastRound.Load()
 	return round != 0 && time.Now().UnixNano()-round > lateAfter.Nanoseconds() && r.moveOnce()

@@ -114,6 +114,22 @@ func TestReadersMovePieces(t *testing.T) {
 	end(errs.ErrCancelled)
 }
 
+// Once the job has failed, a reader that was about to move takes no step again.
+func TestNoStepAfterFailure(t *testing.T) {
+	r, end := startOnFake(t, 4<<20)
+	r.mu.Lock()
+	r.busy.Add(1) // the queues stay open
+	r.mu.Unlock()
+	r.job.Cancel()
+	r.movers.Wait()
+	r.arrivals <- 0
+	if r.moveOnce() || len(r.arrivals) != 1 {
+		t.Error("a share was summed after the end")
+	}
+	r.busy.Done()
+	end(errs.ErrCancelled)
+}
+
 // After a panic in a step of moveOnce the job ends, which waits for every slot, and nothing is left.
 func TestPanicsWhileMoving(t *testing.T) {
 	for _, panics := range map[string]func(r *Relay, slot *cuda.Slot, done func(int, error)) error{
