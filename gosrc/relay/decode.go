@@ -33,7 +33,7 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if r.queue == nil {
 		return r.decodeOnHost(of)
 	}
-	slot, err := r.queue.Get(r.job.RunContext()) // while this context lives, movePieces brings slots back
+	slot, err := r.queue.Get(r.job.RunContext()) // while this context lives, moveOnce brings slots back
 	if err != nil {
 		return err
 	}

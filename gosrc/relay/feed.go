@@ -38,7 +38,7 @@ type submission struct {
 	piece int
 }
 
-// GetFor waits for a slot by asking: movePieces, which frees them, has no time to wake readers.
+// GetFor waits for a slot by asking: moveOnce, which frees them, has no time to wake readers.
 func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	var slot *cuda.Slot
 	err := q.r.askUntil(ctx, func() bool {

@@ -102,7 +102,7 @@ func (p *profile) countFlight(n int64) {
 	}
 }
 
-// state is how far a relay is. mu guards it.
+// state is how far a relay is. mu guards what is not safe by itself.
 type state struct {
 	mu         sync.Mutex
 	recycled   atomic.Int64  // pieces whose buffer may be filled again: [0, recycled); readers ask without mu
