@@ -169,11 +169,11 @@ func (r *run) measureWire(queue *cuda.Queue, n int64) (float64, error) {
 
 // fileSystemOf names the kind of file system that a folder lies in.
 func fileSystemOf(dir string) string {
-	of, err := regular.IdentifyFolder(dir)
+	fileSystem, err := regular.IdentifyFolder(dir)
 	if err != nil {
 		return "unknown"
 	}
-	return of.Name
+	return fileSystem.Name
 }
 
 // freeBytes is how many bytes fit into the run's folder, -1 if that is not known.

@@ -17,8 +17,8 @@ const hidden = "***"
 type secret struct {
 	re   *regexp.Regexp
 	with string
-	// Of a text in ASCII that re matches, the lower case has one of words; isAssigned: with a colon or an equals sign
-	// after it.
+	// re matches no text in ASCII whose lower case has none of these words; isAssigned: none that lacks a colon or an
+	// equals sign behind the word. So most texts need no regular expression.
 	words      []string
 	isAssigned bool
 }
@@ -65,7 +65,7 @@ func Redact(text string) string {
 			return bareURI(s[:end]) + s[end:]
 		})
 	}
-	// What the text has is asked once: what replaces a secret adds none of this.
+	// The text is lowered once, before secrets are replaced: that adds neither words nor signs.
 	lower, isASCII := strings.ToLower(text), !strings.ContainsFunc(text, isBeyondASCII)
 	prefix := lower[:max(0, strings.LastIndexAny(lower, ":="))]
 	for i := range others {
@@ -73,7 +73,7 @@ func Redact(text string) string {
 		if s.isAssigned {
 			before = prefix
 		}
-		// Beyond ASCII, (?i) has other letters for some.
+		// (?i) also takes letters beyond ASCII, such as the Kelvin sign for k, which words do not have.
 		if !isASCII || slices.ContainsFunc(s.words, func(word string) bool { return strings.Contains(before, word) }) {
 			text = s.re.ReplaceAllString(text, s.with)
 		}

@@ -43,7 +43,7 @@ func (f *fileWriter) divideBatches() {
 // A slot holds the memory of a batch between reading and writing.
 type slot struct {
 	chunks []encodedChunk // of its tasks
-	bytes  int            // of them all, decoded
+	bytes  int            // of its tasks, before encoding
 	read   scratch        // for logical bytes, if they need any
 	stored scratch        // for encoded bytes
 	joined []byte         // for what is written at once

@@ -78,7 +78,8 @@ func (w *writer) classifyItems(ctx context.Context, items []*item) error {
 
 // chooseTransform takes the best transform for a tensor and decides whether to use it. It
 // encodes tensors up to the size of a sample completely, so that small ones account
-// for their tables, and 16 evenly spread runs of larger ones. kept counts the bytes of tensors whose trials are kept.
+// for their tables, and 16 evenly spread runs of larger ones. kept counts the bytes of all tensors whose trials are
+// kept: at most mostTrials.
 func (t *item) chooseTransform(ctx context.Context, e *codec.Encoder, spec *Spec, kept *atomic.Int64) error {
 	t.form, t.expect = plain, 1
 	if spec.Level == levelSmaller && t.parts == 1 {

@@ -154,7 +154,8 @@ def _read_link(path: str) -> str:
 
 
 def _refuse_unnamed(path: str, entry: os.stat_result, to: str) -> None:
-    # A link of /proc says of a memfd, or a deleted file, what that is: another file would be written as that.
+    # The text of a link of /proc to a memfd, or to a deleted file, only describes that: a save would write another file
+    # called by the description.
     try:
         if entry.st_dev != os.stat("/proc/self").st_dev:
             return

@@ -164,7 +164,7 @@ func (p *Place) refuseUnwritable() error {
 	return p.RefuseStrangers()
 }
 
-// RefuseStrangers refuses a file of another user, in a sticky folder that everyone may write.
+// RefuseStrangers refuses a file of another user in a sticky folder that everyone may write.
 func (p *Place) RefuseStrangers() error {
 	if !p.IsFile() {
 		return nil
@@ -189,8 +189,8 @@ func (p *Place) isBlob() bool {
 	return err == nil && st.IsDir()
 }
 
-// firstFile returns the first of some paths that has a regular file, none of a stranger, nil if none has: the mode of
-// a new file is that of the file that it replaces, or is to be like.
+// firstFile returns the first of some paths that has a regular file which refuseStrangers takes, nil if none has: the
+// mode of a new file is that of the file that it replaces, or is to be like.
 func firstFile(paths ...string) (string, fs.FileInfo, error) {
 	for _, path := range paths {
 		if path == "" {
@@ -238,7 +238,7 @@ func (t *Target) adoptOwner() error {
 	return Failed(t.Path, -1, t.file.Chmod(mode))
 }
 
-// limitGroup gives the group, and whom an ACL names, no more rights than all others.
+// limitGroup takes from the group, and so from those that an ACL names, the rights that all others lack.
 func limitGroup(mode fs.FileMode) fs.FileMode { return mode &^ ((^mode & 0o007) << 3) }
 
 // copyACL gives an open file the POSIX ACL of a path, or removes the ACL that it

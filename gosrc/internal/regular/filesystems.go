@@ -8,15 +8,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Kind of file system says where the files are, and so how they are best read and how long a sync takes.
+// A Kind of file system says where its files are: so how they are best read, and whether a sync waits.
 type Kind int
 
 // The kinds.
 const (
 	Unknown  Kind = iota // as Disk, but perhaps of a server
-	Disk                 // of this machine, behind the kernel's page cache
-	Network              // of a server, or behind a cache of its own: direct I/O gains nothing
-	InMemory             // in memory alone: no call and no sync waits for anything
+	Disk                 // on a disk of this machine, behind the kernel's page cache
+	Network              // on a server, or behind a cache of its own: direct I/O gains nothing
+	InMemory             // in memory alone: no call and no sync waits for a disk
 )
 
 // A FileSystem is what a file lies on.

@@ -75,7 +75,8 @@ func RefusePlantedLinks(path string) (hasLinks bool, err error) {
 }
 
 // ReadLink returns where a link leads. It refuses one that another user may have planted, one in a folder that
-// another user may have, and one to no name: what is read is what was checked, whatever has the path a moment later.
+// another user may have planted, and one to an open file without a name. What is read is what was checked, whatever has
+// the path a moment later.
 func ReadLink(path string) (string, error) {
 	fd := -1
 	err := Again(func() (err error) {
@@ -115,8 +116,8 @@ func ReadLink(path string) (string, error) {
 	return to, refuseUnnamed(fd, path, to)
 }
 
-// refuseUnnamed refuses an open link of /proc that leads to no name: of an open file, a memfd or a deleted one, it says
-// what that is, which another file would be written as.
+// refuseUnnamed refuses an open link of /proc to an open file that has no name, as a memfd or a deleted file has none:
+// the link's text only describes that, and a save would write another file called by the description.
 func refuseUnnamed(fd int, path, to string) error {
 	var of unix.Statfs_t
 	if err := unix.Fstatfs(fd, &of); err != nil || of.Type != unix.PROC_SUPER_MAGIC {

@@ -392,6 +392,7 @@ func TestIdentity(t *testing.T) {
 	}
 }
 
+// The memory that the host has left is a plausible number.
 func TestAvailableMemory(t *testing.T) {
 	if m := hostmem.Available(); m < 1<<20 || m > 1<<50 {
 		t.Errorf("%d bytes available", m)
