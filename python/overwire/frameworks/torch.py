@@ -95,7 +95,7 @@ def _free_memory(device: str) -> tuple[int | None, int | None]:
 # `_LEAST` share what is asked for, `_GROUP` at most, or `_LARGE_GROUP` where all tensors are made at once: there
 # several processes ask the driver at the same time, which serves one after the other. Each tensor begins at a multiple
 # of `_ROUND`.
-_ROUND, _LEAST, _GROUP, _LARGE_GROUP = 512, 1 << 20, 256 << 20, 4 << 30
+_ROUND, _LEAST, _GROUP, _LARGE_GROUP = 512, 1 << 20, 1 << 30, 4 << 30
 
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
