@@ -91,8 +91,9 @@ race: ## Go tests under the race detector
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
 gofmt golint gotest race static fakegpu fakepy asan:
 	@.ci/check $@
-counts: ## lines and names of each package; lowers their ceilings, or raises them with WHY="a reason"
+counts: ## lines and names of each package, habits of writing; lowers ceilings, or raises the first with WHY="a reason"
 	$(PY) tests/house/counts.py --write $(if $(WHY),--why "$(WHY)")
+	$(PY) tests/house/prose.py --write
 
 pylint: venv
 	$(PY) -m ruff check --quiet .
