@@ -45,7 +45,7 @@ def style_axes(axes: Axes, names: list[str]) -> None:
 
 
 def draw_panels(plot: dict[str, Any]) -> None:
-    """Write a plot of panels, two in a row, each with a scale of its own."""
+    """Write a plot of panels in two columns, each with a scale of its own."""
     panels = plot["panels"]
     figure = Figure(figsize=(7.9, 0.55 + 1.35 * -(-len(panels) // 2)), layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0, 1, 0.87), hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]

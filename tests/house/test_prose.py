@@ -64,7 +64,7 @@ def f():
     ],
 )  # fmt: skip
 def test_comments_and_messages_are_found(path: str, text: str, found: list[tuple[str, str]]) -> None:
-    """Comment blocks, docstrings and literals of each language are told apart; short literals are no messages."""
+    """Comment blocks, docstrings and literals of each language are distinguished; short literals are no messages."""
     assert [(scope, words.strip()) for scope, words in prose.comments(path, text)] == found
 
 
