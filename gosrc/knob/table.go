@@ -25,7 +25,7 @@ var (
 	Patch = flag("OVERWIRE_PATCH", "transformers.md#unchanged-programs",
 		"Make programs that use the safetensors package read through overwire, from the import of overwire on.")
 	Cache = text("OVERWIRE_CACHE", "", "stores.md#keep-a-copy",
-		"Folder that keeps whole objects of stores, for when a store cannot be reached; on: in the user's cache folder.")
+		"Folder that keeps whole objects of stores, for when they cannot be reached; on: in the user's cache folder.")
 	CacheGB = number("OVERWIRE_CACHE_GB", 0, 1_000_000, 0, "stores.md#keep-a-copy",
 		"Most GB of objects in that folder; those used longest ago are removed first; 0: no limit.")
 	Prepared = text("OVERWIRE_PREPARED", "", "vllm.md#prepared-state",

@@ -277,8 +277,8 @@ def test_there_is_one_version() -> None:
 
 
 def test_the_changelog_keeps_its_form() -> None:
-    """Sections as keepachangelog.com names them, each once in a version, and no others; entries of two lines at most, of
-    120 columns."""
+    """Sections as keepachangelog.com names them, each once in a version, and no others; entries of two lines at most,
+    of 120 columns."""
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = text.split("\n## ")[1:]
     for version in versions:

@@ -82,6 +82,7 @@ def test_ceilings_only_fall() -> None:
     assert prose.lower({"go": {"beside": 0.31}}, table) == {"go": {"beside": 0.35}}
     assert prose.lower({"go": {"beside": 0.9}}, table) == table
     assert prose.lower({"go": {"beside": 0.0}}, table) == {"go": {"beside": 0.05}}
+    assert prose.lower({"go": {"opening": 0.0}}, {}) == {"go": {"opening": 0.3}}
     assert prose.excesses({"go": {"beside": 0.55}}, table) == []
     (sentence,) = prose.excesses({"go": {"beside": 0.9}}, table)
     assert "`beside` 0.90 times" in sentence and "--show go" in sentence
