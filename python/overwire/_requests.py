@@ -215,6 +215,10 @@ class RenameRequest(TypedDict, total=False):
     path: str
 
 
+class RenameFolderRequest(RenameRequest, total=False):
+    exchange: bool
+
+
 class ConvertRequest(SaveSpec, total=False):
     uris: list[str]
 

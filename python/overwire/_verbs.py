@@ -206,6 +206,26 @@ def rename(request: _requests.RenameRequest) -> JobNumber:
     return core().start("rename", _encode_request(request), b"")
 
 
+def rename_folder(request: _requests.RenameFolderRequest) -> None:
+    """Rename a folder to where none is, or in exchange for the one there, in one step."""
+    core().call("rename_folder", _encode_request(request), b"")
+
+
+def sync_names(request: str) -> None:
+    """Wait until the names in the folder of a path are on the disk."""
+    core().run("sync_names", _encode_request(request), b"")
+
+
+def follow(request: str) -> str:
+    """Where a path to write to leads, through no other user's link."""
+    return loads(core().call("follow", _encode_request(request), b"")[0])
+
+
+def refuse_planted(request: str) -> None:
+    """Refuse a path of which another user may have planted a part."""
+    core().call("refuse_planted", _encode_request(request), b"")
+
+
 def convert(request: _requests.ConvertRequest) -> JobNumber:
     """Rewrite files."""
     return core().start("convert", _encode_request(request), b"")

@@ -19,6 +19,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -75,6 +76,11 @@ type removeRequest struct {
 type renameRequest struct {
 	Made string `json:"made"`
 	Path string `json:"path"`
+}
+
+type renameFolderRequest struct {
+	renameRequest
+	Exchange bool `json:"exchange"`
 }
 
 type convertRequest struct {
@@ -164,6 +170,26 @@ func fileVerbs() []*Verb {
 		started("rename", "Rename a finished file over another one in its folder.",
 			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
 				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
+			}),
+		answered("rename_folder", "Rename a folder to where none is, or in exchange for the one there, in one step.",
+			func(q renameFolderRequest, _ []int64) (none, error) {
+				return none{}, atomicfile.RenameFolder(q.Made, q.Path, q.Exchange)
+			}),
+		started("sync_names", "Wait until the names in the folder of a path are on the disk.",
+			func(_ context.Context, _ *job.Job, path string, _ []int64) (none, error) {
+				return none{}, atomicfile.Failed(path, -1, atomicfile.Disk{}.SyncNames(path))
+			}).awaited(),
+		answered("follow", "Where a path to write to leads, through no other user's link.",
+			func(path string, _ []int64) (string, error) {
+				place, err := atomicfile.Follow(path)
+				if err != nil {
+					return "", atomicfile.Failed(path, -1, err)
+				}
+				return place.Path, nil
+			}),
+		answered("refuse_planted", "Refuse a path of which another user may have planted a part.",
+			func(path string, _ []int64) (none, error) {
+				return none{}, errs.In("save", path, regular.RefusePlanted(path))
 			}),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {

@@ -5,6 +5,7 @@ package atomicfile
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"strings"
@@ -77,6 +78,32 @@ func (t *Target) rename(call func(from, to string) error) (isDone, isKnown bool,
 	}
 	there, unknown := os.Lstat(t.Path)
 	return unknown == nil && os.SameFile(there, t.info), unknown == nil || errors.Is(unknown, fs.ErrNotExist), err
+}
+
+// RenameFolder gives a folder the name path, where nothing or an empty folder is, or in exchange for the name of the
+// folder there, in one step. What counts is which folder has the name then, as for files.
+func RenameFolder(made, path string, exchange bool) error {
+	which, err := os.Lstat(made)
+	if err != nil {
+		return Failed(made, -1, err)
+	}
+	err = regular.Again(func() error {
+		if exchange {
+			return unix.Renameat2(unix.AT_FDCWD, made, unix.AT_FDCWD, path, unix.RENAME_EXCHANGE)
+		}
+		return unix.Rename(made, path)
+	})
+	if err == nil {
+		return nil
+	}
+	if there, unknown := os.Lstat(path); unknown == nil && os.SameFile(there, which) {
+		return nil
+	}
+	if exchange && isUnknownCall(err) {
+		return Failed(path, -1, fmt.Errorf("%w: its file system cannot exchange two folders in one step (%w): "+
+			"save to another name", errs.ErrNotSupported, err))
+	}
+	return Failed(path, -1, &os.LinkError{Op: "rename", Old: made, New: path, Err: err})
 }
 
 // nameTaken is the error of a new file whose name another save has taken meanwhile.
