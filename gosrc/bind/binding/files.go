@@ -143,27 +143,9 @@ func (p program) env() cli.Env {
 	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage, Secrets: p.Secrets}
 }
 
-func fileVerbs() []*Verb {
+// nameVerbs write, name and remove what is whole.
+func nameVerbs() []*Verb {
 	return []*Verb{
-		begun[saveRequest, save.Report]("save", "Write tensors, unchanged until the job ends.", startSave).
-			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)").
-			onCallersMemory(),
-		answered("plain_front", "A plain file's header, without its length, and its tensors' order. Only host memory.",
-			func(q saveRequest, n []int64) (save.Front, error) {
-				in, err := inputs(&q, n)
-				if err != nil {
-					return save.Front{}, err
-				}
-				return save.FrontOf(q.Path, q.Metadata, in)
-			}).tail("of a tensor each: address, bytes, and 0"),
-		begun[prepareRequest, prepared]("sleep_prepare",
-			"Get host memory for a sleep of one device's tensors, which are read before this returns.", startPrepare).
-			tail("of a tensor each: address and bytes"),
-		answered("sleep_return", "Give back the host memory that is kept for sleeps of a device.",
-			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
-		begun[sleepRequest, sleep.Report]("sleep",
-			"Compress tensors of one device, unchanged until the job ends, into host memory: a model and its table.",
-			startSleep).tail("of a tensor each: address and bytes").onCallersMemory(),
 		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).
 			ints("address", "nbytes").onCallersMemory(),
 		started("remove", "Remove objects of stores; those that are not there, too.", removeObjects),
@@ -191,6 +173,30 @@ func fileVerbs() []*Verb {
 			func(path string, _ []int64) (none, error) {
 				return none{}, errs.In("save", path, regular.RefusePlanted(path))
 			}),
+	}
+}
+
+func fileVerbs() []*Verb {
+	return []*Verb{
+		begun[saveRequest, save.Report]("save", "Write tensors, unchanged until the job ends.", startSave).
+			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)").
+			onCallersMemory(),
+		answered("plain_front", "A plain file's header, without its length, and its tensors' order. Only host memory.",
+			func(q saveRequest, n []int64) (save.Front, error) {
+				in, err := inputs(&q, n)
+				if err != nil {
+					return save.Front{}, err
+				}
+				return save.FrontOf(q.Path, q.Metadata, in)
+			}).tail("of a tensor each: address, bytes, and 0"),
+		begun[prepareRequest, prepared]("sleep_prepare",
+			"Get host memory for a sleep of one device's tensors, which are read before this returns.", startPrepare).
+			tail("of a tensor each: address and bytes"),
+		answered("sleep_return", "Give back the host memory that is kept for sleeps of a device.",
+			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
+		begun[sleepRequest, sleep.Report]("sleep",
+			"Compress tensors of one device, unchanged until the job ends, into host memory: a model and its table.",
+			startSleep).tail("of a tensor each: address and bytes").onCallersMemory(),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
 				return save.Convert(ctx, j, q.URIs, q.Path, q.Spec)

@@ -191,3 +191,35 @@ func TestMountsThatLackCalls(t *testing.T) {
 		none(t, dir)
 	}
 }
+
+func TestRenameFolder(t *testing.T) {
+	// Promise: a folder gets a name where nothing or an empty folder is, or exchanges it with the folder there; else
+	// it is an error of a class, and both are as they were.
+	for name, c := range map[string]struct {
+		there    []string
+		exchange bool
+		class    error
+	}{
+		"to nothing":              {nil, false, nil},
+		"to an empty folder":      {[]string{"to"}, false, nil},
+		"to a folder":             {[]string{"to/old"}, false, errs.ErrIO},
+		"in exchange":             {[]string{"to/old"}, true, nil},
+		"in exchange for nothing": {nil, true, errs.ErrNotFound},
+	} {
+		dir := t.TempDir() + "/"
+		for _, path := range append(c.there, "made/new") {
+			if err := os.MkdirAll(dir+path, 0o700); err != nil {
+				t.Fatal(err)
+			}
+		}
+		err := RenameFolder(dir+"made", dir+"to", c.exchange)
+		_, new1 := os.Stat(dir + "to/new")
+		_, kept := os.Stat(dir + "made/new")
+		if (err == nil) != (new1 == nil) || (err == nil) == (kept == nil) || !errors.Is(err, c.class) {
+			t.Errorf("%s: %v", name, err)
+		}
+		if _, err := os.Stat(dir + "made/old"); c.exchange && c.class == nil && err != nil {
+			t.Errorf("%s: the old one is gone: %v", name, err)
+		}
+	}
+}
