@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from group_worker import forked
-from test_checkpoint_saves import make_old
 from overwire.checkpoints import CheckpointReader, CheckpointStager, CheckpointWriter, exchange
 from overwire.checkpoints.schedule import bytes_of, is_bytes
+from test_checkpoint_saves import make_old
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
