@@ -81,8 +81,11 @@ func TestFromOS(t *testing.T) {
 			t.Errorf("FromOS wrapped %v twice", got)
 		}
 	}
-	if FromOS(nil) != nil {
+	if FromOS(nil) != nil || FromFile(nil) != nil {
 		t.Error("FromOS(nil) is an error")
+	}
+	if err := FromFile(syscall.EINVAL); !errors.Is(err, ErrIO) || !errors.Is(FromFile(syscall.EACCES), ErrPermission) {
+		t.Errorf("EINVAL of an open file is %v", err)
 	}
 }
 

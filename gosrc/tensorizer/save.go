@@ -182,7 +182,7 @@ func (d descriptor) Write(p []byte, off int64) error {
 			err = unix.EIO
 		}
 		if err != nil {
-			return atomicfile.Failed(d.path, off, err)
+			return atomicfile.Failed(d.path, off, errs.FromFile(err))
 		}
 		p, off = p[n:], off+int64(n)
 	}

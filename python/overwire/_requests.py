@@ -198,23 +198,6 @@ class PrepareRequest(SleepRequest, total=False):
     bytes: int
 
 
-class PutRequest(TypedDict, total=False):
-    path: str
-    stale: list[str]
-    once: bool
-    storage: FormatAccess
-
-
-class RemoveRequest(TypedDict, total=False):
-    uris: list[str]
-    storage: FormatAccess
-
-
-class RenameRequest(TypedDict, total=False):
-    made: str
-    path: str
-
-
 class ConvertRequest(SaveSpec, total=False):
     uris: list[str]
 
@@ -303,6 +286,27 @@ KnobRow = TypedDict(
         "page": "str",
     },
 )
+
+
+class PutRequest(TypedDict, total=False):
+    path: str
+    stale: list[str]
+    once: bool
+    storage: FormatAccess
+
+
+class RemoveRequest(TypedDict, total=False):
+    uris: list[str]
+    storage: FormatAccess
+
+
+class RenameRequest(TypedDict, total=False):
+    made: str
+    path: str
+
+
+class RenameFolderRequest(RenameRequest, total=False):
+    exchange: bool
 
 
 class RecordsRequest(TypedDict, total=False):

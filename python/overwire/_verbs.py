@@ -191,21 +191,6 @@ def sleep(request: _requests.SleepRequest, numbers: bytes) -> JobNumber:
     return core().start("sleep", _encode_request(request), numbers)
 
 
-def put(request: _requests.PutRequest, address: int, nbytes: int) -> JobNumber:
-    """Replace a file or object by bytes, which must not change until the job has ended."""
-    return core().start("put", _encode_request(request), pack("=2q", address, nbytes))
-
-
-def remove(request: _requests.RemoveRequest) -> JobNumber:
-    """Remove objects of stores; those that are not there, too."""
-    return core().start("remove", _encode_request(request), b"")
-
-
-def rename(request: _requests.RenameRequest) -> JobNumber:
-    """Rename a finished file over another one in its folder."""
-    return core().start("rename", _encode_request(request), b"")
-
-
 def convert(request: _requests.ConvertRequest) -> JobNumber:
     """Rewrite files."""
     return core().start("convert", _encode_request(request), b"")
@@ -269,6 +254,41 @@ def cli(request: _requests.Program) -> JobNumber:
 def knobs() -> list[_requests.KnobRow]:
     """The settings with their present values."""
     return loads(core().call("knobs", "", b"")[0])
+
+
+def put(request: _requests.PutRequest, address: int, nbytes: int) -> JobNumber:
+    """Replace a file or object by bytes, which must not change until the job has ended."""
+    return core().start("put", _encode_request(request), pack("=2q", address, nbytes))
+
+
+def remove(request: _requests.RemoveRequest) -> JobNumber:
+    """Remove objects of stores; those that are not there, too."""
+    return core().start("remove", _encode_request(request), b"")
+
+
+def rename(request: _requests.RenameRequest) -> JobNumber:
+    """Rename a finished file over another one in its folder."""
+    return core().start("rename", _encode_request(request), b"")
+
+
+def rename_folder(request: _requests.RenameFolderRequest) -> None:
+    """Rename a folder to where none is, or in exchange for the one there, in one step."""
+    core().call("rename_folder", _encode_request(request), b"")
+
+
+def sync_names(request: str) -> None:
+    """Wait until the names in the folder of a path are on the disk."""
+    core().run("sync_names", _encode_request(request), b"")
+
+
+def follow(request: str) -> str:
+    """Where a path to write to leads, through no other user's link."""
+    return loads(core().call("follow", _encode_request(request), b"")[0])
+
+
+def refuse_planted(request: str) -> None:
+    """Refuse a path of which another user may have planted a part."""
+    core().call("refuse_planted", _encode_request(request), b"")
 
 
 def records(request: _requests.RecordsRequest) -> _requests.RecordsAnswer:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, meet_to_load, should_share_reading
     from .distributed.group import group_verb
-    from .dtypes import nbytes
+    from .dtypes import nbytes, torch_shape
     from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
     from .frameworks.torch import torch_dtype
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from .offloading.blocks import can_store
     from .offloading.hosted import Hosted, HostedWeight, listed_blocks
     from .offloading.offload import stream_blocks
-    from .paths import is_remote, local, path_of, refuse_planted
+    from .paths import is_remote, local, path_of
     from .records import OpenRecords
-    from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
+    from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, refuse_planted, write_bytes
     from .verbs.deltas import apply_part
     from .verbs.into import landing, states_of, table_of
     from .verbs.preload import honour_nyacomp
@@ -59,7 +59,7 @@ _HOMES = {
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "meet_to_load", "should_share_reading"),
     "distributed.group": ("group_verb",),
-    "dtypes": ("nbytes",),
+    "dtypes": ("nbytes", "torch_shape"),
     "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
     "frameworks.torch": ("torch_dtype",),
@@ -76,8 +76,8 @@ _HOMES = {
     "offloading.blocks": ("can_store",),
     "offloading.hosted": ("Hosted", "HostedWeight", "listed_blocks"),
     "offloading.offload": ("stream_blocks",),
-    "paths": ("is_remote", "local", "path_of", "refuse_planted"),
-    "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
+    "paths": ("is_remote", "local", "path_of"),
+    "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "refuse_planted", "write_bytes"),
     "verbs.deltas": ("apply_part",),
     "verbs.into": ("landing", "states_of", "table_of"),
     "verbs.preload": ("honour_nyacomp",),

@@ -19,6 +19,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -75,6 +76,11 @@ type removeRequest struct {
 type renameRequest struct {
 	Made string `json:"made"`
 	Path string `json:"path"`
+}
+
+type renameFolderRequest struct {
+	renameRequest
+	Exchange bool `json:"exchange"`
 }
 
 type convertRequest struct {
@@ -137,6 +143,39 @@ func (p program) env() cli.Env {
 	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage, Secrets: p.Secrets}
 }
 
+// nameVerbs write, name and remove what is whole.
+func nameVerbs() []*Verb {
+	return []*Verb{
+		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).
+			ints("address", "nbytes").onCallersMemory(),
+		started("remove", "Remove objects of stores; those that are not there, too.", removeObjects),
+		started("rename", "Rename a finished file over another one in its folder.",
+			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
+				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
+			}),
+		answered("rename_folder", "Rename a folder to where none is, or in exchange for the one there, in one step.",
+			func(q renameFolderRequest, _ []int64) (none, error) {
+				return none{}, atomicfile.RenameFolder(q.Made, q.Path, q.Exchange)
+			}),
+		started("sync_names", "Wait until the names in the folder of a path are on the disk.",
+			func(_ context.Context, _ *job.Job, path string, _ []int64) (none, error) {
+				return none{}, atomicfile.Failed(path, -1, atomicfile.Disk{}.SyncNames(path))
+			}).awaited(),
+		answered("follow", "Where a path to write to leads, through no other user's link.",
+			func(path string, _ []int64) (string, error) {
+				place, err := atomicfile.Follow(path)
+				if err != nil {
+					return "", atomicfile.Failed(path, -1, err)
+				}
+				return place.Path, nil
+			}),
+		answered("refuse_planted", "Refuse a path of which another user may have planted a part.",
+			func(path string, _ []int64) (none, error) {
+				return none{}, errs.In("save", path, regular.RefusePlanted(path))
+			}),
+	}
+}
+
 func fileVerbs() []*Verb {
 	return []*Verb{
 		begun[saveRequest, save.Report]("save", "Write tensors, unchanged until the job ends.", startSave).
@@ -158,13 +197,6 @@ func fileVerbs() []*Verb {
 		begun[sleepRequest, sleep.Report]("sleep",
 			"Compress tensors of one device, unchanged until the job ends, into host memory: a model and its table.",
 			startSleep).tail("of a tensor each: address and bytes").onCallersMemory(),
-		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).
-			ints("address", "nbytes").onCallersMemory(),
-		started("remove", "Remove objects of stores; those that are not there, too.", removeObjects),
-		started("rename", "Rename a finished file over another one in its folder.",
-			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
-				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
-			}),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
 				return save.Convert(ctx, j, q.URIs, q.Path, q.Spec)

@@ -24,7 +24,6 @@ package file
 import (
 	"context"
 	"errors"
-	"fmt"
 	"os"
 	"sync"
 	"time"
@@ -187,10 +186,8 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		case err == nil && n == 0 && bypass: // the cache knows where the file ends
 			bypass = false
 			continue
-		case errors.Is(err, unix.EINVAL): // caused by no argument of the caller
-			return f.placeError(off, fmt.Errorf("%w: %w", errs.ErrIO, &os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case err != nil:
-			return f.placeError(off, errs.FromOS(&os.PathError{Op: "read", Path: f.uri, Err: err}))
+			return f.placeError(off, errs.FromFile(&os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case n == 0:
 			return f.placeError(off, errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened",
 				f.size))

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from .._imports import imported
+from ..dtypes import torch_shape
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
 from ..model.budget import fit
@@ -259,10 +260,7 @@ def _match_names(
         if not is_ready(target):
             check_shape(target, f"overwire: load {model.uris[0]} into {type(module).__name__}: {name!r}", name)
         here = tuple(target.shape)
-        if shape_of is not None:
-            shape = shape_of(at)
-        elif dtype == "F4" and shape:
-            shape = (*shape[:-1], shape[-1] // 2)
+        shape = torch_shape(dtype, shape) if shape_of is None else shape_of(at)
         if here != shape:
             problems.append(f"{name!r} has shape {here} in the module, {shape} in the file")
     if problems:
