@@ -163,14 +163,14 @@ def opened(path: str, scratch: str | None = None) -> Iterator[TorchFile]:
     except OSError as error:
         raise error_of_system(error, "open", path) from error
     with contextlib.ExitStack() as stack:
-        stack.enter_context(file)
+        stack.callback(file.close)
         before = state_of_file(file.fileno())
         try:
-            entries, plain = entries_of(file), file
+            entries, number = entries_of(file), file.fileno()
             if (copy := inflated(path, file, entries, scratch)) is not None:
-                plain = stack.enter_context(copy)
-                entries = entries_of(plain)
-            content = _Reader(path, entries, plain.fileno()).read_content()
+                stack.callback(copy.close)
+                entries, number = entries_of(copy), copy.fileno()
+            content = _Reader(path, entries, number).read_content()
         except OverwireError:
             raise
         except OSError as error:
