@@ -119,7 +119,7 @@ def _kind_of(value: Any) -> str:
 class _Storage(NamedTuple):
     key: str
     dtype: str
-    count: int
+    numel: int
 
 
 class _Tensor(NamedTuple):
@@ -386,8 +386,8 @@ class _Reader:
             if self._storages.setdefault(named.key, named) != named:
                 raise self._error_of(f"data/{named.key:.200} is named by two types or lengths")
             start, end = self._span_of_entry(f"data/{named.key}")
-            if (end - start) // (BITS[named.dtype] // 8) != named.count:
-                raise self._error_of(f"data/{named.key:.200} has {end - start} bytes, not {named.count} of {named.dtype}")
+            if (end - start) // (BITS[named.dtype] // 8) != named.numel:
+                raise self._error_of(f"data/{named.key:.200} has {end - start} bytes, not {named.numel} of {named.dtype}")
             return named
         raise self._error_of("a reference to a tensor is malformed")
 
