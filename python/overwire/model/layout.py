@@ -25,7 +25,7 @@ from .._tables import HEAD_BYTES
 from ..errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
 from ..files import kind_of_head, regular
 from ..jobs import shown
-from ..paths import is_remote, is_there
+from ..paths import is_remote, is_there, raise_unless_absent
 from .reading import read_bytes
 
 OWN, NYACOMP = "tensors", "nya"
@@ -284,5 +284,8 @@ def _read_head(path: str, size: int = 9) -> bytes:
     try:
         with open(path, "rb", opener=regular) as file:
             return file.read(size)
-    except (OSError, ArgumentError):
+    except (IsADirectoryError, ArgumentError):
+        return b""
+    except OSError as error:  # what the disk does not tell may be a pickle, whose container must stay
+        raise_unless_absent(error, path)
         return b""  # opening it reports why
