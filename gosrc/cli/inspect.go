@@ -201,8 +201,12 @@ func printInspection(w io.Writer, in *save.Inspection) {
 			if x.AliasOf != "" {
 				coding += " of " + safe(x.AliasOf)
 			}
-			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%.4f\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape),
-				bytesText(x.Bytes), bytesText(x.Stored), x.Ratio, coding)
+			size, held, ratio := bytesText(x.Bytes), bytesText(x.Stored), fmt.Sprintf("%.4f", x.Ratio)
+			if coding == save.CodingUnknown {
+				size, held, ratio = "-", "-", "-"
+			}
+			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape), size, held, ratio,
+				coding)
 		}
 		t.Flush()
 	}

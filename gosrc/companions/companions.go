@@ -24,12 +24,12 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// maxOther is the size up to which weights in other formats are copied along: the
+// MaxOther is the size up to which weights in other formats are copied along: the
 // small ones are often no weights (training_args.bin).
-const maxOther = 64 << 20
+const MaxOther = 64 << 20
 
-// otherWeights are the extensions of weights in other formats.
-var otherWeights = []string{
+// OtherWeights are the extensions of weights in other formats.
+var OtherWeights = []string{
 	".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".nemo", ".npz", ".onnx", ".onnx_data",
 	".ot", ".pb", ".pdparams",
 	".pkl", ".pt", ".pth", ".tensors", ".tflite",
@@ -139,14 +139,14 @@ func isWeights(name string) bool {
 // OtherFormat is the extension of a name that is one of weights in another format; "": it
 // is none.
 func OtherFormat(name string) string {
-	if ext := strings.ToLower(filepath.Ext(name)); slices.Contains(otherWeights, ext) {
+	if ext := strings.ToLower(filepath.Ext(name)); slices.Contains(OtherWeights, ext) {
 		return ext
 	}
 	return ""
 }
 
 // fits reports whether a file is not too long to be copied along.
-func fits(name string, size int64) bool { return size <= maxOther || OtherFormat(name) == "" }
+func fits(name string, size int64) bool { return size <= MaxOther || OtherFormat(name) == "" }
 
 // findCompanion finds the file that a name beside the weights leads to; ok is false if it
 // is to be left.

@@ -5,6 +5,7 @@ package save
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -90,8 +91,12 @@ func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file Insp
 		if shape == nil {
 			shape = []int64{}
 		}
+		size, coding := t.Bytes, "plain"
+		if size == gguf.Unsized {
+			size, coding = 0, CodingUnknown
+		}
 		file.Tensors[i] = InspectedTensor{
-			Name: t.Name, DType: t.Type, Shape: shape, Bytes: t.Bytes, Stored: t.Bytes, Ratio: 1, Coding: "plain",
+			Name: t.Name, DType: t.Type, Shape: shape, Bytes: size, Stored: size, Ratio: 1, Coding: coding,
 		}
 	}
 	return file, true, err
@@ -99,14 +104,23 @@ func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file Insp
 
 func (rep *VerifyReport) addFile(file InspectedFile) {
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
-	v.Tensors = len(file.Tensors)
+	var unknown []string
 	for i := range file.Tensors {
-		v.Bytes += file.Tensors[i].Bytes
+		t := &file.Tensors[i]
+		v.Bytes += t.Bytes
+		if t.Coding == CodingUnknown {
+			unknown = append(unknown, fmt.Sprintf("%q (%s)", t.Name, t.DType))
+		}
 	}
+	v.Tensors = len(file.Tensors) - len(unknown)
 	rep.Files = append(rep.Files, v)
 	rep.Tensors += v.Tensors
 	rep.Stored += v.Stored
 	if !strings.Contains(rep.Note, noteGGUF) {
 		rep.Note = strings.TrimPrefix(rep.Note+"; "+noteGGUF, "; ")
+	}
+	if n := len(unknown); n > 0 {
+		rep.Note += fmt.Sprintf("; %s: %d of %d tensors have types that this version does not know, and were not "+
+			"verified, as %s", file.URI, n, len(file.Tensors), unknown[0])
 	}
 }

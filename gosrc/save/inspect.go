@@ -63,9 +63,12 @@ type InspectedFile struct {
 	Tensors  []InspectedTensor `json:"tensors"`
 }
 
+// CodingUnknown is the coding of a tensor whose type is not known: its bytes are 0 here.
+const CodingUnknown = "unknown"
+
 // An InspectedTensor is one tensor. Coding is how its bytes are stored: "plain",
-// "alias", for .tensors files "encrypted" or "zeros" (not stored), or the codec and
-// transform of its chunks ("X16/bf16"; with "+raw" if some chunks are stored raw).
+// "alias", for .tensors files "encrypted" or "zeros" (not stored), for GGUF files "unknown",
+// or the codec and transform of its chunks ("X16/bf16"; with "+raw" if some chunks are stored raw).
 type InspectedTensor struct {
 	Name    string  `json:"name"`
 	DType   string  `json:"dtype"`

@@ -27,14 +27,16 @@ _FAILED, _INTERRUPTED = 4, 130
 
 def main(words: list[str]) -> int:
     """Runs a command line, and returns its exit status."""
-    sources = [
-        at for at, word in enumerate(words) if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)
-    ]
     outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
     outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
-    if not sources or not outputs:  # the engine says what is missing
-        return _run_engine(words, [])
     try:
+        sources = [
+            at
+            for at, word in enumerate(words)
+            if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)
+        ]
+        if not sources or not outputs:  # the engine says what is missing
+            return _run_engine(words, [])
         with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, remainder):
             for at, path in zip(sources, plain, strict=True):
                 words[at] = path

@@ -13,9 +13,18 @@ import io
 import os
 import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from .errors import ArgumentError, FormatError, IOFailure, OutOfMemoryError, OverwireError, error_of_system
+from ._tables import FILE_KINDS
+from .errors import (
+    ArgumentError,
+    FormatError,
+    IOFailure,
+    NotSupportedError,
+    OutOfMemoryError,
+    OverwireError,
+    error_of_system,
+)
 
 # Bytes read at once: a moment, between which Ctrl-C is heard.
 _STEP = 8 << 20
@@ -139,6 +148,22 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
     raise FormatError(f"overwire: read {name}: more than {limit} bytes", source=name)
 
 
+class FileKind(NamedTuple):
+    """A row of the engine's table of kinds of files. foreign: a folder of other weights may hold it."""
+
+    what: str
+    do: str
+    foreign: bool
+
+
+def kind_of_head(head: bytes) -> FileKind | None:
+    """The kind of the file that begins so, with HEAD_BYTES where it has them; None for no kind that is known."""
+    for offset, magics, what, do, foreign in FILE_KINDS:
+        if head[offset:].startswith(magics):
+            return FileKind(what, do, foreign)
+    return None
+
+
 #: How the names of what torch.save writes end.
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -147,13 +172,16 @@ _DEPTH = 8
 
 
 def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
-    """A folder and those below it, without hidden ones and links, each with its path from it on."""
+    """A folder and those below it, without hidden ones and links, each with its path from it on. NotSupportedError
+    for folders that lie deeper than they are followed."""
     yield path, ""
-    if depth:
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                for folder, below in folders_of(entry.path, depth - 1):
-                    yield folder, os.path.join(entry.name, below)
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+            if not depth:
+                text = f"this folder lies {_DEPTH + 1} below the model's, and at most {_DEPTH} are followed"
+                raise NotSupportedError(f"overwire: open {entry.path}: {text}", source=entry.path)
+            for folder, below in folders_of(entry.path, depth - 1):
+                yield folder, os.path.join(entry.name, below)
 
 
 def may_be_torch(path: str) -> bool:
@@ -165,7 +193,7 @@ def may_be_torch(path: str) -> bool:
         return False
     try:
         names = [name for folder, _ in folders_of(path) for name in os.listdir(folder)]
-    except OSError:
+    except (OSError, NotSupportedError):
         return False  # what reads it reports why
     return any(name.endswith(TORCH_ENDINGS) for name in names) and not any(
         name.endswith(".safetensors") for name in names

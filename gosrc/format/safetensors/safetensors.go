@@ -23,12 +23,13 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"fmt"
 	"hash/crc32"
-	"strings"
 	"unicode"
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -73,7 +74,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // before it allocates.
 //
 // Bad bytes are errs.ErrFormat, a file cut short errs.ErrCorrupt; the error
-// is a errs.At and contains the name that the safetensors library gives it
+// is a errs.At, and its rule is the name that the safetensors library gives it
 // ("HeaderTooLarge").
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	buf, err := source.Head(ctx, src)
@@ -111,16 +112,13 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 func Length(head []byte, size int64) (int64, error) {
 	switch {
 	case size == 0:
-		return 0, errs.WithRule("HeaderTooSmall", errs.New(errs.ErrFormat,
-			"the file is empty (HeaderTooSmall: it has 0 bytes)"))
+		return 0, errs.OfRule("HeaderTooSmall", errs.ErrFormat, "the file is empty")
 	case size < 8 || len(head) < 8:
-		return 0, errs.WithRule("HeaderTooSmall", errs.New(errs.ErrFormat,
-			"%s (HeaderTooSmall: it has %d bytes)", notOurs(head), size))
+		return 0, errs.OfRule("HeaderTooSmall", errs.ErrFormat, "%s (it has %d bytes)", notOurs(head), size)
 	}
 	n := binary.LittleEndian.Uint64(head)
 	if n > tensor.MaxHeader {
-		return 0, errs.WithRule("HeaderTooLarge", errs.New(errs.ErrFormat,
-			"%s (HeaderTooLarge: its header would have %d bytes)", notOurs(head), n))
+		return 0, errs.OfRule("HeaderTooLarge", errs.ErrFormat, "%s", notOurs(head))
 	}
 	if int64(n) > size-8 {
 		class := errs.ErrFormat
@@ -133,33 +131,16 @@ func Length(head []byte, size int64) (int64, error) {
 	return int64(n), nil
 }
 
-// notOurs says what a file is that has no safetensors header, and what to do
-// with it. It knows the kinds of file that people open by mistake.
+// notOurs says what a file is that has no safetensors header, and what to do with it.
 func notOurs(head []byte) string {
-	const convert = "load it with the library that wrote it, and save its tensors with overwire.save_file"
-	for _, m := range []struct{ magic, what, do string }{
-		{"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write",
-			"`overwire convert` (overwire.convert) reads those of torch.save; load others with what wrote them"},
-		{"\x80\x02", "a pickle", convert}, {"\x80\x04", "a pickle", convert}, {"\x80\x05", "a pickle", convert},
-		{"GGUF", "a GGUF file", "overwire lists and verifies GGUF files and reads no tensors of them, since coding " +
-			"would take off 5 to 13 % of their quantised blocks: keep it as it is"},
-		{"\x93NUMPY", "a .npy file", convert}, {"\x89HDF", "an HDF5 file", convert},
-		{"\x1f\x8b", "a gzip file", "gunzip it first"},
-		{"version ", "a Git LFS pointer", "get the file itself by git lfs pull"},
-		{"<!DOCTYP", "a web page", "check the URL that it came from"},
-		{"<html", "a web page", "check the URL that it came from"},
-		{"{", "JSON", "name the .safetensors file; an index of shards must be called *.index.json, " +
-			"and a trace is shown by overwire inspect TRACE.json --html PAGE.html"},
-	} {
-		if strings.HasPrefix(string(head), m.magic) {
-			return "not a safetensors file but " + m.what + ": " + m.do
-		}
+	if kind := modelfiles.KindOf(head); kind != nil {
+		return fmt.Sprintf("this is %s, not a safetensors file: %s", kind.What, kind.Do)
 	}
 	if text := len(head) > 0 && utf8.Valid(head[:min(len(head), 8)]) &&
 		!bytes.ContainsFunc(head[:min(len(head), 8)], unicode.IsControl); text {
-		return "not a safetensors file but text: check the path, or the URL that it came from"
+		return "this is text, not a safetensors file: check the path, or the URL that it came from"
 	}
-	return "not a safetensors file: " + convert
+	return "this is not a safetensors file: " + modelfiles.Unknown
 }
 
 // Parse parses and checks the header of a file of the given size; head is its first

@@ -138,7 +138,8 @@ var mayImport = map[string][]string{
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
-	"bind/gen":  {"bind/binding", "cli", "device", "device/cuda", "errs", "knob", "save", "source", "tensor"},
+	"bind/gen": {"bind/binding", "cli", "companions", "device", "device/cuda", "errs", "internal/modelfiles", "knob", "save",
+		"source", "tensor"},
 }
 
 // modules lists the packages that may import a foreign module; "" is every package.

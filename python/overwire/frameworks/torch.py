@@ -475,7 +475,9 @@ class TorchFrame(Frame):
             check_memory(tensor, "overwire")
         dense = self._plain_tensor(tensor)
         if not (dense.is_contiguous() and (dense.is_cpu or on_gpu(dense))):
-            dense = dense.to("cpu").contiguous()
+            # torch copies no strided pairs of float4, but bytes
+            bytes_or_all = dense.view(torch.uint8) if name == "F4" else dense
+            dense = bytes_or_all.to("cpu").contiguous().view(dense.dtype)
         shape = tuple(dense.shape)
         if name == "F4":
             if not shape:

@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any
@@ -31,8 +31,12 @@ _READERS = {
     "safetensors.tensorflow": ("load_file", "load"),
     "safetensors.paddle": ("load_file", "load"),
 }
-# What writes files: the one function of safetensors that does, and torch's, which tells it addresses.
-_WRITERS = {"safetensors": ("serialize_file",), "safetensors.torch": ("save_file",)}
+# What writes: the one function of safetensors that writes files, and what tells it and `serialize` addresses: those of
+# torch and numpy, through which flax, mlx and tensorflow write. paddle's refuse what is not in order.
+_WRITERS = {
+    "safetensors": ("serialize_file",), "safetensors.torch": ("save_file", "save"),
+    "safetensors.numpy": ("save_file", "save"),
+}  # fmt: skip
 # Libraries whose own loaders are patched, too: modules of overwire.integrations.
 _LIBRARIES = ("transformers", "accelerate", "diffusers")
 
@@ -65,7 +69,7 @@ def _stand_in(module: str, name: str, original: Any) -> Any:
     """What stands for one of the original's names while patched: an object of
     its own, so that undoing finds it and nothing else."""
     if name in _WRITERS.get(module, ()):
-        return _writes(original) if module == "safetensors" else _resolves(original)
+        return _writes(original) if module == "safetensors" else _puts_in_order(original)
     if module != "safetensors":
         return _calls(lambda: getattr(import_module(f"overwire.compat.{module}"), name), original)
     if name == "deserialize":
@@ -145,21 +149,34 @@ def _writes(original: Any) -> Any:
     return serialize_file
 
 
-def _resolves(original: Any) -> Any:
+def _puts_in_order(original: Any) -> Any:
+    signature = inspect.signature(original)
+    first = next(iter(signature.parameters))
+
     @functools.wraps(original)
-    def save_file(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        # What lies at the address of a conjugate or negative view are other values than its own.
-        if isinstance(tensors, dict) and not forked() and any(patch.compress for patch in _patches):
-            tensors = {name: _resolved(tensor) for name, tensor in tensors.items()}
-        original(tensors, *args, **kwargs)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        # The original takes what lies at an address for the values, in their order.
+        given = args[0] if args else kwargs.get(first)
+        if isinstance(given, Mapping) and not forked() and any(patch.compress for patch in _patches):
+            ordered = {name: _in_order(value) for name, value in given.items()}
+            if args:
+                args = (ordered, *args[1:])
+            else:
+                kwargs[first] = ordered
+        return original(*args, **kwargs)
 
-    save_file.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    return save_file
+    save.__signature__ = signature  # type: ignore[attr-defined]
+    return save
 
 
-def _resolved(tensor: Any) -> Any:
-    lazy = hasattr(tensor, "is_conj") and (tensor.is_conj() or tensor.is_neg()) and tensor.is_contiguous()
-    return tensor.resolve_conj().resolve_neg() if lazy else tensor
+def _in_order(value: Any) -> Any:
+    """A torch tensor without lazy bits, a numpy array in C order; anything else, and what torch's functions refuse, as
+    it is."""
+    if hasattr(value, "is_conj"):
+        is_lazy = (value.is_conj() or value.is_neg()) and value.is_contiguous()
+        return value.resolve_conj().resolve_neg() if is_lazy else value
+    numpy = sys.modules.get("numpy")
+    return numpy.asarray(value, order="C") if numpy and isinstance(value, numpy.ndarray) else value
 
 
 # What the originals call the file, or its bytes.
