@@ -185,9 +185,13 @@ def _refuse_few_threads(threads: int) -> None:
 
 def _startable_threads(most: int) -> int:
     """How many threads can be started now, of `most`."""
-    if type(_thread.start_new_thread) is not type(len):  # what stands in for it starts none
+    import time
+    from types import BuiltinFunctionType
+
+    if not isinstance(_thread.start_new_thread, BuiltinFunctionType):  # what stands in for it starts none
         return most
-    gate, ended, started = _thread.allocate_lock(), [], 0
+    gate, started = _thread.allocate_lock(), 0
+    ended: list[None] = []
     gate.acquire()
 
     def wait() -> None:
@@ -202,8 +206,6 @@ def _startable_threads(most: int) -> int:
         pass
     finally:
         gate.release()
-    import time
-
     while len(ended) < started:
         time.sleep(0.0001)
     return started

@@ -187,7 +187,7 @@ func (c Folder) evictFiles(size int64) {
 }
 
 // noteUse notes at the lock of a key that its object is used now. The object's own times stay: by them its readers see that
-// nobody writes to it. A folder that may not be written to is none that evicts.
+// no one writes to it. A folder that may not be written to is none that evicts.
 func noteUse(key string) {
 	now := unix.NsecToTimespec(time.Now().UnixNano())
 	_ = unix.UtimesNanoAt(unix.AT_FDCWD, key+".lock", []unix.Timespec{now, now}, unix.AT_SYMLINK_NOFOLLOW)

@@ -274,7 +274,7 @@ func (f *forking) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return f.tagged.ReadAt(ctx, p, off)
 }
 
-// Promise: who reads an object that is kept is not told that it was written to because another has used it, too.
+// Promise: another use of an object that is kept is no write to it for those that are reading it.
 func TestUseChangesNoState(t *testing.T) {
 	c := Folder{Path: t.TempDir(), Limit: 1 << 20}
 	keep := func() source.Source {
