@@ -115,7 +115,10 @@ func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) 
 	switch {
 	case at.Remote && at.Folder:
 		return openRemoteFolder(ctx, at, open, opt)
-	case !at.Remote && !strings.Contains(at.URI, "://"):
+	case !at.Remote && at.Path == at.URI && at.Scheme != "": // opening it reports what is wrong
+		return Files{URIs: []string{at.URI}}, nil
+	case !at.Remote:
+		at = source.LocationOf(at.Path)
 		st, err := os.Stat(at.Path)
 		if err != nil {
 			err = missingPath(at.Path)
@@ -128,8 +131,6 @@ func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) 
 		if err != nil {
 			return Files{}, err
 		}
-	case !at.Remote:
-		return Files{URIs: []string{at.URI}}, nil
 	}
 	if isIndex(at.Path) {
 		return readShards(ctx, at, open)

@@ -10,8 +10,11 @@ import (
 	"errors"
 	"hash/crc32"
 
+	awsmiddleware "github.com/aws/aws-sdk-go-v2/aws/middleware"
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/aws-sdk-go-v2/service/s3/types"
+	"github.com/aws/smithy-go/middleware"
+	smithyhttp "github.com/aws/smithy-go/transport/http"
 
 	"github.com/overwire/overwire/gosrc/errs"
 )
@@ -83,9 +86,13 @@ func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
 const ruleNoKey = "CustomerKeyNotUsed"
 
 // confirmKey checks that the store has encrypted with the customer's key, as it says in its answer to an upload. A store that does not
-// know such keys keeps the bytes as they are, and says nothing.
-func (c *client) confirmKey(algorithm, sum *string) error {
-	if c.sse.key == nil || algorithm != nil && *algorithm == *c.sse.algorithm && (sum == nil || *sum == *c.sse.sum) {
+// know such keys keeps the bytes as they are, and says nothing, or repeats the request's headers, with the key, which no other
+// store shows.
+func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) error {
+	raw, ok := awsmiddleware.GetRawResponse(answer).(*smithyhttp.Response)
+	isEcho := ok && raw.Header.Get("X-Amz-Server-Side-Encryption-Customer-Key") != ""
+	if c.sse.key == nil || !isEcho && algorithm != nil && *algorithm == *c.sse.algorithm &&
+		(sum == nil || *sum == *c.sse.sum) {
 		return nil
 	}
 	return errs.WithRule(ruleNoKey, errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+

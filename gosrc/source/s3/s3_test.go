@@ -285,7 +285,7 @@ func TestCustomerKey(t *testing.T) {
 	h := md5.Sum([]byte(key))
 	sum := base64.StdEncoding.EncodeToString(h[:])
 	var sent, without []string
-	var confirms atomic.Bool
+	var confirms, echoes atomic.Bool
 	var mu sync.Mutex
 	front := fronted(t, s, func(r *http.Request) {
 		mu.Lock()
@@ -300,6 +300,9 @@ func TestCustomerKey(t *testing.T) {
 		if confirms.Load() {
 			r.Header.Set(head+"Algorithm", "AES256")
 			r.Header.Set(head+"Key-Md5", sum)
+		}
+		if echoes.Load() {
+			r.Header.Set(head+"Key", text)
 		}
 		return nil
 	})
@@ -318,6 +321,11 @@ func TestCustomerKey(t *testing.T) {
 			}
 		}
 		confirms.Store(true)
+		echoes.Store(true)
+		if err := publish(t, opt, "echo", []byte("x")); !errors.Is(err, errs.ErrNotSupported) {
+			t.Errorf("a store that repeats the headers: %v", err)
+		}
+		echoes.Store(false)
 		sent, without = nil, nil
 		err := publish(t, opt, "with "+k, []byte("x"))
 		_, getErr := get("s3://models/with "+k, opt)

@@ -112,7 +112,7 @@ func (u *upload) sendPart(ctx context.Context, id *string, number int32, p [][]b
 				SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
 				SSECustomerKeyMD5: u.client.sse.sum}, u.client.signBody)
 			if err == nil {
-				err = u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5)
+				err = u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata)
 			}
 			if err == nil && !isNamed(out.ETag) {
 				err = errs.New(errs.ErrIO, "the store's answer to part %d has no ETag", number)
@@ -204,7 +204,7 @@ func (u *upload) putObject(ctx context.Context, whole []byte) error {
 				}
 			}
 			if err == nil {
-				if why := u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5); why != nil {
+				if why := u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata); why != nil {
 					return out, u.removeUnencrypted(ctx, api, why)
 				}
 			}
