@@ -20,6 +20,7 @@ from ._environment import engine_text, environment, settings
 from ._imports import Undisturbed
 from ._locks import new_lock
 from .files import may_be_torch
+from .paths import without_scheme
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -428,7 +429,9 @@ def main() -> None:
     words = " ".join(["", *sys.argv[2:]]).replace("--device ", "--device=")
     if sys.argv[1:2] == ["bench"] and " --device=cuda" in words:
         _replace_process("overwire._bench_faces", sys.argv[2:])
-    if sys.argv[1:2] in (["compress"], ["convert"]) and any(map(may_be_torch, sys.argv[2:])):
+    if sys.argv[1:2] in (["compress"], ["convert"]) and any(
+        may_be_torch(without_scheme(word)) for word in sys.argv[2:]
+    ):
         _replace_process("overwire._torch", sys.argv[1:])
     try:
         sys.exit(cli(sys.argv[1:]))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 from .errors import OverwireError
+from .paths import without_scheme
 from .plumbing import code_command, is_torch_model, local, plain_models
 
 # The exit statuses of the command line.
@@ -27,6 +28,7 @@ _FAILED, _INTERRUPTED = 4, 130
 
 def main(words: list[str]) -> int:
     """Runs a command line, and returns its exit status."""
+    words = [without_scheme(word) for word in words]
     sources = [
         at for at, word in enumerate(words) if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)
     ]

@@ -230,3 +230,11 @@ def path_of(uri: str) -> str:
             f"overwire: open {uri}: not the URI of a local file (? is written %3F there, # %23)", source=uri
         )
     return path
+
+
+def without_scheme(text: str) -> str:
+    """The path of a file:// URI that is valid; all else stays."""
+    try:
+        return path_of(text) if is_file(text) else text
+    except ArgumentError:  # opening it reports what is wrong
+        return text
