@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import overwire
 import processes
 import pytest
@@ -253,3 +254,36 @@ def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
     assert "ignores PYTHONPATH" in refused(2, "python3", "-sI", "-c", "1")
     assert must("run", "python3", "-c", "print('-I')", "-I") == "-I\n"
     assert "PROGRAM" in (about := must("run", "--help")) and "--json" not in about and "--help" in about
+
+
+def test_file_uris(tmp_path: Path) -> None:
+    """file:// stands wherever a path does: for folders, an index.json, files of torch.save, what is read and what is written,
+    by the command line and in Python."""
+    import torch
+
+    folder = tmp_path / "a folder%"
+    folder.mkdir()
+    tensors = {f"w{k}": np.arange(1000.0) * k for k in range(3)}
+    overwire.save_file(tensors, folder / "m.safetensors", max_shard_size=9000)
+    (folder / "config.json").write_text("{}")
+    torch.save({"w": torch.ones(3)}, tmp_path / "t.pt")
+    index = (folder / "m.safetensors.index.json").as_uri()
+    for uri in (folder.as_uri(), folder.as_uri() + "/", index):
+        for got in (overwire.load_file(uri, framework="np"), dict(overwire.stream(uri, framework="np"))):
+            assert all((got[name] == tensors[name]).all() for name in tensors)
+        assert overwire.verify(uri)["ok"]
+    overwire.convert(folder.as_uri(), (tmp_path / "out").as_uri(), compress=False)
+    overwire.convert((tmp_path / "t.pt").as_uri(), (tmp_path / "t.safetensors").as_uri())
+    for words in (
+        ["verify", index],
+        ["compress", folder.as_uri(), "-o", (tmp_path / "packed").as_uri()],
+        ["decompress", (tmp_path / "packed").as_uri(), "-o", (tmp_path / "back").as_uri()],
+        ["fetch", (folder / "config.json").as_uri(), "-o", (tmp_path / "fetched").as_uri()],
+        ["compress", (tmp_path / "t.pt").as_uri(), "-o", (tmp_path / "u.safetensors").as_uri()],
+    ):
+        assert run(*words).returncode == 0, words
+    for name in ("out", "packed", "back"):
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == sorted(p.name for p in folder.iterdir())
+    assert (tmp_path / "fetched").read_text() == "{}"
+    assert overwire.load_file(tmp_path / "u.safetensors", framework="np").keys() == {"w"}
+    assert "not the URI of a local file" in run("load", "file:///x?y").stderr

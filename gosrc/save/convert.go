@@ -80,7 +80,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	if len(src) != 1 {
 		return convertOne(ctx, j, src, dst, spec, companionOptions{})
 	}
-	dir, how := folders.Local(src[0]), companionOptions{}
+	dir, how := source.WithoutScheme(src[0]), companionOptions{}
 	if remote, files, err := remoteFolder(ctx, src[0], spec.Storage.Options); err != nil {
 		return Report{}, err
 	} else if remote != "" {
@@ -245,7 +245,7 @@ func (m *model) parts(
 	default:
 		seen := map[string]bool{}
 		for k, s := range m.srcs {
-			name := filepath.Base(source.Path(folders.Local(s.URI())))
+			name := filepath.Base(source.Path(source.WithoutScheme(s.URI())))
 			if filepath.Ext(name) == "" {
 				name += extension // without it no one who opens the folder would find the file
 			}
@@ -293,7 +293,7 @@ func (m *model) addIndex(dst string, parts []outputFile) ([]outputFile, error) {
 		for k := range parts {
 			parts[k].shard = true
 		}
-		name := filepath.Base(source.Path(folders.Local(set.Index)))
+		name := filepath.Base(source.Path(source.WithoutScheme(set.Index)))
 		return append(parts, outputFile{path: joinName(dst, name), laid: wholeFile(set.Text),
 			listing: &listing{Shards: set.Shards}, mode: mode}), nil
 	}
@@ -342,7 +342,7 @@ func (b companionOptions) sourceFolders(src []string) []string {
 	}
 	var out []string
 	for _, s := range src {
-		if path := folders.Local(s); !source.Remote(s) && namesIndex(path) {
+		if path := source.WithoutScheme(s); !source.Remote(s) && namesIndex(path) {
 			s = atomicfile.Folder(path)
 		}
 		out = append(out, s)
@@ -392,7 +392,7 @@ func withCompanions(src []string, dst string, parts []outputFile, spec Spec, how
 
 // companionFolder is where the companions of a source are looked for.
 func (b companionOptions) companionFolder(src, dst string, spec Spec) companions.Folder {
-	return companions.Folder{Path: folders.Local(src), Root: b.root, Avoid: dst, Below: b.folders, Files: b.files,
+	return companions.Folder{Path: source.WithoutScheme(src), Root: b.root, Avoid: dst, Below: b.folders, Files: b.files,
 		Open: open.With(spec.Storage.Options).Open}
 }
 
@@ -433,7 +433,7 @@ func modeOf(uri string) (fs.FileMode, error) {
 	if source.Remote(uri) {
 		return 0, nil
 	}
-	st, err := regular.FindTarget(folders.Local(uri))
+	st, err := regular.FindTarget(source.WithoutScheme(uri))
 	if st == nil {
 		return 0, errs.In("open", uri, err)
 	}
@@ -474,7 +474,7 @@ func isFolder(dst string, src []string, files int) bool {
 	if len(src) == 0 || namesFile(dst) {
 		return false
 	}
-	st, err := os.Stat(folders.Local(src[0]))
+	st, err := os.Stat(source.WithoutScheme(src[0]))
 	return files > 1 || len(src) == 1 && (err == nil && st.IsDir() || namesIndex(source.Path(src[0])) ||
 		source.Remote(src[0]) && source.Folder(src[0]))
 }

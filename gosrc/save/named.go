@@ -11,7 +11,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/save/folders"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
@@ -102,7 +101,7 @@ func Opened[T any](ctx context.Context, uris []string, opt source.Options, openA
 // some: local folders, or remote ones.
 func spreadFolders(ctx context.Context, uris []string, opt source.Options, remote bool) (out []string) {
 	for _, uri := range uris {
-		dir, files, err := folders.Local(uri), []source.Entry(nil), error(nil)
+		dir, files, err := source.WithoutScheme(uri), []source.Entry(nil), error(nil)
 		if source.Remote(uri) && remote {
 			dir, files, err = remoteFolder(ctx, uri, opt)
 		}

@@ -26,7 +26,7 @@ def is_remote(uri: str) -> bool:
 
 
 def local(path: Any) -> str:
-    """One path or URI as text; a relative path is made absolute, so that a
+    """One path or URI as text, a file:// URI as its path; a relative path is made absolute, so that a
     later change of the working directory does not matter.
 
     What os.fsencode makes of the text is the name that is opened, whatever its
@@ -57,8 +57,10 @@ def local(path: Any) -> str:
             f"overwire: path {_shown_path(text)}: the engine's names are UTF-8, and Python's are not: start it with "
             f"-X utf8"
         )
-    if is_remote(text) or is_file(text):
+    if is_remote(text):
         return text
+    if is_file(text):
+        text = path_of(text)
     # ".." after a symbolic link is not the name before: the system finds it.
     try:
         return _from_root(text) if ".." in text.split("/") else os.path.abspath(text)
@@ -136,3 +138,11 @@ def path_of(uri: str) -> str:
             f"overwire: open {uri}: not the URI of a local file (? is written %3F there, # %23)", source=uri
         )
     return path
+
+
+def without_scheme(text: str) -> str:
+    """The path of a file:// URI that is valid; all else stays."""
+    try:
+        return path_of(text) if is_file(text) else text
+    except ArgumentError:  # opening it reports what is wrong
+        return text

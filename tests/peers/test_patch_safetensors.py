@@ -529,3 +529,20 @@ def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: boo
         assert held()
     gc.collect()
     assert soon(lambda: not held())
+
+
+def test_open_files_list_their_methods(tmp_path: Path) -> None:
+    """dir() and inspect of a file that is opened while patched show what safetensors' own has, plain or compressed."""
+    import inspect
+
+    tensors = {"w": torch.arange(4)}
+    plain, packed = tmp_path / "plain.safetensors", tmp_path / "packed.safetensors"
+    ow.save_file(tensors, plain, compress=False)
+    ow.save_file(tensors, packed)
+    want = {name for name in dir(safetensors.safe_open(plain, "pt")) if not name.startswith("_")}
+    assert "get_tensor" in want
+    with ow.patch_safetensors():
+        for path in (plain, packed):
+            for framework in ("pt", "np"):
+                file = safetensors.safe_open(path, framework)
+                assert want <= set(dir(file)) and want <= {name for name, _ in inspect.getmembers(file)}

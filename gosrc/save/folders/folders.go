@@ -15,14 +15,6 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// Local is the path of a file:// URI; all else stays.
-func Local(uri string) string {
-	if path, ok := source.Local(uri); ok {
-		return path
-	}
-	return uri
-}
-
 // Make makes dst if it is missing, and returns it if it was made. Stores need no
 // folders.
 func Make(dst string) (made string, err error) {
@@ -64,7 +56,7 @@ func RefuseOthers(ctx context.Context, dst string, src []string, renamed bool, o
 		return atomicfile.Failed(dst, -1, err)
 	}
 	for _, s := range src {
-		if st, err := os.Stat(Local(s)); err == nil && os.SameFile(st, here) && !renamed {
+		if st, err := os.Stat(source.WithoutScheme(s)); err == nil && os.SameFile(st, here) && !renamed {
 			return nil
 		}
 	}

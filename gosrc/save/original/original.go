@@ -8,6 +8,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"hash"
 	"maps"
 	"slices"
@@ -56,12 +57,8 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*F
 // refuseChanged refuses a file that was written to since it was opened: its container could
 // not be decompressed.
 func (f *File) refuseChanged() error {
-	facts := f.src.Facts()
-	if facts.Now == nil {
-		return nil
-	}
-	now, err := facts.Now()
-	if err == nil && (now.Modified != facts.Identity.Modified || now.Size != facts.Identity.Size) {
+	err := source.Unwritten(f.src)
+	if errors.Is(err, errs.ErrCorrupt) {
 		err = errs.In("read", f.src.URI(), errs.New(errs.ErrCorrupt,
 			"the file was written to while it was being compressed: compress it again"))
 	}

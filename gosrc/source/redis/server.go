@@ -248,6 +248,11 @@ func classifyError(ctx context.Context, err error) error {
 		if strings.Contains(r.Error(), "AUTH") || strings.Contains(r.Error(), "password") {
 			return &answer{errs.ErrPermission, "ERR", "the server takes no such user or password"}
 		}
+		for _, words := range []string{"bulk length", "maximum allowed size", "request size"} {
+			if strings.Contains(r.Error(), words) {
+				return errLarge
+			}
+		}
 		if strings.Contains(r.Error(), "DB index") {
 			return &answer{errs.ErrArgument, "ERR", "the server has no such db"}
 		}

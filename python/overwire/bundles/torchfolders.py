@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from .._tables import MOST_OTHER, OTHER_WEIGHTS
 from ..errors import ArgumentError, FormatError, NotFoundError, OverwireError
 from ..files import TORCH_ENDINGS, folders_of, lock_file, may_be_torch, read_file
-from ..paths import classed_errors, is_remote, local
+from ..paths import classed_errors, is_remote, local, without_scheme
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
 from ..verbs.save import save_bytes
@@ -89,7 +89,7 @@ def convert(
     }
     options |= {"sha256": sha256, "progress": progress, "storage_options": storage_options}
     names = source if isinstance(source, (list, tuple)) else [source]
-    paths = [os.fsdecode(name) for name in names if isinstance(name, (str, os.PathLike))]
+    paths = [without_scheme(os.fsdecode(name)) for name in names if isinstance(name, (str, os.PathLike))]
     if not any(map(is_torch_model, paths)):
         return rewrite(source, path, **options)
     with plain_models([local(name) for name in names], local(path)) as (plain, remainder):
