@@ -8,13 +8,16 @@ or written there.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from .._locks import is_fork
 from ..errors import ArgumentError, NotSupportedError, OverwireError
 from .frame import overlaps_itself
 
@@ -130,7 +133,51 @@ def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
 def write(tensor: Any, values: Any) -> None:
     """Copies values, cast, into a tensor, also into one that was made in inference mode."""
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-        tensor.copy_(values)
+        if is_fork():
+            _copy_in_steps(tensor, values.expand(tensor.shape), ())
+        else:
+            tensor.copy_(values)
+
+
+def cast(tensor: Any, dtype: torch.dtype) -> Any:
+    """The tensor in a dtype, which may be its own: it is the same one then."""
+    return tensor.to(dtype) if tensor.dtype == dtype or not is_fork() else copy_of(tensor, dtype)
+
+
+def copy_of(tensor: Any, dtype: torch.dtype | None = None, flips: Sequence[int] = ()) -> Any:
+    """A contiguous copy, cast, whose dimensions `flips` are turned round."""
+    kind = dtype or tensor.dtype
+    if not is_fork():
+        plain = tensor.flip(flips) if flips else tensor.clone(memory_format=torch.contiguous_format)
+        return plain.to(kind).contiguous()
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=kind)
+    # Not of torch.empty, which fills it where torch shall be deterministic.
+    into = torch.frombuffer(bytearray(tensor.numel() * kind.itemsize), dtype=torch.uint8).view(kind).view(tensor.shape)
+    if kind == tensor.dtype and tensor.is_contiguous() and not flips:
+        ctypes.memmove(into.data_ptr(), tensor.data_ptr(), into.nbytes)
+    else:
+        with torch.no_grad():
+            _copy_in_steps(into, tensor, flips)
+    return into
+
+
+# torch divides work on fewer elements among no threads. A forked child has not those that its
+# parent made, and OpenMP waits for them for ever.
+_STEP = 32768
+
+
+def _copy_in_steps(into: Any, values: Any, flips: Sequence[int]) -> None:
+    count = values.numel()
+    if count < _STEP or into.device.type != "cpu":
+        into.copy_(values.flip(flips) if flips else values)
+        return
+    dim = max(range(values.dim()), key=values.shape.__getitem__)
+    size = values.shape[dim]
+    half = size // 2
+    first, second = (size - half, 0) if dim in flips else (0, half)
+    _copy_in_steps(into.narrow(dim, first, half), values.narrow(dim, 0, half), flips)
+    _copy_in_steps(into.narrow(dim, second, size - half), values.narrow(dim, half, size - half), flips)
 
 
 def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
