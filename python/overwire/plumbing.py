@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .dtypes import nbytes
     from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
+    from .frameworks.memory import check_memory
     from .frameworks.torch import torch_dtype
     from .jobs import shown
     from .model.forked import is_compressed
@@ -62,6 +63,7 @@ _HOMES = {
     "dtypes": ("nbytes",),
     "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
+    "frameworks.memory": ("check_memory",),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed",),
     "model.joining": ("written",),

@@ -21,10 +21,12 @@ from .._locks import is_fork
 from ..errors import ArgumentError, NotSupportedError, OverwireError
 from .frame import overlaps_itself
 
-# What has memory if its address says so.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: What has memory if its address says so. All else is of a subclass, which may keep more than the memory.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_LAZY = (UninitializedParameter, UninitializedBuffer)
+#: Parameters and buffers of lazy modules, which may have no memory yet.
+LAZY = (UninitializedParameter, UninitializedBuffer)
+_count_users: Any = getattr(torch._C, "_storage_Use_Count", None)
 _UNWRITTEN = (torch.quint4x2, torch.quint2x4)
 
 
@@ -37,7 +39,7 @@ class Part(NamedTuple):
 
 def address_of(tensor: Any) -> int:
     """Where a tensor's first element lies; 0 without memory of its own, and without a shape."""
-    if type(tensor) not in _PLAIN and (_is_fake(tensor) or isinstance(tensor, _LAZY)):
+    if type(tensor) not in PLAIN and (_is_fake(tensor) or isinstance(tensor, LAZY)):
         return 0
     try:
         return 0 if tensor.is_nested else int(tensor.data_ptr())
@@ -49,12 +51,26 @@ def is_ready(tensor: Any) -> bool:
     """Whether it is dense and has memory of its own, as most have: nothing else has to be
     asked of it then before it is written to."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and address_of(tensor) != 0
         and tensor.is_contiguous()
+        and fits_storage(tensor)
     )
+
+
+def fits_storage(tensor: Any) -> bool:
+    """Whether all elements of a dense tensor lie in its storage, which may have been made shorter
+    (`untyped_storage().resize_`): what lies behind it is not the tensor's to read or write."""
+    if not tensor.numel():
+        return True
+    item = tensor.element_size()
+    if tensor.is_contiguous():
+        extent = tensor.numel() * item
+    else:
+        extent = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * item
+    return int(tensor.untyped_storage().nbytes()) >= tensor.storage_offset() * item + extent
 
 
 def storage_of(tensor: Any) -> int:
@@ -77,10 +93,14 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
     """Raises, with `where` in front, ArgumentError for a tensor whose memory was freed or is
     not there yet, NotSupportedError for one that has no single memory, and what `check_shape`
     raises. Tensors without elements pass."""
-    if tensor.layout is torch.strided and address_of(tensor):
-        return
-    check_shape(tensor, where, name)
     kind: type[OverwireError] = NotSupportedError
+    if tensor.layout is torch.strided and address_of(tensor):
+        if fits_storage(tensor):
+            return
+        size = _storage_size(tensor)
+        text = f"{where}: its storage was made shorter than it is, {size} bytes: resize it back, or take a new tensor"
+        raise ArgumentError(text, tensor=name)
+    check_shape(tensor, where, name)
     if tensor.layout is not torch.strided:
         why = f"a {tensor.layout} tensor has no bytes of its own: take its parts"
     elif tensor.device.type == "meta":
@@ -96,9 +116,17 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
         kind, why = ArgumentError, "its memory was freed: it sleeps, or its storage was resized to 0"
     else:
         why = f"a {type(tensor).__name__} has no memory of its own: take the tensors that it is made of"
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             why = "it has no memory of its own: leave the function that torch transforms (vmap, grad)"
     raise kind(f"{where}: {why}", tensor=name)
+
+
+def users_of(tensor: Any) -> int:
+    """How many tensors and others use the storage of a tensor: to be compared with what it was before."""
+    if _count_users is None:
+        raise NotSupportedError(f"overwire: torch {torch.__version__} does not tell who uses a storage: install another version")
+    storage = tensor.untyped_storage()
+    return int(_count_users(storage._cdata)) + sys.getrefcount(storage)  # who has Python's object of it counts as one
 
 
 def _storage_size(tensor: Any) -> int | None:
@@ -112,7 +140,7 @@ def _storage_size(tensor: Any) -> int | None:
 def check_shape(tensor: Any, where: str, name: str | None = None) -> None:
     """Raises, with `where` in front, ArgumentError for a lazy module's parameter that is not
     initialized, and NotSupportedError for a nested tensor."""
-    if isinstance(tensor, _LAZY):
+    if isinstance(tensor, LAZY):
         raise ArgumentError(f"{where}: it is not initialized: run its module once, or materialize it", tensor=name)
     if tensor.is_nested:
         raise NotSupportedError(f"{where}: a nested tensor has no single shape: take its parts", tensor=name)
@@ -186,7 +214,7 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
     Raises what `check_memory` raises, and NotSupportedError for one whose part is no block of
     it: a partial sum, shards in an order that is not known, a rank outside of its mesh.
     """
-    if type(tensor) in _PLAIN or not is_distributed(tensor):
+    if type(tensor) in PLAIN or not is_distributed(tensor):
         return None
     coordinate = tensor.device_mesh.get_coordinate()
     ranges = (

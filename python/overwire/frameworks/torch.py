@@ -302,8 +302,9 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
                     kind = kinds[key] = made.types.setdefault((name, shape), len(made.types))
                 if kind != ODD and (size := tensor.nbytes):
                     pointer = tensor.data_ptr()
-                    if not pointer:
-                        kind = ODD  # a subclass without memory of its own
+                    end = size + tensor.storage_offset() * dtype.itemsize
+                    if not pointer or tensor.untyped_storage().nbytes() < end:
+                        kind = ODD  # a subclass without memory of its own, or its storage was made shorter
                 cuda = tensor.get_device() + 1
         except (RuntimeError, ValueError):  # nested, or not initialized: without a shape
             kind = ODD

@@ -73,9 +73,9 @@ class _PlainFile:
         from ..portable.container import parse
 
         with open(path, "rb") as file:
-            self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if os.fstat(file.fileno()).st_size else b"")
-        container = parse(self._data, path)  # type: ignore[arg-type]
-        self.entries, self.metadata = container.tensors, container.metadata
+            size = os.fstat(file.fileno()).st_size
+            self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b"")
+        self.entries, self.metadata, self.is_compressed = parse(self._data, path)
 
     def bytes_of(self, name: str) -> memoryview:
         """The bytes of a tensor in the map."""
@@ -87,10 +87,8 @@ class _CompressedFile:
     # A compressed file, read without the engine.
 
     def __init__(self, path: str) -> None:
-        try:
-            from ..portable.read import safe_open
-        except ImportError:
-            raise errors.forked("a compressed file, which is read here only where numpy is installed") from None
+        from ..portable.read import safe_open
+
         self._file = safe_open(path, "bytes")
         self.entries, self.metadata = self._file.entries(), self._file.metadata()
 
@@ -196,7 +194,10 @@ def _open_file(path: str) -> _PlainFile | _CompressedFile:
     if "://" in path or not os.path.isfile(path) and os.path.exists(path):
         raise errors.forked(f"{path}, which is not a local file,")
     try:
-        return _CompressedFile(path) if is_compressed(path) else _PlainFile(path)
+        plain = _PlainFile(path)
+        return _CompressedFile(path) if plain.is_compressed else plain
+    except ImportError:
+        raise errors.forked(f"{path}, which is compressed and read here only where numpy is installed,") from None
     except OSError as error:
         raise error_of_system(error, "open", path) from error
 

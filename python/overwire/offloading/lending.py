@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import NotSupportedError
-
-_count_users = getattr(torch._C, "_storage_Use_Count", None)
+from ..frameworks.memory import users_of
 
 
 class Lent(NamedTuple):
@@ -34,7 +32,7 @@ class Lent(NamedTuple):
     def compare(self) -> tuple[bool, bool]:
         """Whether anything else uses the memory; and whether torch has counted a change of a
         parameter, or it has other memory."""
-        held, now = _users_of(self.memory) > self.users, _states_of(self.parameters, self.owned)
+        held, now = users_of(self.memory) > self.users, _states_of(self.parameters, self.owned)
         if now == self.states:
             return held, False
         pairs = list(zip(self.states, now, strict=True))
@@ -53,16 +51,7 @@ class Lent(NamedTuple):
 def lend(memory: torch.Tensor, parameters: Iterable[torch.Tensor], owned: bool = False) -> Lent:
     """What parameters are that have just got a slot's memory."""
     lent = list(parameters)
-    return Lent(memory, _users_of(memory), lent, _states_of(lent, owned), owned)
-
-
-def _users_of(memory: torch.Tensor) -> int:
-    if _count_users is None:
-        raise NotSupportedError(
-            f"overwire: offload: torch {torch.__version__} does not tell who uses a storage: install another version"
-        )
-    storage = memory.untyped_storage()
-    return int(_count_users(storage._cdata)) + getrefcount(storage)  # who has Python's object of it counts as one
+    return Lent(memory, users_of(memory), lent, _states_of(lent, owned), owned)
 
 
 def _states_of(parameters: list[Any], owned: bool) -> list[tuple[int, int, int]]:

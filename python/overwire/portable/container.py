@@ -73,8 +73,8 @@ class Container(NamedTuple):
     compressed: bool
 
 
-def parse(data: Bytes, path: str) -> Container:
-    """Reads and checks all but the tensors of a file, given its bytes.
+def parse(data: Bytes | memoryview, path: str) -> Container:
+    """Reads and checks all but the tensors of a file, given its bytes, in an array or a memoryview.
 
     Raises FormatError for what is no safetensors file, CorruptError for a container that
     breaks a rule, NotSupportedError for one that a newer version has written.
@@ -202,9 +202,12 @@ def _check_note(text: str, path: str) -> None:
         raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader knows 1", source=path)
 
 
-def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], checks: _Checks) -> dict[str, Tensor]:
+def _read_index(data: Bytes | memoryview, base: int, size: int, entries: dict[str, Tensor], checks: _Checks) -> dict[str, Tensor]:
+    import numpy as np
+
     from .sums import crc32c
 
+    data = np.frombuffer(data, np.uint8)
     blob = data[base : base + size]
     checks.is_sound(72 <= size <= _LARGEST_INDEX and size % 64 == 0 and bytes(blob[:4]) == b"OWIX", "its index")
     (major, minor), features = blob[4:8].view("<u2").tolist(), int(blob[8:16].view("<u8")[0])
