@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from .dtypes import nbytes, torch_shape
     from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
+    from .frameworks.memory import check_memory
     from .frameworks.torch import torch_dtype
     from .jobs import shown
-    from .model.forked import is_compressed, refuse_compressed
+    from .model.forked import is_compressed
     from .model.joining import written
     from .model.kept import forget, keep
     from .model.layout import MetaRow, beside, meta_rows, place_of, refuse_urls
@@ -62,8 +63,9 @@ _HOMES = {
     "dtypes": ("nbytes", "torch_shape"),
     "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
+    "frameworks.memory": ("check_memory",),
     "frameworks.torch": ("torch_dtype",),
-    "model.forked": ("is_compressed", "refuse_compressed"),
+    "model.forked": ("is_compressed",),
     "model.joining": ("written",),
     "model.kept": ("forget", "keep"),
     "records": ("OpenRecords",),

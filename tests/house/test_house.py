@@ -24,6 +24,7 @@ PACKAGE = Path(overwire.__file__).parent
 # its own layer and those below.
 LAYERS: list[tuple[str, str]] = [
     ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _run _tables"),
+    ("portable", "portable portable.*"),  # forked children read by it
     ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
     ("model", "model model.* stores records"),
@@ -33,7 +34,6 @@ LAYERS: list[tuple[str, str]] = [
     ("bundles", "bundles bundles.* rebuild"),  # rebuild: pickles name it, so it stays where it is
     ("checkpoints", "checkpoints checkpoints.*"),
     ("plumbing", "plumbing"),
-    ("portable", "portable portable.*"),
     ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_* _torch"),
 ]
 
@@ -55,7 +55,6 @@ SHARED = "integrations.pushes integrations.shared*"
 
 # (importer, imported) -> why.
 ALLOWED = {
-    ("model.forked", "compat.safetensors.patching"): "asks sys.modules whether the patch is there, to read behind it; imports nothing",
     ("integrations.vllm", "_core"): "asks sys.modules whether the engine may run, which no fork survives; imports nothing",
     ("integrations.vllm", "integrations.modelexpress"): "what vLLM calls in each process is ModelExpress's only door",
     ("_engine", "_torch"): "this process becomes that program; imports nothing",

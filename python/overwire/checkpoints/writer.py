@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from .._imports import start_thread
 from ..errors import ArgumentError, NotSupportedError
+from ..frameworks.memory import check_memory
 from ..frameworks.spec import JoinedTensor
 from ..model.options import Level, StorageOptions, TensorLike, check_values, parse_size
 from ..paths import local
@@ -234,6 +235,7 @@ def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
         raise NotSupportedError(
             f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn
         )
+    check_memory(value, f"overwire: CheckpointWriter: {item.index.fqn!r}", item.index.fqn)
     return value.detach()
 
 

@@ -7,15 +7,15 @@ import re
 from itertools import accumulate
 from math import isfinite, prod
 from operator import mul
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CorruptError, FormatError, NotSupportedError
-from .sums import crc32c
 
-Bytes = NDArray[np.uint8]
+if TYPE_CHECKING:  # the index of a compressed file is read by numpy, a plain file's header without it
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
 
 # Section 5: code -> name and bits.
 DTYPES = {
@@ -77,15 +77,15 @@ class Container(NamedTuple):
     compressed: bool
 
 
-def parse(data: Bytes, path: str) -> Container:
-    """Reads and checks all but the tensors of a file, given its bytes.
+def parse(data: Bytes | memoryview, path: str) -> Container:
+    """Reads and checks all but the tensors of a file, given its bytes, in an array or a memoryview.
 
     Raises FormatError for what is no safetensors file, CorruptError for a container that
     breaks a rule, NotSupportedError for one that a newer version has written.
     """
     checks = _Checks(path)
     checks.is_file(len(data) >= 8, "too short")
-    size = int(data[:8].view("<u8")[0])
+    size = int.from_bytes(bytes(data[:8]), "little")
     checks.is_file(size <= min(_LONGEST_HEADER, len(data) - 8), f"its header has {size} bytes")
     try:
         text = bytes(data[8 : 8 + size]).decode()
@@ -206,7 +206,12 @@ def _check_note(text: str, path: str) -> None:
         raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader knows 1", source=path)
 
 
-def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], checks: _Checks) -> dict[str, Tensor]:
+def _read_index(data: Bytes | memoryview, base: int, size: int, entries: dict[str, Tensor], checks: _Checks) -> dict[str, Tensor]:
+    import numpy as np
+
+    from .sums import crc32c
+
+    data = np.frombuffer(data, np.uint8)
     blob = data[base : base + size]
     checks.is_sound(72 <= size <= _LARGEST_INDEX and size % 64 == 0 and bytes(blob[:4]) == b"OWIX", "its index")
     (major, minor), features = blob[4:8].view("<u2").tolist(), int(blob[8:16].view("<u8")[0])

@@ -7,9 +7,9 @@ import math
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .. import _engine
+from .. import _engine, errors
 from .._verbs import states
 from ..dtypes import PACKED, torch_shape
 from ..errors import ArgumentError, ForkedError, NotSupportedError
@@ -19,6 +19,9 @@ from ..jobs import Job
 from ..model.budget import fit
 from ..model.opened import WHOLE, Model, Request, Row
 from ..progress import Watcher
+
+if TYPE_CHECKING:
+    from ..model.forked import ForkedModel
 
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
@@ -64,6 +67,12 @@ def fill(
     `load_file` raises; if the load fails, the tensors have old values and new ones.
     """
     frame_for(frame.name)  # which refuses torch's fakes
+    if _engine.forked():
+        if max_memory is not None:
+            raise errors.forked("max_memory=")
+        for target in targets:
+            put(target, cast("ForkedModel", model).read_alone(target.at, frame))
+        return
     where = [fixed or place_of(target.tensor) for target in targets]
     views = {device: model.on(device) for device in where}
     for view in views.values():

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
+from .._engine import forked
 from .._imports import imported
 from ..dtypes import torch_shape
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
@@ -100,7 +101,13 @@ def load_model(
                 module, source, strict, place or single(list(targets.values())), targets, dict(options), unmapped_budget
             )
     device = place or single(list(targets.values()))
-    with many_objects(), Model(source, device=device, **opening(options)) as model:
+    if forked():
+        from ..model.forked import ForkedModel
+
+        opened: Model = ForkedModel(source, device, storage_options=options.get("storage_options"))
+    else:
+        opened = Model(source, device=device, **opening(options))
+    with many_objects(), opened as model:
         setters = _extra_states(module)
         missing, surplus, positions = _match_names(module, targets, setters, model, strict)
         into = _targets_of(module, targets, setters, model, positions, lambda at: model.table[at][2])
@@ -289,10 +296,11 @@ def _replace_meta(module: Any, target: Any, loaded: Any) -> None:
     # that the placeholder has.
     import torch
 
+    from ..frameworks.memory import cast
+
+    loaded = cast(loaded, target.dtype)
     if isinstance(target, torch.nn.Parameter):
-        loaded = torch.nn.Parameter(loaded.to(target.dtype), requires_grad=target.requires_grad)
-    else:
-        loaded = loaded.to(target.dtype)
+        loaded = torch.nn.Parameter(loaded, requires_grad=target.requires_grad)
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for key, value in table.items():

@@ -16,7 +16,7 @@ from typing import Any
 
 import overwire
 from overwire.integrations import AfterImport, Lazy
-from overwire.plumbing import forget, forked, is_compressed, keep, new_lock, refuse_compressed
+from overwire.plumbing import forget, forked, is_compressed, keep, new_lock
 
 from . import _bytes, _files, _lazy
 
@@ -82,17 +82,17 @@ def _opens(name: str, original: Any) -> type[Any]:
     base: Any = _files.safe_open if lazy else _files._safe_open_handle
 
     def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if forked():
-            return _original(original, args, kwargs)
-        _hook()
         call = _Call(original, args, kwargs)
+        if forked():
+            return object.__new__(cls) if is_compressed(call.subject) else original(*args, **kwargs)
+        _hook()
         if not call.left_to_safetensors():
             return object.__new__(cls)
         file = original(*args, **kwargs)
         return _lazy.PlainFile(file, _lazy.path_of(call.subject)) if lazy and call.torch else file
 
     def opened(self: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
-        if lazy and backend == "mmap":  # libraries open a file for its metadata, and again for its tensors
+        if lazy and backend == "mmap" and not forked():  # libraries open a file for its metadata, and again for its tensors
             self._open(_lazy.kept(filename), filename, framework, _where(device))
         else:
             base.__init__(self, filename, framework, _where(device), backend=backend)
@@ -101,7 +101,7 @@ def _opens(name: str, original: Any) -> type[Any]:
 
     def get_slice(self: Any, key: str) -> Any:
         inner = base.get_slice(self, key)
-        if not lazy or self._framework.native != "pt":
+        if not lazy or forked() or self._framework.native != "pt":
             return inner
         return _lazy.Slice(inner, self._path, key, self._device, self._elsewhere)
 
@@ -118,10 +118,10 @@ def _where(device: Any) -> Any:
 def _calls(ours: Callable[[], Any], original: Any) -> Any:
     @functools.wraps(original)
     def through_overwire(*args: Any, **kwargs: Any) -> Any:
-        if forked():
-            return _original(original, args, kwargs)
-        _hook()
         call = _Call(original, args, kwargs)
+        if forked():
+            return (ours() if is_compressed(call.subject) else original)(*args, **kwargs)
+        _hook()
         if call.left_to_safetensors():
             return original(*args, **kwargs)
         device = _device()
@@ -215,15 +215,6 @@ class _Call:
                 return True
         except (overwire.OverwireError, OSError, TypeError, ValueError):
             return False
-
-
-def _original(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The original's answer, in a child of fork. ForkedError for compressed files,
-    which it cannot read."""
-    subject = _Call(original, args, kwargs).subject
-    if subject is not None:
-        refuse_compressed(subject)
-    return original(*args, **kwargs)
 
 
 def behind(found: Any) -> Any:
@@ -507,7 +498,8 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
 
     Children of fork, such as workers of a DataLoader, cannot use the engine: in
     them safetensors' own functions read plain files, what was opened before the
-    fork included, and write plain ones; compressed ones are ForkedError.
+    fork included, and write plain ones; compressed ones are read as `load_file` reads
+    them there, slowly.
 
     Returns a context manager with `undo`. Patches may be nested and may
     overlap: the latest `device` counts, any `compress` and any `offload` does, and what was bound is
