@@ -8,12 +8,14 @@ import (
 	"context"
 	"sync"
 
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/publish"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
@@ -83,13 +85,13 @@ func readOne(ctx context.Context, uri string, src source.Source) (*File, error) 
 
 // Write writes the delta to spec.Path, in shards of at most spec.Shard bytes of chunks.
 // All of its files appear together, or none. beside is the folder whose companions are
-// copied if the path is one, too (save.Lay); "": none.
+// copied if the path is one, too (convert.WritePrewritten); "": none.
 func (f *File) Write(ctx context.Context, j *job.Job, beside string, spec save.Spec) (Report, error) {
 	shards, tables, err := f.splitFile(spec.Shard)
 	if err != nil {
 		return Report{}, errs.Locate("save", spec.Path, "", -1, err)
 	}
-	files := make([]save.Laid, len(shards))
+	files := make([]publish.Prewritten, len(shards))
 	f.Size = 0
 	for k, s := range shards {
 		pieces, err := s.layout(tables[k])
@@ -97,7 +99,7 @@ func (f *File) Write(ctx context.Context, j *job.Job, beside string, spec save.S
 			return Report{}, errs.Locate("save", spec.Path, "", -1, err)
 		}
 		f.Size += s.Size
-		files[k] = save.Laid{Bytes: s.Size, Tensors: s.Report().Bytes}
+		files[k] = publish.Prewritten{Bytes: s.Size, Tensors: s.Report().Bytes}
 		for i := range s.Tensors {
 			files[k].Names = append(files[k].Names, s.Tensors[i].Name)
 		}
@@ -105,7 +107,7 @@ func (f *File) Write(ctx context.Context, j *job.Job, beside string, spec save.S
 			return writeAll(ctx, write, pieces)
 		}
 	}
-	layout, err := save.Lay(ctx, j, beside, stem, files, spec)
+	layout, err := convert.WritePrewritten(ctx, j, beside, stem, files, spec)
 	r := f.Report()
 	r.Files = layout.Files
 	return r, err

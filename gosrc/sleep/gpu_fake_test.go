@@ -14,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 // onGPU puts tensors into a GPU's memory.
@@ -97,7 +98,7 @@ func roundTrip(t testing.TB, d *cuda.Device, host []Tensor, path string) {
 	}
 	same(t, f, "", in)
 	f.Close()
-	if v, err := save.Verify(t.Context(), j, []string{path}, save.Spec{}.Storage, false); err != nil || !v.OK {
+	if v, err := verify.Verify(t.Context(), j, []string{path}, save.Spec{}.Storage, false); err != nil || !v.OK {
 		t.Errorf("%+v, %v", v, err)
 	}
 }

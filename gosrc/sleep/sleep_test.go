@@ -20,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 func random(t testing.TB) *rand.Rand {
@@ -145,7 +146,7 @@ func TestSleep(t *testing.T) {
 	}
 	same(t, f, "", in)
 	f.Close()
-	if v, err := save.Verify(t.Context(), job.New("verify"), []string{path}, save.Spec{}.Storage, false); err != nil ||
+	if v, err := verify.Verify(t.Context(), job.New("verify"), []string{path}, save.Spec{}.Storage, false); err != nil ||
 		!v.OK {
 		t.Errorf("%+v, %v", v, err)
 	}

@@ -35,17 +35,11 @@ type piece struct {
 	done chan struct{}
 }
 
-// Hash begins to set SHA256 if it is Pending. order has the tensors whose bytes can be passed
-// to Hashing, in the order in which they will be; window is the most pieces that are
-// passed and not hashed. The caller calls Done once, and cancels ctx before if not all is
-// passed. f may be nil.
-func (f *File) Hash(ctx context.Context, order []string, window int) error {
-	if f == nil || !f.hash {
-		return nil
-	}
+// beginHashing starts a hashing of f; see File.Hash.
+func beginHashing(ctx context.Context, f *File, order []string, window int) (*Hashing, error) {
 	front, head, err := f.Front(f.src.URI())
 	if err != nil {
-		return err
+		return nil, err
 	}
 	h := &Hashing{file: f, ctx: ctx, front: front, tensors: head.Tensors, pieces: make(chan piece, window),
 		ended: make(chan struct{})}
@@ -55,16 +49,7 @@ func (f *File) Hash(ctx context.Context, order []string, window int) error {
 		defer close(h.ended)
 		h.err = h.hashFile()
 	})
-	f.hashing = h
-	return nil
-}
-
-// Hashing is what Hash has begun, or nil. f may be nil.
-func (f *File) Hashing() *Hashing {
-	if f == nil {
-		return nil
-	}
-	return f.hashing
+	return h, nil
 }
 
 // Pass gives the next bytes of a tensor. They must stay until Await has returned for what
