@@ -89,7 +89,7 @@ func TestConvertWholeCache(t *testing.T) {
 }
 
 // Promise: a converted file has no wider mode than its source; the umask narrows it
-// further, and a file that is replaced keeps its mode.
+// further, and a replaced file has its old mode.
 func TestConvertModes(t *testing.T) {
 	old := syscall.Umask(0o027)
 	defer syscall.Umask(old)

@@ -27,7 +27,7 @@ import (
 // again, byte for byte, if that file becomes one container with the same metadata;
 // when such a container becomes one plain file, it is that file.
 //
-// If dst is a folder, every file keeps its name (if dst has a set of these names already,
+// If dst is a folder, every file has its old name (if dst has a set of these names already,
 // see modelfiles.Mark), its tensors and its metadata. The
 // index.json and the auxiliary files of a source folder are copied (see package
 // companions); dst must not have other weights. Every model of a folder is converted, with its
@@ -43,7 +43,7 @@ import (
 // refer to the others, are written last.
 //
 // A new file can be read by no more users than the file that it is made from; one
-// that replaces a file keeps that file's mode, as always.
+// that replaces a file gets that file's mode, as always.
 //
 // Converting a file onto itself is safe: it is read until the new one is complete.
 func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec save.Spec) (save.Report, error) {

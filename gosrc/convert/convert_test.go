@@ -81,7 +81,7 @@ func TestConvertAnIndexOfAnyName(t *testing.T) {
 
 func TestConvertFolder(t *testing.T) {
 	// Promise: a folder stays the folder it was: names, shards, index.json and
-	// the small files beside them; weights in other forms stay behind.
+	// the auxiliary files; weights in other forms are not copied.
 	r := newRand(t)
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	in := some(r)
@@ -208,7 +208,7 @@ func TestConvertRefuses(t *testing.T) {
 }
 
 func TestConvertOneFileFolder(t *testing.T) {
-	// Promise: a folder in gives a folder out, with what lies beside the weights,
+	// Promise: a folder in gives a folder out, with its auxiliary files,
 	// though they are one file and OUT is new and has no slash.
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	in := some(newRand(t))
@@ -230,7 +230,7 @@ func TestConvertOneFileFolder(t *testing.T) {
 }
 
 func TestConvertTree(t *testing.T) {
-	// Promise: a folder whose models lie in folders below it stays one; what is not
+	// Promise: a folder with models in folders below it stays one; what is not
 	// copied is listed; a failure leaves nothing of a folder that was made.
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	in := some(newRand(t))
@@ -277,8 +277,8 @@ func TestConvertTree(t *testing.T) {
 }
 
 func TestConvertComparesHashes(t *testing.T) {
-	// Promise: a container whose hash of a tensor is false is not converted, also
-	// into column parts where digests are kept: no false hash is passed on. The error
+	// Promise: a container with a false hash of a tensor is not converted, also
+	// not into column parts with digests: no false hash is passed on. The error
 	// names it.
 	r := newRand(t)
 	path, dst := filepath.Join(t.TempDir(), "m"), filepath.Join(t.TempDir(), "out")

@@ -63,7 +63,7 @@ func makeFolder(to save.Target) (made string, err error) {
 
 // refuseOthers refuses a folder that has other weights than ours, by name, since it would then
 // be opened as two models. Files of a folder of src that is converted onto itself are
-// allowed, in a local one if its files keep their names.
+// allowed, in a local one if its files are not renamed.
 func refuseOthers(ctx context.Context, to save.Target, src []string, renamed bool, ours map[string]bool,
 	opt source.Options) error {
 	others := func(name string) error {

@@ -26,7 +26,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// pipeline is a folder of several models, with a variant and what lies beside them.
+// pipeline is a folder of several models, with a variant and auxiliary files.
 func pipeline(t *testing.T) (dir string, in []save.Input) {
 	t.Helper()
 	dir, in = t.TempDir(), []save.Input{bf16("a", newRand(t), 64, 100), bf16("b", newRand(t), 64, 100)}
@@ -69,7 +69,7 @@ func sameTree(t *testing.T, want, got map[string]string) {
 }
 
 // Promise: a folder goes into a store and comes back, byte for byte, with its folders and
-// what lies beside the weights, whether its URI ends in a slash or not; every verb that
+// its auxiliary files, whether its URI ends in a slash or not; every verb that
 // reads it takes either.
 func TestStoredTree(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
@@ -95,7 +95,7 @@ func TestStoredTree(t *testing.T) {
 			(err != nil || len(rep.Sources) != 2) {
 			t.Errorf("%+v, %v", rep, err)
 		}
-		// What is written is not read.
+		// The folder that is written is not read.
 		convert(t, []string{there}, there+"/copies"[len(slash):], save.Spec{Compress: true, Storage: opt})
 		if err := os.RemoveAll(filepath.Join(s.Data, "p")); err != nil {
 			t.Fatal(err)
@@ -151,7 +151,7 @@ func TestPartialTree(t *testing.T) {
 }
 
 // A fakeHub serves one commit of a repository as the Hub does: its list, and its files by
-// that commit alone. asked has the paths of requests.
+// only that commit. asked has the paths of requests.
 func fakeHub(t *testing.T, files map[string]string) (opt format.Access, asked *[]string) {
 	t.Helper()
 	asked = new([]string)
@@ -184,7 +184,7 @@ func fakeHub(t *testing.T, files map[string]string) (opt format.Access, asked *[
 		Storage: map[string]string{"retries": "0"}}}, asked
 }
 
-// Promise: a repository of the Hub becomes a folder with all that lies beside its weights,
+// Promise: a repository of the Hub becomes a folder with all its auxiliary files,
 // of the one commit that the branch means when it is listed; so does a folder of it.
 func TestHubTree(t *testing.T) {
 	dir, _ := pipeline(t)

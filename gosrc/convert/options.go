@@ -1,6 +1,6 @@
 package convert
 
-// This file has the values that the steps of a conversion share.
+// This file describes what the steps of a conversion share.
 
 import (
 	"path/filepath"

@@ -95,7 +95,7 @@ func TestSameFile(t *testing.T) {
 	}
 }
 
-// A container that keeps no SHA-256 gives the very file that it was made from; none is made
+// A container without a SHA-256 gives the very file that it was made from; none is made
 // then, and the report says that no sum was compared.
 func TestSameFileWithoutItsSum(t *testing.T) {
 	for name, want := range oddFiles(t) {
@@ -150,7 +150,7 @@ func TestEmptyMetadata(t *testing.T) {
 }
 
 func TestNoOriginal(t *testing.T) {
-	// Promise: what is no longer the file that was compressed is reported as written
+	// Promise: a file that is no longer the one that was compressed is reported as written
 	// anew: other metadata, shards, files that never were plain.
 	dir := t.TempDir()
 	at := func(n string) string { return filepath.Join(dir, n+".safetensors") }

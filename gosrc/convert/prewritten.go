@@ -1,6 +1,6 @@
 package convert
 
-// This file writes files that another package has laid out, to where a conversion writes its own.
+// This file writes files with known bytes to the places that a conversion writes to.
 
 import (
 	"context"

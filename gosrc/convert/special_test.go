@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// What is no regular file beside a model stays behind, and what is one comes along,
+// Of the auxiliary files of a model only regular ones are copied,
 // also through a link; nothing waits.
 func TestConvertLeavesSpecialFiles(t *testing.T) {
 	dir, out := t.TempDir(), filepath.Join(t.TempDir(), "out")

@@ -128,7 +128,7 @@ func (f *faultyFile) Close() error {
 
 func TestDiskFaults(t *testing.T) {
 	// Promise: whichever call to the disk fails, the error has the path, the
-	// old model stays whole, and nothing is left behind. Each call fails once,
+	// old model stays whole, and nothing unfinished stays. Each call fails once,
 	// until a save has none left to fail. The last call, the sync of the folder
 	// after the rename, is the one that finds the new model in place.
 	r := newRand(t)
@@ -190,8 +190,8 @@ func TestDiskFaults(t *testing.T) {
 }
 
 func TestCancelAtEachCall(t *testing.T) {
-	// Promise: a save that is cancelled (by Ctrl-C, too) in any call to the disk ends with the old model
-	// or, once it has its name, the new one, whole, and leaves nothing behind.
+	// Promise: a save that is cancelled (also by Ctrl-C) in any call to the disk ends with the old model
+	// or, once it has its name, the new one, whole, and leaves nothing unfinished.
 	r := newRand(t)
 	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
 	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
@@ -292,7 +292,7 @@ func TestCancel(t *testing.T) {
 	cancelled := 0
 	for tries := 0; cancelled < 8; tries++ {
 		if tries == 100 {
-			t.Fatalf("%d of %d saves were cancelled on their way", cancelled, tries)
+			t.Fatalf("%d of %d saves were cancelled while they ran", cancelled, tries)
 		}
 		d := time.Duration(r.IntN(40)) * time.Millisecond
 		j := job.Start("save", func(ctx context.Context, j *job.Job) error {
@@ -422,7 +422,7 @@ func TestKill(t *testing.T) {
 
 func TestTargets(t *testing.T) {
 	// Promise: links are followed and stay links; the mode of a replaced file
-	// is kept, a new one obeys the umask; what is no file is not replaced.
+	// is kept, a new one obeys the umask; anything but a file is not replaced.
 	r := fixedRand()
 	in := []save.Input{bf16("w", r, 40, 64)}
 	dir := t.TempDir()

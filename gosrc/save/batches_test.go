@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// Many small tensors, some of whose trials are kept and some not, become the same file with any number of threads
+// Many small tensors, with trials in memory and without, become the same file with any number of threads
 // and staged, and every checksum of it holds; a batch's gaps are zero.
 func TestSmallTensors(t *testing.T) {
 	r := newRand(t)

@@ -21,7 +21,7 @@ import (
 )
 
 const (
-	// minGain: a tensor whose ratio is above this is stored plain, so that any
+	// minGain: a tensor with a ratio above this is stored plain, so that any
 	// safetensors reader can read it.
 	minGain = 0.99
 	// minWide: an integer tensor that saves fewer bytes is stored plain, since
@@ -41,7 +41,7 @@ type classifier struct {
 	spec    *Spec
 	path    string // for messages
 	threads int
-	trials  atomic.Int64 // bytes of the tensors whose trials are in memory: at most mostTrials
+	trials  atomic.Int64 // bytes of the tensors with trials in memory: at most mostTrials
 }
 
 // classify chooses the form of every item, and its transform.
@@ -193,8 +193,8 @@ type sameKey struct {
 	mark  [16]byte
 }
 
-// findAliases marks tensors whose dtype and bytes equal another's: the first by
-// name keeps the bytes. Shapes may differ. Tensors of equal size are compared by a
+// findAliases marks tensors with the dtype and the bytes of another one: the first by
+// name stores the bytes. Shapes may differ. Tensors of equal size are compared by a
 // few samples; those with equal samples are hashed, and those with equal hashes
 // compared.
 func (c *classifier) findAliases(ctx context.Context, items []*Item) error {
@@ -243,7 +243,7 @@ func (c *classifier) findAliases(ctx context.Context, items []*Item) error {
 			t.form, t.of = alias, f
 		}
 	}
-	for _, t := range sorted { // tensors of shared memory whose first is now an alias
+	for _, t := range sorted { // the holder may be an alias by now
 		if t.form == alias && t.of.form == alias {
 			t.of = t.of.of
 		}
@@ -252,7 +252,7 @@ func (c *classifier) findAliases(ctx context.Context, items []*Item) error {
 }
 
 // findCandidates lists the tensors that may be equal to another: those with equal hashes of a few samples, and
-// then of all bytes. Small tensors and aliases are none.
+// then of all bytes. It leaves out small tensors and aliases.
 func (c *classifier) findCandidates(ctx context.Context, sorted []*Item) ([]*Item, error) {
 	pool := slices.DeleteFunc(slices.Clone(sorted), func(t *Item) bool {
 		return t.form == alias || t.bytes < minAlias

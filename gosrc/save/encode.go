@@ -149,8 +149,8 @@ type slot struct {
 type encodedChunk struct {
 	data   []byte          // logical bytes
 	out    []byte          // stored bytes: data, or encoded
-	at     int64           // its place in the file
-	sum    digest.State    // of data, if the file keeps digests
+	at     int64           // its offset in the file
+	sum    digest.State    // of data, if the file stores digests
 	hashed <-chan struct{} // closed when data is in the hash of the plain file; or nil
 }
 
@@ -332,8 +332,8 @@ func (f *encoder) placeTask(c *task, x *encodedChunk) error {
 		f.hasher.Reset()
 	}
 	// Compare the source's hash even if the new file stores none. (A tensor in
-	// several parts is hashed by a task of its own, or keeps its source's hash: its
-	// chunks do not come in the order of its bytes. That hash is compared where its
+	// several parts is hashed by a task of its own, or has its source's hash: its
+	// chunks do not come in the order of its bytes. That hash is compared when its
 	// bytes are passed in order anyway, for its digest.)
 	if !t.sums.hashed && (f.plan.lay != nil || t.known() != nil) && t.parts == 1 {
 		start := time.Now()

@@ -16,7 +16,7 @@ import (
 
 // A fileFormat is one kind of file that is written.
 type fileFormat struct {
-	// extension ends the paths of such files; a path with none of these has the last format.
+	// extension ends the paths of such files; any other path has the last format.
 	extension string
 	coded     bool // tensors may be compressed, or be aliases
 	// refuse returns what such a file does not support in a Spec; "": nothing.

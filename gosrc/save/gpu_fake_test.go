@@ -32,7 +32,7 @@ func encodeAll(t testing.TB) {
 }
 
 // trained are tensors of the ugly kind: odd sizes, one and no elements, tied and equal ones,
-// some that gain nothing, and chunks of which only some do.
+// some that gain nothing, and tensors with chunks that gain nothing next to chunks that do.
 func trained(r *rand.Rand) (in []save.Input) {
 	add := func(name string, d tensor.DType, shape ...int64) []byte {
 		n, _ := tensor.Size(d, shape)
@@ -111,7 +111,7 @@ func random(t testing.TB) *rand.Rand {
 func ended(t testing.TB, end func() string) {
 	pinned.Trim()
 	if left := end(); left != "" {
-		t.Errorf("left behind: %s", left)
+		t.Errorf("not freed: %s", left)
 	}
 }
 
@@ -195,7 +195,7 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 }
 
 // Whichever call of the driver fails, a save ends typed, leaves no file, no memory and no
-// goroutine, and keeps the file that was there.
+// goroutine, and leaves the old file as it was.
 func TestGPUEveryCallFailsFake(t *testing.T) {
 	encodeAll(t)
 	r := random(t)

@@ -232,8 +232,8 @@ func checkMetadata(path string, m map[string]string) error {
 // records than slicing saves.
 const minPart = 4096
 
-// chooseParts is the largest of asked, asked/2 … 1 whose parts consist of whole
-// elements of every row.
+// chooseParts is the largest of asked, asked/2 … 1 that divides every row into parts of whole
+// elements.
 func (t *Item) chooseParts(asked int) int64 {
 	as := tensor.Tensor{DType: t.dtype, Shape: t.shape, Bytes: t.bytes}
 	for p := asked; p > 1; p /= 2 {
@@ -395,8 +395,8 @@ func isEqual(ctx context.Context, a, b *Item) (bool, error) {
 	return same && err == nil, err
 }
 
-// errOtherBytes is the error of a tensor whose bytes differ from the hash of its source, which it names.
+// errOtherBytes is the error of a tensor if its bytes do not have the hash of its source. It names the source.
 func (t *Item) errOtherBytes() error {
 	return errs.Locate("read", t.from.src.URI(), t.name, -1,
-		errs.New(errs.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)"))
+		errs.New(errs.ErrCorrupt, "the tensor has other bytes than were saved (XXH3-128 differs)"))
 }

@@ -1,6 +1,6 @@
 package save_test
 
-// This file has short names of what these tests share with others.
+// This file gives the shared helpers short names.
 
 import (
 	"context"

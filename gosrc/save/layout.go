@@ -222,7 +222,7 @@ func (p *filePlan) sealFront(end int64) (front []byte, size int64, err error) {
 	return p.lay.Seal(codec.Known)
 }
 
-// windowSize is how many tasks may be under way, and how many goroutines run them. Where GPUs encode, one of these
+// windowSize is how many tasks may be under way, and how many goroutines run them. If GPUs encode, one of these
 // is always free for the steps that come in order.
 func (p *filePlan) windowSize() (window, workers int) {
 	window, workers = 2*p.share.threads+4, p.share.threads
@@ -235,7 +235,7 @@ func (p *filePlan) windowSize() (window, workers int) {
 	return window, workers
 }
 
-// orderedNames are the tensors whose bytes come in order, by name.
+// orderedNames are the names of the tensors that are written in the order of their bytes.
 func (p *filePlan) orderedNames() (order []string) {
 	for _, t := range p.order {
 		if t.form != alias && t.bytes > 0 && t.parts == 1 {

@@ -140,7 +140,7 @@ func TestAliases(t *testing.T) {
 	same(t, in, read(t, p))
 }
 
-// A tensor keeps its column parts where all its aliases have rows of its size, and is stored
+// A tensor is stored in column parts if all its aliases have rows of its size, and else
 // in one part where one has others; both verify and come back, also when the file is
 // compressed again.
 func TestPartsOfAliases(t *testing.T) {
@@ -309,9 +309,9 @@ func TestProgress(t *testing.T) {
 }
 
 func TestBesideAnIndex(t *testing.T) {
-	// Promise: one file is not written beside the index of shards of its name, by which
+	// Promise: one file is not written next to the index of shards of its name, by which
 	// the folder is still loaded as the old model; with a limit for shards it replaces
-	// them, as does anything where the index names it or is none.
+	// them, as does a file that the index lists, or any file if the index is invalid.
 	r := fixedRand()
 	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
 	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}

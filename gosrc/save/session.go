@@ -1,6 +1,6 @@
 package save
 
-// This file has the state that the files of one save share.
+// This file describes what the files of one save share.
 
 import (
 	"sync/atomic"

@@ -205,7 +205,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		"a variant in one file":       {sets: []string{"model.safetensors"}, more: "model.fp16.safetensors"},
 		"Mistral's":                   {sets: []string{"model.safetensors", "consolidated.safetensors"}},
 		"Mistral's, in one file":      {sets: []string{"model.safetensors"}, more: "consolidated.safetensors"},
-		"one file beside shards":      {sets: []string{"model.safetensors"}, more: "model.safetensors"},
+		"one file next to shards":     {sets: []string{"model.safetensors"}, more: "model.safetensors"},
 		"one file, variant in shards": {sets: []string{"model.fp16.safetensors"}, more: "model.safetensors"},
 	} {
 		src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
@@ -276,7 +276,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 }
 
 // Promise: shards of a variant belong to it in either writing: a save or a conversion of the
-// default model over its old files leaves them alone.
+// default model over its old files does not touch them.
 func TestAVariantIsAnotherFamily(t *testing.T) {
 	dir := t.TempDir()
 	for k, path := range []string{"model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors"} {
@@ -358,7 +358,7 @@ func TestAnIndexThatIsNotRead(t *testing.T) {
 	}
 }
 
-// Promise: an index of which a shard is missing is not converted: nothing is written, and
+// Promise: an index with a missing shard is not converted: nothing is written, and
 // both are named.
 func TestConvertNoIndexWithoutItsShards(t *testing.T) {
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")

@@ -62,7 +62,7 @@ type Spec struct {
 	// file. The original's header and the hashes of its tensors then prove it.
 	NoSHA256 bool `json:"no_sha256,omitempty"`
 	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so that only a part is read for
-	// a slice of dimension 1. Tensors whose rows do not divide get the
+	// a slice of dimension 1. Tensors with rows that do not divide get the
 	// most parts that do, and one that has an alias with rows of another size gets 1.
 	// 0 means 1.
 	Parts int `json:"parts,omitempty"`
@@ -81,7 +81,7 @@ type Spec struct {
 	// compressed form.
 	ChunkBytes int64 `json:"-"`
 
-	// Like is a local file whose mode, owner and ACL new files get if no file of
+	// Like is a local file: new files get its mode, owner and ACL if no file of
 	// the model is replaced. "": the umask decides.
 	Like string `json:"like,omitempty"`
 	// Beside allows a single file next to the index of shards of the same name, by

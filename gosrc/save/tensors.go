@@ -14,7 +14,7 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// writeTensors writes a .tensors file. Tensors from such a file keep their types,
+// writeTensors writes a .tensors file. Tensors from such a file have their types,
 // modules and dtypes; others become those of a state dict.
 func writeTensors(ctx context.Context, s *session, to publish.Draft, _ writerShare, file *File) (written, error) {
 	known := map[source.Source]map[string]tensorizer.Item{}

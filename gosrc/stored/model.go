@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Model is an opened model, whose tensors can be read in any order. The caller closes it.
+// A Model is an opened model. Its tensors can be read in any order. The caller closes it.
 type Model struct {
 	Index   *tensor.Index
 	Sources []source.Source // by the numbers that the index has

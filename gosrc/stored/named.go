@@ -35,7 +35,7 @@ func FolderAt(ctx context.Context, at source.Location, opt source.Options) (f Fo
 	pinned, files, err := open.Walk(ctx, dir, opt)
 	if errors.Is(err, errs.ErrNotSupported) {
 		source.Notice(errs.RedactURI(dir) +
-			": this store cannot list files, so auxiliary files (configuration, tokenizer) are not copied")
+			": this store lists no files, so auxiliary files (configuration, tokenizer) are not copied")
 		return Folder{Path: dir, Remote: true}, true, nil
 	}
 	return Folder{Path: pinned, Remote: true, Files: files}, true, err

@@ -34,7 +34,7 @@ type Tensor struct {
 	plain int64 // block size of a tensor without chunks
 }
 
-// New makes the tensor t of idx, which is no alias, readable.
+// New makes the tensor t of idx, which must not be an alias, readable.
 func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tensor {
 	s := &Tensor{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
 	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {

@@ -63,7 +63,7 @@ func digestAll(ctx context.Context, j *job.Job, m *stored.Model, elsewhere func(
 	if err != nil {
 		return DigestReport{}, err
 	}
-	here := make([]bool, len(tensors)) // whose bytes are read
+	here := make([]bool, len(tensors)) // tensors that are read
 	for i := range tensors {
 		if have[i] == nil && (elsewhere == nil || !elsewhere(tensors[i].Name)) {
 			here[m.Holder(i)] = true

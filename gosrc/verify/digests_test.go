@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save/savetest"
 )
 
-// A container keeps the digests of its tensors whatever their parts and chunks are, and
+// A container stores the digests of its tensors whatever their parts and chunks are, and
 // they are those of the bytes; without them the same digests are computed.
 func TestKeptDigests(t *testing.T) {
 	in := some(newRand(t))
@@ -25,12 +25,12 @@ func TestKeptDigests(t *testing.T) {
 				t.Fatal(err)
 			}
 			if keeps != (rep.Kept == len(in)) || keeps != (rep.Bytes == 0) || len(rep.Tensors) != len(in) {
-				t.Errorf("%d parts, kept %v: %d kept, %d bytes", parts, keeps, rep.Kept, rep.Bytes)
+				t.Errorf("%d parts, stored %v: %d stored, %d bytes", parts, keeps, rep.Kept, rep.Bytes)
 			}
 			want := read(t, p)
 			for _, x := range rep.Tensors {
 				if x.Digest != digest.Of(want[x.Name].Data).String() {
-					t.Errorf("%d parts, kept %v: %s: %s", parts, keeps, x.Name, x.Digest)
+					t.Errorf("%d parts, stored %v: %s: %s", parts, keeps, x.Name, x.Digest)
 				}
 			}
 			if _, err := Verify(bg, nil, []string{p}, format.Access{}, false); err != nil {
@@ -40,7 +40,7 @@ func TestKeptDigests(t *testing.T) {
 	}
 }
 
-// The golden file of format 1.3 loads with the digests that it keeps, and today's writer
+// The golden file of format 1.3 loads with the digests that it stores, and today's writer
 // still makes it: by go test ./gosrc/save -run TestGoldenDigests -args write-goldens, once.
 func TestGoldenDigests(t *testing.T) {
 	in := savetest.GoldenTensors()

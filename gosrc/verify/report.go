@@ -1,6 +1,6 @@
 package verify
 
-// This file has the reports of Verify and Inspect.
+// This file describes the reports of Verify and Inspect.
 
 import (
 	"slices"
@@ -37,7 +37,7 @@ type VerifiedFile struct {
 	Original *original.Summary `json:"original,omitempty"`
 }
 
-// addFile adds a file of which only the structure was checked.
+// addFile adds a file after only its structure was checked.
 func (rep *Report) addFile(file InspectedFile) {
 	const note = "GGUF files hold no checksums: only their structure was verified"
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
@@ -60,7 +60,7 @@ type Inspection struct {
 	Totals map[string]*stored.Total `json:"totals"`
 }
 
-// KeepTensors leaves out the tensors whose names are not wanted, and sums the others up.
+// KeepTensors leaves out the tensors with other names than wanted, and sums the rest up.
 func (in *Inspection) KeepTensors(wanted func(name string) bool) {
 	for i := range in.Sources {
 		f := &in.Sources[i]

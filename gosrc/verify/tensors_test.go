@@ -175,7 +175,7 @@ func TestTensorsRekeyed(t *testing.T) {
 		t.Errorf("%d bytes became %d", len(b), len(c))
 	}
 	if s, _ := os.ReadFile(at("sealed.tensors")); s[5] != 4 || s[9] != 1 {
-		t.Error("the encrypted file is none")
+		t.Error("the encrypted file is not encrypted")
 	}
 	for _, c := range []struct {
 		to    string

@@ -154,7 +154,7 @@ func verifyContents(ctx context.Context, j *job.Job, m *stored.Model, digests []
 			}
 			t := &m.Index.Tensors[s.Number]
 			if codec.HashOf(h.Sum128()) != t.Hash {
-				return corruptTensor(m, s.Number, "the decoded bytes are not those that were saved (XXH3-128 differs)")
+				return corruptTensor(m, s.Number, "the tensor has other bytes than were saved (XXH3-128 differs)")
 			}
 			if d := digests[s.Number]; d != nil && *d != sum.Sum(t.Bytes) {
 				return corruptTensor(m, s.Number, "the stored digest is not that of the decoded bytes")

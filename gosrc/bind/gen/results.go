@@ -15,7 +15,7 @@ var pythonNames = map[string]string{
 	"VerifyInspection": "Inspection", "VerifyInspectedFile": "InspectedFile",
 	"VerifyInspectedTensor": "InspectedTensor", "StoredTotal": "Total", "VerifyReport": "Verification",
 	"VerifyVerifiedFile": "VerifiedFile",
-	"OriginalSummary": "VerifiedOriginal", "CliDiagnosis": "Diagnosis", "BenchMachine": "Machine",
+	"OriginalSummary":    "VerifiedOriginal", "CliDiagnosis": "Diagnosis", "BenchMachine": "Machine",
 	"CliMemory": "HostMemory", "NodesNode": "HostNode", "CliGPU": "Gpu", "CliGPUDevice": "Device",
 	"CliPreload": "PreloadSetting", "GdsReport": "DirectStorage", "KnobRow": "Setting",
 }

@@ -15,14 +15,14 @@ import (
 )
 
 // A Hashing is the SHA-256 of a file that is being computed, in a goroutine of its own. It
-// reads only those tensors whose bytes are not passed in the order of the file. All methods
+// reads only those tensors that are not passed in the order of the file. All methods
 // of nil do nothing.
 type Hashing struct {
 	file    *File
 	ctx     context.Context
 	front   []byte
 	tensors []tensor.Tensor // in the order of their bytes
-	passed  map[string]bool // those whose bytes are passed
+	passed  map[string]bool // those that are passed
 	pieces  chan piece
 	ended   chan struct{}
 	err     error         // once ended

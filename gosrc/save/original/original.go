@@ -37,7 +37,7 @@ type File struct {
 }
 
 // Of returns the original of an opened source: a plain safetensors file is its own
-// original, a container may keep one; else nil. With hash, that of a local file is hashed.
+// original, a container may store one; else nil. With hash, that of a local file is hashed.
 func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*File, error) {
 	if s.Overwire() {
 		o, err := overwire.ReadOrigin(s.Mark)
@@ -62,7 +62,7 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*F
 	return f, nil
 }
 
-// Hash begins to set SHA256 if it is Pending. order has the tensors whose bytes can be passed
+// Hash begins to set SHA256 if it is Pending. order has the tensors that can be passed
 // to Hashing, in the order in which they will be; window is the most pieces that are
 // passed and not hashed. The caller calls Done once, and cancels ctx before if not all is
 // passed. f may be nil.

@@ -90,7 +90,7 @@ func (f *localDraft) URI() string { return f.Path }
 func (f *localDraft) WriteView(p []byte, off int64) error { return f.Write(p, off) }
 
 // Finish waits for the disk, which may take seconds, but not after a cancel: the
-// sync then continues by itself, on a file whose name is gone.
+// sync then continues by itself, on a file without a name.
 func (f *localDraft) Finish(size int64) error {
 	return f.FinishUnless(f.ctx, size)
 }

@@ -139,7 +139,7 @@ func hasEarlierSet(ctx context.Context, p *Publication, index *File) (bool, erro
 	return weights, nil
 }
 
-// renameShards renames the shards of a set, whose index comes last.
+// renameShards renames the shards of a set. The index is the last file.
 func renameShards(files []*File, rename func(string) string) {
 	for _, f := range files {
 		if f.Shard {

@@ -1,6 +1,6 @@
 package publish
 
-// This file describes files whose bytes are known before a save writes them.
+// This file describes files with bytes that are known before a save writes them.
 
 import (
 	"context"

@@ -20,8 +20,8 @@ type watchedDraft struct {
 func (d *watchedDraft) StopSends() { d.stops = append(d.stops, d.over()) }
 func (d *watchedDraft) Drop()      { d.drops = append(d.drops, d.over()) }
 
-// A cancelled save has an end for its caller, whose memory may go then, when nothing sends from
-// there any more, and before the store has forgotten it. One that fails lets parts in flight end.
+// A cancelled save ends for its caller as soon as nothing is sent from the caller's memory any more, before the store
+// has removed the parts. A save that fails lets parts in flight end.
 func TestCancelStopsSends(t *testing.T) {
 	for _, isCancelled := range []bool{true, false} {
 		var d *watchedDraft

@@ -24,7 +24,7 @@ type StagedMemory struct {
 	pos int64
 }
 
-// TakeStaged takes memory for most bytes, of which a save is expected to need fewer. It refuses a save that may
+// TakeStaged takes memory for at most most bytes; a save is expected to need expected. It refuses a save that may
 // need more than limit (0: no limit) or more than the host has. on is the GPU that copies to it, or nil. path
 // is for messages.
 func TakeStaged(path string, most, expected, limit int64, on *cuda.Device) (*StagedMemory, error) {

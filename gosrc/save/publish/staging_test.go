@@ -31,7 +31,7 @@ func (v *viewer) WriteView(p []byte, off int64) error {
 	return nil
 }
 
-// What is staged is written from its memory, which stays: a store need not copy it.
+// Staged bytes are written from the staged memory, which stays: a store need not copy them.
 func TestStagedViews(t *testing.T) {
 	mem, err := pinned.Take(1<<20, 1<<20, nil)
 	if err != nil {

@@ -135,7 +135,7 @@ func SHA256Of(t testing.TB, path string) string {
 	return fmt.Sprintf("%x", sha256.Sum256(b))
 }
 
-// NoTemps fails if a save has left anything behind.
+// NoTemps fails if a folder has hidden files, as an unfinished save would leave.
 func NoTemps(t testing.TB, dir string) {
 	t.Helper()
 	es, err := os.ReadDir(dir)
@@ -144,7 +144,7 @@ func NoTemps(t testing.TB, dir string) {
 	}
 	for _, e := range es {
 		if strings.HasPrefix(e.Name(), ".") {
-			t.Fatalf("left behind: %s", e.Name())
+			t.Fatalf("not removed: %s", e.Name())
 		}
 	}
 }
@@ -221,7 +221,7 @@ func Names(dir string, paths []string) (out []string) {
 	return out
 }
 
-// Of is a model of n tensors whose bytes are all k.
+// Of is a model of n tensors with bytes that are all k.
 func Of(k byte, n int) (in []save.Input) {
 	for i := range n {
 		in = append(in, save.Input{Name: string(rune('a' + i)), DType: tensor.U8, Shape: []int64{1000 + int64(i)},
