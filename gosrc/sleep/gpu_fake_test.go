@@ -53,7 +53,7 @@ func ended(t testing.TB, end func() string) func() {
 	return func() {
 		pinned.Trim()
 		if left := end(); left != "" {
-			t.Errorf("left behind: %s", left)
+			t.Errorf("not freed: %s", left)
 		}
 		nothingRuns(t)
 	}
@@ -204,7 +204,7 @@ func TestSleepFakeLittleMemory(t *testing.T) {
 	}
 }
 
-// A sleep beside a capture, of another thread's and of the default stream's, neither
+// A sleep during a capture, of another thread's and of the default stream's, neither
 // destroys nor joins it, and waits for no other work.
 func TestSleepFakeBesideCapture(t *testing.T) {
 	smaller(t)

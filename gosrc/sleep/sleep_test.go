@@ -62,7 +62,7 @@ func like(r *rand.Rand, d tensor.DType, n int) []byte {
 	return b
 }
 
-// several are tensors of every kind that is treated in a way of its own.
+// several are tensors of every kind that a sleep treats differently.
 func several(r *rand.Rand, most int) (in []Tensor) {
 	add := func(name string, d tensor.DType, n int) {
 		n -= n % max(1, d.Bits()/8)
@@ -119,7 +119,7 @@ func nothingRuns(t testing.TB) {
 }
 
 // Tensors of all kinds come back as they were, those in one memory stored once, and
-// from the file that was written, too.
+// also from the file that was written.
 func TestSleep(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -181,7 +181,7 @@ func TestSleepWritesWhatSaveWrites(t *testing.T) {
 	}
 }
 
-// No tensor at all is an image, too.
+// No tensors are also put to sleep.
 func TestSleepNothing(t *testing.T) {
 	m, rep, err := Sleep(t.Context(), job.New("sleep"), Spec{}, nil)
 	if err != nil || rep.Bytes != 0 {
@@ -215,8 +215,8 @@ func TestSleepFindsDamage(t *testing.T) {
 	same(t, m, "", in)
 }
 
-// What does not fit into the budget is refused in advance by the number; what only
-// turns out not to is refused, too, and nothing is left.
+// Tensors that do not fit into the budget are refused in advance with the number of bytes; so are those that
+// only turn out not to fit, and no memory stays taken.
 func TestSleepBudget(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -302,7 +302,7 @@ func TestSleepsAtOnce(t *testing.T) {
 	})
 }
 
-// What a caller may get wrong is an argument error that names the tensor.
+// A caller's mistake is an argument error that names the tensor.
 func TestSleepRefuses(t *testing.T) {
 	b := make([]byte, 16)
 	for _, x := range [][]Tensor{

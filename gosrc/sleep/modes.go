@@ -1,7 +1,6 @@
 package sleep
 
-// This file has the two ways from a tensor's memory to the image: by the host's cores,
-// and by a GPU.
+// This file makes the stored bytes of a container from tensors, on the host's cores or on a GPU.
 
 import (
 	"cmp"
@@ -18,21 +17,21 @@ import (
 // batchRows is the most chunks of a batch.
 const batchRows = 1024
 
-// A way makes stored bytes in slots, whose calls come in the order encode, fetch, wait.
-type way struct {
+// A mode makes stored bytes in slots. The calls of a slot come in the order encode, fetch, wait.
+type mode struct {
 	window, workers     int   // batches that may be under way, and goroutines that make them
 	bytes               int64 // of a batch, each range rounded up to 16
 	staging             int64 // of the device
 	gpu                 bool
 	samples             sampler
 	encode, fetch, wait func(slot int, rows []cuda.PackedRange) error
-	close               func() // waits for what is under way
+	close               func() // waits for the last copies
 }
 
-// A sampler gives n bytes of the tensors' memory at each address, in order.
+// A sampler reads n bytes of the tensors' memory at each address, in order.
 type sampler func(at []uint64, n int64, got func(i int, b []byte)) error
 
-// gpuOf opens a GPU by name; nil: it is the host's.
+// gpuOf opens a GPU by name; nil for the host.
 func gpuOf(name string) (*cuda.Device, error) {
 	target, err := load.TargetOf(name)
 	return target.GPU, err
@@ -44,10 +43,10 @@ type host struct {
 	out      [][]byte // by slot
 }
 
-func wayOfHost(threads int) way {
+func hostMode(threads int) mode {
 	threads = cmp.Or(threads, runtime.GOMAXPROCS(0))
 	h := &host{encoders: sync.Pool{New: func() any { return new(x16.Encoder) }}, out: make([][]byte, 2*threads+2)}
-	return way{
+	return mode{
 		window: len(h.out), workers: threads, bytes: chunkBytes, encode: h.encode, wait: h.wait, close: func() {},
 		fetch: func(int, []cuda.PackedRange) error { return nil },
 		samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
@@ -93,9 +92,9 @@ func (h *host) wait(slot int, rows []cuda.PackedRange) error {
 	return nil
 }
 
-// wayOfGPU lets a GPU encode, and make sums.
-func wayOfGPU(p *cuda.Packer, sums bool) way {
-	return way{
+// gpuMode encodes on a GPU, which also computes sums if asked to.
+func gpuMode(p *cuda.Packer, sums bool) mode {
+	return mode{
 		window: p.SlotCount(), workers: p.SlotCount(), bytes: p.SlotBytes(), staging: p.DeviceBytes(), gpu: true,
 		samples: p.CopySamples,
 		fetch:   p.QueueFetches,
@@ -106,7 +105,7 @@ func wayOfGPU(p *cuda.Packer, sums bool) way {
 					return err
 				}
 			}
-			return p.Encode(slot, rows) // which waits, if there is something to encode, and so to hash
+			return p.Encode(slot, rows) // waits if there is something to encode, and so to hash
 		},
 	}
 }
