@@ -126,14 +126,14 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 		{"twice without an index", func(dir, _ string) {
 			move(shard(dir, 0), shard(dir, 1))
 			_ = os.Remove(filepath.Join(dir, "delta.safetensors.index.json"))
-		}, errs.ErrFormat, "it is shard 1, as"},
+		}, errs.ErrFormat, "this is shard 1, and so is"},
 		{"two deltas", func(dir, _ string) {
 			for _, name := range names(t, dir) {
 				_ = os.Remove(filepath.Join(dir, name))
 			}
 			write(t, one, filepath.Join(dir, "a.safetensors"), 0)
 			write(t, two, filepath.Join(dir, "b.safetensors"), 0)
-		}, errs.ErrArgument, "a delta by itself"},
+		}, errs.ErrArgument, "a whole delta"},
 		{"damaged", func(dir, _ string) {
 			b, _ := os.ReadFile(shard(dir, 2))
 			b[len(b)-1] ^= 1
