@@ -247,5 +247,4 @@ var scatteredMethods = map[string]int{
 	"source/s3.settings":       2,
 	"source/s3.upload":         2,
 	"tensor.Index":             3,
-	"tensorizer.File":          6,
 }
