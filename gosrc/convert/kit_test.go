@@ -13,8 +13,8 @@ const goldens = savetest.Goldens
 var (
 	bg                            = context.Background()
 	newRand, fixedRand            = savetest.NewRand, savetest.FixedRand
-	gaussian, noise, bf16         = savetest.Gaussian, savetest.Noise, savetest.BF16
-	input, ugly, some, of         = savetest.Input, savetest.Ugly, savetest.Some, savetest.Of
+	gaussian, bf16                = savetest.Gaussian, savetest.BF16
+	input, some                   = savetest.Input, savetest.Some
 	read, same, write             = savetest.Read, savetest.Same, savetest.Write
 	put, names, sha256Of, noTemps = savetest.Put, savetest.Names, savetest.SHA256Of, savetest.NoTemps
 )

@@ -11,10 +11,10 @@ import (
 const goldens = savetest.Goldens
 
 var (
-	bg                            = context.Background()
-	newRand, fixedRand            = savetest.NewRand, savetest.FixedRand
-	gaussian, noise, bf16         = savetest.Gaussian, savetest.Noise, savetest.BF16
-	input, ugly, some, of         = savetest.Input, savetest.Ugly, savetest.Some, savetest.Of
-	read, same, write             = savetest.Read, savetest.Same, savetest.Write
-	put, names, sha256Of, noTemps = savetest.Put, savetest.Names, savetest.SHA256Of, savetest.NoTemps
+	bg                 = context.Background()
+	newRand, fixedRand = savetest.NewRand, savetest.FixedRand
+	bf16               = savetest.BF16
+	some               = savetest.Some
+	read, same, write  = savetest.Read, savetest.Same, savetest.Write
+	sha256Of           = savetest.SHA256Of
 )
