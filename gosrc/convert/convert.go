@@ -48,7 +48,7 @@ import (
 // Converting a file onto itself is safe: it is read until the new one is complete.
 func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec save.Spec) (save.Report, error) {
 	start := time.Now()
-	to, err := save.Resolve(dst, &spec)
+	to, err := resolve(dst, &spec)
 	if err != nil {
 		return save.Report{}, err
 	}

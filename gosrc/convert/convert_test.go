@@ -229,6 +229,26 @@ func TestConvertOneFileFolder(t *testing.T) {
 	same(t, in, read(t, file))
 }
 
+func TestConvertIntoAFolderNamedAsAFile(t *testing.T) {
+	// Promise: a folder that is there is one whatever its name is: files in it are compressed and divided, as in
+	// any other folder.
+	src, top := t.TempDir(), t.TempDir()
+	in := []save.Input{bf16("a", newRand(t), 64, 64), bf16("b", newRand(t), 64, 64)}
+	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, in)
+	for name, spec := range map[string]save.Spec{
+		"one.tensors": {Compress: true}, "two.tensors": {Compress: true, Shard: 8192}, "three.safetensors": {Compress: true},
+	} {
+		dst := filepath.Join(top, name)
+		if err := os.Mkdir(dst, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if rep := convert(t, []string{src}, dst, spec); rep.Compressed != 2 {
+			t.Errorf("%s: %d tensors of 2 are compressed", name, rep.Compressed)
+		}
+		same(t, in, read(t, dst))
+	}
+}
+
 func TestConvertTree(t *testing.T) {
 	// Promise: a folder with models in folders below it stays one; what is not
 	// copied is listed; a failure leaves nothing of a folder that was made.

@@ -19,6 +19,14 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
+// resolve is save.Resolve. A folder that is there is one even if its name ends as that of a file.
+func resolve(dst string, spec *save.Spec) (save.Target, error) {
+	if st, err := os.Stat(source.LocationOf(dst).Path); err == nil && st.IsDir() {
+		dst = publish.JoinName(dst, "")
+	}
+	return save.Resolve(dst, spec)
+}
+
 // isFolder reports whether the target should be a folder: it is one for several files or
 // for a folder, unless its name is that of a file.
 func isFolder(to save.Target, src []string, files int) bool {

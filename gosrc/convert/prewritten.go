@@ -15,7 +15,7 @@ import (
 // companions of the folder src ("": none) are copied.
 func WritePrewritten(ctx context.Context, j *job.Job, src, stem string, contents []publish.Prewritten, spec save.Spec) (
 	rep save.Report, err error) {
-	to, err := save.Resolve(spec.Path, &spec)
+	to, err := resolve(spec.Path, &spec)
 	if err != nil {
 		return rep, err
 	}
