@@ -153,7 +153,7 @@ func TestSleep(t *testing.T) {
 	nothingRuns(t)
 }
 
-// Where every tensor shrinks, the file is the one that a save writes.
+// If every tensor shrinks, the file is the one that a save writes.
 func TestSleepWritesWhatSaveWrites(t *testing.T) {
 	r := random(t)
 	var in []Tensor
