@@ -41,7 +41,8 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 	})
 	for _, f := range files {
 		if !filepath.IsLocal(f.Name) || path.Clean(f.Name) != f.Name || strings.ContainsRune(f.Name, 0) {
-			return rep, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is not a valid name of a file in a folder", f.Name))
+			return rep, errs.In("fetch", uri, errs.New(errs.ErrFormat,
+				"%q is not a valid name of a file in a folder", f.Name))
 		}
 		if j != nil {
 			j.TotalBytes.Add(max(0, f.Size))

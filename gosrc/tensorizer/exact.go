@@ -10,7 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Exact checks what every writer writes although no reader needs it. The records of the file must have been read: nothing is between head, index, records and end,
+// Exact checks what every writer writes although no reader needs it. The records of the file must have
+// been read: nothing is between head, index, records and end,
 // unused bytes are zero, and repeated values agree. With it and the hashes of the
 // tensors every byte of a file is verified, except the parameters of a password's
 // key if the file is read with the key itself.
