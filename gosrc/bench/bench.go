@@ -256,7 +256,7 @@ func (r *run) measureLoads() error {
 // saveInBackground measures when tensors may change again during a save that no one waits for.
 func (r *run) saveInBackground(in []save.Input, total int64) error {
 	path := r.pathOf("background.safetensors")
-	spec := save.Spec{Path: path, Compress: true, Threads: r.Threads, Staged: func() {}}
+	spec := save.Spec{Path: path, Compress: true, Threads: r.Threads, Staging: &save.Staging{}}
 	rep, err := save.Write(r.ctx, r.job, spec, in)
 	if err != nil {
 		return err

@@ -17,11 +17,11 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
-	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -233,7 +233,7 @@ func (c *call) interrupted(err error) error {
 		return err
 	}
 	remainder := ""
-	var part *save.Partial
+	var part *convert.Partial
 	switch _, writes := c.opts["output"]; {
 	case errors.As(err, &part):
 		remainder = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))

@@ -41,7 +41,8 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 	})
 	for _, f := range files {
 		if !filepath.IsLocal(f.Name) || path.Clean(f.Name) != f.Name || strings.ContainsRune(f.Name, 0) {
-			return rep, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is no name of a file in a folder", f.Name))
+			return rep, errs.In("fetch", uri, errs.New(errs.ErrFormat,
+				"%q is not a valid name of a file in a folder", f.Name))
 		}
 		if j != nil {
 			j.TotalBytes.Add(max(0, f.Size))
@@ -77,8 +78,8 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 	return rep, nil
 }
 
-// order puts weights first, then their indexes, and last what refers to both: a folder that
-// is there in part is no model yet.
+// order puts weights first, then their indexes, and last the files that refer to both: a folder with only some of its
+// files is not a model yet.
 func order(name string) int {
 	n, weights := modelfiles.ParseName(path.Base(name))
 	switch {

@@ -164,7 +164,6 @@ class SaveSpec(TypedDict, total=False):
     like: str
     beside: bool
     storage: FormatAccess
-    max_memory: int
 
 
 class Columns(TypedDict, total=False):
@@ -176,6 +175,7 @@ class Columns(TypedDict, total=False):
 class SaveRequest(SaveSpec, Columns, total=False):
     places: dict[str, list[int]]
     background: bool
+    max_memory: int
 
 
 class SaveFront(TypedDict):

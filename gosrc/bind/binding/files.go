@@ -12,6 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/cli"
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/pinned"
@@ -29,6 +30,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/cache"
 	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 type saveRequest struct {
@@ -39,6 +41,8 @@ type saveRequest struct {
 	Places map[string][]int64 `json:"places,omitempty"`
 	// Background lets the tensors change before the job ends, once Next has answered.
 	Background bool `json:"background,omitempty"`
+	// MaxMemory is the most host memory that stored bytes may take then; 0: what there is.
+	MaxMemory int64 `json:"max_memory,omitempty"`
 
 	brief bool
 }
@@ -199,16 +203,16 @@ func fileVerbs() []*Verb {
 			startSleep).tail("of a tensor each: address and bytes").onCallersMemory(),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
-				return save.Convert(ctx, j, q.URIs, q.Path, q.Spec)
+				return convert.Convert(ctx, j, q.URIs, q.Path, q.Spec)
 			}),
 		started("verify", "Compare every checksum of files.",
-			func(ctx context.Context, j *job.Job, q verifyRequest, _ []int64) (save.VerifyReport, error) {
-				return save.Verify(ctx, j, q.URIs, q.Storage, q.Original)
+			func(ctx context.Context, j *job.Job, q verifyRequest, _ []int64) (verify.Report, error) {
+				return verify.Verify(ctx, j, q.URIs, q.Storage, q.Original)
 			}),
 		begun[fetchRequest, fetch.Report]("fetch", "Write the bytes of URIs to an open file.", startFetch),
 		started("inspect", "Describe files by their headers alone.",
 			func(ctx context.Context, _ *job.Job, q filesRequest, _ []int64) (any, error) {
-				return save.Inspect(ctx, q.URIs, q.Storage)
+				return verify.Inspect(ctx, q.URIs, q.Storage)
 			}).awaited(),
 		answered("shown", "A URI as people may see it: without credentials.",
 			func(uri string, _ []int64) (string, error) { return errs.RedactURI(uri), nil }),
@@ -255,7 +259,7 @@ func startSave(v *Verb, q saveRequest, n []int64) (*entry, error) {
 	var stagingEnd chan struct{}
 	if q.Background {
 		stagingEnd = make(chan struct{})
-		q.Staged = func() { close(stagingEnd) }
+		q.Staging = &save.Staging{Done: func() { close(stagingEnd) }, MaxMemory: q.MaxMemory}
 	}
 	q.brief = q.IsBrief(in)
 	e := v.background(q, func(ctx context.Context, j *job.Job) (any, error) {
@@ -276,10 +280,7 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 		address, nbytes, gpu := n[3*i], n[3*i+1], int(n[3*i+2])-1
 		in[i] = save.Input{Name: name, DType: types[i], Shape: q.Shapes[i]}
 		if places := q.Places[name]; len(places) > 0 {
-			if q.Pieces == nil {
-				q.Pieces = map[int][][]byte{}
-			}
-			if q.Pieces[i], err = piecesAt(name, places); err != nil {
+			if in[i].Pieces, err = piecesAt(name, places); err != nil {
 				return nil, err
 			}
 			continue
@@ -297,12 +298,10 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 			return nil, err
 		}
 		base := unsafe.Pointer(unsafe.SliceData(data))
-		if q.Away == nil {
-			q.Away = map[int]*save.Away{}
-		}
-		q.Away[i] = &save.Away{Addr: uintptr(base), Bytes: nbytes, GPU: d0, Read: func(dst []byte, off int64) error {
-			return d0.Read(dst, device.Memory{Ptr: unsafe.Add(base, off), Bytes: int64(len(dst))})
-		}}
+		in[i].Device = &save.DeviceMemory{Addr: uintptr(base), Bytes: nbytes, GPU: d0,
+			Read: func(dst []byte, off int64) error {
+				return d0.Read(dst, device.Memory{Ptr: unsafe.Add(base, off), Bytes: int64(len(dst))})
+			}}
 	}
 	return in, nil
 }
