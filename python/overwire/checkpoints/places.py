@@ -154,8 +154,7 @@ class Place:
                 self._remains = self._empty_leftovers()
                 os.mkdir(self._partial)
                 self._own_folder = os.stat(self._partial)
-                if old:
-                    self._try_exchange()
+                self._try_to_publish(old)
             except BaseException:
                 self.drop()
                 raise
@@ -185,10 +184,7 @@ class Place:
                         )
                 for folder in sorted({os.path.dirname(self.path_of(file)) for file in files}, reverse=True):
                     _sync_folder(folder)
-                if self._has_checkpoint():
-                    _exchange_folders(self._partial, self._target)
-                else:
-                    _verbs.rename_folder({"made": self._partial, "path": self._target})
+                _rename_folder(self._partial, self._target, self._has_checkpoint())
                 _sync_folder(os.path.dirname(self._target), self._target)
             self._own_folder = None
             self._remains.append(self._partial)  # the old one
@@ -218,10 +214,7 @@ class Place:
         # The folder itself tells where it is: it may have its name, though the answer was an error, and then the old
         # checkpoint has the hidden one.
         if _is_at(state, self._target):
-            if os.path.isdir(self._partial):
-                _exchange_folders(self._partial, self._target)
-            else:
-                _verbs.rename_folder({"made": self._target, "path": self._partial})
+            _rename_folder(self._target, self._partial, os.path.isdir(self._partial))
         if _is_at(state, self._partial):
             self._remains.append(self._partial)
 
@@ -289,12 +282,13 @@ class Place:
                 if not checkpoint:
                     raise ArgumentError(f"overwire: {path} is of another model: save to another name", source=self.path)
 
-    def _try_exchange(self) -> None:
+    def _try_to_publish(self, replaces: bool) -> None:
+        # NotSupportedError, before anything is written, where the file system lacks what `publish` asks of it.
         names = [self.path_of(".one"), self.path_of(".two")]
         try:
             for name in names:
                 os.mkdir(name)
-            _exchange_folders(*names)
+            _rename_folder(*names, replaces)
         finally:
             for name in names:
                 with contextlib.suppress(OSError):
@@ -381,8 +375,8 @@ def _release_lock(number: int, path: str, process: int) -> None:
     os.close(number)
 
 
-def _exchange_folders(one: str, two: str) -> None:
-    _verbs.rename_folder({"made": one, "path": two, "exchange": True})
+def _rename_folder(made: str, path: str, exchange: bool) -> None:
+    _verbs.rename_folder({"made": made, "path": path, "exchange": exchange})
 
 
 def _sync_folder(folder: str, entry: str = "") -> None:
