@@ -252,8 +252,8 @@ func FromOS(err error) error {
 	return fmt.Errorf("%w: %w", ErrIO, err)
 }
 
-// FromFile is FromOS for a call on an open file, of which no caller chose an argument: EINVAL, a file system's answer to
-// what it lacks, is ErrIO.
+// FromFile is FromOS for a call on an open file, of which no caller chose an argument: EINVAL, a file system's answer
+// to what it lacks, is ErrIO.
 func FromFile(err error) error {
 	if errors.Is(err, syscall.EINVAL) && !Classed(err) {
 		return fmt.Errorf("%w: %w", ErrIO, err)

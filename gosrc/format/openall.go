@@ -15,8 +15,8 @@ import (
 // OpenAll resolves names, opens every file with open, and indexes them. Where an
 // index.json decides, the model's tensors are those that it lists, each of the file that it
 // names. The files of a name are those of one moment: if its index.json was replaced
-// meanwhile, they are opened again, once; so are all files where some of one checkpoint turn out to be of several saves.
-// sets are the files of each name. The caller closes the sources; if OpenAll fails, it has closed them.
+// meanwhile, they are opened again, once; so are all files where some of one checkpoint turn out to be of several
+// saves. sets are the files of each name. The caller closes the sources; if OpenAll fails, it has closed them.
 func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	sets []Files, err error) {
 	if len(uris) == 0 {

@@ -1,7 +1,7 @@
 package format
 
-// This file tells the files of one save of a checkpoint from those of another: a folder that is replaced, file by file or
-// at once, must not give a model of both.
+// This file tells the files of one save of a checkpoint from those of another: a folder that is replaced, file by file
+// or at once, must not give a model of both.
 
 import (
 	"cmp"
@@ -42,8 +42,8 @@ func refuseMixture(ix *tensor.Index) error {
 		}
 		first := cmp.Or(saves[folder], s)
 		if saves[folder] = first; first.Metadata[SaveKey] != s.Metadata[SaveKey] {
-			return placeError(s.URI, errs.New(errs.ErrCorrupt, "it is of another save of the checkpoint than %s: it was "+
-				"replaced meanwhile, or parts of two were mixed", errs.RedactURI(first.URI)))
+			return placeError(s.URI, errs.New(errs.ErrCorrupt, "it is of another save of the checkpoint than %s: "+
+				"it was replaced meanwhile, or parts of two were mixed", errs.RedactURI(first.URI)))
 		}
 	}
 	return nil

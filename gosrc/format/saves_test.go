@@ -29,8 +29,8 @@ func savedAs(t *testing.T, name, save string) []byte {
 }
 
 func TestFilesOfTwoSaves(t *testing.T) {
-	// Promise: files of one checkpoint that are opened together are of one save: of several they are an error that names
-	// the file, or opened again, once, if that has passed. Files of other folders and names may be of any.
+	// Promise: files of one checkpoint that are opened together are of one save: of several they are an error that
+	// names the file, or opened again, once, if that has passed. Files of other folders and names may be of any.
 	const one, two = "save one", "save two"
 	for name, c := range map[string]struct {
 		files []string // path, save

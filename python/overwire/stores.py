@@ -382,7 +382,7 @@ class FileWriter(ObjectWriter):
             # Without src_dir_fd, which counts for relative paths only, the link of /proc would be linked.
             try:
                 os.link(f"{_OWN_FILES}/{self.fileno()}", self._hidden_name, src_dir_fd=self.fileno())
-            except PermissionError:  # a sandbox, which lets no one make links
+            except OSError:  # a sandbox, or a file system, where no one makes links
                 self._copy_to_hidden_name()
         publish(self._hidden_name, self._real)
 

@@ -101,13 +101,14 @@ def kinds() -> dict[str, torch.Tensor]:
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(2.5),
         "pairs": torch.randint(0, 255, (6, 8), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "pair columns": torch.randint(0, 255, (4, 6), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
         "wide": torch.randn(5, 3, dtype=torch.complex128),
         "wide columns": torch.randn(2, 6, dtype=torch.complex128),
         "wide deep": torch.randn(2, 3, 5, dtype=torch.complex128),
     }
 
 
-SHARDS = {"pairs": 0, "wide": 0, "wide columns": 1, "wide deep": 2, "rows": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": 0, "flags": 0, "empty": 0}
+SHARDS = {"pairs": 0, "pair columns": 1, "wide": 0, "wide columns": 1, "wide deep": 2, "rows": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": 0, "flags": 0, "empty": 0}
 
 
 def sharded(fill: bool) -> dict[str, DTensor]:

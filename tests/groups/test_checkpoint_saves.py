@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stores
 import warm
 from conftest import ROOT, cleaned
 
@@ -106,8 +108,8 @@ def test_an_open_checkpoint_stays_that_save(tmp_path: Path) -> None:
 
 
 def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
-    """A folder that has files of two saves, as a copy that was interrupted leaves it, is refused by every reader, by the
-    name of a file; a checkpoint of version 1 is not."""
+    """A folder that has files of two saves, as a copy that was interrupted leaves it, is refused by every reader, by
+    the name of a file; a checkpoint of version 1 is not."""
     one, two = tmp_path / "one", tmp_path / "two"
     save(one, 1.0)
     save(two, 2.0)
@@ -120,7 +122,12 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
         (one / name).write_bytes(kept)
     (one / "model-00002-of-00004.safetensors").write_bytes((two / "model-00002-of-00004.safetensors").read_bytes())
     files = sorted(one.glob("model-*"))
-    for read in (lambda: ow.load_file(one), lambda: ow.load_file(files), lambda: dict(ow.stream(files)), lambda: ow.verify(one)):
+    for read in (
+        lambda: ow.load_file(one),
+        lambda: ow.load_file(files),
+        lambda: dict(ow.stream(files)),
+        lambda: ow.verify(one),
+    ):
         with pytest.raises(ow.CorruptError, match=r"model-0000\d-of-00004.*another save"):
             read()
     make_old(two)
@@ -131,8 +138,8 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_have_one_save_open(tmp_path: Path) -> None:
-    """Ranks that have opened different saves end with a typed error on each, before any tensor changes; the same readers
-    then load one save. Likewise of version 1."""
+    """Ranks that have opened different saves end with a typed error on each, before any tensor changes; the same
+    readers then load one save. Likewise of version 1."""
     steps = ("replaced", "replaced_old")
     command = [ROOT / "tests" / "groups" / "checkpoint_worker.py", tmp_path, "store", *steps]
     done = warm.run(command, env=cleaned() | {"WORLD_SIZE": "2"})
@@ -145,7 +152,7 @@ def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
     at = tmp_path / "c"
     coordinator, rank = places.Place(at, None, True), places.Place(at, None, True)
     coordinator.begin()
-    rank.join(coordinator.save)
+    rank.join_save(coordinator.save)
     late = rank.make("training/model.safetensors")
     Path(late).write_bytes(b"half")
     coordinator._unlock()  # the system does that when its process has ended
@@ -267,7 +274,11 @@ def raw(tensor: Any) -> bytes:
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
-TYPES = [getattr(torch, name) for name in ("float4_e2m1fn_x2", "complex128", "complex32", "bcomplex32") if hasattr(torch, name)]
+TYPES = [
+    getattr(torch, name)
+    for name in ("float4_e2m1fn_x2", "complex128", "complex32", "bcomplex32")
+    if hasattr(torch, name)
+]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -289,7 +300,7 @@ def test_types_that_safetensors_lacks_or_packs(tmp_path: Path, dtype: Any, shape
 
 
 def test_bytes_of_types_into_other_tensors(tmp_path: Path) -> None:
-    """They come to strided, conjugated and other tensors by their values; what a description says of them is checked."""
+    """They come to strided and conjugated tensors by their values; what a description says of them is checked."""
     at = tmp_path / "c"
     values = torch.randn(4, 6, dtype=torch.complex128)
     dcp.save({"w": values.conj()}, storage_writer=CheckpointWriter(at))
@@ -297,7 +308,12 @@ def test_bytes_of_types_into_other_tensors(tmp_path: Path) -> None:
         dcp.load({"w": into}, storage_reader=CheckpointReader(at))
         assert torch.equal(into, values.conj())
     text = (at / "checkpoint.json").read_text()
-    for name, error in (("complex256", ow.NotSupportedError), ("quint8", ow.FormatError), ("float32", ow.FormatError), ("complex32", ow.FormatError)):
+    for name, error in (
+        ("complex256", ow.NotSupportedError),
+        ("quint8", ow.FormatError),
+        ("float32", ow.FormatError),
+        ("complex32", ow.FormatError),
+    ):
         (at / "checkpoint.json").write_text(text.replace("complex128", name))
         with pytest.raises(error):
             CheckpointReader(at)
@@ -320,3 +336,27 @@ def test_every_file_has_the_id(tmp_path: Path) -> None:
         assert len(ids) == 1
         seen |= ids
     assert len(seen) == 2 and writer.SAVE == "overwire.checkpoint"
+
+
+def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was removed and saved again while it is opened is opened again, and is the new one."""
+    with stores.s3() as (options, root):
+        at = "s3://models/run/step"
+
+        def save_there(value: float) -> None:
+            shutil.rmtree(root / "run", ignore_errors=True)
+            save(at, value, storage_options=options)
+
+        save_there(1.0)
+        times, read = [2.0], reader.read_manifest
+
+        def read_late(*args: Any) -> Any:
+            manifest = read(*args)
+            if times:
+                save_there(times.pop())
+            return manifest
+
+        monkeypatch.setattr(reader, "read_manifest", read_late)
+        assert load(CheckpointReader(at, storage_options=options)) == {2.0} and not times
+        names = {path.name[:17] for path in root.rglob("model-ow*")}
+        assert len(names) == 1, "the files of a save have its id in their names"

@@ -194,7 +194,7 @@ def test_a_save_beside_one_that_publishes(tmp_path: Path, monkeypatch: pytest.Mo
     one.begin()
     ow.save_file({"w": torch.ones(3)}, one.make("model.safetensors"))
     one.write("checkpoint.json", GOOD.encode())
-    monkeypatch.setattr(places, "_exchange_folders", meanwhile(places._exchange_folders))
+    monkeypatch.setattr(places, "_rename_folder", meanwhile(places._rename_folder))
     monkeypatch.setattr(places.shutil, "rmtree", meanwhile(places.shutil.rmtree))
     one.publish(["model.safetensors", "checkpoint.json"])
     monkeypatch.undo()

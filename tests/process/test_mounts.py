@@ -10,8 +10,8 @@ import pytest
 
 # The numbers of calls.
 NUMBERS = {
-    "x86_64": {"ftruncate": (77,), "fsync": (74, 75), "fchmod": (91,), "pwrite": (18,), "rename": (82, 264, 316)},
-    "aarch64": {"ftruncate": (46,), "fsync": (82, 83), "fchmod": (52,), "pwrite": (68,), "rename": (38, 276)},
+    "x86_64": {"link": (86, 265), "ftruncate": (77,), "fsync": (74, 75), "fchmod": (91,), "pwrite": (18,), "rename": (82, 264, 316)},
+    "aarch64": {"link": (37,), "ftruncate": (46,), "fsync": (82, 83), "fchmod": (52,), "pwrite": (68,), "rename": (38, 276)},
 }.get(platform.machine(), {})
 
 PROGRAM = """
@@ -20,6 +20,7 @@ import torch
 import overwire as ow
 import torch.distributed.checkpoint as dcp
 from overwire.checkpoints import CheckpointReader, CheckpointWriter
+from overwire.plumbing import FileWriter
 
 def refuse_calls(numbers, code):
     rows = [(0x20, 0, 0, 0), *((0x15, len(numbers) - at, 0, number) for at, number in enumerate(numbers))]
@@ -41,7 +42,16 @@ def load_checkpoint():
     dcp.load(into, storage_reader=CheckpointReader("step"), no_dist=True)
     return into
 
+def save_stream(value):
+    with FileWriter("stream") as file:
+        file.write(bytes([value]) * 10)
+
+def load_stream():
+    with open("stream", "rb") as file:
+        return {"w": torch.tensor(list(file.read()))}
+
 SAVES = {
+    "stream": (save_stream, load_stream),
     "plain": (lambda value: ow.save_file(state(value), "p.safetensors", compress=False), lambda: ow.load_file("p.safetensors")),
     "compressed": (lambda value: ow.save_file(state(value), "c.safetensors"), lambda: ow.load_file("c.safetensors")),
     "shards": (lambda value: ow.save_file(state(value), "s/m.safetensors", max_shard_size=12000), lambda: ow.load_file("s")),
@@ -67,10 +77,12 @@ def save_all():
     for save, _ in SAVES.values():
         save(1)
 
-def replace_all(numbers, code, error, says):
+def replace_all(call, code, error, says):
     os.chdir("new")
+    if call == "pwrite":
+        del SAVES["stream"]  # it writes in order
     before = sorted(os.listdir())
-    refuse_calls(numbers, code)
+    refuse_calls(NUMBERS[call], code)
     for name, (save, load) in SAVES.items():
         caught = None
         try:
@@ -85,6 +97,7 @@ assert in_child(save_all) == 0
 for call, code, error, says in (
     ("ftruncate", errno.ENOSYS, type(None), ""),
     ("ftruncate", errno.EPERM, type(None), ""),
+    ("link", errno.ENOSYS, type(None), ""),
     ("fsync", errno.EINVAL, type(None), ""),
     ("fchmod", errno.EPERM, type(None), ""),
     ("pwrite", errno.EINVAL, ow.IOFailure, "nvalid argument"),
@@ -92,7 +105,7 @@ for call, code, error, says in (
     ("rename", errno.EINVAL, ow.NotSupportedError, "its file system cannot"),
 ):
     shutil.copytree("old", "new")
-    status = in_child(replace_all, NUMBERS[call], code, error, says)
+    status = in_child(replace_all, call, code, error, says)
     if status:
         print(call, code)
         sys.exit(status)

@@ -67,9 +67,9 @@ def _versions(rng: random.Random, count: int = 4) -> Versions:
 
 
 def replaced(round_: Round) -> None:
-    """A checkpoint is replaced again and again by a writer that is killed at a random instant: each reader beside it gets
-    one save, whole, its step with it, or learns that it was replaced; the last save, or the one before, is there; the
-    next save leaves nothing of the killed one."""
+    """A checkpoint is replaced again and again by a writer that is killed at a random instant: each reader beside it
+    gets one save, whole, its step with it, or learns that it was replaced; the last save, or the one before, is there;
+    the next save leaves nothing of the killed one."""
     rng, folder = round_.rng, round_.folder / "out"
     versions, log = _versions(rng), round_.folder / "log"
     folder.mkdir()
@@ -78,7 +78,9 @@ def replaced(round_: Round) -> None:
     while round_.lasts():
         log.write_text(f"{last}\n")
         writer = round_.child(lambda child: _save_on(child, folder / "c", versions, log))
-        readers = [round_.child(lambda child: _load_on(child, folder / "c", versions)) for _ in range(rng.randint(1, 2))]
+        readers = [
+            round_.child(lambda child: _load_on(child, folder / "c", versions)) for _ in range(rng.randint(1, 2))
+        ]
         time.sleep(rng.choice((0.1, 0.3, 0.6)) * rng.random())
         writer.kill()
         for reader in readers:
@@ -118,9 +120,9 @@ def _look_and_save(round_: Round, folder: Path, versions: Versions) -> tuple[int
 
 
 def ranks(round_: Round) -> None:
-    """Two ranks replace a checkpoint of sharded tensors, and one of them, or both, are killed; a job that begins at once
-    takes their place while the other rank may still write. Two ranks beside them load: both have one save, the same, or
-    both learn that it was replaced."""
+    """Two ranks replace a checkpoint of sharded tensors, and one of them, or both, are killed; a job that begins at
+    once takes their place while the other rank may still write. Two ranks beside them load: both have one save, the
+    same, or both learn that it was replaced."""
     rng, folder = round_.rng, round_.folder / "out"
     folder.mkdir()
     jobs = 0
@@ -193,7 +195,9 @@ def _load_shards(round_: Round, rank: int, at: Path) -> None:
         with round_.may_raise(ow.CorruptError):
             with _own_errors():
                 dcp.load(state, storage_reader=opened)
-            loaded = {float(state["step"])}.union(*(tensor.to_local().view(-1).tolist() for tensor in state["model"].values()))
+            loaded = {float(state["step"])}.union(
+                *(tensor.to_local().view(-1).tolist() for tensor in state["model"].values())
+            )
         opened.close()
         dist.all_gather_object(both, loaded)
         if both[0] != both[1] or loaded is not None and len(loaded) != 1:

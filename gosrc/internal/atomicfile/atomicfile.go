@@ -239,12 +239,12 @@ func (t *Target) adoptOwner() error {
 	}
 	st, err := t.file.Stat()
 	if err != nil || st.Mode().Perm() == mode {
-		return t.failed(-1, err)
+		return t.fileError(-1, err)
 	}
 	if err = t.file.Chmod(mode); lacksCall(err) && st.Mode().Perm()&^mode == 0 { // it stays with fewer rights
 		err = nil
 	}
-	return t.failed(-1, err)
+	return t.fileError(-1, err)
 }
 
 // limitGroup takes from the group, and so from those that an ACL names, the rights that all others lack.
@@ -281,7 +281,7 @@ func (t *Target) Write(p []byte, off int64) error {
 	t.addTime(start)
 	<-t.gate
 	if err != nil {
-		return t.failed(off+int64(max(0, n)), err)
+		return t.fileError(off+int64(max(0, n)), err)
 	}
 	all := t.written.Add(int64(n))
 	if f, ok := t.file.(*os.File); ok && all/kickEvery != (all-int64(n))/kickEvery {
@@ -306,20 +306,20 @@ func (t *Target) Finish(size int64) error {
 	defer t.addTime(time.Now())
 	var err error
 	if t.info, err = t.file.Stat(); err != nil {
-		return t.failed(-1, err)
+		return t.fileError(-1, err)
 	}
 	if err := t.endAt(size); err != nil {
-		return t.failed(size, err)
+		return t.fileError(size, err)
 	}
 	if err := t.adoptOwner(); err != nil {
 		return err
 	}
 	if err := syncFile(t.file); err != nil {
-		return t.failed(-1, err)
+		return t.fileError(-1, err)
 	}
 	f := t.file
 	t.file = nil
-	return t.failed(-1, f.Close())
+	return t.fileError(-1, f.Close())
 }
 
 // endAt gives the file a size, where it has another one: the mounts of some stores lack the call for it.

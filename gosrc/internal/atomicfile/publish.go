@@ -30,7 +30,7 @@ func Publish(sys FS, ts []*Target) error {
 	err := func() error {
 		for _, t := range ts {
 			if t.New {
-				if isDone, _, err := t.rename(sys.RenameNew); !isDone {
+				if isDone, _, err := t.takeName(sys.RenameNew); !isDone {
 					return nameTaken(t.Path, err)
 				}
 				done = append(done, t)
@@ -48,7 +48,7 @@ func Publish(sys FS, ts []*Target) error {
 			}
 			var isDone bool
 			var err error
-			if isDone, isKnown, err = t.rename(sys.Rename); !isDone {
+			if isDone, isKnown, err = t.takeName(sys.Rename); !isDone {
 				return Failed(t.Path, -1, err)
 			}
 			t.temp = ""
@@ -70,9 +70,9 @@ func Publish(sys FS, ts []*Target) error {
 	return Failed(last.Path, -1, sys.SyncNames(last.Path))
 }
 
-// rename gives a finished target its name. What counts is which file has the name then, not the answer: that of a server
-// may be lost, or an error, though it has renamed. isKnown: the disk tells.
-func (t *Target) rename(call func(from, to string) error) (isDone, isKnown bool, err error) {
+// takeName gives a finished target its name. What counts is which file has the name then, not the answer: that of a
+// server may be lost, or an error, though it has renamed. isKnown: the disk tells.
+func (t *Target) takeName(call func(from, to string) error) (isDone, isKnown bool, err error) {
 	if err = call(t.temp, t.Path); err == nil {
 		return true, true, nil
 	}
@@ -173,11 +173,11 @@ func With(path string, fill func(f *os.File) error) error {
 		if errs.Classed(err) { // not an error of this file
 			return err
 		}
-		return t.failed(-1, err)
+		return t.fileError(-1, err)
 	}
 	st, err := f.Stat()
 	if err != nil {
-		return t.failed(-1, err)
+		return t.fileError(-1, err)
 	}
 	if err := t.Finish(st.Size()); err != nil {
 		return err

@@ -64,8 +64,8 @@ class Located:
 
 
 class Place:
-    """The place of one checkpoint, on every rank. The coordinator calls `begin`, then
-    `publish` or `drop`; the other ranks `join` its save; all write to `path_of`."""
+    """The place of one checkpoint, on every rank. The coordinator calls `begin`, then `publish` or `drop`; the
+    other ranks `join_save`; all write to `path_of`."""
 
     def __init__(
         self, path: str | os.PathLike[str], storage_options: Mapping[str, object] | None, overwrite: bool
@@ -73,33 +73,26 @@ class Place:
         self.path = local(path).rstrip("/")
         self.remote = is_remote(self.path)
         self.options = storage_options
-        #: The id of the save.
-        self.save = secrets.token_hex(16)
         self._objects: list[str] = []  # to a store, by this save
         self._overwrite = overwrite
         self._unlock: weakref.finalize[..., Any] | None = None  # of the coordinator, while it has the place
-        self._made: os.stat_result | None = None  # the folder that it has begun, until that is published
-        self._left: list[str] = []  # folders to remove when it leaves the place
-        self._target = self._begun = self.path
+        self._own_folder: os.stat_result | None = None  # that it has begun, until it is published
+        self._remains: list[str] = []  # folders to remove when it leaves the place
+        self._target = self._prefix = self.path
         if not self.remote:
             self._target = resolve_links(path_of(self.path) if is_file(self.path) else self.path)
             folder, name = os.path.split(self._target)
             if name in ("", ".", ".."):
                 raise self._error_at("a checkpoint is a folder of its own")
-            self._begun = os.path.join(folder, f".{name}.partial")
+            self._prefix = os.path.join(folder, f".{name}.partial")
+        self.join_save(secrets.token_hex(16))
 
-    def join(self, save: str) -> None:
-        """Writes to the save that the coordinator has begun."""
+    def join_save(self, save: str) -> None:
+        """Writes to the save with this id from now on: the coordinator's."""
         self.save = save
-
-    @property
-    def mark(self) -> str:
-        """In the names of the checkpoint's files; "": they need none."""
-        return f"-ow{self.save[:8]}" if self.remote else ""
-
-    @property
-    def _partial(self) -> str:
-        return self.path if self.remote else f"{self._begun}-{self.save[:8]}"
+        #: In the names of the checkpoint's files; "": they need none.
+        self.mark = f"-ow{save[:8]}" if self.remote else ""
+        self._partial = self.path if self.remote else f"{self._prefix}-{save[:8]}"
 
     def path_of(self, file: str) -> str:
         """Where a file of the checkpoint is written, until it is published."""
@@ -150,19 +143,18 @@ class Place:
             self._refuse_indexes()
             return
         with self._naming_failures("make"):
-            os.makedirs(os.path.dirname(self._begun), exist_ok=True)
+            os.makedirs(os.path.dirname(self._prefix), exist_ok=True)
             # Beside the folder: it is held until that has its name, and what was replaced is gone.
-            lock = _lock_file(f"{self._begun}.lock")
+            lock = _lock_file(f"{self._prefix}.lock")
             if lock is None:
                 raise self._error_at("another save of this checkpoint is running")
-            self._unlock = weakref.finalize(self, _release_lock, lock, f"{self._begun}.lock", os.getpid())
+            self._unlock = weakref.finalize(self, _release_lock, lock, f"{self._prefix}.lock", os.getpid())
             self._unlock.atexit = False
             try:
-                self._left = self._empty_leftovers()
+                self._remains = self._empty_leftovers()
                 os.mkdir(self._partial)
-                self._made = os.stat(self._partial)
-                if old:
-                    self._try_exchange()
+                self._own_folder = os.stat(self._partial)
+                self._try_to_publish(old)
             except BaseException:
                 self.drop()
                 raise
@@ -192,13 +184,10 @@ class Place:
                         )
                 for folder in sorted({os.path.dirname(self.path_of(file)) for file in files}, reverse=True):
                     _sync_folder(folder)
-                if self._has_checkpoint():
-                    _exchange_folders(self._partial, self._target)
-                else:
-                    _verbs.rename_folder({"made": self._partial, "path": self._target})
+                _rename_folder(self._partial, self._target, self._has_checkpoint())
                 _sync_folder(os.path.dirname(self._target), self._target)
-            self._made = None
-            self._left.append(self._partial)  # the old one
+            self._own_folder = None
+            self._remains.append(self._partial)  # the old one
         finally:
             self.drop()
 
@@ -208,29 +197,26 @@ class Place:
         if objects:
             with contextlib.suppress(OverwireError):  # the save's own error counts
                 remove_objects(objects[::-1], self.options)  # what names the others goes first
-        made, self._made = self._made, None
+        state, self._own_folder = self._own_folder, None
         try:
-            if made is not None:
+            if state is not None:
                 with contextlib.suppress(OSError, OverwireError):  # both checkpoints stay
-                    self._remove_begun(made)
-            for folder in self._left:
+                    self._take_back(state)
+            for folder in self._remains:
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
-            self._left = []
+            self._remains = []
             unlock, self._unlock = self._unlock, None
             if unlock is not None:
                 unlock()
 
-    def _remove_begun(self, made: os.stat_result) -> None:
+    def _take_back(self, state: os.stat_result) -> None:
         # The folder itself tells where it is: it may have its name, though the answer was an error, and then the old
-        # checkpoint has the name of what was begun.
-        if _is_at(made, self._target):
-            if os.path.isdir(self._partial):
-                _exchange_folders(self._partial, self._target)
-            else:
-                _verbs.rename_folder({"made": self._target, "path": self._partial})
-        if _is_at(made, self._partial):
-            self._left.append(self._partial)
+        # checkpoint has the hidden one.
+        if _is_at(state, self._target):
+            _rename_folder(self._target, self._partial, os.path.isdir(self._partial))
+        if _is_at(state, self._partial):
+            self._remains.append(self._partial)
 
     def _error_at(self, why: str, kind: type[OverwireError] = ArgumentError) -> OverwireError:
         return kind(f"overwire: {self.path}: {why}", source=self.path)
@@ -266,20 +252,21 @@ class Place:
     def _empty_leftovers(self) -> list[str]:
         # The folders of killed saves, whose room is needed now. They themselves stay while this save runs, for a rank
         # that has outlived its coordinator: it writes there what no one reads.
-        folder, name = os.path.split(self._begun)
-        found = []
+        folder, name = os.path.split(self._prefix)
+        leftovers = []
         with contextlib.suppress(PermissionError):  # a folder that may be written and not listed
             for entry in os.scandir(folder):
-                if re.fullmatch(re.escape(name) + "(-[0-9a-f]{8})?", entry.name) and entry.is_dir(follow_symlinks=False):
+                is_ours = re.fullmatch(re.escape(name) + "(-[0-9a-f]{8})?", entry.name)
+                if is_ours and entry.is_dir(follow_symlinks=False):
                     with contextlib.suppress(AccessError):  # another user's
                         refuse_planted(entry.path)
-                        found.append(entry.path)
-        for path in found:
+                        leftovers.append(entry.path)
+        for path in leftovers:
             for at, _, files in os.walk(path):
                 for file in files:
                     with contextlib.suppress(OSError):
                         os.unlink(os.path.join(at, file))
-        return found
+        return leftovers
 
     def _refuse_indexes(self) -> None:
         # ArgumentError for one of another model. One of a save that was killed, or that runs, stays: the
@@ -295,12 +282,13 @@ class Place:
                 if not checkpoint:
                     raise ArgumentError(f"overwire: {path} is of another model: save to another name", source=self.path)
 
-    def _try_exchange(self) -> None:
+    def _try_to_publish(self, replaces: bool) -> None:
+        # NotSupportedError, before anything is written, where the file system lacks what `publish` asks of it.
         names = [self.path_of(".one"), self.path_of(".two")]
         try:
             for name in names:
                 os.mkdir(name)
-            _exchange_folders(*names)
+            _rename_folder(*names, replaces)
         finally:
             for name in names:
                 with contextlib.suppress(OSError):
@@ -387,8 +375,8 @@ def _release_lock(number: int, path: str, process: int) -> None:
     os.close(number)
 
 
-def _exchange_folders(one: str, two: str) -> None:
-    _verbs.rename_folder({"made": one, "path": two, "exchange": True})
+def _rename_folder(made: str, path: str, exchange: bool) -> None:
+    _verbs.rename_folder({"made": made, "path": path, "exchange": exchange})
 
 
 def _sync_folder(folder: str, entry: str = "") -> None:

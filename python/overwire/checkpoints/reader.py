@@ -43,7 +43,7 @@ from .places import Located, read_manifest, state_of
 from .schedule import bytes_of, is_bytes
 
 
-class _Opened(NamedTuple):
+class _View(NamedTuple):
     # What a rank has open: the id of the save, or of one without an id its files.
     save: str
     files: OpenFiles | None
@@ -181,19 +181,19 @@ class CheckpointReader(Located, StorageReader):
         """Called by torch: adds to the plan which save this rank has open."""
         self._is_planned = True
         files = None if self._manifest.save else describe_open_files([file._live_model() for _, file in self._files])
-        return replace(plan, storage_data=_Opened(self._manifest.save, files))
+        return replace(plan, storage_data=_View(self._manifest.save, files))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Called by torch, on the coordinator. Raises CorruptError where ranks have different saves open, before any
         tensor is loaded; the next load opens the checkpoint again."""
-        opened = [plan.storage_data for plan in plans]
-        if not all(isinstance(one, _Opened) for one in opened):
+        views = [plan.storage_data for plan in plans]
+        if not all(isinstance(one, _View) for one in views):
             raise NotSupportedError("overwire: CheckpointReader: the planner keeps no storage_data of the ranks' plans")
-        other = next((rank for rank, one in enumerate(opened) if one.save != opened[0].save), 0)
+        other = next((rank for rank, one in enumerate(views) if one.save != views[0].save), 0)
         if other:
             text = f"ranks 0 and {other} have opened different saves: it was replaced meanwhile: load again"
             raise CorruptError(f"overwire: {self._path}: {text}", source=self._path)
-        if error := find_difference({rank: one.files for rank, one in enumerate(opened) if one.files is not None}):
+        if error := find_difference({rank: one.files for rank, one in enumerate(views) if one.files is not None}):
             raise error
         return plans
 

@@ -21,7 +21,7 @@ from ..frameworks.torch import SAVED
 from .manifest import TRAINING, Manifest, Part, paths_of
 
 # Their elements are nothing without a scale.
-_QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+_SCALE_TYPES = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_bytes(dtype: torch.dtype) -> bool:
     """Whether tensors of a type are stored as their bytes: safetensors lacks it, and an element is its bytes."""
-    return dtype not in SAVED and dtype not in _QUANTISED
+    return dtype not in SAVED and dtype not in _SCALE_TYPES
 
 
 def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entry]:

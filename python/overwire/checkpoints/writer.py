@@ -142,7 +142,7 @@ class CheckpointWriter(Located, StorageWriter):
         """Called by torch: writes this rank's files, and sends others what they write."""
         assert self._place is not None
         duty: Duty = plan.storage_data
-        self._place.join(duty.save)
+        self._place.join_save(duty.save)
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
         exchange = Exchange(self._group, duty, lambda index: _tensor_of(planner, items[index]))
@@ -216,7 +216,8 @@ def _write_indexes(place: Place, manifest: Manifest, results: list[list[WriteRes
     for part in manifest.parts:
         if len(part.files) > 1 or place.mark:
             folder = part.files[0].rpartition("/")[0]
-            text = json.dumps({"metadata": {"checkpoint": place.save}, "weight_map": dict(sorted(files[folder].items()))}, indent=2)
+            index = {"metadata": {"checkpoint": place.save}, "weight_map": dict(sorted(files[folder].items()))}
+            text = json.dumps(index, indent=2)
             place.write(f"{TRAINING}/{INDEX}" if folder else INDEX, text.encode())
 
 
