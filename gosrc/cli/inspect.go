@@ -201,12 +201,12 @@ func printInspection(w io.Writer, in *save.Inspection) {
 			if x.AliasOf != "" {
 				coding += " of " + safe(x.AliasOf)
 			}
-			size, held, ratio := bytesText(x.Bytes), bytesText(x.Stored), fmt.Sprintf("%.4f", x.Ratio)
+			sizeText, storedText, ratio := bytesText(x.Bytes), bytesText(x.Stored), fmt.Sprintf("%.4f", x.Ratio)
 			if coding == save.CodingUnknown {
-				size, held, ratio = "-", "-", "-"
+				sizeText, storedText, ratio = "-", "-", "-"
 			}
-			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape), size, held, ratio,
-				coding)
+			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape), sizeText,
+				storedText, ratio, coding)
 		}
 		t.Flush()
 	}
