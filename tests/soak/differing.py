@@ -69,13 +69,13 @@ def containers(round_: Round) -> None:
         round_.doing = "saving"
         whole = _save_container(rng, path)
         for _ in range(_EACH):
-            if not round_.lasts():
-                return
             data = bytearray(whole)
             round_.doing = _change_container(rng, data)
             path.write_bytes(with_checksums(data))
             round_.count("changed containers")
             _compare_readers(round_, path)
+            if not round_.lasts():
+                return
 
 
 def _save_container(rng: random.Random, path: Path) -> bytes:
@@ -201,8 +201,6 @@ def tensors_files(round_: Round) -> None:
         ow.save_file(tensors, path)
         whole, want = path.read_bytes(), _load_tensors(path)
         for _ in range(2 * _EACH):
-            if not round_.lasts():
-                return
             data = bytearray(whole)
             for _ in range(rng.choice((1, 1, 2))):
                 at = rng.randrange(len(data))
@@ -213,6 +211,8 @@ def tensors_files(round_: Round) -> None:
             path.write_bytes(data)
             round_.count("changed .tensors files")
             _compare_with_verify(round_, path, want)
+            if not round_.lasts():
+                return
 
 
 def _load_tensors(path: Path) -> dict[str, Any]:
@@ -252,12 +252,12 @@ def torch_files(round_: Round) -> None:
         _compare_with_torch(round_, path, kept)
         whole = path.read_bytes()
         for _ in range(5):
-            if not round_.lasts():
-                return
             path.write_bytes(whole)
             round_.doing = f"the pickle is changed at {_change_pickle(rng, path)}"
             round_.count("changed pickles")
             _compare_with_torch(round_, path, None)
+            if not round_.lasts():
+                return
 
 
 def _random_object(rng: random.Random, depth: int) -> dict[Any, Any]:
