@@ -214,8 +214,11 @@ func printInspection(w io.Writer, in *save.Inspection) {
 	fmt.Fprint(t, "total\ttensors\tbytes\tstored\tratio\n")
 	for _, d := range slices.Sorted(maps.Keys(in.Totals)) {
 		sum := in.Totals[d]
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%.4f\n", d, humanize.Comma(int64(sum.Tensors)), bytesText(sum.Bytes),
-			bytesText(sum.Stored), sum.Ratio)
+		sizes := fmt.Sprintf("%s\t%s\t%.4f", bytesText(sum.Bytes), bytesText(sum.Stored), sum.Ratio)
+		if save.IsUnknown(d) {
+			sizes = "-\t-\t-"
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\n", d, humanize.Comma(int64(sum.Tensors)), sizes)
 	}
 	t.Flush()
 }

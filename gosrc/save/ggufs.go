@@ -102,6 +102,9 @@ func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file Insp
 	return file, true, err
 }
 
+// IsUnknown reports whether a dtype is a type of GGUF that is not known: its tensors are listed without sizes.
+func IsUnknown(dtype string) bool { return strings.HasSuffix(dtype, gguf.NotKnown) }
+
 func (rep *VerifyReport) addFile(file InspectedFile) {
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
 	var unknown []string
