@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import overwire as ow
 import pytest
+from checksums import with_checksums
 from conftest import ROOT
 from overwire.portable import files, read, x16
 from overwire.portable.sums import crc32c
@@ -130,7 +131,7 @@ def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
     assert 1 in escapes and len(head.offsets) == 5, (escapes, head.offsets)
     changed = bytearray(path.read_bytes())
     changed[chunk.offset + 96 + 8 * 5] = 1  # the padding of the directory, which both readers refuse
-    path.write_bytes(_with_checksums(changed))
+    path.write_bytes(with_checksums(changed))
     assert _fate(ow.load_file, path) is None and _fate(read.load_file, path) is None
 
 
@@ -157,24 +158,6 @@ def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:
             (tmp_path / "m.safetensors").write_bytes(golden[:length])
             with pytest.raises(REFUSALS):
                 read.safe_open(tmp_path / "m.safetensors")
-
-
-def _with_checksums(data: bytearray) -> bytes:
-    """A container whose header, index and chunks have the checksums of what they are."""
-    base = 8 + int.from_bytes(data[:8], "little")
-    tensors, chunks, dims = struct.unpack_from("<3I", data, base + 16)
-    table = base + 64 + 8 * dims + 64 * tensors
-
-    def put_sum(at: int, low: int, high: int) -> None:
-        struct.pack_into("<I", data, at, crc32c(np.frombuffer(bytes(data[low:high]), np.uint8)))
-
-    for at in range(table, table + 32 * chunks, 32):
-        offset, size = struct.unpack_from("<QI", data, at)
-        if offset + size <= len(data):
-            put_sum(at + 16, offset, offset + size)
-    put_sum(base + 40, 0, base)
-    put_sum(table + 32 * chunks, base, table + 32 * chunks)
-    return bytes(data)
 
 
 def _fate(load: Any, path: Path) -> dict[str, bytes] | None:
@@ -205,14 +188,14 @@ def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
         data = bytearray(whole)
         data[at : at + width] = (value & (1 << 8 * width) - 1).to_bytes(width, "little")
         if struct.unpack_from("<3I", data, base + 16) == (tensors, chunks, dims):
-            path.write_bytes(_with_checksums(data))
+            path.write_bytes(with_checksums(data))
             assert _fate(ow.load_file, path) == _fate(read.load_file, path), (at - base, width, value)
     data = bytearray(whole)  # one tensor of 2^50 bytes, in chunks of 4096
     holder = records + 64 * next(at for at in range(tensors) if whole[records + 64 * at + 2] == 0)
     struct.pack_into("<Q", data, holder + 8, 1 << 50)
     struct.pack_into("<Q", data, base + 64, 1 << 48)
     struct.pack_into("<I", data, holder + 4, 4096)
-    path.write_bytes(_with_checksums(data))
+    path.write_bytes(with_checksums(data))
     with pytest.raises(ow.CorruptError):
         read.safe_open(path)
 
@@ -277,7 +260,7 @@ def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor
     struct.pack_into("<H", changed, base + 6, minor)
     if minor > 3:
         changed[base + 50] = changed[base + 64 + 8 + 60] = 1
-    path.write_bytes(_with_checksums(changed))
+    path.write_bytes(with_checksums(changed))
     fates = [_fate(load, path) for load in (ow.load_file, read.load_file)]
     assert fates[0] == fates[1] and (fates[0] is not None) == is_taken, fates
 
@@ -452,8 +435,8 @@ def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: 
 
 
 def test_what_is_written_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is synced before it takes its name, and the folder after that; so is each file of a folder, and the folders
-    below it. A sync that fails leaves the old file."""
+    """A file is synced before it takes its name, and the folder after that; so is each file of a folder, and the
+    folders below it. A sync that fails leaves the old file."""
     ow.save_file({"a": np.arange(999.0)}, tmp_path / "a.safetensors")
     (tmp_path / "m/below").mkdir(parents=True)
     for name in ("m/a.safetensors", "m/below/b.safetensors"):
@@ -530,7 +513,7 @@ def test_chunks_that_no_writer_makes(tmp_path: Path) -> None:
         tensors, _, dims = struct.unpack_from("<3I", data, base + 16)
         chunk = base + 64 + 8 * dims + 64 * tensors
         data[chunk + field : chunk + field + (2 if field == 24 else 1)] = value.to_bytes(2 if field == 24 else 1, "little")
-        path.write_bytes(_with_checksums(data))
+        path.write_bytes(with_checksums(data))
         assert _fate(ow.load_file, path) is None, (level, field, value)
         with pytest.raises(kind) as caught:
             read.load_file(path, framework="bytes")
@@ -556,7 +539,7 @@ def test_frames_that_say_something_else(tmp_path: Path) -> None:
         (offset,) = struct.unpack_from("<Q", data, chunk)
         data[offset : offset + len(content)] = content
         struct.pack_into("<I", data, chunk + 8, len(content))
-        path.write_bytes(_with_checksums(data))
+        path.write_bytes(with_checksums(data))
         return [_fate(load, path) for load in (ow.load_file, read.load_file)]
 
     frame = zstandard.ZstdCompressor().compress(plane)

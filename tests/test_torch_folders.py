@@ -104,6 +104,8 @@ def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
     (source / "openvino").mkdir()
     (source / "openvino/openvino_model.bin").write_bytes(bytes(range(1, 99)))
     (source / "openvino/openvino_model.xml").write_text("<net/>")
+    (source / "x.mlpackage/weights").mkdir(parents=True)
+    (source / "x.mlpackage/weights/weight.bin").write_bytes(bytes(range(1, 99)))
     (source / ".cache").mkdir()
     (source / ".cache/notes").write_text("x")
     with open(source / "tf_model.h5", "wb") as file:
@@ -114,7 +116,7 @@ def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
     kept = [str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert sorted(name for name in kept if not name.endswith(".safetensors")) == [
         "config.json", "flax_model.msgpack", "model.safetensors.index.json", "openvino/openvino_model.bin",
-        "openvino/openvino_model.xml", "small.bin", "training_args.bin",
+        "openvino/openvino_model.xml", "small.bin", "training_args.bin", "x.mlpackage/weights/weight.bin",
     ]  # fmt: skip
     (source / "pytorch_model-00002-of-00002.bin").rename(source / "elsewhere")
     with pytest.raises(ow.NotFoundError, match=r"pytorch_model-00002-of-00002\.bin is missing, and .*index\.json lists"):

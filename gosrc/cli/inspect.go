@@ -203,12 +203,12 @@ func printInspection(w io.Writer, in *verify.Inspection) {
 			if x.AliasOf != "" {
 				coding += " of " + safe(x.AliasOf)
 			}
-			size, held, ratio := bytesText(x.Bytes), bytesText(x.Stored), fmt.Sprintf("%.4f", x.Ratio)
+			sizeText, storedText, ratio := bytesText(x.Bytes), bytesText(x.Stored), fmt.Sprintf("%.4f", x.Ratio)
 			if coding == verify.CodingUnknown {
-				size, held, ratio = "-", "-", "-"
+				sizeText, storedText, ratio = "-", "-", "-"
 			}
-			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape), size, held, ratio,
-				coding)
+			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape), sizeText,
+				storedText, ratio, coding)
 		}
 		t.Flush()
 	}
@@ -216,8 +216,11 @@ func printInspection(w io.Writer, in *verify.Inspection) {
 	fmt.Fprint(t, "total\ttensors\tbytes\tstored\tratio\n")
 	for _, d := range slices.Sorted(maps.Keys(in.Totals)) {
 		sum := in.Totals[d]
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%.4f\n", d, humanize.Comma(int64(sum.Tensors)), bytesText(sum.Bytes),
-			bytesText(sum.Stored), sum.Ratio)
+		sizes := fmt.Sprintf("%s\t%s\t%.4f", bytesText(sum.Bytes), bytesText(sum.Stored), sum.Ratio)
+		if verify.IsUnknown(d) {
+			sizes = "-\t-\t-"
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\n", d, humanize.Comma(int64(sum.Tensors)), sizes)
 	}
 	t.Flush()
 }

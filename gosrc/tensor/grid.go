@@ -25,7 +25,8 @@ func Size(d DType, shape []int64) (int64, error) {
 	}
 	total, ok := sizes.Mul(n, uint64(d.Bits()))
 	if !ok {
-		return 0, errs.OfRule("ValidationOverflow", errs.ErrFormat, "shape %v of %v takes more than 2^61 bytes", shape, d)
+		return 0, errs.OfRule("ValidationOverflow", errs.ErrFormat, "shape %v of %v takes more than 2^61 bytes",
+			shape, d)
 	}
 	if total%8 != 0 {
 		return 0, errs.OfRule("MisalignedSlice", errs.ErrFormat, "shape %v of %v ends inside a byte", shape, d)

@@ -98,3 +98,6 @@ func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file Insp
 	}
 	return file, true, err
 }
+
+// IsUnknown reports whether a dtype is a type of GGUF that is not known: its tensors are listed without sizes.
+func IsUnknown(dtype string) bool { return strings.HasSuffix(dtype, gguf.NotKnown) }

@@ -51,8 +51,8 @@ OTHER_WEIGHTS = tuple("""
 
 MOST_OTHER = 67108864
 
-# Kinds of files that are found where weights were expected: offset and what is there, what such a
-# file is, what to do with it, and whether a folder of other weights may hold it.
+# Kinds of files that are found where weights were expected: offset and what is there,
+# what such a file is, what to do with it, and whether a folder of other weights may hold it.
 HEAD_BYTES = 512
 
 FILE_KINDS = (

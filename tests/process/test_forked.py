@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import io
-import os
 import re
 from pathlib import Path
 
 import numpy as np
 import overwire
 import pytest
-from overwire.model import forked
-from overwire.model.forked import ForkedModel, is_compressed
+from overwire.model.forked import is_compressed
 
 # What a worker reads, by every name of safetensors'; `opened` was opened in the parent.
 WORKER = """
@@ -326,39 +322,6 @@ def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> Non
     assert is_compressed(spelled) and is_compressed(data) and is_compressed(memoryview(spelled))
     overwire.save_file({"w": np.zeros(9)}, path, {"k": "\u00e9"}, compress=False)
     assert is_compressed(path) is False
-
-
-def test_a_disk_that_fails_does_not_make_a_container_a_plain_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error of the disk is raised, and short reads go on: or a container's stored bytes would be taken for tensors.
-    What is not there, and what is no file, is left to its reader."""
-    path = tmp_path / "m.safetensors"
-    overwire.save_file({"w": np.zeros(9000, np.float32)}, path)
-    read, faults = os.pread, []
-
-    def pread(number: int, size: int, at: int) -> bytes:
-        if faults:
-            raise OSError(faults.pop(), "the disk")
-        return read(number, min(size, 5), at)
-
-    monkeypatch.setattr(os, "pread", pread)
-    with open(path, "rb") as file:
-        for source in (path, str(path), file):
-            for number in (errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE):
-                faults.append(number)
-                with pytest.raises(overwire.OverwireError):
-                    is_compressed(source)
-            assert is_compressed(source)
-    os.mkfifo(tmp_path / "pipe")
-    for source in (tmp_path, tmp_path / "none", tmp_path / "pipe", path / "below", io.BytesIO(b"abc"), "a\0b"):
-        assert is_compressed(source) is None
-    faults.append(errno.EIO)
-    with pytest.raises(overwire.IOFailure, match=r"m\.safetensors"):
-        ForkedModel(path)
-    monkeypatch.setattr(forked, "is_compressed", lambda source: False)  # replaced since it was looked at
-    with pytest.raises(overwire.ForkedError):
-        ForkedModel(path)
 
 
 def test_what_a_child_drops_is_the_parents(torch_script) -> None:

@@ -83,10 +83,10 @@ func tables() string {
 	b.WriteString("# Endings of weights in formats that are not read, which are copied along up to a size in bytes.\n")
 	fmt.Fprintf(&b, "OTHER_WEIGHTS = tuple(\"\"\"\n    %s\n\"\"\".split())\n\nMOST_OTHER = %d\n\n",
 		wrapped(strings.Join(companions.OtherWeights, " ")), companions.MaxOther)
-	b.WriteString("# Kinds of files that are found where weights were expected: offset and what is there, what such a\n" +
-		"# file is, what to do with it, and whether a folder of other weights may hold it.\n")
+	b.WriteString("# Kinds of files that are found where weights were expected: offset and what is there,\n" +
+		"# what such a file is, what to do with it, and whether a folder of other weights may hold it.\n")
 	fmt.Fprintf(&b, "HEAD_BYTES = %d\n\nFILE_KINDS = (\n", modelfiles.HeadBytes)
-	for _, kind := range modelfiles.Kinds() {
+	for _, kind := range modelfiles.ListKinds() {
 		magics := ""
 		for _, magic := range kind.Magics {
 			magics += fmt.Sprintf("b%q, ", magic)

@@ -58,8 +58,12 @@ type Tensor struct {
 	Bytes int64 // Unsized: the type is not known
 }
 
-// Unsized is the number of bytes of a tensor whose type is not known.
-const Unsized = -1
+const (
+	// Unsized is the number of bytes of a tensor whose type is not known.
+	Unsized = -1
+	// NotKnown ends the names of such types.
+	NotKnown = ", not known"
+)
 
 // hasBytes reports whether a tensor takes bytes of the file, by its shape.
 func (t *Tensor) hasBytes() bool {
@@ -192,7 +196,7 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 func (t *Tensor) setType(id uint32, n uint64) error {
 	kind, isKnown := types[id]
 	if !isKnown {
-		t.Type, t.Bytes = fmt.Sprintf("type %d, not known", id), Unsized
+		t.Type, t.Bytes = fmt.Sprintf("type %d%s", id, NotKnown), Unsized
 		return nil
 	}
 	row := uint64(1)

@@ -30,7 +30,8 @@ const (
 // kinds are looked at in this order.
 var kinds = []Kind{
 	{Magics: []string{"PK\x03\x04"}, What: "a zip archive, as torch.save and numpy.savez write",
-		Do: "`overwire convert` (overwire.convert) reads those of torch.save; load others with the library that wrote them"},
+		Do: "`overwire convert` (overwire.convert) reads those of torch.save; load others with the library that " +
+			"wrote them"},
 	{Magics: []string{"\x80\x02" + oldTorch, "\x80\x03" + oldTorch, "\x80\x04" + oldFrame, "\x80\x05" + oldFrame,
 		"L119547037146038801333356L\n."}, What: "a torch.save file of before torch 1.6",
 		Do: "`torch.save(torch.load(f), f)` makes a newer one, which overwire.convert reads"},
@@ -49,8 +50,8 @@ var kinds = []Kind{
 		"*.index.json, and a trace is shown by overwire inspect TRACE.json --html PAGE.html"},
 }
 
-// Kinds lists them.
-func Kinds() []Kind { return kinds }
+// ListKinds lists them.
+func ListKinds() []Kind { return kinds }
 
 // KindOf is the kind of the file that begins with head, which has HeadBytes where the file has; nil: no kind that
 // is known.

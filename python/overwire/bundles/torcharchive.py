@@ -75,11 +75,16 @@ def entries_of(file: BinaryIO) -> list[zipfile.ZipInfo]:
 
 
 def _kind_of(path: str, head: bytes) -> FileKind:
-    if (known := kind_of_head(head)) is not None:
-        return known
+    if (kind := kind_of_head(head)) is not None:
+        return kind
     stem, ending = os.path.splitext(path)
-    if ending == ".bin" and os.path.isfile(f"{stem}.xml"):
-        return FileKind("an OpenVINO file", "keep it as it is", True)
+    for what, has_sibling in (
+        ("an OpenVINO file", os.path.isfile(f"{stem}.xml")),
+        ("an ncnn file", os.path.isfile(f"{stem}.param")),
+        ("a Core ML file", ".mlpackage/" in path),
+    ):
+        if ending == ".bin" and has_sibling:
+            return FileKind(what, "keep it as it is", True)
     if not head.strip(b"\0"):
         return FileKind("a file that begins with zeros only" if head else "an empty file", _UNKNOWN, False)
     return FileKind("a file of an unknown kind", _UNKNOWN, False)
@@ -130,7 +135,7 @@ def not_torch(path: str, file: BinaryIO, error: Exception | None) -> OverwireErr
     return FormatError(where + text, source=path, rule=FOREIGN if kind.foreign else None)
 
 
-def inflated(path: str, file: BinaryIO, entries: list[zipfile.ZipInfo], folder: str | None) -> BinaryIO | None:
+def inflate_entries(path: str, file: BinaryIO, entries: list[zipfile.ZipInfo], folder: str | None) -> BinaryIO | None:
     """A temporary file, without a name, that has the same entries as they are; None where they are so in `file`.
 
     folder: the disk that it takes. Raises CorruptError for entries that do not inflate to what
@@ -148,9 +153,9 @@ def inflated(path: str, file: BinaryIO, entries: list[zipfile.ZipInfo], folder: 
         raise NotSupportedError(f"overwire: open {path}: {text}", source=path)
     out = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
     try:
-        with zipfile.ZipFile(file) as packed, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as plain:
+        with zipfile.ZipFile(file) as archive, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as plain:
             for entry in entries:
-                with packed.open(entry) as source, plain.open(entry.filename, "w", force_zip64=True) as target:
+                with archive.open(entry) as source, plain.open(entry.filename, "w", force_zip64=True) as target:
                     shutil.copyfileobj(source, target, _BLOCK)
                 if plain.getinfo(entry.filename).file_size != entry.file_size:
                     raise zipfile.BadZipFile("it ends early")

@@ -44,7 +44,7 @@ from ..frameworks.spec import TensorSpec
 from .allowlist import CALLS, AllowList
 from .budget import Budget
 from .machine import Machine
-from .torcharchive import BAD_ZIP, entries_of, inflated, not_torch
+from .torcharchive import BAD_ZIP, entries_of, inflate_entries, not_torch
 from .unpickling import inside, run_machine
 
 #: The most bytes of a pickle without its tensors.
@@ -167,7 +167,7 @@ def opened(path: str, scratch: str | None = None) -> Iterator[TorchFile]:
         before = state_of_file(file.fileno())
         try:
             entries, number = entries_of(file), file.fileno()
-            if (copy := inflated(path, file, entries, scratch)) is not None:
+            if (copy := inflate_entries(path, file, entries, scratch)) is not None:
                 stack.callback(copy.close)
                 entries, number = entries_of(copy), copy.fileno()
             content = _Reader(path, entries, number).read_content()
@@ -381,14 +381,15 @@ class _Reader:
             and type(pid[2]) is str
             and type(pid[4]) is int
         ):
-            named = _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES), pid[4])
+            storage = _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES), pid[4])
             # torch takes the first for all of that key: another reader would have other tensors.
-            if self._storages.setdefault(named.key, named) != named:
-                raise self._error_of(f"data/{named.key:.200} is named by two types or lengths")
-            start, end = self._span_of_entry(f"data/{named.key}")
-            if (end - start) // (BITS[named.dtype] // 8) != named.numel:
-                raise self._error_of(f"data/{named.key:.200} has {end - start} bytes, not {named.numel} of {named.dtype}")
-            return named
+            if self._storages.setdefault(storage.key, storage) != storage:
+                raise self._error_of(f"data/{storage.key:.200} is named by two types or lengths")
+            start, end = self._span_of_entry(f"data/{storage.key}")
+            if (end - start) // (BITS[storage.dtype] // 8) != storage.numel:
+                why = f"data/{storage.key:.200} has {end - start} bytes, not {storage.numel} of {storage.dtype}"
+                raise self._error_of(why)
+            return storage
         raise self._error_of("a reference to a tensor is malformed")
 
     def _dtype_of(self, name: str, table: dict[str, str]) -> str:

@@ -328,5 +328,6 @@ def _check_grid(tensor: Tensor, chunk_bytes: int, plain: bool, entry: Tensor, ch
             raise CorruptError(f"{where}corrupt data", source=checks.path, tensor=name, chunk=number)
         if not is_known:
             text = f"{where}codec {chunk.codec} with transform {chunk.transform} for {tensor.dtype}"
-            raise NotSupportedError(f"{text}: a newer reader may know it", source=checks.path, tensor=name, chunk=number)
+            text += ": a newer reader may know it"
+            raise NotSupportedError(text, source=checks.path, tensor=name, chunk=number)
         end = chunk.offset + chunk.stored

@@ -43,12 +43,12 @@ def decompress(source: str | os.PathLike[str], target: str | os.PathLike[str], *
         raise ArgumentError(f"overwire: decompress: {there} lies in {here}")
     work = Path(tempfile.mkdtemp(prefix=".overwire.", dir=there.absolute().parent))
     try:
-        made = work / "made"  # with the mode that the umask leaves
+        place = work / "made"  # with the mode that the umask leaves
         if here.is_dir():
-            _write_folder(here, made, weights)
+            _write_folder(here, place, weights)
         else:
-            _write_plain(here, made)
-        os.replace(made, there)
+            _write_plain(here, place)
+        os.replace(place, there)
         _sync_folder(there.absolute().parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -58,11 +58,11 @@ def _weights_of(place: str) -> set[str]:
     """The files of weights of a folder and of those below it; that of a file. Raises for a folder with a part of a
     model, and where there are none."""
     if not os.path.isdir(place):
-        if model_of(place).index is not None:
+        if model_of(place).index_path is not None:
             raise ArgumentError(f"overwire: decompress: {place} is an index: name its folder")
         return {place}
     weights: set[str] = set()
-    for folder, below, names in os.walk(place, onerror=_raise):
+    for folder, below, names in os.walk(place, onerror=_raise_error):
         below[:] = [name for name in below if not name.startswith(".")]
         own = {os.path.join(folder, name) for name in names if name.endswith(EXTENSION) and not name.startswith(".")}
         if own:
@@ -73,7 +73,7 @@ def _weights_of(place: str) -> set[str]:
     return weights
 
 
-def _raise(error: OSError) -> None:
+def _raise_error(error: OSError) -> None:
     raise error
 
 
@@ -86,20 +86,20 @@ def _write_folder(source: Path, target: Path, weights: set[str]) -> None:
         elif entry.path in weights:
             _write_plain(Path(entry.path), target / entry.name)
         elif entry.is_file():
-            _copy(entry.path, target / entry.name)
+            _copy_file(entry.path, target / entry.name)
         else:
             text = f"{entry.path} is a link to a folder, or no file: remove it, or decompress the folders one by one"
             raise ArgumentError(f"overwire: decompress: {text}")
     _sync_folder(target)
 
 
-def _copy(source: str, target: Path) -> None:
+def _copy_file(source: str, target: Path) -> None:
     with open(source, "rb") as file, open(target, "xb") as out:
         shutil.copyfileobj(file, out)
-        _sync(out)
+        _sync_file(out)
 
 
-def _sync(out: BinaryIO) -> None:
+def _sync_file(out: BinaryIO) -> None:
     out.flush()
     os.fsync(out.fileno())
 
@@ -142,7 +142,7 @@ def _write_plain(source: Path, target: Path) -> None:
         if not file.compressed:
             with open(source, "rb") as plain:
                 shutil.copyfileobj(plain, out)
-            _sync(out)
+            _sync_file(out)
             return
         header: dict[str, Any] = {} if not file.metadata() else {"__metadata__": file.metadata()}
         entries, holders = file.entries(), file.holders()
@@ -158,7 +158,7 @@ def _write_plain(source: Path, target: Path) -> None:
         out.write(len(text).to_bytes(8, "little") + text)
         for _, data in file.tensors(order):
             out.write(data)
-        _sync(out)
+        _sync_file(out)
 
 
 def main() -> int:

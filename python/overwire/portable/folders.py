@@ -41,13 +41,13 @@ class _Family(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The files of a model. index: the index.json that decides, and its bytes. listed: by file, the tensors that it
+    """The files of a model. index_path: the index.json that decides, and its bytes. tensors: by file, those that it
     lists; None: all of each file's."""
 
     files: list[str]
-    index: str | None
+    index_path: str | None
     text: bytes
-    listed: dict[str, set[str]] | None
+    tensors: dict[str, set[str]] | None
 
 
 def parse_name(name: str) -> _Name | None:
@@ -70,9 +70,9 @@ def parse_name(name: str) -> _Name | None:
 
 def _name_of_stem(base: str) -> _Name:
     stem, variant = _MARK.sub("", base), ""
-    for known in _WITH_VARIANTS:
-        if stem.startswith(f"{known}.") and len(stem) > len(known) + 1:
-            stem, variant = known, stem[len(known) + 1 :]
+    for one in _WITH_VARIANTS:
+        if stem.startswith(f"{one}.") and len(stem) > len(one) + 1:
+            stem, variant = one, stem[len(one) + 1 :]
     return _Name(stem, variant, 0, 0, bool(_MARK.search(base)), False)
 
 
@@ -82,7 +82,7 @@ def model_of(place: str) -> Model:
     Raises NotFoundError for a folder without one and for a listed file that is missing, FormatError for
     shards that are not complete and for an index that is none, ArgumentError for several models."""
     if os.path.isdir(place):
-        name = _choose(place, sorted(os.listdir(place)))
+        name = _choose_files(place, sorted(os.listdir(place)))
         if isinstance(name, list):
             return Model([os.path.join(place, file) for file in name], None, b"", None)
         return _read_index(os.path.join(place, name))
@@ -92,25 +92,25 @@ def model_of(place: str) -> Model:
     return Model([place], None, b"", None)
 
 
-def _choose(folder: str, names: list[str]) -> str | list[str]:
+def _choose_files(folder: str, names: list[str]) -> str | list[str]:
     # The index that decides, or the files.
-    families, unlisted = _families_of(names)
+    families, leftovers = _families_of(names)
     families = _without_others(families)
     indexes = [one for one in families if one.name.is_index]
-    sharded = [one for one in families if one.name.of]
+    shard_sets = [one for one in families if one.name.of]
     files = sorted(file for one in families if not one.name.is_index for file in one.files)
     variants = {one.name.variant for one in families} - {""}
-    if len(indexes) > 1 or not indexes and (len(variants) > 1 or len(sharded) > 1):
+    if len(indexes) > 1 or not indexes and (len(variants) > 1 or len(shard_sets) > 1):
         text = ", ".join(os.path.join(folder, one.files[0]) for one in families)
         raise ArgumentError(f"overwire: {folder}: several models in one folder, name one of them: {text}")
     if indexes:
         return indexes[0].files[0]
-    if not files and unlisted:
-        text = f"{unlisted[0]} is a shard of a save that did not end, or the index.json that lists it is missing"
+    if not files and leftovers:
+        text = f"{leftovers[0]} is a shard of a save that did not end, or the index.json that lists it is missing"
         raise FormatError(f"overwire: {folder}: {text}: save or fetch the model again", source=folder)
     if not files:
         raise NotFoundError(f"overwire: {folder}: no {EXTENSION} file in this folder", source=folder)
-    for one in sharded:
+    for one in shard_sets:
         if lacking := _lacking_shards(one):
             text = f"{one.files[0]} has no index.json, and {lacking}: fetch the model again"
             raise FormatError(f"overwire: {folder}: {text}", source=folder)
@@ -121,13 +121,13 @@ def _families_of(names: list[str]) -> tuple[list[_Family], list[str]]:
     # The models among some names, and marked files that no index may list.
     by_name: dict[_Name, _Family] = {}
     families: list[_Family] = []
-    unlisted = []
+    leftovers = []
     for file in names:
         name = parse_name(file)
         if name is None:
             continue
         if name.is_marked and not name.is_index:
-            unlisted.append(file)
+            leftovers.append(file)
             continue
         key = name._replace(number=0)
         if key not in by_name or name.is_index:  # of several indexes each is a model
@@ -135,7 +135,7 @@ def _families_of(names: list[str]) -> tuple[list[_Family], list[str]]:
             families.append(by_name[key])
         by_name[key].files.append(file)
         by_name[key].numbers.append(name.number)
-    return families, unlisted
+    return families, leftovers
 
 
 def _without_others(families: list[_Family]) -> list[_Family]:
@@ -173,45 +173,45 @@ def _read_index(path: str) -> Model:
         if len(text) > _LONGEST_INDEX:
             raise ValueError(f"it has more than {_LONGEST_INDEX} bytes")
         weights = json.loads(text.decode(), **STRICTLY)["weight_map"]
-        listed: dict[str, set[str]] = {}
+        by_name: dict[str, set[str]] = {}
         for tensor, file_name in weights.items():
             while file_name.startswith("./"):
                 file_name = file_name[2:]
             if file_name in ("", ".", "..") or set(file_name) & set("/\\\0:"):
                 raise ValueError(f"the file name {file_name!r} is not that of a file next to it")
-            listed.setdefault(file_name, set()).add(tensor)
+            by_name.setdefault(file_name, set()).add(tensor)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError(f"overwire: {path}: not an index of shards: {error}", source=path) from None
-    if not listed:
-        text_of_error = "an index that lists no tensor: fetch it again, or remove it if the files next to it are the model"
-        raise FormatError(f"overwire: {path}: {text_of_error}", source=path)
+    if not by_name:
+        why = "an index that lists no tensor: fetch it again, or remove it if the files next to it are the model"
+        raise FormatError(f"overwire: {path}: {why}", source=path)
     folder = os.path.dirname(path)
-    by_file = {os.path.join(folder, name): listed[name] for name in sorted(listed)}
+    by_file = {os.path.join(folder, name): by_name[name] for name in sorted(by_name)}
     for file_path in by_file:
         if not os.path.exists(file_path):
-            text_of_error = f"{file_path} is missing, and {path} lists it: fetch the model again"
-            raise NotFoundError(f"overwire: {text_of_error}", source=file_path)
+            why = f"{file_path} is missing, and {path} lists it: fetch the model again"
+            raise NotFoundError(f"overwire: {why}", source=file_path)
     return Model(list(by_file), path, text, by_file)
 
 
 def was_replaced(model: Model) -> bool:
     """Whether the index of a model is no longer what it was: a saver may have published another."""
-    if model.index is None:
+    if model.index_path is None:
         return False
     try:
-        with open(model.index, "rb") as file:
+        with open(model.index_path, "rb") as file:
             return file.read(_LONGEST_INDEX + 1) != model.text
     except FileNotFoundError:
         return True
 
 
-def select(model: Model, path: str, names: Any) -> list[str]:
+def select_names(model: Model, path: str, names: Any) -> list[str]:
     """The names of a file that are the model's, in its order. FormatError where it lacks one that is listed."""
-    if model.listed is None:
+    if model.tensors is None:
         return list(names)
-    listed = model.listed[path]
-    if lacking := listed - set(names):
+    own = model.tensors[path]
+    if lacking := own - set(names):
         name = min(lacking)
         text = f"the index names a tensor {name!r} that this file does not have"
         raise FormatError(f"overwire: {path}: {text}", source=path, tensor=name)
-    return [name for name in names if name in listed]
+    return [name for name in names if name in own]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..errors import ArgumentError, CorruptError, FormatError, MissingPackageError, TensorNotFoundError
 from . import planes, x16
 from .container import Container, Tensor, parse
-from .folders import model_of, select, was_replaced
+from .folders import model_of, select_names, was_replaced
 from .sums import crc32c
 
 Bytes = NDArray[np.uint8]
@@ -207,9 +207,9 @@ def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework:
     framework = framework or ("pt" if "torch" in sys.modules else "np")
     result: dict[str, Any] = {}
     for file, names in open_model(source, framework, device):
-        wanted = set(names)
-        holders = [holder for holder, own in file.holders().items() if not wanted.isdisjoint(own)]
-        tensors = {name: tensor for name, tensor in file.tensors(holders) if name in wanted}
+        own = set(names)
+        holders = [holder for holder, aliases in file.holders().items() if not own.isdisjoint(aliases)]
+        tensors = {name: tensor for name, tensor in file.tensors(holders) if name in own}
         for name in names:
             if name in result:
                 text = f"{file.path}: another file of the folder has a tensor {name!r}: open one of the files"
@@ -228,13 +228,13 @@ def open_model(
         model = model_of(place)
         try:
             files = [safe_open(path, framework, device) for path in model.files]
-            opened = [(file, select(model, file.path, file.keys())) for file in files]
+            parts = [(file, select_names(model, file.path, file.keys())) for file in files]
         except (FormatError, FileNotFoundError):
             if is_last or not was_replaced(model):
                 raise
             continue
         if not was_replaced(model):
-            return opened
+            return parts
     raise CorruptError(f"overwire: {place}: the model was replaced while it was read", source=place)
 
 

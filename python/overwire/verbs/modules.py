@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .saving import Report, Saving
 
 # The most names of each list in an error.
-_LISTED = 8
+_MOST_NAMES = 8
 
 
 def load_model(
@@ -287,8 +287,8 @@ def _match_names(
 
 def _list_few(parts: list[str], between: str) -> str:
     """As many as a message has, and how many more there are."""
-    more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
-    return between.join(parts[:_LISTED]) + more
+    more = f" and {len(parts) - _MOST_NAMES:,} more" if len(parts) > _MOST_NAMES else ""
+    return between.join(parts[:_MOST_NAMES]) + more
 
 
 def _replace_meta(module: Any, target: Any, loaded: Any) -> None:
@@ -372,11 +372,11 @@ def save_model(
             if first != name:
                 notes.setdefault(name, first)
                 del tensors[name]
-    saved: Report | Saving = save_file(tensors, path, notes, **{"wait": wait, **options})
-    if isinstance(saved, Report):
-        return replace(saved, left=tuple(extra))
-    saved._left = tuple(extra)
-    return saved
+    report: Report | Saving = save_file(tensors, path, notes, **{"wait": wait, **options})
+    if isinstance(report, Report):
+        return replace(report, left=tuple(extra))
+    report._left = tuple(extra)
+    return report
 
 
 spell_out(save_model, SaveOptions)

@@ -154,19 +154,16 @@ def _puts_in_order(original: Any) -> Any:
     first = next(iter(signature.parameters))
 
     @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
+    def save_in_order(*args: Any, **kwargs: Any) -> Any:
         # The original takes what lies at an address for the values, in their order.
-        given = args[0] if args else kwargs.get(first)
-        if isinstance(given, Mapping) and not forked() and any(patch.compress for patch in _patches):
-            ordered = {name: _in_order(value) for name, value in given.items()}
-            if args:
-                args = (ordered, *args[1:])
-            else:
-                kwargs[first] = ordered
+        values = args[0] if args else kwargs.get(first)
+        if isinstance(values, Mapping) and not forked() and any(patch.compress for patch in _patches):
+            values = {name: _in_order(value) for name, value in values.items()}
+            args, kwargs = ((values, *args[1:]), kwargs) if args else (args, {**kwargs, first: values})
         return original(*args, **kwargs)
 
-    save.__signature__ = signature  # type: ignore[attr-defined]
-    return save
+    save_in_order.__signature__ = signature  # type: ignore[attr-defined]
+    return save_in_order
 
 
 def _in_order(value: Any) -> Any:
