@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._engine import forked, refuse_child
     from ._imports import Undisturbed, imported, skip_at_exit, start_thread
     from ._locks import new_lock
+    from ._order import await_path
     from ._verbs import read_floor
     from .bundles.bundle import save_listed
     from .bundles.torchfolders import is_torch_model, plain_models
@@ -54,6 +55,7 @@ _HOMES = {
     "_engine": ("forked", "refuse_child"),
     "_imports": ("Undisturbed", "imported", "skip_at_exit", "start_thread"),
     "_locks": ("new_lock",),
+    "_order": ("await_path",),
     "_verbs": ("read_floor",),
     "bundles.bundle": ("save_listed",),
     "bundles.torchfolders": ("is_torch_model", "plain_models"),

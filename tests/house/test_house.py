@@ -23,7 +23,7 @@ PACKAGE = Path(overwire.__file__).parent
 # From the bottom up; patterns of module names without "overwire.". A module may import
 # its own layer and those below.
 LAYERS: list[tuple[str, str]] = [
-    ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _run _tables"),
+    ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables"),
     ("portable", "portable portable.*"),  # forked children read by it
     ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),

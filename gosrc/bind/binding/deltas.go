@@ -41,6 +41,8 @@ type deltaTarget struct {
 	Storage format.Access `json:"storage"`
 }
 
+func (q deltaTarget) replacedPath() string { return q.Path }
+
 type deltaOpen struct {
 	URI     string        `json:"uri"` // of the bytes: their name in errors
 	Storage format.Access `json:"storage"`

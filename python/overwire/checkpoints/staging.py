@@ -63,12 +63,12 @@ class CheckpointStager(AsyncStager):
         for DTensors; ArgumentError for memory that was freed (`sleep`) or made shorter; and
         OutOfMemoryError.
         """
-        kept = [(user() is None and not _is_used(buffers), user, buffers) for user, buffers in self._sets]
-        self._sets = [(user, buffers) for is_free, user, buffers in kept if not is_free]
+        sets = [(user() is None and not _is_used(buffers), user, buffers) for user, buffers in self._sets]
+        self._sets = [(user, buffers) for is_free, user, buffers in sets if not is_free]
         copying = _Copying()
-        numbered = {key: copying.number(value, str(key)) for key, value in state_dict.items()}
-        copying.take_buffers([buffers for is_free, _, buffers in kept if is_free])
-        copies = _Staged({key: copying.copy_of(value) for key, value in numbered.items()})
+        numbers = {key: copying.number_tensors(value, str(key)) for key, value in state_dict.items()}
+        copying.take_buffers([buffers for is_free, _, buffers in sets if is_free])
+        copies = _Staged({key: copying.copy_of(value) for key, value in numbers.items()})
         copying.finish()
         self._sets.append((weakref.ref(copies), copying.buffers))
         return copies
@@ -87,7 +87,7 @@ def _is_used(buffers: dict[bool, _Buffer]) -> bool:
 
 
 class _Copying:
-    """One stage: `number` each value, `take_buffers`, then `copy_of` each, and `finish`.
+    """One stage: `number_tensors` each value, `take_buffers`, then `copy_of` each, and `finish`.
 
     buffers: one for the tensors of GPUs, pinned, and one for those of the host."""
 
@@ -101,7 +101,7 @@ class _Copying:
         self._numbers: dict[int, _Number] = {}  # by id: tied tensors stay tied
         self._copies: dict[int, torch.Tensor] = {}
 
-    def number(self, value: Any, name: str) -> Any:
+    def number_tensors(self, value: Any, name: str) -> Any:
         """The value with copies of what it is made of, and numbers for its tensors. Raises
         NotSupportedError and ArgumentError for those that cannot be copied."""
         if isinstance(value, torch.Tensor):
@@ -113,9 +113,9 @@ class _Copying:
                 self._tensors.append(value)
             return number
         if isinstance(value, Mapping):
-            return {key: self.number(one, f"{name}.{key}") for key, one in value.items()}
+            return {key: self.number_tensors(one, f"{name}.{key}") for key, one in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self.number(one, f"{name}.{at}") for at, one in enumerate(value))
+            return type(value)(self.number_tensors(one, f"{name}.{at}") for at, one in enumerate(value))
         if isinstance(value, (int, float, complex, str, bytes, type(None))):
             return value
         return copy.deepcopy(value)
@@ -134,7 +134,7 @@ class _Copying:
             self.buffers[pinned] = some[0]
 
     def copy_of(self, value: Any) -> Any:
-        """What `number` has made of a value, with the copies of its tensors."""
+        """What `number_tensors` has made of a value, with the copies of its tensors."""
         if type(value) is _Number:
             if (staged := self._copies.get(value)) is None:
                 staged = self._copies[value] = self._copy_tensor(self._tensors[value])

@@ -70,7 +70,7 @@ def fits_storage(tensor: Any) -> bool:
         extent = tensor.numel() * item
     else:
         extent = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * item
-    return int(tensor.untyped_storage().nbytes()) >= tensor.storage_offset() * item + extent
+    return bool(tensor.untyped_storage().nbytes() >= tensor.storage_offset() * item + extent)
 
 
 def storage_of(tensor: Any) -> int:
@@ -167,7 +167,7 @@ def write(tensor: Any, values: Any) -> None:
             tensor.copy_(values)
 
 
-def cast(tensor: Any, dtype: torch.dtype) -> Any:
+def cast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
     """The tensor in a dtype, which may be its own: it is the same one then."""
     return tensor.to(dtype) if tensor.dtype == dtype or not is_fork() else copy_of(tensor, dtype)
 

@@ -21,7 +21,7 @@ from .._tables import FLOATS
 from ..dtypes import CALLED, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
-from .memory import cast, check_memory, check_shape, copy_of, is_ready, refuse_fakes
+from .memory import cast_tensor, check_memory, check_shape, copy_of, is_ready, refuse_fakes
 
 # The function in C, where it has this name: of what torch wraps around it we
 # need nothing, and it costs a quarter more.
@@ -418,7 +418,7 @@ class TorchFrame(Frame):
         return SAVED.get(wanted, "")
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
-        return cast(tensor, wanted) if dtype in FLOATS else tensor
+        return cast_tensor(tensor, wanted) if dtype in FLOATS else tensor
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         if dtype == "F4":

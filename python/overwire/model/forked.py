@@ -39,7 +39,7 @@ _HEADER = 100_000_000
 _INDEX = re.compile(r"[^.].*\.safetensors(\.[^.]+)?\.index(\.[^.]+)?\.json")
 _SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
-_warned: list[None] = []
+_warnings: list[None] = []
 
 
 def is_compressed(source: Any) -> bool | None:
@@ -144,21 +144,21 @@ class ForkedModel(Model):
         uris, self._keep = resolve(source)
         storage(storage_options, uris)  # refused for a local path
         uris = [path_of(uri) if is_file(uri) else uri for uri in uris]
-        listed = [one for uri in uris for one in _files_of(uri)]
-        self.uris = [path for path, _ in listed]
+        parts = [one for uri in uris for one in _files_of(uri)]
+        self.uris = [path for path, _ in parts]
         self._files = [_open_file(path) for path in self.uris]
-        if not _warned and any(isinstance(file, _CompressedFile) for file in self._files):
-            _warned.append(None)
+        if not _warnings and any(isinstance(file, _CompressedFile) for file in self._files):
+            _warnings.append(None)
             warnings.warn(
                 "overwire: this process was forked from one that had started the engine: compressed files are decoded "
                 "slowly here, without it: use the spawn or forkserver start method",
                 stacklevel=3,
             )
-        if [one for uri in uris for one in _files_of(uri)] != listed:
+        if [one for uri in uris for one in _files_of(uri)] != parts:
             raise errors.CorruptError(f"overwire: open {uris[0]}: it was replaced while it was opened", source=uris[0])
         self.table = [
             (name, entry.dtype, entry.shape, entry.nbytes, entry.nbytes, at, -1)
-            for at, (file, (path, names)) in enumerate(zip(self._files, listed, strict=True))
+            for at, (file, (path, names)) in enumerate(zip(self._files, parts, strict=True))
             for name, entry in _entries_of(file, path, names)
         ]
         if table is not None:

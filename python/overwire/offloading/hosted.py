@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from .binding import binding_of
 from .blocks import Block, cut_model
-from .lending import lend
 from .offload import Offloaded, _Away
 from .ring import Slot
 from .stored import decode_tensor, encode_block
@@ -68,8 +68,8 @@ class Hosted(Offloaded):
         """The values of a weight, in host memory of its own. Raises KeyError for another name."""
         at, number = self._places[name]
         one = self._away[at]
-        if one.lent is not None and (one.was_held or one.changed):
-            return one.lent.parameters[number].detach().to("cpu", copy=True)
+        if one.binding is not None and (one.was_held or one.is_changed):
+            return one.binding.parameters[number].detach().to("cpu", copy=True)
         return decode_tensor(one.stored, number)
 
     def runs(self, owner: torch.nn.Module) -> bool:
@@ -85,26 +85,26 @@ class Hosted(Offloaded):
 
     def _bring_weights(self, at: int, slot: Slot) -> None:
         one = self._away[at]
-        if one.lent is not None:
-            for (owner, key, _), parameter in zip(self._parameters[at], one.lent.parameters, strict=True):
+        if one.binding is not None:
+            for (owner, key, _), parameter in zip(self._parameters[at], one.binding.parameters, strict=True):
                 if _is_placeholder(owner._parameters.get(key)):  # the library has taken it away
                     owner._parameters[key] = parameter  # type: ignore[assignment]
             return
         for (owner, key, left), view in zip(self._parameters[at], slot.views[at], strict=True):
             owner._parameters[key] = torch.nn.Parameter(view, left.requires_grad)
-        one.lent = lend(slot.memory, (owner._parameters[key] for owner, key, _ in self._parameters[at]), owned=True)  # type: ignore[misc]
+        one.binding = binding_of(slot.memory, (owner._parameters[key] for owner, key, _ in self._parameters[at]), is_owned=True)  # type: ignore[misc]
 
-    def _compare(self, at: int) -> tuple[bool, bool]:
-        held, changed = super()._compare(at)
-        lent = self._away[at].lent
-        assert lent is not None
-        for (owner, key, _), parameter in zip(self._parameters[at], lent.parameters, strict=True):
+    def _compare_states(self, at: int) -> tuple[bool, bool]:
+        is_held, is_changed = super()._compare_states(at)
+        binding = self._away[at].binding
+        assert binding is not None
+        for (owner, key, _), parameter in zip(self._parameters[at], binding.parameters, strict=True):
             now = owner._parameters.get(key)
-            changed = changed or now is not parameter and not _is_placeholder(now)
-        return held, changed
+            is_changed = is_changed or now is not parameter and not _is_placeholder(now)
+        return is_held, is_changed
 
     def _send_away(self, at: int) -> None:
-        self._away[at].lent = None
+        self._away[at].binding = None
         for owner, key, placeholder in self._parameters[at]:
             owner._parameters[key] = placeholder
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..model.options import DeviceLike
     from ..model.sources import SourceLike
     from .away import Record
+    from .binding import Binding
     from .blocks import Block, Weight
-    from .lending import Lent
     from .ring import Ring, Slot
     from .stored import StoredBlock
 
@@ -34,9 +34,9 @@ class _Away:
 
     def __init__(self, block: Block, stored: StoredBlock, records: list[Record]) -> None:
         self.block, self.stored, self.records = block, stored, records
-        self.lent: Lent | None = None  # while its weights are there
+        self.binding: Binding | None = None  # while its weights are there
         self.was_held = False  # by something else, which may have changed them, since they were compared
-        self.changed = False  # for good: they are not what is stored
+        self.is_changed = False  # for good: they are not what is stored
         self.runs = 0
 
 
@@ -94,10 +94,10 @@ class Offloaded:
 
         while self._away:
             one = self._away[-1]
-            if one.lent is not None:  # they are what they are now; what holds their memory goes on to share it
-                held = one.lent.compare()[0]
+            if one.binding is not None:  # they are what they are now; what holds their memory goes on to share it
+                is_held = one.binding.compare_states()[0]
                 for parameter, device in ((weight.parameter, weight.device) for weight in one.block.weights):
-                    if parameter.device != device or one.lent.has(parameter) and not held:
+                    if parameter.device != device or one.binding.has_memory_of(parameter) and not is_held:
                         parameter.data = _copy_to(parameter.data, device)
                 self._away.pop()
                 continue
@@ -175,7 +175,7 @@ class Offloaded:
 
         if not self._away:
             return
-        self._ring = Ring([one.stored for one in self._away], self._device, slots, self._vacate)
+        self._ring = Ring([one.stored for one in self._away], self._device, slots, self._vacate_block)
         self.ring = self._ring.nbytes
         for at, one in enumerate(self._away):
             before, after = self._hooks_of(at)
@@ -228,34 +228,34 @@ class Offloaded:
         if torch.is_grad_enabled() and any(value.requires_grad for value in _tensors_in(output)):
             self._meet_gradients(self._away[at].block.name, ran=True)
 
-    def _vacate(self, at: int) -> bool:
+    def _vacate_block(self, at: int) -> bool:
         # Lets the weights of a block go that no one runs: not those that something else holds,
         # nor those that are not what is stored. These stay, as those of a resident model.
         one, ring = self._away[at], self._ring
-        if one.lent is None or ring is None:
+        if one.binding is None or ring is None:
             self._send_away(at)
             return True
-        held, changed = self._compare(at)
-        one.was_held = one.was_held or held
-        if held and not changed and not one.changed:
+        is_held, is_changed = self._compare_states(at)
+        one.was_held = one.was_held or is_held
+        if is_held and not is_changed and not one.is_changed:
             return False
-        if not changed and not one.changed and (one.was_held or not one.lent.counts_changes() or ring.compares(one.runs)):
-            changed = not ring.is_as_stored(at)
-        if changed and not one.changed:
-            one.changed = True
+        if not is_changed and not one.is_changed and (one.was_held or not one.binding.counts_changes() or ring.compares_bytes(one.runs)):
+            is_changed = not ring.is_as_stored(at)
+        if is_changed and not one.is_changed:
+            one.is_changed = True
             log.warning(
                 "overwire: offload: the weights of %s change when it runs: they stay on the device", one.block.name
             )
-        if not one.changed:
+        if not one.is_changed:
             one.was_held = False
             self._send_away(at)
-        return not one.changed
+        return not one.is_changed
 
-    def _compare(self, at: int) -> tuple[bool, bool]:
+    def _compare_states(self, at: int) -> tuple[bool, bool]:
         # Whether something else holds the weights of a block that are there, and whether they were changed.
-        lent = self._away[at].lent
-        assert lent is not None
-        return lent.compare()
+        binding = self._away[at].binding
+        assert binding is not None
+        return binding.compare_states()
 
     def _meet_gradients(self, name: str, ran: bool = False) -> None:
         # What happens with a forward of a block whose weights are needed again, before it ran or after.
@@ -266,19 +266,19 @@ class Offloaded:
 
     def _bring_weights(self, at: int, slot: Slot) -> None:
         from .away import bring
-        from .lending import lend
+        from .binding import binding_of
 
         one = self._away[at]
-        if one.lent is None:
+        if one.binding is None:
             for weight, view in zip(one.block.weights, slot.views[at], strict=True):
                 bring(weight.parameter, view)
-            one.lent = lend(slot.memory, (weight.parameter for weight in one.block.weights))
+            one.binding = binding_of(slot.memory, (weight.parameter for weight in one.block.weights))
 
     def _send_away(self, at: int) -> None:
         from .away import send_away
 
         one = self._away[at]
-        one.lent = None  # first: Ctrl-C may come between any two, and they are sent away again then
+        one.binding = None  # first: Ctrl-C may come between any two, and they are sent away again then
         for weight, record in zip(one.block.weights, one.records, strict=True):
             send_away(weight.parameter, record)
 

@@ -139,8 +139,8 @@ class Ring:
         slot, thread = self._slot_of(at), threading.get_ident()
         return slot is not None and any(hold.thread == thread for hold in slot.holds)
 
-    def compares(self, runs: int) -> bool:
-        """Whether a block's bytes are compared with what is stored after so many runs: always on
+    def compares_bytes(self, runs: int) -> bool:
+        """Whether a block's bytes are compared with what is stored after this many runs: always on
         the host. On a GPU that makes the host wait: after the first run, the 2nd, 4th, 8th ..."""
         return not self._carrier.ahead or runs & (runs - 1) == 0
 
@@ -166,7 +166,7 @@ class Ring:
     def _make_slot(self) -> Slot:
         with _errors_of(str(self._device), self._slot_bytes), torch.inference_mode(self._inference), torch.no_grad():
             slot = Slot(torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device))
-        self._carrier.adopt(slot)
+        self._carrier.adopt_slot(slot)
         return slot
 
     def _empty_slot(self, slot: Slot) -> bool:
@@ -174,7 +174,7 @@ class Ring:
         at = slot.block
         if at is None:
             return True
-        if emptied := self._vacate(at):
+        if is_empty := self._vacate(at):
             if self._left.pop(at, None) is None:
                 return True
             self.nbytes -= self._slot_bytes
@@ -183,7 +183,7 @@ class Ring:
             self._left[at] = slot
             self.nbytes += self._slot_bytes
         self._carrier.leave(slot)
-        return emptied
+        return is_empty
 
     def _free_left(self) -> None:
         for slot in list(self._left.values()):
@@ -270,7 +270,7 @@ class _HostCarrier:
     def mark_read(self, slot: Slot, stream: Any) -> None:
         pass
 
-    def adopt(self, slot: Slot) -> None:
+    def adopt_slot(self, slot: Slot) -> None:
         pass
 
     def leave(self, slot: Slot) -> None:
@@ -340,7 +340,7 @@ class _GPUCarrier:
         slot.readers.append(stream.record_event())
         slot.streams.add(stream)
 
-    def adopt(self, slot: Slot) -> None:
+    def adopt_slot(self, slot: Slot) -> None:
         # The allocator gives memory that the current stream may still use.
         slot.readers.append(self.stream().record_event())
         slot.memory.record_stream(self._decoding)

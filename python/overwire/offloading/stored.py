@@ -109,12 +109,11 @@ def encode_block(tensors: list[torch.Tensor], device: torch.device) -> StoredBlo
     """
     places, nbytes = place_tensors(tensors)
     rows = [t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in tensors]
-    encode, where = _encode_on_host, contextlib.nullcontext()
-    if device.type == "cuda":
-        encode, where = _encode_on_gpu, torch.cuda.device(device)
-        rows = [row.to(device) for row in rows]
-    with where:
+    on_gpu = device.type == "cuda"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+        rows = [row.to(device) for row in rows] if on_gpu else rows
         digests = _digest_rows([(row.data_ptr(), row.numel()) for row in rows], rows[0]) if rows else b""
+        encode = _encode_on_gpu if on_gpu else _encode_on_host
         return StoredBlock(places, *encode(tensors, rows, device), nbytes, digests)
 
 

@@ -104,10 +104,10 @@ def load_model(
     if forked():
         from ..model.forked import ForkedModel
 
-        opened: Model = ForkedModel(source, device, storage_options=options.get("storage_options"))
+        file_model: Model = ForkedModel(source, device, storage_options=options.get("storage_options"))
     else:
-        opened = Model(source, device=device, **opening(options))
-    with many_objects(), opened as model:
+        file_model = Model(source, device=device, **opening(options))
+    with many_objects(), file_model as model:
         setters = _extra_states(module)
         missing, surplus, positions = _match_names(module, targets, setters, model, strict)
         into = _targets_of(module, targets, setters, model, positions, lambda at: model.table[at][2])
@@ -296,9 +296,9 @@ def _replace_meta(module: Any, target: Any, loaded: Any) -> None:
     # that the placeholder has.
     import torch
 
-    from ..frameworks.memory import cast
+    from ..frameworks.memory import cast_tensor
 
-    loaded = cast(loaded, target.dtype)
+    loaded = cast_tensor(loaded, target.dtype)
     if isinstance(target, torch.nn.Parameter):
         loaded = torch.nn.Parameter(loaded, requires_grad=target.requires_grad)
     for part in module.modules():

@@ -15,7 +15,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
 from ...errors import OverwireError
-from ...plumbing import FileWriter, ObjectReader, ObjectWriter, read_file, regular, shown
+from ...plumbing import FileWriter, ObjectReader, ObjectWriter, await_path, read_file, regular, shown
 from . import _s3
 from ._s3 import default_s3_read_endpoint, default_s3_write_endpoint
 
@@ -462,6 +462,8 @@ def open_stream(
     path = path.removeprefix("file://") if scheme else path
     if set(mode) & set("wax") and os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
+    if set(mode) & set("wax+"):
+        await_path(path)  # a save in the background would take the place of the open file
     # The caller's. Reading a pipe would wait for a writer, and a pipe cannot seek.
     size = -1 if buffer_size is None else buffer_size
     stream = open(path, mode, size, opener=regular if normal == "br" else None)  # noqa: SIM115
