@@ -59,6 +59,7 @@ func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec Spe
 		return Report{}, errs.Ended(ctx, err)
 	}
 	rep.Seconds = time.Since(start).Seconds()
+	rep.hideUsers()
 	return rep, nil
 }
 

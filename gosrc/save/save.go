@@ -152,6 +152,18 @@ type Report struct {
 	Anew []string `json:"anew,omitempty"`
 }
 
+// hideUsers takes users and passwords out of the URIs of a report, which programs log.
+func (r *Report) hideUsers() {
+	for _, uris := range [][]string{r.Files, r.Copied, r.Left, r.Anew} {
+		for i, uri := range uris {
+			uris[i] = errs.HideUser(uri)
+		}
+	}
+	for i := range r.Originals {
+		r.Originals[i].File = errs.HideUser(r.Originals[i].File)
+	}
+}
+
 // An Original is one file of a Report. SHA256 is that of the plain file in hex; "": it was
 // not hashed, since it came over a network, or its container keeps no hash. Compared says that a decompressed file
 // was held to the SHA256 of the one that was compressed.
@@ -209,6 +221,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	rep, err := w.saveAll(ctx, parts)
 	rep.OnGPU = w.onGPU.Load()
 	rep.Seconds = time.Since(start).Seconds()
+	rep.hideUsers()
 	return rep, errs.Ended(ctx, err)
 }
 

@@ -80,6 +80,7 @@ func makeFolder(ctx context.Context, dst string, rep *Report, spec Spec) (undo f
 		switch {
 		case err == nil:
 		case made == "" && len(rep.Files) > 0:
+			rep.hideUsers()
 			return &Partial{err, rep.Files}
 		case made != "" && !source.Remote(dst):
 			_ = os.RemoveAll(made)
