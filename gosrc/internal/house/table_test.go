@@ -15,7 +15,7 @@ var mayImport = map[string][]string{
 	// The basic types: standard library only.
 	"tensor": {"errs", "internal/sizes"}, // for the classes of its errors
 	"errs":   {"internal/rawjson"},
-	"knob":   {},
+	"knob":   {"internal/near"},
 
 	"internal/avx":         {},
 	"internal/avx/avxtest": {"internal/avx"},

@@ -138,6 +138,10 @@ func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, f
 
 func storeOf(verb, uri string) (store, error) {
 	s, ok := stores[source.Scheme(uri)]
+	if recipe := recipes[source.Scheme(uri)]; recipe != "" {
+		return s, errs.In(verb, uri, errs.New(errs.ErrNotSupported, "%s:// is not written as such: %s", source.Scheme(uri),
+			recipe))
+	}
 	if !ok {
 		return s, errs.In(verb, uri, errs.New(errs.ErrNotSupported,
 			"%s:// is read only; local files and %s:// are written", source.Scheme(uri),
