@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -15,7 +14,6 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -30,7 +28,8 @@ and nothing else. Ranges are fetched ahead, several at once, resumed where a
 connection breaks, and held in at most 64 MiB. Any failure, a short body or an
 HTTP error among them, gives a status that is not 0. OUT is complete or absent;
 if it replaces a file, it keeps that file's mode and owner, and a symbolic link
-is followed. -o - writes to standard output even if that is a terminal. One folder of
+is followed. What an interrupted run has fetched stays in a hidden file next to OUT
+(.OUT.partial), and the same command goes on there, unless the object has changed. -o - writes to standard output even if that is a terminal. One folder of
 S3, a repository of the Hub, or a URL that ends in a slash, of a server that lists it as
 overwire serve does, becomes the folder OUT, with all that is in it but
 hidden files; if OUT has something in it, only with --force.
@@ -74,11 +73,7 @@ func (c *call) fetchURLs() error {
 		}
 		return err
 	}
-	var rep fetch.Report
-	err := atomicfile.With(out, func(f *os.File) (err error) {
-		rep, err = fetch.Fetch(c.ctx, c.job, spec, f)
-		return err
-	})
+	rep, err := fetch.File(c.ctx, c.job, spec, out)
 	if err != nil {
 		return err
 	}
