@@ -77,7 +77,7 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 			return rep, errs.In("fetch", paths[i], err)
 		}
 		spec := Spec{URIs: []string{source.Beside(dir, f.Name)}, Storage: opt, Own: true, counted: true}
-		one, any, err := bring(ctx, j, spec, paths[i], true)
+		one, any, err := bringObject(ctx, j, spec, paths[i], true)
 		rep.Bytes += one.Bytes
 		if some = some || any; err != nil {
 			return rep, err

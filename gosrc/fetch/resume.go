@@ -21,13 +21,13 @@ import (
 // the object has changed.
 func File(ctx context.Context, j *job.Job, spec Spec, out string) (Report, error) {
 	if len(spec.URIs) != 1 || spec.From > 0 || spec.To > 0 {
-		return anew(ctx, j, spec, out)
+		return fetchAnew(ctx, j, spec, out)
 	}
-	rep, _, err := bring(ctx, j, spec, out, false)
+	rep, _, err := bringObject(ctx, j, spec, out, false)
 	return rep, err
 }
 
-func anew(ctx context.Context, j *job.Job, spec Spec, out string) (rep Report, err error) {
+func fetchAnew(ctx context.Context, j *job.Job, spec Spec, out string) (rep Report, err error) {
 	err = atomicfile.With(out, func(f *os.File) (err error) {
 		rep, err = Fetch(ctx, j, spec, f)
 		return err
@@ -35,9 +35,9 @@ func anew(ctx context.Context, j *job.Job, spec Spec, out string) (rep Report, e
 	return rep, err
 }
 
-// bring is File for one URI. inFolder: the note of what was brought stays, and a file that an earlier run has completed is not
+// bringObject is File for one URI. inFolder: the note of what was brought stays, and a file that an earlier run has completed is not
 // brought again. some: bytes of it, or of an earlier run, are there.
-func bring(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool) (rep Report, some bool, err error) {
+func bringObject(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool) (rep Report, some bool, err error) {
 	s, err := open.Own(spec.Storage).Open(ctx, spec.URIs[0])
 	if err != nil {
 		return Report{}, false, err
@@ -46,11 +46,11 @@ func bring(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool
 	spec.first = s
 	of := objectState(s, spec.Storage)
 	if of == "" {
-		rep, err = anew(ctx, j, spec, out)
+		rep, err = fetchAnew(ctx, j, spec, out)
 		return rep, err == nil, err
 	}
 	if inFolder && atomicfile.IsComplete(ctx, out, of, s.Size()) {
-		count(j, s.Size())
+		countBytes(j, s.Size())
 		return Report{}, true, nil
 	}
 	p, err := atomicfile.OpenPartial(ctx, out, of)
@@ -61,12 +61,12 @@ func bring(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool
 		if p != nil {
 			p.Close()
 		}
-		rep, err = anew(ctx, j, spec, out)
+		rep, err = fetchAnew(ctx, j, spec, out)
 		return rep, err == nil, err
 	}
 	defer p.Close()
 	if spec.From = p.Done; spec.counted {
-		count(j, p.Done)
+		countBytes(j, p.Done)
 	}
 	rep, err = Fetch(ctx, j, spec, p)
 	if err == nil && p.Done != s.Size() {
@@ -81,7 +81,7 @@ func bring(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool
 	return rep, p.Done > 0, err
 }
 
-func count(j *job.Job, n int64) {
+func countBytes(j *job.Job, n int64) {
 	if j != nil {
 		j.Bytes.Add(n)
 	}

@@ -265,8 +265,8 @@ func (s *Spec) checkSpec() error {
 		}
 		s.Path = path
 	case scheme != "" && open.Writable(s.Path):
-	case open.Recipe(scheme) != nil:
-		return errs.In("save", s.Path, open.Recipe(scheme))
+	case open.RecipeOf(scheme) != nil:
+		return errs.In("save", s.Path, open.RecipeOf(scheme))
 	case scheme != "":
 		return errs.In("save", s.Path, errs.New(errs.ErrNotSupported,
 			"writing to %s://: save to s3://, redis:// or a local file", scheme))

@@ -170,7 +170,7 @@ func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source
 	if fn := stores[scheme].open; fn != nil {
 		return fn(ctx, uri, s.opt)
 	}
-	if err := Recipe(scheme); err != nil {
+	if err := RecipeOf(scheme); err != nil {
 		return nil, errs.In("open", uri, err)
 	}
 	names := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
@@ -181,8 +181,8 @@ func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source
 		scheme, strings.Join(names[1:], ", "))) // the first is "", a local path
 }
 
-// Recipe is the error of a scheme of a store that is reached by another one; nil for all else.
-func Recipe(scheme string) error {
+// RecipeOf is the error of a scheme of a store that is reached by another one; nil for all else.
+func RecipeOf(scheme string) error {
 	if recipe := recipes[scheme]; recipe != "" {
 		return errs.New(errs.ErrNotSupported, "%s:// has no reader or writer of its own: %s", scheme, recipe)
 	}

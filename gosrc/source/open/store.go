@@ -146,7 +146,7 @@ func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, f
 
 func storeOf(verb, uri string) (store, error) {
 	s, ok := stores[source.Scheme(uri)]
-	if err := Recipe(source.Scheme(uri)); err != nil {
+	if err := RecipeOf(source.Scheme(uri)); err != nil {
 		return s, errs.In(verb, uri, err)
 	}
 	if !ok {
