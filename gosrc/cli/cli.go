@@ -237,7 +237,7 @@ func (c *call) interrupted(err error) error {
 	switch _, writes := c.opts["output"]; {
 	case errors.As(err, &part):
 		remainder = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))
-	case writes:
+	case writes && c.verb.name != "fetch": // which says by itself what stays
 		remainder = "; nothing was written"
 	}
 	return &interruption{err, remainder}

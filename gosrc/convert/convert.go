@@ -58,6 +58,7 @@ func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec sav
 		return save.Report{}, errs.Ended(ctx, err)
 	}
 	rep.Seconds = time.Since(start).Seconds()
+	rep.HideUsers()
 	return rep, nil
 }
 

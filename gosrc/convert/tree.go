@@ -78,6 +78,7 @@ func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.R
 		switch {
 		case err == nil:
 		case made == "" && len(rep.Files) > 0:
+			rep.HideUsers()
 			return &Partial{err, rep.Files}
 		case made != "" && !to.Remote:
 			_ = os.RemoveAll(made)

@@ -45,7 +45,8 @@ type Spec struct {
 	// changed, Fetch returns errs.ErrCorrupt before the first byte.
 	Pin *Pin `json:"pin"`
 
-	counted bool // the job knows the bytes already
+	counted bool          // the job knows the bytes already
+	first   source.Source // of the first URI, opened; Fetch closes it
 }
 
 // A Pin identifies an object as it was, by what its store reports.
@@ -194,7 +195,10 @@ func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.So
 	}
 	total := int64(0)
 	for i, uri := range spec.URIs {
-		s, err := dial(ctx, uri)
+		s, err := spec.first, error(nil)
+		if i > 0 || s == nil {
+			s, err = dial(ctx, uri)
+		}
 		if err != nil {
 			return err
 		}

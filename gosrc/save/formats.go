@@ -97,6 +97,8 @@ func Resolve(path string, spec *Spec) (Target, error) {
 			return Target{}, err
 		}
 		path = local
+	case open.RecipeOf(scheme) != nil:
+		return Target{}, errs.In("save", path, open.RecipeOf(scheme))
 	case scheme != "" && !open.Writable(path):
 		return Target{}, errs.In("save", path, errs.New(errs.ErrNotSupported,
 			"writing to %s://: save to s3://, redis:// or a local file", scheme))

@@ -46,6 +46,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	rep, err := w.Write(ctx, files)
 	rep.OnGPU = w.onGPU.Load()
 	rep.Seconds = time.Since(start).Seconds()
+	rep.HideUsers()
 	return rep, errs.Ended(ctx, err)
 }
 

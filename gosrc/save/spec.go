@@ -190,6 +190,18 @@ type Report struct {
 	Anew []string `json:"anew,omitempty"`
 }
 
+// HideUsers removes users and passwords from the URIs of a report, which programs log.
+func (r *Report) HideUsers() {
+	for _, uris := range [][]string{r.Files, r.Copied, r.Left, r.Anew} {
+		for i, uri := range uris {
+			uris[i] = errs.HideUser(uri)
+		}
+	}
+	for i := range r.Originals {
+		r.Originals[i].File = errs.HideUser(r.Originals[i].File)
+	}
+}
+
 // Add adds the report of other files.
 func (r *Report) Add(o Report) {
 	r.BytesIn += o.BytesIn

@@ -1,4 +1,4 @@
-// Package serve is a small HTTP server of the files below one folder. It has ranges,
+// Package serve is a small HTTP server of the files below one folder. It lists folders, has ranges,
 // strong ETags and If-Match, simulates a link of any speed and latency, and makes,
 // by probability and seed, the faults of networks and stores. It is for tests and
 // experiments, not for the internet: it has no passwords, and binds to this
@@ -163,7 +163,11 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "no", http.StatusUnauthorized)
 		return
 	}
-	name := strings.TrimPrefix(r.URL.Path, "/")
+	name := cmp.Or(strings.Trim(r.URL.Path, "/"), ".")
+	if name != "." && isHidden(name) {
+		http.NotFound(w, r)
+		return
+	}
 	// Never out of the folder, links included; and a pipe does not wait for its writer.
 	f, err := s.root.OpenFile(name, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	switch {
@@ -175,12 +179,14 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer f.Close()
-	st, err := f.Stat()
-	if err != nil || !st.Mode().IsRegular() {
+	switch st, err := f.Stat(); {
+	case err == nil && st.IsDir():
+		s.answerFolder(w, r, name, f)
+	case err != nil || !st.Mode().IsRegular() || strings.HasSuffix(r.URL.Path, "/"):
 		http.NotFound(w, r)
-		return
+	default:
+		s.answerFile(w, r, f)
 	}
-	s.answerFile(w, r, f)
 }
 
 // answerFile answers with bytes of an open regular file.

@@ -240,7 +240,8 @@ def test_refusals_keep_secrets(
         (ow.AccessError, redis_base + "r", {"password": "planted-wrong"}),
         (ow.AccessError, redis_base + "r", {"username": "planted", "password": "planted"}),
         (ow.NotFoundError, redis_base + "none", red),
-        (ow.ArgumentError, redis_base.replace("//", "//:planted@") + "r", red),
+        (ow.AccessError, redis_base.replace("//", "//:planted@") + "r", {}),
+        (ow.ArgumentError, redis_base.replace("//", "//:planted%zz@") + "r", red),
     ]
     calls: list[Callable[[str, dict[str, Any]], object]] = [
         lambda uri, options: ow.load_file(uri, framework="np", storage_options=options),

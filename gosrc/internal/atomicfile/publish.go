@@ -140,6 +140,15 @@ func MakeFolder(path string) (isNew bool, err error) {
 	return err == nil, Failed(path, -1, err)
 }
 
+// CheckFolder refuses the path of a folder that is to be made, as MakeFolder does.
+func CheckFolder(path string) error {
+	place, err := Follow(strings.TrimRight(path, "/"))
+	if err == nil && place.old != nil && !place.old.IsDir() {
+		err = &fs.PathError{Op: "mkdir", Path: path, Err: fs.ErrExist}
+	}
+	return Failed(path, -1, err)
+}
+
 // Write replaces a file with data. If ctx ends first, the old file stays.
 func Write(ctx context.Context, path string, data []byte) error {
 	t, err := New(Disk{}, path, "", 0)

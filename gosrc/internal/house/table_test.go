@@ -15,7 +15,7 @@ var mayImport = map[string][]string{
 	// The basic types: standard library only.
 	"tensor": {"errs", "internal/sizes"}, // for the classes of its errors
 	"errs":   {"internal/rawjson"},
-	"knob":   {},
+	"knob":   {"internal/near"},
 
 	"internal/avx":         {},
 	"internal/avx/avxtest": {"internal/avx"},
@@ -152,7 +152,7 @@ var mayImport = map[string][]string{
 var modules = map[string][]string{
 	"golang.org/x/sys": {""},
 	"github.com/zeebo/xxh3": {"codec", "codec/blocksum", "device/cuda", "save", "verify", "sleep", "format",
-		"load", "source/cache"},
+		"load", "source/cache", "internal/atomicfile"},
 	"github.com/dustin/go-humanize":           {"cli"},
 	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4"},
 	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "codec/planes"},

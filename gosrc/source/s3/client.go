@@ -61,6 +61,10 @@ const maxClients = 64
 
 // acquireClient returns the client of these options; release ends its use.
 func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
+	opt, err := withOwnNames(opt)
+	if err != nil {
+		return nil, err
+	}
 	key := opt.Whole()
 	clients.Lock()
 	c := clients.all[key]
@@ -71,7 +75,7 @@ func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
 	if c != nil {
 		return c, nil
 	}
-	c, err := newClient(ctx, opt)
+	c, err = newClient(ctx, opt)
 	if err != nil {
 		return nil, err
 	}

@@ -110,6 +110,10 @@ sso_role_name = r
 		class   error
 	}{
 		{"keys of the caller", env{"key": "GIVEN", "secret": "s", "token": "t"}, env{"HOME": home, "AWS_ACCESS_KEY_ID": "ENV", "AWS_SECRET_ACCESS_KEY": "s"}, "GIVEN", nil},
+		{"boto3's names", env{"aws_access_key_id": "GIVEN", "aws_secret_access_key": "s", "aws_session_token": "t", "region_name": "eu-north-1"}, env{}, "GIVEN", nil},
+		{"obstore's names", env{"access_key_id": "GIVEN", "secret_access_key": "s", "session_token": "t", "endpoint": "https://store.example"}, env{}, "GIVEN", nil},
+		{"one value by two names", env{"access_key_id": "GIVEN", "key": "GIVEN", "secret": "s"}, env{}, "GIVEN", nil},
+		{"two values for one option", env{"access_key_id": "GIVEN", "key": "OTHER", "secret": "planted"}, env{}, "", errs.ErrArgument},
 		{"a key that ends in a line break", env{"key": "GIVEN\n", "secret": "s\r\n", "token": "t\n"}, env{}, "GIVEN", nil},
 		{"an environment whose keys end in line breaks", nil, env{"AWS_ACCESS_KEY_ID": "ENV\r\n", "AWS_SECRET_ACCESS_KEY": "s\n", "AWS_SESSION_TOKEN": "t\n"}, "ENV", nil},
 		{"a profile with line ends of Windows", env{"profile": "windows"}, env{"HOME": home}, "WINDOWS", nil},
@@ -149,11 +153,14 @@ sso_role_name = r
 		key, err := func() (string, error) {
 			ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 			defer cancel()
-			cl, err := newClient(ctx, source.Options{Storage: c.storage, Env: c.env})
-			if err != nil || cl.creds == nil {
+			cl, err := acquireClient(ctx, source.Options{Storage: c.storage, Env: c.env})
+			if err != nil {
 				return "", err
 			}
-			defer cl.transport.CloseIdleConnections()
+			defer cl.releaseClient()
+			if cl.creds == nil {
+				return "", nil
+			}
 			got, err := cl.creds.Retrieve(ctx)
 			return got.AccessKeyID, classifyError(ctx, err)
 		}()

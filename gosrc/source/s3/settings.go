@@ -8,6 +8,7 @@ import (
 	"crypto/md5"
 	"encoding/base64"
 	"errors"
+	"maps"
 	"net"
 	"net/url"
 	"path/filepath"
@@ -25,6 +26,28 @@ import (
 // names are the storage options of s3://.
 var names = append([]string{"key", "secret", "token", "profile", "region", "endpoint_url", "anon", "sse_customer_key",
 	"path_style", "cacert"}, retry.Names...)
+
+// aliases are the names that other libraries have for options.
+var aliases = map[string]string{
+	"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_session_token": "token",
+	"access_key_id": "key", "secret_access_key": "secret", "session_token": "token",
+	"aws_endpoint_url": "endpoint_url", "endpoint": "endpoint_url",
+	"region_name": "region", "aws_region": "region", "profile_name": "profile",
+}
+
+// withOwnNames gives options their own names. It refuses two values for one.
+func withOwnNames(opt source.Options) (source.Options, error) {
+	own := map[string]string{}
+	for _, name := range slices.Sorted(maps.Keys(opt.Storage)) {
+		to := cmp.Or(aliases[name], name)
+		if had, isTwice := own[to]; isTwice && had != opt.Storage[name] {
+			return opt, errs.New(errs.ErrArgument, "storage_options: %s and %s are the same option, with two values", to, name)
+		}
+		own[to] = opt.Storage[name]
+	}
+	opt.Storage = own
+	return opt, nil
+}
 
 // settings are what the caller, the environment and the profile say, in this
 // order of precedence.

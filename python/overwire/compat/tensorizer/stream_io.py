@@ -89,9 +89,12 @@ class CAInfo:
 
 def _certificates(path: str | os.PathLike[str]) -> bool:
     """Whether a file, or a file of a folder, has a certificate."""
-    if os.path.isdir(path):
-        return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
-    return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
+    try:
+        if os.path.isdir(path):
+            return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
+        return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
+    except OSError:  # what is gone has none
+        return False
 
 
 class _Stream(io.BufferedReader):
@@ -329,8 +332,22 @@ def _parse_redis_uri(uri: str) -> tuple[str, int, str]:
 
     parts = urlsplit(uri)
     if parts.scheme.lower() not in ("redis", "rediss"):
-        raise ValueError(f"Invalid Redis URI: {uri}")
+        raise ValueError(f"Invalid Redis URI: {shown(uri)}")
     return parts.hostname or "", parts.port or 6379, parts.path.lstrip("/")
+
+
+def _s3_download_url(
+    path_uri: str,
+    s3_access_key_id: str | None,
+    s3_secret_access_key: str | None,
+    s3_endpoint: str | None = default_s3_read_endpoint,
+    s3_region_name: str | None = None,
+    s3_signature_version: str | None = None,
+) -> str:
+    """The URL of `s3_download`, which is a secret. ValueError for a URI that is not s3://, OSError where it cannot be signed."""
+    return _s3.url_of(
+        path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
+    )
 
 
 def s3_download(
