@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -85,7 +86,7 @@ func (r Reading) Run(ctx context.Context) error {
 		if err := readAt(file, unsafe.Slice((*byte)(device.Pointer(uintptr(slot))), hi-lo), r.Lo+lo); err != nil {
 			return err
 		}
-		return gpu.Copy(cuda.Order{Stream: streams[at]}, r.To+uint64(lo), slot, hi-lo, false)
+		return gpu.Copy(stream.Order{Stream: streams[at]}, r.To+uint64(lo), slot, hi-lo, false)
 	})
 	for _, s := range streams {
 		if e := gpu.SyncStream(s); err == nil {

@@ -8,7 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -27,7 +27,7 @@ func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]devi
 	casts := make([]device.Cast, len(wants))
 	for i := range wants {
 		c := device.Cast{From: ix.Tensors[wants[i].Tensor].DType, To: d}
-		if c.From != c.To && cuda.CanCast(c) {
+		if c.From != c.To && queue.CanCast(c) {
 			casts[i] = c
 		}
 	}
@@ -118,7 +118,7 @@ func (t *wholeCasts) wrapLand(land func(int32)) func(int32) {
 	}
 }
 
-func (t *wholeCasts) castLanded(ctx context.Context, queue *cuda.Queue, land func(int32)) error {
+func (t *wholeCasts) castLanded(ctx context.Context, queue *queue.Queue, land func(int32)) error {
 	for _, i := range t.landed {
 		c := t.l.casts[i]
 		dst := device.Memory{Ptr: t.dest[i], Bytes: t.l.landingBytes(int(i))}

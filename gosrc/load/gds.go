@@ -9,6 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
@@ -27,7 +28,7 @@ type gdsReads struct {
 
 // byGDS prepares the load's local files for GPUDirect Storage. What it cannot reach
 // is read through the host.
-func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
+func (l *Loading) byGDS(queue *queue.Queue) (*gdsReads, error) {
 	base, n, err := queue.StagingMemory()
 	if err != nil {
 		return nil, err

@@ -13,6 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/load/loadtest"
@@ -61,7 +62,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	}
 	end := func() {}
 	if making {
-		end = cuda.FakeMakingQueue(d)
+		end = queue.FakeMaking(d.Pool)
 	}
 	l, err := m.Start(reqs, load.Options{Device: "cuda:0", Stream: 1})
 	if err != nil {

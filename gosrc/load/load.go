@@ -10,7 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -66,9 +66,9 @@ type Loading struct {
 	wants   []plan.Want
 	casts   []device.Cast // by request; nil: none
 	machine plan.Machine
-	queue   *cuda.Queue // nil: the host, not there yet, or the following load's; mu guards it while the job runs
-	mapped  []bool      // by request: it lies in a mapped file
-	copies  []run       // requests that the job copies out of their files, before all else
+	queue   *queue.Queue // nil: the host, not there yet, or the following load's; mu guards it while the job runs
+	mapped  []bool       // by request: it lies in a mapped file
+	copies  []run        // requests that the job copies out of their files, before all else
 
 	// Of requests whose destination becomes known during the load; nil: none.
 	dests   *destinations

@@ -8,7 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -121,7 +121,7 @@ func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
 	}
 	then := plan.Conversion{To: to, Item: q.Item, Unpack: q.Unpack}
 	if q.onGPU() && known && !q.Late {
-		then.OnTheWay = func(from tensor.DType) bool { return cuda.CanCast(device.Cast{From: from, To: to}) }
+		then.OnTheWay = func(from tensor.DType) bool { return queue.CanCast(device.Cast{From: from, To: to}) }
 	}
 	return plan.Costs(m.ix, parts, then)
 }
@@ -147,7 +147,7 @@ func (m *Model) countStaging(o *Outlook, parts []Part, q Prospect) error {
 	p := plan.Make(m.ix, wants, dest, mc.Limits())
 	if gpu {
 		slots, size := ringFor(p.Slot, mc)
-		o.Staging = cuda.StagingSize(slots, size)
+		o.Staging = queue.StagingSize(slots, size)
 		o.Pinned = o.Staging
 		return nil
 	}

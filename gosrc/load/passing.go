@@ -5,7 +5,7 @@ package load
 import (
 	"context"
 
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
@@ -54,7 +54,7 @@ func (l *Loading) takeQueue(before *Loading) bool {
 }
 
 // giveQueue returns the load's queue, which is the caller's to close then; nil: it has none.
-func (l *Loading) giveQueue() *cuda.Queue {
+func (l *Loading) giveQueue() *queue.Queue {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	queue := l.queue

@@ -12,7 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -190,7 +190,7 @@ func (l *Loading) landMapped(j *job.Job, s *shape) error {
 
 // prepareQueue makes the GPU's queue fit the plan, after the work of the caller's
 // stream; nil: the host.
-func (l *Loading) prepareQueue(p *plan.Plan, stream uint64) (*cuda.Queue, error) {
+func (l *Loading) prepareQueue(p *plan.Plan, stream uint64) (*queue.Queue, error) {
 	if l.target.GPU == nil {
 		return nil, nil
 	}
@@ -211,7 +211,7 @@ func (l *Loading) prepareQueue(p *plan.Plan, stream uint64) (*cuda.Queue, error)
 
 // queueFor is the load's queue: one whose slots have room for the largest piece of the
 // plan takes the place of another. Settle need not wait while it is made.
-func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
+func (l *Loading) queueFor(p *plan.Plan) (*queue.Queue, error) {
 	queue, room := l.giveQueue(), int64(0)
 	if p.Slot > l.machine.SlotBytes {
 		if queue != nil {
@@ -232,7 +232,7 @@ func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
 }
 
 // pipelineTask is the pipeline's task of a shape.
-func (l *Loading) pipelineTask(s *shape, queue *cuda.Queue, depth int, opt Options) *pipeline.Task {
+func (l *Loading) pipelineTask(s *shape, queue *queue.Queue, depth int, opt Options) *pipeline.Task {
 	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan,
 		Workers: l.machine.Workers(depth)}
 	if queue != nil {

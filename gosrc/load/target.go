@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
 )
@@ -51,7 +52,7 @@ func Prepare(name string, exchange bool) {
 			if err == nil && t.GPU != nil {
 				t.GPU.PrepareQueue(Ring(plan.Machine{InGroup: exchange}))
 				if exchange {
-					t.GPU.PrepareQueue(ExchangeBatches, cuda.TablesOnly)
+					t.GPU.PrepareQueue(ExchangeBatches, queue.TablesOnly)
 				}
 			}
 			return err
@@ -75,16 +76,16 @@ func Ring(m plan.Machine) (slots int, bytes int64) {
 		if m.Cores > 0 {
 			readers = m.Workers(1)
 		}
-		return cuda.ExchangeRing(readers)
+		return queue.ExchangeRing(readers)
 	case m.RangeBytes > 0 || m.InGroup:
-		return cuda.RemoteRing()
+		return queue.RemoteRing()
 	}
-	return cuda.DefaultRing()
+	return queue.DefaultRing()
 }
 
 // Queue makes the GPU's queue for pieces of at most `largest` bytes. On the host it
 // returns nil: the pipeline makes its own.
-func (t Target) Queue(largest int64, m plan.Machine) (*cuda.Queue, error) {
+func (t Target) Queue(largest int64, m plan.Machine) (*queue.Queue, error) {
 	if t.GPU == nil {
 		return nil, nil
 	}

@@ -13,7 +13,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
@@ -393,7 +393,7 @@ func (r *Relay) pullShare(piece, from int) error {
 	}
 	to, at := r.ringOf(piece, from).addressOf(piece), r.ownersRing(from).addressOf(piece)
 	r.pulled.Add(part.used)
-	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), part.used,
+	return r.target.GPU.Copy(stream.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), part.used,
 		false)
 }
 

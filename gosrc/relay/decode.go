@@ -10,7 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
@@ -41,7 +41,7 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if stream != 0 {
 		behind = append(behind, stream)
 	}
-	return r.queueDecoding(slot.(*cuda.Slot), []shares{of}, behind)
+	return r.queueDecoding(slot.(*queue.Slot), []shares{of}, behind)
 }
 
 // beginDecoding keeps the relay from ending, until busy is done, while the caller has a piece decoded that is next.
@@ -97,7 +97,7 @@ func (r *Relay) decodeOnHost(of shares) error {
 
 // eventBeforeFill is the event after which a rank's share of a piece may be written to where this rank has it: the
 // end of the decoding of the share that was there before, which is queued. nil: there is nothing to wait for.
-func (r *Relay) eventBeforeFill(piece, rank int) *cuda.Event {
+func (r *Relay) eventBeforeFill(piece, rank int) *queue.Event {
 	buffers := r.ringOf(piece, rank).count
 	if piece < buffers {
 		return nil
@@ -112,7 +112,7 @@ func (r *Relay) eventBeforeFill(piece, rank int) *cuda.Event {
 
 // queueDecoding queues the decoding of a batch of shares, which lie in one memory, behind the work that is on the
 // streams now. It takes the slot.
-func (r *Relay) queueDecoding(slot *cuda.Slot, batch []shares, streams []uintptr) error {
+func (r *Relay) queueDecoding(slot *queue.Slot, batch []shares, streams []uintptr) error {
 	isSubmitted := false
 	defer func() {
 		if !isSubmitted { // a panic: Close waits for every slot

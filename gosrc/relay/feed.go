@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
@@ -24,7 +24,7 @@ const mostGroups = 2
 // decoding of the piece that the buffer had before. The readers do not wait for the driver, which serves one
 // thread at a time: moveOnce submits all slots that wait as one group, and asks for its end.
 type feedQueue struct {
-	*cuda.Queue
+	*queue.Queue
 	r       *Relay
 	todo    chan submission // has space for all slots: no reader waits
 	waiting atomic.Int64    // filled slots that were not submitted to the driver
@@ -34,13 +34,13 @@ type feedQueue struct {
 
 // A submission is a filled slot, and the piece whose buffer it goes to.
 type submission struct {
-	cuda.FilledSlot
+	queue.FilledSlot
 	piece int
 }
 
 // GetFor waits for a slot by asking: moveOnce, which frees them, has no time to wake readers.
 func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
-	var slot *cuda.Slot
+	var slot *queue.Slot
 	err := q.r.askUntil(ctx, func() bool {
 		slot = q.TryGetFor(reader)
 		return slot != nil
@@ -98,7 +98,7 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 		}
 		done(task, err)
 	}
-	slot := cuda.FilledSlot{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}
+	slot := queue.FilledSlot{Slot: s.(*queue.Slot), N: n, Tasks: tasks, Done: finish}
 	q.todo <- submission{slot, q.r.pieceOfTask(int32(first))}
 	return nil
 }
@@ -118,7 +118,7 @@ func (q *feedQueue) submitSlots(all []submission) {
 		s.Slot.AllowGapWrites() // chunks lie in a share as in the file, and what is between them is no one's
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.piece, b.piece) })
-	slots := make([]cuda.FilledSlot, len(all))
+	slots := make([]queue.FilledSlot, len(all))
 	for i := range all {
 		slots[i] = all[i].FilledSlot
 	}

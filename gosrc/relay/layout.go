@@ -9,7 +9,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
@@ -52,8 +52,8 @@ type rankPart struct {
 
 // A decoding is how far that of a share is on this rank. The relay's mu guards it.
 type decoding struct {
-	isQueued  bool        // true, too, if nothing is to be decoded
-	decodeEnd *cuda.Event // once it is queued; nil: there is nothing to wait for
+	isQueued  bool         // true, too, if nothing is to be decoded
+	decodeEnd *queue.Event // once it is queued; nil: there is nothing to wait for
 	isDecoded bool
 }
 

@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 )
 
 // A pacer rests between two looks for work, longer the longer there was none. The zero value is ready for use.
@@ -40,7 +40,7 @@ func (p *pacer) restUnless(worked bool) {
 	}
 	idle := now.Sub(p.idle)
 	if idle < spinTime {
-		cuda.PauseBriefly()
+		queue.PauseBriefly()
 		return
 	}
 	nap := unix.NsecToTimespec(min(idle/8, longestRest).Nanoseconds())

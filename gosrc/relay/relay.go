@@ -11,7 +11,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
@@ -79,9 +79,9 @@ type Relay struct {
 
 // gpuState is what a relay has of a GPU.
 type gpuState struct {
-	queue    *cuda.Queue // decodes, and sums; nil: the host does
-	feed     *feedQueue  // copies what this rank reads to the GPU; nil: the host reads into place
-	arrivals chan int    // pieces whose share of this rank has arrived, to be summed
+	queue    *queue.Queue // decodes, and sums; nil: the host does
+	feed     *feedQueue   // copies what this rank reads to the GPU; nil: the host reads into place
+	arrivals chan int     // pieces whose share of this rank has arrived, to be summed
 }
 
 // profile is what a relay counts of its own work.
@@ -236,7 +236,7 @@ func (r *Relay) makeQueues() error {
 	r.feed = &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots)}
 	feed.UsePolling()
 	r.arrivals = make(chan int, len(r.pieces))
-	if r.queue, err = gpu.Queue(batches+slotsForSums, cuda.TablesOnly); err != nil {
+	if r.queue, err = gpu.Queue(batches+slotsForSums, queue.TablesOnly); err != nil {
 		return err
 	}
 	r.queue.UsePolling()
@@ -383,7 +383,7 @@ func (r *Relay) awaitBuffersUpTo(ctx context.Context, pieces int) error {
 
 // markQueued says that the decoding of shares, which ends with the event, is queued; nil: there is nothing
 // to wait for. If this rank's share is among them, its buffer may be filled again unless other ranks need it.
-func (r *Relay) markQueued(of shares, end *cuda.Event) {
+func (r *Relay) markQueued(of shares, end *queue.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for rank := of.firstRank; rank < of.endRank; rank++ {

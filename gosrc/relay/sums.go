@@ -5,7 +5,7 @@ package relay
 
 import (
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -66,7 +66,7 @@ func (r *Relay) sumArrived() (worked bool, err error) {
 
 // sumShare queues the comparison of the checksums of this rank's share of a piece, which becomes
 // readable behind it. It takes the slot.
-func (r *Relay) sumShare(piece int, slot *cuda.Slot) error {
+func (r *Relay) sumShare(piece int, slot *queue.Slot) error {
 	isSubmitted := false
 	defer func() {
 		if !isSubmitted { // there is nothing to sum, or a panic: Close waits for every slot

@@ -1,7 +1,7 @@
 package save
 
 // This file encodes tensors where they are, on GPUs. Chunks go in batches through the
-// slots of a cuda.Packer, whose kernels encode them and make the sums of their hashes;
+// slots of a stream.Packer, whose kernels encode them and make the sums of their hashes;
 // only stored bytes come down, into pinned memory, and are written from there. The file
 // is the one that the host would write.
 
@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -37,7 +38,8 @@ var leastOnGPU int64 = 32 << 20
 
 // A gpu encodes the tensors of a save that lie on one.
 type gpu struct {
-	*cuda.Packer
+	*stream.Packer
+	on   *cuda.Device
 	ring *pinned.Memory // of a save that is not staged: the stored bytes of each slot
 	room int64          // bytes of a slot there
 }
@@ -80,7 +82,7 @@ func (w *writer) openGPUs(items []*item) error {
 			p.Close()
 			continue
 		}
-		g := &gpu{Packer: p, room: sizes.RoundUp(p.SlotBytes()+batchRows*(tensor.StoredAlign+tensor.BlobAlign), 4096)}
+		g := &gpu{Packer: p, on: d, room: sizes.RoundUp(p.SlotBytes()+batchRows*(tensor.StoredAlign+tensor.BlobAlign), 4096)}
 		w.gpus = append(w.gpus, g)
 		for _, t := range on {
 			t.gpu = g
@@ -105,7 +107,7 @@ func digestOn(d *cuda.Device, items []*item) error {
 	for i, t := range items {
 		views[i] = digest.Contiguous(uint64(t.body.(*away).Addr), t.bytes)
 	}
-	sums, err := d.Digest(cuda.Order{}, views)
+	sums, err := d.Digest(stream.Order{}, views)
 	for i := range sums {
 		items[i].digested = &sums[i]
 	}
@@ -157,7 +159,7 @@ func (w *writer) takeRings() error {
 	for _, g := range w.gpus {
 		n := int64(g.SlotCount()) * g.room
 		var err error
-		if g.ring, err = pinned.Take(n, max(n, pinned.Ready(g.Device())), g.Device()); err != nil {
+		if g.ring, err = pinned.Take(n, max(n, pinned.Ready(g.on)), g.on); err != nil {
 			return errs.In("save", w.spec.Path, err)
 		}
 		g.ring.Want(n)
@@ -181,7 +183,7 @@ type pack struct {
 	bytes  int64 // of the rows, each rounded up to 16
 	slot   int
 	before *pack // the one that has the slot before it; nil: none
-	packed []cuda.PackedRange
+	packed []stream.PackedRange
 	at     []int64       // places of the rows in the file
 	out    []byte        // stored bytes, with the gaps between chunks
 	over   chan struct{} // closed when the slot is free again
@@ -218,7 +220,7 @@ func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
 		p.before = nil
 	}
 	defer addLap(&f.clock.encode, time.Now())
-	p.packed = make([]cuda.PackedRange, len(p.rows))
+	p.packed = make([]stream.PackedRange, len(p.rows))
 	for i := range p.rows {
 		r, to := &p.rows[i], &p.packed[i]
 		to.Src, to.N = uint64(r.t.body.(*away).Addr)+uint64(r.off), int64(r.n)
@@ -291,7 +293,7 @@ func (f *fileWriter) placePack(ctx context.Context, p *pack) error {
 }
 
 // addSums adds a chunk to the hash of its tensor.
-func (r *row) addSums(from *cuda.PackedRange) error {
+func (r *row) addSums(from *stream.PackedRange) error {
 	t := r.t
 	if r.begins {
 		t.sums = blocksum.New(t.bytes)

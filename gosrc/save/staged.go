@@ -42,7 +42,7 @@ func (w *writer) openStage(parts []outputFile) error {
 	}
 	var on *cuda.Device
 	if len(w.gpus) > 0 {
-		on = w.gpus[0].Device()
+		on = w.gpus[0].on
 	}
 	refuse := func(left int64, why string) error {
 		return errs.In("save", w.spec.Path, &errs.Memory{Where: "host", Asked: most, Free: left, Total: left,

@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/load"
 )
 
@@ -25,7 +26,7 @@ type way struct {
 	staging             int64 // of the device
 	gpu                 bool
 	samples             sampler
-	encode, fetch, wait func(slot int, rows []cuda.PackedRange) error
+	encode, fetch, wait func(slot int, rows []stream.PackedRange) error
 	close               func() // waits for what is under way
 }
 
@@ -49,7 +50,7 @@ func wayOfHost(threads int) way {
 	h := &host{encoders: sync.Pool{New: func() any { return new(x16.Encoder) }}, out: make([][]byte, 2*threads+2)}
 	return way{
 		window: len(h.out), workers: threads, bytes: chunkBytes, encode: h.encode, wait: h.wait, close: func() {},
-		fetch: func(int, []cuda.PackedRange) error { return nil },
+		fetch: func(int, []stream.PackedRange) error { return nil },
 		samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
 			for i, a := range at {
 				got(i, device.Bytes(a, n))
@@ -59,7 +60,7 @@ func wayOfHost(threads int) way {
 	}
 }
 
-func (h *host) encode(slot int, rows []cuda.PackedRange) error {
+func (h *host) encode(slot int, rows []stream.PackedRange) error {
 	e := h.encoders.Get().(*x16.Encoder)
 	defer h.encoders.Put(e)
 	out := h.out[slot][:0]
@@ -79,7 +80,7 @@ func (h *host) encode(slot int, rows []cuda.PackedRange) error {
 	return nil
 }
 
-func (h *host) wait(slot int, rows []cuda.PackedRange) error {
+func (h *host) wait(slot int, rows []stream.PackedRange) error {
 	out := h.out[slot]
 	for i := range rows {
 		r := &rows[i]
@@ -94,13 +95,13 @@ func (h *host) wait(slot int, rows []cuda.PackedRange) error {
 }
 
 // wayOfGPU lets a GPU encode, and make sums.
-func wayOfGPU(p *cuda.Packer, sums bool) way {
+func wayOfGPU(p *stream.Packer, sums bool) way {
 	return way{
 		window: p.SlotCount(), workers: p.SlotCount(), bytes: p.SlotBytes(), staging: p.DeviceBytes(), gpu: true,
 		samples: p.CopySamples,
 		fetch:   p.QueueFetches,
-		wait:    func(slot int, _ []cuda.PackedRange) error { return p.Wait(slot) }, close: p.Close,
-		encode: func(slot int, rows []cuda.PackedRange) error {
+		wait:    func(slot int, _ []stream.PackedRange) error { return p.Wait(slot) }, close: p.Close,
+		encode: func(slot int, rows []stream.PackedRange) error {
 			if sums {
 				if err := p.QueueSums(slot, rows); err != nil {
 					return err

@@ -9,6 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -20,7 +21,7 @@ func (p *piece) sum() {
 		if int(j.Src)+int(j.Chunk.Stored) > len(p.bytes) {
 			continue // to be refused
 		}
-		j.Summed, j.Chunk.Sum = true, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], castagnoli)
+		j.Summed, j.Chunk.Sum = true, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], crc32.MakeTable(crc32.Castagnoli))
 	}
 }
 
@@ -39,7 +40,7 @@ func TestChecksums(t *testing.T) {
 		},
 		"raw, copied one by one": func(p *piece) {
 			p.bytes = make([]byte, r.IntN(8))
-			p.raw(weights(r, x16.Bytes, smallRaw+r.IntN(100)))
+			p.raw(weights(r, x16.Bytes, queue.SmallRaw+r.IntN(100)))
 			p.raw(weights(r, x16.Bytes, 12_345))
 		},
 		"coded": func(p *piece) {
@@ -74,7 +75,7 @@ func TestChecksums(t *testing.T) {
 					copy(s.Memory(), p.bytes)
 					s.CheckOnSubmit()
 					if loose {
-						s.(*Slot).AllowGapWrites()
+						s.(*queue.Slot).AllowGapWrites()
 					}
 				})
 				for i, err := range failures {
@@ -88,7 +89,7 @@ func TestChecksums(t *testing.T) {
 					default:
 						j := &p.jobs[i]
 						want := errs.NewMismatch(j.Chunk.Sum, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored],
-							castagnoli))
+							crc32.MakeTable(crc32.Castagnoli)))
 						if err.Error() != want.Error() {
 							t.Errorf("%s: task %d: %v, not %v", name, i, err, want)
 						}
@@ -159,8 +160,8 @@ func TestSumOnly(t *testing.T) {
 				for i := range tasks {
 					tasks[i].Dst = mem[0].Ptr // where nothing is written
 				}
-				s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), int64(len(p.bytes)))
-				s.(*Slot).SumOnly()
+				s.(*queue.Slot).ViewDevice(uintptr(mem[0].Ptr), int64(len(p.bytes)))
+				s.(*queue.Slot).SumOnly()
 			}
 			err = q.Submit(s, int64(len(p.bytes)), tasks, func(i int, err error) { failures[i] = err })
 			if err := errors.Join(err, q.Drain(t.Context())); err != nil {

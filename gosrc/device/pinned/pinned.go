@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -23,7 +24,7 @@ const (
 	page = 4096
 	huge = 2 << 20
 
-	// mostUnits is how many units of cuda.RegisterAlignment a part has at most. The first has one, so that copies
+	// mostUnits is how many units of memory.RegisterAlignment a part has at most. The first has one, so that copies
 	// begin soon; larger parts are touched and registered faster: on a machine with an
 	// H200, 37 GB/s are registered in parts of 256 MiB and 21 in parts of 32.
 	mostUnits = 8
@@ -35,7 +36,7 @@ type Memory struct {
 	gpu    *cuda.Device // nil: not registered
 	raw    unsafe.Pointer
 	mapped uintptr
-	base   unsafe.Pointer // a multiple of cuda.RegisterAlignment
+	base   unsafe.Pointer // a multiple of memory.RegisterAlignment
 	room   int64
 
 	mu      sync.Mutex
@@ -91,7 +92,7 @@ func (m *Memory) takeOver(room, limit int64) bool {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.room < room || m.ready > limit || m.ready%cuda.RegisterAlignment() != 0 || m.err != nil {
+	if m.room < room || m.ready > limit || m.ready%memory.RegisterAlignment() != 0 || m.err != nil {
 		return false
 	}
 	if !m.growing {
@@ -103,7 +104,7 @@ func (m *Memory) takeOver(room, limit int64) bool {
 }
 
 func newMemory(room, limit int64, gpu *cuda.Device) (*Memory, error) {
-	unit := cuda.RegisterAlignment()
+	unit := memory.RegisterAlignment()
 	m := &Memory{gpu: gpu, room: sizes.RoundUp(room, unit), moved: make(chan struct{})}
 	if gpu != nil {
 		m.room *= 2 // address space costs nothing, and the next user may need a bit more
@@ -147,7 +148,7 @@ func (m *Memory) Want(n int64) {
 	}
 	unit := int64(page)
 	if m.gpu != nil {
-		unit = cuda.RegisterAlignment()
+		unit = memory.RegisterAlignment()
 	}
 	m.want = max(m.want, min(sizes.RoundUp(n, unit), sizes.RoundUp(m.limit, page)))
 	if !m.growing {
@@ -257,7 +258,7 @@ func (m *Memory) nextPart(lo int64) int64 {
 	if m.gpu == nil {
 		return m.want
 	}
-	unit := cuda.RegisterAlignment()
+	unit := memory.RegisterAlignment()
 	if m.gentle {
 		return min(m.want, lo+unit) // a driver that registers does little else
 	}
@@ -280,7 +281,7 @@ func (m *Memory) touchRange(lo, hi int64) error {
 	if m.isGentle() {
 		threads = 1
 	}
-	cuda.FaultInFreshPages(b, near, threads)
+	memory.FaultIn(b, near, threads)
 	return nil
 }
 

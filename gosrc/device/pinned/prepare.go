@@ -7,6 +7,7 @@ import (
 	"runtime"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/idle"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -20,7 +21,7 @@ func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	if gpu == nil || n <= 0 || room < n || room > 1<<45 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of pinned memory, %d of address space", n, room)
 	}
-	n = sizes.RoundUp(n, cuda.RegisterAlignment()) // the next user takes no other
+	n = sizes.RoundUp(n, memory.RegisterAlignment()) // the next user takes no other
 	kept.mu.Lock()
 	m, old := kept.all[gpu], (*Memory)(nil)
 	if m != nil && !m.extendTo(room, n) {
@@ -48,7 +49,7 @@ func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 func (m *Memory) extendTo(room, n int64) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.room < room || m.err != nil || m.ready%cuda.RegisterAlignment() != 0 {
+	if m.room < room || m.err != nil || m.ready%memory.RegisterAlignment() != 0 {
 		return false
 	}
 	m.limit = min(max(m.limit, m.ready, n), m.room)

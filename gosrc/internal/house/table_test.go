@@ -61,12 +61,16 @@ var mayImport = map[string][]string{
 	"codec/codectest":   {"codec/...", "tensor", "errs", "knob", "internal/..."},
 	"device":            {"tensor", "errs", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda": {"device", "device/cuda/driver", "device/cuda/cudatest", "codec/x16", "codec/blocksum",
-		"codec/digest", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda/cudatest": {},
-	"device/cuda/driver":   {"device/cuda/cudatest", "errs", "internal/nodes"},
+	"device/cuda/queue": {"device", "device/cuda/driver", "device/cuda/memory", "codec/x16", "tensor", "errs",
+		"internal/..."},
+	"device/cuda/stream": {"device", "device/cuda/driver", "device/cuda/memory", "codec/blocksum", "codec/digest",
+		"errs", "internal/..."},
+	"device/cuda":          {"device/cuda/...", "errs"},
+	"device/cuda/cudatest": {"codec/x16"},
+	"device/cuda/driver":   {"device", "device/cuda/cudatest", "errs", "internal/nodes"},
+	"device/cuda/memory":   {"device", "device/cuda/driver", "errs", "internal/..."},
 	"device/gds":           {"errs", "internal/..."},
-	"device/pinned":        {"device/cuda", "errs", "internal/..."},
+	"device/pinned":        {"device/cuda", "device/cuda/memory", "errs", "internal/..."},
 	"format":               {"format/...", "tensorizer", "tensor", "source", "errs", "internal/..."},
 	"format/gguf":          {"source", "errs", "internal/sizes"},
 	"format/safetensors": {"tensor", "source", "errs",
@@ -103,18 +107,18 @@ var mayImport = map[string][]string{
 		"device/...", "source", "source/open", "job", "knob", "tensor", "errs",
 		"internal/..."},
 	"delta": {"save", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors",
-		"source", "source/memory", "source/open", "device", "device/cuda",
+		"source", "source/memory", "source/open", "device", "device/cuda", "device/cuda/stream",
 		"job", "tensor", "errs", "internal/..."},
 	"save/original": {"save/stored", "format", "format/...", "source", "source/open", "tensor", "errs", "internal/..."},
 	"sleep": {"load", "save", "format/overwire", "source/memory", "codec", "codec/blocksum", "codec/x16", "device",
-		"device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
+		"device/cuda", "device/cuda/...", "device/pinned", "job", "tensor", "errs", "internal/..."},
 	"preload": {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs",
 		"internal/..."},
 	"weights": {"tensor", "errs", "internal/..."},
 	"serve":   {"errs", "internal/..."},
 	"fetch":   {"source", "source/open", "job", "errs", "internal/..."},
 	"bench": {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda",
-		"device/cuda/driver", "job", "tensor", "errs", "internal/..."},
+		"device/cuda/...", "job", "tensor", "errs", "internal/..."},
 	"page": {"save", "errs"},
 	"cli": {"page", "format", "tensorizer", "load", "save", "delta", "plan", "preload", "bench", "weights",
 		"pipeline", "source", "source/open", "serve", "fetch", "device/...",
@@ -122,8 +126,8 @@ var mayImport = map[string][]string{
 
 	// nvCOMP's bitstreams. The library imports package nvcomp, but none of the
 	// packages below it.
-	"nvcomp": {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "errs",
-		"internal/..."},
+	"nvcomp": {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "device/cuda/stream",
+		"knob", "tensor", "errs", "internal/..."},
 	"nvcomp/lz4":      {"errs"},
 	"nvcomp/snappy":   {"errs"},
 	"nvcomp/zstd":     {"errs"},
@@ -138,7 +142,7 @@ var mayImport = map[string][]string{
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
-	"bind/gen":  {"bind/binding", "cli", "device", "device/cuda", "errs", "knob", "save", "source", "tensor"},
+	"bind/gen":  {"bind/binding", "cli", "device", "device/cuda/queue", "errs", "knob", "save", "source", "tensor"},
 }
 
 // modules lists the packages that may import a foreign module; "" is every package.
@@ -160,7 +164,7 @@ var modules = map[string][]string{
 }
 
 // cgoPackages may import "C". What imports none of them builds and tests with CGO_ENABLED=0.
-var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/driver", "device/cuda/cudatest",
+var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda/...",
 	"device/gds", "internal/sodium"}
 
 // mayWrite lists the packages that write files without internal/atomicfile, and
@@ -178,8 +182,6 @@ var longPackages = map[string]string{
 	"cli": "a verb is some lines over the packages that do the work; all share the reading of words and the printing",
 	"save": "its verbs share the list of tensors that is written, converted, verified and digested, and one " +
 		"way to publish what they write",
-	"device/cuda": "queues, batches, packers and deltas share the state of a device and its table of the driver, " +
-		"which cgo keeps in one package",
 }
 
 const (

@@ -13,6 +13,8 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/dlpack"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
@@ -101,7 +103,7 @@ func ExportBytes(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
 	if !ok {
 		t.Fatalf("tensor %d was not there to take", i)
 	}
-	if mem.Bytes > 0 && (uintptr(mem.Ptr)%cuda.Align != 0 || mem.CUDA != int32(d.Index()+1)) {
+	if mem.Bytes > 0 && (uintptr(mem.Ptr)%memory.Align != 0 || mem.CUDA != int32(d.Index()+1)) {
 		t.Errorf("tensor %d at %p of device %d", i, mem.Ptr, mem.CUDA-1)
 	}
 	b := make([]byte, mem.Bytes)
@@ -189,7 +191,7 @@ func LoadParts(t *testing.T, m *load.Model, reqs []load.Request, opt load.Option
 		}
 		all, views = append(all, b), append(views, digest.Contiguous(uint64(uintptr(mem.Ptr)), mem.Bytes))
 	}
-	if sums, err = d.Digest(cuda.Order{Stream: 1}, views); err != nil {
+	if sums, err = d.Digest(stream.Order{Stream: 1}, views); err != nil {
 		t.Fatal(err)
 	}
 	return all, sums
