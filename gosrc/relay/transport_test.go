@@ -37,7 +37,7 @@ func TestNothingToBring(t *testing.T) {
 	}
 	for _, rank := range []int{1, 0, 2} {
 		time.Sleep(50 * time.Millisecond)
-		if rank != 2 && relays[1].carrier.Memory(2) != nil {
+		if rank != 2 && relays[1].lay.transport.Memory(2) != nil {
 			t.Error("rank 1 maps before rank 0 has")
 		}
 		if err := relays[rank].Join(offers); err != nil {
@@ -117,24 +117,24 @@ func TestLateReader(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n := len(relays[0].pieces); n < 6 {
+	if n := len(relays[0].lay.pieces); n < 6 {
 		t.Fatalf("%d pieces", n)
 	}
 	for _, r := range relays {
 		var done []int
 		for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
-			r.mu.Lock()
-			done = slices.Clone(r.decoded)
-			r.mu.Unlock()
-			if done[0] == len(r.pieces) && done[2] == len(r.pieces) {
+			r.prog.mu.Lock()
+			done = slices.Clone(r.prog.decoded)
+			r.prog.mu.Unlock()
+			if done[0] == len(r.lay.pieces) && done[2] == len(r.lay.pieces) {
 				break
 			}
 		}
-		if done[0] < len(r.pieces) || done[2] < len(r.pieces) {
-			t.Errorf("rank %d has %v of %d pieces", r.spec.Rank, done, len(r.pieces))
+		if done[0] < len(r.lay.pieces) || done[2] < len(r.lay.pieces) {
+			t.Errorf("rank %d has %v of %d pieces", r.lay.spec.Rank, done, len(r.lay.pieces))
 		}
 		if done[late] > 1 { // what comes with the header may be of the first
-			t.Errorf("rank %d has what was not read", r.spec.Rank)
+			t.Errorf("rank %d has what was not read", r.lay.spec.Rank)
 		}
 	}
 	release()
