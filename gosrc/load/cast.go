@@ -1,6 +1,6 @@
 package load
 
-// This file converts floats to another dtype as they land on a GPU.
+// Casts of floats to another dtype as they land on a GPU.
 
 import (
 	"context"
@@ -34,15 +34,6 @@ func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]devi
 	return casts, nil
 }
 
-// landingBytes is how many bytes a request occupies at its destination.
-func (l *Loading) landingBytes(i int) int64 {
-	n := l.wants[i].Bytes
-	if l.casts != nil && l.casts[i].To != 0 {
-		n = castBytes(n, l.casts[i])
-	}
-	return n
-}
-
 // castBytes is how many bytes n bytes of whole elements occupy after a cast.
 func castBytes(n int64, c device.Cast) int64 {
 	return n / int64(c.From.Bits()/8) * int64(c.To.Bits()/8)
@@ -61,7 +52,7 @@ type wholeCasts struct {
 }
 
 // plantCasts adds casts and their destinations to the tasks of a plan.
-func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, error) {
+func plantCasts(l *Loading, p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, error) {
 	t := &wholeCasts{l: l, dest: dest}
 	if l.casts == nil {
 		return t, nil

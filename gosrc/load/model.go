@@ -59,7 +59,7 @@ type Model struct {
 
 	mappings []fileMapping // by source; nil: none yet
 
-	stocks []joined // by file: a stock that has its tensors already; nil: none
+	preloaded []attached // by file: what was preloaded of it; nil: nothing
 
 	pinning bool    // Pin runs: no load may start
 	pin     *pinned // nil: not pinned
@@ -165,7 +165,7 @@ func (m *Model) Drop() {
 	last := m.refs == 0
 	m.mu.Unlock()
 	if last {
-		m.leaveStocks()
+		m.detachPreloaded()
 		for _, one := range m.parts {
 			one.Drop()
 		}

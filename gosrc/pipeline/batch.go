@@ -23,7 +23,7 @@ const gap = 256 << 10
 
 // A feed gives out the worker shares in order.
 type feed struct {
-	*Task
+	task    *Task
 	facts   []source.Facts  // by source
 	permits context.Context // ends when none are left
 	empty   context.CancelFunc
@@ -43,13 +43,13 @@ type feed struct {
 func (q *feed) takeBatch(permit source.Ranges) (b batch, from source.Ranges, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	shares, pieces := q.Plan.Shares, q.Plan.Pieces
+	shares, pieces := q.task.Plan.Shares, q.task.Plan.Pieces
 	if q.next == len(shares) {
 		return batch{}, nil, false
 	}
 	first := &shares[q.next]
 	b = batch{first: int32(q.next), end: int32(q.next)}
-	if q.Range != nil {
+	if q.task.Range != nil {
 		from = q.facts[pieces[first.Piece].Source].Ranges
 	}
 	if from != permit {
@@ -57,7 +57,7 @@ func (q *feed) takeBatch(permit source.Ranges) (b batch, from source.Ranges, ok 
 	}
 	q.next++
 	if from != nil {
-		most := q.Range()
+		most := q.task.Range()
 		b.n = first.To - first.From
 		for ; q.next < len(shares); q.next++ {
 			last, share := &shares[q.next-1], &shares[q.next]

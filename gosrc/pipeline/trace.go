@@ -67,25 +67,6 @@ func (t *Trace) addSpans(spans []span) {
 	t.mu.Unlock()
 }
 
-// subtractWaits moves a range's waiting times out of the time since *t.
-func (w *worker) subtractWaits(t *time.Time) {
-	if w.steps == nil {
-		return
-	}
-	permit, answer := w.steps.Waited()
-	w.st.PermitNS += permit.Nanoseconds()
-	w.st.AnswerNS += answer.Nanoseconds()
-	for _, x := range []struct {
-		verb string
-		took time.Duration
-	}{{"permit", permit}, {"answer", answer}} {
-		if w.Trace != nil && x.took > 0 {
-			w.spans = append(w.spans, span{x.verb, onWorker, w.n, *t, t.Add(x.took), 0})
-		}
-		*t = t.Add(x.took)
-	}
-}
-
 // A Summary is a trace in a few numbers. Seconds of a stage are summed over
 // workers: 16 workers can read for 16 seconds in one.
 type Summary struct {

@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Threads of a program may open and load one model at once: a model joins stocks while
+// Threads of a program may open and load one model at once: a model attaches preloaded tensors while
 // loads of it begin. The race detector watches.
 func TestJoinBesideStart(t *testing.T) {
 	off := false
@@ -19,7 +19,7 @@ func TestJoinBesideStart(t *testing.T) {
 		spec.URIs, want = append(spec.URIs, path), append(want, all...)
 	}
 	for range 5 {
-		s, err := NewStock(opened(t, spec), Options{})
+		s, err := NewPreloaded(opened(t, spec), Options{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -31,7 +31,7 @@ func TestJoinBesideStart(t *testing.T) {
 		spawn.Go("test join", func() {
 			defer wg.Done()
 			for i := range ids {
-				m.Join(i, s, i, ids[i])
+				m.Attach(i, s, i, ids[i])
 				if i == 0 {
 					close(begun)
 				}

@@ -13,7 +13,7 @@ import (
 
 // What a GPU's load is said to take is what it takes: its slots, on the device and
 // pinned, and of tensors that become another dtype as they land only that one.
-func TestOutlookFake(t *testing.T) {
+func TestEstimateFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	path := t.TempDir() + "/m.safetensors"
 	var in []save.Input
@@ -25,7 +25,7 @@ func TestOutlookFake(t *testing.T) {
 		t.Fatal(err)
 	}
 	m := opened(t, Spec{URIs: []string{path}})
-	o, err := m.Outlook(nil, Prospect{Device: "cuda:0", DType: "F32", Item: 4})
+	o, err := m.Estimate(nil, Prospect{Device: "cuda:0", DType: "F32", Item: 4})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,7 +12,7 @@ import (
 
 // The memory beside the tensors that a load is said to take is what it takes: none for
 // mapped files, the ring of slots for others.
-func TestOutlookStages(t *testing.T) {
+func TestEstimateStages(t *testing.T) {
 	plain, _ := write(t, "a", []int64{3, 5}, []int64{1_300_001}, []int64{0, 4}, []int64{7})
 	stored, _ := packed(t)
 	off := false
@@ -23,7 +23,7 @@ func TestOutlookStages(t *testing.T) {
 	}{{"mapped", Spec{URIs: []string{plain}}, true}, {"read", Spec{URIs: []string{plain}, Map: &off}, false},
 		{"compressed", Spec{URIs: []string{stored}}, false}} {
 		m := opened(t, c.spec)
-		o, err := m.Outlook(nil, Prospect{Device: "cpu"})
+		o, err := m.Estimate(nil, Prospect{Device: "cpu"})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -50,7 +50,7 @@ func TestOutlookStages(t *testing.T) {
 
 // What is over a budget is refused with its numbers and the tensor that is the largest;
 // what is not even a part of the model is a mistake. A GPU is counted without one.
-func TestOutlookBudget(t *testing.T) {
+func TestEstimateBudget(t *testing.T) {
 	path, _ := write(t, "a", []int64{3, 5}, []int64{1000}, []int64{0, 4}, []int64{80})
 	m := opened(t, Spec{URIs: []string{path}})
 	for _, c := range []struct {
@@ -76,7 +76,7 @@ func TestOutlookBudget(t *testing.T) {
 		{[]Part{{Tensor: 1, Elements: math.MinInt64}}, Prospect{}, errs.ErrArgument, ""},
 		{[]Part{{Tensor: 1, Elements: math.MaxInt64}}, Prospect{}, errs.ErrArgument, ""},
 	} {
-		o, err := m.Outlook(c.parts, c.q)
+		o, err := m.Estimate(c.parts, c.q)
 		var at *errs.At
 		switch {
 		case !errors.Is(err, c.class) || c.class != nil && !strings.Contains(err.Error(), c.text):
@@ -93,7 +93,7 @@ func TestOutlookBudget(t *testing.T) {
 			}
 		}
 	}
-	o, err := m.Outlook([]Part{{Tensor: 3, Elements: plan.Whole}}, Prospect{Device: "cuda:3"})
+	o, err := m.Estimate([]Part{{Tensor: 3, Elements: plan.Whole}}, Prospect{Device: "cuda:3"})
 	if err != nil || o.Staging < 1<<20 || o.Pinned != o.Staging {
 		t.Errorf("%+v, %v", o, err)
 	}

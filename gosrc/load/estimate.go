@@ -35,8 +35,8 @@ type Prospect struct {
 	Keep *int64 `json:"keep"`
 }
 
-// An Outlook is what a load would take.
-type Outlook struct {
+// An Estimate is what a load would take.
+type Estimate struct {
 	Bytes []int64 `json:"bytes"` // of each tensor, when all is done
 	Peak  int64   `json:"peak"`  // of all tensors, at any moment
 	// Staging is the memory on the device that stored bytes pass through, at most: a
@@ -53,9 +53,9 @@ type Part = plan.Part
 // KeptBlocks is as plan has it.
 func KeptBlocks(nbytes []int64, keep int64) []int64 { return plan.KeptBlocks(nbytes, keep) }
 
-// Outlook tells what loading parts of tensors would take, all tensors for nil. What is
+// Estimate tells what loading parts of tensors would take, all tensors for nil. What is
 // over the budget is an ErrMemory.
-func (m *Model) Outlook(parts []Part, q Prospect) (o Outlook, err error) {
+func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 	if q.Budget < 0 || q.Item < 0 || q.Stream && q.Budget == 0 {
 		return o, errs.New(errs.ErrArgument, "max_memory %d, elements of %d bytes", q.Budget, q.Item)
 	}
@@ -127,7 +127,7 @@ func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
 }
 
 // countStaging counts the slots that whole tensors are read into.
-func (m *Model) countStaging(o *Outlook, parts []Part, q Prospect) error {
+func (m *Model) countStaging(o *Estimate, parts []Part, q Prospect) error {
 	gpu := q.onGPU()
 	reqs := make([]Request, len(parts))
 	for i, p := range parts {

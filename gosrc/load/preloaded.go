@@ -1,7 +1,6 @@
 package load
 
-// This file has stocks: models that were loaded before anything asked for their
-// tensors.
+// Preloaded tensors: models that were loaded before anything asked for their tensors.
 
 import (
 	"context"
@@ -17,11 +16,11 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Stock is all tensors of a model, loaded before anything asks for them. Loads of
-// other models of the same files (see Model.Join) take tensors out of it: each
-// tensor is given once, and what is missing is read from the file. An error of a
-// stock is not an error of the loads that use it.
-type Stock struct {
+// A Preloaded is all tensors of a model, loaded before anything asks for them. Loads of
+// other models of the same files (see Model.Attach) take tensors out of it: each
+// tensor is given once, and what is missing is read from the file. An error of
+// preloading is not an error of the loads that use it.
+type Preloaded struct {
 	model *Model
 	l     *Loading // request k is tensor k, whole
 	names []map[string]int32
@@ -30,26 +29,26 @@ type Stock struct {
 	landed []bool
 	over   bool          // no more tensors will land
 	wake   chan struct{} // closed and renewed when a field above changes
-	files  []stocked
+	files  []preloadedFile
 	left   int  // files that are not gone
 	drop   bool // free files when no model uses them
 }
 
-type stocked struct {
+type preloadedFile struct {
 	users int
 	taken bool // a load took some of its tensors: the last user frees the rest
 	gone  bool
 }
 
-// NewStock begins to load all of a model. The stock owns the model from then on.
-func NewStock(m *Model, opt Options) (*Stock, error) {
+// NewPreloaded begins to load all of a model, and owns the model from then on.
+func NewPreloaded(m *Model, opt Options) (*Preloaded, error) {
 	l, err := m.Start(nil, opt)
 	if err != nil {
 		return nil, err
 	}
-	s := &Stock{model: m, l: l, names: make([]map[string]int32, len(m.srcs)), landed: make([]bool, l.Len()),
+	s := &Preloaded{model: m, l: l, names: make([]map[string]int32, len(m.srcs)), landed: make([]bool, l.Len()),
 		wake:  make(chan struct{}),
-		files: make([]stocked, len(m.srcs)), left: len(m.srcs)}
+		files: make([]preloadedFile, len(m.srcs)), left: len(m.srcs)}
 	for i := range s.names {
 		s.names[i] = map[string]int32{}
 	}
@@ -57,7 +56,7 @@ func NewStock(m *Model, opt Options) (*Stock, error) {
 		t := &m.ix.Tensors[k]
 		s.names[t.Source][t.Name] = int32(k)
 	}
-	spawn.Go("stock", func() {
+	spawn.Go("preloaded", func() {
 		for more := true; more; {
 			var at []int
 			at, more = l.Ready(1<<20, time.Hour)
@@ -67,35 +66,35 @@ func NewStock(m *Model, opt Options) (*Stock, error) {
 	return s, nil
 }
 
-// Job is the load that fills the stock.
-func (s *Stock) Job() *job.Job { return s.l.Job() }
+// Job is the load that fills it.
+func (s *Preloaded) Job() *job.Job { return s.l.Job() }
 
-// Model is the stock's model, which the stock owns.
-func (s *Stock) Model() *Model { return s.model }
+// Model is the model, which Preloaded owns.
+func (s *Preloaded) Model() *Model { return s.model }
 
 // Spent reports whether every file of it is gone.
-func (s *Stock) Spent() bool {
+func (s *Preloaded) Spent() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.left == 0
 }
 
 // Whole reports whether no load has taken anything from it.
-func (s *Stock) Whole() bool {
+func (s *Preloaded) Whole() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return !slices.ContainsFunc(s.files, func(f stocked) bool { return f.taken || f.gone })
+	return !slices.ContainsFunc(s.files, func(f preloadedFile) bool { return f.taken || f.gone })
 }
 
 // Gone reports whether nothing of a file is left.
-func (s *Stock) Gone(file int) bool {
+func (s *Preloaded) Gone(file int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.files[file].gone
 }
 
 // Drop frees the files that no model uses, and the others as soon as none does.
-func (s *Stock) Drop() {
+func (s *Preloaded) Drop() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.drop = true
@@ -104,7 +103,7 @@ func (s *Stock) Drop() {
 	}
 }
 
-func (s *Stock) arrived(at []int, over bool) {
+func (s *Preloaded) arrived(at []int, over bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, k := range at {
@@ -118,14 +117,14 @@ func (s *Stock) arrived(at []int, over bool) {
 	s.wake = make(chan struct{})
 }
 
-func (s *Stock) freeTensor(k int) {
+func (s *Preloaded) freeTensor(k int) {
 	if mem, _, _, ok := s.l.Take(k); ok {
 		mem.Release()
 	}
 }
 
 // useFile adds n (1 or -1) to a file's users; false: the file is gone.
-func (s *Stock) useFile(file, n int) bool {
+func (s *Preloaded) useFile(file, n int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	f := &s.files[file]
@@ -138,7 +137,7 @@ func (s *Stock) useFile(file, n int) bool {
 }
 
 // freeUnwanted frees a file's tensors once no model will ask for them. mu is held.
-func (s *Stock) freeUnwanted(file int) {
+func (s *Preloaded) freeUnwanted(file int) {
 	f := &s.files[file]
 	if f.gone || f.users > 0 || !f.taken && !s.drop {
 		return
@@ -155,8 +154,8 @@ func (s *Stock) freeUnwanted(file int) {
 	}
 }
 
-// findTensor returns the stock's tensor that equals a model's tensor.
-func (s *Stock) findTensor(m *Model, tensor int32, file int) (k int32, ok bool) {
+// findTensor returns the preloaded tensor that equals a model's tensor.
+func (s *Preloaded) findTensor(m *Model, tensor int32, file int) (k int32, ok bool) {
 	t := &m.ix.Tensors[tensor]
 	if k, ok = s.names[file][t.Name]; !ok {
 		return 0, false
@@ -167,15 +166,15 @@ func (s *Stock) findTensor(m *Model, tensor int32, file int) (k int32, ok bool) 
 }
 
 // claimFile notes that a tensor of a file will be taken.
-func (s *Stock) claimFile(file int) {
+func (s *Preloaded) claimFile(file int) {
 	s.mu.Lock()
 	s.files[file].taken = true
 	s.mu.Unlock()
 }
 
 // takeTensor waits for a tensor and returns its memory. ok is false if it was taken
-// before, if the stock's load failed, or if ctx has ended.
-func (s *Stock) takeTensor(ctx context.Context, k int32) (mem device.Memory, ok bool) {
+// before, if preloading failed, or if ctx has ended.
+func (s *Preloaded) takeTensor(ctx context.Context, k int32) (mem device.Memory, ok bool) {
 	for {
 		s.mu.Lock()
 		landed, over, wake := s.landed[k], s.over, s.wake
@@ -195,11 +194,11 @@ func (s *Stock) takeTensor(ctx context.Context, k int32) (mem device.Memory, ok 
 	}
 }
 
-// joined says which file of which stock a model's file is.
-type joined struct {
-	stock *Stock
-	file  int
-	id    source.Identity // of both
+// attached says which file of which preloaded model a model's file is.
+type attached struct {
+	preloaded *Preloaded
+	file      int
+	id        source.Identity // of both
 }
 
 // FileIdentities are the identities of the model's files when they were opened. known is
@@ -217,34 +216,34 @@ func (m *Model) FileIdentities() (ids []source.Identity, settled, known bool) {
 // Reached is format.Access.Key of the way to the model's files.
 func (m *Model) Reached() string { return m.key }
 
-// Join lets loads of the model take what a stock has of the model's file i, which
+// Attach lets loads of the model take what is preloaded of the model's file i, which
 // is number `file` there, until the model ends. id is the file's identity when the
-// stock began. If the model's file has another one, or has been written to since,
-// Join returns false and does nothing.
-func (m *Model) Join(i int, s *Stock, file int, id source.Identity) bool {
+// preloading began. If the model's file has another one, or has been written to since,
+// Attach returns false and does nothing.
+func (m *Model) Attach(i int, s *Preloaded, file int, id source.Identity) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.shut || m.pin != nil || m.pinning {
 		return false
 	}
-	if m.stocks == nil {
-		m.stocks = make([]joined, len(m.srcs))
+	if m.preloaded == nil {
+		m.preloaded = make([]attached, len(m.srcs))
 	}
-	if m.stocks[i].stock != nil {
-		return m.stocks[i].stock == s
+	if m.preloaded[i].preloaded != nil {
+		return m.preloaded[i].preloaded == s
 	}
 	if !m.srcs[i].Facts().Unchanged(id) || !s.useFile(file, 1) {
 		return false
 	}
-	m.stocks[i] = joined{s, file, id}
+	m.preloaded[i] = attached{s, file, id}
 	return true
 }
 
-// leaveStocks undoes Join, when the model ends.
-func (m *Model) leaveStocks() {
-	for _, j := range m.stocks {
-		if j.stock != nil {
-			j.stock.useFile(j.file, -1)
+// detachPreloaded undoes Attach, when the model ends.
+func (m *Model) detachPreloaded() {
+	for _, j := range m.preloaded {
+		if j.preloaded != nil {
+			j.preloaded.useFile(j.file, -1)
 		}
 	}
 }
@@ -255,76 +254,75 @@ func (m *Model) MapsAs(i int, other *Model, k int) bool {
 	return m.ix.Sources[i].Overwire() || m.maps(m.srcs[i]) == other.maps(other.srcs[k])
 }
 
-// Mapped reports whether plain tensors of the stock's file are mapped.
-func (s *Stock) Mapped(file int) bool {
+// Mapped reports whether plain tensors of the preloaded file are mapped.
+func (s *Preloaded) Mapped(file int) bool {
 	return slices.ContainsFunc(s.l.wants, func(w plan.Want) bool {
-		return int(s.model.ix.Tensors[w.Tensor].Source) == file && s.l.mapped[w.Tensor]
+		return int(s.model.ix.Tensors[w.Tensor].Source) == file && s.l.files.mapped[w.Tensor]
 	})
 }
 
-// due is a request that a stock serves.
+// due is a request that preloaded tensors serve.
 type due struct {
 	at   int // request
-	from joined
+	from attached
 	k    int32
-	// reread: the stock's tensor is in a mapping, but the request has a
+	// reread: the preloaded tensor is in a mapping, but the request has a
 	// destination. Bytes of a mapping are never copied, since reading a truncated
 	// file's mapping ends the process. The tensor is read again instead, and the
-	// stock's freed.
+	// preloaded one freed.
 	reread bool
 }
 
-// servedByStocks says which requests the model's stocks serve; nil: none.
-func (m *Model) servedByStocks(reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
+// servedByPreloaded says which requests preloaded tensors serve; nil: none.
+func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
 	m.mu.Lock()
-	stocks := slices.Clone(m.stocks) // others may join meanwhile
+	sources := slices.Clone(m.preloaded) // others may attach meanwhile
 	m.mu.Unlock()
-	if stocks == nil || opt.Cast != "" {
+	if sources == nil || opt.Cast != "" {
 		return nil
 	}
 	var all []*due
-	same := make([]int8, len(stocks)) // by file: whether it is unchanged since Join; 0: not checked
+	same := make([]int8, len(sources)) // by file: whether it is unchanged since Attach; 0: not checked
 	for i, r := range reqs {
-		if r.Dest == SettleLater {
+		if r.Dest == BindLater {
 			return nil
 		}
 		n := m.ix.Tensors[wants[i].Tensor].Source
-		from := stocks[n]
-		if from.stock != nil && same[n] == 0 {
+		from := sources[n]
+		if from.preloaded != nil && same[n] == 0 {
 			if same[n] = 1; !m.srcs[n].Facts().Unchanged(from.id) {
 				same[n] = -1
-				from.stock.Drop()
+				from.preloaded.Drop()
 			}
 		}
 		if same[n] < 0 {
 			continue
 		}
 		whole := r.Lo0 == 0 && r.Hi0 == plan.Whole && r.Lo1 == 0 && r.Hi1 == plan.Whole
-		if from.stock == nil || !whole || from.stock.l.target != tgt || r.Dest != 0 && tgt.GPU != nil {
+		if from.preloaded == nil || !whole || from.preloaded.l.target != tgt || r.Dest != 0 && tgt.GPU != nil {
 			continue
 		}
-		k, ok := from.stock.findTensor(m, wants[i].Tensor, from.file)
+		k, ok := from.preloaded.findTensor(m, wants[i].Tensor, from.file)
 		if !ok {
 			continue
 		}
-		all = append(all, &due{at: i, from: from, k: k, reread: r.Dest != 0 && from.stock.l.mapped[k]})
+		all = append(all, &due{at: i, from: from, k: k, reread: r.Dest != 0 && from.preloaded.l.files.mapped[k]})
 	}
 	for _, d := range all {
-		d.from.stock.claimFile(d.from.file)
+		d.from.preloaded.claimFile(d.from.file)
 	}
-	// In the order in which a stock fills.
+	// In the order in which they were preloaded.
 	slices.SortStableFunc(all, func(a, b *due) int { return int(a.k) - int(b.k) })
 	return all
 }
 
-// fromStocks is Start for requests some of which stocks serve; the others, and
-// those that a stock cannot give, are loads of their own.
-func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Options, all []*due) (*Loading, error) {
+// startFromPreloaded is Start for requests that preloaded tensors serve in part; the others, and
+// those that cannot be given, are loads of their own.
+func (m *Model) startFromPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options, all []*due) (*Loading, error) {
 	if err := m.Hold(); err != nil {
 		return nil, err
 	}
 	l := newLoading(m, tgt, wants)
-	l.mapped = make([]bool, len(reqs))
 	all = slices.DeleteFunc(all, func(d *due) bool { return d.reread })
 	given := make([]bool, len(reqs))
 	for _, d := range all {
@@ -336,10 +334,10 @@ func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Op
 			rest = append(rest, i)
 		}
 	}
-	var beside *Loading
+	var other *Loading
 	if len(rest) > 0 {
 		var err error
-		if beside, err = m.startRequests(pickSome(reqs, rest), pickSome(wants, rest), tgt, opt); err != nil {
+		if other, err = m.startRequests(pickSome(reqs, rest), pickSome(wants, rest), tgt, opt); err != nil {
 			m.Drop()
 			return nil, err
 		}
@@ -353,19 +351,19 @@ func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Op
 		}
 		j.TotalBytes.Store(rep.Bytes)
 		j.TotalTensors.Store(rep.Tensors)
-		besides := make(chan error, 1)
-		spawn.Go("load beside", func() {
-			besides <- spawn.Guard("load beside", func() error { return l.forwardLanded(ctx, beside, rest, &rep) })
+		ended := make(chan error, 1)
+		spawn.Go("load rest", func() {
+			ended <- spawn.Guard("load rest", func() error { return forwardLanded(ctx, l, other, rest, &rep) })
 		})
-		missing := l.drawFromStocks(ctx, reqs, all, &rep)
-		err := <-besides
+		missing := takePreloaded(ctx, l, reqs, all, &rep)
+		err := <-ended
 		if err == nil && ctx.Err() != nil {
 			err = context.Cause(ctx)
 		}
 		if err == nil && len(missing) > 0 {
 			var more *Loading
 			if more, err = m.startRequests(pickSome(reqs, missing), pickSome(wants, missing), tgt, opt); err == nil {
-				err = l.forwardLanded(ctx, more, missing, &rep)
+				err = forwardLanded(ctx, l, more, missing, &rep)
 			}
 		}
 		rep.Seconds = time.Since(start).Seconds()
@@ -383,11 +381,11 @@ func pickSome[T any](all []T, at []int) []T {
 	return some
 }
 
-// drawFromStocks takes what is due out of the stocks, and returns what was missing.
-func (l *Loading) drawFromStocks(ctx context.Context, reqs []Request, all []*due, rep *Report) (missing []int) {
+// takePreloaded takes what is due of preloaded tensors, and returns what was missing.
+func takePreloaded(ctx context.Context, l *Loading, reqs []Request, all []*due, rep *Report) (missing []int) {
 	var mapped int64
 	for _, d := range all {
-		mem, ok := d.from.stock.takeTensor(ctx, d.k)
+		mem, ok := d.from.preloaded.takeTensor(ctx, d.k)
 		switch {
 		case !ok:
 			missing = append(missing, d.at)
@@ -396,21 +394,21 @@ func (l *Loading) drawFromStocks(ctx context.Context, reqs []Request, all []*due
 			copy(unsafe.Slice((*byte)(device.Pointer(reqs[d.at].Dest)), mem.Bytes), mem.Slice())
 			mem.Release()
 			mem = device.Memory{}
-		case d.from.stock.l.mapped[d.k]:
+		case d.from.preloaded.l.files.mapped[d.k]:
 			mapped += mem.Bytes
 		}
 		l.landForeign(d.at, mem)
 	}
-	l.mu.Lock()
+	l.out.mu.Lock()
 	rep.Mapped += mapped
-	l.mu.Unlock()
+	l.out.mu.Unlock()
 	slices.Sort(missing)
 	return missing
 }
 
 // forwardLanded passes on what another load of the model brings; at maps its requests to
 // this load's. It returns when that load has ended; a nil load is empty.
-func (l *Loading) forwardLanded(ctx context.Context, from *Loading, at []int, rep *Report) error {
+func forwardLanded(ctx context.Context, l, from *Loading, at []int, rep *Report) error {
 	if from == nil {
 		return nil
 	}
@@ -428,19 +426,10 @@ func (l *Loading) forwardLanded(ctx context.Context, from *Loading, at []int, re
 		return err
 	}
 	if r, ok := from.job.Value().(Report); ok {
-		l.mu.Lock()
+		l.out.mu.Lock()
 		rep.Mapped, rep.DirectIO, rep.GDS = rep.Mapped+r.Mapped, rep.DirectIO+r.DirectIO, rep.GDS+r.GDS
 		rep.NoGDS, rep.Stages, rep.Trace = r.NoGDS, r.Stages, r.Trace
-		l.mu.Unlock()
+		l.out.mu.Unlock()
 	}
 	return nil
-}
-
-// landForeign is land for memory that another load allocated.
-func (l *Loading) landForeign(i int, mem device.Memory) {
-	l.mu.Lock()
-	l.mem[i] = mem
-	l.mu.Unlock()
-	l.job.Bytes.Add(l.wants[i].Bytes)
-	l.landRequest(int32(i))
 }
