@@ -65,7 +65,7 @@ func (m *mover) movePieces(ctx context.Context) error {
 		m.lastRound.Store(time.Now().UnixNano())
 		worked := m.moveOnce()
 		if t := m.lay.transport; t != nil && !worked && job.IsClosed(t.joined) {
-			if err := t.CheckOthers(); err != nil {
+			if err := t.Board.CheckOthers(); err != nil {
 				return err
 			}
 		}
@@ -140,7 +140,7 @@ func (m *mover) awaitBuffersUpTo(ctx context.Context, pieces int) error {
 // recycleTakenBuffers asks which of this rank's shares no other rank needs any more, and recycles their buffers.
 func (m *mover) recycleTakenBuffers() (bool, error) {
 	t := m.lay.transport
-	return t != nil && job.IsClosed(t.joined) && m.prog.recycleTaken(t.CountTaken()), nil
+	return t != nil && job.IsClosed(t.joined) && m.prog.recycleTaken(t.Board.CountTaken()), nil
 }
 
 // carryShares takes the next piece of each rank that has its share ready to be read, once the ranks have met and this
@@ -179,7 +179,7 @@ func (m *mover) carryShare(from int) (bool, error) {
 	of, part := shares{k, from, from + 1}, m.lay.partOf(k, from)
 	wanted := part.endTask > part.firstTask
 	switch {
-	case own && !job.IsClosed(m.lay.pieces[k].checked), !own && wanted && t.CountPublished(from) <= k:
+	case own && !job.IsClosed(m.lay.pieces[k].checked), !own && wanted && t.Board.CountPublished(from) <= k:
 		return false, nil
 	case !wanted:
 		m.prog.markQueued(of, nil)

@@ -51,7 +51,7 @@ func (p *progress) failWith(err error, ours bool) {
 	if p.err == nil {
 		p.err, p.ours = err, ours
 		if t := p.lay.transport; t != nil && job.IsClosed(t.joined) {
-			t.ReportFailure()
+			t.Board.ReportFailure()
 		}
 	}
 	p.mu.Unlock()
@@ -64,9 +64,9 @@ func (p *progress) markJoined() {
 	defer p.mu.Unlock()
 	t := p.lay.transport
 	close(t.joined)
-	t.Publish(p.published)
+	t.Board.Publish(p.published)
 	if p.err != nil {
-		t.ReportFailure()
+		t.Board.ReportFailure()
 	}
 }
 
@@ -92,7 +92,7 @@ func (p *progress) makeReadable(piece int) {
 		p.published++
 	}
 	if job.IsClosed(t.joined) {
-		t.Publish(p.published)
+		t.Board.Publish(p.published)
 	}
 }
 
@@ -169,7 +169,7 @@ func (p *progress) markDecoded(of shares) {
 			p.decoded[rank]++
 		}
 		if t := p.lay.transport; t != nil && rank != p.lay.spec.Rank {
-			t.ReleasePieces(rank, p.decoded[rank])
+			t.Board.ReleasePieces(rank, p.decoded[rank])
 		}
 	}
 	if p.sharesLeft == 0 {

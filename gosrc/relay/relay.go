@@ -241,7 +241,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		for _, d := range r.move.waits {
 			rep.Waited = append(rep.Waited, d.Seconds())
 		}
-		rep.Lost, rep.Unmapped = slices.Sorted(slices.Values(t.Lost())), t.unmapped.Load()
+		rep.Lost, rep.Unmapped = slices.Sorted(slices.Values(t.Board.Lost())), t.unmapped.Load()
 	}
 	j.SetReport(rep)
 	return r.prog.err

@@ -76,7 +76,7 @@ func (t *transport) mapOthers(ctx context.Context, rank, ranks int) error {
 	if err := awaitChannel(ctx, t.joined); err != nil {
 		return err
 	}
-	if err := t.AwaitMapTurn(ctx); err != nil {
+	if err := t.Board.AwaitMapTurn(ctx); err != nil {
 		return err
 	}
 	for n := range ranks - 1 {
@@ -85,8 +85,8 @@ func (t *transport) mapOthers(ctx context.Context, rank, ranks int) error {
 			return err
 		}
 	}
-	t.EndMapTurn()
-	return t.AwaitJoined(ctx) // also a relay without pieces does not end before the others have found it
+	t.Board.EndMapTurn()
+	return t.Board.AwaitJoined(ctx) // also a relay without pieces does not end before the others have found it
 }
 
 // end waits for the pulls in flight, and for the other ranks to end theirs; when ctx has ended, not long. good: this

@@ -36,7 +36,7 @@ func Fake(bytes int64) (end func() string) {
 		opened.mu.Unlock()
 		text := ""
 		for _, d := range open {
-			if err := d.close(); err != nil {
+			if err := closeDevice(d); err != nil {
 				text += err.Error() + "; "
 			}
 		}
@@ -47,8 +47,8 @@ func Fake(bytes int64) (end func() string) {
 	}
 }
 
-// close frees a device without live memory.
-func (d *Device) close() error {
+// closeDevice frees a device without live memory.
+func closeDevice(d *Device) error {
 	err := d.Trim()
 	if e := d.Memory.Close(); err == nil {
 		err = e

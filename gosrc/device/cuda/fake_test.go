@@ -38,7 +38,7 @@ func begun(t testing.TB) *Device {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := d.close(); err != nil {
+		if err := closeDevice(d); err != nil {
 			t.Error(err)
 		}
 		if s := cudatest.ReadState(); s.HasLeaks() || s.Broken > 0 {
@@ -165,7 +165,7 @@ func life(p *piece, index int) error {
 	for _, m := range mem {
 		m.Release()
 	}
-	first(d.close())
+	first(closeDevice(d))
 	return err
 }
 
