@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// castsOf says which requests become another dtype as they land: those for whose
-// pair of dtypes the GPU has a kernel.
+// castsOf says which requests become another dtype as they land: those with a
+// pair of dtypes that the GPU has a kernel for.
 func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]device.Cast, error) {
 	if to == "" {
 		return nil, nil

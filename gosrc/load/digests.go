@@ -1,6 +1,6 @@
 package load
 
-// This file computes the digests of a model's tensors on a GPU.
+// Digests of a model's tensors, computed on a GPU.
 
 import (
 	"context"

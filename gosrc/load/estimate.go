@@ -1,7 +1,7 @@
 package load
 
-// This file tells what a load would take, and refuses what is over a budget. It
-// allocates nothing and touches no GPU.
+// Estimates of what a load would take, which refuse what is over a budget. They
+// allocate nothing and touch no GPU.
 
 import (
 	"strings"
@@ -155,7 +155,7 @@ func (m *Model) countStaging(o *Estimate, parts []Part, q Prospect) error {
 	return nil
 }
 
-// mapped says of which sources plain tensors are mapped by a load to the host.
+// mapped says, by source, whether a load to the host maps its plain tensors.
 func (m *Model) mapped() []bool {
 	maps := make([]bool, len(m.srcs))
 	for i, s := range m.srcs {

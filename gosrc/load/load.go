@@ -24,7 +24,7 @@ type Request = plan.Request
 // Options of one load. The zero value is the best default.
 type Options struct {
 	Device string `json:"device"` // "" or "cpu", "cuda", "cuda:1"
-	Stream uint64 `json:"stream"` // CUDA: the caller's, whose queued work precedes the load; 0: none
+	Stream uint64 `json:"stream"` // CUDA: the caller's; work that is queued there precedes the load; 0: none
 	// CUDA: the dtype that floats become as they land, where there is a kernel for it; "": none
 	Cast    string `json:"cast"`
 	Threads int    `json:"threads"`  // 0: one per core
@@ -167,7 +167,7 @@ func (l *Loading) isShort() bool {
 	})
 }
 
-// noteWaiting notes the requests whose destination the caller binds later.
+// noteWaiting notes the requests with a destination that the caller binds later.
 func (l *Loading) noteWaiting(reqs []Request) error {
 	for i := range reqs {
 		if reqs[i].Dest != BindLater || l.wants[i].Bytes == 0 {
@@ -206,7 +206,7 @@ func (l *Loading) landingBytes(i int) int64 {
 
 // bindsMeanwhile reports whether the job should wait for the load's queue, and not Start:
 // one is being made, the caller can make destinations meanwhile, and enough memory is free
-// that the queue's is no question.
+// for the queue.
 func (l *Loading) bindsMeanwhile() bool {
 	if l.dests == nil || l.dests.bound == nil || !l.target.GPU.IsMakingQueue() {
 		return false
@@ -216,7 +216,7 @@ func (l *Loading) bindsMeanwhile() bool {
 }
 
 // Bind sets destinations of requests with BindLater: request, address, request, address. Work that is queued on the
-// stream now precedes what lands there; 0 is no stream. It may be called while the load runs and after it.
+// stream now precedes what lands there; 0: none. It may be called while the load runs and after it.
 func (l *Loading) Bind(pairs []int64, stream uint64) error {
 	l.out.mu.Lock()
 	defer l.out.mu.Unlock()

@@ -23,7 +23,7 @@ import (
 
 const (
 	// little is what a load rather copies than maps a file for, which takes longer. A
-	// model whose loads do so again and again is mapped after all: from then on nothing
+	// model is mapped after all if its loads do so again and again: from then on nothing
 	// is to be done for a tensor.
 	little, littleLoads = 64 << 10, 16
 	// ownMappings is how many mappings loads of a model may have for themselves.

@@ -29,7 +29,7 @@ type Spec struct {
 	// Map says whether plain tensors of files are mapped instead of read; nil:
 	// except on network file systems.
 	Map *bool `json:"map"`
-	// Lenient accepts headers that other safetensors parsers accept, too.
+	// Lenient accepts headers that only other safetensors parsers accept.
 	Lenient bool `json:"lenient"`
 	// Storage says how to reach remote files.
 	Storage format.Access `json:"storage"`
@@ -48,7 +48,7 @@ type Model struct {
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
 	key  string // of how its files were reached: format.Access.Key
-	// The models whose sources these are, which it holds; nil: the sources are its own.
+	// The models that own these sources, which it holds; nil: the sources are its own.
 	parts []*Model
 	// When Open began and ended, for traces.
 	opened [2]time.Time

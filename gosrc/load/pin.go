@@ -1,6 +1,6 @@
 package load
 
-// This file keeps a model's stored bytes in host memory: Pin.
+// A model's stored bytes, kept in host memory: Pin.
 
 import (
 	"cmp"

@@ -17,7 +17,7 @@ const populateStep = 32 << 20 // what is populated at once
 // prefaultPages populates the pages of mapped tensors while their owner is already at
 // work; the job does not wait for it. Neighbours in one mapping are populated by one
 // call. It only takes cores that the process leaves unused: an owner that reads at once,
-// on all of them, is faster alone. It holds a mapping until its pages are populated, the
+// on all of them, is faster without it. It holds a mapping until its pages are populated, the
 // owner has released it, or no core was free for a second.
 func prefaultPages(mem []device.Memory, maps []int) {
 	runs := make([]device.Memory, 0, len(maps))

@@ -194,7 +194,7 @@ func (s *Preloaded) takeTensor(ctx context.Context, k int32) (mem device.Memory,
 	}
 }
 
-// attached says which file of which preloaded model a model's file is.
+// attached is the file of a preloaded model that a model's file is.
 type attached struct {
 	preloaded *Preloaded
 	file      int

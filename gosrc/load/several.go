@@ -1,6 +1,6 @@
 package load
 
-// This file makes one model of several that are open.
+// One model made of several that are open.
 
 import (
 	"github.com/overwire/overwire/gosrc/format"

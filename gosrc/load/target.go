@@ -1,6 +1,6 @@
 package load
 
-// This file opens the device that a load lands on, and makes its queue.
+// The device that a load lands on, and its queue.
 
 import (
 	"cmp"
@@ -42,7 +42,7 @@ func AwaitPreparations() { preparing.Wait() }
 // ExchangeBatches is how many batches of shares a GPU decodes or sums at a time where ranks exchange.
 const ExchangeBatches = 10
 
-// Prepare prepares a device, in the background, for a load whose files are being
+// Prepare prepares a device, in the background, for a load while its files are being
 // opened, by one process or by ranks that exchange what they read. It reports no error:
 // the load will.
 func Prepare(name string, exchange bool) {

@@ -22,7 +22,7 @@ import (
 // lineBytes is the space of a process's flags: no two share a line of a cache.
 const lineBytes = 128
 
-// A processFlags is a process's flags. It alone writes them, and its numbers only rise. It rings
+// A processFlags is a process's flags. Only it writes them, and its numbers only rise. It rings
 // the bell after those that others sleep for: joined, trouble, ended.
 type processFlags struct {
 	bell      atomic.Uint32
@@ -97,7 +97,7 @@ func ringBell(bell *atomic.Uint32) {
 }
 
 // waitForBell waits until a bell is not `heard`, or for lifeEvery. time.Sleep would be
-// late by up to a millisecond: in a process whose goroutines all wait, Go's timers are as
+// late by up to a millisecond: in a process where all goroutines wait, Go's timers are as
 // coarse as epoll_wait's.
 func waitForBell(bell *atomic.Uint32, heard uint32) {
 	most := unix.NsecToTimespec(lifeEvery.Nanoseconds())
@@ -134,7 +134,7 @@ func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * 
 // flagBytes is the space of all flags: the lines, and behind them what each takes of each.
 func flagBytes(ranks int) int64 { return int64(ranks) * int64(lineBytes+takenBytes(ranks)) }
 
-// takenOf is how many pieces of an owner's memory a process needs no more. That process alone writes it.
+// takenOf is how many pieces of an owner's memory a process needs no more. Only that process writes it.
 func (b *Board) takenOf(owner, by int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Add(b.flags.base, b.ranks*lineBytes+by*takenBytes(b.ranks)+8*owner))
 }
@@ -204,7 +204,7 @@ func (b *Board) AwaitJoined(ctx context.Context) error {
 }
 
 // AwaitMapTurn waits until the process before this one has ended its turn to map the memory of others.
-// The driver lets one process map at a time, and while another waits for that, its copies wait, too.
+// The driver lets one process map at a time, and while another waits for that, its copies also wait.
 func (b *Board) AwaitMapTurn(ctx context.Context) error {
 	if b.rank == 0 {
 		return nil

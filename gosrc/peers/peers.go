@@ -10,8 +10,8 @@
 // cancelled, soon; the rest then goes on in the background. Nothing of it has a name in a
 // file system, so a process that dies leaves nothing behind.
 //
-// The methods are safe for concurrent use, except New, Join, End and Close, which no other runs
-// beside, and MapMemoryOf of one process, and CheckOthers, each for one caller at a time.
+// The methods are safe for concurrent use, except New, Join, End and Close, which never run
+// along with another, and MapMemoryOf of one process, and CheckOthers, each for one caller at a time.
 package peers
 
 import (
@@ -35,7 +35,7 @@ type Offer struct {
 	Rank    int    `json:"rank"`
 	Process int    `json:"process"`
 	Token   string `json:"token"` // what its files begin with
-	Flags   int    `json:"flags"` // descriptor of the flags; rank 0 alone has them
+	Flags   int    `json:"flags"` // descriptor of the flags; only rank 0 has them
 	File    int    `json:"file"`  // descriptor of memory of the host; -1: it is a GPU's
 	Memory  string `json:"memory"`
 	Bytes   int64  `json:"bytes"`

@@ -1,6 +1,6 @@
 package pipeline
 
-// This file gives workers their next pieces, as reads or as ranges.
+// The next pieces of workers, as reads or as ranges.
 
 import (
 	"context"
@@ -33,7 +33,7 @@ type feed struct {
 	skipped int64 // bytes of gaps in ranges
 }
 
-// takeBatch returns the next work: one share, or, for a source whose ranges are read in
+// takeBatch returns the next work: one share, or, for a source with ranges that are read in
 // steps, as many pieces as fit one range. For the latter, permit must be one of
 // that source; if it is nil or another's, the batch is empty and from says where to
 // get a permit. ok is false when no shares are left.

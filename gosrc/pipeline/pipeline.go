@@ -56,7 +56,7 @@ type Task struct {
 	// task: it waits until there is space for the piece, or until ctx ends. Pieces
 	// may wait for earlier ones only.
 	Gate func(ctx context.Context, task int32) error
-	// Landed is called once for each want whose last byte is in place, by any
+	// Landed is called once for each want when its last byte is in place, by any
 	// worker. Progress gets the tensor bytes of each finished decode task.
 	Landed   func(want int32)
 	Progress func(bytes int64)
@@ -83,8 +83,8 @@ type Stages struct {
 	RingBytes int64 `json:"ring_bytes"`
 }
 
-// HostSlots is how many slots a run on the host makes for its workers, of which
-// each has a range open or asks for each piece.
+// HostSlots is how many slots a run on the host makes for its workers: each
+// has a range open or asks for each piece.
 func HostSlots(workers int, ranges bool) int {
 	if ranges {
 		return min(workers, max(rangeSlots, runtime.GOMAXPROCS(0)))
@@ -197,7 +197,7 @@ type run struct {
 	queue   device.Queue
 	staged  []staged       // by piece
 	landed  atomic.Int64   // bytes
-	pending sync.WaitGroup // tasks that were submitted, and whose done call has not returned
+	pending sync.WaitGroup // submitted tasks, until their done call has returned
 	last    string         // the name in traces of a worker's share in decoding
 	checks  bool           // workers compare checksums
 

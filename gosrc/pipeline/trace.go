@@ -1,6 +1,6 @@
 package pipeline
 
-// This file records when each stage of each piece ran, and writes traces.
+// Traces: when each stage of each piece ran.
 
 import (
 	"bufio"
@@ -29,7 +29,7 @@ type Trace struct {
 	spans []span
 }
 
-// Where a span happened: on a worker or a stream of the device, by number, or in
+// The place of a span: on a worker or a stream of the device, by number, or in
 // the verb itself.
 type place uint8
 

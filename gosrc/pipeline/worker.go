@@ -171,7 +171,7 @@ func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 }
 
 // submitSlot gives a filled slot to the device, and after an error or a panic back to the
-// queue, whose Close waits for every slot.
+// queue: its Close waits for every slot.
 func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, error), p *plan.Piece,
 	t0 *time.Time) error {
 	mine := true

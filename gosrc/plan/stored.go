@@ -1,6 +1,6 @@
 package plan
 
-// This file plans reads of stored bytes.
+// Plans of reads of stored bytes.
 
 import (
 	"unsafe"
@@ -82,7 +82,7 @@ func (m *maker) endOfPiece(growing *Piece, source int32, off int64) int64 {
 	return m.endOf(p)
 }
 
-// endOf is where a piece ends at the latest, whose end may cut a chunk.
+// endOf is where a piece ends at the latest; that may be inside a chunk.
 func (m *maker) endOf(p *Piece) int64 {
 	end := p.Off + m.lim.Piece
 	if pages := end &^ (pageBytes - 1); pages > p.Off {

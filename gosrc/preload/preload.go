@@ -3,7 +3,7 @@
 // read and decode while the interpreter imports other modules.
 //
 // A load joins a preload file by file, and only for the very bytes that it would
-// read itself: it opens its files, and does not read those whose identity is that
+// read itself: it opens its files, and does not read those with an identity that is that
 // of a preloaded file (device, inode, size, times; of a store's object its ETag or
 // date). Each tensor is given once. A preload is dropped if its file was replaced
 // or written to, or if its tensors differ from what the load asks for. A preload
@@ -129,7 +129,7 @@ func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Option
 func unknownState(uri, who string) error {
 	return &errs.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
 		Err: errs.New(errs.ErrNotSupported,
-			"%s neither an ETag nor a date that a load could compare: it is read by the load alone", who)}
+			"%s neither an ETag nor a date that a load could compare: only the load reads it", who)}
 }
 
 // Times of a file system are as coarse as a tick of the kernel's clock; without
@@ -140,7 +140,7 @@ const (
 	looks  = 50
 )
 
-// whenSettled opens files whose last change is so old that the next one will show
+// whenSettled opens files with a last change so old that the next one will show
 // in their times. For a file that was saved just now it waits until then.
 func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
 	var before []source.Identity
@@ -218,7 +218,7 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 	}
 }
 
-// pruneEmpty forgets preloads whose tensors were all given. mu is held.
+// pruneEmpty forgets preloads that have given all their tensors. mu is held.
 func pruneEmpty() {
 	live = slices.DeleteFunc(live, func(p *Preload) bool {
 		return job.IsClosed(p.opened) && (p.model == nil || p.model.Spent())
@@ -449,7 +449,7 @@ func namesOf(uri string) []string {
 }
 
 // names reports whether the preload was asked for one of a model's files, by its
-// own name, its folder's, or that of an index.json beside it.
+// own name, its folder's, or that of an index.json in the same folder.
 func (p *Preload) names(srcs []tensor.Source) bool {
 	for _, s := range srcs {
 		for _, n := range namesOf(s.URI) {

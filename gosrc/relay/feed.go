@@ -35,7 +35,7 @@ type feedQueue struct {
 	all     []submission                                       // those that submitAndFinish submits; mu guards it
 }
 
-// A submission is a filled slot, and the piece whose buffer it goes to.
+// A submission is a filled slot, and the piece that has the buffer it goes to.
 type submission struct {
 	queue.FilledSlot
 	piece int
@@ -118,7 +118,7 @@ func (q *feedQueue) submitSlots(all []submission) {
 	for i := range all {
 		s := &all[i]
 		s.Slot.FollowEvent(q.prog.eventBeforeFill(s.piece, q.lay.spec.Rank))
-		s.Slot.AllowGapWrites() // chunks lie in a share as in the file, and what is between them is no one's
+		s.Slot.AllowGapWrites() // chunks lie in a share as in the file, and what is between them belongs to no rank
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.piece, b.piece) })
 	slots := make([]queue.FilledSlot, len(all))

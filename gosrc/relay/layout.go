@@ -50,13 +50,13 @@ type arrival struct {
 // A rankPart is a rank's share of a piece, and this rank's decode tasks of it: tasks[firstTask:endTask].
 type rankPart struct {
 	firstTask, endTask int
-	used               int64 // bytes that other ranks copy: behind them is what its reader alone needs
+	used               int64 // bytes that other ranks copy: behind them is what only its reader needs
 	decoding
 }
 
 // A decoding is how far that of a share is on this rank. The relay's mu guards it.
 type decoding struct {
-	isQueued  bool         // true, too, if nothing is to be decoded
+	isQueued  bool         // also true if nothing is to be decoded
 	decodeEnd *queue.Event // once it is queued; nil: there is nothing to wait for
 	isDecoded bool
 }
@@ -82,7 +82,7 @@ func RoomForChunk(m *load.Model) int64 {
 	return most + 2*chunkAlign + shareAlign
 }
 
-// indexWithPlainChunks is the model's index with chunks for plain tensors, too: raw ones without
+// indexWithPlainChunks is the model's index with chunks also for plain tensors: raw ones without
 // a checksum.
 func (l *layout) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 	ix := l.seen
@@ -230,7 +230,7 @@ func chunkPlainTensor(chunks []tensor.Chunk, t *tensor.Tensor) []tensor.Chunk {
 	return chunks
 }
 
-// sortTasksByPart sorts a plan's tasks by the parts that they are in, whose numbers are `where`.
+// sortTasksByPart sorts a plan's tasks by the parts that they are in; `where` has the number of each.
 func (l *layout) sortTasksByPart(p *plan.Plan, where []int) {
 	if slices.IsSorted(where) {
 		return

@@ -23,8 +23,8 @@ import (
 )
 
 // A Relay is one rank's part in a group's load: each rank reads a share of the
-// stored bytes, and these travel. The bytes come in pieces, of which each rank has a
-// share; reading begins before the destinations are known (Aim). The job ends when every
+// stored bytes, and these travel. The bytes come in pieces, and each rank has a
+// share of each; reading begins before the destinations are known (Aim). The job ends when every
 // piece was decoded, or with the first error; after that nothing writes to its memory or
 // the destinations.
 //
@@ -56,7 +56,7 @@ type Relay struct {
 // A Report says what a relay did and what it cost.
 type Report struct {
 	load.Report
-	// Ours: the error is not about bytes of another rank, whose own error may say
+	// Ours: the error is not about bytes of another rank. Its own error may say
 	// more.
 	Ours   bool      `json:"ours"`
 	Pulled int64     `json:"pulled,omitempty"` // bytes copied from other ranks' memory
@@ -68,7 +68,7 @@ type Report struct {
 	Unmapped bool `json:"unmapped,omitempty"`
 }
 
-// Start starts a relay of a model, whose layout and reading begin in the background.
+// Start starts a relay of a model. Its layout and reading begin in the background.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if spec.Ranks < 1 || spec.Mapped && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
 		len(spec.Ring) == 0 && !spec.Mapped ||
@@ -386,7 +386,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 // Offer is what the other ranks need to reach this one's memory; see Join.
 func (r *Relay) Offer() (peers.Offer, error) {
 	if r.lay.transport == nil {
-		return peers.Offer{}, errs.New(errs.ErrArgument, "relay: the caller exchanges the shares, so there is no offer")
+		return peers.Offer{}, errs.New(errs.ErrArgument, "relay: it makes an offer only if it exchanges the shares itself")
 	}
 	return r.lay.transport.Offer(), nil
 }

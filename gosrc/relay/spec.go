@@ -1,6 +1,6 @@
 package relay
 
-// What a group loads, and the limits of its buffers.
+// The load of a group, and the limits of its buffers.
 
 import (
 	"math"
@@ -26,7 +26,7 @@ type Spec struct {
 	Stages  int  `json:"stages"`
 	// Needs, with Mapped: the blocks that each rank of this host needs, as requests with
 	// the rank in the place of the address. They may overlap; without them every rank needs
-	// all. What a rank alone needs is read by that rank.
+	// all. What only one rank needs is read by that rank.
 	Needs []plan.Request `json:"-"`
 	Ranks int            `json:"ranks"` // that exchange
 	Here  int            `json:"here"`  // how many of them this host has; 0: all

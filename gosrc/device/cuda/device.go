@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Device is one GPU: its context, and the parts that use it, none of which knows the Device. There is one for
+// A Device is one GPU: its context, and the parts that use it. No part knows the Device. There is one for
 // each index in a process.
 type Device struct {
 	*driver.Context

@@ -382,7 +382,7 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// Memory is exact, aligned and apart, tensors that would waste it share slabs,
+// Memory is exact, aligned and apart, tensors that would waste it share allocations,
 // and what is released comes back to the device.
 func TestAlloc(t *testing.T) {
 	r := random(t)

@@ -68,7 +68,7 @@ func takeKept(gpu *cuda.Device) *Memory {
 	return m
 }
 
-// Take returns memory for up to room bytes, of which no more than limit become ready:
+// Take returns memory for up to room bytes, and makes no more than limit ready:
 // what is kept for the GPU if it suits, also while that is being prepared, else new. A
 // nil GPU means ordinary memory.
 func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {

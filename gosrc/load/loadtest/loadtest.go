@@ -1,6 +1,6 @@
 package loadtest
 
-// This file writes models, loads them and reads their bytes back.
+// Models that are written, loaded and read back.
 
 import (
 	"bytes"
@@ -96,7 +96,7 @@ func TakeBytes(t *testing.T, l *load.Loading, index int) [][]byte {
 	return all
 }
 
-// ExportBytes takes a tensor as Python does, through DLPack, whose deleter frees it.
+// ExportBytes takes a tensor as Python does, through DLPack; the deleter frees it.
 func ExportBytes(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
 	t.Helper()
 	mem, shape, dtype, ok := l.Take(i)

@@ -1,4 +1,4 @@
-// What Go asks of the driver, several driver calls to one cgo call.
+// Requests of Go to the driver, several driver calls to one cgo call.
 //
 // Every function makes the device's context current while it runs and restores what
 // was current before: it may run on a thread of Python's, where torch has chosen a
@@ -64,7 +64,7 @@ int owcu_memory_info(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct 
 // owcu_copy_to_host copies on a stream of its own, which it makes at its first call.
 int owcu_copy_to_host(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
 
-// owcu_module loads an image, of which it keeps a copy until it is closed, and
+// owcu_module loads an image, keeps a copy of it until it is closed, and
 // looks up kernels by names, which are separated by NUL. After an error it may be
 // opened again; m is zero the first time. Closing it returns 1 as owcu_try_release does.
 struct owcu_module {
@@ -88,7 +88,7 @@ struct owcu_arena {
 };
 
 // owcu_arena_new registers [host, host+n), allocates `room` bytes of the device (0: none), and makes streams
-// and events, for the first of which (sleepers) waiting threads sleep and for the others spin: all or nothing.
+// and events: threads that wait for the first of them (sleepers) sleep, for the others spin. All or nothing.
 // arena is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_arena_free, which waits
 // for the streams' work, returns 1 for the same reason, and may be called again.
 int owcu_arena_new(owcu_handle ctx, struct owcu_arena *arena, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,

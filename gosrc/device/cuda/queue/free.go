@@ -8,7 +8,7 @@ import (
 	"sync"
 )
 
-// freeSlots gives slots whose memory is likely to be in the processor's cache still, so that filling and copying
+// freeSlots gives slots that are likely to be in the processor's cache still, so that filling and copying
 // them takes less of the host's memory: a reader that fills slots of its own gets the one that it filled last,
 // others the one that came back last.
 type freeSlots struct {

@@ -297,7 +297,7 @@ func (b *pieceBuilder) splitIntoMoves(task *device.DecodeTask, src, dst uint64) 
 	return out
 }
 
-// addRawCast adds a raw chunk whose elements are cast from where the kernels read it, or
+// addRawCast adds a raw chunk: its elements are cast from where the kernels read it, or
 // from scratch if they are not aligned to their size there.
 func (b *pieceBuilder) addRawCast(task *device.DecodeTask, scratch uint64) bool {
 	src := b.base + uint64(task.Src)

@@ -97,7 +97,7 @@ func (q *Queue) ReadInPlace() {
 // Get waits for a free slot, or for the end of ctx.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) { return q.GetFor(ctx, anyone) }
 
-// GetFor is Get for one of several readers that each fill slots alone: if it can, it gives
+// GetFor is Get for one of several readers that each fill slots of their own: if it can, it gives
 // one that this reader has filled.
 func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	s, err := q.free.takeSlotFor(ctx, reader)
@@ -153,7 +153,7 @@ func (q *Queue) Put(s device.Slot) {
 
 // Submit copies the first n bytes of a slot to the device, unless its kernels read them
 // in place, and decodes each task's chunk to its Dst, in device memory. It takes the slot
-// back, whatever it returns. Checksums are compared here after CheckOnSubmit, beside the decoding,
+// back, whatever it returns. Checksums are compared here after CheckOnSubmit, along with the decoding,
 // which is safe for any bytes; else the caller has compared them. Everything else about
 // the chunks is checked here in any case.
 //
@@ -280,7 +280,7 @@ func (q *Queue) Close() {
 	q.pool.mem.DeferFree(q.tryFree)
 }
 
-// tryFree frees a queue whose completer has ended; see memory.Free.
+// tryFree frees a queue after its completer has ended; see memory.Free.
 func (q *Queue) tryFree() (gone bool, err error) {
 	var e C.struct_owcu_error
 	rc := C.owcu_queue_free(q.c, &e)

@@ -6,7 +6,7 @@
 #include "../driver/context.h"
 
 // Streams of a queue: one copies, the others compute. A piece decodes in a few
-// blocks whose latency is longer than its copy, so several are in flight.
+// blocks that take longer than its copy, so several are in flight.
 enum { OWCU_STREAMS = 6 };
 
 struct owcu_copy {
@@ -24,11 +24,11 @@ struct owcu_launch {
 
 enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 11, OWCU_BEHIND = 8 };
 
-// What a slot does next. Go fills it while it owns the slot.
+// The next work of a slot. Go fills it while it owns the slot.
 struct owcu_slot {
 	owcu_handle copied, done; // events
 	owcu_handle after; // the caller's, or 0: wait for it before writing
-	uint64_t behind[OWCU_BEHIND]; // streams whose work until now it waits for
+	uint64_t behind[OWCU_BEHIND]; // streams: it waits for what is queued there now
 	owcu_ptr status;
 	// early: of the copies, those to destinations; wait: return when all is done
 	// stream: that of the kernels, behind the first; the last is the first one itself

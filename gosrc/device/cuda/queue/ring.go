@@ -74,6 +74,6 @@ func redivideSlots(slots int, bytes int64) (int, int64) {
 	return int(int64(slots) * slotStride(ring.bytes) / slotStride(bytes)), bytes
 }
 
-// TablesOnly is the slotBytes of a queue whose slots only view device memory: it takes next to no pinned memory.
+// TablesOnly is the slotBytes of a queue with slots that only view device memory: it takes next to no pinned memory.
 // A pool keeps one such queue next to the other.
 const TablesOnly = 4096

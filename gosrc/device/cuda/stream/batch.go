@@ -254,7 +254,7 @@ func (d *Batches) Peek(on Order, kind Kind, format uint32, streams []Bitstream) 
 }
 
 // A kernelStep is a launch of a kernel, by its number, for n items, with `threads` threads each,
-// in blocks of `block` threads (0: eight warps). items: it takes rows alone.
+// in blocks of `block` threads (0: eight warps). items: it takes only rows.
 type kernelStep struct {
 	kernel, n, threads, block, shared int
 	items                             bool

@@ -32,7 +32,7 @@ struct owcu_batch {
 
 // owcu_submit_batch queues all of it. If it fails, none of it is still running.
 int owcu_submit_batch(const struct owcu_batch *b, struct owcu_error *e);
-// owcu_wait_batch waits for a batch's event. After an error, -1, the work has ended, too. OWCU_UNKNOWN: the driver
+// owcu_wait_batch waits for a batch's event. After an error, -1, the work has also ended. OWCU_UNKNOWN: the driver
 // let no one into the context, and the work may go on. A lost device has none.
 enum { OWCU_UNKNOWN = 1 };
 int owcu_wait_batch(owcu_handle ctx, owcu_handle done, struct owcu_error *e);

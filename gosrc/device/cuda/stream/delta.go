@@ -51,7 +51,7 @@ func checkDelta(chunks []DeltaChunk) error {
 	return nil
 }
 
-// A deltaBatch is the chunks [lo, hi), whose rows and stored chunks take bytes.
+// A deltaBatch is the chunks [lo, hi). Their rows and stored chunks take bytes.
 type deltaBatch struct{ lo, hi, bytes int }
 
 // divideIntoBatches cuts chunks into batches by their stored bytes. stored gives those of one.
@@ -210,7 +210,7 @@ func (d Deltas) encodeDelta(on Order, chunks []DeltaChunk) error {
 	})
 }
 
-// writeDeltaBatch gets the deltas of some chunks, whose rows were measured.
+// writeDeltaBatch gets the deltas of some chunks with rows that were measured.
 func (d Deltas) writeDeltaBatch(on Order, tableIndex int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int,
 	bytes int) error {
 	head := deltaRow * len(some)

@@ -1,7 +1,7 @@
 // Device memory on its way to the host: chunks are encoded into the slots of a ring,
 // and what came of them is copied to pinned memory. They are those of a arena: its host's
 // memory has the items of all slots, and each slot has an event and a stream that encodes;
-// the last streams copy. Only owcu_pack_wait waits, and for the slots' own work alone.
+// the last streams copy. Only owcu_pack_wait waits, and only for the slots' own work.
 #ifndef OWCU_PACK_H
 #define OWCU_PACK_H
 

@@ -1,6 +1,6 @@
 package stream
 
-// This file describes what is done on a caller's stream: layouts, orders, and status words.
+// Descriptions of work on a caller's stream, and its status words.
 
 import (
 	"unsafe"
@@ -98,7 +98,7 @@ const maxBlock = 16 << 20
 // statusMisplaced is the status bit of blocks that are not aligned for the GPU.
 const statusMisplaced = 1 << 11
 
-// statusTooSmall is the status bit of a stream whose destination is too small.
+// statusTooSmall is the status bit of a stream with a destination that is too small.
 const statusTooSmall = 1 << 13
 
 // statusError explains a status word.

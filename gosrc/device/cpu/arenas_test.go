@@ -11,10 +11,10 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// Small tensors take the slabs that others have left, zeroed, and never one that has a holder; no more
+// Small tensors take the arenas that others have left, zeroed, and never one that has a holder; no more
 // of them stay than are worth it.
-func TestSlabs(t *testing.T) {
-	sizes := []int64{1, 100, 4096, leastSlab - Align, leastSlab - Align + 1, mostSlab/2 + 5, small - 1}
+func TestArenas(t *testing.T) {
+	sizes := []int64{1, 100, 4096, leastArena - Align, leastArena - Align + 1, mostArena/2 + 5, small - 1}
 	held := map[unsafe.Pointer]device.Memory{}
 	for round := range 300 {
 		n := sizes[round%len(sizes)]
@@ -40,7 +40,7 @@ func TestSlabs(t *testing.T) {
 		}
 	}
 	var many []device.Memory
-	for range 4 * mostSlab / leastSlab {
+	for range 4 * mostArena / leastArena {
 		mem, err := Alloc([]int64{100})
 		if err != nil {
 			t.Fatal(err)
@@ -52,17 +52,17 @@ func TestSlabs(t *testing.T) {
 	}
 	kept := 0
 	for _, m := range many {
-		if unix.Msync(unsafe.Slice((*byte)(m.Ptr), leastSlab), unix.MS_ASYNC) == nil {
+		if unix.Msync(unsafe.Slice((*byte)(m.Ptr), leastArena), unix.MS_ASYNC) == nil {
 			kept++
 		}
 	}
-	if kept > mostSlab/leastSlab {
-		t.Errorf("%d of %d slabs were kept, more than %d bytes", kept, len(many), mostSlab)
+	if kept > mostArena/leastArena {
+		t.Errorf("%d of %d arenas were kept, more than %d bytes", kept, len(many), mostArena)
 	}
 }
 
-// Slabs that threads take and leave at the same time have one holder each.
-func TestSlabsOfThreads(t *testing.T) {
+// Arenas that threads take and leave at the same time have one holder each.
+func TestArenasOfThreads(t *testing.T) {
 	failed := make(chan error, 4)
 	end := time.Now().Add(200 * time.Millisecond)
 	for g := range 4 {
