@@ -1,6 +1,6 @@
 package nvcomp
 
-// This file decodes and encodes bitstreams on a GPU.
+// Decodes and encodes bitstreams on a GPU.
 
 import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// GPUNames lists the algorithms whose streams kernels decode.
+// GPUNames lists the algorithms that kernels decode.
 func GPUNames() []string {
 	var names []string
 	for _, a := range algorithms {

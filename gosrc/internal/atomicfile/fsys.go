@@ -1,6 +1,6 @@
 package atomicfile
 
-// This file has the few calls of a file system that writing needs.
+// The few calls of a file system that writing needs.
 
 import (
 	"errors"
@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
-// FS is a file system to write to. Tests use one whose i-th call fails.
+// FS is a file system to write to. Tests use one where the i-th call fails.
 type FS interface {
 	// Create makes a new file, with the mode that the umask leaves of mode. It
 	// never opens an existing file.
@@ -76,7 +76,7 @@ func (Disk) Rename(from, to string) error {
 func (Disk) RenameNew(from, to string) error {
 	err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.ENOTSUP) ||
-		errors.Is(err, unix.EPERM) { // a sandbox's answer, too: where it is the file system's, rename gives the same
+		errors.Is(err, unix.EPERM) { // also a sandbox's answer: where it is the file system's, rename gives the same
 		if _, err = os.Lstat(to); err == nil {
 			err = fs.ErrExist
 		} else if errors.Is(err, fs.ErrNotExist) {

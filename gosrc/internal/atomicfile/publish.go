@@ -1,6 +1,6 @@
 package atomicfile
 
-// This file gives written files their names.
+// Gives written files their names.
 
 import (
 	"context"
@@ -64,7 +64,7 @@ func Publish(sys FS, ts []*Target) error {
 	return Failed(last.Path, -1, sys.SyncNames(last.Path))
 }
 
-// nameTaken is the error of a new file whose name another save has taken meanwhile.
+// nameTaken is the error of a new file that has the name of one that another save has written meanwhile.
 func nameTaken(path string, err error) error {
 	if errors.Is(err, fs.ErrExist) {
 		return errs.In("save", path, errs.New(errs.ErrIO, "another save has written this file meanwhile: save again"))
