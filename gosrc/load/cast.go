@@ -73,7 +73,7 @@ func plantCasts(l *Loading, p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, e
 	if any {
 		mem, err := l.target.allocateFor(sizes)
 		if err != nil {
-			return nil, l.model.PlaceError("land", err)
+			return nil, l.model.LocateError("land", err)
 		}
 		t.mem = mem
 	}

@@ -122,7 +122,7 @@ func allocatePostponed(ctx context.Context, l *Loading) (ended chan struct{}) {
 				}
 				mem, err := l.target.allocateFor(l.dests.later[from:to])
 				if err != nil {
-					return l.model.PlaceError("land", err)
+					return l.model.LocateError("land", err)
 				}
 				l.out.mu.Lock()
 				for i, m := range mem {

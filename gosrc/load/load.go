@@ -133,7 +133,7 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 	}
 	mem, err := l.target.allocateFor(sizes)
 	if err != nil {
-		return l.model.PlaceError("land", err)
+		return l.model.LocateError("land", err)
 	}
 	for i := range mem {
 		if sizes[i] > 0 {
@@ -228,7 +228,7 @@ func (l *Loading) Bind(pairs []int64, stream uint64) error {
 	}
 	if stream != 0 {
 		if err := l.queue.follow(uintptr(stream)); err != nil {
-			return l.model.PlaceError("stage", err)
+			return l.model.LocateError("stage", err)
 		}
 	}
 	for i := 0; i < len(pairs); i += 2 {

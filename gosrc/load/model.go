@@ -134,9 +134,9 @@ func (m *Model) Close() {
 	}
 }
 
-// PlaceError adds the model, by its first source, to an error that is not about one
+// LocateError adds the model, by its first source, to an error that is not about one
 // tensor.
-func (m *Model) PlaceError(verb string, err error) error {
+func (m *Model) LocateError(verb string, err error) error {
 	at := &errs.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
 	if len(m.ix.Sources) > 0 {
 		at.Source = m.ix.Sources[0].URI

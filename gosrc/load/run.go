@@ -57,7 +57,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	tgt, err := TargetOf(opt.Device)
 	if err != nil {
-		return nil, m.PlaceError("open", err)
+		return nil, m.LocateError("open", err)
 	}
 	tgt.inPlace = opt.InPlace
 	if err := knob.Read.Check(opt.Read); err != nil {
@@ -92,7 +92,7 @@ func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt
 	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
 	if opt.After == nil && !l.bindsMeanwhile() {
 		if l.queue.queue, err = tgt.Queue(0, l.machine); err != nil {
-			return nil, m.PlaceError("stage", err)
+			return nil, m.LocateError("stage", err)
 		}
 	}
 	begin := l.job.Go
@@ -211,7 +211,7 @@ func runLoad(ctx context.Context, j *job.Job, l *Loading, reqs []Request, opt Op
 	var ways *gdsReads
 	if queue != nil && how == "gds" {
 		if ways, err = openGDS(l, queue); err != nil {
-			return l.model.PlaceError("stage", err)
+			return l.model.LocateError("stage", err)
 		}
 		task.GDS = ways.by
 	}
@@ -298,7 +298,7 @@ func (s *execution) prepareQueue() (*queue.Queue, error) {
 		err = queue.FollowStream(uintptr(s.opt.Stream))
 	}
 	if err != nil {
-		return nil, l.model.PlaceError("stage", err)
+		return nil, l.model.LocateError("stage", err)
 	}
 	return queue, nil
 }

@@ -21,7 +21,7 @@ func Several(models []*Model) (_ *Model, err error) {
 	var seen, held []*tensor.Index
 	for _, one := range models {
 		if err := one.Hold(); err != nil {
-			return nil, one.PlaceError("open", err)
+			return nil, one.LocateError("open", err)
 		}
 		m.parts = append(m.parts, one)
 		m.srcs = append(m.srcs, one.srcs...)

@@ -269,9 +269,9 @@ func (r *run) landTask(task int32) {
 	}
 }
 
-// placeError adds tensor, chunk and offset to an error. One that another error or the
+// locateError adds tensor, chunk and offset to an error. One that another error or the
 // caller caused stays as it is.
-func (r *run) placeError(verb string, task int32, err error) error {
+func (r *run) locateError(verb string, task int32, err error) error {
 	if r.ctx.Err() != nil {
 		return context.Cause(r.ctx)
 	}

@@ -60,7 +60,7 @@ func (w *worker) readRange(from source.Ranges, task int32) error {
 		if w.run.ctx.Err() == nil && w.run.feed.permits.Err() != nil {
 			return nil // others did the rest
 		}
-		return w.run.placeError("read", task, err)
+		return w.run.locateError("read", task, err)
 	}
 	w.steps = steps
 	defer func() {
@@ -75,7 +75,7 @@ func (w *worker) readRange(from source.Ranges, task int32) error {
 	p := &w.task.Plan.Pieces[share.Piece]
 	w.at = p.Off + share.From
 	if err := steps.Begin(w.run.ctx, w.at, b.n); err != nil { // keep no slot while waiting for the response
-		return w.run.placeError("read", p.First, err)
+		return w.run.locateError("read", p.First, err)
 	}
 	w.subtractWaits(&t0)
 	return w.runBatch(b)
@@ -126,7 +126,7 @@ func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 	if p.InPlace != nil {
 		b := unsafe.Slice((*byte)(p.InPlace), p.Len)
 		if err := w.readBytes(src, b, p.Off); err != nil {
-			return w.run.placeError("read", p.First, err)
+			return w.run.locateError("read", p.First, err)
 		}
 		w.subtractWaits(&t0)
 		w.st.ReadNS += w.lapTime("read", &t0, p.Len)
@@ -151,7 +151,7 @@ func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 		// which this does not need.
 		if share.From == 0 {
 			if err := w.task.GDS[p.Source].ReadInto(w.run.ctx, slot.ViewMirror(), p.Len, p.Off); err != nil {
-				return w.run.placeError("read", p.First, err)
+				return w.run.locateError("read", p.First, err)
 			}
 			w.st.ReadNS += w.lapTime("read", &t0, p.Len)
 		}
@@ -183,14 +183,14 @@ func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, e
 	if view != nil {
 		b, err := view(p.Off, p.Len)
 		if err != nil {
-			return w.run.placeError("read", p.First, err)
+			return w.run.locateError("read", p.First, err)
 		}
 		slot.View(b)
 	}
 	if !w.run.checks && w.comparesSums(p) {
 		slot.CheckOnSubmit()
 	}
-	if err := w.settleTasks(p, t0); err != nil {
+	if err := w.bindTasks(p, t0); err != nil {
 		return err
 	}
 	mine = false
@@ -198,7 +198,7 @@ func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, e
 	err := w.run.queue.Submit(slot, p.Len, w.task.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
 		defer w.run.pending.Done()
 		if err != nil {
-			w.run.cancel(w.run.placeError(stageOf(err), p.First+int32(i), err)) // only the first cause stays
+			w.run.cancel(w.run.locateError(stageOf(err), p.First+int32(i), err)) // only the first cause stays
 			return
 		}
 		w.run.landTask(p.First + int32(i))
@@ -206,13 +206,13 @@ func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, e
 	w.st.DecodeNS += w.lapTime(w.run.last, t0, p.Len)
 	if err != nil { // an error of the device: none of the piece's tasks began
 		w.run.pending.Add(-int(p.Count))
-		return w.run.placeError("copy", p.First, err)
+		return w.run.locateError("copy", p.First, err)
 	}
 	return nil
 }
 
-// settleTasks resolves the destinations of a piece's decode tasks.
-func (w *worker) settleTasks(p *plan.Piece, t0 *time.Time) error {
+// bindTasks resolves the destinations of a piece's decode tasks.
+func (w *worker) bindTasks(p *plan.Piece, t0 *time.Time) error {
 	if w.task.Destination == nil {
 		return nil
 	}
@@ -263,7 +263,7 @@ func (w *worker) stagePiece(s *staged) (slot device.Slot, err error) {
 // before the next, summed faster and read slower.
 func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, b []byte, t0 *time.Time) error {
 	if err := w.readBytes(src, b[share.From:share.To], p.Off+share.From); err != nil {
-		return w.run.placeError("read", w.taskAt(p, share, err), err)
+		return w.run.locateError("read", w.taskAt(p, share, err), err)
 	}
 	w.subtractWaits(t0)
 	w.st.ReadNS += w.lapTime("read", t0, share.To-share.From)
@@ -325,7 +325,7 @@ func (w *worker) compareSums(view func(off, n int64) ([]byte, error), p *plan.Pi
 	t0 *time.Time) error {
 	b, err := view(p.Off, p.Len)
 	if err != nil {
-		return w.run.placeError("read", p.First, err)
+		return w.run.locateError("read", p.First, err)
 	}
 	return w.checkShare(share, b, t0)
 }
@@ -356,7 +356,7 @@ func (w *worker) checkSum(task int32, stored []byte) error {
 		return nil
 	}
 	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
-		return w.run.placeError("check", task, errs.NewMismatch(j.Chunk.Sum, sum))
+		return w.run.locateError("check", task, errs.NewMismatch(j.Chunk.Sum, sum))
 	}
 	return nil
 }

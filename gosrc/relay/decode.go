@@ -148,7 +148,7 @@ func (d *decoder) countTask(task int) {
 // locateError adds the tensor and chunk of a decode task to an error.
 func (d *decoder) locateError(task int, err error) error {
 	if task == noTask {
-		return d.model.PlaceError("decode", err)
+		return d.model.LocateError("decode", err)
 	}
 	ref := d.refs[task]
 	w := &d.wants[ref.Want]

@@ -83,7 +83,7 @@ func TestManyRanks(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := make([]byte, len(want))
-	if err := r.Aim([]plan.Request{{Tensor: int64(r.lay.spots[0].Data), Dest: uintptr(unsafe.Pointer(&got[0])),
+	if err := r.Aim([]plan.Request{{Tensor: int64(r.lay.reads[0].Data), Dest: uintptr(unsafe.Pointer(&got[0])),
 		Hi0: plan.Whole, Hi1: plan.Whole}}); err != nil {
 		t.Fatal(err)
 	}

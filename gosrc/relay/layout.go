@@ -25,19 +25,19 @@ type layout struct {
 
 	ix         *tensor.Index // an index in which all shared tensors have chunks
 	bare       []bool        // by tensor: it has chunks there only, without checksums
-	places     []chunkPlace  // by number of a chunk in ix
+	offsets    []chunkOffset // by number of a chunk in ix
 	pieces     []loadPiece
-	parts      []rankPart  // by piece, and in that by rank
-	spots      []plan.Spot // what this rank reads: chunks, and where in its buffers they go; by piece
-	fetch      *plan.Plan  // of reading the spots
-	fetchWants []plan.Want // of fetch: a spot each
+	parts      []rankPart       // by piece, and in that by rank
+	reads      []plan.ChunkRead // what this rank reads: chunks, and where in its buffers they go; by piece
+	fetch      *plan.Plan       // of these reads
+	fetchWants []plan.Want      // of fetch: a read each
 }
 
 // A loadPiece is what the ranks read at about the same time: a share each. In this package a piece is one of
 // these; a plan's pieces are smaller: each fills one slot, with bytes of one of these.
 type loadPiece struct {
 	share              int64 // the space that a buffer has for each rank's share
-	firstSpot, endSpot int   // what this rank reads: spots[firstSpot:endSpot]
+	firstRead, endRead int   // what this rank reads: reads[firstRead:endRead]
 	arrival
 }
 
@@ -64,8 +64,8 @@ type decoding struct {
 // partOf is a rank's share of a piece.
 func (l *layout) partOf(piece, rank int) *rankPart { return &l.parts[piece*l.spec.Ranks+rank] }
 
-// chunkPlace is where a chunk travels: in which of the parts, -1 if it is not shared, and where in that.
-type chunkPlace struct {
+// chunkOffset is where a chunk travels: in which of the parts, -1 if it is not shared, and where in that.
+type chunkOffset struct {
 	part int
 	off  int64
 }
@@ -117,9 +117,9 @@ func (l *layout) layOut(limits plan.Limits) error {
 		return err
 	}
 	l.ix = l.indexWithPlainChunks(wants)
-	l.places = make([]chunkPlace, len(l.ix.Chunks))
-	for i := range l.places {
-		l.places[i].part = -1
+	l.offsets = make([]chunkOffset, len(l.ix.Chunks))
+	for i := range l.offsets {
+		l.offsets[i].part = -1
 	}
 	all := make([]plan.ChunkOf, 0, len(l.ix.Chunks))
 	for i := range wants {
@@ -143,11 +143,11 @@ func (l *layout) layOut(limits plan.Limits) error {
 	if err != nil {
 		return err
 	}
-	l.spots = make([]plan.Spot, 0, len(all)/spec.Ranks+len(all)/16)
+	l.reads = make([]plan.ChunkRead, 0, len(all)/spec.Ranks+len(all)/16)
 	for _, rankShares := range pieces {
 		l.addPiece(rankShares)
 	}
-	l.fetch, l.fetchWants = plan.PlanStored(l.ix, l.spots, limits)
+	l.fetch, l.fetchWants = plan.PlanStored(l.ix, l.reads, limits)
 	return nil
 }
 
@@ -162,8 +162,8 @@ func (l *layout) chunkAt(c plan.ChunkOf) *tensor.Chunk {
 	return &l.ix.Chunks[l.ix.Tensors[c.Data].First+c.N]
 }
 
-func (l *layout) placeOf(c plan.ChunkOf) *chunkPlace {
-	return &l.places[l.ix.Tensors[c.Data].First+c.N]
+func (l *layout) offsetInPart(c plan.ChunkOf) *chunkOffset {
+	return &l.offsets[l.ix.Tensors[c.Data].First+c.N]
 }
 
 // gapBefore is the space before a chunk in a share, behind the last one, which ends at
@@ -185,14 +185,14 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 // are in their buffers at the same time.
 func (l *layout) addPiece(rankShares []plan.RankShare) {
 	number, own := len(l.pieces), rankShares[l.spec.Rank].Chunks
-	piece := loadPiece{firstSpot: len(l.spots), endSpot: len(l.spots) + len(own),
+	piece := loadPiece{firstRead: len(l.reads), endRead: len(l.reads) + len(own),
 		arrival: arrival{chunksLeft: int32(len(own)), checked: make(chan struct{})}}
 	for rank := range rankShares {
 		part, pos, last := rankPart{}, int64(0), (*tensor.Chunk)(nil)
 		for i, c := range rankShares[rank].Chunks {
 			chunk := l.chunkAt(c)
 			pos += gapBefore(pos, last, chunk)
-			*l.placeOf(c) = chunkPlace{len(l.parts), pos}
+			*l.offsetInPart(c) = chunkOffset{len(l.parts), pos}
 			pos, last = pos+int64(chunk.Stored), chunk
 			if i < rankShares[rank].Common {
 				part.used = pos
@@ -209,8 +209,8 @@ func (l *layout) addPiece(rankShares []plan.RankShare) {
 	slices.SortFunc(own, l.compareInFile)
 	base := l.ringOf(number, l.spec.Rank).addressOf(number)
 	for _, c := range own {
-		l.spots = append(l.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: l.bare[c.Data],
-			Dst: unsafe.Add(base, l.placeOf(c).off)})
+		l.reads = append(l.reads, plan.ChunkRead{Data: c.Data, N: c.N, Group: int32(number), Bare: l.bare[c.Data],
+			Dst: unsafe.Add(base, l.offsetInPart(c).off)})
 	}
 	if len(own) == 0 {
 		close(piece.checked)
@@ -290,7 +290,7 @@ func (b shareRing) offsetOf(piece int) int64 { return b.first + int64(piece%b.co
 func (b shareRing) addressOf(piece int) unsafe.Pointer { return unsafe.Add(b.base, b.offsetOf(piece)) }
 
 // pieceOfTask is the piece that a task of the fetch is for.
-func (l *layout) pieceOfTask(task int32) int { return int(l.spots[l.fetch.Refs[task].Want].Group) }
+func (l *layout) pieceOfTask(task int32) int { return int(l.reads[l.fetch.Refs[task].Want].Group) }
 
 // countBuffers is how many pieces have a buffer for this rank's share at a time.
 func (l *layout) countBuffers() int {
@@ -323,7 +323,7 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 	where = make([]int, len(p.Tasks))
 	for i := range p.Tasks {
 		want := int(p.Refs[i].Want)
-		at := l.placeOf(plan.ChunkOf{Data: wants[want].Data, N: p.Refs[i].N})
+		at := l.offsetInPart(plan.ChunkOf{Data: wants[want].Data, N: p.Refs[i].N})
 		if at.part < 0 {
 			return nil, nil, nil, errNotShared(want)
 		}

@@ -94,14 +94,14 @@ func TestCuts(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, spot := range r.lay.spots {
-			c := plan.ChunkOf{Data: spot.Data, N: spot.N}
+		for _, one := range r.lay.reads {
+			c := plan.ChunkOf{Data: one.Data, N: one.N}
 			if by, twice := readers[c]; twice {
 				t.Errorf("chunk %v is read by ranks %d and %d", c, by, rank)
 			}
 			readers[c] = rank
 			read[rank] += int64(r.lay.chunkAt(c).Stored)
-			at := r.lay.placeOf(c)
+			at := r.lay.offsetInPart(c)
 			travels := at.off < r.lay.parts[at.part].used
 			if first := c.Data == 1 || c.Data == 2; first && !travels {
 				t.Errorf("rank %d keeps chunk %v, which all need", rank, c)

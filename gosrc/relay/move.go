@@ -47,7 +47,7 @@ func (m *mover) begin(ctx context.Context, work func(context.Context) error) {
 }
 
 func (m *mover) fail(err error) {
-	m.prog.failWith(m.dec.model.PlaceError("stage", err), !errors.Is(err, peers.ErrOther))
+	m.prog.failWith(m.dec.model.LocateError("stage", err), !errors.Is(err, peers.ErrOther))
 }
 
 // movePieces moves pieces (moveOnce), again and again, until this rank has decoded all, and no other needs what it has

@@ -78,7 +78,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	tgt, err := load.TargetOf(spec.Device)
 	if err != nil {
-		return nil, m.PlaceError("open", err)
+		return nil, m.LocateError("open", err)
 	}
 	machine := m.Machine(tgt.GPU != nil, spec.Threads, false)
 	machine.InGroup = true
@@ -104,7 +104,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	if spec.Mapped {
 		if r.lay.transport, err = newTransport(spec, tgt.GPU); err != nil {
-			return nil, m.PlaceError("stage", err)
+			return nil, m.LocateError("stage", err)
 		}
 	}
 	if err := m.Hold(); err != nil {
@@ -142,7 +142,7 @@ func (r *Relay) makeLayoutAndQueues() error {
 	})
 	if err == nil {
 		if err = spawn.Guard("relay queues", r.makeQueues); err != nil {
-			err = r.model.PlaceError("stage", err)
+			err = r.model.LocateError("stage", err)
 		}
 	}
 	if err != nil {
@@ -257,11 +257,11 @@ func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline
 		Gate: func(ctx context.Context, task int32) error {
 			return r.move.awaitBuffersUpTo(ctx, r.lay.pieceOfTask(task)+1-buffers-ahead)
 		},
-		Landed: func(spot int32) { r.sums.countArrival(int(r.lay.spots[spot].Group)) },
+		Landed: func(read int32) { r.sums.countArrival(int(r.lay.reads[read].Group)) },
 	}
 	if ahead > 0 {
-		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.move.awaitBuffersUpTo(ctx, int(r.lay.spots[spot].Group)+1-buffers)
+		task.Destination = func(ctx context.Context, read int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
+			return dst, r.move.awaitBuffersUpTo(ctx, int(r.lay.reads[read].Group)+1-buffers)
 		}
 	}
 	if r.move.feed != nil {
@@ -308,7 +308,7 @@ func (r *Relay) closeExchange(ctx context.Context) {
 // endTransport ends the transport, if there is one.
 func (r *Relay) endTransport(ctx context.Context) {
 	r.lay.transport.end(ctx, func() bool { return r.prog.firstError() == nil }, func(err error) {
-		r.prog.failWith(r.model.PlaceError("stage", err), true)
+		r.prog.failWith(r.model.LocateError("stage", err), true)
 	})
 }
 
@@ -407,7 +407,7 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	r.prog.mu.Unlock()
 	defer r.busy.Done()
 	if err := t.join(offers); err != nil {
-		err = r.model.PlaceError("stage", err)
+		err = r.model.LocateError("stage", err)
 		r.prog.failWith(err, true)
 		return err
 	}

@@ -60,16 +60,16 @@ func (s *summer) sumShare(piece int, slot *queue.Slot) error {
 	}()
 	ring := s.lay.ringOf(piece, s.lay.spec.Rank)
 	var tasks []device.DecodeTask
-	var spots []*plan.Spot // of each task
-	for i := s.lay.pieces[piece].firstSpot; i < s.lay.pieces[piece].endSpot; i++ {
-		spot := &s.lay.spots[i]
-		if spot.Bare {
+	var reads []*plan.ChunkRead // of each task
+	for i := s.lay.pieces[piece].firstRead; i < s.lay.pieces[piece].endRead; i++ {
+		read := &s.lay.reads[i]
+		if read.Bare {
 			continue
 		}
-		c := s.lay.chunkAt(plan.ChunkOf{Data: spot.Data, N: spot.N})
-		tasks = append(tasks, device.DecodeTask{Dst: spot.Dst, Src: uint32(uintptr(spot.Dst) - uintptr(ring.base)),
+		c := s.lay.chunkAt(plan.ChunkOf{Data: read.Data, N: read.N})
+		tasks = append(tasks, device.DecodeTask{Dst: read.Dst, Src: uint32(uintptr(read.Dst) - uintptr(ring.base)),
 			Chunk: tensor.Chunk{Off: c.Off, Stored: c.Stored, Logical: c.Stored, Sum: c.Sum, Codec: tensor.CodecRaw}})
-		spots = append(spots, spot)
+		reads = append(reads, read)
 	}
 	if len(tasks) == 0 {
 		s.prog.makeReadable(piece)
@@ -82,7 +82,7 @@ func (s *summer) sumShare(piece int, slot *queue.Slot) error {
 	return s.queue.Submit(slot, ring.bytes, tasks, func(i int, err error) {
 		if err != nil {
 			good = false
-			s.prog.failWith(s.locateError(spots[i], err), true)
+			s.prog.failWith(s.locateError(reads[i], err), true)
 		}
 		if left--; left == 0 && good {
 			s.prog.makeReadable(piece)
@@ -90,12 +90,12 @@ func (s *summer) sumShare(piece int, slot *queue.Slot) error {
 	})
 }
 
-// locateError adds the tensor and chunk of a spot to an error.
-func (s *summer) locateError(spot *plan.Spot, err error) error {
+// locateError adds the tensor and chunk of a read to an error.
+func (s *summer) locateError(read *plan.ChunkRead, err error) error {
 	verb := "copy"
 	if errs.RuleOf(err) == errs.RuleChecksum {
 		verb = "check"
 	}
-	off := s.lay.chunkAt(plan.ChunkOf{Data: spot.Data, N: spot.N}).Off
-	return errorAt(s.model, verb, spot.Data, int64(spot.N), off, err)
+	off := s.lay.chunkAt(plan.ChunkOf{Data: read.Data, N: read.N}).Off
+	return errorAt(s.model, verb, read.Data, int64(read.N), off, err)
 }
