@@ -39,7 +39,8 @@ const (
 // Run reads once. It returns when all bytes are in To.
 func (r Reading) Run(ctx context.Context) error {
 	if r.Lo < 0 || r.Hi < r.Lo || r.Threads < 1 || r.Threads > 1024 || r.To == 0 || r.GPU >= 0 && r.Slots == 0 {
-		return errs.New(errs.ErrArgument, "baseline: invalid range [%d, %d) or number of threads %d", r.Lo, r.Hi, r.Threads)
+		return errs.New(errs.ErrArgument, "baseline: invalid range [%d, %d) or number of threads %d", r.Lo,
+			r.Hi, r.Threads)
 	}
 	step, each := cmp.Or(r.Step, ReadStep), cmp.Or(r.Each, SlotsEach)
 	file, err := os.Open(r.Path)

@@ -17,7 +17,7 @@ const hidden = "***"
 type secret struct {
 	re   *regexp.Regexp
 	with string
-	// re matches no text in ASCII without one of these words in its lower case; isAssigned: none that lacks a colon or an
+	// re matches no text in ASCII without one of these words in lower case; isAssigned: none that lacks a colon or an
 	// equals sign behind the word. So most texts need no regular expression.
 	words      []string
 	isAssigned bool

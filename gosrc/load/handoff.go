@@ -46,9 +46,9 @@ func (h *queueHandoff) follow(stream uintptr) error {
 	return h.queue.FollowStream(stream)
 }
 
-// handsOffQueue reports whether the load that follows may have the queue before this one has ended: if this one needs it
-// neither for times of the device, nor to read by GPUDirect Storage, nor for casts at its end, and it has slots of the
-// usual size.
+// handsOffQueue reports whether the load that follows may have the queue before this one has ended: if this one needs
+// it neither for times of the device, nor to read by GPUDirect Storage, nor for casts at its end, and it has slots of
+// the usual size.
 func handsOffQueue(l *Loading, p *plan.Plan, how string, trace bool) bool {
 	return l.target.GPU != nil && !trace && how != "gds" && l.casts == nil && p.Slot <= l.machine.SlotBytes
 }

@@ -137,7 +137,9 @@ func (v *fileViews) mapFile(m *Model, source int, runs []run, mem []device.Memor
 	}); err != nil {
 		return nil, err
 	}
-	return copies, v.view(own, mem, func(holders int64) (mapped, error) { return mapSource(m.srcs[source], holders, false) })
+	return copies, v.view(own, mem, func(holders int64) (mapped, error) {
+		return mapSource(m.srcs[source], holders, false)
+	})
 }
 
 // view gives requests their memory in one mapping.

@@ -318,7 +318,8 @@ func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target,
 
 // startFromPreloaded is Start for requests that preloaded tensors serve in part; the others, and
 // those that cannot be given, are loads of their own.
-func (m *Model) startFromPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options, all []*due) (*Loading, error) {
+func (m *Model) startFromPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options,
+	all []*due) (*Loading, error) {
 	if err := m.Hold(); err != nil {
 		return nil, err
 	}

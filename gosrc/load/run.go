@@ -303,8 +303,8 @@ func (s *execution) prepareQueue() (*queue.Queue, error) {
 	return queue, nil
 }
 
-// chooseQueue returns the load's queue: one with slots for the largest piece of the plan takes the place of another. Bind
-// need not wait while it is made.
+// chooseQueue returns the load's queue: one with slots for the largest piece of the plan takes the place of another.
+// Bind need not wait while it is made.
 func (s *execution) chooseQueue() (*queue.Queue, error) {
 	l := s.l
 	queue, room := l.queue.give(), int64(0)

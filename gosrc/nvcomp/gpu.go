@@ -53,7 +53,8 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 
 // GPUEncode queues the encoding of contents on a GPU to X16 streams: see
 // cuda.Device.Encode. scratch has room bytes.
-func GPUEncode(index int, on stream.Order, streams []stream.Bitstream, scratch uint64, room int64) (*stream.Batch, error) {
+func GPUEncode(index int, on stream.Order, streams []stream.Bitstream, scratch uint64,
+	room int64) (*stream.Batch, error) {
 	if need := stream.EncodeScratchSize(streams); need > room || scratch%16 != 0 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
 	}

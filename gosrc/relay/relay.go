@@ -386,7 +386,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 // Offer is what the other ranks need to reach this one's memory; see Join.
 func (r *Relay) Offer() (peers.Offer, error) {
 	if r.lay.transport == nil {
-		return peers.Offer{}, errs.New(errs.ErrArgument, "relay: it makes an offer only if it exchanges the shares itself")
+		return peers.Offer{}, errs.New(errs.ErrArgument, "relay: the caller exchanges the shares, and gets no offer")
 	}
 	return r.lay.transport.Offer(), nil
 }

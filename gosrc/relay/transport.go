@@ -36,8 +36,8 @@ func newTransport(spec *Spec, gpu *cuda.Device) (*transport, error) {
 	if spec.Buffers < 1 || spec.Buffers > maxBuffers || gpu != nil && spec.Stages < 1 || spec.Stages > maxBuffers ||
 		len(spec.Ring) > 0 {
 		return nil, errs.New(errs.ErrArgument, "relay: invalid exchange of %d and %d shares of %d bytes for %d ranks, "+
-			"with %d buffers: expected 1 to %d shares, and no buffers", spec.Buffers, spec.Stages, spec.Size, spec.Ranks,
-			len(spec.Ring), maxBuffers)
+			"with %d buffers: expected 1 to %d shares, and no buffers", spec.Buffers, spec.Stages, spec.Size,
+			spec.Ranks, len(spec.Ring), maxBuffers)
 	}
 	p, err := peers.New(gpu, int64(spec.Buffers)*spec.shareSpace(), spec.Rank, spec.Ranks)
 	if err != nil {

@@ -82,7 +82,8 @@ func (w *writer) openGPUs(items []*item) error {
 			p.Close()
 			continue
 		}
-		g := &gpu{Packer: p, on: d, room: sizes.RoundUp(p.SlotBytes()+batchRows*(tensor.StoredAlign+tensor.BlobAlign), 4096)}
+		g := &gpu{Packer: p, on: d,
+			room: sizes.RoundUp(p.SlotBytes()+batchRows*(tensor.StoredAlign+tensor.BlobAlign), 4096)}
 		w.gpus = append(w.gpus, g)
 		for _, t := range on {
 			t.gpu = g

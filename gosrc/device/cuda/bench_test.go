@@ -222,7 +222,8 @@ func TestBench(t *testing.T) {
 
 // benchRead adds what a loader does: pieces come out of the page cache, and
 // their checksums are compared.
-func benchRead(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory, total int64, name string, workers ...int) {
+func benchRead(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory, total int64, name string,
+	workers ...int) {
 	const copies = 64
 	f, err := os.Create(filepath.Join(*benchDir, "overwire-cuda-bench"))
 	if err != nil {

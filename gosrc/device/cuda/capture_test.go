@@ -163,7 +163,8 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 		"Encode": func() error { _, err := d.Encode(order, streams, dst); return err },
 		"Digest": func() error { _, err := d.Digest(order, []digest.View{digest.Contiguous(src, 4096)}); return err },
 		"Digest after": func() error {
-			_, err := d.Digest(stream.Order{Stream: 1, After: []uintptr{on}}, []digest.View{digest.Contiguous(src, 4096)})
+			_, err := d.Digest(stream.Order{Stream: 1, After: []uintptr{on}},
+				[]digest.View{digest.Contiguous(src, 4096)})
 			return err
 		},
 	}

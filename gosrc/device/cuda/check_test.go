@@ -14,6 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
 // sum gives each task the checksum of its stored bytes.
 func (p *piece) sum() {
 	for i := range p.jobs {
@@ -21,7 +23,7 @@ func (p *piece) sum() {
 		if int(j.Src)+int(j.Chunk.Stored) > len(p.bytes) {
 			continue // to be refused
 		}
-		j.Summed, j.Chunk.Sum = true, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], crc32.MakeTable(crc32.Castagnoli))
+		j.Summed, j.Chunk.Sum = true, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], castagnoli)
 	}
 }
 
@@ -89,7 +91,7 @@ func TestChecksums(t *testing.T) {
 					default:
 						j := &p.jobs[i]
 						want := errs.NewMismatch(j.Chunk.Sum, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored],
-							crc32.MakeTable(crc32.Castagnoli)))
+							castagnoli))
 						if err.Error() != want.Error() {
 							t.Errorf("%s: task %d: %v, not %v", name, i, err, want)
 						}

@@ -63,7 +63,8 @@ func testDelta(t *testing.T, batch int) {
 	a, b := upload(t, d, l, now), upload(t, d, l, base)
 	chunks := make([]stream.DeltaChunk, len(cases))
 	for i, c := range cases {
-		chunks[i] = stream.DeltaChunk{Now: uint64(uintptr(a.Ptr)) + uint64(c.at), Base: uint64(uintptr(b.Ptr)) + uint64(c.at),
+		chunks[i] = stream.DeltaChunk{Now: uint64(uintptr(a.Ptr)) + uint64(c.at),
+			Base:  uint64(uintptr(b.Ptr)) + uint64(c.at),
 			Bytes: c.bytes, Width: c.width}
 	}
 	if err := d.EncodeDelta(t.Context(), stream.Order{Stream: 1}, chunks, func(int64) {}); err != nil {
@@ -120,7 +121,8 @@ func TestHostileDelta(t *testing.T) {
 		if p[0] == 1 && len(p) != delta.Room(n) {
 			continue // the host refuses another length
 		}
-		chunks = append(chunks, stream.DeltaChunk{Now: uint64(uintptr(mem.Ptr)) + guard, Bytes: n, Width: width, Stored: p})
+		chunks = append(chunks, stream.DeltaChunk{Now: uint64(uintptr(mem.Ptr)) + guard, Bytes: n, Width: width,
+			Stored: p})
 	}
 	if err := d.ApplyDelta(stream.Order{Stream: 1}, chunks); err != nil {
 		t.Fatal(err)

@@ -17,7 +17,8 @@ func TestSubmitAllShares(t *testing.T) {
 	r := random(t)
 	d, q := open(t, queue.GroupSlots+6, 192<<10)
 	events := twoEvents(q)
-	for _, c := range []struct{ slots, others, groups int }{{1, 0, 1}, {queue.GroupSlots, 0, 1}, {queue.GroupSlots + 1, 0, 2},
+	for _, c := range []struct{ slots, others, groups int }{{1, 0, 1}, {queue.GroupSlots, 0, 1},
+		{queue.GroupSlots + 1, 0, 2},
 		{3, 3, 2}} {
 		var pieces []queue.FilledSlot
 		for i := range c.slots + c.others {

@@ -44,7 +44,8 @@ func twoEvents(q *queue.Queue) [2]*queue.Event {
 }
 
 // sending fills a slot with a parcel of a kind, whose tasks have checksums unless they are alike.
-func sending(t *testing.T, d *Device, q *queue.Queue, r *rand.Rand, kind int, after *queue.Event) (*parcel, queue.FilledSlot) {
+func sending(t *testing.T, d *Device, q *queue.Queue, r *rand.Rand, kind int,
+	after *queue.Event) (*parcel, queue.FilledSlot) {
 	t.Helper()
 	p := &parcel{bad: -1}
 	for range 2 + r.IntN(4) {

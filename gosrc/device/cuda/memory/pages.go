@@ -38,7 +38,8 @@ type Pages struct {
 // threads that touch them run.
 func NewPages(n int64, near *nodes.Place) (Pages, error) {
 	if n <= 0 || n > 1<<40 {
-		return Pages{}, errs.New(errs.ErrArgument, "invalid size %d of pinned memory: expected 1 to %d", n, int64(1)<<40)
+		return Pages{}, errs.New(errs.ErrArgument, "invalid size %d of pinned memory: expected 1 to %d", n,
+			int64(1)<<40)
 	}
 	n = sizes.RoundUp(n, HugePage)
 	length := uintptr(n + HugePage)

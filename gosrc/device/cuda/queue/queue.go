@@ -349,8 +349,8 @@ func (q *Queue) FollowStream(stream uintptr) error {
 // slot may be in use.
 func (q *Queue) MeasureLink(n int64, count int) (time.Duration, error) {
 	if n <= 0 || n > q.size || count <= 0 {
-		return 0, errs.New(errs.ErrArgument, "cannot copy %d bytes %d times: expected 1 to %d bytes, once or more", n, count,
-			q.size)
+		return 0, errs.New(errs.ErrArgument, "cannot copy %d bytes %d times: expected 1 to %d bytes, once or more", n,
+			count, q.size)
 	}
 	if _, _, err := q.StagingMemory(); err != nil {
 		return 0, err

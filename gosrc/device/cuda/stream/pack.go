@@ -49,7 +49,8 @@ func NewPacker(d *Batches, sums bool) (*Packer, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &Packer{on: d.on, slot: packSlot, pinned: int64(packRows * itemSize), encode: C.owcu_handle(kernels[batchEncode])}
+	p := &Packer{on: d.on, slot: packSlot, pinned: int64(packRows * itemSize),
+		encode: C.owcu_handle(kernels[batchEncode])}
 	if sums {
 		p.hash = C.owcu_handle(kernels[batchHash])
 		p.pinned = sizes.RoundUp(2*p.pinned+p.slot/blocksum.Block*blocksum.Sum+packRows*tailRoom, 4096)
@@ -117,8 +118,8 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 		switch {
 		case it.status == C.OW_BATCH_GAIN:
 		case it.status != 0 || it.written == 0 || int64(it.written) >= r.N:
-			return errs.New(errs.ErrEngine, "cuda:%d: a chunk of %d bytes was encoded to %d, status %d", p.on.ctx.Index(), r.N,
-				it.written, it.status)
+			return errs.New(errs.ErrEngine, "cuda:%d: a chunk of %d bytes was encoded to %d, status %d",
+				p.on.ctx.Index(), r.N, it.written, it.status)
 		default:
 			r.Stored, r.Tiles, r.at = int64(it.written), uint16(it.arg>>16), uint64(it.dst)
 		}
