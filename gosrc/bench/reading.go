@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -38,7 +39,8 @@ const (
 // Run reads once. It returns when all bytes are in To.
 func (r Reading) Run(ctx context.Context) error {
 	if r.Lo < 0 || r.Hi < r.Lo || r.Threads < 1 || r.Threads > 1024 || r.To == 0 || r.GPU >= 0 && r.Slots == 0 {
-		return errs.New(errs.ErrArgument, "baseline: invalid range [%d, %d) or number of threads %d", r.Lo, r.Hi, r.Threads)
+		return errs.New(errs.ErrArgument, "baseline: invalid range [%d, %d) or number of threads %d", r.Lo,
+			r.Hi, r.Threads)
 	}
 	step, each := cmp.Or(r.Step, ReadStep), cmp.Or(r.Each, SlotsEach)
 	file, err := os.Open(r.Path)
@@ -85,7 +87,7 @@ func (r Reading) Run(ctx context.Context) error {
 		if err := readAt(file, unsafe.Slice((*byte)(device.Pointer(uintptr(slot))), hi-lo), r.Lo+lo); err != nil {
 			return err
 		}
-		return gpu.Copy(cuda.Order{Stream: streams[at]}, r.To+uint64(lo), slot, hi-lo, false)
+		return gpu.Copy(stream.Order{Stream: streams[at]}, r.To+uint64(lo), slot, hi-lo, false)
 	})
 	for _, s := range streams {
 		if e := gpu.SyncStream(s); err == nil {

@@ -1,6 +1,6 @@
 package errs
 
-// This file gives the errors of ended contexts their class.
+// Gives the errors of ended contexts their class.
 
 import (
 	"context"

@@ -136,7 +136,7 @@ func NewMismatch(stored, computed uint32) error {
 	return WithRule(RuleChecksum, New(ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", stored, computed))
 }
 
-// A rule names what an error is about beside its class, for callers that answer by it: a rule
+// A rule names what an error is about in addition to its class, for callers that answer by it: a rule
 // of a format that the bytes break, or what is lacking.
 type rule struct {
 	error
@@ -146,7 +146,7 @@ type rule struct {
 // Unwrap returns the error.
 func (r *rule) Unwrap() error { return r.error }
 
-// WithRule adds the name of a rule to an error, whose text stays.
+// WithRule adds the name of a rule to an error. Its text stays.
 func WithRule(name string, err error) error { return &rule{err, name} }
 
 // OfRule is New for a rule, whose name is a fact of the error and not of its text.

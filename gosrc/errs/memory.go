@@ -1,6 +1,6 @@
 package errs
 
-// This file has the error of an allocation that failed.
+// The error of an allocation that failed.
 
 import "fmt"
 

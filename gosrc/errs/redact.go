@@ -1,6 +1,6 @@
 package errs
 
-// This file removes credentials from texts.
+// Removes credentials from texts.
 
 import (
 	"errors"
@@ -17,7 +17,7 @@ const hidden = "***"
 type secret struct {
 	re   *regexp.Regexp
 	with string
-	// re matches no text in ASCII whose lower case has none of these words; isAssigned: none that lacks a colon or an
+	// re matches no text in ASCII without one of these words in lower case; isAssigned: none that lacks a colon or an
 	// equals sign behind the word. So most texts need no regular expression.
 	words      []string
 	isAssigned bool
@@ -35,7 +35,7 @@ var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 	mk := func(re, with string, isAssigned bool, words ...string) secret {
 		return secret{regexp.MustCompile(re), with, words, isAssigned}
 	}
-	// What follows a colon and is no port is a password, also one with spaces.
+	// Text after a colon that is not a port is a password, also one with spaces.
 	return regexp.MustCompile(`[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/\s"'@:]*:[^/\s"'@:\[0-9][^\r\n"'@]*@)?[^\s"']*`),
 		[]secret{
 			mk(`(?i)\b(proxy-authorization|authorization|cookie)("?\s*[:=]\s*"?)[^\r\n"]+`, "${1}${2}"+hidden,
@@ -56,7 +56,7 @@ var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 // Redact replaces the credentials in a text: user, password and query of URIs,
 // bearer tokens and authorization headers, and keys that are named as such or
 // have the form of a known service's. It cannot always tell where a URI with spaces
-// ends: RedactURI takes it alone, before it becomes a part of a text.
+// ends: RedactURI takes it by itself, before it becomes a part of a text.
 func Redact(text string) string {
 	uri, others := patterns()
 	if strings.Contains(text, "://") && strings.ContainsAny(text, "@?#") { // bareURI changes no other

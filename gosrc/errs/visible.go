@@ -1,6 +1,6 @@
 package errs
 
-// This file makes characters visible that a terminal would obey instead of showing.
+// Makes characters visible that a terminal would obey instead of showing.
 
 import (
 	"fmt"
@@ -14,7 +14,7 @@ import (
 // JSON the strings stay the same.
 func Visible(text string) string { return visibleText(text, false) }
 
-// OneLine is Visible for a name, in which a line end or a tab is no layout.
+// OneLine is Visible for a name, where a line end or a tab is not layout.
 func OneLine(text string) string { return visibleText(text, true) }
 
 func visibleText(text string, line bool) string {

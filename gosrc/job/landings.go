@@ -1,6 +1,6 @@
 package job
 
-// This file tells the caller which requests have landed, in the order of their arrival.
+// Tells the caller which requests have landed, in the order of their arrival.
 
 import (
 	"sync"

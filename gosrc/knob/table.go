@@ -1,6 +1,6 @@
 package knob
 
-// This file is the table of every environment variable.
+// The table of every environment variable.
 
 import (
 	"os"
@@ -12,7 +12,7 @@ const prefix = "OVERWIRE_"
 // The settings. Each has a line for doctor --env and docs/settings.md, and the page that
 // says more. The aliases are nyacomp's names, so that its scripts and images go on
 // working; our name wins where both are set. Python passes them on only where
-// nyacomp's drop-in is imported, since other programs have such names, too.
+// nyacomp's drop-in is imported, since other programs also have such names.
 var (
 	Preload = text("OVERWIRE_PRELOAD", "", "preload.md",
 		"Start loading this file, folder, index.json, pickle or meta.csv when overwire is imported.",

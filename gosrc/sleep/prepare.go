@@ -7,6 +7,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -55,7 +56,7 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 		return nil, err
 	}
 	want := aheadOf(need)
-	if unit := cuda.RegisterAlignment(); spec.Budget > 0 && sizes.RoundUp(want, unit) > spec.Budget {
+	if unit := memory.RegisterAlignment(); spec.Budget > 0 && sizes.RoundUp(want, unit) > spec.Budget {
 		if want = spec.Budget / unit * unit; want == 0 {
 			return &Preparation{Bytes: need}, nil // the sleep takes as much at once
 		}

@@ -175,7 +175,7 @@ func (p *Place) RefuseStrangers() error {
 }
 
 // isBlob reports whether a place is in the folder of blobs of a Hugging Face cache,
-// beside its snapshots. Other bytes under a blob's name would be served as those
+// next to its snapshots. Other bytes under a blob's name would be served as those
 // that the name is the hash of.
 func (p *Place) isBlob() bool {
 	dir, err := Folder(p.Path), error(nil)
@@ -336,7 +336,7 @@ func (t *Target) endAt(size int64) error {
 }
 
 // FinishUnless is Finish, which may take long, but does not wait for it after the end of
-// ctx: the sync then continues by itself, on a file whose name Drop removes.
+// ctx: the sync then continues by itself, on a file that Drop removes.
 func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	if f, ok := t.file.(*os.File); ok && regular.SyncsAtOnce(int(f.Fd())) {
 		return t.Finish(size)
@@ -362,7 +362,7 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 // Drop ends a target: it removes the file if it was not published.
 func (t *Target) Drop() {
 	if t.lock != 0 {
-		_ = syscall.Flock(t.lock, syscall.LOCK_UN) // a child of fork may have the file open, too
+		_ = syscall.Flock(t.lock, syscall.LOCK_UN) // a child of fork may also have the file open
 		_ = syscall.Close(t.lock)
 		t.lock = 0
 	}
@@ -433,7 +433,7 @@ var bootTag = sync.OnceValue(func() string {
 	return hex.EncodeToString(sum[:bootHex/2])
 })
 
-// hiddenName returns a new name beside path: ".name.overwire-<digits>".
+// hiddenName returns a new name in path's folder: ".name.overwire-<digits>".
 func hiddenName(path string) string {
 	dir, name := filepath.Split(path)
 	var r [(hidden - bootHex) / 2]byte

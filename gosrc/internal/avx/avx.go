@@ -7,7 +7,7 @@
 // calls Clear when it has done with vectors, once a call, before it copies or returns:
 // no vector lives beyond.
 //
-// In a binary with GOEXPERIMENT=simd the preemption of a goroutine, too, leaves them
+// In a binary with GOEXPERIMENT=simd the preemption of a goroutine also leaves them
 // dirty, on the thread where it was and where it goes on. Loops of SSE that are to be
 // fast call Clear once a block.
 package avx

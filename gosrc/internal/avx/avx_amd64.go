@@ -2,7 +2,7 @@
 
 package avx
 
-// This file is for binaries whose Go code, and whose preemption, use AVX.
+// For binaries that use AVX in Go code and in preemption.
 
 import "simd/archsimd"
 

@@ -61,12 +61,16 @@ var mayImport = map[string][]string{
 	"codec/codectest":   {"codec/...", "tensor", "errs", "knob", "internal/..."},
 	"device":            {"tensor", "errs", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda": {"device", "device/cuda/driver", "device/cuda/cudatest", "codec/x16", "codec/blocksum",
-		"codec/digest", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda/cudatest": {},
-	"device/cuda/driver":   {"device/cuda/cudatest", "errs", "internal/nodes"},
+	"device/cuda/queue": {"device", "device/cuda/driver", "device/cuda/memory", "codec/x16", "tensor", "errs",
+		"internal/..."},
+	"device/cuda/stream": {"device", "device/cuda/driver", "device/cuda/memory", "codec/blocksum", "codec/digest",
+		"errs", "internal/..."},
+	"device/cuda":          {"device/cuda/...", "errs"},
+	"device/cuda/cudatest": {"codec/x16"},
+	"device/cuda/driver":   {"device", "device/cuda/cudatest", "errs", "internal/nodes"},
+	"device/cuda/memory":   {"device", "device/cuda/driver", "errs", "internal/..."},
 	"device/gds":           {"errs", "internal/..."},
-	"device/pinned":        {"device/cuda", "errs", "internal/..."},
+	"device/pinned":        {"device/cuda", "device/cuda/memory", "errs", "internal/..."},
 	"format":               {"format/...", "tensorizer", "tensor", "source", "errs", "internal/..."},
 	"format/gguf":          {"source", "errs", "internal/sizes"},
 	"format/safetensors": {"tensor", "source", "errs",
@@ -102,7 +106,7 @@ var mayImport = map[string][]string{
 	"save/publish": {"format/safetensors", "device/cuda", "device/pinned", "source", "source/open", "job", "tensor", "errs",
 		"internal/..."},
 	"save": {"save/original", "save/publish", "stored", "format", "format/overwire", "format/safetensors", "tensorizer",
-		"codec", "codec/...", "device/cuda", "device/pinned", "source", "source/open", "job", "knob", "tensor", "errs",
+		"codec", "codec/...", "device/cuda", "device/cuda/stream", "device/pinned", "source", "source/open", "job", "knob", "tensor", "errs",
 		"internal/..."},
 	"save/savetest": {"save", "stored", "format", "tensor"},
 	"convert": {"save", "save/original", "save/publish", "stored", "companions", "format", "source", "source/open", "job",
@@ -110,17 +114,17 @@ var mayImport = map[string][]string{
 	"verify": {"stored", "save/original", "format", "format/gguf", "format/overwire", "tensorizer", "codec",
 		"codec/digest", "source", "source/open", "job", "knob", "tensor", "errs", "internal/..."},
 	"delta": {"convert", "save", "save/publish", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors",
-		"source", "source/memory", "source/open", "device", "device/cuda",
+		"source", "source/memory", "source/open", "device", "device/cuda", "device/cuda/stream",
 		"job", "tensor", "errs", "internal/..."},
 	"sleep": {"load", "save", "format/overwire", "source/memory", "codec", "codec/blocksum", "codec/x16", "device",
-		"device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
+		"device/cuda", "device/cuda/...", "device/pinned", "job", "tensor", "errs", "internal/..."},
 	"preload": {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs",
 		"internal/..."},
 	"weights": {"tensor", "errs", "internal/..."},
 	"serve":   {"errs", "internal/..."},
 	"fetch":   {"source", "source/open", "job", "errs", "internal/..."},
 	"bench": {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda",
-		"device/cuda/driver", "job", "tensor", "errs", "internal/..."},
+		"device/cuda/...", "job", "tensor", "errs", "internal/..."},
 	"page": {"verify", "errs"},
 	"cli": {"page", "format", "tensorizer", "load", "stored", "save", "convert", "verify", "delta", "plan", "preload", "bench", "weights",
 		"pipeline", "source", "source/open", "serve", "fetch", "device/...",
@@ -128,8 +132,8 @@ var mayImport = map[string][]string{
 
 	// nvCOMP's bitstreams. The library imports package nvcomp, but none of the
 	// packages below it.
-	"nvcomp": {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "errs",
-		"internal/..."},
+	"nvcomp": {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "device/cuda/stream",
+		"knob", "tensor", "errs", "internal/..."},
 	"nvcomp/lz4":      {"errs"},
 	"nvcomp/snappy":   {"errs"},
 	"nvcomp/zstd":     {"errs"},
@@ -144,7 +148,7 @@ var mayImport = map[string][]string{
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
-	"bind/gen": {"bind/binding", "cli", "companions", "device", "device/cuda", "errs", "internal/modelfiles", "knob",
+	"bind/gen": {"bind/binding", "cli", "companions", "device", "device/cuda/queue", "errs", "internal/modelfiles", "knob",
 		"source", "tensor", "verify"},
 }
 
@@ -167,7 +171,7 @@ var modules = map[string][]string{
 }
 
 // cgoPackages may import "C". What imports none of them builds and tests with CGO_ENABLED=0.
-var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/driver", "device/cuda/cudatest",
+var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda/...",
 	"device/gds", "internal/sodium"}
 
 // mayWrite lists the packages that write files without internal/atomicfile, and
@@ -183,8 +187,6 @@ var mayWrite = map[string]string{
 // needed fails. Files and functions have no such list.
 var longPackages = map[string]string{
 	"cli": "a verb is some lines over the packages that do the work; all share the reading of words and the printing",
-	"device/cuda": "queues, batches, packers and deltas share the state of a device and its table of the driver, " +
-		"which cgo keeps in one package",
 }
 
 const (

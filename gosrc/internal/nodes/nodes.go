@@ -1,8 +1,8 @@
 // Package nodes says which NUMA node of a host is near a device, and puts threads and
 // memory there.
 //
-// It reads the kernel's tables below /sys, whose folder is a parameter for tests. A host
-// of one node with cores, or whose tables cannot be read, has no Place: a nil *Place is
+// It reads the kernel's tables below /sys; tests have other folders. A host
+// of one node with cores, or with tables that cannot be read, has no Place: a nil *Place is
 // valid, and its methods do what they do without nodes. Nothing here is needed for right
 // results, so what a container refuses is not an error of a load; doctor reports it.
 //

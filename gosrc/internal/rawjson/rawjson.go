@@ -1,4 +1,4 @@
-// Package rawjson reads and writes JSON whose texts may hold any bytes. JSON holds
+// Package rawjson reads and writes JSON with texts of any bytes. JSON holds
 // characters, but names of files are bytes. A byte that is part of no character is
 // written as the escape \udc80 ... \udcff, as Python's os.fsdecode does, so that no
 // two names become one.
@@ -80,7 +80,7 @@ func Unmarshal(text string, v any) error {
 		case 0xDC80 <= r && r < 0xDD00:
 			fmt.Fprintf(out, markJSON+"%02x", r&0xFF)
 		case 0xD800 <= r && r < 0xE000:
-			lone = fmt.Errorf("%s stands alone: it is half of a character", escape)
+			lone = fmt.Errorf("%s is not part of a pair: it is half of a character", escape)
 		default:
 			out.WriteString(escape)
 		}

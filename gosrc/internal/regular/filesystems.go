@@ -1,6 +1,6 @@
 package regular
 
-// This file tells file systems by the number that statfs gives.
+// Tells file systems by the number that statfs gives.
 
 import (
 	"fmt"
@@ -16,7 +16,7 @@ const (
 	Unknown  Kind = iota // as Disk, but perhaps of a server
 	Disk                 // on a disk of this machine, behind the kernel's page cache
 	Network              // on a server, or behind a cache of its own: direct I/O gains nothing
-	InMemory             // in memory alone: no call and no sync waits for a disk
+	InMemory             // only in memory: no call and no sync waits for a disk
 )
 
 // A FileSystem is what a file lies on.

@@ -1,6 +1,6 @@
 package regular
 
-// This file tells whether a call to the file system may wait for a server or another program.
+// Tells whether a call to the file system may wait for a server or another program.
 
 import (
 	"strings"
@@ -20,7 +20,7 @@ func IsQuick(path string, most int64) bool {
 	return unix.Stat(path, &st) == nil && Check(&st) == nil && st.Size <= most
 }
 
-// IsInMemory reports whether a file is written to memory alone: no sync of it waits for a disk, and no call for it
+// IsInMemory reports whether a file is only written to memory: no sync of it waits for a disk, and no call for it
 // longer than IsQuick says. The path leads to no other file.
 func IsInMemory(path string) bool {
 	var st unix.Stat_t
@@ -31,7 +31,7 @@ func IsInMemory(path string) bool {
 	return err == nil && of.Kind == InMemory
 }
 
-// SyncsAtOnce reports whether a sync of an open file waits for nothing: it is in memory alone.
+// SyncsAtOnce reports whether a sync of an open file waits for nothing: it is only in memory.
 func SyncsAtOnce(fd int) bool {
 	of, err := IdentifyFile(fd)
 	return err == nil && of.Kind == InMemory
@@ -48,7 +48,7 @@ var mounts mountTable
 type mountTable struct {
 	mu      sync.Mutex
 	isOpen  bool
-	fd      int  // of the kernel's list, which tells when it has changed; 0, too, where stdin was closed
+	fd      int  // of the kernel's list, which tells when it has changed; also 0 where stdin was closed
 	isLocal bool // all are of kernelTypes
 }
 
@@ -80,7 +80,7 @@ func (m *mountTable) areLocal() bool {
 	return m.isLocal
 }
 
-// areKernelTypes reports whether a text in the format of /proc/self/mountinfo has kernelTypes alone. What
+// areKernelTypes reports whether a text in the format of /proc/self/mountinfo has only kernelTypes. What
 // lies below /proc has no files of anyone's.
 func areKernelTypes(text string) bool {
 	for line := range strings.Lines(text) {

@@ -1,6 +1,6 @@
 package regular
 
-// This file tells what another user of the machine may have planted from what is to be trusted.
+// Tells what another user of the machine may have planted from what is to be trusted.
 
 import (
 	"errors"
@@ -55,12 +55,12 @@ func ReadTrusted(path string, most int64) ([]byte, error) {
 	return readAll(path, fd, &st, most)
 }
 
-// RefusePlanted refuses a path of which another user of the machine may have planted a folder, a link or
+// RefusePlanted refuses a path if another user of the machine may have planted a folder of it, a link or
 // the file itself. What is not there is not planted.
 func RefusePlanted(path string) error { return eachElement(path, RefusePlantedEntry) }
 
-// RefusePlantedLinks is RefusePlanted for links alone: who writes into another user's own folder was let in
-// by it, but where a link leads, its maker alone says. hasLinks: the path has others.
+// RefusePlantedLinks is RefusePlanted only for links: a user who writes into another user's own folder was let in
+// by it, but only its maker says where a link leads. hasLinks: the path has others.
 func RefusePlantedLinks(path string) (hasLinks bool, err error) {
 	err = eachElement(path, func(at string) error {
 		var entry unix.Stat_t
@@ -157,7 +157,7 @@ func eachElement(path string, check func(at string) error) error {
 	return nil
 }
 
-// RefusePlantedEntry is RefusePlanted for the last element of a path alone.
+// RefusePlantedEntry is RefusePlanted for only the last element of a path.
 func RefusePlantedEntry(path string) error { return refuseUnknown(path, checkEntry(path)) }
 
 // checkEntry is RefusePlantedEntry with the system's own errors.
@@ -181,7 +181,7 @@ func refuseOthers(path string, entry *unix.Stat_t) error {
 	return nil
 }
 
-// refuseUnknown returns the error of a path whose owner the system does not tell; nil for what is not there, or not to
+// refuseUnknown returns the error of a path if the system does not tell its owner; nil for what is not there, or not to
 // be reached: opening it fails.
 func refuseUnknown(path string, err error) error {
 	if err == nil || isAbsent(err) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.ELOOP) {

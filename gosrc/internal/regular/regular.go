@@ -52,7 +52,7 @@ func Check(st *unix.Stat_t) error {
 // MaxSetting is the largest file of settings that is read: certificates, a token.
 const MaxSetting = 16 << 20
 
-// Sized refuses a file whose stated size is 0 although it has bytes, as files of
+// Sized refuses a file that has bytes although its stated size is 0, as files of
 // /proc do.
 func Sized(fd int, st *unix.Stat_t) error {
 	if st.Size > 0 {

@@ -1,6 +1,6 @@
 // Package sodium seals and opens boxes (XSalsa20-Poly1305) by the system's libsodium,
 // where it is installed: it has AVX2 and AVX-512 for what golang.org/x/crypto does
-// with SSE2. The library is found at run time and is no part of overwire.
+// with SSE2. The library is found at run time and is not a part of overwire.
 package sodium
 
 /*

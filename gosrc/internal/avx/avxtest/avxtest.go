@@ -10,7 +10,7 @@ import (
 )
 
 // The upper halves of YMM0-15 and of ZMM0-15 among the components of XSAVE. (ZMM16-31
-// slow down nothing, and VZEROUPPER leaves them alone.)
+// slow down nothing, and VZEROUPPER does not change them.)
 const upper = 1<<2 | 1<<6
 
 // attempts: a preempted goroutine has the registers loaded whole and in use.

@@ -2,7 +2,7 @@
 
 package avxtest
 
-// This file declares what the assembly does.
+// Declares what the assembly does.
 
 // tells reports whether inUse works here.
 func tells() bool
