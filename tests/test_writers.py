@@ -345,6 +345,6 @@ def test_the_name_of_a_folder_is_no_file(tmp_path: Path) -> None:
         lambda: ow.sleep({}, to_file=folder),
         lambda: ow.save_file(tensors, "s3://bucket/key/"),
     ):
-        with pytest.raises(ow.ArgumentError, match="is the name of a folder: name the file in it"):
+        with pytest.raises(ow.ArgumentError, match="is a folder.s name: name a file in it"):
             save()
     assert os.listdir(tmp_path) == ["m.safetensors"]
