@@ -173,7 +173,7 @@ class IOFailure(OverwireError, OSError):
     """The medium failed: an I/O error, a full disk, a short read."""
 
 
-# End of the generated classes.
+# End of what is generated.
 
 
 # Classes that only Python raises.
