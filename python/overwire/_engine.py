@@ -45,7 +45,7 @@ _ARENA, _M_ARENA_MAX = 128 << 20, -8
 # A thread limit above this counts as no limit: finding out how many are left takes time.
 _MANY_THREADS = 16384
 
-# The exit status when nobody reads the output any more: cli.ExitPipe.
+# The exit status when no one reads the output any more: cli.ExitPipe.
 _READER_GONE = 141
 
 # Maps OVERWIRE_LOG to levels of logging.
@@ -316,7 +316,7 @@ class JobNumber(_Number):
     longer uses the caller's memory."""
 
     how = FREE_ENDED
-    #: What stays alive until then.
+    #: Kept alive until then.
     memory: object = None
 
 

@@ -71,7 +71,7 @@ class Memory(NamedTuple):
 
 
 class Glance(NamedTuple):
-    """What a stream says about itself: its content bytes, chunk bytes (native streams) and
+    """A stream's description of itself: its content bytes, chunk bytes (native streams) and
     algorithm, or the error that decoding would raise."""
 
     size: int

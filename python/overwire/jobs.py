@@ -341,7 +341,7 @@ class Job:
                 return  # the job has ended with an error
 
     def free(self) -> None:
-        """Lets the engine forget the job, and releases memory that nobody took."""
+        """Lets the engine forget the job, and releases memory that no one took."""
         if not self._freed:
             self._freed = True
             if self._watcher is not None:

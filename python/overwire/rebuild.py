@@ -22,7 +22,7 @@ from .errors import ArgumentError, FormatError
 #: fields (name, spec, shape).
 Spec = str | list[Any]
 
-# numpy's own dtypes whose elements are plain bytes, or Python objects (O), and the names that
+# numpy's own dtypes with elements that are plain bytes, or Python objects (O), and the names that
 # ml_dtypes adds.
 _OWN = re.compile(r"[<>=|](?:[?bBiufcmMSUV]\d{0,10}(?:\[[\w/]{1,40}\])?|O)|O", re.ASCII)
 _ADDED = re.compile(r"(?:b?float|u?int)\d+(?:_\w+)?", re.ASCII)

@@ -62,7 +62,7 @@ type Exported struct {
 	OK    bool
 }
 
-// Drop frees a result that nobody receives.
+// Drop frees a result that no one receives.
 func (r *Result) Drop() {
 	for _, t := range r.Tensors {
 		if t.OK {

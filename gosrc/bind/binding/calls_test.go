@@ -89,7 +89,7 @@ func TestResultIsTakenOnce(t *testing.T) {
 	}
 }
 
-// A delta that nobody takes is freed; a taken one stays until it is freed.
+// A delta that no one takes is freed; a taken one stays until it is freed.
 func TestDeltasHaveOneReceiver(t *testing.T) {
 	deltas := func() (n int) {
 		for _, v := range handles.Range {

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/relay"
 )
 
-// An owner is a result with a handle in its JSON. The handle is freed if nobody takes the result.
+// An owner is a result with a handle in its JSON. The handle is freed if no one takes the result.
 type owner interface{ owns() uint64 }
 
 // An entry is a job with a handle: of any verb, or a preload. No handle owns a preload's tensors.
@@ -32,7 +32,7 @@ type entry struct {
 
 	mu     sync.Mutex
 	result *Result // for verbs that return more than a report; nil: not yet, or already taken
-	gone   bool    // the handle was freed, so nobody will take the result
+	gone   bool    // the handle was freed, so no one will take the result
 }
 
 // A replacer is a request that replaces the file at a path or URI.

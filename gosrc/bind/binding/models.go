@@ -83,7 +83,7 @@ func modelVerbs() []*Verb {
 			ofNumbered(modelOf, func(m *load.Model, _ none, _ []int64) ([]load.State, error) {
 				return m.FileStates(), nil
 			})).ints("model"),
-		answered("settle", "Bind the destinations of a load's requests whose destination was 1. The load writes there "+
+		answered("settle", "Bind destinations for a load's requests that had destination 1. The load writes there "+
 			"after the work that is queued on the stream now.", ofNumbered(jobOf,
 			func(e *entry, _ none, n []int64) (none, error) {
 				if e.load == nil {

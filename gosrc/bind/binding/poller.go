@@ -26,7 +26,7 @@ func startPoller() error {
 	return nil
 }
 
-// tryPoller makes the calls whose failure the runtime does not survive.
+// tryPoller makes the calls that would end the process if they failed in the runtime.
 func tryPoller() error {
 	poller, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {

@@ -24,7 +24,7 @@ func relayVerbs() []*Verb {
 		begun[relayRequest, relay.Report]("relay",
 			"Run this rank's part of a group load, of one model or of several as one.",
 			startRelay).ints("model").
-			tail("what each rank of the host needs, as requests with the rank instead of an address; none: all"),
+			tail("the needs of each rank of the host, as requests with the rank instead of an address; none: all"),
 		answered("relay_shares", "Return the bytes of each rank's share of each piece in its buffer.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) {
 				return r.ShareSizes()

@@ -148,7 +148,7 @@ func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) *
 	return v
 }
 
-// ofNumbered makes the function of a verb whose first number names an object. run gets the object and the others.
+// ofNumbered makes the function of a verb that has an object as its first number. run gets the object and the others.
 func ofNumbered[T, Q, R any](find func(number int64) (T, error),
 	run func(thing T, q Q, n []int64) (R, error)) func(q Q, n []int64) (R, error) {
 	return func(q Q, n []int64) (r R, err error) {

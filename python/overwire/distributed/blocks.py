@@ -112,7 +112,7 @@ def _describe_blocks(blocks: Blocks | None) -> dict[str, Any]:
 
 class BlockLoad:
     """The load of all ranks' blocks. Every rank calls `try_land` once; if a rank drops the load
-    instead, the others are told."""
+    instead, the others hear of it."""
 
     def __init__(self, members: Members, blocks: Blocks, requests: Sequence[Sequence[bytes]]) -> None:
         """requests: by rank, then by file."""

@@ -45,7 +45,7 @@ class CutTensor(NamedTuple):
 
 
 class Cutting(NamedTuple):
-    """What one rank of a group gets of tensors."""
+    """Describes one rank's slices of tensors."""
 
     frame: Frame
     ranks: int

@@ -79,7 +79,7 @@ class _VerbState:
     clock time when this was made. number: collectives that have begun. agreed: how often the
     ranks have agreed. depth: nesting of calls. known: an error that all ranks have. halt: what
     `look_for_failure` raised because of another rank's error. interrupt: it came while this
-    rank waited, and the others must be told. failure: the error that the others are told when
+    rank waited, and the others must hear of it. failure: the error that the others get when
     they come; this rank waits for them `until` then. broken: why the ranks are out of step.
     """
 
@@ -417,7 +417,7 @@ def _ends_within(work: Any, seconds: float) -> bool:
 
 
 def _is_work_done(work: Any, began: float) -> bool:
-    # The same for NCCL, whose own timeouts would abort the collective.
+    # The same for NCCL. Its own timeouts would abort the collective.
     if work.is_completed():
         work.wait()
         return True

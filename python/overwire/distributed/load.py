@@ -63,7 +63,7 @@ Agree = Callable[[BaseException | None, bool], Any]
 
 
 class Wants(NamedTuple):
-    """What ranks want of the tensors of a load. tensors: their positions, equal on all ranks that take
+    """The tensors that ranks want of a load. tensors: their positions, equal on all ranks that take
     part. needs: the blocks that each rank of this host needs, as requests with the rank's number on the
     host in place of the address; empty: each needs all."""
 
@@ -95,7 +95,7 @@ def do_chunks_fit(ranks: int, room: int, mapped: bool) -> bool:
 
 
 class Situation(NamedTuple):
-    """What the choice of the transport depends on. local: ranks on the fullest host. gpu: tensors go to
+    """Facts for the choice of the transport. local: ranks on the fullest host. gpu: tensors go to
     GPUs. remote: the files are in a store, or on a file system of several hosts. sends: the group has
     a backend for the tensors, and each chunk fits. unreachable: ranks of a host cannot map each other's
     memory, or a chunk does not fit there."""
@@ -270,7 +270,7 @@ class _Relay:
         return self._job
 
     def try_step(self, step: Callable[[], Any]) -> None:
-        """Local: runs a step unless one has failed. A failure ends the job, and the ranks are told when
+        """Local: runs a step unless one has failed. A failure ends the job, and the ranks hear of it when
         they next meet."""
         if self._error is None:
             try:

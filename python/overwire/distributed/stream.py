@@ -72,7 +72,7 @@ class GroupStream(Steps):
 
     def _end(self, error: BaseException | None) -> None:
         _open.discard(self)
-        # error: the reason. The other ranks are told, unless they know it.
+        # error: the reason. The other ranks hear of it, unless they know it.
         load, self._load, self._early = self._load, None, {}
         try:
             if load is not None:

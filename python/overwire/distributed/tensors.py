@@ -62,7 +62,7 @@ def open_load(
     do not map each other's memory. choose: called before the ranks meet; returns the positions of the
     tensors that this rank wants. Its errors reach all ranks."""
     if group is None:
-        raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
+        raise ArgumentError("overwire: shard: pass group=, the ranks that share the tensors")
     loads: list[TensorLoad] = []
 
     def close() -> None:

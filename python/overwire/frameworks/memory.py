@@ -90,7 +90,7 @@ def identity_of(tensor: Any) -> Any:
 
 
 def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
-    """Raises, with `where` as the start of the message, ArgumentError for a tensor whose memory was freed
+    """Raises, with `where` as the start of the message, ArgumentError for a tensor with memory that was freed
     or does not exist yet, NotSupportedError for one without a single memory, and what `check_shape` raises.
     Tensors without elements pass."""
     kind: type[OverwireError] = NotSupportedError
@@ -147,8 +147,8 @@ def check_shape(tensor: Any, where: str, name: str | None = None) -> None:
 
 
 def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
-    """Raises what `check_memory` raises, and ArgumentError for a tensor whose elements share memory and
-    therefore cannot have different values."""
+    """Raises what `check_memory` raises, and ArgumentError for a tensor with elements that share
+    memory and therefore cannot differ."""
     check_memory(tensor, where, name)
     if tensor.dtype in _UNWRITTEN:
         raise NotSupportedError(f"{where}: torch cannot copy into a {tensor.dtype} tensor", tensor=name)

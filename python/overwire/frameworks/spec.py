@@ -107,7 +107,7 @@ def _check_unsigned(value: int) -> int:
 
 
 class JoinedTensor:
-    """Host tensors whose rows together, in order, are those of the saved tensor.
+    """Host tensors that together have, in order, the rows of the saved tensor.
 
     They have the same dtype, and the same shape except for the first dimension. Their memory must not
     change until the save has ended."""

@@ -148,7 +148,7 @@ def divide_into_batches(
 
 
 def _round_sizes(sizes: Iterable[int]) -> int:
-    # What torch allocates for contiguous tensors of these sizes.
+    # The bytes that torch allocates for contiguous tensors of these sizes.
     return sum(-(-size // _ROUND) * _ROUND for size in sizes)
 
 

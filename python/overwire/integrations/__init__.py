@@ -46,7 +46,7 @@ class AfterImport:
 
 
 class Lazy(NamedTuple):
-    """What a patch offers to `pair_replacements`.
+    """A patch's services for `pair_replacements`.
 
     slice: the class that `get_slice` returns while the patch is active: tensors of an open file that are not
     read yet. ahead: makes one load for many of them, or returns the load that was passed to this thread

@@ -3,8 +3,8 @@ each to the device and dtype of its parameter. In a pipeline, a model loads whil
 and the next one, of diffusers or transformers, loads at the same time.
 
 diffusers reads a whole file on the CPU before it has decided about devices. Here it gets
-tensors that are not read yet. `_load_shard_file`, whose arguments give the device and dtype of
-each parameter, loads them. The loaded tensor is the parameter: nothing copies it again.
+tensors that are not read yet. `_load_shard_file` loads them; its arguments give the device and
+dtype of each parameter. The loaded tensor is the parameter: nothing copies it again.
 
 Models that are quantised or offloaded to disk are read file by file, because loading ahead would
 need the memory that they save. Plain files for the CPU stay mapped.
@@ -137,7 +137,7 @@ class _Model:
         return passed
 
     def close(self) -> None:
-        """Ends its loads, and frees tensors that nobody took."""
+        """Ends its loads, and frees tensors that no one took."""
         self._ahead.close()
         self._noted, self._files = {}, {}
 

@@ -12,7 +12,7 @@ writes the plug-in for a ModelExpress that takes plug-in files (from 0.8). There
 
 Up to ModelExpress 0.7 a strategy's `load` also processes the weights and registers the
 tensors. From 0.8 the chain does, through `prepare`, `finalize` and `abort` of the strategy's
-base class, and a reload has `load` fill a model whose layers are processed as they arrive.
+base class, and a reload has `load` fill a model layer by layer and each layer is processed on arrival.
 Written for the wheels of 0.7.0 and 0.8.0.dev20261026, and run with both in vLLM's Python code.
 """
 

@@ -2,8 +2,8 @@
 pass, each to the device that `device_map` gives its parameter.
 
 transformers 5 passes every slice, with its device and dtype, to `spawn_materialize` before it
-takes the first. transformers 4 loads shard by shard in `load_shard_file`, whose arguments
-have both. Both get device memory from torch's allocator, out of what transformers' warm-up
+takes the first. transformers 4 loads shard by shard in `load_shard_file`; its
+arguments have both. Both get device memory from torch's allocator, out of what transformers' warm-up
 reserved. The loaded tensor is the parameter: nothing copies it again.
 
 Two kinds of models are read tensor by tensor, on request: those with a part offloaded to disk,

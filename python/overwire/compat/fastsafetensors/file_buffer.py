@@ -18,7 +18,7 @@ class FilesBufferOnDevice:
     The caller owns the returned tensors, which outlive `close`. device, dtype: of the
     result; AUTO: as loaded.
 
-    keep_tensor: only tensors whose names it accepts are present. borrowed_tensors: has no
+    keep_tensor: only tensors with names that it accepts are present. borrowed_tensors: has no
     effect, because the caller owns the tensors.
     auto_mem_delete: frees a file once each of its tensors was taken; only with several
     ranks. Raises ValueError for names that no file has, and if a name is in two files.

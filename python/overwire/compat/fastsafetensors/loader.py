@@ -72,7 +72,7 @@ class BaseSafeTensorsFileLoader:
         return list(self.frames[tensor_name].shape)
 
     def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:
-        """From now on, reads only tensors whose names the filter accepts; None: all tensors. Every
+        """From now on, reads only tensors with names that the filter accepts; None: all tensors. Every
         rank must set the same filter."""
         self.tensor_filter = keep_tensor
 

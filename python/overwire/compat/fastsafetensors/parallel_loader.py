@@ -26,7 +26,7 @@ class BudgetInfeasibleError(ValueError):
 class _Batch(NamedTuple):
     files: list[str]
     names: frozenset[str] | None  # None: all names that the filter accepts
-    size: int | None = None  # what copiers should allocate; None: what they need
+    size: int | None = None  # bytes that copiers should allocate; None: as many as they need
 
 
 class _Loaded(NamedTuple):
@@ -35,7 +35,7 @@ class _Loaded(NamedTuple):
 
     @classmethod
     def nothing(cls) -> _Loaded:
-        """What a thread receives if it waits for a batch while the loader is closed."""
+        """The item for a thread that waits for a batch while the loader is closed."""
         return cls(None, CancelledError("overwire: iterate_weights: another thread has closed the loader"))
 
 

@@ -1,4 +1,4 @@
-"""Saves a model as a set of shards, each of which names the set."""
+"""Saves a model as a set of shards that each name the set."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: in
 
 
 def tensor_fill(num_threads: int = 8, *, framework: str = "pytorch") -> FillFn:
-    """A fill function that copies entries whose sources are tensors, unchanged."""
+    """A fill function for entries with tensors as sources, which it copies unchanged."""
     return per_entry_fill(lambda buffer, entry: _wrap(entry.source, framework).copy_to_buffer(buffer), num_threads)
 
 

@@ -192,7 +192,7 @@ class LazyTensorFactory:
         if isinstance(copier, EngineCopier):
             copier.cancel()
         elif copier is not None and gbuf is not None:
-            with suppress(Exception):  # nobody needs these bytes any more
+            with suppress(Exception):  # no one needs these bytes any more
                 if inflight:
                     copier.finish_io()
                 else:

@@ -28,7 +28,7 @@ from .enums import (
 )
 from .streams import CudaStream, set_device_allocator, set_host_allocator, set_pinned_allocator
 
-#: The nvCOMP version whose names these are.
+#: The nvCOMP version with these names.
 __version__ = "6.0.0"
 #: The CUDA version that the kernels are compiled with. Without a GPU, CUDA is not needed.
 __cuda_version__ = 13000

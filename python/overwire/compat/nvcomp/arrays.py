@@ -79,7 +79,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._readonly = False
         self._native = True  # we own the memory, and a Codec may replace it
         self._pending: BaseException | Later | None = None
-        self._stream = 1  # the stream whose work produces the bytes
+        self._stream = 1  # the stream that produces the bytes
         self._joined = 1  # a stream that has already waited for it
 
     def _must_wait(self, stream: int) -> bool:

@@ -366,7 +366,7 @@ class Codec:
         return results
 
     def _dtype(self, hosts: list[Array]) -> str | None:
-        """The dtype that an encoder is told."""
+        """The dtype for an encoder."""
         kinds = {a._kind for a in hosts} if self._type is None else {self._type}
         kind = kinds.pop() if len(kinds) == 1 else (1, 8, 1)
         if self._algorithm == "Cascaded":
@@ -478,7 +478,7 @@ class Codec:
         )
 
     def _peek_stream(self, array: Array) -> onboard.Shape | None:
-        """What a stream on a GPU says about itself; None if only the host can read it."""
+        """Reads what a stream on a GPU says about itself; None if only the host can read it."""
         if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
             return None
         there = array if array._device != streams.HOST else array._copy_to_device()
@@ -572,7 +572,7 @@ def _algorithm_named(algorithm: str) -> str:
 
 
 def backends() -> dict[str, str]:
-    """Where each algorithm runs on this machine: "cpu", or with a GPU how its Arrays are decoded
+    """Says where each algorithm runs on this machine: "cpu", or with a GPU how its Arrays are decoded
     and encoded. For nvCOMP's own algorithms it is "nvcomp VERSION", or the wheel that is
     missing."""
     places = {name: "cpu" for name in codecs.algorithms()}

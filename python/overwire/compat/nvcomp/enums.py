@@ -18,7 +18,7 @@ class _Number(Enum):
 
 
 class ArrayBufferKind(_Number):
-    """Where an Array's bytes are."""
+    """The memory of an Array."""
 
     STRIDED_DEVICE = 1
     STRIDED_HOST = 2
@@ -43,7 +43,7 @@ class ChecksumPolicy(_Number):
 
 
 class DecompressBackend(_Number):
-    """Which hardware decodes. Decompression engines are not supported here."""
+    """The hardware that decodes. Decompression engines are not supported here."""
 
     NVCOMP_DECOMPRESS_BACKEND_DEFAULT = 0
     NVCOMP_DECOMPRESS_BACKEND_HARDWARE = 1
@@ -59,7 +59,7 @@ class BitshuffleMode(_Number):
 
 
 class ExecutionPolicy(_Number):
-    """What nvCOMP's kernels are tuned for. It makes no difference here."""
+    """The tuning target of nvCOMP's kernels. It makes no difference here."""
 
     CONCURRENCY = 0
     LATENCY = 1

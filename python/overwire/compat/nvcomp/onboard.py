@@ -21,7 +21,7 @@ _RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 
 
 def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
-    """What a stream on a GPU says about itself, after the work that is queued there. None if only
+    """Reads what a stream on a GPU says about itself, after the work that is queued there. None if only
     the host can read it or report its error."""
     peeks = _peek_all([array], algorithm, bitstream, array._device[1], stream)
     return peeks[0] if peeks is not None else None

@@ -23,7 +23,7 @@ from .arrays import Array, BatchArray
 ALGORITHMS = ("ANS", "Bitcomp")
 
 _WHEELS = ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12")
-_OLDEST, _NEWEST = 5, 6  # major versions whose API this module knows
+_OLDEST, _NEWEST = 5, 6  # major versions with an API that this module knows
 
 _impl: Any = None
 
@@ -51,7 +51,7 @@ def _why_unfit(version: str) -> str | None:
 
 
 def backend() -> str:
-    """Which nvCOMP is installed, or what is missing."""
+    """The installed nvCOMP, or what is missing."""
     wheel = _newest_wheel()
     if wheel is None:
         return f"none: needs the wheel {' or '.join(_WHEELS)}"

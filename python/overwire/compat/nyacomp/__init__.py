@@ -138,7 +138,7 @@ def empty_cache() -> None:
 
 @contextlib.contextmanager
 def cleanup() -> Iterator[None]:
-    """Frees what its block left behind (`empty_cache`). Logs torch's GPU memory before and
+    """Frees what its block has left (`empty_cache`). Logs torch's GPU memory before and
     after at DEBUG."""
     before = _reserved()
     try:

@@ -1,7 +1,7 @@
 """Implements nyacomp's extension module `_nyacomp` over overwire: tensors in files, as bytes.
 
-A compressed file is an overwire container with one tensor, whatever its name ends in. A file
-whose name ends in "raw" is plain bytes. Results are writable torch tensors, each in its own
+A compressed file is an overwire container with one tensor, whatever its name ends in. If a
+file's name ends in "raw", it is plain bytes. Results are writable torch tensors, each in its own
 memory. Like nyacomp's they are on the first GPU if torch sees one, otherwise on the host.
 Importing this module does not import torch and starts nothing.
 """

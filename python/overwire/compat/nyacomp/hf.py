@@ -3,7 +3,7 @@
 D/x.bin becomes D/nya/boneless_x.bin, a torch file with the state dict. There a large tensor is
 {"shape", "dtype", "len", "len_compressed", "digest"}, with its data in D/nya/KEY.gz, and "meta"
 holds the bins. The checkpoint itself stays. Another checkpoint in the same folder uses the
-same file for an equal key; the digest tells whose tensor it has.
+same file for an equal key; the digest tells which checkpoint the tensor belongs to.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def ffd_binpack(sizes: Sequence[int], capacity: float) -> list[list[int]]:
 
 
 def multifit_partition(sizes: Sequence[int], bins: int = 32, k: int = 20) -> list[list[int]]:
-    """Puts sizes into exactly `bins` bins, some of which may be empty. The makespan (the largest sum)
+    """Puts sizes into exactly `bins` bins, which may be empty. The makespan (the largest sum)
     is no worse than that of MULTIFIT with `k` steps.
 
     Raises ValueError for fewer than one bin.

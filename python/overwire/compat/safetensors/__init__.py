@@ -32,7 +32,7 @@ from ._errors import SafetensorError
 from ._files import PySafeSlice, _safe_open_handle, safe_open
 from ._prefetch import PrefetchLoader, TensorMeta
 
-__version__ = "0.9.0-rc.1"  # the latest release whose names are here
+__version__ = "0.9.0-rc.1"  # the latest release with the names that are here
 
 __all__ = [
     "PrefetchLoader",

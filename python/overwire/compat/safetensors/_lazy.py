@@ -167,7 +167,7 @@ class Ahead:
             self.close()
 
     def close(self) -> None:
-        """Ends the load and frees tensors that nobody took. Does nothing inside `pass_on`."""
+        """Ends the load and frees tensors that no one took. Does nothing inside `pass_on`."""
         if self._passed:
             return
         for current in self._passes:

@@ -37,7 +37,7 @@ _WRITERS = {
     "safetensors": ("serialize_file",), "safetensors.torch": ("save_file", "save"),
     "safetensors.numpy": ("save_file", "save"),
 }  # fmt: skip
-# Libraries whose own loaders are also patched, by modules of overwire.integrations.
+# Libraries with loaders that are also patched, by modules of overwire.integrations.
 _LIBRARIES = ("transformers", "accelerate", "diffusers")
 
 # Modules of these libraries that the hooks use.
@@ -57,7 +57,7 @@ _members: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 _seen: dict[str, int] = {}  # how many modules of a library existed when `_hook` last looked
 # By module: its dict, and how many names it had when `_rebind` last searched it.
 _looked: dict[str, tuple[int, int]] = {}
-_bound: list[tuple[dict[str, Any], str]] = []  # where `_rebind` has put a replacement
+_bound: list[tuple[dict[str, Any], str]] = []  # the names that `_rebind` has replaced
 
 
 def _device() -> str | None:

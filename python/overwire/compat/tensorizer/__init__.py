@@ -23,7 +23,7 @@ from .serialization import (
     TensorType,
 )
 
-#: The tensorizer version whose names these are.
+#: The tensorizer version with these names.
 __version__ = "2.12.1"
 
 __all__ = [

@@ -139,7 +139,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 self.close()
 
     def _resolve(self, file_obj: Any) -> str:
-        """What overwire opens: if possible a path or URI."""
+        """Returns what overwire opens: if possible a path or URI."""
         from . import stream_io
 
         if isinstance(file_obj, bool):

@@ -21,7 +21,7 @@ def refuse_text(file: Any, *needs: str, text: str) -> None:
 
 
 class TensorType(enum.IntEnum):
-    """What a tensor belongs to."""
+    """The kind of owner of a tensor."""
 
     PARAM = 0
     BUFFER = 1

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 #: The path of the program curl. It is never started.
 curl_path: str | None = None
 
-# Where s3cmd keeps its settings.
+# The settings file of s3cmd.
 _s3_default_config_paths = (os.path.expanduser("~/.s3cfg"),)
 
 # storage_options of every stream. A server that sends nothing for this many seconds is asked

@@ -40,7 +40,7 @@ class _Scope:
         self.file_obj, self.function, self.kwargs, self.suppress = file_obj, function, kwargs, suppress
 
     def place(self, f: Any) -> Any:
-        """Where the tensors of a .pt file are; None: inside it."""
+        """The place of a .pt file's tensors; None: inside it."""
         if self.file_obj is not None:
             return self.file_obj(f) if callable(self.file_obj) else self.file_obj
         if isinstance(f, io.BytesIO):
@@ -58,7 +58,7 @@ class _Scope:
 _saving: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_saving", default=None)
 _loading: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_loading", default=None)
 
-# Where the tensors of the running call are.
+# The place of the running call's tensors.
 _save_place: ContextVar[Any] = ContextVar("overwire_tensorizer_save_place", default=None)
 _load_place: ContextVar[Any] = ContextVar("overwire_tensorizer_load_place", default=None)
 

@@ -62,8 +62,8 @@ def memory_range(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def block_of(copy: Copy) -> list[tuple[int, int]] | None:
-    """The ranges of the stored tensor's first two dimensions whose elements, in order, are the view.
-    None if there are no such ranges."""
+    """The ranges of the stored tensor's first two dimensions that select exactly the view's elements in
+    order. None if there are no such ranges."""
     shape, offset = copy.of.shape, copy.offset
     if not shape:
         return []
@@ -229,7 +229,7 @@ class Early:
         """device: returns the device for the files' tensors; called when the first copies come."""
         self._device = device
         self._job: Any = None
-        #: All copies whose load was begun.
+        #: All copies with a load that was begun.
         self.copies: list[Copy] = []
 
     def begin(self, copies: list[Copy]) -> list[Copy]:
@@ -275,8 +275,8 @@ class _Block(NamedTuple):
 
 
 class Destinations:
-    """Tracks the bytes that copies write, by memory: whole ranges, and columns of a matrix whose
-    other columns are written by other copies."""
+    """Tracks the bytes that copies write, by memory: whole ranges, and columns of a
+    matrix with other columns that other copies write."""
 
     def __init__(self) -> None:
         # By memory: ordered stretches with first byte, end and blocks; stretches do not overlap.

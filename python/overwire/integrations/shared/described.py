@@ -29,7 +29,7 @@ _MANY = (list, tuple, set, frozenset, deque)
 # Tensors outside the model's own are compared by content up to this many bytes.
 _SMALL = 1 << 20
 
-# Attributes of a module that torch defines, or whose contents are described on their own.
+# Attributes of a module that torch defines, or that are described by their contents.
 _APART = frozenset(torch.nn.Module().__dict__)
 
 # Our own attributes, which say nothing about the model.
@@ -72,8 +72,8 @@ def is_plain(value: Any) -> bool:
 class Describer:
     """Describes a model. Its tensors are known by name.
 
-    engine: the name of the engine's package. opaque: modules of it whose objects are described
-    only by their class.
+    engine: the name of the engine's package. opaque: modules of it with objects that are
+    only described by their class.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks whose code a model is. A model is only kept if all of its code is the engine's, as it was
+"""Checks who wrote the code of a model. A model is only kept if all of its code is the engine's, as it was
 installed. Out-of-tree models, plug-ins, editable installs and functions that a program has put in
 place of the engine's are refused, because nothing tells when they, or their inputs, change.
 """
@@ -93,7 +93,7 @@ class _CodeWalk:
         self._python = sysconfig.get_path("stdlib") + os.sep
         self._tops = {engine, "torch", "overwire", "builtins"} | sys.stdlib_module_names - {"__main__"}
         self._seen: dict[int, Any] = {}  # by id; keeps the object, so that its id stays unique
-        self._methods: set[tuple[int, type]] = set()  # methods, whose functions are in `_seen`
+        self._methods: set[tuple[int, type]] = set()  # methods; their functions are in `_seen`
         self.facts: list[Any] = []
 
     def look_at_class(self, kind: type) -> set[str]:

@@ -25,8 +25,8 @@ _MOST = 1 << 28
 #: For each name of a tensor: its kind and the tensor's first name, or None if the model holds None there.
 Names = dict[str, list[Any]]
 
-#: For each tensor, by its first name: class, dtype, shape, stride, device type, the tensor whose
-#: memory it lies in and the first byte there, and the names of its attributes.
+#: For each tensor, by its first name: class, dtype, shape, stride, device type, the tensor that
+#: owns its memory, its first byte in that memory, and the names of its attributes.
 Rows = dict[str, list[Any]]
 
 
@@ -179,7 +179,7 @@ def put_tensors(
     model: torch.nn.Module, arriving: Arriving, names: Mapping[str, list[Any]], engine: str
 ) -> dict[str, torch.Tensor]:
     """Gives a model on the meta device the tensors of a file, which may still be loading. Returns them under all
-    their names. engine: the name of the package whose objects may also hold them.
+    their names. engine: the name of the package; its objects may also hold them.
 
     Raises Refused if the model does not have such a place.
     """

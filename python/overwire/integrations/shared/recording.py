@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _ITEM = _aten._local_scalar_dense.default
 
-# What a copy of a stand-in may request besides dtype and device.
+# Options that a copy of a stand-in may request besides dtype and device.
 _USUAL = {"layout": (None, torch.strided), "pin_memory": (None, False), "memory_format": (None, torch.preserve_format)}
 _ZEROES = frozenset((_aten.fill_.Scalar, _aten.zero_.default))
 
@@ -70,7 +70,7 @@ class Unplannable(Exception):
 
 
 class _Stored(NamedTuple):
-    # What a stand-in represents. dtype: the stored one, as in torch. device: where the tensor would be. memory:
+    # The tensor that a stand-in represents. dtype: the stored one, as in torch. device: where it would be. memory:
     # whether a view of it is alive; this reference keeps the identity of its memory unique.
 
     stored: Stored
@@ -102,14 +102,14 @@ class Recorder:
         self.began = False
         #: Why a load that `offer_early` began has failed.
         self.failed: BaseException | None = None
-        #: What the loader did besides copying; None for nothing.
+        #: The first operation of the loader other than copying; None if there was none.
         self.impure: str | None = None
         # Memories of integer tensors that it read elements from.
         self._reads: set[int] = set()
         # Memories that it set to zero or to small tensors with data, before any copy to them.
         self._zeros: set[int] = set()
         self._given: set[int] = set()  # the memories of those small tensors
-        # Whether it worked on tensors with data, some of which may be loaded later.
+        # Whether it worked on tensors with data, and some of those may be loaded later.
         self._works = False
 
     def __enter__(self) -> Recorder:
@@ -200,7 +200,7 @@ class Recorder:
         return func(*args, **kwargs)
 
     def _stored_of(self, tensor: Any) -> _Stored | None:
-        # What a stand-in represents; None for another tensor.
+        # The tensor that a stand-in represents; None for another tensor.
         return self._of.get(tensor.untyped_storage()._cdata) if _is_meta(tensor) else None
 
     def _run_on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Stored]]) -> Any:
@@ -292,7 +292,7 @@ class Recorder:
 
     def give_small(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Gives the model's loader a small tensor with its data."""
-        self.impure = self.impure or f"{name}, whose data it was given"
+        self.impure = self.impure or f"the data of {name}, which it was given"
         self._given.add(tensor.untyped_storage().data_ptr())
         return tensor
 

@@ -98,7 +98,7 @@ class SliceLoad:
 
     def _open_with_ranks(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
         # Opens together with the other ranks, if they share the reading.
-        if group is None:  # a single rank does not need the group code, whose import takes 20 ms
+        if group is None:  # a single rank does not need the group code, and importing it takes 20 ms
             opens()
             return
         from ...plumbing import should_share_reading

@@ -55,7 +55,7 @@ class _Ready(NamedTuple):
 
 
 class Places:
-    """Where a model's loader puts the tensors of a push.
+    """Loads pushes to the places where a model's loader puts their tensors.
 
     load: the model's own loader; it may raise `Incomplete` at the end. device: where the
     parameters are. most: as for `load_copies`. group: the process group of the ranks that

@@ -67,7 +67,7 @@ class Coverage:
         """Weights that nothing was loaded into, and parts of fused ones, as `name[part]`.
 
         loaded: names that the model says it has loaded, in any way. None: it says nothing, and
-        weights whose loader was never called count as loaded.
+        weights with a loader that was never called count as loaded.
         """
         out: set[str] = set()
         experts: set[int] = set()

@@ -31,7 +31,7 @@ CODE = (
     "vllm.distributed.parallel_state",
 )
 
-#: Modules whose objects say nothing about weights except by their class.
+#: Modules with objects that only matter to weights by their class.
 OPAQUE = ("vllm.config.", "vllm.distributed.", "vllm.transformers_utils.", "vllm.compilation.", "vllm.v1.core.")
 
 # vLLM variables that differ between starts and say nothing about weights.
@@ -94,7 +94,7 @@ def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any
         raise Refused("experts are moved while the engine runs (EPLB)")
     experts = getattr(parallel_state, "_EP", None)
     if parallel.enable_expert_parallel and experts and experts.world_size > 1 and vllm.__version__.startswith("0.32."):
-        raise Refused("vLLM 0.32 cannot make a model whose experts are divided among ranks without memory")
+        raise Refused("vLLM 0.32 cannot build a model on the meta device if its experts are divided among ranks")
     if torch.version.hip or device.type not in ("cpu", "cuda"):
         raise Refused(f"vLLM uses {device.type}{' by ROCm' if torch.version.hip else ''}")
     if getattr(getattr(config, "engram_config", None), "cpu_offload", False) or is_offloading(config):

@@ -38,7 +38,7 @@ from .coverage import Coverage
 from .device import device_of, device_of_config
 from .methods import COPIED
 
-# vLLM only configures loggers whose names begin with its own.
+# vLLM only configures loggers with names that begin with its own.
 log = init_logger("vllm.overwire")
 
 KNOWN = ("0.32.", "0.33.")
@@ -200,13 +200,13 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         extra = {key: chosen[key] for key in ("enable_weights_track",) if key in chosen}
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
         self._options = chosen
-        #: Where the weights of the served model are, if not in its folder, and the options to reach them.
+        #: The place of the served model's weights, if not in its folder, and the options to reach them.
         self.source, self.storage_options = chosen.get("source"), chosen.get("storage_options")
         self.counter_before_loading_weights: float = 0.0
         self._device = "cpu"
         self.loaded: set[str] | None = None  # the names that the model says it has loaded
         self.attempt: SliceLoad | None = None  # if set, it provides stand-ins instead of tensors
-        self._sourced_model: str | None = None  # the path of the model whose weights are at `source`
+        self._sourced_model: str | None = None  # the path of the model that has its weights at `source`
         self.config: Any = None  # vLLM's, while `load_model` runs
         self._opening: Opening | None = None
 

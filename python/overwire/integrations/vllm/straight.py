@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Names of classes whose `process_weights_after_loading` leaves the bytes in place, if the parameters
+# Names of classes with a `process_weights_after_loading` that leaves the bytes in place, if the parameters
 # also look as they did when they were created.
 _METHODS = frozenset(("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"))
 _EXPERTS = "UnquantizedFusedMoEMethod"

@@ -43,7 +43,7 @@ BACKEND = "overwire"
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
-    """What the trainer tells a worker once: how to reach pushes.
+    """The trainer's one-time message to a worker: how to reach pushes.
 
     master_address, master_port, world_size, rank_offset: of the process group that carries pushes;
     none of them for a folder or a store. deltas: whether the trainer will push deltas. The
