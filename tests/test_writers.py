@@ -241,7 +241,7 @@ def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeyp
 
     def write_interrupted() -> None:
         for end in (file.close, file.drop):
-            with pytest.raises(ow.ArgumentError, match="a signal handler ends the file"):
+            with pytest.raises(ow.ArgumentError, match="a signal handler interrupted a close"):
                 end()
         really()
 

@@ -67,7 +67,7 @@ def states(model: int) -> list[_requests.LoadState]:
 
 
 def settle(job: int, stream: int, numbers: bytes) -> None:
-    """Bind the destinations of a load's requests whose destination was 1. The load writes there after the
+    """Bind destinations for a load's requests that had destination 1. The load writes there after the
     work that is queued on the stream now. Numbers: pairs of request and address."""
     core().call("settle", "", pack("=2q", handle(job), stream) + numbers)
 
@@ -103,8 +103,8 @@ def sweep(request: str) -> _requests.PreloadAnswer:
 
 
 def relay(request: _requests.RelayRequest, model: int, numbers: bytes) -> JobNumber:
-    """Run this rank's part of a group load, of one model or of several as one. Numbers: what each rank of
-    the host needs, as requests with the rank instead of an address; none: all."""
+    """Run this rank's part of a group load, of one model or of several as one. Numbers: the needs of each
+    rank of the host, as requests with the rank instead of an address; none: all."""
     return core().start("relay", _encode_request(request), pack("=1q", handle(model)) + numbers)
 
 
