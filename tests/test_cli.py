@@ -249,7 +249,7 @@ def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
         done = run("run", *dashes, sys.executable, str(program), str(small), str(plain), env=env)
         assert done.returncode == 7 and done.stderr == "", done.stderr
         assert done.stdout == "2\n"
-    assert "no program is called" in refused(3, "none-of-that-name")
+    assert "program not found" in refused(3, "none-of-that-name")
     assert str(tmp_path) in refused(3, str(tmp_path))
     assert "needs a program" in refused(2) and "needs a program" in refused(2, "--")
     assert "no option --fast" in refused(2, "--fast", "python")

@@ -12,12 +12,12 @@ BITS = dict(
     U64=64,
 )
 
-# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.
+# Dtypes that dtype= casts. Packed types and F8_E8M0 are parts of a quantisation scheme and stay.
 FLOATS = frozenset("""
     F8_E5M2 F8_E4M3 F8_E4M3FNUZ F8_E5M2FNUZ F16 BF16 F32 F64
 """.split())
 
-# What the engine casts on a GPU, from and to.
+# Dtypes that the engine casts on a GPU, from and to.
 CAST_FROM = frozenset("""
     F8_E5M2 F8_E4M3 F16 BF16 F32
 """.split())
@@ -26,7 +26,7 @@ CAST_TO = frozenset("""
     F16 BF16 F32
 """.split())
 
-# Variables that a store may need; * ends the beginning of some.
+# Variables that a store may need; a name that ends with * is a prefix.
 STORES = frozenset("""
     AWS_* HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH
     HF_HUB_DISABLE_IMPLICIT_TOKEN HF_ENDPOINT HF_HOME HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
@@ -43,7 +43,7 @@ SETTINGS = frozenset("""
     OVERWIRE_DOWNLOADER_LOG DOWNLOAD_LOG
 """.split())
 
-# Endings of weights in formats that are not read, which are copied along up to a size in bytes.
+# Endings of weight files in formats that are not read. They are copied, up to a size in bytes.
 OTHER_WEIGHTS = tuple("""
     .bin .ckpt .gguf .ggml .h5 .keras .mlmodel .msgpack .nemo .npz .onnx .onnx_data .ot .pb .pdparams
     .pkl .pt .pth .tensors .tflite
@@ -51,8 +51,8 @@ OTHER_WEIGHTS = tuple("""
 
 MOST_OTHER = 67108864
 
-# Kinds of files that are found where weights were expected: offset and what is there,
-# what such a file is, what to do with it, and whether a folder of other weights may hold it.
+# Kinds of files that may be found instead of weights: offset and the bytes there, what such a
+# file is, what to do with it, and whether a folder of other weights may hold it.
 HEAD_BYTES = 512
 
 FILE_KINDS = (
