@@ -1,6 +1,7 @@
 package bench
 
-// This file reads a file to a GPU without decoding: the baseline of loads, by one process or several.
+// This file reads a file to a GPU without decoding. That is the baseline for loads, by one process or
+// several.
 
 import (
 	"cmp"
@@ -28,10 +29,10 @@ type Reading struct {
 }
 
 const (
-	// ReadStep fits a core's second-level cache. Smaller steps cost more calls than they save: 1 MiB reaches
-	// three quarters of this rate.
+	// ReadStep fits into a core's second-level cache. Smaller steps cost more in calls than they save: 1 MiB
+	// reaches only three quarters of this rate.
 	ReadStep = 2 << 20
-	// SlotsEach lets a thread read while its last steps are copied to the GPU.
+	// SlotsEach lets a thread read while its previous steps are copied to the GPU.
 	SlotsEach = 3
 )
 
@@ -95,8 +96,8 @@ func (r Reading) Run(ctx context.Context) error {
 	return err
 }
 
-// measureBaseline measures how fast a file's bytes come from the page cache to the GPU's memory: the best of
-// several numbers of threads and sizes of slots.
+// measureBaseline measures how fast a file's bytes get from the page cache to the GPU's memory: the best of
+// several numbers of threads and slot sizes.
 func (r *run) measureBaseline(path string, n int64) error {
 	m, err := r.gpu.Alloc([]int64{n})
 	if err != nil {
@@ -120,7 +121,7 @@ func (r *run) measureBaseline(path string, n int64) error {
 	return nil
 }
 
-// rateOfReading is the median rate of a Reading to a GPU, with slots of its own.
+// rateOfReading returns the median rate of a Reading to a GPU, with slots of its own.
 func (r *run) rateOfReading(x Reading) (float64, error) {
 	n := int64(x.Threads*x.Each) * x.Step
 	p, length, err := cpu.Map(n)
