@@ -78,7 +78,7 @@ func TestUsage(t *testing.T) {
 		{[]string{"compress", file, "-o", "y", "--shard", "5"}, ExitUsage,
 			"this would be 5 bytes; add the unit: 5GB"},
 		{[]string{"compress", file, "-o", "y.tensors"}, ExitUsage, "overwire convert"},
-		{[]string{"convert", file, "-o", "y.gguf"}, ExitUsage, ".gguf files are not written"},
+		{[]string{"convert", file, "-o", "y.gguf"}, ExitUsage, "cannot write .gguf files"},
 		{[]string{"compress", "-x", file}, ExitUsage, "no option -x"},
 		{[]string{"convert", file, "-o", "y", "--to", "zip"}, ExitUsage, "overwire or safetensors"},
 		{[]string{"inspect", "--json=yes", file}, ExitUsage, "takes no value"},

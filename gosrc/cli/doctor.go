@@ -145,8 +145,7 @@ func (d *Diagnosis) advise() {
 	add := func(format string, args ...any) { d.Advice = append(d.Advice, fmt.Sprintf(format, args...)) }
 	if x16.Using() == x16.Scalar {
 		add("the slow scalar decoder is in use: this CPU has neither AVX2 nor NEON, or the build has no SIMD code " +
-			"(on " +
-			"x86-64, build with GOEXPERIMENT=simd)")
+			"(on x86-64, build with GOEXPERIMENT=simd)")
 	}
 	if d.Machine.THP == "never" {
 		add("transparent huge pages are off, so touching new memory takes several times longer: set them to madvise")

@@ -259,7 +259,7 @@ func TestValidate(t *testing.T) {
 		"raw with a transform": {func(x *Index) { x.Chunks[2].Transform = 1 }, "3 of 3"},
 		"plain but coded": {func(x *Index) {
 			x.Chunks[2] = Chunk{Off: 7168, Stored: 3, Logical: 3, Codec: CodecX16, Transform: 8, SegTiles: 1}
-		}, "back to back"},
+		}, "contiguous"},
 	} {
 		ix := container()
 		c.spoil(ix)
