@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/job"
@@ -163,12 +164,12 @@ func (r *run) measureMachine() error {
 	if r.gpu == nil {
 		return nil
 	}
-	queue, err := r.gpu.Queue(cuda.DefaultSlots, cuda.DefaultSlotBytes)
+	slots, err := r.gpu.Queue(queue.DefaultSlots, queue.DefaultSlotBytes)
 	if err != nil {
 		return err
 	}
-	defer func() { queue.Close(); _ = r.gpu.Trim() }()
-	if r.wire, err = r.measureWire(queue, cuda.DefaultSlotBytes); err != nil {
+	defer func() { slots.Close(); _ = r.gpu.Trim() }()
+	if r.wire, err = r.measureWire(slots, queue.DefaultSlotBytes); err != nil {
 		return err
 	}
 	r.report.Device.Wire = r.wire

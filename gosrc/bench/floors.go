@@ -143,6 +143,49 @@ func (r *run) writeCachedFile() (*os.File, error) {
 	return file, nil
 }
 
+// measureBaseline measures how fast a file's bytes come from the page cache to the GPU's memory: the best of
+// several numbers of threads and sizes of slots.
+func (r *run) measureBaseline(path string, n int64) error {
+	m, err := r.gpu.Alloc([]int64{n})
+	if err != nil {
+		return err
+	}
+	defer m[0].Release()
+	for _, threads := range []int{8, 12} {
+		for _, x := range []Reading{{Step: ReadStep, Each: SlotsEach}, {Step: 2 * ReadStep, Each: 2}} {
+			x.Path, x.Hi, x.GPU, x.Threads = path, n, r.gpu.Index(), min(threads, r.Threads)
+			x.To = uint64(uintptr(m[0].Ptr))
+			rate, err := r.rateOfReading(x)
+			if err != nil {
+				return err
+			}
+			r.baseline = max(r.baseline, rate)
+		}
+	}
+	r.report.Device.Baseline = r.baseline
+	r.addRow(Row{Group: "this machine", Name: "read the page cache and copy it to " + r.report.Device.Name,
+		Value: r.baseline, Unit: "GB/s"})
+	return nil
+}
+
+// rateOfReading is the median rate of a Reading to a GPU, with slots of its own.
+func (r *run) rateOfReading(x Reading) (float64, error) {
+	n := int64(x.Threads*x.Each) * x.Step
+	p, length, err := cpu.Map(n)
+	if err != nil {
+		return 0, err
+	}
+	slots := unsafe.Slice((*byte)(p), n)
+	touchPages(slots)
+	if err := r.gpu.Register(slots); err != nil {
+		cpu.Unmap(p, length)
+		return 0, err
+	}
+	defer r.gpu.Unregister(slots, func() { cpu.Unmap(p, length) })
+	x.Slots = uint64(uintptr(p))
+	return r.medianRate(x.Hi-x.Lo, func() error { return x.Run(r.ctx) })
+}
+
 // readAt fills p.
 func readAt(f *os.File, p []byte, off int64) error {
 	if _, err := f.ReadAt(p, off); err != nil {

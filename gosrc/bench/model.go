@@ -12,6 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/load"
@@ -158,7 +159,7 @@ func (r *run) openGPU(name string) (*cuda.Device, error) {
 }
 
 // measureWire returns the rate of pinned copies to a queue's device, n bytes at a time.
-func (r *run) measureWire(queue *cuda.Queue, n int64) (float64, error) {
+func (r *run) measureWire(queue *queue.Queue, n int64) (float64, error) {
 	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
 	v, err := r.medianOf(func() (float64, error) {
 		took, err := queue.MeasureLink(n, count)

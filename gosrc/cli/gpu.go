@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
@@ -83,19 +84,19 @@ func wire(index int) (float64, error) {
 		return 0, err
 	}
 	defer func() { _ = d.Trim() }() // the rate is known; a lost device shows up later
-	l, err := d.Queue(cuda.DefaultSlots, cuda.DefaultSlotBytes)
+	l, err := d.Queue(queue.DefaultSlots, queue.DefaultSlotBytes)
 	if err != nil {
 		return 0, err
 	}
 	defer l.Close()
-	count := cuda.DefaultSlots
+	count := queue.DefaultSlots
 	for {
-		took, err := l.MeasureLink(cuda.DefaultSlotBytes, count)
+		took, err := l.MeasureLink(queue.DefaultSlotBytes, count)
 		if err != nil {
 			return 0, err
 		}
 		if took >= wireTime/2 {
-			return float64(count) * cuda.DefaultSlotBytes / took.Seconds() / 1e9, nil
+			return float64(count) * queue.DefaultSlotBytes / took.Seconds() / 1e9, nil
 		}
 		count *= 4
 	}

@@ -40,15 +40,15 @@ func (c *call) planLoad() error {
 		return err
 	}
 	defer m.Close()
-	outlook, err := m.Outlook(nil, q)
+	estimate, err := m.Estimate(nil, q)
 	if err != nil {
 		return err
 	}
 	r := planReport{
-		Tensors: len(outlook.Bytes), Peak: outlook.Peak, Staging: outlook.Staging, Pinned: outlook.Pinned,
-		Offload: outlook.Offload,
+		Tensors: len(estimate.Bytes), Peak: estimate.Peak, Staging: estimate.Staging, Pinned: estimate.Pinned,
+		Offload: estimate.Offload,
 	}
-	for i, n := range outlook.Bytes {
+	for i, n := range estimate.Bytes {
 		r.Bytes += n
 		r.Stored += m.Index().Tensors[i].Stored
 	}
@@ -100,8 +100,8 @@ func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
 		return nil, err
 	}
 	defer m.Close()
-	keepOf := func(keep int64) (load.Outlook, error) {
-		return m.Outlook(nil, load.Prospect{Keep: &keep})
+	keepOf := func(keep int64) (load.Estimate, error) {
+		return m.Estimate(nil, load.Prospect{Keep: &keep})
 	}
 	least, err := keepOf(0)
 	if err != nil {
@@ -113,11 +113,11 @@ func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
 		fit := ModelFit{Index: d.Index, Fits: r.Bytes <= room}
 		if !fit.Fits && least.Offload.DeviceBytes() <= room {
 			fit.Keep = room - least.Offload.DeviceBytes() // a ring is never larger than it is with nothing kept
-			outlook, err := keepOf(fit.Keep)
+			estimate, err := keepOf(fit.Keep)
 			if err != nil {
 				return nil, err
 			}
-			fit.Offload = outlook.Offload
+			fit.Offload = estimate.Offload
 		}
 		r.GPUs = append(r.GPUs, fit)
 	}

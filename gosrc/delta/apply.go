@@ -16,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -161,7 +162,7 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 			if err != nil {
 				return r, err
 			}
-			p = &gpu{d: d, on: cuda.Order{Stream: steps[0].Stream}, steps: steps[:n]}
+			p = &gpu{d: d, on: stream.Order{Stream: steps[0].Stream}, steps: steps[:n]}
 		}
 		appliers, of, steps = append(appliers, p), append(of, steps[:n]), steps[n:]
 	}

@@ -1,6 +1,6 @@
 package errs
 
-// This file removes credentials from texts.
+// Removes credentials from texts.
 
 import (
 	"errors"

@@ -1,6 +1,6 @@
 package errs
 
-// This file describes errors for other languages.
+// Describes errors for other languages.
 
 import (
 	"errors"

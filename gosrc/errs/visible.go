@@ -1,6 +1,6 @@
 package errs
 
-// This file makes characters visible that a terminal would obey instead of showing.
+// Makes characters visible that a terminal would obey instead of showing.
 
 import (
 	"fmt"

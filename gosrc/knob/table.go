@@ -1,6 +1,6 @@
 package knob
 
-// This file is the table of every environment variable.
+// The table of every environment variable.
 
 import (
 	"os"

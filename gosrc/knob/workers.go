@@ -1,6 +1,6 @@
 package knob
 
-// This file sets the number of workers.
+// Sets the number of workers.
 
 import "runtime"
 

@@ -2,7 +2,7 @@
 
 package relay_test
 
-// This file runs the ranks of a group as processes of their own, which exchange the
+// Runs the ranks of a group as processes of their own, which exchange the
 // pieces of a relay by the fake driver's shared memory, or by that of the host.
 
 import (

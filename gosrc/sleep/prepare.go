@@ -7,6 +7,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -48,14 +49,14 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 		most, need = s.estimateRoom()
 	}
 	if need <= 0 || need > 1<<43 {
-		return nil, errs.New(errs.ErrArgument, "sleep: invalid amount of host memory, %d bytes: expected 1 to " +
+		return nil, errs.New(errs.ErrArgument, "sleep: invalid amount of host memory, %d bytes: expected 1 to "+
 			"%d", need, int64(1)<<43)
 	}
 	if err := spec.refuseRoom(need, gpu); err != nil {
 		return nil, err
 	}
 	want := aheadOf(need)
-	if unit := cuda.RegisterAlignment(); spec.Budget > 0 && sizes.RoundUp(want, unit) > spec.Budget {
+	if unit := memory.RegisterAlignment(); spec.Budget > 0 && sizes.RoundUp(want, unit) > spec.Budget {
 		if want = spec.Budget / unit * unit; want == 0 {
 			return &Preparation{Bytes: need}, nil // the sleep takes as much at once
 		}

@@ -18,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
@@ -87,7 +88,7 @@ type sleeper struct {
 // A batch is a range of the layout's chunks that are compressed together.
 type batch struct {
 	first, end int
-	rows       []cuda.PackedRange // until it is finished
+	rows       []stream.PackedRange // until it is finished
 }
 
 // Sleep compresses tensors. The caller owns the returned model. Each load of it
@@ -273,7 +274,7 @@ func (s *sleeper) fillMemory(ctx context.Context) error {
 // encode compresses batch k in a slot.
 func (s *sleeper) encode(k, slot int) error {
 	b := &s.batches[k]
-	b.rows = make([]cuda.PackedRange, 0, b.end-b.first)
+	b.rows = make([]stream.PackedRange, 0, b.end-b.first)
 	t := s.tensorOf(b.first)
 	for c := b.first; c < b.end; c++ {
 		for c >= int(s.lay.Tensors[t].First+s.lay.Tensors[t].Count) {
@@ -281,7 +282,7 @@ func (s *sleeper) encode(k, slot int) error {
 		}
 		it := &s.items[s.lay.Items[t]]
 		at := (int64(c) - int64(s.lay.Tensors[t].First)) * chunkBytes
-		row := cuda.PackedRange{Src: it.addressOf() + uint64(at), N: int64(s.lay.Chunks[c].Logical),
+		row := stream.PackedRange{Src: it.addressOf() + uint64(at), N: int64(s.lay.Chunks[c].Logical),
 			Transform: it.transform}
 		if row.Hash = s.hashesOnGPU(it); row.Hash && c == int(s.lay.Tensors[t].First+s.lay.Tensors[t].Count)-1 {
 			row.Tail = blocksum.Tail(s.lay.Tensors[t].Bytes)

@@ -47,12 +47,12 @@ type Derivation struct {
 // that a file cannot demand unlimited memory.
 func (d Derivation) Check() error {
 	if d.Passes < 1 || d.Memory < minKeyMemory || len(d.Salt) != saltBytes {
-		return errs.New(errs.ErrCrypto, "invalid key derivation: %d passes over %d bytes with a salt of %d " +
+		return errs.New(errs.ErrCrypto, "invalid key derivation: %d passes over %d bytes with a salt of %d "+
 			"bytes", d.Passes,
 			d.Memory, len(d.Salt))
 	}
 	if d.Passes > maxKeyPasses || d.Memory > maxKeyMemory {
-		return errs.New(errs.ErrNotSupported, "the key derivation takes %d passes over %d bytes: expected at most " +
+		return errs.New(errs.ErrNotSupported, "the key derivation takes %d passes over %d bytes: expected at most "+
 			"%d over %d",
 			d.Passes, d.Memory, maxKeyPasses, int64(maxKeyMemory))
 	}
@@ -87,7 +87,7 @@ func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 		return nil, err
 	}
 	if most := available(); int64(d.Memory) > most {
-		return nil, errs.New(errs.ErrMemory, "deriving the key from the password takes %d bytes of memory, but " +
+		return nil, errs.New(errs.ErrMemory, "deriving the key from the password takes %d bytes of memory, but "+
 			"only %d are free",
 			d.Memory, most)
 	}
@@ -170,7 +170,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 			}
 			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || count == 0 ||
 				sizes.CeilDiv(bytes, c.Chunk) != int64(count) {
-				return nil, errs.New(errs.ErrFormat, "%d chunks of %d bytes do not fit %d encrypted " +
+				return nil, errs.New(errs.ErrFormat, "%d chunks of %d bytes do not fit %d encrypted "+
 					"bytes", count, size, bytes)
 			}
 			boxes = true

@@ -95,7 +95,7 @@ func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 		}
 	}
 	if _, isAsked := settings[OptionCRC32]; isAsked && !sums {
-		return at(errs.ErrArgument, "verify_crc32 was requested, but a plain safetensors file has no checksums to " +
+		return at(errs.ErrArgument, "verify_crc32 was requested, but a plain safetensors file has no checksums to "+
 			"compare")
 	}
 	return nil

@@ -106,14 +106,14 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	case f.Total < 0:
 		return nil, f.at("", 41, errs.New(errs.ErrFormat, "invalid size of the data: %d bytes", f.Total))
 	case length > tensor.MaxIndex:
-		return nil, f.at("", 65, errs.New(errs.ErrFormat, "the index has %d bytes: expected at most " +
+		return nil, f.at("", 65, errs.New(errs.ErrFormat, "the index has %d bytes: expected at most "+
 			"%d", length, tensor.MaxIndex))
 	case int64(length) > f.Size-headSize:
-		return nil, f.at("", 65, errs.New(errs.ErrCorrupt, "truncated: the index has %d bytes, but the file only " +
+		return nil, f.at("", 65, errs.New(errs.ErrCorrupt, "truncated: the index has %d bytes, but the file only "+
 			"%d", length,
 			f.Size))
 	case count > length/25: // the least that an entry takes
-		return nil, f.at("", 57, errs.New(errs.ErrFormat, "%d tensors do not fit into an index of %d " +
+		return nil, f.at("", 57, errs.New(errs.ErrFormat, "%d tensors do not fit into an index of %d "+
 			"bytes", count, length))
 	}
 	end := headSize + int64(length)
@@ -199,18 +199,18 @@ func (f *File) readEntries(r *reader, count int) error {
 		case e.Record < end && len(f.Entries) > 0 && e.Record >= headSize:
 			return f.at(e.Name, at, errDev)
 		case e.Record < end || e.Data-e.Record < 8 || e.Data < e.Record:
-			return bad(errs.ErrFormat, "offsets out of order: record at %d, data at %d, after " +
+			return bad(errs.ErrFormat, "offsets out of order: record at %d, data at %d, after "+
 				"%d", e.Record, e.Data, end)
 		case e.Data > f.Size || e.Bytes > f.Size-e.Data:
-			return bad(errs.ErrCorrupt, "truncated: data at %d + %d, but the file has %d " +
+			return bad(errs.ErrCorrupt, "truncated: data at %d + %d, but the file has %d "+
 				"bytes", e.Data, e.Bytes, f.Size)
 		case e.Bytes != e.full && e.Bytes != 0:
-			return bad(errs.ErrFormat, "the index says %d bytes, but shape %v of %q takes " +
+			return bad(errs.ErrFormat, "the index says %d bytes, but shape %v of %q takes "+
 				"%d", e.Bytes, e.Dims, e.Text, e.full)
 		}
 		if e.Bytes == 0 {
 			if zeros += e.full; e.full > maxMeta || zeros > maxMeta {
-				return bad(errs.ErrNotSupported, "tensors without data take more than %d bytes in " +
+				return bad(errs.ErrNotSupported, "tensors without data take more than %d bytes in "+
 					"total", int64(maxMeta))
 			}
 		}
@@ -313,7 +313,7 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 		case kind == 1 && n == 32:
 			out.SHA256 = sum
 		default:
-			return f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "invalid hash of kind %d with %d " +
+			return f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "invalid hash of kind %d with %d "+
 				"bytes", kind, n))
 		}
 	}

@@ -103,7 +103,7 @@ func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 		}
 		if d, ok := torch[name]; ok {
 			if want := opaqueForm(d); form != want {
-				return 0, nil, errs.New(errs.ErrFormat, "invalid dtype %q: %s must be stored as %s, not as " +
+				return 0, nil, errs.New(errs.ErrFormat, "invalid dtype %q: %s must be stored as %s, not as "+
 					"%s", text, name,
 					want, form)
 			}
@@ -153,7 +153,7 @@ func dtypeText(d tensor.DType, shape []int64) (text string, dims []int64, err er
 		}
 		if d == tensor.F4 {
 			if len(shape) == 0 || shape[len(shape)-1]%2 != 0 {
-				return "", nil, errs.New(errs.ErrNotSupported, "F4 of shape %v cannot be stored: .tensors files " +
+				return "", nil, errs.New(errs.ErrNotSupported, "F4 of shape %v cannot be stored: .tensors files "+
 					"hold pairs, so the last dimension must be even", shape)
 			}
 			shape = append([]int64(nil), shape...)

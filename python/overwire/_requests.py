@@ -86,7 +86,7 @@ class PlanOffload(TypedDict):
     blocks: list[str]
 
 
-class LoadOutlook(TypedDict):
+class LoadEstimate(TypedDict):
     bytes: list[int]
     peak: int
     staging: int

@@ -50,7 +50,7 @@ def load(request: _requests.LoadRequest, model: int, whole: int, numbers: bytes 
     return core().start("load", _encode_request(request), pack("=2q", handle(model), whole) + numbers)
 
 
-def outlook(request: _requests.LoadProspect, model: int, numbers: bytes) -> _requests.LoadOutlook:
+def outlook(request: _requests.LoadProspect, model: int, numbers: bytes) -> _requests.LoadEstimate:
     """What loading tensors of a model would take; OutOfMemoryError for more than max_memory. Numbers:
     pairs of a tensor and how many of its elements (-1: all); none: all tensors."""
     return loads(core().call("outlook", _encode_request(request), pack("=1q", handle(model)) + numbers)[0])

@@ -11,6 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -121,7 +122,7 @@ func digestMemory(ctx context.Context, _ *job.Job, _ none, n []int64) (*Result, 
 	} else {
 		var d *cuda.Device
 		if d, err = cuda.Open(int(n[0])); err == nil {
-			sums, err = d.Digest(cuda.Order{Stream: uintptr(n[1])}, views)
+			sums, err = d.Digest(stream.Order{Stream: uintptr(n[1])}, views)
 		}
 	}
 	if err != nil {

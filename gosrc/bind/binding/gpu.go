@@ -7,6 +7,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -104,7 +105,7 @@ func gpuVerbs() []*Verb {
 	}
 }
 
-func keepBatch(b *cuda.Batch, err error) (int64, error) {
+func keepBatch(b *stream.Batch, err error) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
@@ -113,7 +114,7 @@ func keepBatch(b *cuda.Batch, err error) (int64, error) {
 
 // queueOf reads a stream's order: the stream, and those of the rest that it
 // follows. What comes after these is returned, too.
-func queueOf(stream, after int64, rest []int64) (q cuda.Order, follows []int64, err error) {
+func queueOf(stream, after int64, rest []int64) (q stream.Order, follows []int64, err error) {
 	if after < 0 || after > int64(len(rest)) {
 		return q, nil, errs.New(errs.ErrArgument, "%d streams that come first, of %d numbers", after, len(rest))
 	}
@@ -126,7 +127,7 @@ func queueOf(stream, after int64, rest []int64) (q cuda.Order, follows []int64, 
 
 // streamRows are the words of each stream, which follow the fixed numbers of a verb: device, stream,
 // kind, ..., how many streams come first.
-func streamRows(n []int64, fixed, words int) (cuda.Order, [][]int64, error) {
+func streamRows(n []int64, fixed, words int) (stream.Order, [][]int64, error) {
 	kind := n[2]
 	on, flat, err := queueOf(n[1], n[fixed-1], n[fixed:])
 	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%words != 0) {
@@ -135,12 +136,12 @@ func streamRows(n []int64, fixed, words int) (cuda.Order, [][]int64, error) {
 	return on, slices.Collect(slices.Chunk(flat, words)), err
 }
 
-func streamsOf(n []int64) (cuda.Order, []cuda.Bitstream, error) {
+func streamsOf(n []int64) (stream.Order, []stream.Bitstream, error) {
 	on, rows, err := streamRows(n, 4, streamWords)
-	list := make([]cuda.Bitstream, len(rows))
+	list := make([]stream.Bitstream, len(rows))
 	for i, p := range rows {
-		list[i] = cuda.Bitstream{Src: uint64(p[0]), Stored: p[1], Dst: uint64(p[2]), Size: p[3], Chunk: p[4],
-			Kind: cuda.Kind(n[2])}
+		list[i] = stream.Bitstream{Src: uint64(p[0]), Stored: p[1], Dst: uint64(p[2]), Size: p[3], Chunk: p[4],
+			Kind: stream.Kind(n[2])}
 	}
 	return on, list, err
 }
@@ -150,10 +151,10 @@ func gpuEncode(_ none, n []int64) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	list := make([]cuda.Bitstream, len(rows))
+	list := make([]stream.Bitstream, len(rows))
 	for i, p := range rows {
-		list[i] = cuda.Bitstream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4],
-			Arg: uint32(p[5]), Kind: cuda.Kind(n[2])}
+		list[i] = stream.Bitstream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4],
+			Arg: uint32(p[5]), Kind: stream.Kind(n[2])}
 	}
 	b, err := nvcomp.GPUEncode(int(n[0]), on, list, uint64(n[3]), n[4])
 	return keepBatch(b, err)
@@ -200,7 +201,7 @@ func gpuPeek(name Text, n []int64) (*Result, error) {
 
 func gpuWait(_ none, n []int64) (*Result, error) {
 	h := uint64(n[0])
-	b, err := get[*cuda.Batch](h)
+	b, err := get[*stream.Batch](h)
 	if err != nil {
 		return nil, err
 	}

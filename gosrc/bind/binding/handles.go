@@ -7,14 +7,14 @@ import (
 	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/delta"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
 // handles are the objects that Python holds, by their numbers: *load.Model, *entry (a job),
-// *cuda.Batch, *delta.File and *tensorizer.Opened. A number is never used twice, so a stale one is
+// *stream.Batch, *delta.File and *tensorizer.Opened. A number is never used twice, so a stale one is
 // an error and never another object.
 var (
 	handles    sync.Map
@@ -39,7 +39,7 @@ func get[T any](h uint64) (T, error) {
 		kind = "open model"
 	case *entry:
 		kind = "job"
-	case *cuda.Batch:
+	case *stream.Batch:
 		kind = "batch"
 	case *delta.File:
 		kind = "delta"

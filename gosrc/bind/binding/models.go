@@ -70,12 +70,12 @@ func modelVerbs() []*Verb {
 			ints("model", "whole").tail("of a request each: tensor, destination (0: allocate, 1: see settle), and " +
 			"the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
 		answered("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.",
-			ofNumbered(modelOf, func(m *load.Model, q load.Prospect, n []int64) (load.Outlook, error) {
+			ofNumbered(modelOf, func(m *load.Model, q load.Prospect, n []int64) (load.Estimate, error) {
 				parts, err := partsOf(n)
 				if err != nil {
-					return load.Outlook{}, err
+					return load.Estimate{}, err
 				}
-				return m.Outlook(parts, q)
+				return m.Estimate(parts, q)
 			})).ints("model").tail("pairs of a tensor and how many of its elements (-1: all); none: all tensors"),
 		answered("kept_blocks", "The numbers of the blocks that an offload keeps on the device.",
 			func(_ none, n []int64) ([]int64, error) { return load.KeptBlocks(n[1:], n[0]), nil }).
@@ -88,9 +88,9 @@ func modelVerbs() []*Verb {
 			"stream now precedes what lands there.", ofNumbered(jobOf,
 			func(e *entry, _ none, n []int64) (none, error) {
 				if e.load == nil {
-					return none{}, errs.New(errs.ErrArgument, "settle: the job is no load")
+					return none{}, errs.New(errs.ErrArgument, "settle: the job is not a load")
 				}
-				return none{}, e.load.Settle(n[1:], uint64(n[0]))
+				return none{}, e.load.Bind(n[1:], uint64(n[0]))
 			})).ints("job", "stream").tail("pairs of request and address"),
 		begun[load.Options, load.PinReport]("pin",
 			"Read a model's files into memory, for later loads; fails while loads of the model run.",

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/cli"
 	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -53,13 +53,13 @@ func tables() string {
 			floats = append(floats, d.String())
 		}
 		for e := tensor.Bool; e.Valid(); e++ {
-			if cuda.CanCast(device.Cast{From: d, To: e}) {
+			if queue.CanCast(device.Cast{From: d, To: e}) {
 				from = append(from, d.String())
 				break
 			}
 		}
 		for e := tensor.Bool; e.Valid(); e++ {
-			if cuda.CanCast(device.Cast{From: e, To: d}) {
+			if queue.CanCast(device.Cast{From: e, To: d}) {
 				to = append(to, d.String())
 				break
 			}

@@ -152,7 +152,7 @@ func (p *Place) IsFile() bool { return p.old != nil && p.old.Mode().IsRegular() 
 func (p *Place) refuseUnwritable() error {
 	if p.isBlob() {
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument,
-			"the path leads to %s in a Hugging Face cache, whose files are named by content and shared by all " +
+			"the path leads to %s in a Hugging Face cache, whose files are named by content and shared by all "+
 				"snapshots: "+
 				"write to another folder", p.Path))
 	}
@@ -162,7 +162,7 @@ func (p *Place) refuseUnwritable() error {
 	case p.old.IsDir():
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "the path is a folder: name a file in it"))
 	case !p.IsFile():
-		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "the path is not a regular file " +
+		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "the path is not a regular file "+
 			"(%v)", p.old.Mode().Type()))
 	}
 	return p.RefuseStrangers()

@@ -288,7 +288,7 @@ class Place:
         try:
             for name in names:
                 os.mkdir(name)
-            _rename_folder(*names, replaces)
+            _rename_folder(names[0], names[1], replaces)
         finally:
             for name in names:
                 with contextlib.suppress(OSError):
