@@ -14,7 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Floors are the machine's rates without overwire, in GB/s.
+// Floors are the machine's rates without overwire, in GB/s: the limits for overwire's
+// rates.
 type Floors struct {
 	CopyOne  float64 `json:"memcpy_one_core"`          // memory to memory, both in place
 	CopyAll  float64 `json:"memcpy_all_cores"`         //
@@ -25,11 +26,11 @@ type Floors struct {
 	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache into fresh memory: a load without decoding
 }
 
-// floorBytes is how much memory the floors use: more than every cache, unless the
+// floorBytes is how much memory the measurements use: more than every cache, unless the
 // whole run is tiny.
 func (r *run) floorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
 
-// mapFresh maps memory as the CPU device does, calls fn with it and unmaps it.
+// mapFresh maps memory as the CPU device does, calls fn with it, and unmaps it.
 func mapFresh(n int64, fn func([]byte) error) error {
 	p, length, err := cpu.Map(n)
 	if err != nil {
@@ -105,7 +106,7 @@ func (r *run) measureFloors() error {
 	return nil
 }
 
-// freshSpeed is medianRate over memory that fn is the first to touch; mapping and
+// freshSpeed is medianRate for memory that fn is the first to touch. Mapping and
 // unmapping are not timed.
 func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	s, err := r.medianOf(func() (s float64, err error) {
@@ -121,7 +122,8 @@ func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	return rateOf(r.floorBytes(), s), nil
 }
 
-// writeCachedFile is a file of floorBytes bytes whose pages are in the page cache.
+// writeCachedFile writes a file of floorBytes bytes and leaves its pages in the page
+// cache.
 func (r *run) writeCachedFile() (*os.File, error) {
 	file, err := os.Create(r.pathOf("floor"))
 	if err != nil {
@@ -199,8 +201,8 @@ func touchPages(m []byte) {
 	}
 }
 
-// runParallel divides [0, n) into steps, which several workers take. It returns the
-// first error.
+// runParallel divides [0, n) into steps for several workers. It returns the first
+// error.
 func runParallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
 	var next atomic.Int64
 	var first atomic.Pointer[error]

@@ -1,6 +1,7 @@
 package bench
 
-// This file reads a file to a GPU without decoding: the baseline of loads, by one process or several.
+// This file reads a file to a GPU without decoding. That is the baseline for loads, by one process or
+// several.
 
 import (
 	"cmp"
@@ -28,10 +29,10 @@ type Reading struct {
 }
 
 const (
-	// ReadStep fits a core's second-level cache. Smaller steps cost more calls than they save: 1 MiB reaches
-	// three quarters of this rate.
+	// ReadStep fits into a core's second-level cache. Smaller steps cost more in calls than they save: 1 MiB
+	// reaches only three quarters of this rate.
 	ReadStep = 2 << 20
-	// SlotsEach lets a thread read while its last steps are copied to the GPU.
+	// SlotsEach lets a thread read while its previous steps are copied to the GPU.
 	SlotsEach = 3
 )
 

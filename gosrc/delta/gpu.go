@@ -1,6 +1,6 @@
 package delta
 
-// This file applies deltas to, and makes them of, tensors on a GPU.
+// This file applies and makes deltas on a GPU.
 
 import (
 	"context"
@@ -10,12 +10,13 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// gpu applies deltas to tensors on a GPU. All of its work is on the stream of the first.
+// gpu applies deltas to tensors on a GPU. All of its work is on the stream of the first
+// tensor.
 type gpu struct {
 	d      *cuda.Device
 	on     stream.Order
 	steps  []step
-	chunks [][]stream.DeltaChunk // of each file of the chain
+	chunks [][]stream.DeltaChunk // for each file of the chain
 }
 
 func (g *gpu) digestSteps(context.Context) ([]digest.Sum, error) {
@@ -53,7 +54,7 @@ func (g *gpu) prepareSteps(context.Context) error {
 	return nil
 }
 
-// apply applies the files one after the other: XOR does not ask for their order.
+// apply applies the files one after the other, in any order, because XOR commutes.
 func (g *gpu) apply() error {
 	for i, chunks := range g.chunks {
 		if err := g.d.ApplyDelta(g.on, chunks); err != nil {

@@ -4,7 +4,7 @@ package knob
 
 import "runtime"
 
-// Workers is the number of workers: asked, or if that is 0 the setting, or one per
+// Workers returns the number of workers: asked, or if that is 0 the setting, or one per
 // core.
 func Workers(asked int) int {
 	if asked <= 0 {

@@ -1,6 +1,6 @@
 package sleep
 
-// This file makes the stored bytes of a container from tensors, on the host's cores or on a GPU.
+// This file compresses tensors for the in-memory container, on the host's cores or on a GPU.
 
 import (
 	"cmp"
@@ -15,12 +15,12 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 )
 
-// batchRows is the most chunks of a batch.
+// batchRows is the maximum number of chunks in a batch.
 const batchRows = 1024
 
-// A mode makes stored bytes in slots. The calls of a slot come in the order encode, fetch, wait.
+// A mode compresses chunks in slots. The calls for a slot come in the order encode, fetch, wait.
 type mode struct {
-	window, workers     int   // batches that may be under way, and goroutines that make them
+	window, workers     int   // batches in flight, and goroutines that make them
 	bytes               int64 // of a batch, each range rounded up to 16
 	staging             int64 // of the device
 	gpu                 bool
@@ -93,7 +93,7 @@ func (h *host) wait(slot int, rows []stream.PackedRange) error {
 	return nil
 }
 
-// gpuMode encodes on a GPU, which also computes sums if asked to.
+// gpuMode encodes on a GPU, which also computes hash sums if requested.
 func gpuMode(p *stream.Packer, sums bool) mode {
 	return mode{
 		window: p.SlotCount(), workers: p.SlotCount(), bytes: p.SlotBytes(), staging: p.DeviceBytes(), gpu: true,

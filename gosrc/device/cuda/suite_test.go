@@ -427,7 +427,7 @@ func TestAlloc(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err = d.Alloc([]int64{5 << 20, total + 1<<20, 7})
-	if !errors.Is(err, errs.ErrMemory) || !strings.Contains(err.Error(), "are free of") {
+	if !errors.Is(err, errs.ErrMemory) || !strings.Contains(err.Error(), "are free") {
 		t.Errorf("more than there is: %v", err)
 	}
 }

@@ -2,7 +2,7 @@
 
 package avx
 
-// For binaries that use AVX in Go code and in preemption.
+// This file is for binaries in which Go code and preemption use AVX.
 
 import "simd/archsimd"
 
