@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Whatever a call does, its thread returns to C with clear registers.
+// Whatever a call does, its thread returns to C with cleared vector registers.
 func TestGuardClears(t *testing.T) {
 	avxtest.Need(t)
 	avxtest.Clear(t, "Guard", func() {
@@ -28,7 +28,7 @@ func TestGuardClears(t *testing.T) {
 	})
 }
 
-// A panic is an error, however many there are.
+// Each panic becomes an error, however many there are.
 func TestGuard(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
@@ -49,8 +49,7 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// A panic anywhere cancels every job; a job is waited for until it has stopped, and is
-// freed, as before, but nothing begins.
+// A panic anywhere cancels every job. Jobs can still be waited for and freed, but no new one begins.
 func TestPanicEndsJobs(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
@@ -133,7 +132,7 @@ func TestHandlesAreNeverUsedTwice(t *testing.T) {
 	wg.Wait()
 }
 
-// The buffer is read back as table.c reads it.
+// The buffer has the layout that table.c reads.
 func TestPackTable(t *testing.T) {
 	ix := &tensor.Index{Tensors: []tensor.Tensor{
 		{Name: "näme", DType: tensor.BF16, Shape: []int64{3, 1 << 40}, Bytes: 6 << 40, Stored: 5, Source: 2, Alias: -1},
@@ -234,7 +233,7 @@ func all(t *testing.T, m uint64) uint64 {
 	return h
 }
 
-// A job that has ended says so even when asked with no time at all.
+// A job that has ended says so even to a wait with a timeout of zero.
 func TestWaitOfNoTime(t *testing.T) {
 	m, err := openedModel(spec(t, plain(t, 1000)))
 	if err != nil {
@@ -260,7 +259,7 @@ func TestWaitOfNoTime(t *testing.T) {
 	idle(t)
 }
 
-// What is taken last comes with the report, and the job is forgotten.
+// The last results come with the report, and the job is then forgotten.
 func TestTakeLast(t *testing.T) {
 	m, err := openedModel(spec(t, plain(t, 1000)))
 	if err != nil {
@@ -279,7 +278,7 @@ func TestTakeLast(t *testing.T) {
 	idle(t)
 }
 
-// Every verb refuses numbers that it has no use for, and says what it is.
+// Every function refuses numbers that it has no use for, and names the bad one.
 func TestTable(t *testing.T) {
 	for _, v := range Table() {
 		if v.Doc == "" || !strings.HasSuffix(v.Doc, ".") {
@@ -302,8 +301,7 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// Preloads: joined by one load, also while they open, and without a trace after
-// either was freed at any moment.
+// A preload is joined by one load, also while it opens. Nothing is left if either is freed at any moment.
 func TestPreloadHandOver(t *testing.T) {
 	path := plain(t, 1<<20)
 	missing := path + ".missing"
@@ -324,7 +322,7 @@ func TestPreloadHandOver(t *testing.T) {
 			t.Fatal(answer, err)
 		}
 		load := all(t, m)
-		if round%2 == 1 { // the caller changes its mind, at any moment
+		if round%2 == 1 { // the caller gives up, at any moment
 			Free(load, FreeNow)
 			Free(m, FreeNow)
 			Free(h, FreeNow)

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// Small tensors take the slabs that others have left, zeroed, and never one that has a holder; no more
-// of them stay than are worth it.
+// Small tensors reuse arenas that others have left, zeroed, and never one that has a holder. Only as many stay as are
+// worth keeping.
 func TestSlabs(t *testing.T) {
 	sizes := []int64{1, 100, 4096, leastSlab - Align, leastSlab - Align + 1, mostSlab/2 + 5, small - 1}
 	held := map[unsafe.Pointer]device.Memory{}
@@ -61,7 +61,7 @@ func TestSlabs(t *testing.T) {
 	}
 }
 
-// Slabs that threads take and leave at the same time have one holder each.
+// Arenas that threads take and leave at the same time have one holder each.
 func TestSlabsOfThreads(t *testing.T) {
 	failed := make(chan error, 4)
 	end := time.Now().Add(200 * time.Millisecond)

@@ -15,11 +15,10 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The driver may wait for work of others wherever something is given back, and
-// every call but few destroys a capture of a graph that is under way on any
-// thread: what breaks a rule of the fake driver's fails these tests at their end.
+// The driver may wait for other work wherever something is given back, and all but a few calls destroy a graph capture
+// that is under way on any thread. A call that breaks a rule of the fake driver fails these tests at their end.
 
-// alone keeps the reaper out, so that a test takes its steps.
+// alone keeps the reaper out, so that the test takes its steps.
 func (d *Device) alone(t *testing.T) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -32,7 +31,7 @@ func (d *Device) alone(t *testing.T) {
 	})
 }
 
-// dict is the memory of many small tensors, as a load makes it.
+// dict is the memory of many small tensors, as a load allocates it.
 func dict(t *testing.T, d *Device) (drop func()) {
 	t.Helper()
 	mem, err := d.Alloc([]int64{16 << 10, 1 << 20, 300, 5 << 20, 16 << 10})
@@ -46,7 +45,7 @@ func dict(t *testing.T, d *Device) (drop func()) {
 	}
 }
 
-// held counts allocations but those that are kept for the next load.
+// held counts allocations without those kept for the next load.
 func held(d *Device) int64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -62,8 +61,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// Whatever this package does while a graph is being captured, by another thread
-// or another library, the capture lives on; and all of it works.
+// A graph capture by another thread or another library survives everything this package does, and everything works.
 func TestCaptureLivesOn(t *testing.T) {
 	t.Run("beside other streams", func(t *testing.T) { captureLivesOn(t, false) })
 	t.Run("which the default stream waits for", func(t *testing.T) { captureLivesOn(t, true) })
@@ -76,7 +74,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	p.coded(weights(r, x16.BF16, 8000), x16.BF16)
 	p.raw(weights(r, x16.BF16, 30_000))
 	life := func() {
-		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // queues are made, kept and given back
+		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // queues are created, kept and given back
 			l, err := d.Queue(3+i, size)
 			if err != nil {
 				t.Fatal(err)
@@ -120,7 +118,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	end := cudatest.CaptureStream(0, blocking)
 	before()
 	life()
-	if !blocking { // else the default stream, on which the memory may be used, is out of reach
+	if !blocking { // else the default stream, where the memory may be used, is out of reach
 		eventually(t, "nothing was freed during the capture", func() bool { return held(d) == 0 })
 	}
 	if s := cudatest.ReadState(); s.Broken > 0 {
@@ -131,8 +129,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	life()
 }
 
-// Work on a stream that is being captured is refused before the capture is
-// harmed, and the error says what to do.
+// Work on a stream that is being captured is refused before it harms the capture, and the error says what to do.
 func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	d, l := open(t, 2, 64<<10)
 	stream, err := d.NewStream()
@@ -191,8 +188,8 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	}
 }
 
-// A load waits for nothing that others have queued, though an earlier one's memory
-// was dropped, its queue does not fit, and another load ends beside it.
+// A load does not wait for work that others have queued, even if an earlier load's memory was dropped, its queue does
+// not fit, and another load ends at the same time.
 func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	r := random(t)
 	d := begun(t)
@@ -243,8 +240,7 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	}
 }
 
-// Memory is not freed while a user's stream (Used) has work; and the reaper looks
-// without waiting.
+// Memory is not freed while a user's stream (Used) has work, and the reaper checks without waiting.
 func TestMemoryOutlivesItsUsers(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -260,7 +256,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 			t.Fatal(err)
 		}
 		idle := cudatest.OccupyStream(stream)
-		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, 7, stream) // queued behind the other: uses the memory
+		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, 7, stream) // queued after the other work: uses the memory
 		mem[0].Release()
 		for range 5 {
 			if err := d.reapBlocks(false); err != nil {
@@ -278,11 +274,11 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 			return held(d) == 0
 		})
 	}
-	// While the user's stream is captured nothing can be asked of it.
+	// A user's stream cannot be queried while it is captured.
 	dict(t, d)()
 	end := cudatest.CaptureStream(side, false)
 	for range 3 {
-		if err := d.reapBlocks(true); err != nil { // which does not wait for the capture's end
+		if err := d.reapBlocks(true); err != nil { // which does not wait for the capture to end
 			t.Fatal(err)
 		}
 	}
@@ -301,9 +297,8 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 	d.mu.Unlock()
 }
 
-// What the driver refuses to free is kept, with its header, and freed once when it
-// no longer refuses: memory of tensors, a queue's, a batch's, what was registered,
-// and what was got before an error.
+// Memory that the driver refuses to free is kept with its header, and freed once when the driver allows it: tensors, a
+// queue, a batch, registered memory, and what was allocated before an error.
 func TestRefusedIsTriedAgain(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -330,7 +325,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	if live != 0 {
 		t.Errorf("%d blocks are said to live", live)
 	}
-	// A queue, with scratch and marks, and what stands in for it while it fails.
+	// A queue with scratch and marks, and its replacement while it fails.
 	for nth := int64(1); nth < 120; nth += 3 {
 		l, err := d.Queue(2, 64<<10)
 		if err != nil {
@@ -338,7 +333,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		}
 		l.Close()
 		cudatest.FailCall(nth, 900, false)
-		_ = d.Trim() // an error or not: it is the reaper's then
+		_ = d.Trim() // with or without an error, it belongs to the reaper then
 		cudatest.FailCall(0, 0, false)
 		d.freeDeferred()
 		if s := cudatest.ReadState(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
@@ -367,8 +362,8 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	}
 }
 
-// With a lost device goes what could not be given back to it: nothing is tried for
-// ever, and nothing freed twice.
+// When a device is lost, everything that could not be given back to it is dropped: nothing is retried forever, and
+// nothing is freed twice.
 func TestLostDeviceTakesAll(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -397,8 +392,8 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	}
 }
 
-// Memory that was dropped serves the next load without a call of the driver; what
-// is more than the engine keeps goes back, and all of it when memory is short.
+// Dropped memory serves the next load without a driver call. The engine gives back what exceeds its reserve, and
+// everything when memory is short.
 func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -438,7 +433,7 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 		d.freeOldSurplus()
 		return cudatest.ReadState().Bytes <= keepBytes
 	})
-	mem, err = d.Alloc([]int64{250 << 20}) // all that there is, nearly
+	mem, err = d.Alloc([]int64{250 << 20}) // nearly all there is
 	if err != nil {
 		t.Fatal(err)
 	}
