@@ -31,9 +31,9 @@ const Planted = "planted-s3cr3t"
 
 // A World has servers on this machine that stand for hosts elsewhere:
 //
-// 	pub, pub2, tls, tls2  on the internet; tls with certificates
-// 	net, net2             on a private network
-// 	link                  link-local, like cloud metadata services
+//	pub, pub2, tls, tls2  on the internet; tls with certificates
+//	net, net2             on a private network
+//	link                  link-local, like cloud metadata services
 //
 // A server answers as its script says, and with the data otherwise.
 type World struct {
