@@ -1,4 +1,4 @@
-"""offload: a model's blocks are away while they do not run, and outputs are those of the resident model."""
+"""Tests offload: blocks of a model are offloaded while they do not run, and outputs equal the resident model's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ IDS = torch.arange(14).reshape(2, 7)
 
 @pytest.fixture(autouse=True)
 def slots_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads a slot after its block, or before its bytes are there, reads 0xff."""
+    """Poisons slots: reads after a slot's block, or before its bytes are there, give 0xff."""
     release, fetch = rings.Ring.release, rings._HostCarrier.fetch
 
     def poison(self: Any, at: int) -> bool:
@@ -81,7 +81,7 @@ BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 class Cast(torch.nn.Module):
-    """A block whose weights, of a dtype that no matrix product takes, are cast where they are used."""
+    """A block with weights of a dtype that no matrix product takes, cast where they are used."""
 
     def __init__(self, dtype: torch.dtype, rows: int = 61) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Cast(torch.nn.Module):
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 @pytest.mark.parametrize("source", [None, "plain", "compressed"])
 def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Path) -> None:
-    """fp8 and int8, of the model or of a file, in every order; odd sizes; close puts every byte back."""
+    """fp8 and int8, from the model or a file, in every order, with odd sizes, are right; close restores every byte."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
     x = torch.linspace(-1, 1, 3 * 61).reshape(3, 61)
@@ -115,7 +115,7 @@ def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("keep", [None, 150_000, "1GB"])
 def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int | str | None) -> None:
-    """Bit for bit, in every order of the blocks, skipped and run twice; close puts every byte back."""
+    """Outputs are equal bit for bit, in every order of the blocks, skipped and run twice; close restores every byte."""
     model = Model(dtype=dtype)
     reference = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
@@ -130,7 +130,7 @@ def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int |
 
 
 def test_a_parameter_that_is_away_says_so() -> None:
-    """Metadata is answered; reading and writing names the parameter; nothing is saved of it."""
+    """Metadata of an offloaded parameter is available; reading and writing raise with its name; it is not saved."""
     model = Model()
     with ow.offload(model, "cpu"):
         weight = model.layers[1].up.weight
@@ -156,7 +156,7 @@ def test_a_parameter_that_is_away_says_so() -> None:
 
 
 def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
-    """In words, also the handle, and where all blocks stay."""
+    """Pickling and copying are refused with a clear error, also for the handle, and if all blocks stay."""
     model = Model()
     with ow.offload(model, "cpu") as offloaded:
         for use in (pickle.dumps, copy.deepcopy, lambda one: torch.save(one, io.BytesIO())):
@@ -169,7 +169,7 @@ def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
 
 
 def test_compiled_blocks_work() -> None:
-    """Compiled before or after, hooks included."""
+    """Blocks compiled before or after offloading work, including hooks."""
     model = Model(3)
     reference = outputs(model)
     model.layers[0].compile(backend="eager")
@@ -202,7 +202,7 @@ def test_gradients_and_what_is_wrong_are_refused_before_anything_changes() -> No
 
 
 def test_an_error_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error, or Ctrl-C, in a block the next pass is right, and all can be closed."""
+    """After an error, or Ctrl-C, in a block the next pass is right, and everything can be closed."""
     model = Model()
     reference = outputs(model)
     offloaded = ow.offload(model, "cpu")
@@ -224,7 +224,7 @@ def test_an_error_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_two_threads_run_the_model() -> None:
-    """At the same time, with as many slots as threads, and with fewer."""
+    """Two threads run the model at the same time, with as many slots as threads, and with fewer."""
     model = Model()
     reference = outputs(model)
     for slots in (1, 2, 3):
@@ -244,7 +244,8 @@ def test_two_threads_run_the_model() -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
-    """Of a model with other values, or on the meta device; a file that lacks weights is refused."""
+    """Weights come from a file, for a model with other values or on the meta device; a file that lacks weights is
+    refused."""
     model = Model()
     reference = outputs(model)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
@@ -265,7 +266,7 @@ def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_pipeline_of_models() -> None:
-    """Each model of it is streamed, through one ring; one without lists of modules stays on the device."""
+    """Each model of a pipeline is streamed, through one ring; one without module lists stays on the device."""
 
     class Pipeline:
         def __init__(self) -> None:
@@ -285,7 +286,7 @@ def test_a_pipeline_of_models() -> None:
 
 
 def test_blocks_are_cut_where_lists_cover_them() -> None:
-    """A block with more than a sixteenth of the model is cut where nearly all of it is in lists; others stay whole."""
+    """A block with more than a sixteenth of the model is cut if nearly all of it is in lists; others stay whole."""
     stage = torch.nn.Module()
     stage.blocks = torch.nn.ModuleList(Layer(96, torch.float32) for _ in range(3))
     mixed = torch.nn.Module()
@@ -299,7 +300,7 @@ def test_blocks_are_cut_where_lists_cover_them() -> None:
 @pytest.mark.parametrize("keep", [0, 150_000, "1GB"])
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, compress: bool) -> None:
-    """By names alone it finds the same blocks, and the same bytes, nested lists and tied weights included."""
+    """A plan finds the same blocks and bytes only from names, including nested lists and tied weights."""
     nested = torch.nn.Module()
     nested.stages = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
     for stage in nested.stages:
@@ -311,7 +312,7 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
         plan = ow.plan(path, keep=keep).offload
         with ow.offload(model, "cpu", keep=keep or None) as offloaded:
             assert plan.blocks == tuple(offloaded.blocks)
-            # The file has the blocks' buffers, too, which stay.
+            # The file also has the blocks' buffers, which stay.
             buffers = (
                 sum(buffer.nbytes for name, buffer in model.named_buffers() if name.startswith(plan.blocks))
                 if plan.blocks
@@ -326,8 +327,7 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
 
 
 def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
-    """A file stores equal tensors once, `offload` each: what the plan says of the host is not less than what is
-    taken."""
+    """A file stores equal tensors once, `offload` each one: the plan's host memory is not less than what is taken."""
     layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(copy.deepcopy(layer) for _ in range(5))
@@ -338,7 +338,7 @@ def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
 
 
 class Plain(torch.nn.Module):
-    """Layers, a buffer that no file has, and tied ends."""
+    """Layers, a buffer that is not in any file, and tied ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ def to_meta(model: torch.nn.Module, buffers: bool) -> torch.nn.Module:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress: bool) -> None:
-    """Buffers with values that no file has keep them, tied weights stay tied."""
+    """Buffers with values that are not in the file keep them, and tied weights stay tied."""
     model = Plain()
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     empty = to_meta(Plain(), buffers=False)
@@ -381,7 +381,7 @@ def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress
 
 
 def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> None:
-    """No buffer gets whatever lay in its memory, and the model stays on meta."""
+    """No buffer is left with uninitialised memory, and the model stays on meta."""
     ow.save_model(Plain(), tmp_path / "m.safetensors")
     empty = to_meta(Plain(), buffers=True)
     with pytest.raises(ow.ModelMismatchError, match="lacks 1 weights of the model: scale"):
@@ -430,7 +430,7 @@ class Shows(torch.nn.Module):
 
 
 def test_what_would_change_later_is_found_in_nested_outputs() -> None:
-    """A part of the weights that a block returns stays what it is; a graph that needs them is refused."""
+    """A part of the weights that a block returns stays unchanged; a graph that needs them is refused."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Shows() for _ in range(3))
     with ow.offload(model, "cpu"):
@@ -442,7 +442,7 @@ def test_what_would_change_later_is_found_in_nested_outputs() -> None:
 
 
 def test_parameters_are_those_of_before_also_for_autograd() -> None:
-    """An offload within inference mode leaves a model that can be trained."""
+    """An offload within inference mode leaves a trainable model."""
     model = Plain()
     with torch.inference_mode(), ow.offload(model, "cpu"):
         model(X)
@@ -457,7 +457,7 @@ def test_parameters_are_those_of_before_also_for_autograd() -> None:
 
 
 def test_threads_that_wait_for_each_others_slots_end() -> None:
-    """Two threads, each in a block that calls another, with two slots: one of them is refused."""
+    """If two threads are each in a block that calls another, with two slots, one of them is refused."""
     barrier = threading.Barrier(2)
 
     class Caller(torch.nn.Linear):
@@ -491,7 +491,7 @@ def test_threads_that_wait_for_each_others_slots_end() -> None:
 
 
 def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None:
-    """Ctrl-C may come while a parameter goes away or comes back: the next try ends it."""
+    """Ctrl-C may come while a parameter is offloaded or restored: the next try completes it."""
     import sys
 
     from overwire.offloading import away
@@ -533,7 +533,7 @@ def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None
 
 
 def test_a_run_has_ended_when_its_frame_has() -> None:
-    """Asked of the frame alone, of this thread or of one that runs: no stack of another thread is walked."""
+    """Only the frame is asked, for this thread or a running one: no stack of another thread is walked."""
     import sys
 
     frames: list[Any] = []
@@ -554,8 +554,8 @@ def test_a_run_has_ended_when_its_frame_has() -> None:
 
 
 def test_what_is_offloaded_says_so() -> None:
-    """A model twice, a model that was compiled as a whole, a device that is not there; what is open and closed by its
-    name."""
+    """A second offload of a model, one compiled as a whole, and a missing device are refused; the repr shows open and
+    closed ones by name."""
     model = Model()
     with ow.offload(model, "cpu", keep="1GB") as whole:
         assert "0 blocks" in repr(whole)
@@ -565,13 +565,13 @@ def test_what_is_offloaded_says_so() -> None:
     if not torch.cuda.is_available():
         with pytest.raises((ow.DeviceError, ow.NotFoundError, ow.NotSupportedError)):
             ow.offload(model, "cuda")
-    model._compiled_call_impl = lambda *_: None  # what Module.compile leaves
+    model._compiled_call_impl = lambda *_: None  # as Module.compile leaves it
     with pytest.raises(ow.NotSupportedError, match="compiled"):
         ow.offload(model, "cpu")
 
 
 class Square(torch.nn.Module):
-    """A block that does something with its weights first, and keeps what comes of it."""
+    """A block that first computes something from its weights, and keeps the result."""
 
     def __init__(self, seed: int, act: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -617,7 +617,7 @@ def squares(act: Callable[[Any], Any]) -> torch.nn.Module:
 
 @torch.no_grad()
 def passes(model: torch.nn.Module, act: Callable[[int, Any], None] = lambda number, block: None) -> list[torch.Tensor]:
-    """What three passes give; act: what is done with each block after each pass."""
+    """Returns the results of three passes; act is done with each block after each pass."""
     out, x = [], torch.ones(2, 8)
     for number in range(3):
         for block in model.layers:
@@ -629,7 +629,7 @@ def passes(model: torch.nn.Module, act: Callable[[int, Any], None] = lambda numb
 
 
 def assert_as_resident(act: Callable[[Any], Any], slots: int, between: Callable[[int, Any], None] = lambda *_: None) -> None:
-    """Outputs, and the weights in the end, are those of the resident model."""
+    """Asserts that outputs, and finally the weights, equal the resident model's."""
     model, resident = squares(act), squares(act)
     expected = passes(resident, between)
     with ow.offload(model, "cpu", slots=slots):
@@ -641,7 +641,8 @@ def assert_as_resident(act: Callable[[Any], Any], slots: int, between: Callable[
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("how", HOLDING)
 def test_what_a_block_keeps_of_its_weights_stays_right(how: str, slots: int) -> None:
-    """However it holds their memory after a run; the block stays as long as that, and not longer."""
+    """Memory of weights that a block keeps after a run stays right, however it holds it; the block stays exactly as
+    long."""
     assert_as_resident(HOLDING[how], slots)
     model = squares(HOLDING[how])
     with ow.offload(model, "cpu", slots=slots), torch.no_grad():
@@ -656,7 +657,7 @@ def test_what_a_block_keeps_of_its_weights_stays_right(how: str, slots: int) -> 
 
 
 def write_between(number: int, block: Square) -> None:
-    """Writes to what a block has kept, and lets go of it after the second pass."""
+    """Writes to what a block has kept, and drops it after the second pass."""
     if number == 0:
         torch.as_tensor(block.kept)[..., 1] = 3
     if number == 1:
@@ -665,7 +666,7 @@ def write_between(number: int, block: Square) -> None:
 
 @pytest.mark.parametrize("how", ["a view", "data", "numpy", "DLPack"])
 def test_writes_to_kept_memory_reach_the_weights(how: str) -> None:
-    """As in the resident model, also those that torch does not count, and after nothing is kept any more."""
+    """Writes act as in the resident model, also those that torch does not count, and after nothing is kept any more."""
     assert_as_resident(HOLDING[how], 2, write_between)
 
 
@@ -686,7 +687,7 @@ CHANGES: dict[str, Callable[[Square], Any]] = {
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_that_change_in_forward_stay_changed(how: str, inference: bool) -> None:
-    """Outputs and weights are those of the resident model, also of one made in inference mode, and after an error."""
+    """Outputs and weights equal the resident model's, also for one made in inference mode, and after an error."""
 
     def change(block: Square) -> None:
         CHANGES[how](block)
@@ -709,7 +710,7 @@ def test_weights_that_change_in_forward_stay_changed(how: str, inference: bool) 
 
 @pytest.mark.parametrize("use", [torch.nn.functional.linear, torch.matmul, lambda x, w: x * w[0]], ids=["linear", "matmul", "row"])
 def test_gradients_of_what_ran_within_enable_grad(use: Callable[..., torch.Tensor]) -> None:
-    """What autograd has saved of the weights is right when it is needed, long after the block ran."""
+    """Weights that autograd has saved are right when they are needed, long after the block ran."""
 
     def run(model: torch.nn.Module) -> list[torch.Tensor]:
         inputs: list[torch.Tensor] = []

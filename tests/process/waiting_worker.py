@@ -479,12 +479,12 @@ def special(folder: Path) -> None:
 
 
 def must_not() -> None:
-    """Raises if it is called: it would copy everything."""
+    """Replaces a call that would copy everything: ends with a typed error at once."""
     raise_typed()
 
 
 def must(_: Any) -> None:
-    """Raises unless it succeeded, which is wanted here."""
+    """Counts a success as a typed ending, since success is wanted here."""
     raise_typed()
 
 
