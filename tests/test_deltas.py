@@ -263,7 +263,7 @@ def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_chains(tmp_path: Path, rng: random.Random) -> None:
-    """A chain is applied as a whole, or merged into exactly the delta of its ends; a gap or a wrong order is refused."""
+    """A chain is applied as a whole, or merged into the delta between its ends; a gap or a wrong order is refused."""
     states = [model(rng)]
     paths = []
     for step in range(4):

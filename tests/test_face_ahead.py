@@ -54,7 +54,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """Where a test loads to: the host, and a GPU if there is one."""
+    """The device that a test loads to: the host, and a GPU if there is one."""
     return str(request.param)
 
 
@@ -110,7 +110,7 @@ def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
 
 
 def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], seed: int, device: str) -> None:
-    """A program that jumps backwards, takes every second tensor, or random pairs loads nothing that it did not ask for."""
+    """A program that goes backwards, takes every second tensor or random pairs loads only what it asks for."""
     with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
         pairs = [names[n : n + 2] for n in range(0, len(names) - 1, 2)]
@@ -171,7 +171,7 @@ def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("keys", ["keys", "offset_keys"])
 def test_a_loop_from_the_beginning_is_read_ahead_at_once(path: Path, loads: list[int], keys: str) -> None:
-    """A program that begins with the first tensor and continues with the second has only one load of a single tensor."""
+    """A program that takes the first tensor and then the second has only one load of a single tensor."""
     with ow.safe_open(path, "pt") as file:
         for name in getattr(file, keys)():
             file.get_tensor(name)
@@ -349,7 +349,7 @@ def test_a_rank_that_cuts_is_read_ahead(path: Path, loads: list[int], face: str,
 
 
 def test_a_cast_on_the_way(path: Path, loads: list[int], device: str) -> None:
-    """get_tensor casts tensors that were read ahead, and so do slices, with the same result as without reading ahead."""
+    """get_tensor and slices cast tensors that were read ahead, with the same result as without reading ahead."""
     want = ow.load_file(path, dtype="float32")
     loads.clear()
     with ow.safe_open(path, "pt", device, dtype="float32") as file:

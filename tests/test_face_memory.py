@@ -116,7 +116,7 @@ for turn in range(4):
     base, fds, tasks = resident(), count("fd"), count("task")
     for i in range(1000): one(i)
     gc.collect()
-    until = time.monotonic() + 10  # what ends behind its answer
+    until = time.monotonic() + 10  # what ends after its answer
     while count("fd") > fds and time.monotonic() < until: time.sleep(0.01)
     grown = resident() - base, count("fd") - fds, count("task") - tasks
     print(grown)

@@ -149,7 +149,7 @@ def test_a_server(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_bucket(run: Run, tmp_path: Path) -> None:
-    """A folder goes to S3 and comes back with its configuration, with and without the last slash; only -f replaces it."""
+    """A folder goes to S3 and comes back with its configuration, with or without a last slash; only -f replaces it."""
     make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
     with stores.s3() as (options, _):
         storage = "--storage=" + json.dumps({key: value for key, value in options.items() if isinstance(value, str)})

@@ -176,7 +176,7 @@ def test_prometheus(model: Path) -> None:
 
 
 def test_spans(model: Path) -> None:
-    """If the program has OpenTelemetry, each function is a span below the program's own, with its counters and errors."""
+    """If the program has OpenTelemetry, each function is a span below the program's, with its counters and errors."""
     from opentelemetry import trace  # only here: once it is imported, every function of the process makes a span
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor

@@ -244,8 +244,7 @@ def test_two_threads_run_the_model() -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
-    """Weights come from a file, for a model with other values or on the meta device; a file that lacks weights is
-    refused."""
+    """A model with other values, or on meta, gets its weights from a file; a file that lacks some is refused."""
     model = Model()
     reference = outputs(model)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
@@ -641,8 +640,7 @@ def assert_as_resident(act: Callable[[Any], Any], slots: int, between: Callable[
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("how", HOLDING)
 def test_what_a_block_keeps_of_its_weights_stays_right(how: str, slots: int) -> None:
-    """Memory of weights that a block keeps after a run stays right, however it holds it; the block stays exactly as
-    long."""
+    """Weights that a block keeps after a run stay right, however it holds them; the block stays exactly as long."""
     assert_as_resident(HOLDING[how], slots)
     model = squares(HOLDING[how])
     with ow.offload(model, "cpu", slots=slots), torch.no_grad():

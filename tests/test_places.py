@@ -141,7 +141,7 @@ def test_sleeping_tensors_are_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_is_not_taken_for_tied(files: Path) -> None:
-    """strict=True reports a missing tensor without an address like any other; the same tensor under two names is tied."""
+    """strict=True reports a missing tensor without an address like any other; one tensor under two names is tied."""
     wrapped = torch.nn.Module()
     wrapped.a, wrapped.other = (torch.nn.Parameter(Wrapper(torch.zeros(4, 4)), requires_grad=False) for _ in range(2))
     with pytest.raises(ow.ModelMismatchError, match="missing.*'other'"):

@@ -71,8 +71,7 @@ def test_checksums() -> None:
 
 
 def test_random_files(tmp_path: Path, seed: int) -> None:
-    """Both read files of every dtype and kind of values, in parts, with aliases, at every level except the one that
-    needs Zstandard."""
+    """Both read files of every dtype and kind of values, in parts, with aliases, at levels without Zstandard."""
     torch = pytest.importorskip("torch")
     r = random.Random(seed)
     torch.manual_seed(seed)
@@ -283,8 +282,7 @@ def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor
 
 
 def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
-    """The portable wheel is valid, and needs only numpy to read every golden like the engine; functions that need the
-    engine say so."""
+    """The portable wheel is valid, and reads every golden with only numpy; functions that need the engine say so."""
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     assert check.audit(wheel) == []
     for path, digests in check.read_goldens(wheel, check.goldens()).items():
@@ -431,7 +429,7 @@ def test_both_readers_take_the_same_files_of_a_folder(tmp_path: Path, case: str)
 
 
 def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder's files belong to one index: they are opened again when another is published; a second time is an error."""
+    """A folder's files belong to one index: they are reopened once when another is published; twice is an error."""
     tensors = {f"t{n}": np.full(999, 10.0**n, "f4") for n in range(3)}
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size=4000)
     opened, turns = read.safe_open, []
@@ -581,7 +579,7 @@ def test_frames_that_say_something_else(tmp_path: Path) -> None:
 
 
 def test_torch_and_folders(tmp_path: Path) -> None:
-    """It gives torch tensors if torch is there, from a folder's files; a name in two files is refused, and so are URIs."""
+    """It gives torch tensors if torch is there, from a folder's files; a name in two files and URIs are refused."""
     torch = pytest.importorskip("torch")
     tensors = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(5).to(torch.float8_e4m3fn), "c": torch.tensor(True)}
     ow.save_file(tensors, tmp_path / "1.safetensors")

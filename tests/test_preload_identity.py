@@ -329,7 +329,7 @@ def test_other_packages_faces_join(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_one_copy_in_memory(script, tmp_path: Path) -> None:
-    """With OVERWIRE_PRELOAD and a library that opens shard by shard and tensor by tensor, the model is in memory once."""
+    """With OVERWIRE_PRELOAD and a library that opens each shard and tensor separately, the model is in memory once."""
     tensors = {f"t{i}": torch.randn(1 << 20) for i in range(24)}  # 96 MiB
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size="33MB")
     done = script(

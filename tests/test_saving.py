@@ -149,7 +149,7 @@ def test_modules_and_pickles(torch_script: Run) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A save that could need more than max_memory is refused before it writes anything; so are meaningless arguments."""
+    """A save that could need more than max_memory is refused before it writes; so are meaningless arguments."""
     with pytest.raises(ow.OutOfMemoryError) as caught:
         ow.save_file(weights(3), tmp_path / "m.safetensors", wait=False, max_memory="100KB")
     assert caught.value.asked > 100_000 and not os.listdir(tmp_path)
@@ -382,7 +382,7 @@ def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
 
 
 def test_a_signal_handler_saves(tmp_path: Path, script: Run) -> None:
-    """A handler that saves to the path whose save it interrupts gets an error instead of an endless wait."""
+    """A handler that interrupts a save and saves to the same path gets an error instead of an endless wait."""
     done = script(
         textwrap.dedent(f"""
         import signal, sys

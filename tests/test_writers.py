@@ -113,7 +113,7 @@ def test_modes_and_links(tmp_path: Path, name: str) -> None:
 
 
 def test_fastsafetensors_shards(tmp_path: Path) -> None:
-    """A set of shards that the caller's own code fills also keeps modes and links, and is private while it is filled."""
+    """A set of shards that the caller's code fills also keeps modes and links, and is private while it is filled."""
     torch = pytest.importorskip("torch")
     from overwire.compat.fastsafetensors import saver
 
@@ -165,7 +165,7 @@ def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_failures_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anything that is not a file is refused; a writer that fails halfway leaves the old file and nothing next to it."""
+    """Anything that is not a file is refused; a writer that fails halfway leaves only the old file."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "null").symlink_to("/dev/null")
@@ -321,7 +321,7 @@ def test_no_python_code_writes_by_itself() -> None:
 
 
 def test_one_file_beside_an_index(tmp_path: Path) -> None:
-    """save_file next to the shard index of its name is refused, since the folder would still be loaded by that index."""
+    """save_file next to the shard index of its name is refused, since the folder would still load by that index."""
     path = tmp_path / "model.safetensors"
     many: dict[str, Any] = {"x": np.zeros(999, "f4"), "y": np.arange(999, dtype="f4")}
     ow.save_file(many, path, max_shard_size=4000)

@@ -26,7 +26,7 @@ func (s *slow) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return s.Source.ReadAt(ctx, p, off)
 }
 
-// What one worker would read of a local file is there when Start returns. Start does not wait for anything that may
+// Reads of a local file that one worker would do are done when Start returns. Start does not wait for anything that may
 // take long: more data, or a server.
 func TestShortLoads(t *testing.T) {
 	no := false

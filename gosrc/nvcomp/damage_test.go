@@ -85,7 +85,7 @@ func TestSizedBlocksAreRawBlocks(t *testing.T) {
 			bad[bit/8] ^= 1 << (bit % 8)
 		}
 	}
-	repeat := []byte{16, 0x1C, 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 1, 8, 1, 0} // the last copy has the same distance as before
+	repeat := []byte{16, 0x1C, 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 1, 8, 1, 0} // the last copy repeats the distance
 	if _, err := one(t, Spec{Op: OpDecode, Algorithm: "Snappy", Kind: WithSize},
 		append([]byte{16, 0, 0, 0, 0, 0, 0, 0}, repeat...)); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("a block of S2: %v", err)

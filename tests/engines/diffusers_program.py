@@ -118,7 +118,7 @@ def stored(folder: Path) -> int:
 
 
 def whole(folder: Path) -> None:
-    """Compares each way of loading with the unpatched one. Each model takes one pass per dtype, begun before its turn."""
+    """Compares each way of loading with the unpatched one. A model takes one pass per dtype, begun before its turn."""
     folders(folder)
     shards = folder / "shards"
     folders(shards, max_shard_size="30KB")

@@ -213,7 +213,7 @@ def tensors_of(model: Any) -> list[torch.Tensor]:
 
 
 def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
-    """A model goes to sleep while its state is being written, which ends first. So does one made from prepared state."""
+    """A model goes to sleep while its state is being written, which ends first; also one made from prepared state."""
     from overwire.integrations import vllm as plugin
     from overwire.integrations.vllm import prepared, sleeping
     from vllm import device_allocator

@@ -57,7 +57,7 @@ def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("release", [pytest.param("0.35", marks=pytest.mark.slow), "0.42"])
 def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
-    """Every parameter of several models equals the unpatched load; one is read while another is built: see the program."""
+    """Every parameter of several models equals the unpatched load, and one is read while another is built."""
     five = release == "0.42"
     if five and not (FIVE / "diffusers").is_dir():
         pytest.skip(f"no diffusers in {FIVE}: make venv puts it there")

@@ -56,7 +56,7 @@ class Phases:
         self, owner: Any, name: str, phase: str, component: Callable[[Any, Any], str] | None = None, beside: Any = None
     ) -> None:
         """Gives a function of a module or a class the name of a phase; a missing one is left out. component returns its
-        name from the call's arguments. beside is a module that has imported the function, and gets the same stand-in.
+        name from the call's arguments. `beside` is a module that has imported the function, and gets the same stand-in.
         """
         static = inspect.getattr_static(owner, name, None)
         if static is None:

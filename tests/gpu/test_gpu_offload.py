@@ -198,7 +198,7 @@ def test_what_a_block_keeps_or_changes_is_right(poisoned: None, how: str, slots:
 
 
 def test_gradients_of_what_ran_within_enable_grad(poisoned: None) -> None:
-    """What autograd has saved of the weights is right when it is needed."""
+    """Weights that autograd has saved are right when they are needed."""
 
     def run(model: Any) -> list[Any]:
         inputs = []

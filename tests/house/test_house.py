@@ -195,7 +195,7 @@ COLLECTIVE = (
 
 
 def collectives(path: Path) -> list[int]:
-    """Returns the lines of a module that call a collective by torch.distributed's name, however it is imported there."""
+    """Returns the lines of a module that call a collective by torch.distributed's name, however it is imported."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {"dist", "_dist", "torch_dist"}
     for node in ast.walk(tree):

@@ -114,7 +114,7 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_cycle_collector_waits() -> None:
-    """The cycle collector runs no finalizer during an import, on any thread. Afterwards it runs as before, if it did."""
+    """During an import the cycle collector runs no finalizer on any thread. Afterwards it runs again, if it did."""
     assert gc.isenabled()
     with Undisturbed(), Undisturbed():
         assert not gc.isenabled()

@@ -157,7 +157,7 @@ def test_trace(browser: chromium.Chromium, trace: Path) -> None:
 
 
 def test_traces_of_a_gpu_and_hostile_names(browser: chromium.Chromium, tmp_path: Path) -> None:
-    """Traces with 100,000 spans on workers, copies and kernels work, also with names that try to break out of the page."""
+    """Traces with 100,000 spans on workers, copies and kernels work, also with names that try to break the page."""
     events: list[dict[str, object]] = []
     for pid, tid, name in [(1, 0, "load"), *((1, n + 1, f"worker {n}") for n in range(16)), (2, 0, "copies"), (2, 1, HOSTILE[0])]:
         events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})

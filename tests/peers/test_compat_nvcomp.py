@@ -83,8 +83,7 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """Unmodified programs import it by the compat path and after install, also next to other wheels of nvidia's
-    namespace."""
+    """Programs import it by the compat path and after install, also next to other wheels of nvidia's namespace."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
@@ -228,8 +227,7 @@ def test_batches_of_arrays() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
-    """Single arrays, batches, empty batches and empty Arrays round-trip, with names in any case, also deduced from the
-    header."""
+    """Arrays, batches, empty ones of both, and names in any case round-trip, also deduced from the header."""
     codec = nvcomp.Codec(algorithm=name.swapcase(), bitstream_kind=kind)
     deduce = nvcomp.Codec() if kind is nvcomp.BitstreamKind.NVCOMP_NATIVE else codec
     for size in SIZES[:-1]:
@@ -421,8 +419,7 @@ def test_damaged_streams_raise(name: str, seed: int) -> None:
 
 
 def test_algorithms_that_only_nvcomp_has() -> None:
-    """An algorithm that only nvCOMP has gives a clear error with the wheel's name, for the name and for a stream; X16
-    is never called ANS."""
+    """An algorithm that only nvCOMP has gives an error with the wheel's name, by name and by stream; X16 is not ANS."""
     listed = nvcomp.backends()
     assert set(listed) == {*NAMES, *original.ALGORITHMS} and all(listed[n].startswith("cpu") for n in NAMES)
     if original._newest_wheel() is not None:
@@ -478,8 +475,7 @@ def default_allocators() -> Any:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_host_allocator() -> None:
-    """Results are in the allocator's memory, which is freed with the last holder; resetting does not affect old
-    buffers."""
+    """Results are in the allocator's memory, freed with the last holder; resetting does not affect old buffers."""
     pool, codec = Pool(), nvcomp.Codec(algorithm="lz4")
     nvcomp.set_host_allocator(pool)
     made = codec.encode(content(3000))

@@ -198,7 +198,7 @@ def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
 
 @pytest.mark.skipif(original._newest_wheel() is not None, reason="nvCOMP is installed: tests/gpu/device_nvcomp.py asks it")
 def test_the_script_for_real_nvcomp_works() -> None:
-    """tests/gpu/device_nvcomp.py, which needs a GPU, distinguishes right from wrong when this module replaces nvCOMP."""
+    """tests/gpu/device_nvcomp.py, which needs a GPU, tells right from wrong when this module replaces nvCOMP."""
     command = [sys.executable, str(ROOT / "tests/gpu/device_nvcomp.py"), "--json", "--module", "overwire.compat.nvcomp"]
     command += ["--sizes", "0,7,65537", "--only", "LZ4,ANS"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

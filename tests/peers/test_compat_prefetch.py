@@ -250,7 +250,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: pathlib.Path) -> None:
-    """Requests that cannot be loaded this way are refused with the original's class and words, before anything is read."""
+    """Requests that cannot be prefetched are refused with the original's class and words before anything is read."""
     header = {
         "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
         "c": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},

@@ -479,7 +479,7 @@ def test_as_vllm_uses_it(tmp_path: Path) -> None:
 
 
 def test_import_and_install() -> None:
-    """The import loads nothing heavy and does not start the engine; an unmodified program gets it through PYTHONPATH."""
+    """The import loads nothing heavy and does not start the engine; a program gets it through PYTHONPATH."""
     program = (
         "import sys, tensorizer, tensorizer.serialization as s, tensorizer.stream_io\n"
         "assert tensorizer._crypt.available  # there without an import of its own, as in tensorizer\n"

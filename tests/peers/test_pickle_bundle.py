@@ -247,7 +247,7 @@ def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatc
 
 
 def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> None:
-    """A callback or signal handler that saves the bundle that it interrupts is refused, instead of waiting for itself."""
+    """A callback or signal handler that saves the bundle it interrupts is refused, instead of waiting for itself."""
     lock, errors = str(tmp_path / ".x.lock"), []
 
     def both() -> None:
@@ -379,7 +379,7 @@ def test_plain_containers(tmp_path: Path) -> None:
 
 
 def test_a_pickle_that_the_disk_does_not_show_keeps_its_container(tmp_path: Path, monkeypatch: Any) -> None:
-    """Another pickle with the same stem that cannot be inspected is an error, because its container would be replaced."""
+    """A pickle with the same stem that cannot be inspected is an error, because its container would be replaced."""
     ow.save_bundle({"a": torch.ones(9)}, tmp_path / "m.pkl")
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
 

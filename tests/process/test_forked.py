@@ -131,8 +131,7 @@ print("ok")
 
 
 def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
-    """Every read of a plain file works in a forked worker, patched or not, and so do overwire's reads of a compressed
-    one."""
+    """Every read of a plain file works in a forked worker, patched or not; so do overwire's of a compressed one."""
     pytest.importorskip("safetensors")
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "plain dir").mkdir()
@@ -282,8 +281,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_folder_is_read_whole_or_not_at_all(script) -> None:
-    """A folder loads the files that an index.json lists, or a whole set of shards; an ambiguous or incomplete one is an
-    error."""
+    """A folder loads an index.json's files, or a whole set of shards; ambiguous or incomplete ones are an error."""
     script(FOLDERS)
 
 
@@ -319,8 +317,7 @@ held["asleep"].wake()
 
 
 def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> None:
-    """A header may spell letters by their numbers: the container is still recognised, also where the engine may not be
-    used."""
+    """A header may spell letters by their numbers: the container is recognised, also without the engine."""
     path = tmp_path / "m.safetensors"
     overwire.save_file({"w": np.zeros(9000, np.float32)}, path)
     data = path.read_bytes()

@@ -178,7 +178,7 @@ next(batches)
 
 
 def test_a_batch_that_is_open_at_the_exit(torch_script) -> None:
-    """If the interpreter exits during an iteration of a ParallelLoader, it does not wait for a thread that has ended."""
+    """If the interpreter exits during a ParallelLoader's iteration, it does not wait for a thread that has ended."""
     assert not torch_script(EXITING).stderr
 
 
@@ -229,5 +229,5 @@ assert [name for name, _ in loader.iterate_weights()] == names
 
 
 def test_a_loader_that_another_thread_closes(torch_script) -> None:
-    """A thread that waits for a batch of a ParallelLoader continues when another closes it; two iterations do not mix."""
+    """A thread that waits for a ParallelLoader's batch continues when another closes it; two iterations do not mix."""
     torch_script(CLOSING)

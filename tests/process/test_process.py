@@ -352,7 +352,7 @@ assert len(load(small)) == 1 and e.knobs()
 
 
 def test_panic_poisons_and_python_lives() -> None:
-    """A panic in Go is an EngineError, also for every later call. Its stack is printed once, and the process goes on."""
+    """A panic in Go is an EngineError, also for every later call. Its stack is printed once; the process goes on."""
     done = run("""
 from overwire._engine import core
 for call in (lambda: core().call("panic", "", b""), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):

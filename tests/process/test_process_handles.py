@@ -55,7 +55,7 @@ for call in (e.close_model, e.job_free):
 
 
 def test_what_holds_a_handle_is_not_copied(every: str) -> None:
-    """copy, deepcopy and pickle refuse an object with a handle: the end of the copy would close what the original uses."""
+    """copy, deepcopy and pickle refuse an object with a handle: the copy's end would close what the original uses."""
     run("""
 import copy, pickle
 import overwire as ow

@@ -54,7 +54,7 @@ def test_what_the_cache_has_not(model: dict[str, np.ndarray]) -> None:
 
 
 def test_offline_is_said(model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repository that is not in the cache is not found, and the error names the setting that forbids asking for it."""
+    """A repository that is not in the cache is not found, and the error names the setting that forbids a request."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ow.NotFoundError, match="not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set"):
         ow.load_file("hf://org/other", framework="np")

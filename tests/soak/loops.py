@@ -68,7 +68,7 @@ _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, 
 
 
 def _take_shared_memory() -> Path | None:
-    """Gives this process and its children their own /dev/shm if it may mount, so that whatever stays in it is theirs."""
+    """Gives this process and its children their own /dev/shm if it may mount, so that leftovers in it are theirs."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         return None

@@ -26,7 +26,7 @@ from typing import Any
 
 import overwire as ow
 
-# What may go wrong, as named by the table at the end.
+# Failures, as the table at the end names them.
 KINDS = ("wrong bytes", "hang", "leak", "untyped error", "unexpected error", "crash")
 
 # Seconds that a child process or a thread may take beyond its time before it counts as hanging.

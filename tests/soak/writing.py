@@ -24,7 +24,7 @@ Versions = dict[int, Tensors]
 
 
 class Target(NamedTuple):
-    """A kind of file or set of files: how it is written and read, and the errors that a reader may get during a write."""
+    """A kind of file or set of files: how it is written and read, and errors that a reader may get during a write."""
 
     write: Callable[[random.Random, Path, Versions, int], None]
     read: Callable[[Path, Versions], Mapping[str, Any]]

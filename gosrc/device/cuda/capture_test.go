@@ -278,7 +278,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 	dict(t, d)()
 	end := cudatest.CaptureStream(side, false)
 	for range 3 {
-		if err := d.reapBlocks(true); err != nil { // which does not wait for the capture to end
+		if err := d.reapBlocks(true); err != nil { // does not wait for the capture to end
 			t.Fatal(err)
 		}
 	}

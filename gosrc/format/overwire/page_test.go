@@ -181,7 +181,7 @@ func (t *pageTensor) setGrid(cs []pageChunk) error {
 		rows = t.shape[0]
 	}
 	if t.parts > 1 {
-		row, parts := t.bytes*8/rows, uint64(t.parts) // in bits, since elements of packed dtypes are smaller than a byte
+		row, parts := t.bytes*8/rows, uint64(t.parts) // in bits: packed elements are smaller than a byte
 		if t.bytes*8%rows != 0 || row%(parts*uint64(t.dtype.Bits())) != 0 || row/parts%8 != 0 {
 			return forbidden()
 		}

@@ -94,7 +94,7 @@ func TakeBytes(t *testing.T, l *load.Loading, index int) [][]byte {
 	return all
 }
 
-// ExportBytes takes a tensor as Python does, through DLPack, whose deleter frees it.
+// ExportBytes takes a tensor as Python does, through DLPack; its deleter frees the tensor.
 func ExportBytes(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
 	t.Helper()
 	mem, shape, dtype, ok := l.Take(i)
