@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Keys and passwords come out of files and variables, never off the command
-// line, and no message shows them; what they encrypt only they decrypt.
+// Keys and passwords come from files and variables, never from the command line, and no message shows them. Only the
+// key that encrypted a file decrypts it.
 func TestKeys(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	dir := t.TempDir()
@@ -98,8 +98,7 @@ func mkdir(t *testing.T, path string) string {
 	return path
 }
 
-// sameTensors compares two plain files by what compressing them gives, which
-// depends on the tensors alone.
+// sameTensors compares two plain files by their compressed form, which depends only on the tensors.
 func sameTensors(t *testing.T, a, b string) bool {
 	t.Helper()
 	var all [2][]byte

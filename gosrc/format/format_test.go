@@ -20,10 +20,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Every single flipped bit of header and index is refused, and every
-// truncation and extension of the file: as corrupt in the index, as corrupt or
-// no such format in the JSON, where "upgrade" is the answer to a changed
-// version.
+// Every single flipped bit of header and index is refused, and every truncation and extension of the file: in the index
+// as corrupt, in the JSON as corrupt or not this format. A changed version gets the advice to upgrade.
 func TestFlips(t *testing.T) {
 	for name, b := range golden(t) {
 		ix, err := open(b)
@@ -68,7 +66,7 @@ func TestFlips(t *testing.T) {
 	}
 }
 
-// attack is a container whose checksums are right and whose words are not.
+// attack is a container with right checksums and wrong contents.
 type attack struct {
 	name  string
 	spoil func(blob []byte) // the index
@@ -118,7 +116,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"huge dimension", u64(64, 1<<62), f, ""},
 		{"dtype 0", u8(rec(whole), 0), f, "dtype code 0"},
 		{"dtype 23", u8(rec(whole), 23), f, "dtype code 23"},
-		{"another dtype", u8(rec(whole), byte(tensor.I8)), nil, ""}, // as sound as the first: nothing else says it
+		{"another dtype", u8(rec(whole), byte(tensor.I8)), nil, ""}, // as valid as the first: nothing contradicts it
 		{"another dtype of a plain tensor", u8(rec(long), byte(tensor.U64)), f, "in the header"},
 		{"rank 65", u8(rec(whole)+1, 65), f, "rank 65"},
 		{"rank 255", u8(rec(whole)+1, 255), f, "rank 255"},
@@ -174,8 +172,8 @@ func attacks(ix *tensor.Index) []attack {
 	}
 }
 
-// An index whose checksum is right is refused for each thing that it may not
-// say, by class, naming the file, and without allocating for it.
+// An index with a right checksum is refused for each forbidden value, with a class, with the file's name, and without
+// allocating for it.
 func TestAttacks(t *testing.T) {
 	good := golden(t)["kinds"]
 	ix, err := open(good)
@@ -194,7 +192,7 @@ func TestAttacks(t *testing.T) {
 			t.Errorf("%s: %d bytes of heap for %d", a.name, heap, len(b))
 		}
 		if a.class == nil {
-			continue // whatever is said of it, nothing may break
+			continue // whatever it says, nothing may break
 		}
 		if !errors.Is(err, a.class) || !strings.Contains(errs.RuleOf(err)+" "+err.Error(), a.words) ||
 			!strings.Contains(err.Error(), "model.safetensors") {
@@ -213,7 +211,7 @@ func TestNewerMinor(t *testing.T) {
 	}
 }
 
-// The mark and the index belong together: one alone is never read as plain.
+// The mark and the index belong together: a file with only one of them is never read as plain.
 func TestHalfAContainer(t *testing.T) {
 	header := func(metadata, name string) []byte {
 		head, err := safetensors.AppendHeader(nil, map[string]string{"k": "v", overwire.MetadataKey: metadata},
@@ -236,7 +234,7 @@ func TestHalfAContainer(t *testing.T) {
 		{`{"format":"x.y","index":"overwire.index"}`, "overwire.index", errs.ErrCorrupt},
 		{`{}`, "overwire.index", errs.ErrCorrupt},
 		{`yes`, "overwire.index", errs.ErrCorrupt},
-		{`{"format":"1.0","index":"overwire.index"}`, "overwire.index", errs.ErrCorrupt}, // of no bytes
+		{`{"format":"1.0","index":"overwire.index"}`, "overwire.index", errs.ErrCorrupt}, // no bytes
 		{`yes`, "x", nil}, // another program's entry in a plain file
 	} {
 		_, err := open(header(c.metadata, c.name))
@@ -251,7 +249,7 @@ func TestHalfAContainer(t *testing.T) {
 	}
 }
 
-// Several sources become one index whose numbers fit, plain and container mixed.
+// Several sources become one consistent index, also plain files mixed with containers.
 func TestOpenMany(t *testing.T) {
 	gs := golden(t)
 	plain, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
@@ -302,7 +300,7 @@ func TestOpenMany(t *testing.T) {
 	}
 }
 
-// An index over the first read costs one more, and one over the limit none.
+// An index larger than the first read costs one more read, and one over the limit none.
 func TestLargeIndex(t *testing.T) {
 	items := make([]overwire.Item, 5000)
 	for i := range items {
@@ -329,7 +327,7 @@ func TestLargeIndex(t *testing.T) {
 	}
 }
 
-// sparse is a source that is larger than what it holds.
+// sparse is a source that is larger than its contents.
 type sparse struct {
 	memory
 	size int64
@@ -346,10 +344,9 @@ func (s *sparse) ReadAt(_ context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// FuzzIndex changes containers behind their checksums: the JSON, the index, and
-// how many bytes follow. Whatever is accepted writes again to a file that reads
-// equal, and no input breaks anything or costs more memory than a small
-// multiple of its size. Run it with -fuzzminimizetime 1x: the inputs are large.
+// FuzzIndex changes containers under right checksums: the JSON, the index, and how many bytes follow. Anything accepted
+// is written again to a file that reads equal. No input breaks anything or costs more memory than a small multiple of
+// its size. Run it with -fuzzminimizetime 1x: the inputs are large.
 func FuzzIndex(f *testing.F) {
 	for _, b := range golden(f) {
 		n := 8 + binary.LittleEndian.Uint64(b)

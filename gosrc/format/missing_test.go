@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// Promise: what is not there is said once, and what was probably meant.
+// A missing file is reported once, with a suggestion of what was probably meant.
 func TestMissing(t *testing.T) {
 	dir := t.TempDir()
 	t.Chdir(dir)
@@ -53,6 +53,6 @@ func TestMissing(t *testing.T) {
 		}
 	}
 	if err := missingPath(filepath.Join(dir, "link.safetensors")); err != nil {
-		t.Error(err) // opening it says what is wrong
+		t.Error(err) // opening it reports the error
 	}
 }

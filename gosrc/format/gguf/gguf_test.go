@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// A writer makes headers, in either order of bytes.
+// A writer makes headers in either byte order.
 type writer struct {
 	bytes.Buffer
 	order binary.ByteOrder
@@ -27,7 +27,7 @@ func (w *writer) put(values ...any) *writer {
 			v = []byte(text)
 			_ = binary.Write(w, w.order, uint64(len(text)))
 		}
-		_ = binary.Write(w, w.order, v) // cannot fail: fixed sizes, into memory
+		_ = binary.Write(w, w.order, v) // cannot fail: fixed sizes into memory
 	}
 	return w
 }
@@ -64,8 +64,8 @@ func read(t *testing.T, data []byte) (File, error) {
 	return ReadHeader(t.Context(), &sourcetest.Mem{Name: "x.gguf", Data: data})
 }
 
-// Promise: a header is read as it was written, in either order of bytes: short values in words,
-// long ones by their number, shapes with the slowest dimension first.
+// A header is read as it was written, in either byte order: short values as text, long ones by their length, shapes
+// with the slowest dimension first.
 func TestReadHeader(t *testing.T) {
 	for _, order := range []binary.ByteOrder{binary.LittleEndian, binary.BigEndian} {
 		data := whole(order)
@@ -88,7 +88,7 @@ func TestReadHeader(t *testing.T) {
 	}
 }
 
-// Promise: a long header is read in windows, wherever their ends are.
+// A long header is read in windows, wherever they end.
 func TestWindows(t *testing.T) {
 	w := header(binary.LittleEndian, 1, 1)
 	w.put("words", uint32(kindArray), uint32(kindText), uint64(200_000))
@@ -105,8 +105,7 @@ func TestWindows(t *testing.T) {
 	}
 }
 
-// Promise: what is wrong in a header is an error of its class that says what and where, before
-// anything is allocated for it.
+// An error in a header has its class and says what is wrong and where, before anything is allocated for it.
 func TestHostileHeaders(t *testing.T) {
 	le := binary.LittleEndian
 	many := uint64(1) << 60
@@ -197,8 +196,8 @@ func TestHostileHeaders(t *testing.T) {
 	}
 }
 
-// Promise: a tensor of a type that came later is listed without its size, and the others with all they have; it has to
-// begin in the file, after the tensors before it.
+// A tensor of an unknown later type is listed without its size, and the others completely. It has to begin in the file,
+// after the tensors before it.
 func TestLaterTypes(t *testing.T) {
 	le := binary.LittleEndian
 	file := func(later uint64, dims ...uint64) (File, error) {
@@ -229,8 +228,7 @@ func TestLaterTypes(t *testing.T) {
 	}
 }
 
-// FuzzHeader reads anything: it is refused with a class, or all its tensors lie in the file, apart
-// and aligned.
+// FuzzHeader reads anything: it is refused with a class, or all its tensors are in the file, separate and aligned.
 func FuzzHeader(f *testing.F) {
 	f.Add(whole(binary.LittleEndian))
 	f.Add(whole(binary.BigEndian))
