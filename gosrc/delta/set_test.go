@@ -119,7 +119,7 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 		{"missing without an index", func(dir, _ string) {
 			_ = os.Remove(shard(dir, 1))
 			_ = os.Remove(filepath.Join(dir, "delta.safetensors.index.json"))
-		}, errs.ErrFormat, "shards are there, and shard 2 is missing"},
+		}, errs.ErrFormat, "shards are there: shard 2 is missing"},
 		{"foreign", func(dir, other string) { move(shard(other, 1), shard(dir, 1)) }, errs.ErrFormat, "a different delta"},
 		{"twice", func(dir, _ string) { move(shard(dir, 0), shard(dir, 1)) }, errs.ErrFormat, "not in this file"},
 		{"twice without an index", func(dir, _ string) {

@@ -197,11 +197,11 @@ func TestResolveFolders(t *testing.T) {
 	}{
 		{"by name", []string{"b.safetensors", "a.safetensors", ".c.safetensors", "d.bin"}, []string{"a.safetensors", "b.safetensors"}, nil, ""},
 		{"by its index", []string{"m.safetensors.index.json", "z.safetensors"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
-		{"several indexes", []string{"m.safetensors.index.json", "n.safetensors.index.json"}, nil, errs.ErrArgument, "several models in one folder"},
+		{"several indexes", []string{"m.safetensors.index.json", "n.safetensors.index.json"}, nil, errs.ErrArgument, "the folder contains several models"},
 		{"a whole family", shards("model", 3), shards("model", 3), nil, ""},
 		{"a family that counts from 0", []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, nil, ""},
-		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "1 of 3 shards are there, and shards 1, 2 are missing"},
-		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat, "3 shards are there under numbers of 2"},
+		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "only 1 of 3 shards are there: shards 1, 2 are missing"},
+		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat, "3 shards with numbers out of 2"},
 		{"two families", append(shards("a", 2), shards("b", 2)...), nil, errs.ErrArgument, "a-00001-of-00002.safetensors"},
 		{"families of two counts", append(shards("m", 1), shards("m", 2)...), nil, errs.ErrArgument, "several models"},
 		{"one file and shards, without an index", append(shards("model", 3)[1:], "model.safetensors"), []string{"model.safetensors"}, nil, ""},
@@ -220,9 +220,9 @@ func TestResolveFolders(t *testing.T) {
 		{"consolidated without an index", append(shards("consolidated", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
 		{"consolidated alone", []string{"consolidated.safetensors"}, []string{"consolidated.safetensors"}, nil, ""},
 		{"what a killed save left beside", append(shards("model-ow0123abcd", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
-		{"what a killed save left", shards("model-ow0123abcd", 2), nil, errs.ErrFormat, "a save that did not end"},
+		{"what a killed save left", shards("model-ow0123abcd", 2), nil, errs.ErrFormat, "an unfinished save"},
 		{"empty", nil, nil, errs.ErrNotFound, "no .safetensors file in this folder"},
-		{"a pipeline", []string{"vae/x.safetensors", "unet/x.safetensors", "unet/y.safetensors", "text/notes"}, nil, errs.ErrNotFound, "open a folder below it (unet, vae)"},
+		{"a pipeline", []string{"vae/x.safetensors", "unet/x.safetensors", "unet/y.safetensors", "text/notes"}, nil, errs.ErrNotFound, "open one of its subfolders (unet, vae)"},
 		{"a cache", []string{"blobs/x", "snapshots/abc/x.safetensors"}, nil, errs.ErrNotFound, "name one of its snapshots"},
 	} {
 		for _, base := range []string{"plain", "[a]*?"} { // the second must not act as a pattern
@@ -443,7 +443,7 @@ func TestTheIndexDecides(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, _, _, err = OpenAll(t.Context(), []string{dir}, open, Options{})
-	for _, name := range []string{"2.safetensors", "m.safetensors.index.json", "m.safetensors, a model by itself"} {
+	for _, name := range []string{"2.safetensors", "m.safetensors.index.json", "m.safetensors, a complete model"} {
 		if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), dir+name) {
 			t.Errorf("a stale index beside one file: %v", err)
 		}

@@ -111,7 +111,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 }
 
 // A load that does not fit on the device says how much it needed and how much there was, and returns what it had
-// allocated: the next load works. So does a load when the room is only taken by kept memory.
+// allocated: the next load works. So does a load when only kept memory takes the space.
 func TestOutOfMemory(t *testing.T) {
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	var bytes int64

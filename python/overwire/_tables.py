@@ -57,8 +57,8 @@ HEAD_BYTES = 512
 
 FILE_KINDS = (
     (
-        0, (b"PK\x03\x04",), "a zip archive, as torch.save and numpy.savez write",
-        "`overwire convert` (overwire.convert) reads those of torch.save; load others with the library that "
+        0, (b"PK\x03\x04",), "a zip archive, as written by torch.save and numpy.savez",
+        "`overwire convert` (overwire.convert) reads torch.save files; load others with the library that "
         "wrote them", False,
     ),
     (
@@ -66,7 +66,7 @@ FILE_KINDS = (
          b"\x80\x03\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
          b"\x80\x04\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
          b"\x80\x05\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-         b"L119547037146038801333356L\n.",), "a torch.save file of before torch 1.6",
+         b"L119547037146038801333356L\n.",), "a torch.save file from before torch 1.6",
         "`torch.save(torch.load(f), f)` makes a newer one, which overwire.convert reads", False,
     ),
     (
@@ -74,13 +74,13 @@ FILE_KINDS = (
         "load it with the library that wrote it, and save its tensors with overwire.save_file", False,
     ),
     (
-        257, (b"ustar",), "a tar archive, as torch.save wrote before torch 0.2",
+        257, (b"ustar",), "a tar archive, as written by torch.save before torch 0.2",
         "unpack it, or load it with the library that wrote it", False,
     ),
     (
         0, (b"GGUF",), "a GGUF file",
-        "overwire lists and verifies GGUF files and reads no tensors of them, since coding would take off 5 "
-        "to 13 % of their quantised blocks: keep it as it is", True,
+        "overwire lists and verifies GGUF files, but does not load or compress them, because compression "
+        "would save only 5 to 13 %: keep the file unchanged", True,
     ),
     (
         0, (b"lmgg", b"fmgg", b"tjgg", b"algg",), "a GGML file",
@@ -96,19 +96,19 @@ FILE_KINDS = (
     ),
     (
         0, (b"\x1f\x8b",), "a gzip file",
-        "gunzip it first", False,
+        "decompress it with gunzip first", False,
     ),
     (
         0, (b"version ",), "a Git LFS pointer",
-        "get the file itself by git lfs pull", False,
+        "get the file itself with git lfs pull", False,
     ),
     (
         0, (b"<!DOCTYP", b"<!doctyp", b"<html",), "a web page",
-        "check the URL that it came from", False,
+        "check the URL of the download", False,
     ),
     (
         0, (b"{",), "JSON",
-        "name the .safetensors file; an index of shards must be called *.index.json, and a trace is shown by "
-        "overwire inspect TRACE.json --html PAGE.html", False,
+        "name the .safetensors file; an index of shards must be named *.index.json, and overwire inspect "
+        "TRACE.json --html PAGE.html shows a trace", False,
     ),
 )

@@ -122,7 +122,7 @@ class ForkedError(OverwireError, RuntimeError):
 
 
 class EngineError(OverwireError, RuntimeError):
-    """A bug in overwire. The engine refuses further work; please report it."""
+    """A bug in overwire. The engine refuses further work; please report the bug."""
 
 
 class CorruptError(OverwireError, ValueError):
@@ -130,7 +130,7 @@ class CorruptError(OverwireError, ValueError):
 
 
 class FormatError(OverwireError, ValueError):
-    """The bytes were never a valid file of this kind."""
+    """The bytes never were a valid file of this format."""
 
 
 class NotFoundError(OverwireError, FileNotFoundError):
@@ -146,15 +146,15 @@ class DeadlineError(OverwireError, TimeoutError):
 
 
 class ArgumentError(OverwireError, ValueError):
-    """An invalid argument, which the message names."""
+    """An argument is invalid; the message names it."""
 
 
 class TensorNotFoundError(OverwireError, KeyError):
-    """No tensor of that name."""
+    """There is no tensor with that name."""
 
 
 class NotSupportedError(OverwireError, NotImplementedError):
-    """Valid, but not something this build can do."""
+    """Valid, but not supported by this build."""
 
 
 class DeviceError(OverwireError, RuntimeError):
@@ -166,7 +166,7 @@ class CryptographyError(OverwireError, ValueError):
 
 
 class DeltaBaseError(OverwireError, ValueError):
-    """A delta was made from other tensors than those that it should change. Nothing was changed."""
+    """The delta was made from different tensors than those it was applied to. Nothing was changed."""
 
 
 class IOFailure(OverwireError, OSError):

@@ -435,7 +435,7 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
 
 
 def test_overlaps_are_refused_underneath() -> None:
-    """gpu.decode, gpu.encode and gpu.copy refuse overlaps, whoever calls them."""
+    """gpu.decode, gpu.encode and gpu.copy refuse overlaps from every caller."""
     plain = content(4096)
     stored = codecs.encode(plain, "X16", bitstream="native")
     room = gpu.alloc(1 << 16, 0)

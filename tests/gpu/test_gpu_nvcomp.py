@@ -76,7 +76,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
 
 
 def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes) -> None:
-    """Native streams are handed to nvCOMP alone, in a batch with ours, into outputs, as a type, with a config. Ours are
+    """Native streams are passed only to nvCOMP, in a batch with ours, into outputs, as a type, with a config. Ours are
     never passed on."""
     ours = nvcomp.Codec(algorithm="LZ4").encode(there(plain))
     theirs = marked(back(ours))

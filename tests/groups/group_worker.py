@@ -386,7 +386,7 @@ def dying(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """The engines exchange through memory that they map of each other: whole tensors, cut ones, two loads in a row. A
+    """The engines exchange through memory that they map of each other: whole tensors, cut ones, two consecutive loads. A
     failure on one rank ends all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096

@@ -143,16 +143,16 @@ func TestHostileHeaders(t *testing.T) {
 		"counts":            {header(le, many, 1).Bytes(), errs.ErrFormat, "at most"},
 		"entries":           {header(le, 1, many).Bytes(), errs.ErrFormat, "at most"},
 		"no entry":          {header(le, 0, 1).Bytes(), errs.ErrCorrupt, "truncated"},
-		"long key":          {entry(many), errs.ErrFormat, "a key of"},
+		"long key":          {entry(many), errs.ErrFormat, "a key has"},
 		"key":               {entry("\xff", uint32(0), uint8(1)), errs.ErrFormat, "UTF-8"},
-		"kind":              {entry("k", uint32(13)), errs.ErrFormat, "its type has the number 13"},
-		"long text":         {entry("k", uint32(kindText), many), errs.ErrFormat, "a text of"},
+		"kind":              {entry("k", uint32(13)), errs.ErrFormat, "its type has the unknown number 13"},
+		"long text":         {entry("k", uint32(kindText), many), errs.ErrFormat, "a text is too long"},
 		"text past the end": {entry("k", uint32(kindText), uint64(5000)), errs.ErrCorrupt, "truncated"},
-		"long array":        {entry("k", uint32(kindArray), uint32(kindF64), many), errs.ErrFormat, "an array of"},
+		"long array":        {entry("k", uint32(kindArray), uint32(kindF64), many), errs.ErrFormat, "an array is too long"},
 		"array past the end": {entry("k", uint32(kindArray), uint32(kindF64), uint64(5000)), errs.ErrCorrupt,
 			"truncated"},
 		"texts past the end":  {entry("k", uint32(kindArray), uint32(kindText), many), errs.ErrCorrupt, "truncated"},
-		"elements":            {entry("k", uint32(kindArray), uint32(99), uint64(1)), errs.ErrFormat, "elements' type"},
+		"elements":            {entry("k", uint32(kindArray), uint32(99), uint64(1)), errs.ErrFormat, "the type of its elements"},
 		"arrays in arrays":    {entry(nested...), errs.ErrFormat, "deep"},
 		"alignment 0":         {entry(alignmentAt, uint32(kindU32), uint32(0)), errs.ErrFormat, "power of two"},
 		"alignment 48":        {entry(alignmentAt, uint32(kindU32), uint32(48)), errs.ErrFormat, "power of two"},
@@ -167,13 +167,13 @@ func TestHostileHeaders(t *testing.T) {
 		"blocks": {tensor("t", uint32(1), uint64(33), uint32(2), uint64(0)), errs.ErrFormat,
 			"block size of Q4_0"},
 		"offset": {tensor("t", uint32(1), uint64(32), uint32(24), uint64(16)), errs.ErrFormat,
-			"no multiple of 32"},
+			"not a multiple of 32"},
 		"far": {tensor("t", uint32(1), uint64(32), uint32(24), uint64(1)<<62), errs.ErrCorrupt,
 			"end after"},
 		"past the end": {tensor("t", uint32(1), uint64(4064), uint32(24), uint64(1024)), errs.ErrCorrupt,
 			"end after"},
 		"names":   {twice(64, "a"), errs.ErrFormat, "two tensors"},
-		"overlap": {twice(32, "b"), errs.ErrFormat, "belong to the tensor before it"},
+		"overlap": {twice(32, "b"), errs.ErrFormat, "overlap those of the previous tensor"},
 		"two entries": {header(le, 0, 2).put("k", uint32(0), uint8(1), "k", uint32(0), uint8(1)).Bytes(),
 			errs.ErrFormat, "two entries"},
 	} {
@@ -220,7 +220,7 @@ func TestLaterTypes(t *testing.T) {
 	if _, err := file(0, 0); err != nil { // without values it takes no bytes
 		t.Error(err)
 	}
-	for later, text := range map[uint64]string{32: "belong to the tensor before", 128: "belong to the tensor before",
+	for later, text := range map[uint64]string{32: "overlap those of the previous", 128: "overlap those of the previous",
 		160: "end after", 192: "end after", 65: "multiple of 32"} {
 		if _, err := file(later, 7); err == nil || !strings.Contains(err.Error(), text) {
 			t.Errorf("at %d: %v", later, err)

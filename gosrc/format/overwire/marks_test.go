@@ -29,16 +29,16 @@ func TestIs(t *testing.T) {
 		words   string
 	}{
 		{"-", false, false, nil, ""},
-		{"-", true, false, errs.ErrCorrupt, "without the metadata entry"},
-		{mark("1.0"), false, false, errs.ErrCorrupt, "is not there"},
+		{"-", true, false, errs.ErrCorrupt, "not the metadata entry"},
+		{mark("1.0"), false, false, errs.ErrCorrupt, "is missing"},
 		{mark("1.0"), true, true, nil, ""},
 		{mark("1.3"), true, true, nil, ""},
 		{mark("1.65535"), true, true, nil, ""},
 		{mark("2.0"), true, false, errs.ErrNotSupported, "upgrade overwire"},
 		{mark("65535.0"), true, false, errs.ErrNotSupported, "upgrade overwire"},
 		{mark("0.9"), true, false, errs.ErrNotSupported, "compress the model again"},
-		{`{"format":"1.0"}`, true, false, errs.ErrCorrupt, `the index "" is not there`},
-		{`{"format":"1.0","index":"overwire.table"}`, true, false, errs.ErrCorrupt, `"overwire.table" is not there`},
+		{`{"format":"1.0"}`, true, false, errs.ErrCorrupt, `the index "" is missing`},
+		{`{"format":"1.0","index":"overwire.table"}`, true, false, errs.ErrCorrupt, `"overwire.table" is missing`},
 		{`{"format":1.0,"index":"overwire.index"}`, true, false, errs.ErrCorrupt, "metadata entry"},
 		{"", true, false, errs.ErrCorrupt, "metadata entry"},
 		{"5", true, false, errs.ErrCorrupt, "metadata entry"},
@@ -228,7 +228,7 @@ func TestDeltaIsNoModel(t *testing.T) {
 	}
 	model, _ := sealed(t, tensor.U8, tensor.Chunk{}, nil, false)
 	if err := IsDelta(model.blob, model.h); !errors.Is(err, errs.ErrFormat) ||
-		!strings.Contains(err.Error(), "no delta") {
+		!strings.Contains(err.Error(), "not a delta") {
 		t.Errorf("a model is a delta: %v", err)
 	}
 	for name, c := range map[string]struct {

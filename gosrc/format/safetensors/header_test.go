@@ -317,18 +317,18 @@ func BenchmarkParse(b *testing.B) {
 // A file of another kind is named, with what to do. The name of the broken rule is not in the text.
 func TestOtherKinds(t *testing.T) {
 	for head, want := range map[string]string{
-		"PK\x03\x04 and more": "this is a zip archive, as torch.save and numpy.savez write, not a safetensors file: " +
+		"PK\x03\x04 and more": "this is a zip archive, as written by torch.save and numpy.savez, not a safetensors file: " +
 			"`overwire convert`",
 		"GGUF\x03\x00\x00\x00":           "this is a GGUF file, not a safetensors file: overwire lists and verifies",
-		"\x1f\x8b\x08 and more":          "this is a gzip file, not a safetensors file: gunzip it first",
+		"\x1f\x8b\x08 and more":          "this is a gzip file, not a safetensors file: decompress it with gunzip first",
 		"version https://git-lfs":        "git lfs pull",
 		"just some text, longer than it": "this is text, not a safetensors file: check the path",
 		"\x08\x07\x12\x07pytorch":        "not a safetensors file: load it with the library that wrote it",
-		"short":                          "this is text, not a safetensors file: check the path, or the URL that it came from (it has ",
+		"short":                          "this is text, not a safetensors file: check the path, or the URL of the download (it has ",
 		"{}":                             "this is JSON, not a safetensors file: name the .safetensors file",
 		"\x80\x04\x95 and more":          "this is a pickle, not a safetensors file",
-		"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.":                 "this is a torch.save file of before torch 1.6, not a safetensors file: `torch.save(torch.load(f), f)`",
-		"\x80\x04\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.": "this is a torch.save file of before torch 1.6, not a safetensors file: `torch.save(torch.load(f), f)`",
+		"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.":                 "this is a torch.save file from before torch 1.6, not a safetensors file: `torch.save(torch.load(f), f)`",
+		"\x80\x04\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.": "this is a torch.save file from before torch 1.6, not a safetensors file: `torch.save(torch.load(f), f)`",
 		strings.Repeat("x", 257) + "ustar":                                           "this is a tar archive",
 	} {
 		size := int64(1 << 40)

@@ -132,13 +132,13 @@ func vectors() []vector {
 		reads("metadata empty", `{"__metadata__":{}}`, ""),
 		reads("metadata null", `{"__metadata__":null}`, ""),
 		reads("metadata key escaped", `{"\u005f_metadata__":{"a":"b"}}`, ""),
-		refuses("metadata with a number", `{"__metadata__":{"a":1}}`, "", "is no string").lenient(),
-		refuses("metadata with null", `{"__metadata__":{"a":null}}`, "", "is no string").lenient(),
-		refuses("metadata with an object", `{"__metadata__":{"a":{"b":"c"}}}`, "", "is no string").lenient(),
+		refuses("metadata with a number", `{"__metadata__":{"a":1}}`, "", "is not a string").lenient(),
+		refuses("metadata with null", `{"__metadata__":{"a":null}}`, "", "is not a string").lenient(),
+		refuses("metadata with an object", `{"__metadata__":{"a":{"b":"c"}}}`, "", "is not a string").lenient(),
 		refuses("metadata a list", `{"__metadata__":[]}`, "", json).lenient(),
 		refuses("metadata a string", `{"__metadata__":"x"}`, "", json).lenient(),
 		refuses("metadata half null", `{"__metadata__":nul}`, "", json),
-		refuses("a tensor named __metadata__", `{"__metadata__":{`+one+`}}`, data, "is no string").lenient(),
+		refuses("a tensor named __metadata__", `{"__metadata__":{`+one+`}}`, data, "is not a string").lenient(),
 
 		// Entries.
 		refuses("an entry null", `{"a":null}`, "", json),
