@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import uuid
+import weakref
 from collections import deque
 from concurrent.futures import Future as Executed
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,20 @@ from ..model.options import Level, StorageOptions, TensorLike, check_values, par
 from ..paths import local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
+from .groups import drop_groups, is_next_to_training, make_group, separate_from_training
 from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Located, Place
 from .schedule import Duty, Round, schedule
 
 # Files that a rank writes at once: file systems let one writer at a time into a file.
 _AT_ONCE = 4
+
+
+class _Meeting(NamedTuple):
+    # Where the ranks of a save make a group of their own, if they need one: its name, and their
+    # ranks in the default group.
+    name: str
+    members: list[int]
 
 
 class CheckpointWriter(Located, StorageWriter):
@@ -48,11 +57,14 @@ class CheckpointWriter(Located, StorageWriter):
     max_shard_size: the most tensor bytes in a file. Each rank writes four files at once, and
         needs memory for as many on the device where it gathers sharded tensors.
     overwrite: whether an older checkpoint may be replaced.
-    process_group: the group of the save, if it is not the default one.
+    process_group: the group by which the ranks send one another blocks of tensors; None: in `dcp.save`
+        the default one, if it has the save's ranks, else a gloo group of the writer's own, which the
+        save makes. A save of `dcp.async_save` then uses no group that training uses, whether torch was
+        given a `process_group` or not.
     storage_options: as for `load_file`.
 
     All tensors are stored whole: the blocks of a sharded one (FSDP, DTensor) are sent to the
-    rank that writes it, by the group's own backend, or copied from what a stager of the
+    rank that writes it, by the group's own backend (gloo next to training), or copied from what a stager of the
     same host has in memory. What is no tensor is stored as torch.save
     writes it.
 
@@ -89,16 +101,21 @@ class CheckpointWriter(Located, StorageWriter):
         self._duty: Duty | None = None  # the coordinator's
         self._plans: list[SavePlan] = []  # the last ones of all ranks, for planners that keep theirs
         self._save = ""
+        self._own_groups: list[Any] = []  # of the last save
+        weakref.finalize(self, drop_groups, self._own_groups).atexit = False
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Begins another checkpoint, at `checkpoint_id` if it is not None."""
         if checkpoint_id is not None:
             self._path = local(checkpoint_id)
         self._drop_place()
+        drop_groups(self._own_groups)
         self._save = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
-        """What planners may know of the save."""
+        """What planners may know of the save. torch calls it before all else in a save's first step."""
+        if is_next_to_training() and (group := separate_from_training(str(self._path), self._group)) is not None:
+            self._own_groups.append(group)
         return StorageMeta(checkpoint_id=self._path, save_id=self._save)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -112,17 +129,19 @@ class CheckpointWriter(Located, StorageWriter):
         self._place = Place(self._path, self._options, self._overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Called by torch."""
-        return plan
+        """Called by torch: tells the coordinator which rank of the default group this is."""
+        return replace(plan, storage_data=dist.get_rank()) if dist.is_available() and dist.is_initialized() else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Called by torch, on the coordinator: decides who writes what, and takes the place."""
         assert self._place is not None
+        members = [plan.storage_data for plan in plans]
         plans = self._merge_plans(plans)
         duties = schedule(plans, self._model, self._most, self._place.mark)
         self._duty = duties[0]
         self._place.begin()
-        return [replace(plan, storage_data=duty) for plan, duty in zip(plans, duties, strict=True)]
+        meeting = _Meeting(f"overwire/checkpoint/{uuid.uuid4()}", members)
+        return [replace(plan, storage_data=(duty, meeting)) for plan, duty in zip(plans, duties, strict=True)]
 
     def _merge_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
         # Planners with enable_plan_caching send a plan that has not changed only once.
@@ -138,10 +157,11 @@ class CheckpointWriter(Located, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Called by torch: writes this rank's files, and sends others what they write."""
         assert self._place is not None
-        duty: Duty = plan.storage_data
+        duty: Duty
+        duty, meeting = plan.storage_data
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
-        exchange = Exchange(self._group, duty, lambda index: _tensor_of(planner, items[index]))
+        exchange = Exchange(self._group_for(duty, meeting), duty, lambda index: _tensor_of(planner, items[index]))
         try:
             with ThreadPoolExecutor(_AT_ONCE, "overwire-checkpoint") as pool:
                 saves: deque[Executed[list[WriteResult]]] = deque()
@@ -169,6 +189,18 @@ class CheckpointWriter(Located, StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _group_for(self, duty: Duty, meeting: _Meeting) -> dist.ProcessGroup | None:
+        if self._group is not None or duty.ranks == 1:
+            return self._group
+        if self._own_groups:
+            own: dist.ProcessGroup = self._own_groups[-1]
+            return own
+        whole = (dist.get_world_size(), dist.get_rank()) == (duty.ranks, duty.rank) and not is_next_to_training()
+        if whole or None in meeting.members:  # a planner may drop what the ranks have said
+            return None
+        self._own_groups.append(made := make_group(meeting.name, meeting.members))
+        return made
 
     def _write_step(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
         assert self._place is not None
