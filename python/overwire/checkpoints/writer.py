@@ -26,7 +26,15 @@ from ..model.options import Level, StorageOptions, TensorLike, check_values, par
 from ..paths import local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
-from .groups import drop_groups, is_next_to_training, make_group, separate_from_training
+from .groups import (
+    OwnGroup,
+    free_groups,
+    is_next_to_training,
+    living_groups,
+    make_group,
+    reserve_groups,
+    separate_from_training,
+)
 from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Located, Place
 from .schedule import Duty, Round, schedule
@@ -36,10 +44,20 @@ _AT_ONCE = 4
 
 
 class _Meeting(NamedTuple):
-    # Where the ranks of a save make a group of their own, if they need one: its name, and their
+    # The group of their own that the ranks of a save use, if they need one: its name, and their
     # ranks in the default group.
     name: str
     members: list[int]
+
+
+def _meeting_of(said: list[Any]) -> _Meeting | None:
+    # By what all ranks have said; None where a planner has dropped it. A group that all of them have is used again.
+    if None in said:
+        return None
+    members = [rank for rank, _ in said]
+    common = set.intersection(*(set(groups) for _, groups in said))
+    names = [name for name in sorted(common) if said[0][1][name] == tuple(members)]
+    return _Meeting(names[0] if names else f"overwire/{uuid.uuid4()}", members)
 
 
 class CheckpointWriter(Located, StorageWriter):
@@ -101,21 +119,21 @@ class CheckpointWriter(Located, StorageWriter):
         self._duty: Duty | None = None  # the coordinator's
         self._plans: list[SavePlan] = []  # the last ones of all ranks, for planners that keep theirs
         self._save = ""
-        self._own_groups: list[Any] = []  # of the last save
-        weakref.finalize(self, drop_groups, self._own_groups).atexit = False
+        self._own_groups: list[OwnGroup] = []
+        weakref.finalize(self, free_groups, self._own_groups).atexit = False
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Begins another checkpoint, at `checkpoint_id` if it is not None."""
         if checkpoint_id is not None:
             self._path = local(checkpoint_id)
         self._drop_place()
-        drop_groups(self._own_groups)
         self._save = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
         """What planners may know of the save. torch calls it before all else in a save's first step."""
-        if is_next_to_training() and (group := separate_from_training(str(self._path), self._group)) is not None:
-            self._own_groups.append(group)
+        if is_next_to_training():
+            self._own_groups[:] = living_groups(self._own_groups)
+            separate_from_training(str(self._path), self._group, self._own_groups)
         return StorageMeta(checkpoint_id=self._path, save_id=self._save)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -129,18 +147,21 @@ class CheckpointWriter(Located, StorageWriter):
         self._place = Place(self._path, self._options, self._overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Called by torch: tells the coordinator which rank of the default group this is."""
-        return replace(plan, storage_data=dist.get_rank()) if dist.is_available() and dist.is_initialized() else plan
+        """Called by torch: tells the coordinator which rank of the default group this is, and which groups it has."""
+        if not dist.is_available() or not dist.is_initialized():
+            return plan
+        if self._group is None and not self._own_groups:
+            self._own_groups.extend(reserve_groups().values())
+        return replace(plan, storage_data=(dist.get_rank(), {one.name: one.members for one in self._own_groups}))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Called by torch, on the coordinator: decides who writes what, and takes the place."""
         assert self._place is not None
-        members = [plan.storage_data for plan in plans]
+        meeting = _meeting_of([plan.storage_data for plan in plans])
         plans = self._merge_plans(plans)
         duties = schedule(plans, self._model, self._most, self._place.mark)
         self._duty = duties[0]
         self._place.begin()
-        meeting = _Meeting(f"overwire/checkpoint/{uuid.uuid4()}", members)
         return [replace(plan, storage_data=(duty, meeting)) for plan, duty in zip(plans, duties, strict=True)]
 
     def _merge_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -184,23 +205,24 @@ class CheckpointWriter(Located, StorageWriter):
                 exchange.run(write_steps, finish_writing)
             self._place.hand_over()
         except BaseException:
+            self._own_groups.clear()  # messages may be left in them
             self._drop_place()
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _group_for(self, duty: Duty, meeting: _Meeting) -> dist.ProcessGroup | None:
+    def _group_for(self, duty: Duty, meeting: _Meeting | None) -> dist.ProcessGroup | None:
         if self._group is not None or duty.ranks == 1:
             return self._group
-        if self._own_groups:
-            own: dist.ProcessGroup = self._own_groups[-1]
-            return own
         whole = (dist.get_world_size(), dist.get_rank()) == (duty.ranks, duty.rank) and not is_next_to_training()
-        if whole or None in meeting.members:  # a planner may drop what the ranks have said
+        if whole or meeting is None:
             return None
-        self._own_groups.append(made := make_group(meeting.name, meeting.members))
-        return made
+        own = next((one for one in self._own_groups if one.name == meeting.name), None)
+        if own is None:
+            self._own_groups.append(own := make_group(meeting.name, meeting.members))
+        group: dist.ProcessGroup = own.group
+        return group
 
     def _write_step(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
         assert self._place is not None
