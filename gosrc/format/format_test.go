@@ -135,17 +135,17 @@ func attacks(ix *tensor.Index) []attack {
 		{"alias from chunks", u32(rec(whole)+48, 0), f, "with alias"},
 		{"hash of an alias", u8(rec(tied)+32, 99), f, "differs"},
 		{"parts 0", u8(rec(whole)+3, 0), f, "0 parts"},
-		{"parts 3", u8(rec(whole)+3, 3), f, "3 column parts"},
+		{"parts 3", u8(rec(whole)+3, 3), f, "column parts: 3"},
 		{"parts 4", u8(rec(two)+3, 4), f, "chunks"},
 		{"parts of nothing", u8(rec(none)+3, 2), f, "2 parts"},
-		{"chunk bytes 0", u32(rec(whole)+4, 0), f, "chunks of 0"},
-		{"chunk bytes 1", u32(rec(whole)+4, 1), f, "chunks of 1"},
-		{"chunk bytes 32 MiB", u32(rec(whole)+4, 32<<20), f, "chunks of"},
+		{"chunk bytes 0", u32(rec(whole)+4, 0), f, "chunk size: 0 "},
+		{"chunk bytes 1", u32(rec(whole)+4, 1), f, "chunk size: 1 "},
+		{"chunk bytes 32 MiB", u32(rec(whole)+4, 32<<20), f, "chunk size"},
 		{"bytes", u64(rec(whole)+8, 8999), f, "TensorInvalidInfo"},
 		{"bytes 2^64-1", u64(rec(whole)+8, math.MaxUint64), f, "bytes"},
 		{"stored", u64(rec(whole)+16, 64), f, "in the header"},
 		{"stored 2^63", u64(rec(whole)+16, 1<<63), f, "stored"},
-		{"first", u32(rec(whole)+24, 0), f, "chunks 0"},
+		{"first", u32(rec(whole)+24, 0), f, "from number 0"},
 		{"first of nothing", u32(rec(none)+24, 1<<31-1), f, "first chunk"},
 		{"count", u32(rec(whole)+28, 2), f, "chunks"},
 		{"count 2^32-1", u32(rec(whole)+28, math.MaxUint32), f, "chunks"},
@@ -166,7 +166,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"logical", u32(chunk(first(whole))+12, 4095), f, "4095 logical"},
 		{"logical 4 GiB", u32(chunk(first(whole))+12, math.MaxUint32), f, "logical"},
 		{"codec", u8(chunk(first(whole))+20, 2), ns, "codec 2"},
-		{"codec of a plain tensor", u8(chunk(first(long))+20, 1), f, "stored as X16"},
+		{"codec of a plain tensor", u8(chunk(first(long))+20, 1), f, "as X16"},
 		{"transform of raw", u8(chunk(first(whole))+21, 1), f, ""},
 		{"chunk feature", u16(chunk(first(whole))+22, 1), ns, "features 0x1"},
 		{"segment tiles of raw", u16(chunk(first(whole))+24, 1), f, ""},
@@ -196,7 +196,7 @@ func TestAttacks(t *testing.T) {
 		if a.class == nil {
 			continue // whatever is said of it, nothing may break
 		}
-		if !errors.Is(err, a.class) || !strings.Contains(err.Error(), a.words) ||
+		if !errors.Is(err, a.class) || !strings.Contains(errs.RuleOf(err)+" "+err.Error(), a.words) ||
 			!strings.Contains(err.Error(), "model.safetensors") {
 			t.Errorf("%s: got %v, want %v saying %q", a.name, err, a.class, a.words)
 		}

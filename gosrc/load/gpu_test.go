@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/job"
@@ -249,12 +250,11 @@ func TestSaveFromDevice(t *testing.T) {
 				t.Fatal(err)
 			}
 			in := make([]save.Input, l.Len())
-			spec.Away = map[int]*save.Away{}
 			for i := range in {
 				mem, shape, dtype, _ := l.Take(i)
 				defer mem.Release()
 				in[i] = save.Input{Name: m.Index().Tensors[i].Name, DType: dtype, Shape: shape}
-				spec.Away[i] = &save.Away{Addr: uintptr(mem.Ptr), Bytes: mem.Bytes,
+				in[i].Device = &save.DeviceMemory{Addr: uintptr(mem.Ptr), Bytes: mem.Bytes,
 					Read: func(dst []byte, off int64) error {
 						return d.Read(dst, device.Memory{Ptr: unsafe.Add(mem.Ptr, off), Bytes: int64(len(dst))})
 					}}
@@ -326,7 +326,7 @@ func TestCastWhileLanding(t *testing.T) {
 					return l
 				}
 				plainly, fused := loaded(load.Options{}), loaded(load.Options{Cast: to.String()})
-				queue, err := d.Queue(0, 0)
+				q, err := d.Queue(0, 0)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -338,13 +338,13 @@ func TestCastWhileLanding(t *testing.T) {
 					if err := d.Read(want, a); err != nil {
 						t.Fatal(err)
 					}
-					if c := (device.Cast{From: from, To: to}); from != to && cuda.CanCast(c) {
+					if c := (device.Cast{From: from, To: to}); from != to && queue.CanCast(c) {
 						casts++
 						mem, err := d.Alloc([]int64{a.Bytes / int64(from.Bits()/8) * int64(to.Bits()/8)})
 						if err != nil {
 							t.Fatal(err)
 						}
-						if err := queue.CastAndWait(t.Context(), mem[0], a, from, to); err != nil {
+						if err := q.CastAndWait(t.Context(), mem[0], a, from, to); err != nil {
 							t.Fatal(err)
 						}
 						want = make([]byte, mem[0].Bytes)
@@ -365,7 +365,7 @@ func TestCastWhileLanding(t *testing.T) {
 					a.Release()
 					b.Release()
 				}
-				queue.Close()
+				q.Close()
 				plainly.Close()
 				fused.Close()
 				if casts == 0 {

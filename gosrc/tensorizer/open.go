@@ -4,19 +4,19 @@ package tensorizer
 
 import (
 	"context"
-	"encoding/hex"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// ruleKind is the rule that a file breaks which is no .tensors file, or too short to be one.
+// ruleKind is the rule that a file breaks if it is not a .tensors file, or is too short for
+// one.
 const ruleKind = "NotTensors"
 
-// Open reads the head and the index of a file, and its records if requested or if
-// the file is encrypted. The error is errs.ErrFormat for another kind of file, and
-// else that of Read.
+// Open reads the head and the index of a file, and its records if requested or if the
+// file is encrypted. The error is errs.ErrFormat for other formats, otherwise that of
+// Read.
 func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	head, err := source.Head(ctx, src)
 	if err != nil {
@@ -24,7 +24,7 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	}
 	if !Is(head) {
 		return nil, errs.Place("index", src.URI(), "", 0, errs.WithRule(ruleKind, errs.New(errs.ErrFormat,
-			"not a .tensors file")))
+			"this is not a .tensors file")))
 	}
 	f, err := Read(ctx, src, head)
 	if err == nil && records {
@@ -33,8 +33,8 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	return f, err
 }
 
-// An Opened is a source whose head, index and records were read: it is indexed without
-// reading these again.
+// An Opened is a source from which head, index and records were read. Indexing it does
+// not read them again.
 type Opened struct {
 	source.Source
 	File *File
@@ -43,12 +43,12 @@ type Opened struct {
 // ReadIndex is Index for the file.
 func (o *Opened) ReadIndex(ctx context.Context, settings map[string]string, known tensor.Known) (*tensor.Index,
 	source.Source, error) {
-	return o.File.indexOn(ctx, o.Source, settings, known)
+	return indexOn(ctx, o.File, o.Source, settings, known)
 }
 
-// Index reads the file that starts with head: it returns its validated index, which is
-// compared with the records (see compareRecords), and the source of its tensors (see
-// File.Source), according to the settings. known reports which codecs can be decoded.
+// Index reads the file that starts with head. It returns the validated index, which it
+// compares with the records (see compareRecords), and the source of the tensors (see
+// SourceOf), according to the settings. known reports which codecs can be decoded.
 func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string,
 	known tensor.Known) (*tensor.Index, source.Source, error) {
 	f, err := Read(ctx, src, head)
@@ -58,12 +58,12 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 	if err != nil {
 		return nil, src, err
 	}
-	return f.indexOn(ctx, src, settings, known)
+	return indexOn(ctx, f, src, settings, known)
 }
 
-func (f *File) indexOn(ctx context.Context, src source.Source, settings map[string]string, known tensor.Known) (
+func indexOn(ctx context.Context, f *File, src source.Source, settings map[string]string, known tensor.Known) (
 	*tensor.Index, source.Source, error) {
-	ix, err := f.Index(settings)
+	ix, err := IndexOf(f, settings)
 	if err != nil {
 		return nil, src, err
 	}
@@ -75,14 +75,14 @@ func (f *File) indexOn(ctx context.Context, src source.Source, settings map[stri
 			return nil, src, err
 		}
 	}
-	plain, err := f.Source(ctx, src, settings)
+	plain, err := SourceOf(ctx, f, src, settings)
 	if err != nil {
 		return nil, src, err
 	}
 	return ix, plain, nil
 }
 
-// RefuseSettings checks settings for a file of another format: a key is a NotEncryptedError, and
+// RefuseSettings checks settings for a file in another format: a key is a NotEncryptedError, and
 // comparing CRC32 is errs.ErrArgument if the file has no checksums.
 func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 	at := func(class error, format string, args ...any) error {
@@ -91,11 +91,12 @@ func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 	for _, secret := range []string{OptionKey, OptionPassword} {
 		if _, isGiven := settings[secret]; isGiven {
 			return &NotEncryptedError{at(errs.ErrCrypto,
-				"a %s was given, and the file is not encrypted: it is no .tensors file", secret)}
+				"a %s was given, but the file is not encrypted: it is not a .tensors file", secret)}
 		}
 	}
 	if _, isAsked := settings[OptionCRC32]; isAsked && !sums {
-		return at(errs.ErrArgument, "verify_crc32 was asked for, and a plain safetensors file has no sums to compare")
+		return at(errs.ErrArgument, "verify_crc32 was requested, but a plain safetensors file has no checksums to "+
+			"compare")
 	}
 	return nil
 }
@@ -110,7 +111,7 @@ type Description struct {
 	Entries   []EntryDescription `json:"entries"`
 }
 
-// An EntryDescription is one of a file's tensors. Fields of the record are set only
+// An EntryDescription describes one tensor of a file. Fields of the record are set only
 // if the records were read.
 type EntryDescription struct {
 	Entry
@@ -120,36 +121,4 @@ type EntryDescription struct {
 	SHA256 string      `json:"sha256,omitempty"`
 	Sealed bool        `json:"sealed"`
 	Derive *Derivation `json:"derive,omitempty"`
-}
-
-// Describe describes head, index and the records that were read; it reads no data.
-func (f *File) Describe() *Description {
-	out := &Description{URI: errs.RedactURI(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total,
-		Size:    f.Size,
-		Entries: make([]EntryDescription, len(f.Entries))}
-	for i := range f.Entries {
-		r := EntryDescription{Entry: f.Entries[i]}
-		if f.Records != nil {
-			rec := &f.Records[i]
-			r.Module, r.Prefix = rec.Module, rec.Prefix
-			r.CRC32, r.SHA256 = hex.EncodeToString(rec.CRC32), hex.EncodeToString(rec.SHA256)
-			if rec.Crypt != nil {
-				r.Sealed, r.Derive = true, rec.Crypt.Derive
-			}
-		}
-		out.Entries[i] = r
-	}
-	return out
-}
-
-// Items returns the tensors by name as they would be written again; the records
-// must have been read.
-func (f *File) Items() map[string]Item {
-	items := make(map[string]Item, len(f.Entries))
-	for i := range f.Entries {
-		e := &f.Entries[i]
-		items[e.Name] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims,
-			Bytes: e.Bytes}
-	}
-	return items
 }

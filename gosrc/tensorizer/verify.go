@@ -15,31 +15,32 @@ import (
 type Proof struct {
 	Workers int
 	InOrder bool // the tensors are read in the order of the file
-	// Passed is called with the number of bytes that were read, Proven with that of
-	// each tensor that was verified. Several workers call both at once.
+	// Passed is called with the number of bytes read, and Proven with the bytes of each
+	// verified tensor. Several workers call both concurrently.
 	Passed, Proven func(bytes int64)
 }
 
-// Verify verifies a file, of which src is what File.Source returns: every record
-// equals its index entry, the hashes of every tensor match its bytes, the tags of
-// encrypted ones match the key, and there is nothing else. The first error ends it.
+// Verify verifies a file; src is the result of SourceOf for it. It checks that every
+// record equals its index entry, that the hashes of every tensor match its bytes, that
+// the tags of encrypted ones match the key, and that there is nothing else. The first
+// error ends it.
 func Verify(ctx context.Context, src source.Source, p Proof) error {
 	f, err := Open(ctx, src, true)
 	if err != nil {
 		return err
 	}
-	if err := f.Exact(ctx, src); err != nil {
+	if err := Exact(ctx, f, src); err != nil {
 		return err
 	}
 	flows := make([]Flow, len(f.Entries))
 	for i := range f.Entries {
-		flows[i] = f.proofFlow(src, i, p)
+		flows[i] = proofFlow(f, src, i, p)
 	}
 	return Run(ctx, "tensorizer.verify", p.Workers, p.InOrder, flows)
 }
 
-// proofFlow is the flow of tensor i through its hashes.
-func (f *File) proofFlow(src source.Source, i int, p Proof) Flow {
+// proofFlow returns the flow of tensor i through its hashes.
+func proofFlow(f *File, src source.Source, i int, p Proof) Flow {
 	e, r := &f.Entries[i], &f.Records[i]
 	bad := func(class error, format string, args ...any) error {
 		return errs.Place("verify", f.URI, e.Name, e.Record, errs.New(class, format, args...))
@@ -60,11 +61,11 @@ func (f *File) proofFlow(src source.Source, i int, p Proof) Flow {
 		crc, sha := sum.Sums()
 		switch {
 		case r.CRC32 == nil && r.SHA256 == nil:
-			return bad(errs.ErrNotSupported, "the tensor has no sum that could be compared")
+			return bad(errs.ErrNotSupported, "the file has no hash of this tensor to compare")
 		case r.CRC32 != nil && !bytes.Equal(crc, r.CRC32):
-			return bad(errs.ErrCorrupt, "checksum mismatch: CRC32 %x, not %x", crc, r.CRC32)
+			return bad(errs.ErrCorrupt, "checksum mismatch: CRC32 %x computed, %x stored", crc, r.CRC32)
 		case r.SHA256 != nil && !bytes.Equal(sha, r.SHA256):
-			return bad(errs.ErrCorrupt, "checksum mismatch: SHA-256 %x, not %x", sha, r.SHA256)
+			return bad(errs.ErrCorrupt, "checksum mismatch: SHA-256 %x computed, %x stored", sha, r.SHA256)
 		}
 		p.Proven(e.Bytes)
 		return nil

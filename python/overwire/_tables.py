@@ -12,12 +12,12 @@ BITS = dict(
     U64=64,
 )
 
-# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.
+# Dtypes that dtype= casts. Packed types and F8_E8M0 are parts of a quantisation scheme and stay.
 FLOATS = frozenset("""
     F8_E5M2 F8_E4M3 F8_E4M3FNUZ F8_E5M2FNUZ F16 BF16 F32 F64
 """.split())
 
-# What the engine casts on a GPU, from and to.
+# Dtypes that the engine casts on a GPU, from and to.
 CAST_FROM = frozenset("""
     F8_E5M2 F8_E4M3 F16 BF16 F32
 """.split())
@@ -26,7 +26,7 @@ CAST_TO = frozenset("""
     F16 BF16 F32
 """.split())
 
-# Variables that a store may need; * ends the beginning of some.
+# Variables that a store may need; a name that ends with * is a prefix.
 STORES = frozenset("""
     AWS_* HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH
     HF_HUB_DISABLE_IMPLICIT_TOKEN HF_ENDPOINT HF_HOME HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
@@ -42,3 +42,73 @@ SETTINGS = frozenset("""
     OVERWIRE_MMAP OVERWIRE_READ OVERWIRE_EXCHANGE OVERWIRE_CPU OVERWIRE_DOWNLOADER DOWNLOADER_PATH
     OVERWIRE_DOWNLOADER_LOG DOWNLOAD_LOG
 """.split())
+
+# Endings of weight files in formats that are not read. They are copied, up to a size in bytes.
+OTHER_WEIGHTS = tuple("""
+    .bin .ckpt .gguf .ggml .h5 .keras .mlmodel .msgpack .nemo .npz .onnx .onnx_data .ot .pb .pdparams
+    .pkl .pt .pth .tensors .tflite
+""".split())
+
+MOST_OTHER = 67108864
+
+# Kinds of files that may be found instead of weights: offset and the bytes there, what such a
+# file is, what to do with it, and whether a folder of other weights may hold it.
+HEAD_BYTES = 512
+
+FILE_KINDS = (
+    (
+        0, (b"PK\x03\x04",), "a zip archive, as written by torch.save and numpy.savez",
+        "`overwire convert` (overwire.convert) reads torch.save files; load others with the library that "
+        "wrote them", False,
+    ),
+    (
+        0, (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+         b"\x80\x03\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+         b"\x80\x04\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+         b"\x80\x05\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+         b"L119547037146038801333356L\n.",), "a torch.save file from before torch 1.6",
+        "`torch.save(torch.load(f), f)` makes a newer one, which overwire.convert reads", False,
+    ),
+    (
+        0, (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05",), "a pickle",
+        "load it with the library that wrote it, and save its tensors with overwire.save_file", False,
+    ),
+    (
+        257, (b"ustar",), "a tar archive, as written by torch.save before torch 0.2",
+        "unpack it, or load it with the library that wrote it", False,
+    ),
+    (
+        0, (b"GGUF",), "a GGUF file",
+        "overwire lists and verifies GGUF files, but does not load or compress them, because compression "
+        "would save only 5 to 13 %: keep the file unchanged", True,
+    ),
+    (
+        0, (b"lmgg", b"fmgg", b"tjgg", b"algg",), "a GGML file",
+        "keep it as it is", True,
+    ),
+    (
+        0, (b"\x93NUMPY",), "a .npy file",
+        "load it with the library that wrote it, and save its tensors with overwire.save_file", True,
+    ),
+    (
+        0, (b"\x89HDF",), "an HDF5 file",
+        "load it with the library that wrote it, and save its tensors with overwire.save_file", True,
+    ),
+    (
+        0, (b"\x1f\x8b",), "a gzip file",
+        "decompress it with gunzip first", False,
+    ),
+    (
+        0, (b"version ",), "a Git LFS pointer",
+        "get the file itself with git lfs pull", False,
+    ),
+    (
+        0, (b"<!DOCTYP", b"<!doctyp", b"<html",), "a web page",
+        "check the URL of the download", False,
+    ),
+    (
+        0, (b"{",), "JSON",
+        "name the .safetensors file; an index of shards must be named *.index.json, and overwire inspect "
+        "TRACE.json --html PAGE.html shows a trace", False,
+    ),
+)

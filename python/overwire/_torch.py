@@ -1,7 +1,7 @@
-"""`overwire compress` and `overwire convert` of what torch.save wrote.
+"""Implements `overwire compress` and `overwire convert` for torch.save files.
 
-The sources become plain files for as long as the verb runs, which is the engine's, in a
-process of its own.
+It writes the sources as temporary plain files, and then runs the engine's command on them in
+another process.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import subprocess
 import sys
 
 from .errors import OverwireError
+from .paths import without_scheme
 from .plumbing import code_command, is_torch_model, local, plain_models
 
-# The exit statuses of the command line.
+# Exit statuses of the command line.
 _STATUSES = {
     "FormatError": 1,
     "CorruptError": 1,
@@ -26,15 +27,18 @@ _FAILED, _INTERRUPTED = 4, 130
 
 
 def main(words: list[str]) -> int:
-    """Runs a command line, and returns its exit status."""
-    sources = [
-        at for at, word in enumerate(words) if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)
-    ]
+    """Runs a command line and returns its exit status."""
+    words = [without_scheme(word) for word in words]
     outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
     outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
-    if not sources or not outputs:  # the engine says what is missing
-        return _run_engine(words, [])
     try:
+        sources = [
+            at
+            for at, word in enumerate(words)
+            if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)
+        ]
+        if not sources or not outputs:  # the engine reports what is missing
+            return _run_engine(words, [])
         with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, remainder):
             for at, path in zip(sources, plain, strict=True):
                 words[at] = path
@@ -48,7 +52,7 @@ def main(words: list[str]) -> int:
 
 
 def _run_engine(words: list[str], left: list[str]) -> int:
-    # Ctrl-C goes to both processes: this one waits for what the other cleans up.
+    # Ctrl-C reaches both processes: this one waits while the other cleans up.
     engine = "import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:]))"
     with subprocess.Popen(code_command(engine, *words)) as process:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""What drop-ins, plug-ins and measurements are built of, beside the names of `overwire` itself.
+"""Gathers internal functions for drop-ins, integrations and benchmarks.
 
-Those names are for users, these for code that stands for another library. Nothing
-here is imported before it is used.
+The names of `overwire` itself are for users; these are for code that stands in for another
+library. Each is imported on first use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, meet_to_load, should_share_reading
     from .distributed.group import group_verb
-    from .dtypes import nbytes
+    from .dtypes import nbytes, torch_shape
     from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
     from .frameworks.memory import check_memory
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from .offloading.blocks import can_store
     from .offloading.hosted import Hosted, HostedWeight, listed_blocks
     from .offloading.offload import stream_blocks
-    from .paths import is_remote, local, path_of, refuse_planted
+    from .paths import is_remote, local, path_of
     from .records import OpenRecords
-    from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
+    from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, refuse_planted, write_bytes
     from .verbs.deltas import apply_part
     from .verbs.into import landing, states_of, table_of
     from .verbs.preload import honour_nyacomp
     from .verbs.save import bytes_of_plain, save_bytes
 
-# Module -> its names above; a test compares them.
+# Maps each module to its names above; a test compares them.
 _HOMES = {
     "_apart": ("apart",),
     "_children": ("code_command", "module_command"),
@@ -62,7 +62,7 @@ _HOMES = {
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "meet_to_load", "should_share_reading"),
     "distributed.group": ("group_verb",),
-    "dtypes": ("nbytes",),
+    "dtypes": ("nbytes", "torch_shape"),
     "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
     "frameworks.memory": ("check_memory",),
@@ -80,8 +80,8 @@ _HOMES = {
     "offloading.blocks": ("can_store",),
     "offloading.hosted": ("Hosted", "HostedWeight", "listed_blocks"),
     "offloading.offload": ("stream_blocks",),
-    "paths": ("is_remote", "local", "path_of", "refuse_planted"),
-    "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
+    "paths": ("is_remote", "local", "path_of"),
+    "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "refuse_planted", "write_bytes"),
     "verbs.deltas": ("apply_part",),
     "verbs.into": ("landing", "states_of", "table_of"),
     "verbs.preload": ("honour_nyacomp",),

@@ -20,10 +20,10 @@ def ranks(folder: Path, count: int, *steps: str) -> None:
 
 
 def test_saves_next_to_training(tmp_path: Path) -> None:
-    """The documented program, with a process_group and without; two writers at a time; each group is dropped."""
-    ranks(tmp_path, 2, "documented", "given", "several")
+    """The documented program, with a process_group and without; two writers at a time; ranks that come late or fail."""
+    ranks(tmp_path, 2, "documented", "given", "several", "late", "failing")
 
 
 def test_a_group_of_some_ranks_saves(tmp_path: Path) -> None:
-    """Its ranks alone take part, though the writer makes a group of its own."""
+    """Only its ranks take part."""
     ranks(tmp_path, 3, "subset")

@@ -1,7 +1,7 @@
-// Package gguf reads the headers of GGUF files, for listing: their tensors' blocks are
-// quantised, and overwire does not store them.
+// Package gguf reads the headers of GGUF files, so that their tensors can be listed.
+// The tensors consist of quantised blocks, which overwire does not store.
 //
-// The layout, of versions 2 and 3, after ggml's docs/gguf.md, which is its source:
+// The layout of versions 2 and 3, from ggml's docs/gguf.md:
 //
 //	"GGUF"  version u32  tensors u64  entries u64
 //	entry:  key string, type u32, value; a string is its length, u64, and bytes,
@@ -9,14 +9,16 @@
 //	tensor: name string, rank u32, dims u64 (the fastest first), type u32, offset u64
 //	data, from the next multiple of the entry general.alignment (32) on
 //
-// Integers are little-endian, or all big-endian (version 3). A header may come from anywhere:
-// each number is checked before it is used, and no count decides what is allocated.
+// Integers are little-endian, or all big-endian (version 3). Headers are untrusted: each
+// number is checked before it is used, and no count from a file decides how much is
+// allocated.
 package gguf
 
 import (
 	"cmp"
 	"context"
 	"encoding/binary"
+	"fmt"
 	"math/bits"
 	"slices"
 	"strings"
@@ -40,7 +42,7 @@ const (
 	alignmentAt = "general.alignment"
 )
 
-// A File is what a header says.
+// A File is the content of a header.
 type File struct {
 	Version  uint32
 	Header   int64 // bytes before the data
@@ -48,29 +50,42 @@ type File struct {
 	Tensors  []Tensor // in the file's order
 }
 
-// A Tensor lies in its file at Off. Its shape has the slowest dimension first, as torch's has.
+// A Tensor's bytes begin at Off in the file. Its shape has the slowest dimension first, as in
+// torch.
 type Tensor struct {
 	Name  string
-	Type  string
+	Type  string // "type 42, not known" if it is newer than this reader
 	Shape []int64
 	Off   int64
-	Bytes int64
+	Bytes int64 // Unsized if the type is unknown
+}
+
+const (
+	// Unsized is the size of a tensor of unknown type.
+	Unsized = -1
+	// NotKnown ends the names of unknown types.
+	NotKnown = ", not known"
+)
+
+// hasBytes reports whether a tensor's shape takes bytes of the file.
+func (t *Tensor) hasBytes() bool {
+	return t.Bytes > 0 || t.Bytes == Unsized && !slices.Contains(t.Shape, 0)
 }
 
 // Is reports whether a file begins as GGUF files do.
 func Is(head []byte) bool { return strings.HasPrefix(string(head), magic) }
 
-// ReadHeader reads and checks the header of a file, and that its tensors lie in it, aligned and
-// apart. Errors name the file and, where they are known, tensor and offset: errs.ErrFormat for what
-// is no GGUF, errs.ErrCorrupt for a file that was cut short, errs.ErrNotSupported for another
-// version or a type that is not known.
+// ReadHeader reads the header of a file, and checks it, including that tensors are inside the file,
+// aligned and without overlaps. Errors name the file and, if known, tensor and offset:
+// errs.ErrFormat for other formats, errs.ErrCorrupt for a truncated file, errs.ErrNotSupported for
+// another version. For a tensor of unknown type it checks only the beginning.
 func ReadHeader(ctx context.Context, src source.Source) (File, error) {
 	r := &reader{ctx: ctx, src: src, order: binary.LittleEndian, window: window}
 	f, err := r.readFile()
 	return f, errs.Place("index", src.URI(), r.tensor, r.offset(), err)
 }
 
-// readFile reads everything, with its checks.
+// readFile reads and checks the header.
 func (r *reader) readFile() (f File, err error) {
 	counts, err := r.readStart(&f)
 	if err != nil {
@@ -84,7 +99,7 @@ func (r *reader) readFile() (f File, err error) {
 			return f, err
 		}
 		if _, twice := f.Metadata[key]; twice {
-			return f, errs.New(errs.ErrFormat, "two entries are called %q", key)
+			return f, errs.New(errs.ErrFormat, "two entries have the name %q", key)
 		}
 		v, err := r.readEntry(key)
 		if err != nil {
@@ -110,11 +125,11 @@ func (r *reader) readFile() (f File, err error) {
 	return f, r.placeTensors(&f)
 }
 
-// readStart reads what stands before the entries: the numbers of tensors and of entries.
+// readStart reads everything before the entries: the numbers of tensors and of entries.
 func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 	head, err := r.takeBytes(4)
 	if err == nil && !Is(head) {
-		err = errs.New(errs.ErrFormat, "not a GGUF file")
+		err = errs.New(errs.ErrFormat, "this is not a GGUF file")
 	}
 	if err != nil {
 		return counts, err
@@ -123,7 +138,7 @@ func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 		r.order, f.Version = binary.BigEndian, bits.ReverseBytes32(f.Version)
 	}
 	if err == nil && f.Version != 2 && f.Version != 3 {
-		err = errs.New(errs.ErrNotSupported, "GGUF version %d: 2 and 3 are known", f.Version)
+		err = errs.New(errs.ErrNotSupported, "unsupported GGUF version %d: expected 2 or 3", f.Version)
 	}
 	for k := range counts {
 		if err == nil {
@@ -131,13 +146,15 @@ func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 		}
 	}
 	if err == nil && (counts[0] > maxTensors || counts[1] > maxEntries) {
-		err = errs.New(errs.ErrFormat, "%d tensors and %d entries: at most %d and %d", counts[0], counts[1], maxTensors,
+		err = errs.New(errs.ErrFormat, "the header has %d tensors and %d entries: expected at most %d and %d",
+			counts[0], counts[1], maxTensors,
 			maxEntries)
 	}
 	return counts, err
 }
 
-// readTensor reads one tensor's entry. Off counts from the data's beginning still.
+// readTensor reads one tensor's entry. Off is still relative to the beginning of the
+// data.
 func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	r.tensor = ""
 	if t.Name, err = r.readName("tensor's name"); err != nil {
@@ -149,7 +166,7 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 		return t, err
 	}
 	if rank > maxRank {
-		return t, errs.New(errs.ErrFormat, "its rank is %d: at most %d", rank, maxRank)
+		return t, errs.New(errs.ErrFormat, "its rank is %d: expected at most %d", rank, maxRank)
 	}
 	n, fits := uint64(1), true
 	for range rank {
@@ -166,37 +183,47 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	if err != nil {
 		return t, err
 	}
-	kind, isKnown := types[id]
-	if !isKnown {
-		return t, errs.New(errs.ErrNotSupported, "its type has the number %d, which is not known", id)
-	}
-	t.Type = kind.name
-	row := uint64(1)
-	if rank > 0 {
-		row = uint64(t.Shape[0])
-	}
-	size, fits := product(n/kind.values, kind.bytes, row%kind.values == 0)
-	if !fits {
-		return t, errs.New(errs.ErrFormat, "its rows of %d values are no blocks of %s, which have %d", row, kind.name,
-			kind.values)
+	if err := t.setType(id, n); err != nil {
+		return t, err
 	}
 	slices.Reverse(t.Shape)
 	off, err := r.readU64()
 	if err == nil && (off%uint64(align) != 0 || off > 1<<62) {
-		err = errs.New(errs.ErrFormat, "it lies at %d, which is no multiple of %d", off, align)
+		err = errs.New(errs.ErrFormat, "its offset %d is not a multiple of %d", off, align)
 	}
-	t.Off, t.Bytes = int64(off), int64(size)
+	t.Off = int64(off)
 	return t, err
 }
 
-// product is a * b, if it and what came before it fit in 62 bits.
+// setType sets a tensor's type, by its number, and its bytes. n is the number of values. The shape still has
+// the fastest dimension first.
+func (t *Tensor) setType(id uint32, n uint64) error {
+	kind, isKnown := types[id]
+	if !isKnown {
+		t.Type, t.Bytes = fmt.Sprintf("type %d%s", id, NotKnown), Unsized
+		return nil
+	}
+	row := uint64(1)
+	if len(t.Shape) > 0 {
+		row = uint64(t.Shape[0])
+	}
+	size, fits := product(n/kind.values, kind.bytes, row%kind.values == 0)
+	if !fits {
+		return errs.New(errs.ErrFormat, "its rows have %d values: expected a multiple of %d, the block size of %s", row,
+			kind.values, kind.name)
+	}
+	t.Type, t.Bytes = kind.name, int64(size)
+	return nil
+}
+
+// product returns a * b, if that and the previous result fit in 62 bits.
 func product(a, b uint64, fits bool) (uint64, bool) {
 	n, ok := sizes.Mul(a, b)
 	return n, fits && ok && n <= 1<<62
 }
 
-// placeTensors turns offsets into those of the file, and checks that tensors lie in it, apart and with
-// different names.
+// placeTensors converts offsets to offsets in the file, and checks that tensors are inside the file,
+// do not overlap, and have different names.
 func (r *reader) placeTensors(f *File) error {
 	names := make(map[string]bool, len(f.Tensors))
 	byOffset := make([]*Tensor, len(f.Tensors))
@@ -207,9 +234,14 @@ func (r *reader) placeTensors(f *File) error {
 			return errs.New(errs.ErrFormat, "two tensors have this name")
 		}
 		names[t.Name] = true
-		if t.Off > r.src.Size()-f.Header || t.Bytes > r.src.Size()-f.Header-t.Off {
-			return errs.New(errs.ErrCorrupt, "its %d bytes at %d end after the file's %d: copy or fetch it again",
-				t.Bytes, f.Header+t.Off, r.src.Size())
+		least := t.Bytes
+		if t.Bytes == Unsized {
+			least = map[bool]int64{true: 1}[t.hasBytes()]
+		}
+		if t.Off > r.src.Size()-f.Header || least > r.src.Size()-f.Header-t.Off {
+			return errs.New(errs.ErrCorrupt, "its %d bytes at %d end after the end of the file at %d: copy or "+
+				"fetch it again",
+				least, f.Header+t.Off, r.src.Size())
 		}
 		t.Off += f.Header
 		byOffset[i] = t
@@ -218,10 +250,12 @@ func (r *reader) placeTensors(f *File) error {
 	end := f.Header
 	for _, t := range byOffset {
 		r.tensor = t.Name
-		if t.Bytes > 0 && t.Off < end {
-			return errs.New(errs.ErrFormat, "its bytes at %d belong to the tensor before it, too", t.Off)
+		if t.hasBytes() && t.Off < end {
+			return errs.New(errs.ErrFormat, "its bytes at %d overlap those of the previous tensor", t.Off)
 		}
-		end = max(end, t.Off+t.Bytes)
+		if t.hasBytes() {
+			end = t.Off + max(1, t.Bytes)
+		}
 	}
 	r.tensor = ""
 	return nil
@@ -234,11 +268,11 @@ func (r *reader) readName(what string) (string, error) {
 		return "", err
 	}
 	if n > maxName {
-		return "", errs.New(errs.ErrFormat, "a %s of %d bytes: at most %d", what, n, maxName)
+		return "", errs.New(errs.ErrFormat, "a %s has %d bytes: expected at most %d", what, n, maxName)
 	}
 	text, err := r.takeBytes(int64(n))
 	if err == nil && !utf8.Valid(text) {
-		err = errs.New(errs.ErrFormat, "a %s is not UTF-8", what)
+		err = errs.New(errs.ErrFormat, "a %s is not valid UTF-8", what)
 	}
 	return string(text), err
 }

@@ -36,8 +36,8 @@ from ..model.opened import Model
 from ..model.options import BundleOptions, StorageOptions, check_options, check_values, spell_out
 from ..model.reading import read_uri
 from ..model.storage import storage
-from ..paths import classed_errors, is_remote, is_there, resolve_links
-from ..stores import write_bytes
+from ..paths import classed_errors, is_remote, is_there
+from ..stores import publish, resolve_links, write_bytes
 from ..verbs.save import save_bytes, stage_bytes
 from ..verbs.saving import Report, Saving
 from .landing import DEVICES, ORDER, devices_of
@@ -335,13 +335,10 @@ def _keep_previous(target: str, container: str) -> None:
 def _take_back(target: str, container: str) -> None:
     # A save has failed: where the old pickle stands, its container does, too, under its own name.
     previous = layout.previous_of(container)
-    with contextlib.suppress(OSError, OutOfMemoryError):
+    with contextlib.suppress(OSError, OverwireError):
         if is_there(previous) and _has_digest(previous, _digest_of_file(target)):
-            path = resolve_links(container)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # readers take the previous one from here on
-            os.link(previous, path)
-            os.unlink(previous)
+            publish(previous, container)
+            os.unlink(previous)  # both names may be of one file
 
 
 def _digest_of_file(path: str) -> str:

@@ -19,26 +19,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, FormatError, NotFoundError
+from .._tables import MOST_OTHER, OTHER_WEIGHTS
+from ..errors import ArgumentError, FormatError, NotFoundError, OverwireError
 from ..files import TORCH_ENDINGS, folders_of, lock_file, may_be_torch, read_file
-from ..paths import classed_errors, is_remote, local
+from ..paths import classed_errors, is_remote, local, without_scheme
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
 from ..verbs.save import save_bytes
 from ..verbs.saving import Report
-from .torchfiles import is_torch_file, opened
+from .torcharchive import FOREIGN, refusal_of
+from .torchfiles import opened
 
 if TYPE_CHECKING:
     from ..model.options import Level, StorageOptions
     from ..model.sources import SourceLike
 
-#: Names of weights in a folder, by libraries that save no others beside them.
-_WEIGHTS = re.compile(r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)([-.].*)?\.bin")
-#: What trainers save beside weights.
-_OTHERS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state)\b.*|.*_states")
+#: Names of weights in a folder, by libraries that save no others with them. A number tells several models apart.
+_WEIGHTS = re.compile(
+    r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)(_\d+)?([-.].*)?\.bin"
+)
+#: Names of what trainers save with weights.
+_OTHERS = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|trainer_state)(\b|_\d).*|.*_states"
+)
 _INDEX = ".bin.index.json"
-#: The size from which files of these names are no small companions: weights, or what trainers save.
-_LARGE = 64 << 20
 _MARK = ".overwire-torch-"
 #: The most bytes of plain values that the metadata of a file keeps.
 _VALUES = 1 << 20
@@ -85,7 +89,7 @@ def convert(
     }
     options |= {"sha256": sha256, "progress": progress, "storage_options": storage_options}
     names = source if isinstance(source, (list, tuple)) else [source]
-    paths = [os.fsdecode(name) for name in names if isinstance(name, (str, os.PathLike))]
+    paths = [without_scheme(os.fsdecode(name)) for name in names if isinstance(name, (str, os.PathLike))]
     if not any(map(is_torch_model, paths)):
         return rewrite(source, path, **options)
     with plain_models([local(name) for name in names], local(path)) as (plain, remainder):
@@ -99,16 +103,42 @@ def is_torch_model(path: str) -> bool:
         return False
     with classed_errors(path, "open"):
         if os.path.isdir(path):
-            return any(_weights_of(folder) for folder, _ in folders_of(path))
-        return is_torch_file(path)
+            return any(_weights_of_folders(path).values())
+        refusal = refusal_of(path)
+        if refusal is not None and type(refusal) is not FormatError:
+            raise refusal
+        return refusal is None  # the engine says what another file is
+
+
+def _weights_of_folders(root: str) -> dict[str, list[str]]:
+    """The names of the files of weights in a folder and in those below it, by the path of each."""
+    return {folder: _weights_of(folder) for folder, _ in folders_of(root)}
 
 
 def _weights_of(folder: str) -> list[str]:
-    """The names of the files of weights in a folder."""
-    names = [name for name in sorted(os.listdir(folder)) if name.endswith(TORCH_ENDINGS) and not name.startswith(".")]
-    usual = [name for name in names if _WEIGHTS.fullmatch(name)]
-    weights = usual or [name for name in names if not _OTHERS.fullmatch(os.path.splitext(name)[0])]
-    return [name for name in weights if is_torch_file(os.path.join(folder, name))]
+    """The names of the files of weights in a folder. Raises for what has the name or the ending of weights and cannot
+    be read as such, or is missing: without it the model would lack tensors."""
+    entries = sorted(os.listdir(folder))
+    names = [
+        name
+        for name in entries
+        if name.endswith(TORCH_ENDINGS)
+        and not name.startswith(".")
+        and not _OTHERS.fullmatch(os.path.splitext(name)[0])
+        and not os.path.isdir(os.path.join(folder, name))
+    ]
+    refusals = {name: refusal_of(os.path.join(folder, name)) for name in names}
+    usual = {name for name in names if _WEIGHTS.fullmatch(name)}
+    for index in (name for name in entries if name.endswith(_INDEX)):
+        shards = set(_read_index(os.path.join(folder, index))["weight_map"].values())
+        if lacking := shards - set(names):
+            text = f"{min(lacking)} is missing, and {index} lists it: fetch the model again"
+            raise NotFoundError(f"overwire: open {folder}: {text}", source=folder)
+        usual |= shards
+    for name, refusal in refusals.items():
+        if refusal is not None and (refusal.rule != FOREIGN or name in usual):
+            raise refusal
+    return [name for name in sorted(usual or names) if refusals[name] is None]
 
 
 def _plain_name(name: str) -> str:
@@ -133,13 +163,24 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
     try:
         with classed_errors(target):
             plain, remainder = _write_plain_models(sources, top)
-        yield plain, remainder
+        try:
+            yield plain, remainder
+        except OverwireError as error:
+            _name_sources(error, dict(zip(plain, sources, strict=True)))
+            raise
     finally:
         try:
             with contextlib.suppress(OSError):  # a later conversion removes the rest
                 shutil.rmtree(top, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+def _name_sources(error: OverwireError, sources: Mapping[str, str]) -> None:
+    """Makes an error name the sources instead of the plain files that were made of them."""
+    for plain, source in sources.items():
+        error.args = tuple(str(text).replace(plain, source) for text in error.args)
+        error.source = error.source and error.source.replace(plain, source)
 
 
 def _write_plain_models(sources: list[str], top: str) -> tuple[list[str], list[str]]:
@@ -196,7 +237,7 @@ def _sweep_leftovers(parent: str) -> None:
 
 def _write_plain_file(source: str, path: str) -> list[str]:
     """Writes the tensors of a file that torch.save wrote. Plain values become metadata. Returns what is left out."""
-    with opened(source) as content:
+    with opened(source, os.path.dirname(path)) as content:
         notes = {"format": "pt"}
         values = _text_of(content.values)
         if content.values and values is not None:
@@ -225,10 +266,11 @@ def _text_of(values: dict[str, Any]) -> str | None:
 def _plain_folder(source: str, path: str) -> list[str]:
     """Makes a folder like the source, with its weights as plain files. Returns what is left out."""
     remainder = []
-    for folder, below in folders_of(source):
-        place = os.path.join(path, below)
+    of_folders = _weights_of_folders(source)
+    for folder, names in of_folders.items():
+        place = os.path.normpath(os.path.join(path, os.path.relpath(folder, source)))
         os.mkdir(place)
-        weights = set(_weights_of(folder))
+        weights = set(names)
         sources: dict[str, str] = {}
         for name in sorted(weights) + [name for name in sorted(os.listdir(folder)) if name.endswith(_INDEX)]:
             if (other := sources.setdefault(_plain_name(name), name)) != name:
@@ -240,9 +282,9 @@ def _plain_folder(source: str, path: str) -> list[str]:
                 remainder += _write_plain_file(at, os.path.join(place, _plain_name(name)))
             elif name.endswith(_INDEX):
                 _plain_index(at, os.path.join(place, _plain_name(name)))
-            elif os.path.isdir(at) and not os.path.islink(at):
+            elif at in of_folders or name.startswith(_MARK):
                 continue
-            elif name in sources or name.startswith(".") or not _may_follow(source, at) or _is_large(at):
+            elif name in sources or _is_left(name) or not _may_follow(source, at) or _is_large(at):
                 remainder.append(at)
             else:
                 _link_or_copy(at, os.path.join(place, name))
@@ -258,9 +300,14 @@ def _may_follow(root: str, path: str) -> bool:
     return real.startswith(top + "/") or bool(separator) and os.path.dirname(real) == cache + "/blobs"
 
 
+def _is_left(name: str) -> bool:
+    """Whether a name is hidden, or that of an index of safetensors files, of which the folder has none."""
+    return name.startswith(".") or name.endswith(".json") and ".safetensors." in name
+
+
 def _is_large(path: str) -> bool:
-    """Whether a file is what a trainer saves beside weights, rather than a small companion."""
-    return path.endswith(TORCH_ENDINGS) and os.path.getsize(path) > _LARGE
+    """Whether a file is of a format of weights, and too large to be copied along."""
+    return os.path.splitext(path)[1].lower() in OTHER_WEIGHTS and os.path.getsize(path) > MOST_OTHER
 
 
 def _link_or_copy(path: str, target: str) -> None:
@@ -271,12 +318,20 @@ def _link_or_copy(path: str, target: str) -> None:
         shutil.copy(real, target)
 
 
-def _plain_index(path: str, target: str) -> None:
-    """The index of shards, with their new names."""
+def _read_index(path: str) -> dict[str, Any]:
+    """The index of shards; its weight_map has names only."""
     try:
-        index = json.loads(read_file(path, 64 << 20))
-        index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
+        index: dict[str, Any] = json.loads(read_file(path, 64 << 20))
+        if all(type(shard) is str for shard in index["weight_map"].values()):
+            return index
+        raise ValueError("a shard without a name")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError(f"overwire: open {path}: no index of shards", source=path) from error
+
+
+def _plain_index(path: str, target: str) -> None:
+    """Writes the index of shards with their new names."""
+    index = _read_index(path)
+    index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
     with open(target, "x", encoding="utf-8") as file:
         file.write(json.dumps(index))

@@ -1,9 +1,11 @@
-"""Groups of a save's own: what its ranks send one another in a thread next to training meets nothing that training sends.
+"""Finds the process group of a save, and makes one for saves that run next to training.
 
-A group is made by the thread of the save, on the ranks that take part, through the store of the
-default group; training's groups are not used, and no other rank has to call anything. The writer keeps
-it for its later saves, and leaves it to other writers' when it goes: torch 2.5 may wait for ever where
-a gloo group is destroyed.
+`dcp.async_save` saves in a thread. If the program gives torch no group, torch's messages and ours would
+use the default group at the same time as training's messages do. Such a save gets a gloo group
+instead. The thread makes it through the store of the default group, so that training's threads have nothing to call.
+
+A writer keeps its group for its later saves, and leaves it to other writers when it goes. Groups are destroyed
+by `dist.destroy_process_group()` only: torch 2.5 may wait forever where a single gloo group is destroyed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import hashlib
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -21,21 +24,24 @@ from torch.distributed import distributed_c10d as c10d
 from .._locks import new_lock
 from ..errors import IOFailure
 
-# How many frames may lie between a writer that torch calls and the step of torch's that calls it.
+# The most frames between storage_meta and the method of torch's _DistWrapper that calls it.
 _MOST_FRAMES = 12
-# How often a rank asks the store whether the others have come, in seconds.
-_PAUSE = 0.01
+# The shortest and the longest pause in which a rank asks the store whether the others have come, in seconds.
+_PAUSES = (0.005, 0.2)
 
 _lock = new_lock()
-_free_groups: dict[str, OwnGroup] = {}  # by name, of this process
+_free_groups: dict[str, OwnGroup] = {}  # of this process, by name
 
 
 class OwnGroup(NamedTuple):
-    """A gloo group: its name, which is the same on all of its ranks, and their ranks in the default group."""
+    """A gloo group of all ranks. name: the same on all of them. group: torch owns it, and ends it with the others."""
 
     name: str
-    members: tuple[int, ...]
-    group: Any
+    group: weakref.ReferenceType[Any]
+
+    def is_there(self) -> bool:
+        """Whether the program has not destroyed its groups since."""
+        return (group := self.group()) is not None and group in c10d._world.pg_map
 
 
 def is_next_to_training() -> bool:
@@ -43,97 +49,97 @@ def is_next_to_training() -> bool:
     return dist.is_available() and dist.is_initialized() and threading.current_thread() is not threading.main_thread()
 
 
-def reserve_groups(members: Sequence[int] | None = None) -> dict[str, OwnGroup]:
-    """The free groups of some ranks, or of any with this one, by name: no other save of this process gets them
-    until `free_groups`."""
-    with _lock:
-        some = [one for one in _free_groups.values() if members is None or one.members == tuple(members)]
-        for one in some:
-            del _free_groups[one.name]
-    return {one.name: one for one in living_groups(some)}
-
-
-def living_groups(groups: Iterable[OwnGroup]) -> list[OwnGroup]:
-    """Those that the program has not destroyed with all others."""
-    return [one for one in groups if one.group in c10d._world.pg_map]
-
-
 def free_groups(groups: Iterable[OwnGroup]) -> None:
-    """Leaves groups to other writers' saves."""
+    """Leaves groups to other writers."""
     with _lock:
         _free_groups.update((one.name, one) for one in groups)
 
 
-def make_group(name: str, members: Sequence[int]) -> OwnGroup:
-    """A gloo group of ranks of the default group, in this order; collective among them. name: the same on
-    all of them, and of this group only. Raises IOFailure."""
-    ranks = list(members)
-    try:
-        store = c10d._get_default_store()
-        new_group: Any = c10d._new_process_group_helper  # new_group takes its names from counts that training changes
-        made, _ = new_group(
-            len(ranks), ranks.index(dist.get_rank()), ranks, c10d.Backend("gloo"), store, name,
-            timeout=c10d.default_pg_timeout,
-        )  # fmt: skip
-        c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(ranks)}
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise IOFailure(
-            f"overwire: CheckpointWriter: its ranks cannot meet in a gloo group: {error}: give it one, process_group="
-        ) from error
-    return OwnGroup(name, tuple(ranks), made)
+def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup]) -> Any:
+    """Returns the group of the torch save that calls this, in its first step; None for the default one.
 
-
-def separate_from_training(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup]) -> None:
-    """Called in the first step of a save for which the program may have given torch no group: torch's own
-    messages would use training's, too, and meet them. They use the writer's group, if it has all ranks, or
-    a gloo group. Collective. Raises IOFailure, after which torch sends nothing.
-
-    checkpoint: the same on all ranks. own_groups: those of the writer, among which the group is then."""
+    Next to training, a save for which the program gave torch no group moves to the writer's group, if that has all
+    ranks, or to a gloo group, which own_groups gets. That is collective. Raises IOFailure, after which torch sends
+    nothing. checkpoint: the path, the same on all ranks."""
     wrapper = _wrapper_of_save()
-    if wrapper is None or not wrapper.use_dist or wrapper.group is not None or dist.get_world_size() == 1:
-        return
-    if writers_group is not None and dist.get_world_size(writers_group) == dist.get_world_size():
-        wrapper.group = writers_group
-        return
-    try:
-        own = _meet_at_store(checkpoint, own_groups)
-    except BaseException as failure:
-        error = failure if isinstance(failure, IOFailure) else IOFailure(f"overwire: CheckpointWriter: {failure}")
+    if wrapper is None:
+        return None
+    size = dist.get_world_size() if wrapper.use_dist else 1
+    if wrapper.group is None and size > 1 and is_next_to_training():
+        if writers_group is not None and dist.get_world_size(writers_group) == size:
+            wrapper.group = writers_group
+            return writers_group
+        try:
+            wrapper.group = _meet_at_store(checkpoint, own_groups)
+        except BaseException as failure:
+            error = failure if isinstance(failure, IOFailure) else IOFailure(f"overwire: CheckpointWriter: {failure}")
 
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise error
+            def refuse(*_: Any, **__: Any) -> Any:
+                raise error
 
-        wrapper.gather_object = refuse
-        raise error from None
-    wrapper.group = own.group
+            wrapper.gather_object = refuse
+            raise error from failure
+    return wrapper.group
 
 
-def _meet_at_store(checkpoint: str, own_groups: list[OwnGroup]) -> OwnGroup:
-    # The ranks of one save agree on a group without one: each takes a number, as many as there are ranks
-    # meet, and count who has which group.
+def _meet_at_store(checkpoint: str, own_groups: list[OwnGroup]) -> Any:
+    # The ranks have no group yet, so they count at the store: each takes a number, and the ranks whose numbers
+    # follow one another are those of one save. They use a group that all of them have, or make one.
     store, size = c10d._get_default_store(), dist.get_world_size()
     key = f"overwire/{hashlib.sha256(checkpoint.encode('utf-8', 'surrogateescape')).hexdigest()}"
-    key = f"{key}/{(store.add(key, 1) - 1) // size}"
-    if not any(one.members == tuple(range(size)) for one in own_groups):
-        own_groups.extend(reserve_groups(range(size)).values())
-    offers = sorted((one for one in own_groups if one.members == tuple(range(size))), key=lambda one: one.name)
-    for one in offers:
-        store.add(f"{key}/{one.name}", 1)
-    store.add(f"{key}/all", 1)
-    end = time.monotonic() + c10d.default_pg_timeout.total_seconds()
-    while store.add(f"{key}/all", 0) < size:
+    meeting = f"{key}/{(store.add(key, 1) - 1) // size}"
+    own_groups[:] = [one for one in own_groups if one.is_there()] or _take_free_groups()
+    offers = sorted(own_groups, key=lambda one: one.name)
+    counters = [*(f"{meeting}/{one.name}" for one in offers), f"{meeting}/all"]  # the last tells that a rank has come
+    for counter in counters:
+        store.add(counter, 1)
+    end, pause = time.monotonic() + c10d.default_pg_timeout.total_seconds(), _PAUSES[0]
+    while (here := store.add(counters[-1], 0)) < size:
         if time.monotonic() > end:
-            raise IOFailure(f"overwire: CheckpointWriter: not all of {size} ranks have begun the save {checkpoint}")
-        time.sleep(_PAUSE)
-    for one in offers:
-        if store.add(f"{key}/{one.name}", 0) == size:
-            return one
-    own_groups.append(made := make_group(key, range(size)))
+            for counter in (*counters, key):
+                store.add(counter, -1)  # so that the next save of this path finds whole counts
+            raise IOFailure(
+                f"overwire: CheckpointWriter: {here} of {size} ranks have begun the save of {checkpoint}: give each"
+                " rank the same path"
+            )
+        # Not store.wait: it would keep the store from training's threads.
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES[1])
+    for counter, one in zip(counters, offers, strict=False):
+        if store.add(counter, 0) == size and (group := one.group()) is not None:
+            return group
+    group = _make_group(meeting)
+    own_groups.append(OwnGroup(meeting, weakref.ref(group)))
+    return group
+
+
+def _take_free_groups() -> list[OwnGroup]:
+    with _lock:
+        groups = list(_free_groups.values())
+        _free_groups.clear()
+    return [one for one in groups if one.is_there()]
+
+
+def _make_group(name: str) -> Any:
+    # A gloo group of all ranks. dist.new_group would take its name from a count that training changes meanwhile.
+    ranks = list(range(dist.get_world_size()))
+    try:
+        new_group: Any = c10d._new_process_group_helper
+        made, _ = new_group(
+            len(ranks), dist.get_rank(), ranks, c10d.Backend("gloo"), c10d._get_default_store(), name,
+            timeout=c10d.default_pg_timeout,
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[made] = {rank: rank for rank in ranks}
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise IOFailure(
+            f"overwire: CheckpointWriter: the ranks cannot make a gloo group: {error}: give dcp.async_save a"
+            " process_group that training does not use"
+        ) from error
     return made
 
 
 def _wrapper_of_save() -> Any:
-    # What torch sends and receives by in the save that calls this.
+    # torch's object that sends the messages of the save that calls this.
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     frame = sys._getframe(1)

@@ -10,7 +10,7 @@ from collections import deque
 from concurrent.futures import Future as Executed
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,42 +22,18 @@ from torch.futures import Future
 from .._imports import start_thread
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.memory import check_memory
+from ..frameworks.spec import JoinedTensor
 from ..model.options import Level, StorageOptions, TensorLike, check_values, parse_size
 from ..paths import local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
-from .groups import (
-    OwnGroup,
-    free_groups,
-    is_next_to_training,
-    living_groups,
-    make_group,
-    reserve_groups,
-    separate_from_training,
-)
-from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
+from .groups import OwnGroup, free_groups, group_of_save, is_next_to_training
+from .manifest import NAME, SAVE, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Located, Place
-from .schedule import Duty, Round, schedule
+from .schedule import Duty, Round, bytes_of, is_bytes, schedule
 
 # Files that a rank writes at once: file systems let one writer at a time into a file.
 _AT_ONCE = 4
-
-
-class _Meeting(NamedTuple):
-    # The group of their own that the ranks of a save use, if they need one: its name, and their
-    # ranks in the default group.
-    name: str
-    members: list[int]
-
-
-def _meeting_of(said: list[Any]) -> _Meeting | None:
-    # By what all ranks have said; None where a planner has dropped it. A group that all of them have is used again.
-    if None in said:
-        return None
-    members = [rank for rank, _ in said]
-    common = set.intersection(*(set(groups) for _, groups in said))
-    names = [name for name in sorted(common) if said[0][1][name] == tuple(members)]
-    return _Meeting(names[0] if names else f"overwire/{uuid.uuid4()}", members)
 
 
 class CheckpointWriter(Located, StorageWriter):
@@ -75,20 +51,21 @@ class CheckpointWriter(Located, StorageWriter):
     max_shard_size: the most tensor bytes in a file. Each rank writes four files at once, and
         needs memory for as many on the device where it gathers sharded tensors.
     overwrite: whether an older checkpoint may be replaced.
-    process_group: the group by which the ranks send one another blocks of tensors; None: in `dcp.save`
-        the default one, if it has the save's ranks, else a gloo group of the writer's own, which the
-        save makes. A save of `dcp.async_save` then uses no group that training uses, whether torch was
-        given a `process_group` or not.
+    process_group: the group through which the ranks send one another blocks of tensors. By default it is
+        the group that torch was given for the save. If torch was given none, `dcp.save` uses the default
+        group, and `dcp.async_save` a gloo group that the writer makes and training does not use.
     storage_options: as for `load_file`.
 
     All tensors are stored whole: the blocks of a sharded one (FSDP, DTensor) are sent to the
-    rank that writes it, by the group's own backend (gloo next to training), or copied from what a stager of the
+    rank that writes it by the group's own backend, or copied from what a stager of the
     same host has in memory. What is no tensor is stored as torch.save
-    writes it.
+    writes it. A tensor whose type safetensors lacks (complex128, complex32) is stored as its bytes, U8
+    with one dimension more, and comes back as it was.
 
     The save raises torch's CheckpointException, whose `failures` has the error of each rank:
-    ArgumentError for a folder that is no checkpoint, NotSupportedError for tensors that
-    safetensors lacks, IOFailure, and what `save_file` raises.
+    ArgumentError for a folder that is no checkpoint, NotSupportedError for tensors without bytes of
+    their own (quantised, sparse), NotFoundError where the coordinator has ended, IOFailure, and what
+    `save_file` raises.
     """
 
     _schemes = ("s3",)
@@ -119,6 +96,7 @@ class CheckpointWriter(Located, StorageWriter):
         self._duty: Duty | None = None  # the coordinator's
         self._plans: list[SavePlan] = []  # the last ones of all ranks, for planners that keep theirs
         self._save = ""
+        self._group_of_save: Any = None
         self._own_groups: list[OwnGroup] = []
         weakref.finalize(self, free_groups, self._own_groups).atexit = False
 
@@ -127,13 +105,11 @@ class CheckpointWriter(Located, StorageWriter):
         if checkpoint_id is not None:
             self._path = local(checkpoint_id)
         self._drop_place()
-        self._save = str(uuid.uuid4())
+        self._save, self._group_of_save = str(uuid.uuid4()), None
 
     def storage_meta(self) -> StorageMeta:
-        """What planners may know of the save. torch calls it before all else in a save's first step."""
-        if is_next_to_training():
-            self._own_groups[:] = living_groups(self._own_groups)
-            separate_from_training(str(self._path), self._group, self._own_groups)
+        """Describes the save for planners. torch calls it first, before the ranks send anything."""
+        self._group_of_save = group_of_save(str(self._path), self._group, self._own_groups)
         return StorageMeta(checkpoint_id=self._path, save_id=self._save)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -147,22 +123,17 @@ class CheckpointWriter(Located, StorageWriter):
         self._place = Place(self._path, self._options, self._overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Called by torch: tells the coordinator which rank of the default group this is, and which groups it has."""
-        if not dist.is_available() or not dist.is_initialized():
-            return plan
-        if self._group is None and not self._own_groups:
-            self._own_groups.extend(reserve_groups().values())
-        return replace(plan, storage_data=(dist.get_rank(), {one.name: one.members for one in self._own_groups}))
+        """Called by torch."""
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Called by torch, on the coordinator: decides who writes what, and takes the place."""
         assert self._place is not None
-        meeting = _meeting_of([plan.storage_data for plan in plans])
         plans = self._merge_plans(plans)
-        duties = schedule(plans, self._model, self._most, self._place.mark)
+        duties = schedule(plans, self._model, self._most, self._place.save, self._place.mark)
         self._duty = duties[0]
         self._place.begin()
-        return [replace(plan, storage_data=(duty, meeting)) for plan, duty in zip(plans, duties, strict=True)]
+        return [replace(plan, storage_data=duty) for plan, duty in zip(plans, duties, strict=True)]
 
     def _merge_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
         # Planners with enable_plan_caching send a plan that has not changed only once.
@@ -178,11 +149,11 @@ class CheckpointWriter(Located, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Called by torch: writes this rank's files, and sends others what they write."""
         assert self._place is not None
-        duty: Duty
-        duty, meeting = plan.storage_data
+        duty: Duty = plan.storage_data
+        self._place.join_save(duty.save)
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
-        exchange = Exchange(self._group_for(duty, meeting), duty, lambda index: _tensor_of(planner, items[index]))
+        exchange = Exchange(self._take_group(duty), duty, lambda index: _tensor_of(planner, items[index]))
         try:
             with ThreadPoolExecutor(_AT_ONCE, "overwire-checkpoint") as pool:
                 saves: deque[Executed[list[WriteResult]]] = deque()
@@ -205,30 +176,32 @@ class CheckpointWriter(Located, StorageWriter):
                 exchange.run(write_steps, finish_writing)
             self._place.hand_over()
         except BaseException:
-            self._own_groups.clear()  # messages may be left in them
+            if not exchange.group_is_usable:
+                self._own_groups.clear()
             self._drop_place()
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _group_for(self, duty: Duty, meeting: _Meeting | None) -> dist.ProcessGroup | None:
-        if self._group is not None or duty.ranks == 1:
-            return self._group
-        whole = (dist.get_world_size(), dist.get_rank()) == (duty.ranks, duty.rank) and not is_next_to_training()
-        if whole or meeting is None:
-            return None
-        own = next((one for one in self._own_groups if one.name == meeting.name), None)
-        if own is None:
-            self._own_groups.append(own := make_group(meeting.name, meeting.members))
-        group: dist.ProcessGroup = own.group
+    def _take_group(self, duty: Duty) -> Any:
+        group, self._group_of_save = self._group or self._group_of_save, None
+        if group is None and duty.ranks > 1 and is_next_to_training():
+            raise NotSupportedError(
+                "overwire: CheckpointWriter: this save runs next to training, and was not started by"
+                " torch.distributed.checkpoint: give a group that training does not use, process_group="
+            )
         return group
 
     def _write_step(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
         assert self._place is not None
         copy_blocks(copies)
+        for entry in step.entries:
+            if entry.dtype is not None and is_bytes(entry.dtype):
+                tensors[entry.name] = _as_bytes(tensors[entry.name], entry.name)
+        metadata = {"format": "pt", SAVE: self._place.save}
         report = save_file(
-            cast(dict[str, TensorLike], tensors), self._place.make(step.file), {"format": "pt"}, **self._how
+            cast(dict[str, TensorLike], tensors), self._place.make(step.file), metadata, **self._how
         )
         sizes = [report.bytes_out] + [0] * len(step.entries)  # the first stands for the file
         return [
@@ -262,9 +235,18 @@ def _write_indexes(place: Place, manifest: Manifest, results: list[list[WriteRes
     for part in manifest.parts:
         if len(part.files) > 1 or place.mark:
             folder = part.files[0].rpartition("/")[0]
-            metadata = {"checkpoint": place.mark} if place.mark else {}
-            text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(files[folder].items()))}, indent=2)
+            index = {"metadata": {"checkpoint": place.save}, "weight_map": dict(sorted(files[folder].items()))}
+            text = json.dumps(index, indent=2)
             place.write(f"{TRAINING}/{INDEX}" if folder else INDEX, text.encode())
+
+
+def _as_bytes(tensor: Gathered, name: str) -> Gathered:
+    if isinstance(tensor, JoinedTensor):
+        return JoinedTensor([cast(torch.Tensor, _as_bytes(part, name)) for part in tensor.parts])
+    try:
+        return bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
+    except (RuntimeError, NotImplementedError) as error:
+        raise NotSupportedError(f"overwire: {name!r} is {tensor.dtype}: {error}", tensor=name) from error
 
 
 def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:

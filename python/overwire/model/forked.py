@@ -9,6 +9,7 @@ does not have. URIs, GPUs and all else need the engine: ForkedError.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -21,12 +22,15 @@ from typing import Any
 from .. import errors
 from ..errors import FormatError, NotFoundError, error_of_system
 from ..frameworks.frame import Frame
-from ..paths import is_file, path_of
+from ..paths import is_file, path_of, raise_unless_absent
 from ..progress import Watcher
 from .indexing import plan
 from .opened import Model
 from .sources import resolve
 from .storage import storage
+
+# What reading a folder, a pipe or a socket says, which its own reader refuses.
+_SPECIAL = (errno.EISDIR, errno.ESPIPE, errno.ENXIO)
 
 # The longest header that the format allows.
 _HEADER = 100_000_000
@@ -40,8 +44,9 @@ _warnings: list[None] = []
 
 def is_compressed(source: Any) -> bool | None:
     """Whether a path of a local file, an open file or a file's bytes are a container
-    of overwire's; None for what is no safetensors file. Reads the header alone, without
-    the engine."""
+    of overwire's; None for what is no safetensors file, or not there. Reads the header only,
+    without the engine. Raises where the disk fails: a container that was not seen would be
+    taken for a plain file, and its stored bytes for tensors."""
     try:
         if isinstance(source, (bytes, bytearray, memoryview)):
             view = memoryview(source)
@@ -58,12 +63,26 @@ def is_compressed(source: Any) -> bool | None:
             return None
         may_be = b'"overwire"' in header or b"\\u00" in header  # letters may be spelled by their numbers
         return may_be and "overwire" in json.loads(header).get("__metadata__", ())
-    except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        return None
+    except OSError as error:
+        if error.errno not in _SPECIAL:
+            raise_unless_absent(error, str(source))
         return None
 
 
 def _read_header(number: int) -> bytes:
-    return os.pread(number, min(_HEADER, int.from_bytes(os.pread(number, 8, 0), "little")), 8)
+    size = int.from_bytes(_read_all(number, 8, 0), "little")
+    return _read_all(number, min(_HEADER, size), 8)
+
+
+def _read_all(number: int, size: int, at: int) -> bytes:
+    # A read may give less than it was asked for: a container would be no JSON.
+    parts = []
+    while size and (part := os.pread(number, size, at)):
+        parts.append(part)
+        size, at = size - len(part), at + len(part)
+    return b"".join(parts)
 
 
 class _PlainFile:

@@ -434,6 +434,7 @@ class _Source:
 
     def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device) -> None:
         from ..verbs.open import safe_open
+        from ..verbs.states import tensors_of_module
 
         self._device = device
         self._file = safe_open(source, framework="pt")
@@ -441,7 +442,7 @@ class _Source:
             table for part in model.modules() for table in (part._parameters, part._buffers)
         ]
         self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # of the meta device
-        file_names, state = set(self._file.keys()), model.state_dict(keep_vars=True)
+        file_names, (state, _) = set(self._file.keys()), tensors_of_module(model, "offload")
         self._names: dict[int, str] = {}
         needs: dict[int, str] = {}
         for name, tensor in [

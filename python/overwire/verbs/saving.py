@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .. import _verbs
@@ -37,7 +37,8 @@ class Report:
     copied: those of files that a converted folder had beside its weights, as they were.
     left: what of a converted folder was not copied: weights that are not the model's
         (of 64 MiB and more, if they are not safetensors), hidden files, and links that
-        lead out of the folder to anything but the blobs of its Hugging Face cache.
+        lead out of the folder to anything but the blobs of its Hugging Face cache. What is
+        not data in a file that torch.save wrote. Of `save_model`, extra states that are not tensors.
     originals: of `convert`, files by name with the SHA-256, in hex, of the plain
         file that a compressed one keeps, or that a decompressed one is, byte for byte;
         "" where it was not hashed: it came over a network, `sha256=False`, or the
@@ -135,6 +136,7 @@ class Saving(HandleOwner, Saver):
         self._job: Job | None = None
         self._ended = threading.Event()
         self._report: Report | None = None
+        self._left: tuple[str, ...] = ()  # what the report says was left out
         self._error: BaseException | None = None
         self._cancelled = False
         self._seen = Progress(0, 0, 0, 0)
@@ -170,8 +172,9 @@ class Saving(HandleOwner, Saver):
         self.forget_saver()
         if self._error is not None:
             raise self._error
-        assert self._report is not None
-        return self._report
+        report = self.report
+        assert report is not None
+        return report
 
     def cancel(self) -> bool:
         """Stops it, unless it is complete, and waits for its end. Returns whether it was
@@ -200,6 +203,8 @@ class Saving(HandleOwner, Saver):
     @property
     def report(self) -> Report | None:
         """What was written; None before it is complete, and after an error."""
+        if self._left and self._report is not None:
+            self._report, self._left = replace(self._report, left=self._left), ()
         return self._report
 
     def _refuse_child(self, what: str) -> None:
