@@ -19,7 +19,7 @@ import sys
 from ._environment import engine_text, environment, settings
 from ._imports import Undisturbed
 from ._locks import new_lock
-from .files import may_be_torch
+from .files import may_be_foreign
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ def main() -> None:
     words = " ".join(["", *sys.argv[2:]]).replace("--device ", "--device=")
     if sys.argv[1:2] == ["bench"] and " --device=cuda" in words:
         _replace_process("overwire._bench_faces", sys.argv[2:])
-    if sys.argv[1:2] in (["compress"], ["convert"]) and any(map(may_be_torch, sys.argv[2:])):
+    if sys.argv[1:2] in (["compress"], ["convert"]) and any(map(may_be_foreign, sys.argv[2:])):
         _replace_process("overwire._torch", sys.argv[1:])
     try:
         sys.exit(cli(sys.argv[1:]))

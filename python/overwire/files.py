@@ -139,8 +139,9 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
     raise FormatError(f"overwire: read {name}: more than {limit} bytes", source=name)
 
 
-#: How the names of what torch.save writes end.
+#: How the names of what torch.save writes end, and of all files of other libraries that are read.
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+FOREIGN_ENDINGS = (*TORCH_ENDINGS, ".nemo", ".npz", ".npy")
 
 # How far below a model's folder others are looked for.
 _DEPTH = 8
@@ -156,17 +157,22 @@ def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
                     yield folder, os.path.join(entry.name, below)
 
 
-def may_be_torch(path: str) -> bool:
-    """Whether a local path has the name of a file of torch.save, or is a folder with such names
-    and without safetensors files. Opens none of them."""
+def may_be_foreign(path: str, depth: int = _DEPTH) -> bool:
+    """Whether a local path has the name of a file of another library that is read, or is a folder with such
+    names, in it or at most `depth` below. Opens none of them."""
     if os.path.isfile(path):
-        return path.endswith(TORCH_ENDINGS)
+        return path.endswith(FOREIGN_ENDINGS)
     if not os.path.isdir(path):
         return False
     try:
-        names = [name for folder, _ in folders_of(path) for name in os.listdir(folder)]
+        names = [name for folder, _ in folders_of(path, depth) for name in os.listdir(folder)]
     except OSError:
         return False  # what reads it reports why
-    return any(name.endswith(TORCH_ENDINGS) for name in names) and not any(
-        name.endswith(".safetensors") for name in names
-    )
+    if any(name.endswith((".distcp", ".metadata")) or name.startswith("shard-") for name in names):
+        return True
+    return any(name.endswith(TORCH_ENDINGS) for name in names) and not has_weights(names)
+
+
+def has_weights(names: list[str]) -> bool:
+    """Whether some of the names are those of safetensors files."""
+    return any(name.endswith(".safetensors") for name in names)

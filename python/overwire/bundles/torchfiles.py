@@ -14,6 +14,7 @@ Source: the notes on serialization in torch's documentation, and its pickles.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import os
@@ -137,37 +138,49 @@ class TorchFile(NamedTuple):
     left: list[str]
 
 
-class _Directory:
-    """A file as zipfile reads its directory, whose size and place the file only claims."""
+#: Where an archive begins and ends in its file.
+Span = tuple[int, int]
 
-    def __init__(self, file: BinaryIO) -> None:
+
+class _Directory:
+    """A part of a file as zipfile reads its directory, whose size and place the file only claims."""
+
+    def __init__(self, file: BinaryIO, span: Span) -> None:
         self._file = file
-        self.tell = file.tell
+        self._start, self._end = span
+        file.seek(self._start)
         #: What the last read that failed raised: zipfile says of it that the file is no archive.
         self.failure: OSError | None = None
 
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_SET and not 0 <= offset < 1 << 63:
+        base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._file.tell(), os.SEEK_END: self._end}[whence]
+        if not self._start <= base + offset < 1 << 63:
+            if whence != os.SEEK_SET:  # zipfile looks that far back, and takes this for a short file
+                raise OSError(f"{offset} bytes before the end")
             raise zipfile.BadZipFile(f"its directory is at {offset}")
-        return self._file.seek(offset, whence)
+        return self._file.seek(base + offset) - self._start
 
     def read(self, size: int = -1) -> bytes:
         if size > _DIRECTORY:
             raise zipfile.BadZipFile(f"its directory has {size} bytes, of which {_DIRECTORY} are supported")
         try:
-            return self._file.read(size if size >= 0 else _DIRECTORY)
+            rest = max(self._end - self._file.tell(), 0)
+            return self._file.read(min(rest, size if size >= 0 else _DIRECTORY))
         except OSError as error:
             self.failure = error
             raise
 
 
 #: What zipfile raises for what is no archive.
-_BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError)
+BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError)
 
 
-def _entries_of(file: BinaryIO) -> list[zipfile.ZipInfo]:
-    """The entries of an archive. Raises _BAD_ZIP, and what reading raises."""
-    directory = _Directory(file)
+def entries_of(file: BinaryIO, span: Span | None = None) -> list[zipfile.ZipInfo]:
+    """The entries of an archive. Raises BAD_ZIP, and what reading raises."""
+    directory = _Directory(file, span or (0, os.fstat(file.fileno()).st_size))
     try:
         with zipfile.ZipFile(cast(BinaryIO, directory)) as archive:
             return archive.infolist()
@@ -181,17 +194,55 @@ def is_torch_file(path: str) -> bool:
     """Whether a file is such an archive; False for what may not be read. Raises where the disk fails."""
     try:
         with open(path, "rb", opener=regular) as file:
-            return any(entry.filename.endswith("/data.pkl") for entry in _entries_of(file))
-    except (IsADirectoryError, PermissionError, *_BAD_ZIP):
+            return any(entry.filename.endswith("/data.pkl") for entry in entries_of(file))
+    except (IsADirectoryError, PermissionError, *BAD_ZIP):
         return False
     except OSError as error:
         raise_unless_absent(error, path)
         return False
 
 
+class StoredTensor(NamedTuple):
+    """Where a saved tensor is in its file, in bytes. `checksum` is that of the whole storage; 0: there is none."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    storage: Span
+    checksum: int
+
+
+def read_item(path: str, number: int, span: Span, name: str) -> StoredTensor | TorchFile:
+    """What one call of torch.save wrote at `span` of an open file: the place of a tensor, whose checksum the
+    caller compares, or the content of another object, whose paths begin with `name`.
+
+    The memory of the content's tensors stays valid. Raises what `opened` raises.
+    """
+    with _classed(path), open(number, "rb", closefd=False) as file:
+        reader = _Reader(path, entries_of(file, span), number, span)
+        root = reader.read_root()
+        return reader.locate(root) if isinstance(root, _Tensor) else reader.read_content(root, (name,))
+
+
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[TorchFile]:
-    """The content of a file; its memory is valid in the block.
+def _classed(path: str) -> Iterator[None]:
+    # Our classes for what reading an archive raises.
+    try:
+        yield
+    except OverwireError:
+        raise
+    except OSError as error:
+        raise error_of_system(error, "read", path) from error
+    except BAD_ZIP as error:
+        raise FormatError(
+            f"overwire: open {path}: no file that torch.save wrote (since torch 1.6): {error}", source=path
+        ) from error
+
+
+@contextlib.contextmanager
+def opened(path: str, span: Span | None = None) -> Iterator[TorchFile]:
+    """The content of a file, or of the archive at `span` in it; its memory is valid in the block.
 
     Raises FormatError for a file that torch.save did not write, NotSupportedError for
     tensors that safetensors lacks (sparse, quantised, complex128) or that lie in objects
@@ -206,17 +257,9 @@ def opened(path: str) -> Iterator[TorchFile]:
         raise error_of_system(error, "open", path) from error
     with file:
         before = state_of_file(file.fileno())
-        try:
-            entries = _entries_of(file)
-            content = _Reader(path, entries, file.fileno()).read_content()
-        except OverwireError:
-            raise
-        except OSError as error:
-            raise error_of_system(error, "read", path) from error
-        except _BAD_ZIP as error:
-            raise FormatError(
-                f"overwire: open {path}: no file that torch.save wrote (since torch 1.6): {error}", source=path
-            ) from error
+        with _classed(path):
+            reader = _Reader(path, entries_of(file, span), file.fileno(), span)
+            content = reader.read_content(reader.read_root())
         failure = CorruptError(f"overwire: read {path}: changed while it was read", source=path)
         try:
             yield content
@@ -290,10 +333,9 @@ class _Reader:
     """One reading of one file. What Python looks at is read, not mapped: a map of a file that is cut off ends the
     process."""
 
-    def __init__(self, path: str, entries: list[zipfile.ZipInfo], number: int) -> None:
+    def __init__(self, path: str, entries: list[zipfile.ZipInfo], number: int, span: Span | None = None) -> None:
         self._path, self._number = path, number
-        # Tensors view it until the last of them is gone, which closes it.
-        self._memory = mmap.mmap(number, 0, access=mmap.ACCESS_READ)
+        self._base, self._end = span or (0, os.fstat(number).st_size)
         self._spans: dict[str, tuple[int, int]] = {}
         self._entries = {info.filename: info for info in entries}
         if len(self._entries) != len(entries):
@@ -309,6 +351,14 @@ class _Reader:
         self._copied = 0  # bytes of strided tensors, which are not mapped
         self._odd = ""  # a class whose objects are not data
         self._is_over = False  # no checksum is worth computing any more
+
+    @functools.cached_property
+    def _memory(self) -> mmap.mmap:
+        # Tensors view it until the last of them is gone, which closes it.
+        try:
+            return mmap.mmap(self._number, self._end, access=mmap.ACCESS_READ)
+        except ValueError:  # the file has fewer bytes now
+            raise self._error_of("changed while it was read", CorruptError) from None
 
     def _error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {self._path}: {why}", source=self._path)
@@ -336,12 +386,12 @@ class _Reader:
         info = self._entries.get(self._folder + name)
         if info is None:
             raise self._error_of(f"it has no {name:.200}")
-        start, whole = info.header_offset, len(self._memory)
-        head = self._read_bytes(start, start + 30) if 0 <= start <= whole - 30 else b""
+        start = self._base + info.header_offset
+        head = self._read_bytes(start, start + 30) if self._base <= start <= self._end - 30 else b""
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or head[:4] != b"PK\3\4":
             raise self._error_of(f"{name} is not stored as it is")
         start += 30 + sum(struct.unpack("<HH", head[26:]))
-        if start + info.file_size > whole:
+        if start + info.file_size > self._end:
             raise self._error_of(f"{name} is cut short")
         self._spans[name] = start, start + info.file_size
         return self._spans[name]
@@ -381,8 +431,8 @@ class _Reader:
             finally:  # after an error, or Ctrl-C, the pool waits for those that are being read
                 self._is_over = True
 
-    def read_content(self) -> TorchFile:
-        """Everything in the file, every checksum compared."""
+    def read_root(self) -> Any:
+        """The object of the pickle, whose checksum is compared."""
         if self._folder + "byteorder" in self._entries:
             start, end = self._span_of_entry("byteorder")
             if end - start != 6 or self._read_bytes(start, end) != b"little":
@@ -392,10 +442,22 @@ class _Reader:
             raise self._error_of(f"its pickle has {end - start} bytes")
         data = self._read_bytes(start, end)
         self._compare_sum("data.pkl", zlib.crc32(data))
-        root = run_machine(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
+        return run_machine(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
+
+    def locate(self, tensor: _Tensor) -> StoredTensor:
+        """Where the bytes of a tensor are."""
+        name = f"data/{tensor.storage.key}"
+        start, end = self._span_of_entry(name)
+        place = start + tensor.offset
+        return StoredTensor(
+            tensor.dtype, tensor.shape, tensor.strides, place, (start, end), self._stored_sum(name)
+        )
+
+    def read_content(self, root: Any, at: tuple[str, ...] = ()) -> TorchFile:
+        """Everything in the file, every checksum compared."""
         contents = TorchFile([], {}, [])
         visits: set[int] = set()
-        self._walk_value(contents, root, (), visits)
+        self._walk_value(contents, root, at, visits)
         if orphans := self._made - len(visits) + list(self._storages.values()).count(False):
             what = f"objects of {self._odd}" if self._odd else "objects that are not data"
             why = f"{orphans} tensors lie in {what}: load it with the library that wrote it"
@@ -516,7 +578,7 @@ class _Reader:
         )
         if dense or not size:
             self._named += size
-            if self._named > _TIMES * len(self._memory) + _SPARE:
+            if self._named > _TIMES * (self._end - self._base) + _SPARE:
                 why = f"with {name}, its tensors have {self._named} bytes, more than {_TIMES} times those of the file"
                 raise self._error_of(why, NotSupportedError)
             data: Any = memoryview(self._memory)[start : start + size]
@@ -526,7 +588,7 @@ class _Reader:
             except ImportError:
                 raise self._error_of(f"{name} is strided, which takes numpy to read", NotSupportedError) from None
             self._copied += size
-            if self._copied > len(self._memory) + _SPARE:  # one number may stand for any number of them
+            if self._copied > self._end - self._base + _SPARE:  # one number may stand for any number of them
                 why = f"with {name}, its strided tensors have {self._copied} bytes, more than the file"
                 raise self._error_of(why, NotSupportedError)
             whole = np.empty(tensor.shape, f"V{item}")

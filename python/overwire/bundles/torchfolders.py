@@ -20,13 +20,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, FormatError, NotFoundError
-from ..files import TORCH_ENDINGS, folders_of, lock_file, may_be_torch, read_file
+from ..files import TORCH_ENDINGS, folders_of, has_weights, lock_file, may_be_foreign, read_file
+from ..foreign.content import write_plain
+from ..foreign.dcp import files_of
+from ..foreign.kinds import kind_of, opened, refuse_empty
+from ..foreign.links import may_follow
+from ..foreign.shards import shards_in
 from ..paths import classed_errors, is_remote, local
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
-from ..verbs.save import save_bytes
 from ..verbs.saving import Report
-from .torchfiles import is_torch_file, opened
+from .torchfiles import is_torch_file
 
 if TYPE_CHECKING:
     from ..model.options import Level, StorageOptions
@@ -40,8 +44,6 @@ _INDEX = ".bin.index.json"
 #: The size from which files of these names are no small companions: weights, or what trainers save.
 _LARGE = 64 << 20
 _MARK = ".overwire-torch-"
-#: The most bytes of plain values that the metadata of a file keeps.
-_VALUES = 1 << 20
 
 
 def convert(
@@ -95,12 +97,25 @@ def convert(
 
 def is_torch_model(path: str) -> bool:
     """Whether a local path is a file that torch.save wrote, or a folder whose weights are such files."""
-    if is_remote(path) or not may_be_torch(path):
+    if is_remote(path) or not may_be_foreign(path):
         return False
     with classed_errors(path, "open"):
-        if os.path.isdir(path):
-            return any(_weights_of(folder) for folder, _ in folders_of(path))
-        return is_torch_file(path)
+        if not os.path.isdir(path):
+            return bool(kind_of(path))
+        folders = [folder for folder, below in folders_of(path) if not _is_sharded_copy(path, below)]
+        if any(map(kind_of, folders)):
+            return True
+        return not _has_safetensors(folders) and any(map(_weights_of, folders))
+
+
+def _is_sharded_copy(root: str, below: str) -> bool:
+    """Whether a folder has the parts from which torch made the weights of the folder above it."""
+    above, name = os.path.split(below)
+    return name == "sharded" and has_weights(os.listdir(os.path.join(root, above)))
+
+
+def _has_safetensors(folders: list[str]) -> bool:
+    return any(has_weights(os.listdir(folder)) for folder in folders if kind_of(folder) != "shards")
 
 
 def _weights_of(folder: str) -> list[str]:
@@ -132,7 +147,7 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
         top, lock = _locked_folder(parent)
     try:
         with classed_errors(target):
-            plain, remainder = _write_plain_models(sources, top)
+            plain, remainder = _write_plain_models(sources, top, target.endswith((".safetensors", ".tensors")))
         yield plain, remainder
     finally:
         try:
@@ -142,7 +157,7 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
             os.close(lock)
 
 
-def _write_plain_models(sources: list[str], top: str) -> tuple[list[str], list[str]]:
+def _write_plain_models(sources: list[str], top: str, into_file: bool) -> tuple[list[str], list[str]]:
     plain: list[str] = []
     remainder: list[str] = []
     for number, source in enumerate(sources):
@@ -153,10 +168,10 @@ def _write_plain_models(sources: list[str], top: str) -> tuple[list[str], list[s
         os.mkdir(place)
         if os.path.isdir(source):
             plain.append(os.path.join(place, os.path.basename(os.path.abspath(source))))
-            remainder += _plain_folder(source, plain[-1])
+            remainder += _plain_folder(source, plain[-1], into_file)
         else:
             plain.append(os.path.join(place, _plain_name(os.path.basename(source))))
-            remainder += _write_plain_file(source, plain[-1])
+            remainder += _write_plain_file(source, plain[-1], kind_of(source)) or ()
     return plain, remainder
 
 
@@ -194,68 +209,76 @@ def _sweep_leftovers(parent: str) -> None:
                     os.close(lock)
 
 
-def _write_plain_file(source: str, path: str) -> list[str]:
-    """Writes the tensors of a file that torch.save wrote. Plain values become metadata. Returns what is left out."""
-    with opened(source) as content:
-        notes = {"format": "pt"}
-        values = _text_of(content.values)
-        if content.values and values is not None:
-            notes["torch.values"] = values
-        elif content.values:
-            content.left.append(f"{len(content.values)} plain values of more than {_VALUES} letters")
-        try:
-            save_bytes(content.tensors, path, notes, compress=False)
-        except ArgumentError as error:  # of a name that no file can have
-            reason = str(error).removeprefix("overwire: bad argument: ")
-            raise FormatError(f"overwire: open {source}: {reason}", source=source, tensor=error.tensor) from error
-        return [f"{source}: {what}" for what in content.left]
-
-
-def _text_of(values: dict[str, Any]) -> str | None:
-    """Values as JSON; None where that has more letters than metadata keeps: one value may stand for many."""
-    parts, letters = [], 0
-    for part in json.JSONEncoder(ensure_ascii=False).iterencode(values):
-        letters += len(part)
-        if letters > _VALUES:
+def _write_plain_file(source: str, path: str, kind: str, may_lack: bool = False) -> list[str] | None:
+    """Writes the tensors of a file or folder of that kind. Plain values become metadata. Returns what is left out.
+    may_lack: None for a file without tensors, which is not written."""
+    with opened(source, kind) as content:
+        if may_lack and not content.tensors:
             return None
-        parts.append(part)
-    return "".join(parts)
+        refuse_empty(content, source, kind)
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            return write_plain(content, number, source)
+        finally:
+            os.close(number)
 
 
-def _plain_folder(source: str, path: str) -> list[str]:
-    """Makes a folder like the source, with its weights as plain files. Returns what is left out."""
-    remainder = []
-    for folder, below in folders_of(source):
+def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
+    """Makes a folder like the source, with its weights as plain files. Returns what is left out: what lies
+    beside the weights, too, where all goes into one file."""
+    remainder: list[str] = []
+    is_empty = True
+    folders = [(folder, below) for folder, below in folders_of(source)]
+    has_plain = _has_safetensors([folder for folder, _ in folders])
+    for folder, below in folders:
+        if below and _is_sharded_copy(source, below):
+            remainder.append(folder)
+            continue
         place = os.path.join(path, below)
-        os.mkdir(place)
-        weights = set(_weights_of(folder))
+        os.makedirs(place, exist_ok=True)
+        names = sorted(os.listdir(folder))
+        done: set[str] = set()
         sources: dict[str, str] = {}
-        for name in sorted(weights) + [name for name in sorted(os.listdir(folder)) if name.endswith(_INDEX)]:
-            if (other := sources.setdefault(_plain_name(name), name)) != name:
-                why = f"{other} and {name} would both become {_plain_name(name)}: convert one of them by its name"
-                raise ArgumentError(f"overwire: convert {folder}: {why}", source=folder)
-        for name in sorted(os.listdir(folder)):
+        if kind := kind_of(folder):
+            done = set(files_of(names) if kind == "dcp" else shards_in(names))
+            sources = {"model.safetensors": folder}
+            _refuse_twins(folder, sources, [name for name in names if name not in done and has_weights([name])])
+            remainder += _write_plain_file(folder, os.path.join(place, "model.safetensors"), kind) or ()
+            is_empty = False
+        weights = set() if kind or has_plain else set(_weights_of(folder))
+        indexes = [name for name in names if name.endswith(_INDEX)] if weights else []
+        _refuse_twins(folder, sources, sorted(weights) + indexes)
+        for name in names:
             at = os.path.join(folder, name)
-            if name in weights:
-                remainder += _write_plain_file(at, os.path.join(place, _plain_name(name)))
-            elif name.endswith(_INDEX):
-                _plain_index(at, os.path.join(place, _plain_name(name)))
-            elif os.path.isdir(at) and not os.path.islink(at):
+            if name in done or os.path.isdir(at) and not os.path.islink(at):
                 continue
-            elif name in sources or name.startswith(".") or not _may_follow(source, at) or _is_large(at):
+            if name in weights:
+                target = os.path.join(place, _plain_name(name))
+                left = _write_plain_file(at, target, "torch", may_lack=not _WEIGHTS.fullmatch(name))
+                if left is not None:
+                    is_empty = False
+                    remainder += left
+                    continue
+            if name in indexes:
+                _plain_index(at, os.path.join(place, _plain_name(name)))
+            elif into_file and not has_weights([name]) or name in sources and name not in weights or not _is_companion(source, at):
                 remainder.append(at)
             else:
                 _link_or_copy(at, os.path.join(place, name))
+    if is_empty and not has_plain:
+        raise FormatError(f"overwire: open {source}: the torch.save files of this folder have no tensors", source=source)
     return remainder
 
 
-def _may_follow(root: str, path: str) -> bool:
-    """Whether a file is one of the folder, or a blob of the Hugging Face cache that it is a snapshot of."""
-    if not os.path.isfile(path):
-        return False
-    real, top = os.path.realpath(path), os.path.realpath(root)
-    cache, separator, _ = (top + "/").partition("/snapshots/")
-    return real.startswith(top + "/") or bool(separator) and os.path.dirname(real) == cache + "/blobs"
+def _refuse_twins(folder: str, sources: dict[str, str], names: list[str]) -> None:
+    for name in names:
+        if (other := sources.setdefault(_plain_name(name), name)) != name:
+            why = f"{other} and {name} would both become {_plain_name(name)}: convert one of them by its name"
+            raise ArgumentError(f"overwire: convert {folder}: {why}", source=folder)
+
+
+def _is_companion(root: str, path: str) -> bool:
+    return not os.path.basename(path).startswith(".") and may_follow(root, path) and not _is_large(path)
 
 
 def _is_large(path: str) -> bool:
