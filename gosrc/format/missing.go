@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/foreign"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/internal/near"
 	"github.com/overwire/overwire/gosrc/source"
@@ -86,23 +87,26 @@ func namesIn(dir string) []string {
 	return names
 }
 
-// foldersBelow names the folders one level down that hold weights, as those of a
-// diffusers pipeline do.
-func foldersBelow(dir string) string {
+// foldersBelow says what else a folder with these names holds: files of another program, or
+// folders with weights, as a diffusers pipeline does.
+func foldersBelow(dir string, names []string) string {
 	if hint := nameSnapshots(dir); hint != "" {
 		return ": it is " + hint
 	}
+	if known := foreign.Folder(names); known != "" {
+		return ": it holds " + known
+	}
 	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
-	var names []string
+	var below []string
 	for _, path := range found { // sorted by name
-		if name := filepath.Base(filepath.Dir(path)); len(names) == 0 || names[len(names)-1] != name {
-			names = append(names, name)
+		if name := filepath.Base(filepath.Dir(path)); len(below) == 0 || below[len(below)-1] != name {
+			below = append(below, name)
 		}
 	}
-	if len(names) == 0 {
+	if len(below) == 0 {
 		return ofTorch(dir)
 	}
-	return ": open a folder below it (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
+	return ": open a folder below it (" + strings.Join(below[:min(len(below), 8)], ", ") + ")"
 }
 
 // ofTorch names a file in a folder that torch.save may have written.

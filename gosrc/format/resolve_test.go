@@ -320,7 +320,8 @@ func TestTree(t *testing.T) {
 		os.Symlink(dir, filepath.Join(dir, "loop"))); err != nil {
 		t.Fatal(err)
 	}
-	want := []Branch{{"deep/er", true}, {"text", false}, {"unet", true}, {"vae", true}, {"", false}}
+	want := []Branch{{Path: "deep/er", Weights: true}, {Path: "text"}, {Path: "unet", Weights: true},
+		{Path: "vae", Weights: true}, {}}
 	if got, err := Tree(dir, filepath.Join(dir, "out")); err != nil || !slices.Equal(got, want) {
 		t.Errorf("%v, want %v: %v", got, want, err)
 	}
@@ -331,7 +332,7 @@ func TestTree(t *testing.T) {
 	}
 	deepest := strings.Repeat("d/", maxDepth)
 	put(deepest + "x")
-	if got, err := Tree(dir, ""); err != nil || !slices.Contains(got, Branch{deepest[:len(deepest)-1], false}) {
+	if got, err := Tree(dir, ""); err != nil || !slices.Contains(got, Branch{Path: deepest[:len(deepest)-1]}) {
 		t.Errorf("%d folders deep: %v, %v", maxDepth, got, err)
 	}
 	put(deepest + "d/x")

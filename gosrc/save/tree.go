@@ -31,6 +31,10 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 	how.root, how.folders = dir, true
 	for _, b := range branches {
 		from, to := pathBelow(dir, b.Path), pathBelow(dst, b.Path)
+		if b.Parts {
+			rep.Left = append(rep.Left, from)
+			continue
+		}
 		how.files = inFolder(all, b.Path)
 		if !source.Remote(dst) {
 			if err := atomicfile.MakeFolders(to); err != nil {

@@ -23,6 +23,7 @@ class LoadSpec(TypedDict, total=False):
     uris: list[str]
     map: bool | None
     lenient: bool
+    parts: bool
     storage: FormatAccess
     keys: list[str]
 

@@ -24,11 +24,11 @@ import (
 	"context"
 	"encoding/binary"
 	"hash/crc32"
-	"strings"
 	"unicode"
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/foreign"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -86,7 +86,7 @@ func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 // ReadOn is Read for a caller that has called source.Head: buf is its result.
 func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (Header, error) {
 	size := src.Size()
-	n, err := Length(buf, size)
+	n, err := Length(src.URI(), buf, size)
 	if err != nil {
 		return Header{}, locateError(src.URI(), "", 0, err)
 	}
@@ -106,21 +106,21 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 	return h, nil
 }
 
-// Length returns N of a file of the given size that starts with head; head is
+// Length returns N of a file of the given size that starts with head; uri names it, head is
 // at least the first 9 bytes, or the whole file.
-func Length(head []byte, size int64) (int64, error) {
+func Length(uri string, head []byte, size int64) (int64, error) {
 	switch {
 	case size == 0:
 		return 0, errs.WithRule("HeaderTooSmall", errs.New(errs.ErrFormat,
 			"the file is empty (HeaderTooSmall: it has 0 bytes)"))
 	case size < 8 || len(head) < 8:
 		return 0, errs.WithRule("HeaderTooSmall", errs.New(errs.ErrFormat,
-			"%s (HeaderTooSmall: it has %d bytes)", notOurs(head), size))
+			"%s (HeaderTooSmall: it has %d bytes)", notOurs(uri, head), size))
 	}
 	n := binary.LittleEndian.Uint64(head)
 	if n > tensor.MaxHeader {
 		return 0, errs.WithRule("HeaderTooLarge", errs.New(errs.ErrFormat,
-			"%s (HeaderTooLarge: its header would have %d bytes)", notOurs(head), n))
+			"%s (HeaderTooLarge: its header would have %d bytes)", notOurs(uri, head), n))
 	}
 	if int64(n) > size-8 {
 		class := errs.ErrFormat
@@ -133,39 +133,22 @@ func Length(head []byte, size int64) (int64, error) {
 	return int64(n), nil
 }
 
-// notOurs says what a file is that has no safetensors header, and what to do
-// with it. It knows the kinds of file that people open by mistake.
-func notOurs(head []byte) string {
-	const convert = "load it with the library that wrote it, and save its tensors with overwire.save_file"
-	for _, m := range []struct{ magic, what, do string }{
-		{"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write",
-			"`overwire convert` (overwire.convert) reads those of torch.save; load others with what wrote them"},
-		{"\x80\x02", "a pickle", convert}, {"\x80\x04", "a pickle", convert}, {"\x80\x05", "a pickle", convert},
-		{"GGUF", "a GGUF file", "overwire lists and verifies GGUF files and reads no tensors of them, since coding " +
-			"would take off 5 to 13 % of their quantised blocks: keep it as it is"},
-		{"\x93NUMPY", "a .npy file", convert}, {"\x89HDF", "an HDF5 file", convert},
-		{"\x1f\x8b", "a gzip file", "gunzip it first"},
-		{"version ", "a Git LFS pointer", "get the file itself by git lfs pull"},
-		{"<!DOCTYP", "a web page", "check the URL that it came from"},
-		{"<html", "a web page", "check the URL that it came from"},
-		{"{", "JSON", "name the .safetensors file; an index of shards must be called *.index.json, " +
-			"and a trace is shown by overwire inspect TRACE.json --html PAGE.html"},
-	} {
-		if strings.HasPrefix(string(head), m.magic) {
-			return "not a safetensors file but " + m.what + ": " + m.do
-		}
+// notOurs says what a file is that has no safetensors header, and what to do with it.
+func notOurs(uri string, head []byte) string {
+	if known := foreign.File(uri, head); known != "" {
+		return "not a safetensors file but " + known
 	}
 	if text := len(head) > 0 && utf8.Valid(head[:min(len(head), 8)]) &&
 		!bytes.ContainsFunc(head[:min(len(head), 8)], unicode.IsControl); text {
 		return "not a safetensors file but text: check the path, or the URL that it came from"
 	}
-	return "not a safetensors file: " + convert
+	return "not a safetensors file: load it with the library that wrote it, and save its tensors with overwire.save_file"
 }
 
 // Parse parses and checks the header of a file of the given size; head is its first
 // 8 + N bytes, with N from Length. The result does not refer to head.
 func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
-	n, err := Length(head, size)
+	n, err := Length(uri, head, size)
 	if err == nil && int64(len(head)) != 8+n {
 		err = errs.New(errs.ErrArgument, "%d bytes of a header of %d", len(head), 8+n)
 	}

@@ -27,6 +27,7 @@ var mayImport = map[string][]string{
 	"internal/hostmem":     {},
 	"internal/near":        {},
 	"internal/modelfiles":  {},
+	"internal/foreign":     {},
 	"internal/nodes":       {},
 	"internal/atomicfile":  {"errs", "internal/regular", "internal/spawn"},
 	"internal/sizes":       {},

@@ -110,7 +110,7 @@ def is_torch_model(path: str) -> bool:
 
 def _is_sharded_copy(root: str, below: str) -> bool:
     """Whether a folder has the parts from which torch made the weights of the folder above it."""
-    above, name = os.path.split(below)
+    above, name = os.path.split(below.rstrip("/"))
     return name == "sharded" and has_weights(os.listdir(os.path.join(root, above)))
 
 

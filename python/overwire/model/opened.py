@@ -105,11 +105,13 @@ class Model:
         read: str | None = None,
         probe: bool = False,
         opened: int = 0,
+        parts: bool = False,
     ):
         """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
         with an index.json only the shards that hold some of it are opened.
         probe: one of several names is tried; metrics count no error then.
-        opened: the engine's number of the source, a .tensors file that is open already."""
+        opened: the engine's number of the source, a .tensors file that is open already.
+        parts: take files whose tensors are parts of tensors, by their metadata."""
         self.device = device
         self.read = read
         check_values(keys=keys, filter=filter)
@@ -143,6 +145,8 @@ class Model:
             spec["keys"] = [key for key in keys if isinstance(key, str)]
         if opened:
             spec["opened"] = opened
+        if parts:
+            spec["parts"] = True
         try:
             with many_objects():
                 text, _, _, table, self.handle = _verbs.open(spec)
