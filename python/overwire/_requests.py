@@ -288,6 +288,7 @@ class Program(TypedDict, total=False):
     version: str
     storage: SourceOptions
     secrets: dict[str, str]
+    names: dict[str, str]
     measure: bool
 
 

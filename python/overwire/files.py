@@ -80,6 +80,17 @@ def state_of_file(place: Any) -> tuple[int, ...] | None:
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
+class AnonymousMemory:
+    """A memory file that closes with its last holder; an open file would warn that no one closed it."""
+
+    def __init__(self) -> None:
+        self.number = os.memfd_create("overwire")
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):  # there may have been no descriptor left
+            os.close(self.number)
+
+
 def number_of(file: Any) -> int | None:
     """The descriptor of an open file that reads its very bytes. None for others,
     whatever their `fileno` says: it may be that of the bytes that they decompress

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .dtypes import nbytes
     from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
+    from .foreign.memory import read_foreign
     from .frameworks.torch import torch_dtype
     from .jobs import shown
     from .model.forked import is_compressed, refuse_compressed
@@ -62,6 +63,7 @@ _HOMES = {
     "dtypes": ("nbytes",),
     "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
+    "foreign.memory": ("read_foreign",),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed", "refuse_compressed"),
     "model.joining": ("written",),

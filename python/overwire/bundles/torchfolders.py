@@ -23,23 +23,18 @@ from ..errors import ArgumentError, FormatError, NotFoundError
 from ..files import TORCH_ENDINGS, folders_of, has_weights, lock_file, may_be_foreign, read_file
 from ..foreign.content import write_plain
 from ..foreign.dcp import files_of
-from ..foreign.kinds import kind_of, opened, refuse_empty
+from ..foreign.kinds import has_usual_name, kind_of, opened, refuse_empty, weights_of
 from ..foreign.links import may_follow
 from ..foreign.shards import shards_in
 from ..paths import classed_errors, is_remote, local
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
 from ..verbs.saving import Report
-from .torchfiles import is_torch_file
 
 if TYPE_CHECKING:
     from ..model.options import Level, StorageOptions
     from ..model.sources import SourceLike
 
-#: Names of weights in a folder, by libraries that save no others beside them.
-_WEIGHTS = re.compile(r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)([-.].*)?\.bin")
-#: What trainers save beside weights.
-_OTHERS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state)\b.*|.*_states")
 _INDEX = ".bin.index.json"
 #: The size from which files of these names are no small companions: weights, or what trainers save.
 _LARGE = 64 << 20
@@ -105,7 +100,7 @@ def is_torch_model(path: str) -> bool:
         folders = [folder for folder, below in folders_of(path) if not _is_sharded_copy(path, below)]
         if any(map(kind_of, folders)):
             return True
-        return not _has_safetensors(folders) and any(map(_weights_of, folders))
+        return not _has_safetensors(folders) and any(map(weights_of, folders))
 
 
 def _is_sharded_copy(root: str, below: str) -> bool:
@@ -116,14 +111,6 @@ def _is_sharded_copy(root: str, below: str) -> bool:
 
 def _has_safetensors(folders: list[str]) -> bool:
     return any(has_weights(os.listdir(folder)) for folder in folders if kind_of(folder) != "shards")
-
-
-def _weights_of(folder: str) -> list[str]:
-    """The names of the files of weights in a folder."""
-    names = [name for name in sorted(os.listdir(folder)) if name.endswith(TORCH_ENDINGS) and not name.startswith(".")]
-    usual = [name for name in names if _WEIGHTS.fullmatch(name)]
-    weights = usual or [name for name in names if not _OTHERS.fullmatch(os.path.splitext(name)[0])]
-    return [name for name in weights if is_torch_file(os.path.join(folder, name))]
 
 
 def _plain_name(name: str) -> str:
@@ -245,7 +232,7 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
             _refuse_twins(folder, sources, [name for name in names if name not in done and has_weights([name])])
             remainder += _write_plain_file(folder, os.path.join(place, "model.safetensors"), kind) or ()
             is_empty = False
-        weights = set() if kind or has_plain else set(_weights_of(folder))
+        weights = set() if kind or has_plain else set(weights_of(folder))
         indexes = [name for name in names if name.endswith(_INDEX)] if weights else []
         _refuse_twins(folder, sources, sorted(weights) + indexes)
         for name in names:
@@ -254,7 +241,7 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
                 continue
             if name in weights:
                 target = os.path.join(place, _plain_name(name))
-                left = _write_plain_file(at, target, "torch", may_lack=not _WEIGHTS.fullmatch(name))
+                left = _write_plain_file(at, target, "torch", may_lack=not has_usual_name(name))
                 if left is not None:
                     is_empty = False
                     remainder += left

@@ -31,7 +31,7 @@ from ..progress import Watcher
 from .loads import Load, many_objects
 from .options import check_values
 from .selection import Experts
-from .sources import check_source, resolve
+from .sources import check_source, resolve_plain
 from .storage import storage
 
 if TYPE_CHECKING:
@@ -125,9 +125,9 @@ class Model:
                 self.lands = device  # it has the files' bytes itself
             self.chosen = self.choose(keys, filter)
             return
-        uris, keep = resolve(source)
+        uris, called, keep, _ = resolve_plain(source)  # keep: until the engine has its own descriptors
         #: As people may see them.
-        self.uris = [shown(uri) for uri in uris]
+        self.uris = [shown(name) for name in called]
         spec: OpenRequest = {"uris": uris}
         if access := storage(storage_options, uris):
             spec["storage"] = access
@@ -158,7 +158,7 @@ class Model:
             raise
         finally:
             heed(uris)
-        del keep  # the engine has its own descriptors now
+        del keep
         self._open = True
         assert table is not None
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table

@@ -1,0 +1,49 @@
+"""Files of other libraries as plain files in anonymous memory, for the functions that only read a model."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from ..files import AnonymousMemory, has_weights, may_be_foreign
+from ..paths import classed_errors, is_remote
+from .content import write_plain
+from .kinds import kind_of, opened, refuse_empty, weights_of
+
+
+class InMemory(NamedTuple):
+    """A plain file in memory, which the object keeps; name, kind: of the file or folder that it was made of."""
+
+    memory: AnonymousMemory
+    name: str
+    kind: str
+
+    @property
+    def uri(self) -> str:
+        """What the engine opens."""
+        return f"/proc/self/fd/{self.memory.number}"
+
+
+def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
+    """The plain files that a local path stands for, which take as much memory as its tensors; none where it is not
+    a file or folder of another library. is_header: the tensors are left out, and take no memory.
+
+    Raises what `kinds.opened` raises.
+    """
+    if is_remote(path) or not may_be_foreign(path, 0):
+        return []
+    with classed_errors(path, "open"):
+        kind = kind_of(path)
+        if kind or not os.path.isdir(path):
+            sources = [path] if kind else []
+        else:
+            sources = [] if has_weights(os.listdir(path)) else [os.path.join(path, name) for name in weights_of(path)]
+    return [_in_memory(source, kind or "torch", is_header) for source in sources]
+
+
+def _in_memory(source: str, kind: str, is_header: bool) -> InMemory:
+    memory = AnonymousMemory()
+    with opened(source, kind, compare=not is_header) as content:
+        refuse_empty(content, source, kind)
+        write_plain(content, memory.number, source, is_header)
+    return InMemory(memory, source, kind)
