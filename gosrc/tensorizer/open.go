@@ -5,6 +5,7 @@ package tensorizer
 import (
 	"context"
 	"encoding/hex"
+	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
@@ -46,8 +47,8 @@ func (o *Opened) ReadIndex(ctx context.Context, settings map[string]string, know
 	return o.File.indexOn(ctx, o.Source, settings, known)
 }
 
-// Index reads the file that starts with head: it returns its validated index, which is
-// compared with the records (see compareRecords), and the source of its tensors (see
+// Index reads the file that starts with head: it returns its validated index, with the names that
+// state_dict() has, which is compared with the records (see compareRecords), and the source of its tensors (see
 // File.Source), according to the settings. known reports which codecs can be decoded.
 func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string,
 	known tensor.Known) (*tensor.Index, source.Source, error) {
@@ -58,7 +59,31 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 	if err != nil {
 		return nil, src, err
 	}
-	return f.indexOn(ctx, src, settings, known)
+	ix, plain, err := f.indexOn(ctx, src, settings, known)
+	if err == nil {
+		names := f.stateNames()
+		for i := range ix.Tensors {
+			ix.Tensors[i].Name = names[ix.Tensors[i].Name]
+		}
+	}
+	return ix, plain, err
+}
+
+// stateNames are the names of the tensors in state_dict() by those in the file. A parameter or buffer
+// of the module itself, not of one in it, is ".weight" in the file: the name of its module, which is
+// empty, a dot and its own.
+func (f *File) stateNames() map[string]string {
+	names := make(map[string]string, len(f.Entries))
+	for i := range f.Entries {
+		names[f.Entries[i].Name] = f.Entries[i].Name
+	}
+	for i := range f.Entries {
+		e := &f.Entries[i]
+		if own, ok := strings.CutPrefix(e.Name, "."); ok && own != "" && e.Type != StateDict && names[own] == "" {
+			names[e.Name] = own
+		}
+	}
+	return names
 }
 
 func (f *File) indexOn(ctx context.Context, src source.Source, settings map[string]string, known tensor.Known) (
@@ -142,13 +167,13 @@ func (f *File) Describe() *Description {
 	return out
 }
 
-// Items returns the tensors by name as they would be written again; the records
-// must have been read.
+// Items returns the tensors by the names that Index gives, as they would be written again; the
+// records must have been read.
 func (f *File) Items() map[string]Item {
-	items := make(map[string]Item, len(f.Entries))
+	items, names := make(map[string]Item, len(f.Entries)), f.stateNames()
 	for i := range f.Entries {
 		e := &f.Entries[i]
-		items[e.Name] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims,
+		items[names[e.Name]] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims,
 			Bytes: e.Bytes}
 	}
 	return items
