@@ -24,7 +24,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from .._imports import start_thread
 from .._tables import BITS
@@ -39,6 +39,7 @@ from ..errors import (
     error_of_system,
 )
 from ..files import regular, state_of_file
+from ..foreign.zips import BAD_ZIP, Span, entries_of
 from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
 from ..paths import raise_unless_absent
@@ -60,8 +61,8 @@ _SPARE = 256 << 20
 #: one storage, or one tensor, may be there under many names.
 _TIMES = 64
 
-#: The most bytes of an archive's directory, and letters of what a pickle names.
-_DIRECTORY, _LONGEST = 16 << 20, 1 << 10
+#: The most letters of what a pickle names.
+_LONGEST = 1 << 10
 
 #: The most bytes of one read, and of one that only a checksum is made of.
 _STEP, _BLOCK = 64 << 20, 1 << 20
@@ -136,58 +137,6 @@ class TorchFile(NamedTuple):
     tensors: list[tuple[str, Bytes]]
     values: dict[str, Any]
     left: list[str]
-
-
-#: Where an archive begins and ends in its file.
-Span = tuple[int, int]
-
-
-class _Directory:
-    """A part of a file as zipfile reads its directory, whose size and place the file only claims."""
-
-    def __init__(self, file: BinaryIO, span: Span) -> None:
-        self._file = file
-        self._start, self._end = span
-        file.seek(self._start)
-        #: What the last read that failed raised: zipfile says of it that the file is no archive.
-        self.failure: OSError | None = None
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._file.tell(), os.SEEK_END: self._end}[whence]
-        if not self._start <= base + offset < 1 << 63:
-            if whence != os.SEEK_SET:  # zipfile looks that far back, and takes this for a short file
-                raise OSError(f"{offset} bytes before the end")
-            raise zipfile.BadZipFile(f"its directory is at {offset}")
-        return self._file.seek(base + offset) - self._start
-
-    def read(self, size: int = -1) -> bytes:
-        if size > _DIRECTORY:
-            raise zipfile.BadZipFile(f"its directory has {size} bytes, of which {_DIRECTORY} are supported")
-        try:
-            rest = max(self._end - self._file.tell(), 0)
-            return self._file.read(min(rest, size if size >= 0 else _DIRECTORY))
-        except OSError as error:
-            self.failure = error
-            raise
-
-
-#: What zipfile raises for what is no archive.
-BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError)
-
-
-def entries_of(file: BinaryIO, span: Span | None = None) -> list[zipfile.ZipInfo]:
-    """The entries of an archive. Raises BAD_ZIP, and what reading raises."""
-    directory = _Directory(file, span or (0, os.fstat(file.fileno()).st_size))
-    try:
-        with zipfile.ZipFile(cast(BinaryIO, directory)) as archive:
-            return archive.infolist()
-    except zipfile.BadZipFile:
-        if directory.failure is not None:
-            raise directory.failure from None
-        raise
 
 
 def is_torch_file(path: str) -> bool:

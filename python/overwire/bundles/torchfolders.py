@@ -20,10 +20,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, FormatError, NotFoundError
-from ..files import TORCH_ENDINGS, folders_of, has_weights, lock_file, may_be_foreign, read_file
+from ..files import TORCH_ENDINGS, folders_of, has_weights, lock_file, may_be_foreign
 from ..foreign.content import write_plain
 from ..foreign.dcp import files_of
-from ..foreign.kinds import has_usual_name, kind_of, opened, refuse_empty, weights_of
+from ..foreign.kinds import INDEX, has_usual_name, kind_of, opened, read_index, refuse_empty, weights_of
 from ..foreign.links import may_follow
 from ..foreign.shards import shards_in
 from ..paths import classed_errors, is_remote, local
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..model.options import Level, StorageOptions
     from ..model.sources import SourceLike
 
-_INDEX = ".bin.index.json"
 #: The size from which files of these names are no small companions: weights, or what trainers save.
 _LARGE = 64 << 20
 _MARK = ".overwire-torch-"
@@ -115,9 +114,9 @@ def _has_safetensors(folders: list[str]) -> bool:
 
 def _plain_name(name: str) -> str:
     """The name of a file of weights, or of its index, as safetensors."""
-    stem = name.removesuffix(_INDEX) if name.endswith(_INDEX) else os.path.splitext(name)[0]
+    stem = name.removesuffix(INDEX) if name.endswith(INDEX) else os.path.splitext(name)[0]
     stem = re.sub(r"^pytorch_model\b", "model", stem)
-    return f"{stem}.safetensors.index.json" if name.endswith(_INDEX) else f"{stem}.safetensors"
+    return f"{stem}.safetensors.index.json" if name.endswith(INDEX) else f"{stem}.safetensors"
 
 
 @contextlib.contextmanager
@@ -233,7 +232,7 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
             remainder += _write_plain_file(folder, os.path.join(place, "model.safetensors"), kind) or ()
             is_empty = False
         weights = set() if kind or has_plain else set(weights_of(folder))
-        indexes = [name for name in names if name.endswith(_INDEX)] if weights else []
+        indexes = [name for name in names if name.endswith(INDEX)] if weights else []
         _refuse_twins(folder, sources, sorted(weights) + indexes)
         for name in names:
             at = os.path.join(folder, name)
@@ -283,10 +282,7 @@ def _link_or_copy(path: str, target: str) -> None:
 
 def _plain_index(path: str, target: str) -> None:
     """The index of shards, with their new names."""
-    try:
-        index = json.loads(read_file(path, 64 << 20))
-        index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"overwire: open {path}: no index of shards", source=path) from error
+    index = read_index(path)
+    index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
     with open(target, "x", encoding="utf-8") as file:
         file.write(json.dumps(index))

@@ -20,10 +20,10 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..bundles.torchfiles import BAD_ZIP, entries_of
 from ..errors import CorruptError, FormatError, NotSupportedError, OverwireError, UntrustedPickleError
 from .content import BLOCK, Content, bytes_of
 from .joined import Files, pack
+from .zips import BAD_ZIP, entries_of
 
 MAGIC = b"\x93NUMPY"
 

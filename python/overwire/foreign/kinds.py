@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from ..bundles import torchfiles
-from ..errors import FormatError
-from ..files import FOREIGN_ENDINGS, TORCH_ENDINGS
+from ..errors import FormatError, NotFoundError
+from ..files import FOREIGN_ENDINGS, TORCH_ENDINGS, read_file
 from ..paths import classed_errors
 from . import arrays, dcp, shards, tars
 from .content import Content, Mapped
@@ -18,6 +20,10 @@ from .content import Content, Mapped
 _WEIGHTS = re.compile(r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)([-.].*)?\.bin")
 #: What trainers save beside weights.
 _OTHERS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state)\b.*|.*_states")
+
+
+#: How the names of indexes of torch's shards end.
+INDEX = ".bin.index.json"
 
 
 def kind_of(path: str) -> str:
@@ -69,6 +75,32 @@ def weights_of(folder: str) -> list[str]:
     usual = [name for name in names if has_usual_name(name)]
     weights = usual or [name for name in names if not _OTHERS.fullmatch(os.path.splitext(name)[0])]
     return [name for name in weights if torchfiles.is_torch_file(os.path.join(folder, name))]
+
+
+def listed_weights(folder: str) -> list[str]:
+    """Those of `weights_of` that are the model's: where one index is there, the files that it lists.
+    Raises FormatError for an index that is none, NotFoundError for a file that is missing."""
+    indexes = [name for name in os.listdir(folder) if name.endswith(INDEX)]
+    if len(indexes) != 1:
+        return weights_of(folder)
+    path = os.path.join(folder, indexes[0])
+    names = sorted(set(read_index(path)["weight_map"].values()))
+    for name in names:
+        if not os.path.isfile(os.path.join(folder, name)) or "/" in name:
+            text = f"overwire: open {path}: {name} is missing, and this index lists it: fetch the model again"
+            raise NotFoundError(text, source=path)
+    return names
+
+
+def read_index(path: str) -> dict[str, Any]:
+    """The index of shards; its "weight_map" has a file's name for each tensor. Raises FormatError."""
+    try:
+        index = json.loads(read_file(path, 64 << 20))
+        if not all(isinstance(name, str) for name in index["weight_map"].values()):
+            raise TypeError
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"overwire: open {path}: no index of shards", source=path) from error
+    return dict(index)
 
 
 def refuse_empty(content: Content, path: str, kind: str) -> None:

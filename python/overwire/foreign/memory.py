@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..files import AnonymousMemory, has_weights, may_be_foreign
 from ..paths import classed_errors, is_remote
 from .content import write_plain
-from .kinds import kind_of, opened, refuse_empty, weights_of
+from .kinds import kind_of, listed_weights, opened, refuse_empty
 
 
 class InMemory(NamedTuple):
@@ -37,7 +37,8 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
         if kind or not os.path.isdir(path):
             sources = [path] if kind else []
         else:
-            sources = [] if has_weights(os.listdir(path)) else [os.path.join(path, name) for name in weights_of(path)]
+            names = [] if has_weights(os.listdir(path)) else listed_weights(path)
+            sources = [os.path.join(path, name) for name in names]
     return [_in_memory(source, kind or "torch", is_header) for source in sources]
 
 
