@@ -304,7 +304,7 @@ func TestTheFirstMissingFileIsNamed(t *testing.T) {
 }
 
 // A tree has the folders with files, each before the one above it, and no hidden folder, no
-// link and not the folder that is written.
+// link and not the folder that is written. Parts of which the folder above has the whole are marked.
 func TestTree(t *testing.T) {
 	dir := t.TempDir()
 	put := func(names ...string) {
@@ -329,6 +329,21 @@ func TestTree(t *testing.T) {
 		if got, err := Tree(none, ""); got != nil || err != nil {
 			t.Errorf("%s: %v, %v", none, got, err)
 		}
+	}
+	const part = "sharded/shard-00001-model-00001-of-00001.safetensors"
+	put("vae/model.safetensors", "vae/"+part, "text/"+part)
+	files := []source.Entry{{Name: "model.safetensors"}, {Name: part}}
+	for where, of := range map[string]func() ([]Branch, error){
+		"vae/sharded": func() ([]Branch, error) { return Tree(dir, "") },
+		"sharded":     func() ([]Branch, error) { return RemoteTree("s3://b/m/", "", files) },
+	} {
+		got, err := of()
+		if err != nil || !slices.Contains(got, Branch{Path: where, Parts: true}) {
+			t.Errorf("parts below weights: %v, %v", got, err)
+		}
+	}
+	if got, _ := Tree(dir, ""); !slices.Contains(got, Branch{Path: "text/sharded", Weights: true}) {
+		t.Errorf("parts by themselves: %v", got)
 	}
 	deepest := strings.Repeat("d/", maxDepth)
 	put(deepest + "x")

@@ -90,7 +90,7 @@ def _members(files: Files, path: str) -> Iterator[_Member]:
         if not any(head):
             return
         if head[257:262] != b"ustar" and at == 0:
-            raise fail("not a tar archive, as .nemo files are", 0)
+            raise fail("not a tar archive, as .nemo files are: gunzip it first, if that is what it is", 0)
         if _octal(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * 32:
             raise fail("the checksum of a header does not fit: copy or fetch it again", at, CorruptError)
         kind, size = head[156:157], _octal(head[124:136])
@@ -113,6 +113,7 @@ def _members(files: Files, path: str) -> Iterator[_Member]:
             name = longer.pop(b"path", b"") or b"/".join(filter(None, (prefix, head[:100].split(b"\0")[0])))
             longer.clear()
             yield _Member(os.fsdecode(name).removeprefix("./"), kind, start, size)
+    raise fail("truncated, its end is missing: copy or fetch it again", at, CorruptError)
 
 
 def _octal(field: bytes) -> int | None:
