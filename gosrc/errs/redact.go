@@ -83,17 +83,17 @@ func Redact(text string) string {
 
 func isBeyondASCII(r rune) bool { return r >= utf8.RuneSelf }
 
-// called are the names by which people know paths of this process, as /proc/self/fd/7.
-var called sync.Map
+// pathNames are the names by which people know paths of this process, as /proc/self/fd/7.
+var pathNames sync.Map
 
 // CallPath has RedactURI give the name for a path: the file that a user named, where another one,
 // in memory, stands for it.
-func CallPath(path, name string) { called.Store(path, name) }
+func CallPath(path, name string) { pathNames.Store(path, name) }
 
 // RedactURI is Redact for the URI or path of a file, as the user wrote it. A path of a local
 // file stays as it is, unless CallPath has named it.
 func RedactURI(uri string) string {
-	if name, ok := called.Load(uri); ok {
+	if name, ok := pathNames.Load(uri); ok {
 		return name.(string)
 	}
 	scheme, _, ok := strings.Cut(uri, "://")

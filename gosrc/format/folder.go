@@ -114,7 +114,7 @@ func chooseModel(dir string, names []string) (Files, error) {
 	}
 	for _, name := range names {
 		if modelfiles.IsPart(source.Name(name)) && len(indexes) == 0 {
-			return Files{}, placeError(dir, errs.New(errs.ErrNotSupported, "%s", foreign.Folder(names)))
+			return Files{}, placeError(dir, errs.New(errs.ErrNotSupported, "%s", foreign.DescribeFolder(names)))
 		}
 	}
 	switch {

@@ -93,8 +93,8 @@ func foldersBelow(dir string, names []string) string {
 	if hint := nameSnapshots(dir); hint != "" {
 		return ": it is " + hint
 	}
-	if known := foreign.Folder(names); known != "" {
-		return ": it holds " + known
+	if what := foreign.DescribeFolder(names); what != "" {
+		return ": it holds " + what
 	}
 	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
 	var below []string

@@ -135,14 +135,15 @@ func Length(uri string, head []byte, size int64) (int64, error) {
 
 // notOurs says what a file is that has no safetensors header, and what to do with it.
 func notOurs(uri string, head []byte) string {
-	if known := foreign.File(uri, head); known != "" {
-		return "not a safetensors file but " + known
+	if what := foreign.DescribeFile(uri, head); what != "" {
+		return "not a safetensors file but " + what
 	}
 	if text := len(head) > 0 && utf8.Valid(head[:min(len(head), 8)]) &&
 		!bytes.ContainsFunc(head[:min(len(head), 8)], unicode.IsControl); text {
 		return "not a safetensors file but text: check the path, or the URL that it came from"
 	}
-	return "not a safetensors file: load it with the library that wrote it, and save its tensors with overwire.save_file"
+	return "not a safetensors file: load it with the library that wrote it, and save its tensors with " +
+		"overwire.save_file"
 }
 
 // Parse parses and checks the header of a file of the given size; head is its first

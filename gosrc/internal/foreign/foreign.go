@@ -25,16 +25,20 @@ const (
 	save    = "load it with the library that wrote it, and save its tensors with overwire.save_file"
 	convert = "`overwire convert` (overwire.convert) reads "
 	engine  = "its weights cannot be taken out: convert the model that it was built from"
-	onnx    = "overwire.save_file({t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(FILE).graph.initializer}, OUT)"
-	hdf5    = "d = {}; h5py.File(FILE).visititems(lambda n, o: d.update({n: o[()]}) if isinstance(o, h5py.Dataset) else " +
-		"None); overwire.save_file(d, OUT)"
+	local   = "`overwire convert FOLDER -o OUT` (overwire.convert) and overwire.load_file read local ones: " +
+		"fetch the folder"
+	onnx = "overwire.save_file({t.name: onnx.numpy_helper.to_array(t) for t in " +
+		"onnx.load(FILE).graph.initializer}, OUT)"
+	hdf5 = "d = {}; h5py.File(FILE).visititems(lambda n, o: d.update({n: o[()]}) if isinstance(o, h5py.Dataset) " +
+		"else None); overwire.save_file(d, OUT)"
 	msgpack = "overwire.save_file(flax.traverse_util.flatten_dict(flax.serialization.msgpack_restore(open(FILE, 'rb')" +
 		".read()), sep='.'), OUT)"
 	paddle   = "safetensors.paddle.save_file(paddle.load(FILE), OUT)"
 	openvino = "overwire.save_file({c.friendly_name: c.data for c in openvino.Core().read_model(XML).get_ops() if " +
 		"c.get_type_name() == 'Constant'}, OUT)"
-	orbax = "tree = orbax.checkpoint.PyTreeCheckpointer().restore(FOLDER); overwire.save_file({jax.tree_util.keystr(p, " +
-		"simple=True, separator='.'): numpy.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(tree)}, OUT)"
+	orbax = "tree = orbax.checkpoint.PyTreeCheckpointer().restore(FOLDER); overwire.save_file({" +
+		"jax.tree_util.keystr(p, simple=True, separator='.'): numpy.asarray(x) for p, x in " +
+		"jax.tree_util.tree_leaves_with_path(tree)}, OUT)"
 	tensorflow = "r = tensorflow.train.load_checkpoint(PREFIX); overwire.save_file({n: r.get_tensor(n) for n in " +
 		"r.get_variable_to_shape_map()}, OUT)"
 )
@@ -74,12 +78,12 @@ var kinds = []kind{
 		"and a trace is shown by overwire inspect TRACE.json --html PAGE.html"},
 
 	{what: "a torch.distributed.checkpoint (FSDP, torchtitan, Megatron-core)", folder: []string{"*.distcp"},
-		do: "`overwire convert FOLDER -o OUT` (overwire.convert) and overwire.load_file read local ones: fetch the folder"},
+		do: local},
 	{what: "a torch.distributed.checkpoint whose .distcp files are missing", folder: []string{".metadata"},
 		do: "fetch the whole folder again"},
 	{what: "shards of torch's HuggingFaceStorageWriter, which hold parts of tensors",
 		folder: []string{"shard-*-model-*-of-*.safetensors"},
-		do:     "`overwire convert FOLDER -o OUT` (overwire.convert) and overwire.load_file join local ones: fetch the folder"},
+		do:     local},
 	{what: "an Orbax checkpoint (JAX, Flax, MaxText)", folder: []string{"_CHECKPOINT_METADATA"}, do: orbax},
 	{what: "an Orbax checkpoint (JAX, Flax, MaxText)", folder: []string{"_METADATA"}, do: orbax},
 	{what: "an OCDBT store of TensorStore, as Orbax writes", folder: []string{"manifest.ocdbt"}, do: orbax},
@@ -102,12 +106,13 @@ var kinds = []kind{
 	{what: "a Core ML package", folder: []string{"Manifest.json", "Data"}, do: engine},
 	{what: "a NeMo file", folder: []string{"*.nemo"}, do: convert + "it: name the file"},
 	{what: "a numpy archive", folder: []string{"*.npz"}, do: convert + "it: name the file"},
-	{what: "a GGUF file", folder: []string{"*.gguf"}, do: "overwire lists and verifies it by its name, and keeps it as it is"},
+	{what: "a GGUF file", folder: []string{"*.gguf"},
+		do: "overwire lists and verifies it by its name, and keeps it as it is"},
 }
 
-// File says what a file is, and what to do with it, as `a pickle: load it ...`; "": not known.
+// DescribeFile says what a file is, and what to do with it, as `a pickle: load it ...`; "": not known.
 // head is its first bytes.
-func File(name string, head []byte) string {
+func DescribeFile(name string, head []byte) string {
 	name = path.Base(name)
 	for _, k := range kinds {
 		if k.folder != nil || k.magic != "" && !k.hasMagic(head) ||
@@ -126,17 +131,19 @@ func (k *kind) hasMagic(head []byte) bool {
 	return k.at <= len(head) && strings.HasPrefix(string(head[k.at:]), k.magic)
 }
 
-// Folder is File for a folder with files and folders of these names.
-func Folder(names []string) string {
+// DescribeFolder is DescribeFile for a folder with files and folders of these names.
+func DescribeFolder(names []string) string {
 	for _, k := range kinds {
 		if k.folder == nil {
 			continue
 		}
-		all := true
+		hasAll := true
 		for _, glob := range k.folder {
-			all = all && slices.ContainsFunc(names, func(name string) bool { return matches(glob, path.Base(name)) })
+			hasAll = hasAll && slices.ContainsFunc(names, func(name string) bool {
+				return matches(glob, path.Base(name))
+			})
 		}
-		if all {
+		if hasAll {
 			return k.what + ": " + k.do
 		}
 	}

@@ -28,14 +28,14 @@ func TestFile(t *testing.T) {
 		{"m.bin", "lmgg\x01", "GGML", "made from"},
 		{"m.npy", "\x93NUMPY\x01\x00", ".npy", "overwire convert"},
 	} {
-		got := File(c.name, []byte(c.head))
+		got := DescribeFile(c.name, []byte(c.head))
 		what, do, _ := strings.Cut(got, ": ")
 		if !strings.Contains(what, c.want) || !strings.Contains(do, c.do) {
 			t.Errorf("%s: %q", c.name, got)
 		}
 	}
 	for _, head := range []string{"", "P", "ustar", strings.Repeat("x", 300)} {
-		if got := File("model.bin", []byte(head)); got != "" {
+		if got := DescribeFile("model.bin", []byte(head)); got != "" {
 			t.Errorf("%q: %q", head, got)
 		}
 	}
@@ -63,7 +63,7 @@ func TestFolder(t *testing.T) {
 		"config.json tokenizer.json":                        "",
 		"":                                                  "",
 	} {
-		if got := Folder(strings.Fields(names)); !strings.Contains(got, want) || want == "" && got != "" {
+		if got := DescribeFolder(strings.Fields(names)); !strings.Contains(got, want) || want == "" && got != "" {
 			t.Errorf("%s: %q", names, got)
 		}
 	}

@@ -23,7 +23,7 @@ from ..errors import ArgumentError, FormatError, NotFoundError
 from ..files import TORCH_ENDINGS, folders_of, has_weights, lock_file, may_be_foreign
 from ..foreign.content import write_plain
 from ..foreign.dcp import files_of
-from ..foreign.kinds import INDEX, has_usual_name, kind_of, opened, read_index, refuse_empty, weights_of
+from ..foreign.kinds import INDEX, has_usual_name, kind_of, open_content, read_index, refuse_empty, weights_of
 from ..foreign.links import may_follow
 from ..foreign.shards import shards_in
 from ..paths import classed_errors, is_remote, local
@@ -198,7 +198,7 @@ def _sweep_leftovers(parent: str) -> None:
 def _write_plain_file(source: str, path: str, kind: str, may_lack: bool = False) -> list[str] | None:
     """Writes the tensors of a file or folder of that kind. Plain values become metadata. Returns what is left out.
     may_lack: None for a file without tensors, which is not written."""
-    with opened(source, kind) as content:
+    with open_content(source, kind) as content:
         if may_lack and not content.tensors:
             return None
         refuse_empty(content, source, kind)
@@ -247,12 +247,17 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
                     continue
             if name in indexes:
                 _plain_index(at, os.path.join(place, _plain_name(name)))
-            elif into_file and not has_weights([name]) or name in sources and name not in weights or not _is_companion(source, at):
+            elif (
+                into_file and not has_weights([name])
+                or name in sources and name not in weights
+                or not _is_companion(source, at)
+            ):  # fmt: skip
                 remainder.append(at)
             else:
                 _link_or_copy(at, os.path.join(place, name))
     if is_empty and not has_plain:
-        raise FormatError(f"overwire: open {source}: the torch.save files of this folder have no tensors", source=source)
+        why = "the torch.save files of this folder have no tensors"
+        raise FormatError(f"overwire: open {source}: {why}", source=source)
     return remainder
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ..errors import CorruptError, FormatError, NotSupportedError, OverwireError, UntrustedPickleError
 from .content import BLOCK, Content, bytes_of
-from .joined import Files, pack
+from .joined import Files, pack_strided
 from .zips import BAD_ZIP, entries_of
 
 MAGIC = b"\x93NUMPY"
@@ -54,16 +54,16 @@ class _Bytes(NamedTuple):
     checksum: int | None
     deflated: bool
 
-    def error(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
+    def error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {self.path}: {self.name}: {why}", source=self.path, tensor=self.name)
 
-    def blocks(self) -> Iterator[bytearray | bytes]:
+    def read_blocks(self) -> Iterator[bytearray | bytes]:
         """The content in order, its length and checksum compared. Raises CorruptError."""
         inflate = zlib.decompressobj(-15) if self.deflated else None
         total = given = 0
         for at in range(0, self.stored, _STEP):
             block = bytearray(min(_STEP, self.stored - at))
-            self.files.fill(self.path, memoryview(block), self.start + at)
+            self.files.fill_block(self.path, memoryview(block), self.start + at)
             rest: bytes | bytearray = block
             while rest:
                 if inflate is None:
@@ -72,16 +72,16 @@ class _Bytes(NamedTuple):
                     try:
                         data = inflate.decompress(rest, BLOCK)
                     except zlib.error as error:
-                        raise self.error(f"damaged: {error}", CorruptError) from None
+                        raise self.error_of(f"damaged: {error}", CorruptError) from None
                     rest = inflate.unconsumed_tail
                 total, given = zlib.crc32(data, total), given + len(data)
                 if given > self.size:
-                    raise self.error(f"more than the {self.size} bytes that its archive gives it", CorruptError)
+                    raise self.error_of(f"more than the {self.size} bytes that its archive gives it", CorruptError)
                 yield data
         if given != self.size:
-            raise self.error(f"{given} bytes of {self.size}: copy or fetch it again", CorruptError)
+            raise self.error_of(f"{given} bytes of {self.size}: copy or fetch it again", CorruptError)
         if self.checksum not in (None, total):
-            raise self.error(f"checksum mismatch: {self.checksum:08x}, not {total:08x}", CorruptError)
+            raise self.error_of(f"checksum mismatch: {self.checksum:08x}, not {total:08x}", CorruptError)
 
 
 class _Array:
@@ -91,25 +91,25 @@ class _Array:
         self.dtype, self.shape = dtype, shape
         self._source, self._is_fortran, self._skip = source, is_fortran and len(shape) > 1, skip
 
-    def blocks(self) -> Iterator[memoryview]:
+    def read_blocks(self) -> Iterator[memoryview]:
         """See `content.Stored`. An array in Fortran's order is read at once."""
         if not self._is_fortran:
-            yield from self._data()
+            yield from self._read_data()
             return
         item = bytes_of(self.dtype, (1,))
         strides = tuple(itertools.accumulate(self.shape[:-1], int.__mul__, initial=item))
-        yield pack(memoryview(b"".join(self._data())), 0, self.shape, strides, item, self._source.path)
+        yield pack_strided(memoryview(b"".join(self._read_data())), 0, self.shape, strides, item, self._source.path)
 
-    def _data(self) -> Iterator[memoryview]:
+    def _read_data(self) -> Iterator[memoryview]:
         skip = self._skip
-        for block in self._source.blocks():
+        for block in self._source.read_blocks():
             if len(block) > skip:
                 yield memoryview(block)[skip:]
             skip = max(skip - len(block), 0)
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[Content]:
+def open_arrays(path: str) -> Iterator[Content]:
     """The arrays of a .npy file, called by the file's name without its ending, or of a .npz file.
 
     Raises UntrustedPickleError for arrays of objects, NotSupportedError for dtypes that
@@ -127,14 +127,14 @@ def opened(path: str) -> Iterator[Content]:
         for source in sources:
             _add_array(content, source)
         yield content
-        files.compare()
+        files.compare_files()
     finally:
-        files.close()
+        files.close_files()
 
 
 def _add_array(content: Content, source: _Bytes) -> None:
     head = b""
-    for block in source.blocks():
+    for block in source.read_blocks():
         head += block[: _MOST + 12]
         if len(head) >= _MOST + 12:
             break
@@ -145,59 +145,61 @@ def _add_array(content: Content, source: _Bytes) -> None:
     length = struct.unpack_from("<H" if version == 1 else "<I", head, 8)[0]
     match = _HEADER.fullmatch(head, start, start + length) if version in (1, 2, 3) and length <= _MOST else None
     if match is None:
-        raise source.error("malformed header of an array")
+        raise source.error_of("malformed header of an array")
     kind = match["descr"].decode("latin-1").strip("'")
     shape = tuple(int(dim.strip(b" L")) for dim in match["shape"].split(b",") if dim.strip())
     if kind.startswith("[") or kind[1:2] in ("U", "S", "M", "m"):
         content.left.append(f"{source.name}: an array of {kind[:100]}")
         return
     if kind[1:2] == "O":
-        raise source.error("a pickled array of objects: none is loaded; save arrays of numbers", UntrustedPickleError)
+        why = "a pickled array of objects, which is not loaded: save arrays of numbers"
+        raise source.error_of(why, UntrustedPickleError)
     if kind not in _DTYPES:
         void = "; bfloat16 and float8 arrays become such, which numpy does not tell apart" if kind[1:2] == "V" else ""
-        raise source.error(f"safetensors has no type {kind}{void}: save it as another dtype", NotSupportedError)
+        raise source.error_of(f"safetensors has no type {kind}{void}: save it as another dtype", NotSupportedError)
     if len(shape) > _DIMS or any(dim >= 1 << 62 for dim in shape):
-        raise source.error(f"malformed shape of {len(shape)} dimensions")
+        raise source.error_of(f"malformed shape of {len(shape)} dimensions")
     dtype = _DTYPES[kind]
     if (size := bytes_of(dtype, shape)) != source.size - start - length:
         why = f"{source.size - start - length} bytes of data for shape {list(shape)} of {dtype}, which take {size}"
-        raise source.error(f"{why}: copy or fetch it again", CorruptError)
+        raise source.error_of(f"{why}: copy or fetch it again", CorruptError)
     content.tensors.append((source.name, _Array(source, dtype, shape, match["order"] == b"True", start + length)))
 
 
 def _read_entries(files: Files, path: str) -> list[_Bytes]:
     """The entries of an archive, which lie apart and have no more bytes than an honest one's."""
 
-    def fail(why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
+    def make_error(why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {path}: {why}", source=path)
 
     size = files.size_of(path)
     try:
-        with files.opened(path) as number, open(number, "rb", closefd=False) as file:
+        with files.open_file(path) as number, open(number, "rb", closefd=False) as file:
             entries = entries_of(file)
     except BAD_ZIP as error:
-        raise fail(f"not a .npz file: {error}") from error
+        raise make_error(f"not a .npz file: {error}") from error
     sources: list[_Bytes] = []
     for info in entries:
         name = info.filename.removesuffix(".npy")
         head = bytearray(30)
         if not 0 <= info.header_offset <= size - 30:
-            raise fail(f"{name} is outside of the file")
-        files.fill(path, memoryview(head), info.header_offset)
+            raise make_error(f"{name} is outside of the file")
+        files.fill_block(path, memoryview(head), info.header_offset)
         start = info.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
         if head[:4] != b"PK\3\4" or start + info.compress_size > size:
-            raise fail(f"{name} is cut short: copy or fetch it again", CorruptError)
+            raise make_error(f"{name} is cut short: copy or fetch it again", CorruptError)
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
         if info.flag_bits & 1 or not deflated and info.compress_type != zipfile.ZIP_STORED:
-            raise fail(f"{name} is encrypted, or compressed by other than deflate", NotSupportedError)
+            raise make_error(f"{name} is encrypted, or compressed by other than deflate", NotSupportedError)
         if not deflated and info.compress_size != info.file_size:
-            raise fail(f"{name} has {info.compress_size} bytes and should have {info.file_size}")
+            raise make_error(f"{name} has {info.compress_size} bytes and should have {info.file_size}")
         sources.append(_Bytes(files, path, name, start, info.compress_size, info.file_size, info.CRC, deflated))
     if len({source.name for source in sources}) != len(sources):
-        raise fail("two arrays have one name")
+        raise make_error("two arrays have one name")
     spans = sorted((source.start, source.stored) for source in sources)
     if any(low + count > high for (low, count), (high, _) in itertools.pairwise(spans)):
-        raise fail("its entries overlap")
+        raise make_error("its entries overlap")
     if (total := sum(source.size for source in sources)) > _TIMES * size + _SPARE:
-        raise fail(f"its arrays have {total} bytes, more than {_TIMES} times those of the file", NotSupportedError)
+        why = f"its arrays have {total} bytes, more than {_TIMES} times those of the file"
+        raise make_error(why, NotSupportedError)
     return sources

@@ -45,7 +45,7 @@ class Stored(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def blocks(self) -> Iterator[memoryview]:
+    def read_blocks(self) -> Iterator[memoryview]:
         """Its bytes in order; a block is valid until the next one. Raises CorruptError, IOFailure."""
 
 
@@ -55,7 +55,7 @@ class Mapped:
     def __init__(self, memory: Bytes) -> None:
         self.dtype, self.shape, self._memory = memory.dtype, memory.shape, memory
 
-    def blocks(self) -> Iterator[memoryview]:
+    def read_blocks(self) -> Iterator[memoryview]:
         """See `Stored`."""
         for at in range(0, self._memory.nbytes, BLOCK):
             size = min(BLOCK, self._memory.nbytes - at)
@@ -147,7 +147,7 @@ def _copy_tensors(tensors: list[tuple[Stored, int]], number: int) -> None:
     def copy_tensor(one: tuple[Stored, int]) -> None:
         tensor, at = one
         try:
-            for block in tensor.blocks():
+            for block in tensor.read_blocks():
                 if failures:
                     return
                 _write_all(number, block, at)

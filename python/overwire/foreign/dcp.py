@@ -124,7 +124,7 @@ def files_of(names: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(folder: str, names: list[str]) -> Iterator[Content]:
+def open_checkpoint(folder: str, names: list[str]) -> Iterator[Content]:
     """The content of a checkpoint with files of these names.
 
     Raises FormatError for chunks that overlap, lack or exceed elements and for places that
@@ -136,9 +136,9 @@ def opened(folder: str, names: list[str]) -> Iterator[Content]:
     try:
         reader = _Reader(folder, names, files)
         yield reader.read_content()
-        files.compare()
+        files.compare_files()
     finally:
-        files.close()
+        files.close_files()
 
 
 class _Reader:
@@ -148,7 +148,7 @@ class _Reader:
         self._images: dict[tuple[str, int], dict[str, Part] | None] = {}
         self._source = os.path.join(folder, self._name_of_description(names))
         data = read_file(self._source, _MOST)
-        with files.opened(self._source):
+        with files.open_file(self._source):
             pass  # its permissions count
         budget = Budget(self._source, len(data), _CURE)
 
@@ -188,9 +188,12 @@ class _Reader:
 
     def _attributes(self, thing: Any, *classes: str) -> dict[str, Any]:
         """The attributes of an object of one of the classes."""
-        if not isinstance(thing, _Object) or thing.kind.name not in classes or not isinstance(thing.state, (dict, tuple)):
-            raise self._error(f"malformed: expected a {classes[0]}")
-        return thing.state if isinstance(thing.state, dict) else {"": thing.state}
+        if isinstance(thing, _Object) and thing.kind.name in classes:
+            if isinstance(thing.state, dict):
+                return thing.state
+            if isinstance(thing.state, tuple):
+                return {"": thing.state}
+        raise self._error(f"malformed: expected a {classes[0]}")
 
     def _numbers(self, value: Any, what: str, name: str, dims: int | None = None) -> tuple[int, ...]:
         """A shape, or an offset."""
@@ -290,8 +293,8 @@ class _Reader:
             raise self._error(f"it is stored through the extension {kind}: {_TORCH}", NotSupportedError, name)
         path = os.path.join(self._folder, file)
         if file not in self._names:
-            text = f"overwire: open {path}: it is missing, and {self._source} lists {name!r} in it: fetch the folder again"
-            raise NotFoundError(text, source=path, tensor=name)
+            why = f"it is missing, and {self._source} lists {name!r} in it: fetch the folder again"
+            raise NotFoundError(f"overwire: open {path}: {why}", source=path, tensor=name)
         if not may_follow(self._folder, path):
             raise self._error(f"{file} is a link that leads out of the folder", name=name)
         whole = self._files.size_of(path)
@@ -308,7 +311,7 @@ class _Reader:
         key = place.path, place.start
         if key not in self._images:
             head = bytearray(min(9, self._files.size_of(place.path) - place.start))
-            self._files.fill(place.path, memoryview(head), place.start)
+            self._files.fill_block(place.path, memoryview(head), place.start)
             self._images[key] = read_parts(self._files, *key) if head[8:] == b"{" and head[:2] != b"PK" else None
         return self._images[key]
 
@@ -328,8 +331,9 @@ class _Reader:
     def _run_of(self, one: _Tensor, number: int, place: _Place) -> Run:
         offsets, sizes = one.boxes[number]
 
-        def refuse(why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
-            error = self._error(f"{why} at byte {place.start} of {os.path.basename(place.path)}", kind, one.name, number)
+        def error_at(why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
+            where = f"at byte {place.start} of {os.path.basename(place.path)}"
+            error = self._error(f"{why} {where}", kind, one.name, number)
             error.source, error.offset = place.path, place.start
             return error
 
@@ -337,18 +341,18 @@ class _Reader:
         if parts is not None:
             part = parts.get(one.name)
             if part is None or (part.dtype, part.shape) != (one.dtype, sizes) or part.offsets != offsets:
-                raise refuse("another chunk, or none, is in the safetensors file")
+                raise error_at("another chunk, or none, is in the safetensors file")
             return part.run
         item = self._read_item(place, one.name, number)
         if not isinstance(item, StoredTensor):
-            raise refuse("an object that is not a tensor")
+            raise error_at("an object that is not a tensor")
         if item.dtype != one.dtype or item.shape != sizes:
-            raise refuse(f"a tensor of {item.dtype} {list(item.shape)} instead of {one.dtype} {list(sizes)}")
+            raise error_at(f"a tensor of {item.dtype} {list(item.shape)} instead of {one.dtype} {list(sizes)}")
         return _run_of_item(self._files, place.path, item)
 
     def _read_item(self, place: _Place, name: str, number: int | None = None) -> StoredTensor | TorchFile:
         try:
-            with self._files.opened(place.path) as file:
+            with self._files.open_file(place.path) as file:
                 return read_item(place.path, file, (place.start, place.start + place.size), name)
         except OverwireError as error:
             error.tensor, error.chunk, error.offset = name, number, place.start
@@ -359,7 +363,7 @@ class _Reader:
     def _add_object(self, content: Content, name: str, place: _Place) -> None:
         """Adds what is in an object: its tensors, its plain values, and a line for each other part."""
         head = bytearray(min(4, place.size))
-        self._files.fill(place.path, memoryview(head), place.start)
+        self._files.fill_block(place.path, memoryview(head), place.start)
         if head != b"PK\3\4":
             content.left.append(f"{name}: {place.size} bytes that torch.save did not write")
             return

@@ -36,20 +36,21 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
     Raises FormatError for what no safetensors file is like, CorruptError for one that is cut short.
     """
 
-    def fail(why: str, tensor: str | None = None, kind: type[OverwireError] = FormatError) -> OverwireError:
+    def make_error(why: str, tensor: str | None = None, kind: type[OverwireError] = FormatError) -> OverwireError:
         name = "" if tensor is None else f"tensor {tensor!r}: "
         return kind(f"overwire: open {path}: {name}{why}", source=path, tensor=tensor)
 
     whole = files.size_of(path) - start
     length = bytearray(8)
     if whole < 8:
-        raise fail(f"no safetensors header in {whole} bytes")
-    files.fill(path, memoryview(length), start)
+        raise make_error(f"no safetensors header in {whole} bytes")
+    files.fill_block(path, memoryview(length), start)
     size = int.from_bytes(length, "little")
     if size > _MOST or size > whole - 8:
-        raise fail(f"a header of {size} bytes, and {whole - 8} follow", kind=FormatError if size > _MOST else CorruptError)
+        kind = FormatError if size > _MOST else CorruptError
+        raise make_error(f"a header of {size} bytes, and {whole - 8} follow", kind=kind)
     text = bytearray(size)
-    files.fill(path, memoryview(text), start + 8)
+    files.fill_block(path, memoryview(text), start + 8)
     try:
         header = json.loads(text.decode())
         metadata = header.pop("__metadata__", None) or {}
@@ -57,25 +58,26 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
         entries = {name: (one["dtype"], one["shape"], one["data_offsets"]) for name, one in header.items()}
         offsets = None if sharding is None else {name: one["saved_offsets"] for name, one in sharding.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise fail(f"malformed header: {error!s:.200}") from error
+        raise make_error(f"malformed header: {error!s:.200}") from error
     parts: dict[str, Part] = {}
     for name, (dtype, shape, span) in entries.items():
         if dtype not in BITS or not _are_numbers(shape) or not _are_numbers(span) or len(span) != 2:
-            raise fail("malformed", name)
+            raise make_error("malformed", name)
         at = None if offsets is None else offsets.get(name)
         if at is not None and (not _are_numbers(at) or len(at) != len(shape)):
-            raise fail(f"its offsets in {SHARDING} are malformed", name)
+            raise make_error(f"its offsets in {SHARDING} are malformed", name)
         low, high = span
         if high - low != bytes_of(dtype, tuple(shape)):
-            raise fail(f"{high - low} bytes for shape {shape} of {dtype}", name)
+            raise make_error(f"{high - low} bytes for shape {shape} of {dtype}", name)
         if high > whole - 8 - size:
-            raise fail(f"truncated, it ends at byte {high} of {whole - 8 - size}: copy or fetch it again", name, CorruptError)
+            why = f"truncated, it ends at byte {high} of {whole - 8 - size}: copy or fetch it again"
+            raise make_error(why, name, CorruptError)
         run = Run(files, path, start + 8 + size + low, high - low)
         parts[name] = Part(dtype, tuple(shape), None if at is None else tuple(at), run)
     spans = sorted((part.run.start, part.run.size, name) for name, part in parts.items() if part.run.size)
     for (low, count, _), (begin, _, name) in zip(spans, spans[1:], strict=False):
         if low + count > begin:
-            raise fail("it shares bytes with another tensor", name)
+            raise make_error("it shares bytes with another tensor", name)
     return parts
 
 

@@ -25,6 +25,10 @@ from .content import BLOCK
 _OPEN, _DIVISIONS, _PAIRS = 64, 64, 512
 
 
+#: Offsets and sizes, in elements.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 class Files:
     """The files that parts are in; few of them are open at a time. One that changes is a CorruptError."""
 
@@ -35,20 +39,20 @@ class Files:
         #: The permissions that all of them give.
         self.mode = 0o666
 
-    def close(self) -> None:
+    def close_files(self) -> None:
         """Closes them."""
         with self._lock:
             while self._open:
                 os.close(self._open.popitem()[1])
 
-    def compare(self) -> None:
+    def compare_files(self) -> None:
         """Raises CorruptError if one of them is no longer as it was when it was opened."""
         for path, state in self._states.items():
             if state_of_file(path) != state:
                 raise _changed(path)
 
     @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[int]:
+    def open_file(self, path: str) -> Iterator[int]:
         """A descriptor of a file. Raises NotFoundError, AccessError, ArgumentError for what is no regular file."""
         with self._lock:
             number = os.dup(self._find(path))
@@ -76,13 +80,13 @@ class Files:
         return number
 
     def size_of(self, path: str) -> int:
-        """The bytes of a file; raises what `opened` raises."""
-        with self.opened(path) as number:
+        """The bytes of a file; raises what `open_file` raises."""
+        with self.open_file(path) as number:
             return os.fstat(number).st_size
 
-    def fill(self, path: str, out: memoryview, at: int) -> None:
+    def fill_block(self, path: str, out: memoryview, at: int) -> None:
         """Reads the bytes of a file from `at` on. Raises CorruptError where it ends before, IOFailure."""
-        with self.opened(path) as number:
+        with self.open_file(path) as number:
             while out:
                 try:
                     count = os.preadv(number, [out], at)
@@ -105,9 +109,9 @@ class Run:
         self.path, self.start, self.size = path, start, size
         self._total = 0
 
-    def fill(self, out: memoryview, at: int) -> None:
+    def fill_block(self, out: memoryview, at: int) -> None:
         """Reads from `at` on, counted from the start of the run. Raises CorruptError, IOFailure."""
-        self._files.fill(self.path, out, self.start + at)
+        self._files.fill_block(self.path, out, self.start + at)
         if self._checksum:
             self._total = zlib.crc32(out, self._total if at else 0)
             if at + len(out) == self.size and self._total != self._checksum:
@@ -127,18 +131,19 @@ class PackedRun(Run):
         self._storage, self._shape, self._strides, self._item = storage, shape, strides, item
         self._packed: memoryview | None = None
 
-    def fill(self, out: memoryview, at: int) -> None:
+    def fill_block(self, out: memoryview, at: int) -> None:
         """See `Run`. Raises NotSupportedError without numpy."""
         if self._packed is None:
             whole = memoryview(bytearray(self._storage.size))
-            self._storage.fill(whole, 0)
-            self._packed = pack(whole, self.start - self._storage.start, self._shape, self._strides, self._item, self.path)
+            self._storage.fill_block(whole, 0)
+            at_first = self.start - self._storage.start
+            self._packed = pack_strided(whole, at_first, self._shape, self._strides, self._item, self.path)
         out[:] = self._packed[at : at + len(out)]
         if at + len(out) == self.size:
             self._packed = None
 
 
-def pack(
+def pack_strided(
     whole: memoryview, at: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int, path: str
 ) -> memoryview:
     """The bytes of a strided tensor in row-major order. Raises NotSupportedError without numpy."""
@@ -173,7 +178,7 @@ class Joined:
         self._box = shape if box is None else box
         self._item = BITS[dtype] // 8 or 1
 
-    def blocks(self) -> Iterator[memoryview]:
+    def read_blocks(self) -> Iterator[memoryview]:
         """See `Stored`."""
         if size := math.prod(self._box) * self._item:
             # A tensor without dimensions is a row of one element.
@@ -217,7 +222,7 @@ class Joined:
 
     def _fill(self, chunk: Chunk, out: memoryview, at: int) -> None:
         try:
-            chunk.run.fill(out, at)
+            chunk.run.fill_block(out, at)
         except OverwireError as error:
             error.tensor, error.chunk = self.name, self._chunks.index(chunk) if chunk in self._chunks else 0
             error.args = (f"{error} (chunk {error.chunk} of tensor {self.name!r})",)
@@ -234,7 +239,8 @@ def _scatter(
     run = math.prod(one.sizes[last:]) * item  # the bytes that lie together in both
     strides = [math.prod(box[dim + 1 :]) * item for dim in range(axis, last)]
     base = sum(one.offsets[dim] * math.prod(box[dim + 1 :]) * item for dim in range(axis + 1, last + 1))
-    places = [range(0, size * stride, stride) for size, stride in zip((count, *one.sizes[axis + 1 : last]), strides, strict=True)]
+    counts = (count, *one.sizes[axis + 1 : last])
+    places = [range(0, size * stride, stride) for size, stride in zip(counts, strides, strict=True)]
     at = 0
     for place in itertools.product(*places):
         low = base + sum(place)
@@ -242,16 +248,15 @@ def _scatter(
         at += run
 
 
-def check_cover(
-    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], fail: Callable[[str, int], Exception]
-) -> None:
-    """Raises fail(why, number of a box) unless boxes, of offsets and sizes, have each element of a tensor once.
+def check_cover(shape: tuple[int, ...], boxes: list[Box], make_error: Callable[[str, int], Exception]) -> None:
+    """Raises make_error(why, number of a box) unless boxes, of offsets and sizes, have each element of a tensor once.
 
     All have as many dimensions as the shape. Boxes without elements count for nothing.
     """
     for number, (offsets, sizes) in enumerate(boxes):
         if any(low + size > dim for low, size, dim in zip(offsets, sizes, shape, strict=True)):
-            raise fail(f"offset {list(offsets)} and size {list(sizes)} are outside of shape {list(shape)}", number)
+            why = f"offset {list(offsets)} and size {list(sizes)} are outside of shape {list(shape)}"
+            raise make_error(why, number)
     real = [number for number, (_, sizes) in enumerate(boxes) if 0 not in sizes]
     if 0 in shape:
         return
@@ -259,22 +264,23 @@ def check_cover(
     while todo:
         inside, low, high, depth = todo.pop()
         if not inside:
-            raise fail(f"no chunk has the elements from {list(low)} to {list(high)}", 0)
+            raise make_error(f"no chunk has the elements from {list(low)} to {list(high)}", 0)
         if len(inside) == 1:
             offsets, sizes = boxes[inside[0]]
             ends = tuple(map(sum, zip(offsets, sizes, strict=True)))
             if (offsets, ends) != (low, high):
-                why = f"of the elements from {list(low)} to {list(high)}, only those from {list(offsets)} to {list(ends)} are stored"
-                raise fail(why, inside[0])
+                region = f"of the elements from {list(low)} to {list(high)}"
+                why = f"{region}, only those from {list(offsets)} to {list(ends)} are stored"
+                raise make_error(why, inside[0])
             continue
         for axis in range(len(shape)):
             groups = _divide(boxes, inside, axis)
             if len(groups) > 1:
                 break
         else:
-            raise fail(*_overlap(boxes, inside))
+            raise make_error(*_overlap(boxes, inside))
         if depth == _DIVISIONS:
-            raise fail("its chunks are divided into too many parts of parts", inside[0])
+            raise make_error("its chunks are divided into too many parts of parts", inside[0])
         at = low[axis]
         for group, start, end in groups:
             if start > at:
@@ -289,9 +295,7 @@ def _with(numbers: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
     return (*numbers[:at], value, *numbers[at + 1 :])
 
 
-def _divide(
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], inside: list[int], axis: int
-) -> list[tuple[list[int], int, int]]:
+def _divide(boxes: list[Box], inside: list[int], axis: int) -> list[tuple[list[int], int, int]]:
     """The boxes in groups that no box crosses along an axis, each with its begin and end there."""
     groups: list[tuple[list[int], int, int]] = []
     for number in sorted(inside, key=lambda one: boxes[one][0][axis]):
@@ -306,7 +310,7 @@ def _divide(
     return groups
 
 
-def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], inside: list[int]) -> tuple[str, int]:
+def _overlap(boxes: list[Box], inside: list[int]) -> tuple[str, int]:
     """Why boxes that cannot be divided are refused, and one of them."""
     for one, other in itertools.combinations(inside[:_PAIRS], 2):
         (low, size), (start, length) = boxes[one], boxes[other]

@@ -44,7 +44,7 @@ def kind_of(path: str) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: str, kind: str, compare: bool = True) -> Iterator[Content]:
+def open_content(path: str, kind: str, compare: bool = True) -> Iterator[Content]:
     """The content of a file or folder of that kind. compare: as for `torchfiles.opened`. Raises what its reader
     raises."""
     with contextlib.ExitStack() as stack:
@@ -54,13 +54,13 @@ def opened(path: str, kind: str, compare: bool = True) -> Iterator[Content]:
             tensors = [(name, Mapped(memory)) for name, memory in file.tensors]
             content = Content(list(tensors), file.values, file.left, mode)
         elif kind == "dcp":
-            content = stack.enter_context(dcp.opened(path, os.listdir(path)))
+            content = stack.enter_context(dcp.open_checkpoint(path, os.listdir(path)))
         elif kind == "shards":
-            content = stack.enter_context(shards.opened(path, shards.shards_in(os.listdir(path))))
+            content = stack.enter_context(shards.open_shards(path, shards.shards_in(os.listdir(path))))
         elif kind == "nemo":
-            content = stack.enter_context(tars.opened(path, compare))
+            content = stack.enter_context(tars.open_nemo(path, compare))
         else:
-            content = stack.enter_context(arrays.opened(path))
+            content = stack.enter_context(arrays.open_arrays(path))
         yield content
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..files import AnonymousMemory, has_weights, may_be_foreign
 from ..paths import classed_errors, is_remote
 from .content import write_plain
-from .kinds import kind_of, listed_weights, opened, refuse_empty
+from .kinds import kind_of, listed_weights, open_content, refuse_empty
 
 
 class InMemory(NamedTuple):
@@ -28,7 +28,7 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
     """The plain files that a local path stands for, which take as much memory as its tensors; none where it is not
     a file or folder of another library. is_header: the tensors are left out, and take no memory.
 
-    Raises what `kinds.opened` raises.
+    Raises what `kinds.open_content` raises.
     """
     if is_remote(path) or not may_be_foreign(path, 0):
         return []
@@ -44,7 +44,7 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
 
 def _in_memory(source: str, kind: str, is_header: bool) -> InMemory:
     memory = AnonymousMemory()
-    with opened(source, kind, compare=not is_header) as content:
+    with open_content(source, kind, compare=not is_header) as content:
         refuse_empty(content, source, kind)
         write_plain(content, memory.number, source, is_header)
     return InMemory(memory, source, kind)

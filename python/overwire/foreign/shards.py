@@ -34,7 +34,7 @@ def shards_in(names: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(folder: str, names: list[str]) -> Iterator[Content]:
+def open_shards(folder: str, names: list[str]) -> Iterator[Content]:
     """The whole tensors of the shards with these names.
 
     Raises NotFoundError for a rank that is missing, FormatError for parts that overlap or
@@ -43,9 +43,9 @@ def opened(folder: str, names: list[str]) -> Iterator[Content]:
     files = Files()
     try:
         yield _read_content(folder, names, files)
-        files.compare()
+        files.compare_files()
     finally:
-        files.close()
+        files.close_files()
 
 
 def _read_content(folder: str, names: list[str], files: Files) -> Content:
@@ -69,7 +69,7 @@ def _read_content(folder: str, names: list[str], files: Files) -> Content:
 def _join(name: str, parts: list[tuple[str, Part]]) -> Joined:
     path, first = parts[0]
 
-    def refuse(why: str, number: int) -> FormatError:
+    def error_at(why: str, number: int) -> FormatError:
         at = parts[number][0]
         return FormatError(
             f"overwire: open {at}: tensor {name!r}: chunk {number}: {why}", source=at, tensor=name, chunk=number
@@ -77,7 +77,7 @@ def _join(name: str, parts: list[tuple[str, Part]]) -> Joined:
 
     for number, (_, part) in enumerate(parts):
         if part.dtype != first.dtype or len(part.shape) != len(first.shape):
-            raise refuse(f"{part.dtype} {list(part.shape)}, and {first.dtype} {list(first.shape)} in {path}", number)
+            raise error_at(f"{part.dtype} {list(part.shape)}, and {first.dtype} {list(first.shape)} in {path}", number)
     if BITS[first.dtype] % 8:  # torch counts bytes, and the header elements
         if len(parts) > 1 or any(first.offsets or ()):
             why = f"a part of a tensor of {first.dtype}, of which only whole ones are read"
@@ -85,6 +85,6 @@ def _join(name: str, parts: list[tuple[str, Part]]) -> Joined:
         return Joined(name, first.dtype, first.shape, [Chunk((0,), (first.run.size,), first.run)], (first.run.size,))
     boxes = [(part.offsets or (), part.shape) for _, part in parts]
     shape = tuple(max(low[dim] + size[dim] for low, size in boxes) for dim in range(len(first.shape)))
-    check_cover(shape, boxes, refuse)
+    check_cover(shape, boxes, error_at)
     chunks = [Chunk(offsets, sizes, part.run) for (offsets, sizes), (_, part) in zip(boxes, parts, strict=True)]
     return Joined(name, first.dtype, shape, chunks)

@@ -40,7 +40,7 @@ class _Member(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(path: str, compare: bool = True) -> Iterator[Content]:
+def open_nemo(path: str, compare: bool = True) -> Iterator[Content]:
     """The weights of a .nemo file; its other members are in `left`. compare: as for `torchfiles.opened`.
 
     Raises FormatError for a damaged archive or one without weights, CorruptError for one
@@ -50,9 +50,9 @@ def opened(path: str, compare: bool = True) -> Iterator[Content]:
     try:
         members = list(_members(files, path))
     finally:
-        files.close()
+        files.close_files()
 
-    def fail(why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
+    def make_error(why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {path}: {why}", source=path)
 
     weights = [one for one in members if os.path.basename(one.name) == WEIGHTS]
@@ -60,12 +60,12 @@ def opened(path: str, compare: bool = True) -> Iterator[Content]:
     if parts or len(weights) > 1:
         where = os.path.dirname(parts[0].name) if parts else ", ".join(one.name for one in weights[:4])
         advice = f"`tar -xf` it, and convert {where}" if parts else "they are parts of tensors: merge them by NeMo"
-        raise fail(f"its weights are several files ({where}): {advice}", NotSupportedError)
+        raise make_error(f"its weights are several files ({where}): {advice}", NotSupportedError)
     if not weights:
-        raise fail(f"a tar archive without {WEIGHTS}: no .nemo file; unpack it by `tar -xf`, and name what it holds")
+        raise make_error(f"a tar archive without {WEIGHTS}: unpack it by `tar -xf`, and name what it holds")
     [one] = weights
     if one.kind not in _REGULAR:
-        raise fail(f"its {one.name} is a link, or sparse (kind {one.kind!r})")
+        raise make_error(f"its {one.name} is a link, or sparse (kind {one.kind!r})")
     with opened_archive(path, (one.start, one.start + one.size), compare) as content:
         others = [f"{other.name} ({other.size} bytes)" for other in members if other is not one and other.kind != b"5"]
         tensors = [(name, Mapped(memory)) for name, memory in content.tensors]
@@ -75,12 +75,12 @@ def opened(path: str, compare: bool = True) -> Iterator[Content]:
 def _members(files: Files, path: str) -> Iterator[_Member]:
     """The members in order. Each lies in the file, behind the one before it."""
 
-    def fail(why: str, at: int, kind: type[OverwireError] = FormatError) -> OverwireError:
+    def make_error(why: str, at: int, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {path}: at byte {at}: {why}", source=path, offset=at)
 
     def read(start: int, count: int) -> bytes:
         block = bytearray(count)
-        files.fill(path, memoryview(block), start)
+        files.fill_block(path, memoryview(block), start)
         return bytes(block)
 
     whole, at, count = files.size_of(path), 0, 0
@@ -90,22 +90,22 @@ def _members(files: Files, path: str) -> Iterator[_Member]:
         if not any(head):
             return
         if head[257:262] != b"ustar" and at == 0:
-            raise fail("not a tar archive, as .nemo files are: gunzip it first, if that is what it is", 0)
+            raise make_error("not a tar archive, as .nemo files are: gunzip it first, if that is what it is", 0)
         if _octal(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * 32:
-            raise fail("the checksum of a header does not fit: copy or fetch it again", at, CorruptError)
+            raise make_error("the checksum of a header does not fit: copy or fetch it again", at, CorruptError)
         kind, size = head[156:157], _octal(head[124:136])
         size = int(longer.pop(b"size", b"")) if longer.get(b"size", b"").isdigit() and kind not in b"Lxg" else size
         count += 1
         if size is None or count > _MEMBERS:
-            raise fail(f"a malformed size, or more than {_MEMBERS} members", at)
+            raise make_error(f"a malformed size, or more than {_MEMBERS} members", at)
         start = at + _BLOCK
         if start + size > whole:
             why = f"truncated, a member ends at byte {start + size} and the file has {whole}: copy or fetch it again"
-            raise fail(why, at, CorruptError)
+            raise make_error(why, at, CorruptError)
         at = start + (size + _BLOCK - 1) // _BLOCK * _BLOCK
         if kind in (b"L", b"x"):
             if size > _NAME:
-                raise fail(f"a name of {size} bytes", start)
+                raise make_error(f"a name of {size} bytes", start)
             text = read(start, size)
             longer |= {b"path": text.rstrip(b"\0")} if kind == b"L" else dict(_PAX.findall(text))
         elif kind not in (b"g", b"K"):
@@ -113,7 +113,7 @@ def _members(files: Files, path: str) -> Iterator[_Member]:
             name = longer.pop(b"path", b"") or b"/".join(filter(None, (prefix, head[:100].split(b"\0")[0])))
             longer.clear()
             yield _Member(os.fsdecode(name).removeprefix("./"), kind, start, size)
-    raise fail("truncated, its end is missing: copy or fetch it again", at, CorruptError)
+    raise make_error("truncated, its end is missing: copy or fetch it again", at, CorruptError)
 
 
 def _octal(field: bytes) -> int | None:

@@ -31,7 +31,8 @@ def sharded() -> tuple[dict[str, Any], dict[str, Any]]:
     mesh = init_device_mesh("cpu", (2,))
     whole = {"rows": WHOLE, "columns": WHOLE.bfloat16(), "both": WHOLE + 1, "one": torch.ones(1), "plain": WHOLE - 1}
     cuts = {"rows": Shard(0), "columns": Shard(1), "both": Shard(0), "one": Shard(0)}
-    return {name: distribute_tensor(one, mesh, [cuts[name]]) if name in cuts else one for name, one in whole.items()}, whole
+    state = whole | {name: distribute_tensor(whole[name], mesh, [cut]) for name, cut in cuts.items()}
+    return state, whole
 
 
 def fsdp2(folder: str) -> dict[str, Any]:
