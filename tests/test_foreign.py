@@ -504,14 +504,14 @@ def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(path, a=np.arange(900.0))
     entry = bytearray(path.read_bytes())
     for offset in (entry.index(b"PK\1\2") + 24, entry.index(b"PK\3\4") + 22):
-        entry[offset : offset + 4] = struct.pack_strided("<I", 5000)
+        entry[offset : offset + 4] = struct.pack("<I", 5000)
     path.write_bytes(entry)
     refused(ow.CorruptError, "bytes")
     path = tmp_path / "one.npy"
     np.save(path, np.arange(9.0))
     path.write_bytes(path.read_bytes().replace(b"(9,)", b"(8,)"))
     refused(ow.CorruptError, "72 bytes of data for shape")
-    path.write_bytes(arrays.MAGIC + b"\2\0" + struct.pack_strided("<I", 1 << 31) + b"(" * 1000)
+    path.write_bytes(arrays.MAGIC + b"\2\0" + struct.pack("<I", 1 << 31) + b"(" * 1000)
     refused(ow.FormatError, "malformed header")
     os.remove(path)
     assert os.listdir(tmp_path) == ["m.npz"]
