@@ -91,8 +91,8 @@ race: ## Go tests under the race detector
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
 gofmt golint gotest race static fakegpu fakepy asan:
 	@.ci/check $@
-counts: ## lines and names of each package; lowers their ceilings, or raises them with WHY="a reason"
-	$(PY) tests/house/counts.py --write $(if $(WHY),--why "$(WHY)")
+counts: ## lines and names of each package, habits of writing; lowers ceilings, or raises the first with WHY="a reason"
+	$(PY) tests/house/prose.py --write && $(PY) tests/house/counts.py --write $(if $(WHY),--why "$(WHY)")
 
 pylint: venv
 	$(PY) -m ruff check --quiet .
@@ -118,7 +118,7 @@ demo: build ## the main job on real weights, with figures and proof
 	$(PY) examples/demo.py
 plots: $(DOCS)/.ready ## docs/plots/*.svg from docs/plots/figures.json
 	$(DOCS)/bin/python docs/plots/draw.py
-bench: build ## this machine's figures beside its floors, and those of the binding and of loads over HTTP
+bench: build ## figures and limits of this machine, of the binding and of loads over HTTP
 	$(PY) -m overwire bench
 	$(PY) tests/benches/bench_net.py
 	$(PY) tests/benches/bench_binding.py

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tomllib
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).resolve().parent.parent
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
@@ -20,6 +21,7 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "docs" / "_site")]
 import docstrings  # noqa: E402
 import links  # noqa: E402
 import overwire  # noqa: E402
+import pages  # noqa: E402
 
 project = "overwire"
 author = "The authors of overwire"
@@ -46,13 +48,14 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 python_maximum_signature_line_length = 100
 python_display_short_literal_types = True
 add_module_names = False
-toc_object_entries_show_parents = "hide"
+toc_object_entries = False
 default_role = "code"
 
 smartquotes = False  # "cpu" in a docstring is what a program has to say
 
 html_theme = "furo"
 html_title = f"overwire {release}"
+html_short_title = "overwire"
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
@@ -77,3 +80,13 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", docstrings.convert)
     app.connect("doctree-read", links.drop_builtins)
     app.connect("missing-reference", links.resolve)
+    app.connect("html-page-context", pages.describe)
+    analyze = ModuleAnalyzer.analyze
+
+    def analyze_once(self: ModuleAnalyzer) -> None:
+        done = self._analyzed
+        analyze(self)
+        if not done:  # a function has one signature on its page
+            self.overloads = {name: [docstrings.join_overloads(each)] for name, each in self.overloads.items()}
+
+    ModuleAnalyzer.analyze = analyze_once

@@ -5,7 +5,9 @@ wherever the file comes in; nothing is opened and left."""
 from __future__ import annotations
 
 import base64
+import errno
 import inspect
+import io
 import json
 import os
 import threading
@@ -19,6 +21,7 @@ torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
 from conftest import soon  # noqa: E402
+from overwire.model import forked  # noqa: E402
 
 VECTORS = json.loads((Path(__file__).parent / "goldens" / "container" / "vectors.json").read_text())
 
@@ -366,3 +369,36 @@ def test_damage_of_stored_bytes_has_one_rule(tmp_path: Path) -> None:
             with pytest.raises(ow.CorruptError, match="checksum mismatch: [0-9a-f]{8} stored, ") as damage:
                 read(tmp_path / name)
             assert (damage.value.rule, damage.value.tensor) == ("Checksum", "a")
+
+
+def test_a_disk_that_fails_does_not_make_a_container_a_plain_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the disk is raised, and short reads go on: or a container's stored bytes would be taken for tensors.
+    What is not there, and what is no file, is left to its reader."""
+    path = tmp_path / "m.safetensors"
+    ow.save_file({"w": torch.zeros(9000)}, path)
+    read, faults = os.pread, []
+
+    def pread(number: int, size: int, at: int) -> bytes:
+        if faults:
+            raise OSError(faults.pop(), "the disk")
+        return read(number, min(size, 5), at)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with open(path, "rb") as file:
+        for source in (path, str(path), file):
+            for number in (errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE):
+                faults.append(number)
+                with pytest.raises(ow.OverwireError):
+                    forked.is_compressed(source)
+            assert forked.is_compressed(source)
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path, tmp_path / "none", tmp_path / "pipe", path / "below", io.BytesIO(b"abc"), "a\0b"):
+        assert forked.is_compressed(source) is None
+    faults.append(errno.EIO)
+    with pytest.raises(ow.IOFailure, match=r"m\.safetensors"):
+        forked.ForkedModel(path)
+    monkeypatch.setattr(forked, "is_compressed", lambda source: False)  # replaced since it was looked at
+    with pytest.raises(ow.ForkedError):
+        forked.ForkedModel(path)

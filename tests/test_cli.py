@@ -6,12 +6,14 @@ import functools
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import overwire
 import processes
 import pytest
@@ -192,7 +194,8 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
     serve = [sys.executable, "-m", "overwire", "serve", str(plain.parent), "--each", "10KB"]
     with processes.started(serve, stdout=subprocess.PIPE, text=True) as server:
         url = server.stdout.readline().strip() + plain.name
-        command = [sys.executable, "-m", "overwire", "fetch", url, "-o", str(out)]
+        # Of two objects, of which nothing stays for a later run.
+        command = [sys.executable, "-m", "overwire", "fetch", url, url, "-o", str(out)]
         obey = functools.partial(signal.signal, number, signal.SIG_DFL)  # nohup makes children ignore SIGHUP
         with processes.started(command, stderr=subprocess.PIPE, text=True, preexec_fn=obey) as process:
             deadline = time.monotonic() + 60
@@ -253,3 +256,70 @@ def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
     assert "ignores PYTHONPATH" in refused(2, "python3", "-sI", "-c", "1")
     assert must("run", "python3", "-c", "print('-I')", "-I") == "-I\n"
     assert "PROGRAM" in (about := must("run", "--help")) and "--json" not in about and "--help" in about
+
+
+def test_file_uris(tmp_path: Path) -> None:
+    """file:// stands wherever a path does: for folders, an index.json, files of torch.save, what is read and what is written,
+    by the command line and in Python."""
+    import torch
+
+    folder = tmp_path / "a folder%"
+    folder.mkdir()
+    tensors = {f"w{k}": np.arange(1000.0) * k for k in range(3)}
+    overwire.save_file(tensors, folder / "m.safetensors", max_shard_size=9000)
+    (folder / "config.json").write_text("{}")
+    torch.save({"w": torch.ones(3)}, tmp_path / "t.pt")
+    index = (folder / "m.safetensors.index.json").as_uri()
+    for uri in (folder.as_uri(), folder.as_uri() + "/", index):
+        for got in (overwire.load_file(uri, framework="np"), dict(overwire.stream(uri, framework="np"))):
+            assert all((got[name] == tensors[name]).all() for name in tensors)
+        assert overwire.verify(uri)["ok"]
+    overwire.convert(folder.as_uri(), (tmp_path / "out").as_uri(), compress=False)
+    overwire.convert((tmp_path / "t.pt").as_uri(), (tmp_path / "t.safetensors").as_uri())
+    for words in (
+        ["verify", index],
+        ["compress", folder.as_uri(), "-o", (tmp_path / "packed").as_uri()],
+        ["decompress", (tmp_path / "packed").as_uri(), "-o", (tmp_path / "back").as_uri()],
+        ["fetch", (folder / "config.json").as_uri(), "-o", (tmp_path / "fetched").as_uri()],
+        ["compress", (tmp_path / "t.pt").as_uri(), "-o", (tmp_path / "u.safetensors").as_uri()],
+    ):
+        assert run(*words).returncode == 0, words
+    for name in ("out", "packed", "back"):
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == sorted(p.name for p in folder.iterdir())
+    assert (tmp_path / "fetched").read_text() == "{}"
+    assert overwire.load_file(tmp_path / "u.safetensors", framework="np").keys() == {"w"}
+    assert "not the URI of a local file" in run("load", "file:///x?y").stderr
+
+
+def test_fetch_goes_on_after_any_end(tmp_path: Path) -> None:
+    """What a killed fetch, or one without room, has brought stays, hidden: the next run brings the rest, of a file and of a folder,
+    and nothing else is left."""
+    served, out = tmp_path / "served", tmp_path / "out"
+    served.mkdir()
+    out.mkdir()
+    data = np.random.default_rng(0).bytes(48 << 20)
+    (served / "x.bin").write_bytes(data)
+
+    def room(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    serve = [sys.executable, "-m", "overwire", "serve", str(served), "--rate", "60MB"]
+    with processes.started(serve, stdout=subprocess.PIPE, text=True) as server:
+        url = server.stdout.readline().strip()
+        for source, target in ((url + "x.bin", out / "y.bin"), (url, out / "folder")):
+            hidden = out / f".{target.name}.partial"
+            begun = hidden / ".x.bin.partial" if source == url else hidden
+            command = [sys.executable, "-m", "overwire", "fetch", source, "-o", str(target), "--json"]
+            with processes.started(command, stdout=subprocess.DEVNULL) as process:
+                deadline = time.monotonic() + 60
+                while not Path(f"{begun}.json").exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                process.kill()
+            assert begun.stat().st_size >= 16 << 20 and not target.exists()
+            limited = subprocess.run(command, preexec_fn=functools.partial(room, 40 << 20), capture_output=True, text=True)
+            assert limited.returncode == 4 and "fetch it again" in limited.stderr and not target.exists()
+            done = run(*command[3:])
+            assert done.returncode == 0 and json.loads(done.stdout)["bytes"] <= 16 << 20, done.stderr
+            whole = target / "x.bin" if source == url else target
+            assert whole.read_bytes() == data
+    assert sorted(path.name for path in out.rglob("*")) == ["folder", "x.bin", "y.bin"]

@@ -163,9 +163,9 @@ def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
 
     rng = random.Random(seed)
     for turn in range(100):
-        kinds = [rng.randrange(1, 40 << 20), 8 << 20, 64 << 20, 300 << 20, rng.randrange(1 << 20)]
+        kinds = [rng.randrange(1, 160 << 20), 8 << 20, 256 << 20, 1200 << 20, rng.randrange(1 << 20)]
         sizes = [rng.choice(kinds) for _ in range(rng.randrange(5, 60))]
-        first, largest = (4, 256 << 20) if turn % 2 else (len(sizes), 4 << 30)
+        first, largest = (4, 1 << 30) if turn % 2 else (len(sizes), 4 << 30)
         (single,) = divide_into_batches(sizes, sum(sizes), -turn, first, 32)
         assert [at for (at,) in single] == sorted(range(len(sizes)), key=lambda at: -(-sizes[at] // 512))
         batches = [*divide_into_batches(sizes, sum(sizes) - 1, -turn, first, 32)]
@@ -186,9 +186,9 @@ def test_batches_have_whole_groups(seed: int) -> None:
 
     rng = random.Random(seed)
     for turn in range(50):
-        sizes = [rng.choice([rng.randrange(1, 90 << 20), 300 << 20]) for _ in range(rng.randrange(90))]
+        sizes = [rng.choice([rng.randrange(1, 360 << 20), 1200 << 20]) for _ in range(rng.randrange(90))]
         batches = [*divide_into_batches(sizes, -1, -200 - turn, 4, 16)]
-        groups = _group_sizes(sizes, 256 << 20 if len(sizes) > 4 else 4 << 30)
+        groups = _group_sizes(sizes, 1 << 30 if len(sizes) > 4 else 4 << 30)
         assert sorted(group for batch in batches for group in batch) == sorted(groups)
         counts = [sum(map(len, batch)) for batch in batches]
         assert all(count >= least for count, least in zip(counts[:-1], (4, 8, *[16] * 90), strict=False))

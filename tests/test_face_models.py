@@ -132,6 +132,20 @@ def test_mismatches_are_all_named_and_change_nothing(tmp_path: Path) -> None:
         ow.save_model({}, tmp_path / "n")
 
 
+def test_a_mismatch_lists_few_names(tmp_path: Path) -> None:
+    """Of each kind eight, and how many more there are: a large model has thousands."""
+    model = torch.nn.ModuleDict({f"l{n}": torch.nn.Linear(2, 2) for n in range(1000)})
+    ow.save_file({f"x{n}": torch.ones(1) for n in range(20)} | {f"l{n}.bias": torch.ones(1) for n in range(9)},
+                 tmp_path / "m.safetensors")  # fmt: skip
+    with pytest.raises(ow.ModelMismatchError) as caught:
+        ow.load_model(model, tmp_path / "m.safetensors")
+    text = str(caught.value)
+    assert all(part in text for part in (" and 1,983 more; unexpected", " and 12 more; 'l0.bias' has", " and 1 more"))
+    assert len(text) < 2000
+    missing, surplus = ow.load_model(torch.nn.Linear(2, 2), tmp_path / "m.safetensors", strict=False)
+    assert len(missing) == 2 and len(surplus) == 29
+
+
 def test_joins_a_preload(tmp_path: Path) -> None:
     source, target = fill(Tied(), 1), fill(Tied(), 2)
     ow.save_model(source, tmp_path / "m")

@@ -80,6 +80,30 @@ def test_types_are_those_of_the_reference() -> None:
     assert table == {kind.value: (kind.name, *SIZES[kind]) for kind in SIZES}
 
 
+def test_types_that_came_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A tensor of a type that is not known is listed without its size, with all that the file has of others; verify
+    checks the others, and says so."""
+    path = tmp_path / "m.gguf"
+    write(path, 5, [Type.Q4_K, Type.F16, Type.F32])
+    known = ow.inspect(path)["sources"][0]
+    data = bytearray(path.read_bytes())
+    at = data.index(b"blk.1.F16") + len("blk.1.F16")
+    order = "little" if data[4] == 3 else "big"
+    rank = int.from_bytes(data[at : at + 4], order)  # type: ignore[arg-type]
+    data[at + 4 + 8 * rank : at + 8 + 8 * rank] = (42).to_bytes(4, order)  # type: ignore[arg-type]
+    path.write_bytes(data)
+    source = ow.inspect(path)["sources"][0]
+    later = {"dtype": "type 42, not known", "bytes": 0, "stored": 0, "coding": "unknown"}
+    assert source == known | {"tensors": [known["tensors"][0], known["tensors"][1] | later, known["tensors"][2]]}
+    report = ow.verify(path)
+    assert report["tensors"] == 2 and report["files"][0]["tensors"] == 2
+    assert "1 of 3 tensors have types that this version does not know" in report["note"] and "blk.1.F16" in report["note"]
+    assert cli(["inspect", str(path)]) == 0
+    assert re.search(r"blk\.1\.F16 +type 42, not known +\S+ +- +- +- +unknown", capfd.readouterr().out)
+    assert cli(["verify", str(path)]) == 0
+    assert "were not verified" in capfd.readouterr().out
+
+
 def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`overwire inspect` and `verify` take it, beside other files and from a server; --html makes a page; nothing that
     a terminal would obey is printed."""

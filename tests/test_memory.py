@@ -115,3 +115,68 @@ for _ in range(20):
 assert soon(lambda: rss() < before + 10_000_000), (before, rss())
 assert soon(lambda: files() == open_files)
 """)
+
+
+def short(transposed: bool = False) -> torch.Tensor:
+    """A tensor whose storage was made shorter than it is."""
+    tensor = torch.ones(64 * 64 + 9)[9:].view(64, 64)
+    tensor = tensor.t() if transposed else tensor
+    tensor.untyped_storage().resize_(64 * 64 * 4)
+    return tensor
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def wake_shortened(tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    storage.resize_(1 << 16)
+    asleep = ow.sleep({"x": tensor})  # it stays: the tensor is a part of it
+    storage.resize_(64 * 64 * 4)
+    asleep.wake()
+
+
+def serialize(tensor: torch.Tensor) -> None:
+    from overwire.compat.tensorizer import TensorSerializer
+
+    TensorSerializer("m.tensors").write_state_dict({"x": tensor})
+
+
+def drop_in(tensor: torch.Tensor) -> None:
+    from overwire.compat.safetensors import torch as ours
+
+    ours.save_file({"x": tensor}, "d.safetensors")
+
+
+SHORT = {
+    "save_file": lambda tensor: ow.save_file({"x": tensor}, "a.safetensors"),
+    "plain": lambda tensor: ow.save_file({"x": tensor}, "a.safetensors", compress=False),
+    "save_model": lambda tensor: ow.save_model(Holder(tensor), "a.safetensors"),
+    "bundle": lambda tensor: ow.save_bundle({"x": tensor}, "a.pkl"),
+    "digest": lambda tensor: ow.digest(tensor),
+    "delta": lambda tensor: ow.save_delta({"x": torch.ones(64, 64)}, {"x": tensor}, "a.safetensors"),
+    "verify": lambda tensor: ow.verify("one", tensors={"x": tensor}),
+    "sleep": lambda tensor: ow.sleep({"x": tensor}),
+    "wake": wake_shortened,
+    "offload": lambda tensor: ow.offload(torch.nn.ModuleDict({"b": torch.nn.ModuleList([Holder(tensor)])}), "cpu"),
+    "load_model": lambda tensor: ow.load_model(Holder(tensor), "one"),
+    "load_into": lambda tensor: ow.safe_open("one", "pt").load_into([("x", None, tensor)]),
+    "TensorSerializer": serialize,
+    "safetensors": drop_in,
+}
+
+
+@pytest.mark.parametrize("call", SHORT)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_nothing_is_read_or_written_behind_a_storage(
+    call: str, transposed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that was made shorter than its tensor is an ArgumentError everywhere, and no file is left."""
+    monkeypatch.chdir(tmp_path)
+    ow.save_file({"x": torch.zeros(64, 64)}, "one")
+    with pytest.raises(ValueError if (call, transposed) == ("safetensors", True) else ow.ArgumentError):
+        SHORT[call](short(transposed))
+    assert [path.name for path in tmp_path.iterdir() if path.name != "m.tensors"] == ["one"]

@@ -179,3 +179,47 @@ def test_a_model_of_transformers(hosted: list[Hosted], tmp_path: Path) -> None:
     again = ow.load_file(tmp_path / "again" / "model.safetensors", framework="pt")
     for name, value in reference.state_dict().items():
         assert torch.equal(again[name], value)
+
+
+class Keeps(Layer):
+    """A layer that keeps a part of its weights at its first run, or changes them at each."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__(width, dtype)
+        self.act: Any = None
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        if self.act is not None and not self.kept:
+            self.kept = [one for one in [self.act(self)] if one is not None]
+        return super().forward(x) + sum(torch.as_tensor(one).sum() for one in self.kept or ())
+
+
+ACTS = {
+    "a view": lambda layer: layer.up.weight[2],
+    "the parameter": lambda layer: layer.up.weight,
+    "numpy": lambda layer: layer.up.weight.detach().numpy(),
+    "mul_": lambda layer: (layer.up.weight.mul_(1.5), None)[1],
+    "data": lambda layer: (layer.up.weight.data.mul_(1.5), None)[1],
+}
+
+
+@pytest.mark.parametrize("how", ACTS)
+def test_what_a_layer_keeps_or_changes_is_right(hosted: list[Hosted], how: str) -> None:
+    """Outputs and weights are those of the resident model, and a view lets its layer go when it ends."""
+    reference = Model(dtype=torch.float32)
+    reference.layers = torch.nn.ModuleList(Keeps(96, torch.float32) for _ in range(5)).requires_grad_(False)
+    model = dispatched(copy.deepcopy(reference), "dispatch_model")
+    for one in (model, reference):
+        for layer in one.layers:
+            layer.act = ACTS[how]
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3, 1], [0, 1, 2, 3, 4]):
+        model.order = reference.order = order
+        assert torch.equal(outputs(model), outputs(reference))
+    with align_module_device(model.layers[2].up):
+        assert torch.equal(model.layers[2].up.weight, reference.layers[2].up.weight)
+    for layer in [*model.layers, *reference.layers]:
+        layer.act = layer.kept = None
+    for _ in range(2):
+        assert torch.equal(outputs(model), outputs(reference))
+    assert model.layers[2].up.weight.is_meta == (how not in ("mul_", "data"))

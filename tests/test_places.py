@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -186,11 +187,53 @@ def test_extra_state_is_kept(tmp_path: Path) -> None:
         model[0].extra, other[0].extra = extra, torch.zeros(2)
         if isinstance(extra, dict):
             other[0].extra = {"steps": 1}
+        left = ("0._extra_state",) if isinstance(extra, dict) else ()
         for compress in (True, False):
-            ow.save_model(model, tmp_path / "m", compress=compress)
+            assert ow.save_model(model, tmp_path / "m", compress=compress).left == left
+            saving = ow.save_model(model, tmp_path / "m", compress=compress, wait=False)
+            assert saving.wait().left == left
             assert ow.load_model(other, tmp_path / "m") == ([], [])
         assert torch.equal(other[0].weight, model[0].weight)
         assert other[0].extra == {"steps": 1} if isinstance(extra, dict) else torch.equal(other[0].extra, extra)
+
+
+class _Packed(torch.nn.Module):
+    """A module that keeps its weights in an entry of the state dict that is not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(2))
+        self._register_state_dict_hook(lambda part, state, prefix, _: state.update({prefix + "packed": (part, 1)}))
+
+
+def _quantised() -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.LSTM(4, 4)), dtype=torch.qint8)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.nn.Sequential(_Packed()), _quantised], ids=["tuple", "quantised"])
+def test_entries_that_are_not_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], torch.nn.Module]) -> None:
+    """A state dict may hold weights in them: a file without them would be called complete, and models that differ in
+    them equal. Nothing is written or changed."""
+    model, file, delta = make(), tmp_path / "m.safetensors", tmp_path / "d.safetensors"
+    ow.save_file({"0.scale": torch.zeros(2)}, file)
+    ow.save_delta({"0.scale": torch.ones(2)}, {"0.scale": torch.zeros(2)}, delta)
+    kept = file.read_bytes()
+    for call in (
+        lambda: ow.save_model(model, file), lambda: ow.save_model(model, file, compress=False),
+        lambda: ow.save_model(model, file, wait=False), lambda: ow.load_model(model, file),
+        lambda: ow.load_model(model, file, strict=False), lambda: ow.digest(model),
+        lambda: ow.verify(file, tensors=model), lambda: ow.save_delta(model, file, tmp_path / "new.safetensors"),
+        lambda: ow.save_delta(file, model, tmp_path / "new.safetensors"), lambda: ow.apply_delta(model, delta),
+        lambda: ow.load_file(delta, base=model), lambda: ow.offload(model, source=file, device="cpu"),
+    ):  # fmt: skip
+        with pytest.raises(ow.NotSupportedError, match="not a tensor but a (tuple|ScriptObject)") as caught:
+            call()
+        assert caught.value.tensor in ("0.packed", "0._all_weight_values.0.param")
+    assert file.read_bytes() == kept and sorted(os.listdir(tmp_path)) == ["d.safetensors", "m.safetensors"]
+    if isinstance(model[0], _Packed):
+        assert torch.equal(model[0].scale, torch.ones(2))
 
 
 BLOCKS = """

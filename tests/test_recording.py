@@ -127,3 +127,28 @@ def test_every_pair_of_views_that_is_taken_shares_no_byte() -> None:
                 assert not its & others, (one, other)
                 pairs += 1
     assert pairs > 1000
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+def test_packed_tensors_have_the_shape_that_torch_has(tmp_path: Path) -> None:
+    """A loader of float4 weights gets stand-ins of pairs, and what it copies comes: whole, by rows, columns, turned."""
+    packed = torch.float4_e2m1fn_x2
+    bits = {"w": torch.arange(64, dtype=torch.uint8).reshape(8, 8), "v": torch.arange(100, 116, dtype=torch.uint8)}
+    parts = {
+        "w": (lambda t: t, lambda t: t[2:5], lambda t: t[:, 2:6], lambda t: t.t()),
+        "v": (lambda t: t, lambda t: t[4:9]),
+    }
+    ow.save_file({name: tensor.clone().view(packed) for name, tensor in bits.items()}, tmp_path / "model.safetensors")
+    for name, cuts in parts.items():
+        for cut in cuts:
+            want = cut(bits[name]).contiguous()
+            into = torch.zeros_like(want).view(packed)
+            with contextlib.ExitStack() as files:
+                recorder = recording.Recorder(lambda every: copies.load_copies(every, 1 << 20))
+                source = recording.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {}, wanted=name.__eq__)
+                with recorder:
+                    for _, weight in recording.iter_stand_ins(recorder, source):
+                        into.copy_(cut(weight))
+                        del weight
+                    recorder.load_rest()
+            assert torch.equal(into.view(torch.uint8), want), name

@@ -203,10 +203,10 @@ def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for size in (0, 1, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        refused(ow.FormatError, "torch.save")
+        refused(ow.FormatError if size < 2 else ow.CorruptError, "torch.save")
     path.write_bytes(whole)
     rewritten(path, lambda name, data: data[:1000] if "/data/" in name else data)
-    refused(ow.FormatError, "outside its storage")
+    refused(ow.FormatError, "data/0 has 1000 bytes, not 300 of F32")
     path.write_bytes(whole)
     rewritten(path, lambda name, data: b"big" if name.endswith("byteorder") else data)
     refused(ow.NotSupportedError, "big-endian")
@@ -328,7 +328,7 @@ def test_functions_that_read_models_take_torch_files(tmp_path: Path) -> None:
 def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for call in (lambda path: ow.convert(path, tmp_path / "m.safetensors"), ow.load_bundle):
-        with pytest.raises(ow.FormatError, match="load it with torch.load, and save its tensors with save_file"):
+        with pytest.raises(ow.FormatError, match=r"`torch.save\(torch.load\(f\), f\)` makes a newer one"):
             call(tmp_path / "old.pt")
 
 
@@ -455,7 +455,7 @@ def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
         file.write(struct.pack("<4s4H2LH", b"PK\5\6", *[0xFFFF] * 4, *[0xFFFFFFFF] * 2, 0))
     with pytest.raises(ow.FormatError, match="its directory has 1099511627776 bytes"), opened(str(path)):
         pass
-    assert not torchfiles.is_torch_file(str(path))
+    assert not torchfolders.is_torch_model(str(path))
     with pytest.warns(UserWarning, match="Duplicate"):
         _archive(path, b"}" + _text(b"w") + _tensor(4) + b"s.", (("data/0", b"abcd"), ("data/0", b"efgh")))
     with pytest.raises(ow.FormatError, match="twice"):

@@ -311,8 +311,6 @@ def test_no_python_code_writes_by_itself() -> None:
     allowed = {
         folder / "_bench_faces.py": [".write_text("],  # of its own temporary folder
         folder / "bundles/bundle.py": ["os.rename"],  # an old container's second name where a file system has no links
-        folder / "checkpoints/places.py": ["os.rename"],  # a folder of files that the engine has written
-        folder / "integrations/shared/prepared.py": ["os.replace"],  # a file that the engine has written, when its digests agree
         folder / "portable/files.py": ["os.replace"],  # it has no engine
     }
     for path in folder.rglob("*.py"):

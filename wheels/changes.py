@@ -43,8 +43,6 @@ def join_changes(text: str, changes: list[tuple[str, str]], version: str, day: s
         raise ValueError(f"CHANGELOG.md has {version}")
     following = HEADING.search(rest)
     unreleased, released = (rest[: following.start()], rest[following.start() :]) if following else (rest, "")
-    if not released and any(kind != "Added" for kind, _ in changes):
-        raise ValueError("a first release has only what it adds")
     sections: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for section in unreleased.split("### ")[1:]:
         kind, *lines = section.splitlines()

@@ -1,7 +1,8 @@
 """Check the finished site: python docs/_site/checksite.py FOLDER
 
-Every link inside the site leads to a page and a place that are there, and no page
-loads anything (a script, a style, a font, a picture) from another host.
+Every link inside the site leads to a page and a place that are there, every page made of
+Markdown has a description for search engines, and no page loads anything (a script, a
+style, a font, a picture) from another host.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ class Page(HTMLParser):
         self.places: set[str] = set()
         self.links: list[str] = []
         self.loads: list[str] = []
+        self.described = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.described |= tag == "meta" and ("name", "description") in attrs
         for name, value in attrs:
             if name == "id" and value:
                 self.places.add(value)
@@ -43,6 +46,8 @@ def faults(site: Path) -> list[str]:
     for path, page in sorted(pages.items()):
         where = path.relative_to(site.resolve())
         out += [f"{where} loads {one}" for one in page.loads if re.match(r"(\w+:)?//", one)]
+        if where.parts[0] == "docs" and not page.described:
+            out.append(f"{where} has no description: begin the page with a sentence")
         for link in page.links + page.loads:
             if re.match(r"(\w+:|//)", link) or where.name in ("search.html", "genindex.html") and link == "#":
                 continue

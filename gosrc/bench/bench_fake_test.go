@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// Loads to a GPU stand beside the wire of the same run, and nothing is left on
-// the device.
+// Loads to a GPU are compared with the link and with plain reading and copying in the same run, and nothing
+// is left on the device.
 func TestRunFake(t *testing.T) {
 	end := cuda.Fake(2 << 30)
 	var text bytes.Buffer
@@ -31,7 +31,7 @@ func TestRunFake(t *testing.T) {
 	if d := rep.Device; d == nil || d.Name != "cuda:0" || d.Wire <= 0 || len(d.Info) != 2 {
 		t.Errorf("%+v", rep.Device)
 	}
-	for _, want := range []string{"copy pinned memory to cuda:0: ", "of what the wire allows", "cuda:0 is Fake GPU 0"} {
+	for _, want := range []string{"copy pinned memory to cuda:0: ", "read the page cache and copy it to cuda:0: ", "of reading and copying as many bytes", "cuda:0 is Fake GPU 0"} {
 		if !strings.Contains(text.String(), want) {
 			t.Errorf("no %q in\n%s", want, text.String())
 		}

@@ -125,8 +125,10 @@ type Device struct {
 	Name string              `json:"name"` // "cuda:0"
 	Info []driver.DeviceInfo `json:"info,omitempty"`
 	// Wire is the rate of pinned copies of a slot's size in GB/s.
-	Wire  float64 `json:"wire,omitempty"`
-	Files string  `json:"files"` // the file system of the models: "tmpfs", "ext4"
+	Wire float64 `json:"wire,omitempty"`
+	// Baseline is the best rate at which bytes came from the page cache to the GPU without decoding, in GB/s.
+	Baseline float64 `json:"baseline,omitempty"`
+	Files    string  `json:"files"` // the file system of the models: "tmpfs", "ext4"
 }
 
 // openGPU opens a device by its name, "cpu", "cuda" or "cuda:N", and notes it

@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/verify"
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
@@ -79,7 +80,7 @@ func (c *call) measure() error {
 	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"], Dir: c.opts["dir"], Size: c.size("size"),
 		Repeat: c.number("repeat", 0), Threads: c.threads(), Storage: c.storage}
 	if opt.File != "" { // what is wrong with it is said now
-		if _, err := save.Inspect(c.ctx, []string{opt.File}, c.storage); err != nil {
+		if _, err := verify.Inspect(c.ctx, []string{opt.File}, c.storage); err != nil {
 			return err
 		}
 	}

@@ -17,11 +17,11 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
-	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -120,6 +120,9 @@ func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.W
 		return failed(stderr, stdout, false, printText(stdout, v.help()))
 	}
 	if err == nil {
+		err = c.takePaths()
+	}
+	if err == nil {
 		err = c.access()
 	}
 	if err == nil {
@@ -131,6 +134,26 @@ func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.W
 		}
 	}
 	return failed(stderr, stdout, c.is("json"), err)
+}
+
+// takePaths replaces file:// URIs by their paths.
+func (c *call) takePaths() (err error) {
+	words := []*string{}
+	for i := range c.args {
+		words = append(words, &c.args[i])
+	}
+	out := c.opts["output"]
+	for _, word := range append(words, &out) {
+		if source.Scheme(*word) == "file" {
+			if *word, err = source.FilePath(*word); err != nil {
+				return err
+			}
+		}
+	}
+	if c.opts["output"] != "" {
+		c.opts["output"] = out
+	}
+	return nil
 }
 
 // printVersion is `overwire --version`, which takes nothing but --json.
@@ -210,11 +233,11 @@ func (c *call) interrupted(err error) error {
 		return err
 	}
 	remainder := ""
-	var part *save.Partial
+	var part *convert.Partial
 	switch _, writes := c.opts["output"]; {
 	case errors.As(err, &part):
 		remainder = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))
-	case writes:
+	case writes && c.verb.name != "fetch": // which says by itself what stays
 		remainder = "; nothing was written"
 	}
 	return &interruption{err, remainder}

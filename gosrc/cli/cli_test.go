@@ -18,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/stored"
 )
 
 // overwire runs one command line.
@@ -468,7 +469,7 @@ func TestEstimate(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	var before struct {
 		Sources  []any
-		Estimate save.Total
+		Estimate stored.Total
 	}
 	if err := json.Unmarshal([]byte(must(t, "inspect", plain, "--estimate", "--json")), &before); err != nil {
 		t.Fatal(err)

@@ -14,12 +14,14 @@ import (
 
 	"github.com/dustin/go-humanize"
 
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 var writeOptions = append([]option{
@@ -118,7 +120,7 @@ func (c *call) convert(compress bool) error {
 			return err
 		}
 	}
-	rep, err := save.Convert(c.ctx, c.job, c.args, out, spec)
+	rep, err := convert.Convert(c.ctx, c.job, c.args, out, spec)
 	if err != nil {
 		return err
 	}
@@ -251,7 +253,7 @@ and names file, tensor, chunk and offset.`,
 	options: append([]option{{name: "original", doc: "compare the SHA-256 of the file that was compressed, too"},
 		storageOption}, decryptOptions...),
 	run: func(c *call) error {
-		rep, err := save.Verify(c.ctx, c.job, c.args, c.storage, c.is("original"))
+		rep, err := verify.Verify(c.ctx, c.job, c.args, c.storage, c.is("original"))
 		if err != nil {
 			return err
 		}

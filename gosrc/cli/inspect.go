@@ -21,6 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/page"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/stored"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 var inspectVerb = &verb{
@@ -71,7 +73,7 @@ func (c *call) inspectFiles() error {
 	case out != "" && len(c.args) == 1 && isTrace(c.args[0]):
 		return c.writeTracePage(c.args[0], out)
 	}
-	in, err := save.Inspect(c.ctx, c.args, c.storage)
+	in, err := verify.Inspect(c.ctx, c.args, c.storage)
 	if err != nil {
 		return err
 	}
@@ -87,8 +89,8 @@ func (c *call) inspectFiles() error {
 	}
 	c.shorten(in)
 	answer := struct {
-		*save.Inspection
-		Estimate *save.Total `json:"estimate,omitempty"`
+		*verify.Inspection
+		Estimate *stored.Total `json:"estimate,omitempty"`
 	}{Inspection: in}
 	if c.is("estimate") {
 		sum, err := save.Estimate(c.ctx, c.args, c.storage)
@@ -110,15 +112,15 @@ func (c *call) inspectFiles() error {
 }
 
 // shorten leaves out the tensors that --summary, --html and --top do not list.
-func (c *call) shorten(in *save.Inspection) {
+func (c *call) shorten(in *verify.Inspection) {
 	most := c.number("top", 1<<30)
 	for i := range in.Sources {
 		f := &in.Sources[i]
 		if c.is("summary") || c.opts["html"] != "" {
-			f.Tensors = []save.InspectedTensor{}
+			f.Tensors = []verify.InspectedTensor{}
 		}
 		if c.opts["top"] != "" {
-			slices.SortStableFunc(f.Tensors, func(a, b save.InspectedTensor) int {
+			slices.SortStableFunc(f.Tensors, func(a, b verify.InspectedTensor) int {
 				return cmp.Compare(b.Bytes, a.Bytes)
 			})
 		}
@@ -136,11 +138,11 @@ func globMatches(glob, name string) bool {
 // printDigests is inspect --digests.
 func (c *call) printDigests(glob string) error {
 	others := func(name string) bool { return !globMatches(glob, name) } // which nothing is read of
-	rep, err := save.Digests(c.ctx, c.job, c.args, c.storage, others)
+	rep, err := verify.Digests(c.ctx, c.job, c.args, c.storage, others)
 	if err != nil {
 		return err
 	}
-	rep.Tensors = slices.DeleteFunc(rep.Tensors, func(t save.TensorDigest) bool { return others(t.Name) })
+	rep.Tensors = slices.DeleteFunc(rep.Tensors, func(t verify.TensorDigest) bool { return others(t.Name) })
 	return c.show(rep, func(w io.Writer) {
 		for _, t := range rep.Tensors {
 			fmt.Fprintf(w, "%s  %s\n", t.Digest, safe(t.Name))
@@ -185,7 +187,7 @@ func (c *call) writeTracePage(file, out string) error {
 }
 
 // printInspection prints a table of tensors for each file, and totals.
-func printInspection(w io.Writer, in *save.Inspection) {
+func printInspection(w io.Writer, in *verify.Inspection) {
 	for _, f := range in.Sources {
 		fmt.Fprintf(w, "%s: %s, %s\n", place(f.URI), f.Format, bytesText(f.Size))
 		for _, k := range slices.Sorted(maps.Keys(f.Metadata)) {
@@ -201,8 +203,12 @@ func printInspection(w io.Writer, in *save.Inspection) {
 			if x.AliasOf != "" {
 				coding += " of " + safe(x.AliasOf)
 			}
-			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%.4f\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape),
-				bytesText(x.Bytes), bytesText(x.Stored), x.Ratio, coding)
+			sizeText, storedText, ratio := bytesText(x.Bytes), bytesText(x.Stored), fmt.Sprintf("%.4f", x.Ratio)
+			if coding == verify.CodingUnknown {
+				sizeText, storedText, ratio = "-", "-", "-"
+			}
+			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape), sizeText,
+				storedText, ratio, coding)
 		}
 		t.Flush()
 	}
@@ -210,8 +216,11 @@ func printInspection(w io.Writer, in *save.Inspection) {
 	fmt.Fprint(t, "total\ttensors\tbytes\tstored\tratio\n")
 	for _, d := range slices.Sorted(maps.Keys(in.Totals)) {
 		sum := in.Totals[d]
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%.4f\n", d, humanize.Comma(int64(sum.Tensors)), bytesText(sum.Bytes),
-			bytesText(sum.Stored), sum.Ratio)
+		sizes := fmt.Sprintf("%s\t%s\t%.4f", bytesText(sum.Bytes), bytesText(sum.Stored), sum.Ratio)
+		if verify.IsUnknown(d) {
+			sizes = "-\t-\t-"
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\n", d, humanize.Comma(int64(sum.Tensors)), sizes)
 	}
 	t.Flush()
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/pipeline"
-	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/stored"
 )
 
 var traceOption = option{name: "trace", value: "FILE",
@@ -90,7 +90,7 @@ func (c *call) load() error {
 
 // open opens a model, or those of the folders below the one that is named.
 func (c *call) open(uris []string, storage format.Access) (*load.Model, error) {
-	return save.Opened(c.ctx, uris, storage.Options, func(uris []string) (*load.Model, error) {
+	return stored.ExpandFolders(c.ctx, uris, storage.Options, func(uris []string) (*load.Model, error) {
 		return load.Open(c.ctx, load.Spec{URIs: uris, Storage: storage})
 	})
 }

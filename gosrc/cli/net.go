@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -15,7 +14,6 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -30,8 +28,10 @@ and nothing else. Ranges are fetched ahead, several at once, resumed where a
 connection breaks, and held in at most 64 MiB. Any failure, a short body or an
 HTTP error among them, gives a status that is not 0. OUT is complete or absent;
 if it replaces a file, it keeps that file's mode and owner, and a symbolic link
-is followed. -o - writes to standard output even if that is a terminal. One folder of
-S3, or a repository of the Hub, becomes the folder OUT, with all that is in it but
+is followed. What an interrupted run has fetched stays in a hidden file next to OUT
+(.OUT.partial), and the same command goes on there, unless the object has changed. -o - writes to standard output even if that is a terminal. One folder of
+S3, a repository of the Hub, or a URL that ends in a slash, of a server that lists it as
+overwire serve does, becomes the folder OUT, with all that is in it but
 hidden files; if OUT has something in it, only with --force.
 
 --presign downloads nothing: it prints an https URL, signed with the credentials at
@@ -73,11 +73,7 @@ func (c *call) fetchURLs() error {
 		}
 		return err
 	}
-	var rep fetch.Report
-	err := atomicfile.With(out, func(f *os.File) (err error) {
-		rep, err = fetch.Fetch(c.ctx, c.job, spec, f)
-		return err
-	})
+	rep, err := fetch.File(c.ctx, c.job, spec, out)
 	if err != nil {
 		return err
 	}
@@ -90,7 +86,9 @@ func (c *call) fetchURLs() error {
 // remoteFolder is the folder of a store that lists its files, if the one argument names
 // one; else "".
 func (c *call) remoteFolder() string {
-	if uri := c.args[0]; len(c.args) == 1 && (open.Writable(uri) || source.Scheme(uri) == "hf") {
+	uri := c.args[0]
+	isWebFolder := slices.Contains([]string{"http", "https"}, source.Scheme(uri)) && source.Folder(uri)
+	if len(c.args) == 1 && (open.Writable(uri) || source.Scheme(uri) == "hf" || isWebFolder) {
 		stores := open.With(c.storage.Options)
 		return format.RemoteFolder(c.ctx, source.LocationOf(uri), stores.Open, format.Options{List: stores.List})
 	}
@@ -146,13 +144,16 @@ var serveVerb = &verb{
 	name: "serve", args: "DIR", least: 1, most: 1,
 	short: "serve a folder over HTTP, to try out link speeds, latencies and faults",
 	long: `
-Serves the files of DIR with ranges and ETags until it is interrupted. It listens
-on this machine alone unless --address says otherwise, and asks for no password.
+Serves the files of DIR with ranges and ETags until it is interrupted, and lists its
+folders, so that fetch and compress take them. Hidden files, and links that lead out of
+DIR, are not served. It listens
+on this machine only unless --address says otherwise, and asks for no password.
 --faults takes the probability that a response has a fault: ` +
 		strings.Join(slices.Sorted(maps.Keys(serve.Kinds())), ", ") + ".",
 	example: "overwire serve models --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
 	options: []option{
 		{name: "address", value: "HOST:PORT", doc: "where to listen (default 127.0.0.1:0, a free port)"},
+		{name: "port", value: "N", hi: 65535, doc: "port of 127.0.0.1 to listen at"},
 		{name: "rate", value: "SIZE", size: true, doc: "bytes per second over all connections, e.g. 1.25GB"},
 		{name: "each", value: "SIZE", size: true, doc: "bytes per second of one connection, as object stores limit it"},
 		{name: "latency", value: "MS", hi: 60_000, doc: "milliseconds before each response"},
@@ -165,8 +166,15 @@ on this machine alone unless --address says otherwise, and asks for no password.
 		{name: "key", value: "PEM", doc: "private key of the certificate"},
 	},
 	run: func(c *call) error {
+		address := c.opts["address"]
+		if c.opts["port"] != "" {
+			if address != "" {
+				return usage("--port and --address both say where to listen: give one of them")
+			}
+			address = fmt.Sprintf("127.0.0.1:%d", c.number("port", 0))
+		}
 		opt := serve.Options{
-			Address: c.opts["address"], Cert: c.opts["cert"], Key: c.opts["key"], NoRanges: c.is("no-ranges"),
+			Address: address, Cert: c.opts["cert"], Key: c.opts["key"], NoRanges: c.is("no-ranges"),
 			Chunked: c.is("chunked"),
 			Rate:    c.size("rate"), Each: c.size("each"), Latency: time.Duration(
 				c.number("latency", 0)) * time.Millisecond,

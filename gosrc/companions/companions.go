@@ -1,10 +1,10 @@
-// Package companions finds and copies what lies beside the weights of a folder:
+// Package companions finds and copies the auxiliary files of a folder of weights:
 // config.json, a tokenizer, the folders of a pipeline that hold no weights.
 //
 // A link is followed to a file of the folder itself, and from a snapshot of a Hugging
 // Face cache to that cache's blobs; the copy is a plain file. Other links are not
-// copied: a folder from a stranger must not copy files of this machine. Hidden files
-// are not copied, either. The caller gets the names of what was not copied.
+// copied: a folder from a stranger must not copy files of this machine. Neither are hidden files.
+// The caller gets the names of files that were not copied.
 package companions
 
 import (
@@ -24,12 +24,12 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// maxOther is the size up to which weights in other formats are copied along: the
+// MaxOther is the size up to which weights in other formats are copied along: the
 // small ones are often no weights (training_args.bin).
-const maxOther = 64 << 20
+const MaxOther = 64 << 20
 
-// otherWeights are the extensions of weights in other formats.
-var otherWeights = []string{
+// OtherWeights are the extensions of weights in other formats.
+var OtherWeights = []string{
 	".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".nemo", ".npz", ".onnx", ".onnx_data",
 	".ot", ".pb", ".pdparams",
 	".pkl", ".pt", ".pth", ".tensors", ".tflite",
@@ -38,11 +38,11 @@ var otherWeights = []string{
 // A Folder says where companions are looked for.
 type Folder struct {
 	Path string
-	// Root is the folder whose files links may lead to; "": Path.
+	// Root is the folder that links may lead into; "": Path.
 	Root string
 	// Avoid is the folder that is written; it may be Path itself, which then has none.
 	Avoid string
-	// Below says that the folders below Path are visited by themselves.
+	// Below says that the caller visits the folders below Path.
 	Below bool
 	// Open opens the files of a remote folder, and Files are those in it and below it.
 	Open  func(ctx context.Context, uri string) (source.Source, error)
@@ -60,7 +60,7 @@ type File struct {
 }
 
 // Find lists the companions of a folder, those named in taken left out, and the paths
-// of what is left. What is no folder has none.
+// of files that are not copied. Only a folder has any.
 func Find(in Folder, taken map[string]bool) (found []File, left []string, err error) {
 	if source.Remote(in.Path) {
 		found, left = in.remote(taken)
@@ -136,20 +136,20 @@ func isWeights(name string) bool {
 	return ok
 }
 
-// OtherFormat is the extension of a name that is one of weights in another format; "": it
-// is none.
+// OtherFormat is the extension of a name that is one of weights in another format; "" for
+// any other name.
 func OtherFormat(name string) string {
-	if ext := strings.ToLower(filepath.Ext(name)); slices.Contains(otherWeights, ext) {
+	if ext := strings.ToLower(filepath.Ext(name)); slices.Contains(OtherWeights, ext) {
 		return ext
 	}
 	return ""
 }
 
 // fits reports whether a file is not too long to be copied along.
-func fits(name string, size int64) bool { return size <= maxOther || OtherFormat(name) == "" }
+func fits(name string, size int64) bool { return size <= MaxOther || OtherFormat(name) == "" }
 
-// findCompanion finds the file that a name beside the weights leads to; ok is false if it
-// is to be left.
+// findCompanion finds the file that a name in the folder leads to; ok is false if it
+// must not be copied.
 func findCompanion(root, path string) (f File, ok bool, err error) {
 	f = File{Name: filepath.Base(path), Path: path}
 	if strings.HasPrefix(f.Name, ".") || isWeights(f.Name) {
@@ -171,7 +171,7 @@ func findCompanion(root, path string) (f File, ok bool, err error) {
 	return f, st.Mode().IsRegular() && fits(f.Name, f.Size), nil
 }
 
-// faultOf is the error of a disk or of memory; nil for what says that a file is not there, or not this user's.
+// faultOf is the error of a disk or of memory; nil if a file is absent or not readable for this user.
 func faultOf(err error) error {
 	fault := errs.FromOS(err)
 	if _, system := errors.AsType[syscall.Errno](err); system &&
@@ -207,8 +207,8 @@ func followWithin(root, link string) (real string, ok bool, err error) {
 // step is how many bytes of a copied file are in memory.
 const step = 1 << 20
 
-// Copy passes the bytes of f to write. It fails if they are no longer as many as when
-// f was found, or change while they are read.
+// Copy passes the bytes of f to write. It fails if the size has changed since
+// f was found, or the bytes change while they are read.
 func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
 	open := f.open
 	if open == nil {
@@ -220,7 +220,7 @@ func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) er
 	}
 	defer s.Close()
 	if s.Size() != f.Size {
-		return errs.In("read", f.Path, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
+		return errs.In("read", f.Path, errs.New(errs.ErrCorrupt, "the file changed while it was copied: copy it again"))
 	}
 	block := make([]byte, min(step, f.Size))
 	for off := int64(0); off < f.Size; off += step {

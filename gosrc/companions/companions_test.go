@@ -18,7 +18,7 @@ func TestFind(t *testing.T) {
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }
 	for name, size := range map[string]int64{
-		"config.json": 2, "empty": 0, "large.json": maxOther + 1, "small.bin": maxOther, "large.bin": maxOther + 1, "LARGE.GGUF": maxOther + 1,
+		"config.json": 2, "empty": 0, "large.json": MaxOther + 1, "small.bin": MaxOther, "large.bin": MaxOther + 1, "LARGE.GGUF": MaxOther + 1,
 		"other.safetensors": 1, "other.safetensors.index.json": 1, ".hidden": 1, "taken.json": 1,
 	} {
 		if err := errors.Join(os.WriteFile(at(name), nil, 0o640), os.Truncate(at(name), size)); err != nil {
@@ -44,7 +44,7 @@ func TestFind(t *testing.T) {
 			t.Errorf("%+v", f)
 		}
 	}
-	if len(sizes) != 4 || sizes["config.json"] != 2 || sizes["empty"] != 0 || sizes["large.json"] != maxOther+1 || sizes["small.bin"] != maxOther {
+	if len(sizes) != 4 || sizes["config.json"] != 2 || sizes["empty"] != 0 || sizes["large.json"] != MaxOther+1 || sizes["small.bin"] != MaxOther {
 		t.Errorf("found %v", sizes)
 	}
 	if len(left) != 9 { // .git .hidden LARGE.GGUF large.bin loop two others pipe sub

@@ -1,6 +1,6 @@
 package delta
 
-// This file applies chains of deltas to tensors, in place: everything is checked before
+// This file applies chains of deltas to tensors in place. Everything is checked before
 // the first byte changes, and a failure after that is undone.
 
 import (
@@ -103,19 +103,19 @@ func (s *step) hasChanges() bool {
 	return slices.ContainsFunc(s.links, func(l link) bool { return len(l.tensor.Chunks) > 0 })
 }
 
-// A place applies to the memory of one device.
-type place interface {
+// An applier applies steps to the memory of one device.
+type applier interface {
 	// digests computes those of the steps' tensors as they are now.
 	digestSteps(ctx context.Context) ([]digest.Sum, error)
 	// prepare brings everything there that apply needs, and changes nothing. It may run
-	// beside digests.
+	// at the same time as digests.
 	prepareSteps(ctx context.Context) error
 	// apply XORs. Called again it undoes that. After an error it has undone what it did.
 	apply() error
 }
 
 // Apply applies a chain to targets, by several workers. Targets that no file has are
-// left alone; names that no target has are errs.ErrArgument, unless missing is set.
+// left unchanged; names that no target has are errs.ErrArgument, unless missing is set.
 //
 // The digests of all tensors are compared before the first byte changes: a tensor that is
 // not the chain's base is errs.ErrBase. They are compared again afterwards, and what
@@ -145,14 +145,14 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 			}
 		}
 	}
-	var places []place
+	var appliers []applier
 	var of [][]step
 	for len(steps) > 0 { // those of one device are neighbours
 		on, n := steps[0].CUDA, 1
 		for n < len(steps) && steps[n].CUDA == on {
 			n++
 		}
-		var p place = &host{steps: steps[:n], workers: workers}
+		var p applier = &host{steps: steps[:n], workers: workers}
 		if on > 0 {
 			d, err := cuda.Open(int(on - 1))
 			if err != nil {
@@ -160,13 +160,13 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 			}
 			p = &gpu{d: d, on: cuda.Order{Stream: steps[0].Stream}, steps: steps[:n]}
 		}
-		places, of, steps = append(places, p), append(of, steps[:n]), steps[n:]
+		appliers, of, steps = append(appliers, p), append(of, steps[:n]), steps[n:]
 	}
 	stages.End("plan")
-	if err := compareBase(ctx, stages, places, of, part); err != nil || part == Check {
+	if err := compareBase(ctx, stages, appliers, of, part); err != nil || part == Check {
 		return r, err
 	}
-	err = applyChange(context.WithoutCancel(ctx), stages, places, of)
+	err = applyChange(context.WithoutCancel(ctx), stages, appliers, of)
 	r.Stages = stages.List()
 	return r, err
 }
@@ -262,13 +262,13 @@ func untieSteps(steps []step) ([]step, error) {
 }
 
 // compareBase compares the tensors with the chain's base, and gets everything ready.
-func compareBase(ctx context.Context, stages *Stages, places []place, of [][]step, part Part) error {
+func compareBase(ctx context.Context, stages *Stages, appliers []applier, of [][]step, part Part) error {
 	compares := part == Whole || part == Check
 	var wrong []string
 	uri, count := "", 0
-	sums := make([][]digest.Sum, len(places))
-	err := spawn.Each(ctx, "delta ready", 2*len(places), 2*len(places), func(n int) (err error) {
-		switch p := places[n/2]; {
+	sums := make([][]digest.Sum, len(appliers))
+	err := spawn.Each(ctx, "delta ready", 2*len(appliers), 2*len(appliers), func(n int) (err error) {
+		switch p := appliers[n/2]; {
 		case n%2 == 0 && compares:
 			sums[n/2], err = p.digestSteps(ctx)
 		case n%2 != 0 && part != Check:
@@ -279,7 +279,7 @@ func compareBase(ctx context.Context, stages *Stages, places []place, of [][]ste
 	if err != nil {
 		return err
 	}
-	for i := range places {
+	for i := range appliers {
 		for k, sum := range sums[i] {
 			s := &of[i][k]
 			if sum == s.first() {
@@ -303,19 +303,19 @@ func compareBase(ctx context.Context, stages *Stages, places []place, of [][]ste
 }
 
 // applyChange applies, compares, and undoes.
-func applyChange(ctx context.Context, stages *Stages, places []place, of [][]step) error {
-	for i, p := range places {
+func applyChange(ctx context.Context, stages *Stages, appliers []applier, of [][]step) error {
+	for i, p := range appliers {
 		if err := p.apply(); err != nil {
-			return undoChange(ctx, places[:i+1], i, of, err)
+			return undoChange(ctx, appliers[:i+1], i, of, err)
 		}
 	}
 	stages.End("change")
 	var wrong []string
 	uri := ""
-	for i, p := range places {
+	for i, p := range appliers {
 		digests, err := p.digestSteps(ctx)
 		if err != nil {
-			return undoChange(ctx, places, len(places), of, err)
+			return undoChange(ctx, appliers, len(appliers), of, err)
 		}
 		for k, sum := range digests {
 			if s := &of[i][k]; sum != s.last() {
@@ -324,17 +324,17 @@ func applyChange(ctx context.Context, stages *Stages, places []place, of [][]ste
 		}
 	}
 	if len(wrong) > 0 {
-		return undoChange(ctx, places, len(places), of,
+		return undoChange(ctx, appliers, len(appliers), of,
 			errs.In("delta", uri, errs.New(errs.ErrCorrupt, "%s did not become what the delta says", listSome(wrong))))
 	}
 	stages.End("new digests")
 	return nil
 }
 
-// undoChange applies again in the first `again` places, and says what has become of the tensors.
-func undoChange(ctx context.Context, places []place, again int, of [][]step, err error) error {
+// undoChange applies again in the first `again` appliers, and says what has become of the tensors.
+func undoChange(ctx context.Context, appliers []applier, again int, of [][]step, err error) error {
 	var old, now, lost []string
-	for i, p := range places {
+	for i, p := range appliers {
 		var failure error
 		if i < again {
 			failure = p.apply()
@@ -379,7 +379,7 @@ func viewsOf(steps []step) []digest.View {
 	return all
 }
 
-// host is the place of tensors in host memory.
+// host applies steps to tensors in host memory.
 type host struct {
 	steps   []step
 	workers int

@@ -1,14 +1,14 @@
-// Package delta has the verbs of deltas: what changed between two models, tensor by
-// tensor, as a file that is small where little has changed.
+// Package delta makes, applies and compares deltas: the changes between two models, tensor by
+// tensor, as a file that is small if little has changed.
 //
 //	Encode   two models in memory become a File
-//	Read     a file, or the shards of a folder, become a File, of which every byte has been checked
+//	Read     a file, or the shards of a folder, become a File, after every byte was checked
 //	Write    a File becomes a file or shards, which appear together
 //	Apply    a chain of Files is XORed into tensors, in place, on the host and on GPUs
 //	Merge    a chain becomes one File, the same that Encode makes of its ends
-//	Diff     what differs between two models, without a File
+//	Diff     two models are compared, without a File
 //
-// docs/format.md section 7 has the file's layout (file.go) and that of a chunk
+// docs/format.md section 7 describes the file (file.go) and a chunk
 // (codec/delta). Each tensor names its base and its result by digest.
 package delta
 
@@ -16,13 +16,14 @@ import (
 	"sort"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // ChunkBytes is the size of a chunk of a tensor in files that Encode makes.
 const ChunkBytes = 256 << 10
 
-// A Tensor is what a File says of one tensor. Base and New are the digests of its
+// A Tensor is one tensor of a File. Base and New are the digests of its
 // bytes before and after.
 type Tensor struct {
 	Name      string
@@ -30,11 +31,11 @@ type Tensor struct {
 	Shape     []int64
 	Bytes     int64
 	Base, New digest.Sum
-	// Chunks has what is stored of each chunk, nil of one that did not change. It has no
-	// elements if nothing of the tensor changed.
+	// Chunks has the stored bytes of each chunk, nil for an unchanged one. It has no
+	// elements if the tensor is unchanged.
 	Chunks [][]byte
 	// Same is the number of an earlier tensor of the file with the same bytes before and
-	// after, whose Chunks these are; -1: none.
+	// after, which has the same Chunks; -1: none.
 	Same int
 }
 
@@ -50,7 +51,7 @@ type File struct {
 	mark mark
 }
 
-// widthOf is the size of the elements as which bytes of a type are compared.
+// widthOf is the size of the elements by which the bytes of a type are compared.
 func widthOf(d tensor.DType) int {
 	if d == tensor.C64 {
 		return 4
@@ -87,4 +88,17 @@ func (f *File) Report() (r Report) {
 	}
 	r.Stored = f.Size
 	return r
+}
+
+// chunkLength is the logical size of chunk k of a tensor.
+func (f *File) chunkLength(t *Tensor, k int) int {
+	return int(min(f.ChunkLen, t.Bytes-int64(k)*f.ChunkLen))
+}
+
+// name is the URI for messages.
+func (f *File) name() string {
+	if f.URI == "" {
+		return "the delta before it"
+	}
+	return errs.RedactURI(f.URI)
 }

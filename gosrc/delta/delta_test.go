@@ -116,11 +116,11 @@ func encode(t *testing.T, now, base *model) *File {
 
 func layOutFile(t *testing.T, f *File) []byte {
 	t.Helper()
-	table, err := f.table()
+	table, err := encodeTable(f)
 	if err != nil {
 		t.Fatal(err)
 	}
-	pieces, err := f.layout(table)
+	pieces, err := layOut(f, table)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -156,7 +156,7 @@ func seeded(t *testing.T) *rand.Rand {
 func trained(r *rand.Rand) (now, base *model) {
 	base = mixed(r)
 	now = base.clone()
-	now.data[len(now.data)-1] = now.data[0] // tied, too
+	now.data[len(now.data)-1] = now.data[0] // also tied
 	now.step(r, 0, 0.01)
 	now.step(r, 1, 0.9)
 	now.data[2][262_144] ^= 0xff
@@ -256,7 +256,7 @@ func TestRefusedBefore(t *testing.T) {
 	}
 }
 
-// broken is a place of the host whose memory fails.
+// broken is an applier of the host that fails as memory may.
 type broken struct {
 	*host
 	steps  []step
@@ -278,7 +278,7 @@ func (b *broken) apply() error {
 	return err
 }
 
-// The parts of Apply are the whole of it: a check changes nothing and finds what is no base, the
+// The parts of Apply do all of it: a check changes nothing and finds tensors that are not the base, the
 // change does not look again, and taking it back gives the base.
 func TestParts(t *testing.T) {
 	now, base := trained(seeded(t))
@@ -306,7 +306,7 @@ func TestParts(t *testing.T) {
 }
 
 // TestUndone: when a tensor does not become what the delta says, all become what they
-// were; if that fails, too, the error names each. It names the file.
+// were; if that also fails, the error names each. It names the file.
 func TestUndone(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
@@ -319,7 +319,7 @@ func TestUndone(t *testing.T) {
 			t.Fatal(err)
 		}
 		h := &host{steps: steps, workers: 2}
-		err = applyChange(context.Background(), Begin(), []place{&broken{host: h, steps: steps, times: times}},
+		err = applyChange(context.Background(), Begin(), []applier{&broken{host: h, steps: steps, times: times}},
 			[][]step{steps})
 		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), want) ||
 			!strings.Contains(err.Error(), "delta "+f.URI) {
@@ -338,7 +338,7 @@ func TestUndone(t *testing.T) {
 		t.Fatal(err)
 	}
 	one, two := &host{steps: steps[:3], workers: 1}, &host{steps: steps[3:], workers: 1}
-	err = applyChange(context.Background(), Begin(), []place{one, &broken{host: two, steps: steps[3:], refuse: true}},
+	err = applyChange(context.Background(), Begin(), []applier{one, &broken{host: two, steps: steps[3:], refuse: true}},
 		[][]step{steps[:3], steps[3:]})
 	if !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("a device that refuses: %v", err)
@@ -439,7 +439,7 @@ func TestChanged(t *testing.T) {
 		c := bytes.Clone(b)
 		c[r.IntN(len(c))] ^= 1 << r.IntN(8)
 		if f, err := Parse(context.Background(), "d", c); err == nil {
-			if got, _ := f.layout(nil); !bytes.Equal(bytes.Join(got, nil), b) {
+			if got, _ := layOut(f, nil); !bytes.Equal(bytes.Join(got, nil), b) {
 				t.Fatal("a changed byte was accepted")
 			}
 		} else if errs.Class(err) == "EngineError" {
@@ -470,7 +470,7 @@ func FuzzTable(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	table, err := d.table()
+	table, err := encodeTable(d)
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -527,11 +527,11 @@ func FuzzTable(f *testing.F) {
 	})
 }
 
-// TestNamesAreText: a table whose names are no UTF-8, which no header could have, is refused.
+// TestNamesAreText: a table with names that are not UTF-8, which no header could have, is refused.
 func TestNamesAreText(t *testing.T) {
 	for name, want := range map[string]error{"w\u00e9": nil, "w\xff": errs.ErrFormat, "\xed\xa0\x80": errs.ErrFormat} {
 		f := &File{ChunkLen: ChunkBytes, Tensors: []Tensor{{Name: name, DType: tensor.U8, Shape: []int64{0}, Same: -1}}}
-		table, err := f.table()
+		table, err := encodeTable(f)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -39,10 +39,10 @@ func Diff(ctx context.Context, pairs []Pair, workers int, progress func(n int64)
 		rows[i] = Row{Name: t.Name, DType: t.DType.String(), Shape: t.Shape, Bytes: t.Bytes,
 			Elements: t.Bytes / int64(widthOf(t.DType))}
 	}
-	tasks := f.chunkTasks(list)
+	tasks := chunkTasks(f, list)
 	err = spawn.Each(ctx, "delta diff", workers, len(tasks), func(n int) error {
 		task := tasks[n]
-		now, base, _ := f.bothStates(task, &pairs[at[task.tensor]])
+		now, base, _ := bothStates(f, task, &pairs[at[task.tensor]])
 		w, size := widthOf(ts[task.tensor].DType), int64(len(now))
 		c, err := delta.Changed(now, base, w)
 		if err != nil || c == 0 {

@@ -74,7 +74,7 @@ func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, worke
 			return nil, err
 		}
 	}
-	f.dropUnchanged()
+	dropUnchanged(f)
 	return f, nil
 }
 
@@ -89,12 +89,12 @@ func Unite(files []*File, metadata map[string]string) (*File, error) {
 	for i := range f.Tensors {
 		f.Tensors[i].Same = -1
 	}
-	f.dropUnchanged()
+	dropUnchanged(f)
 	return f, nil
 }
 
 // dropUnchanged leaves out what did not change, and what another tensor has.
-func (f *File) dropUnchanged() {
+func dropUnchanged(f *File) {
 	type key struct {
 		base, now digest.Sum
 		bytes     int64
@@ -119,7 +119,7 @@ func (f *File) dropUnchanged() {
 type chunkTask struct{ tensor, chunk int }
 
 // chunkTasks are the chunks of some tensors.
-func (f *File) chunkTasks(list []int) (all []chunkTask) {
+func chunkTasks(f *File, list []int) (all []chunkTask) {
 	for _, i := range list {
 		for k := range sizes.CeilDiv(f.Tensors[i].Bytes, f.ChunkLen) {
 			all = append(all, chunkTask{i, int(k)})
@@ -129,7 +129,7 @@ func (f *File) chunkTasks(list []int) (all []chunkTask) {
 }
 
 // bothStates are the bytes of a task, at byte `from` of its tensor, after and before.
-func (f *File) bothStates(task chunkTask, pair *Pair) (now, base []byte, from int64) {
+func bothStates(f *File, task chunkTask, pair *Pair) (now, base []byte, from int64) {
 	from = int64(task.chunk) * f.ChunkLen
 	size := int64(f.chunkLength(&f.Tensors[task.tensor], task.chunk))
 	return device.Bytes(pair.New+uint64(from), size), device.Bytes(pair.Base+uint64(from), size), from
@@ -140,11 +140,11 @@ func encodeHost(ctx context.Context, f *File, list []int, pair func(i int) *Pair
 	progress func(n int64)) error {
 	type sums struct{ now, base digest.State }
 	var mu sync.Mutex
-	states, tasks := make([]sums, len(f.Tensors)), f.chunkTasks(list)
+	states, tasks := make([]sums, len(f.Tensors)), chunkTasks(f, list)
 	err := spawn.Each(ctx, "delta encode", workers, len(tasks), func(n int) (err error) {
 		task := tasks[n]
 		t := &f.Tensors[task.tensor]
-		now, base, from := f.bothStates(task, pair(task.tensor))
+		now, base, from := bothStates(f, task, pair(task.tensor))
 		if t.Chunks[task.chunk], err = delta.Encode(nil, now, base, widthOf(t.DType)); err != nil {
 			return err
 		}
@@ -200,13 +200,6 @@ func findLinks(chain []*File, name string) ([]link, error) {
 	return all, nil
 }
 
-func (f *File) name() string {
-	if f.URI == "" {
-		return "the delta before it"
-	}
-	return errs.RedactURI(f.URI)
-}
-
 // Merge makes one delta of a chain: that which Encode makes of the chain's first base
 // and last result. The metadata is that of the last file.
 func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
@@ -234,7 +227,7 @@ func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
 		*t = *first.tensor
 		t.New, t.Same, t.Chunks = last.tensor.New, -1, make([][]byte, sizes.CeilDiv(t.Bytes, out.ChunkLen))
 	}
-	tasks := out.chunkTasks(list)
+	tasks := chunkTasks(out, list)
 	err := spawn.Each(ctx, "delta merge", workers, len(tasks), func(n int) (err error) {
 		task := tasks[n]
 		t := &out.Tensors[task.tensor]
@@ -245,7 +238,7 @@ func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
 	if err != nil {
 		return nil, err
 	}
-	out.dropUnchanged()
+	dropUnchanged(out)
 	return out, nil
 }
 

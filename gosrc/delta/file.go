@@ -47,8 +47,8 @@ const (
 
 var le = binary.LittleEndian
 
-// table encodes the table of a file.
-func (f *File) table() ([]byte, error) {
+// encodeTable encodes the table of a file.
+func encodeTable(f *File) ([]byte, error) {
 	dims, chunks, names := 0, 0, 0
 	for i := range f.Tensors {
 		t := &f.Tensors[i]
@@ -90,7 +90,7 @@ func (f *File) table() ([]byte, error) {
 		b = le.AppendUint32(b, same)
 		b = append(b, make([]byte, 12)...)
 	}
-	b = f.appendEntries(b, chunks)
+	b = appendEntries(b, f, chunks)
 	for i := range f.Tensors {
 		b = append(b, f.Tensors[i].Name...)
 	}
@@ -98,8 +98,8 @@ func (f *File) table() ([]byte, error) {
 	return append(b, make([]byte, sizes.RoundUp(len(b), tensor.BlobAlign)-len(b))...), nil
 }
 
-// appendEntries appends what the table says of each of n chunks. All cores sum them up.
-func (f *File) appendEntries(b []byte, n int) []byte {
+// appendEntries appends the entries of n chunks. All cores compute checksums.
+func appendEntries(b []byte, f *File, n int) []byte {
 	all := make([][]byte, 0, n)
 	for i := range f.Tensors {
 		if t := &f.Tensors[i]; t.Same < 0 {
@@ -120,9 +120,9 @@ func (f *File) appendEntries(b []byte, n int) []byte {
 	return b
 }
 
-// layout returns the file's bytes, in pieces: everything before the chunks first. It
+// layOut returns the file's bytes, in pieces: everything before the chunks first. It
 // sets Size.
-func (f *File) layout(table []byte) ([][]byte, error) {
+func layOut(f *File, table []byte) ([][]byte, error) {
 	pieces, storedBytes := [][]byte{nil}, int64(0)
 	for i := range f.Tensors {
 		if t := &f.Tensors[i]; t.Same < 0 {
@@ -162,10 +162,9 @@ func (f *File) layout(table []byte) ([][]byte, error) {
 	return pieces, nil
 }
 
-// Parse reads the bytes of a file, which the File keeps, and checks all of them: the
+// Parse reads the bytes of a file, which the File holds, and checks all of them: the
 // header, the table, each chunk's checksum, and that each chunk can be applied. Changed
-// bytes are errs.ErrCorrupt; a file that is no delta errs.ErrFormat; a shard, which alone
-// is none, errs.ErrNotFound.
+// bytes are errs.ErrCorrupt, another kind of file errs.ErrFormat, and a shard without the others errs.ErrNotFound.
 func Parse(ctx context.Context, uri string, b []byte) (*File, error) {
 	f, err := parseFile(ctx, uri, b)
 	if err != nil {
@@ -181,7 +180,7 @@ func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 	}
 	isOurs, err := overwire.Is(&h)
 	if err == nil && !isOurs {
-		err = errs.New(errs.ErrFormat, "it is no delta: save_delta writes those")
+		err = errs.New(errs.ErrFormat, "this is not a delta file: save_delta writes those")
 	}
 	if err != nil {
 		return nil, err
@@ -196,7 +195,7 @@ func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 	}
 	f := &File{URI: uri, Metadata: h.Metadata, Size: int64(len(b))}
 	delete(f.Metadata, overwire.MetadataKey)
-	if err := f.readMark(); err != nil {
+	if err := readMark(f); err != nil {
 		return nil, err
 	}
 	f.mark.table = digest.Of(at(1))
@@ -222,13 +221,13 @@ func formatError(format string, args ...any) error { return errs.New(errs.ErrFor
 func (p *parser) table() error {
 	b := p.b
 	if len(b) < headSize+4 || string(b[:4]) != magic {
-		return errs.New(errs.ErrCorrupt, "no table: %d bytes", len(b))
+		return errs.New(errs.ErrCorrupt, "the table is missing or damaged: it has %d bytes", len(b))
 	}
 	p.tensors, p.chunks, p.dims, p.text = int(le.Uint32(b[8:])), int(le.Uint32(b[12:])), int(le.Uint32(b[16:])),
 		int(le.Uint32(b[20:]))
 	end := headSize + 8*p.dims + recordSize*p.tensors + entrySize*p.chunks + p.text
 	if sizes.RoundUp(end+4, tensor.BlobAlign) != len(b) {
-		return errs.New(errs.ErrCorrupt, "a table of %d bytes says it has %d", len(b), end)
+		return errs.New(errs.ErrCorrupt, "the table has %d bytes, and its head says %d", len(b), end)
 	}
 	if sum := codec.Sum(b[:end]); sum != le.Uint32(b[end:]) {
 		return errs.New(errs.ErrCorrupt, "checksum mismatch of the table: %08x, not %08x", le.Uint32(b[end:]), sum)
@@ -237,11 +236,11 @@ func (p *parser) table() error {
 		return errs.New(errs.ErrCorrupt, "the padding of the table is not zero")
 	}
 	if v := le.Uint32(b[4:]); v != version {
-		return errs.New(errs.ErrNotSupported, "deltas of version %d: upgrade overwire", v)
+		return errs.New(errs.ErrNotSupported, "this delta has version %d: upgrade overwire", v)
 	}
 	p.f.ChunkLen = int64(le.Uint32(b[24:]))
 	if n := p.f.ChunkLen; n < 4096 || n > delta.MaxBytes || n%4096 != 0 || le.Uint32(b[28:]) != 0 {
-		return formatError("chunks of %d bytes", n)
+		return formatError("invalid chunk size %d: expected a multiple of 4096 up to %d", n, delta.MaxBytes)
 	}
 	p.f.Tensors, p.first = make([]Tensor, p.tensors), make([]int, p.tensors)
 	dims, names, first := b[headSize:], b[end-p.text:end], 0
@@ -361,9 +360,4 @@ func (p *parser) checkChunks(ctx context.Context) error {
 		}
 		return nil
 	})
-}
-
-// chunkLength is the logical size of chunk k of a tensor.
-func (f *File) chunkLength(t *Tensor, k int) int {
-	return int(min(f.ChunkLen, t.Bytes-int64(k)*f.ChunkLen))
 }

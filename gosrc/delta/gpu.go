@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// gpu is the place of tensors on a GPU. All of its work is on the stream of the first.
+// gpu applies deltas to tensors on a GPU. All of its work is on the stream of the first.
 type gpu struct {
 	d      *cuda.Device
 	on     cuda.Order

@@ -1,6 +1,6 @@
 package delta
 
-// This file reads and writes files of deltas, whole.
+// This file reads and writes delta files, whole.
 
 import (
 	"bytes"
@@ -8,12 +8,14 @@ import (
 	"context"
 	"sync"
 
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/publish"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
@@ -22,8 +24,8 @@ import (
 const stem = "delta"
 
 // Read reads a delta whole, and checks every byte: a file or object, or the shards of a
-// folder or an index.json. The File keeps the stored bytes, which are refused if the
-// host has not that much memory left, and no decoded ones.
+// folder or an index.json. The File holds the stored bytes, and no decoded ones. They are refused if the
+// host has too little memory left.
 func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 	stores := open.With(opt)
 	lists := format.Options{List: stores.List}
@@ -82,22 +84,22 @@ func readOne(ctx context.Context, uri string, src source.Source) (*File, error) 
 }
 
 // Write writes the delta to spec.Path, in shards of at most spec.Shard bytes of chunks.
-// All of its files appear together, or none. beside is the folder whose companions are
-// copied if the path is one, too (save.Lay); "": none.
-func (f *File) Write(ctx context.Context, j *job.Job, beside string, spec save.Spec) (Report, error) {
-	shards, tables, err := f.splitFile(spec.Shard)
+// Its files appear together. If the path is a folder, the auxiliary files of the folder model are
+// copied to it (convert.WritePrewritten); "": none are.
+func Write(ctx context.Context, j *job.Job, f *File, model string, spec save.Spec) (Report, error) {
+	shards, tables, err := splitFile(f, spec.Shard)
 	if err != nil {
 		return Report{}, errs.Locate("save", spec.Path, "", -1, err)
 	}
-	files := make([]save.Laid, len(shards))
+	files := make([]publish.Prewritten, len(shards))
 	f.Size = 0
 	for k, s := range shards {
-		pieces, err := s.layout(tables[k])
+		pieces, err := layOut(s, tables[k])
 		if err != nil {
 			return Report{}, errs.Locate("save", spec.Path, "", -1, err)
 		}
 		f.Size += s.Size
-		files[k] = save.Laid{Bytes: s.Size, Tensors: s.Report().Bytes}
+		files[k] = publish.Prewritten{Bytes: s.Size, Tensors: s.Report().Bytes}
 		for i := range s.Tensors {
 			files[k].Names = append(files[k].Names, s.Tensors[i].Name)
 		}
@@ -105,7 +107,7 @@ func (f *File) Write(ctx context.Context, j *job.Job, beside string, spec save.S
 			return writeAll(ctx, write, pieces)
 		}
 	}
-	layout, err := save.Lay(ctx, j, beside, stem, files, spec)
+	layout, err := convert.WritePrewritten(ctx, j, model, stem, files, spec)
 	r := f.Report()
 	r.Files = layout.Files
 	return r, err

@@ -1,13 +1,13 @@
 package delta
 
-// This file divides a delta into shards, and puts the shards of one together.
+// This file divides a delta into shards, and joins the shards of one.
 //
 // Each shard is a file of its own with the metadata entry
 //
 //	overwire.delta: "2 of 5 of 00112233445566778899aabbccddeeff"
 //
-// whose last word is the digest of the digests of all shards' tables, in their order: it
-// is the same in all of them, and in no other delta's.
+// The last word is the digest of the digests of all shards' tables, in their order. All shards of one delta, and
+// no others, have the same.
 
 import (
 	"fmt"
@@ -32,7 +32,7 @@ type mark struct {
 func (m *mark) String() string { return fmt.Sprintf("%d of %d of %v", m.number, m.of, m.set) }
 
 // readMark reads the metadata entry, and removes it.
-func (f *File) readMark() error {
+func readMark(f *File) error {
 	text, ok := f.Metadata[shardKey]
 	if !ok {
 		return nil
@@ -50,7 +50,7 @@ func (f *File) readMark() error {
 	return nil
 }
 
-// setOf is the digest of a set of shards, whose tables have these digests.
+// setOf is the digest of a set of shards, by the digests of their tables.
 func setOf(tables []digest.Sum) digest.Sum {
 	var b []byte
 	for _, t := range tables {
@@ -62,7 +62,7 @@ func setOf(tables []digest.Sum) digest.Sum {
 // splitFile divides a File into shards of at most that many bytes of chunks, in the order of
 // the names; 0: one. A tensor's chunks stay together, and tensors with the same ones. It
 // returns the table of each.
-func (f *File) splitFile(most int64) (shards []*File, tables [][]byte, err error) {
+func splitFile(f *File, most int64) (shards []*File, tables [][]byte, err error) {
 	in := make([]int, len(f.Tensors))
 	n, size := 0, int64(0)
 	for i := range f.Tensors {
@@ -93,7 +93,7 @@ func (f *File) splitFile(most int64) (shards []*File, tables [][]byte, err error
 	}
 	var sums []digest.Sum
 	for _, s := range shards {
-		table, err := s.table()
+		table, err := encodeTable(s)
 		if err != nil {
 			return nil, nil, err
 		}
@@ -107,8 +107,7 @@ func (f *File) splitFile(most int64) (shards []*File, tables [][]byte, err error
 	return shards, tables, nil
 }
 
-// joinFiles makes one File of those that a name stands for; index is what an index.json says
-// of them, or nil.
+// joinFiles makes one File of those that a name stands for; index is their index.json, or nil.
 func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, error) {
 	if index != nil {
 		for _, w := range index.Weights {
@@ -130,11 +129,11 @@ func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, err
 		switch m := f.mark; {
 		case m.of == 0:
 			err = errs.New(errs.ErrArgument,
-				"it is a delta by itself, and %d files are there: name one, or a list of them as a chain", len(files))
+				"this is a whole delta, and %d files were given: name one, or a list of them as a chain", len(files))
 		case m.set != first.set || m.of != first.of || f.ChunkLen != files[0].ChunkLen:
-			err = formatError("it is shard %d of another delta than %s", m.number, files[0].name())
+			err = formatError("this is shard %d of another delta than %s", m.number, files[0].name())
 		case k > 0 && files[k-1].mark.number == m.number:
-			err = formatError("it is shard %d, as %s", m.number, files[k-1].name())
+			err = formatError("this is shard %d, and so is %s", m.number, files[k-1].name())
 		}
 		if err != nil {
 			return nil, errs.Locate("delta", f.URI, "", -1, err)
@@ -143,12 +142,12 @@ func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, err
 	}
 	if len(files) != first.of {
 		return nil, errs.Locate("delta", uri, "", -1,
-			errs.New(errs.ErrNotFound, "%d of the delta's %d shards are there: name their folder or index.json",
+			errs.New(errs.ErrNotFound, "%d of the delta's %d shards were given: name their folder or index.json",
 				len(files), first.of))
 	}
 	if setOf(sums) != first.set {
 		return nil, errs.Locate("delta", uri, "", -1,
-			errs.New(errs.ErrCorrupt, "the shards' tables are not those that were written together"))
+			errs.New(errs.ErrCorrupt, "the shards' tables were not written together: use the shards of one save"))
 	}
 	return mergeFiles(uri, files)
 }
@@ -170,7 +169,7 @@ func mergeFiles(uri string, files []*File) (*File, error) {
 	for i, p := range all {
 		if i > 0 && name(all[i-1]) == name(p) {
 			return nil, errs.Locate("delta", files[p.file].URI, name(p), -1,
-				formatError("another shard has this tensor, too"))
+				formatError("another shard also has this tensor"))
 		}
 		t := files[p.file].Tensors[p.tensor]
 		at[p.file][p.tensor] = i

@@ -19,7 +19,7 @@ import (
 
 func write(t *testing.T, f *File, path string, most int64) Report {
 	t.Helper()
-	r, err := f.Write(context.Background(), job.New("test"), "", save.Spec{Path: path, Shard: most})
+	r, err := Write(context.Background(), job.New("test"), f, "", save.Spec{Path: path, Shard: most})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -85,8 +85,8 @@ func TestShards(t *testing.T) {
 	runtime.KeepAlive(base)
 }
 
-// Promise: what is not one whole delta is refused by name and class: a shard alone, a
-// missing one, one of another delta (of the same tensors, too), one that is there twice,
+// Promise: files that are not one whole delta are refused by name and class: only one shard, a
+// missing one, one of another delta (also of the same tensors), one that is there twice,
 // two deltas in one folder, an index that names what is not there.
 func TestShardsThatDoNotBelongTogether(t *testing.T) {
 	r := seeded(t)
@@ -126,14 +126,14 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 		{"twice without an index", func(dir, _ string) {
 			move(shard(dir, 0), shard(dir, 1))
 			_ = os.Remove(filepath.Join(dir, "delta.safetensors.index.json"))
-		}, errs.ErrFormat, "it is shard 1, as"},
+		}, errs.ErrFormat, "this is shard 1, and so is"},
 		{"two deltas", func(dir, _ string) {
 			for _, name := range names(t, dir) {
 				_ = os.Remove(filepath.Join(dir, name))
 			}
 			write(t, one, filepath.Join(dir, "a.safetensors"), 0)
 			write(t, two, filepath.Join(dir, "b.safetensors"), 0)
-		}, errs.ErrArgument, "a delta by itself"},
+		}, errs.ErrArgument, "a whole delta"},
 		{"damaged", func(dir, _ string) {
 			b, _ := os.ReadFile(shard(dir, 2))
 			b[len(b)-1] ^= 1
@@ -153,15 +153,15 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 	write(t, one, dir+"/", 1)
 	if _, err := Read(context.Background(), shard(dir, 0), source.Options{}); !errors.Is(err, errs.ErrNotFound) ||
 		!strings.Contains(err.Error(), "folder") {
-		t.Errorf("a shard alone: %v", err)
+		t.Errorf("only one shard: %v", err)
 	}
 	for _, text := range []string{"1 of 1 of x", "0 of 3 of 00112233445566778899aabbccddeeff", "4 of 3 of 00112233445566778899aabbccddeeff", "1 of 3", "-1 of 3 of 00112233445566778899aabbccddeeff", "1 of 3 of 00112233445566778899aabbccddeeff "} {
-		if err := (&File{Metadata: map[string]string{shardKey: text}}).readMark(); !errors.Is(err, errs.ErrFormat) {
+		if err := readMark(&File{Metadata: map[string]string{shardKey: text}}); !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%q: %v", text, err)
 		}
 	}
 	one.Metadata = map[string]string{shardKey: "mine"}
-	if _, err := one.Write(context.Background(), job.New("test"), "",
+	if _, err := Write(context.Background(), job.New("test"), one, "",
 		save.Spec{Path: filepath.Join(dir, "x.safetensors")}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a reserved entry: %v", err)
 	}
@@ -179,7 +179,7 @@ func TestShardsReplaceOthers(t *testing.T) {
 	before := names(t, filepath.Dir(path))
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := two.Write(ctx, job.New("test"), "", save.Spec{Path: path, Shard: 2000}); err == nil {
+	if _, err := Write(ctx, job.New("test"), two, "", save.Spec{Path: path, Shard: 2000}); err == nil {
 		t.Error("a cancelled write")
 	}
 	if got := names(t, filepath.Dir(path)); !slices.Equal(got, before) {
@@ -199,11 +199,11 @@ func TestShardsReplaceOthers(t *testing.T) {
 		t.Error(got)
 	}
 	write(t, one, path, 1)
-	if _, err := two.Write(context.Background(), job.New("test"), "",
+	if _, err := Write(context.Background(), job.New("test"), two, "",
 		save.Spec{Path: path}); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("one file beside an index: %v", err)
+		t.Errorf("one file next to an index: %v", err)
 	}
-	if _, err := two.Write(context.Background(), job.New("test"), "",
+	if _, err := Write(context.Background(), job.New("test"), two, "",
 		save.Spec{Path: filepath.Dir(path) + "/"}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a folder with other weights: %v", err)
 	}

@@ -149,10 +149,9 @@ func (r *rule) Unwrap() error { return r.error }
 // WithRule adds the name of a rule to an error, whose text stays.
 func WithRule(name string, err error) error { return &rule{err, name} }
 
-// OfRule is New for a rule that the text begins with: OfRule("InvalidOffset", ErrFormat, "over %d", n)
-// reads "bad format: InvalidOffset: over 7".
+// OfRule is New for a rule, whose name is a fact of the error and not of its text.
 func OfRule(name string, class error, format string, args ...any) error {
-	return WithRule(name, New(class, name+": "+format, args...))
+	return WithRule(name, New(class, format, args...))
 }
 
 // RuleOf is the name of the rule that an error is about; "": it names none.
@@ -251,4 +250,13 @@ func FromOS(err error) error {
 		}
 	}
 	return fmt.Errorf("%w: %w", ErrIO, err)
+}
+
+// FromFile is FromOS for a call on an open file, of which no caller chose an argument: EINVAL, a file system's answer
+// to what it lacks, is ErrIO.
+func FromFile(err error) error {
+	if errors.Is(err, syscall.EINVAL) && !Classed(err) {
+		return fmt.Errorf("%w: %w", ErrIO, err)
+	}
+	return FromOS(err)
 }

@@ -81,8 +81,11 @@ func TestFromOS(t *testing.T) {
 			t.Errorf("FromOS wrapped %v twice", got)
 		}
 	}
-	if FromOS(nil) != nil {
+	if FromOS(nil) != nil || FromFile(nil) != nil {
 		t.Error("FromOS(nil) is an error")
+	}
+	if err := FromFile(syscall.EINVAL); !errors.Is(err, ErrIO) || !errors.Is(FromFile(syscall.EACCES), ErrPermission) {
+		t.Errorf("EINVAL of an open file is %v", err)
 	}
 }
 
@@ -116,7 +119,7 @@ func TestText(t *testing.T) {
 		{&At{Verb: "open", Source: "f", Chunk: -1, Offset: -1, Err: ErrNotFound}, `{"class":"NotFoundError","message":"overwire: open f: not found","source":"f"}`},
 		{fmt.Errorf("outer: %w", ErrTimeout), `{"class":"DeadlineError","message":"overwire: outer: timed out"}`},
 		{&At{Verb: "index", Chunk: -1, Offset: 8, Err: OfRule("InvalidOffset", ErrFormat, "over %d", 7)},
-			`{"class":"FormatError","message":"overwire: index @8: bad format: InvalidOffset: over 7","offset":8,"rule":"InvalidOffset"}`},
+			`{"class":"FormatError","message":"overwire: index @8: bad format: over 7","offset":8,"rule":"InvalidOffset"}`},
 		{&Memory{Where: "cuda:0", Asked: 1, Free: -1, Total: -1},
 			`{"class":"OutOfMemoryError","message":"overwire: out of memory: cuda:0: 1 bytes","asked":1,"device":"cuda:0"}`},
 		{errors.New("of no class"), `{"class":"EngineError","message":"overwire: of no class"}`},

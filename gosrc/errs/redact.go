@@ -103,6 +103,16 @@ func RedactURI(uri string) string {
 	return Redact(bareURI(uri))
 }
 
+// HideUser is RedactURI for a URI that has a user or a password; all else stays. Of hf:// what follows the @ is a revision.
+func HideUser(uri string) string {
+	scheme, rest, _ := strings.Cut(uri, "://")
+	authority, _, _ := strings.Cut(rest, "/")
+	if !strings.Contains(authority, "@") || strings.EqualFold(scheme, "hf") {
+		return uri
+	}
+	return RedactURI(uri)
+}
+
 // bareURI is a URI without user and password, query and fragment: signed queries are
 // secrets, and the names of parameters do not show which are. A password may contain
 // anything, also what a URL would have to escape: what follows a colon in the place of the

@@ -1,4 +1,4 @@
-// Package fetch is the verb that writes the bytes of URIs, one after the other, to
+// Package fetch writes the bytes of URIs, one after the other, to
 // one writer. It reads parts ahead, several at once: two at first, and one more
 // for each that was written, up to a fixed window. So a caller that stops at the
 // beginning has not fetched the rest.
@@ -35,20 +35,21 @@ type Spec struct {
 	Sizes []int64 `json:"sizes"`
 	// Own never uses the external downloader, which may be this program.
 	Own bool `json:"own"`
-	// Most is the most bytes that all objects together may have; 0: no limit.
+	// Most is a limit of the bytes of all objects together; 0: no limit.
 	Most int64 `json:"most"`
 	// From and To (exclusive) are the bytes to fetch of the one URI; To 0: to its
-	// end. An object that ends earlier is no error.
+	// end. An object that ends earlier is not an error.
 	From int64 `json:"from"`
 	To   int64 `json:"to"`
-	// Pin is the state of the one object in an earlier fetch. If the object has
+	// Pin identifies the one object as an earlier fetch found it. If the object has
 	// changed, Fetch returns errs.ErrCorrupt before the first byte.
 	Pin *Pin `json:"pin"`
 
-	counted bool // the job knows the bytes already
+	counted bool          // the job knows the bytes already
+	first   source.Source // of the first URI, opened; Fetch closes it
 }
 
-// A Pin identifies one state of an object by what its store reports.
+// A Pin identifies an object as it was, by what its store reports.
 type Pin struct {
 	Size int64 `json:"size"`
 	// Identity is an ETag, a date, or a file's inode and time; nil if the store
@@ -194,7 +195,10 @@ func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.So
 	}
 	total := int64(0)
 	for i, uri := range spec.URIs {
-		s, err := dial(ctx, uri)
+		s, err := spec.first, error(nil)
+		if i > 0 || s == nil {
+			s, err = dial(ctx, uri)
+		}
 		if err != nil {
 			return err
 		}

@@ -139,7 +139,7 @@ func TestPin(t *testing.T) {
 	}
 }
 
-// What is read ahead grows with what was taken: two parts before any was, and two
+// The bytes that are read ahead grow with the bytes that were taken: two parts before any was, and two
 // more for each. Who opens an object to look at it has a server send no more.
 func TestAhead(t *testing.T) {
 	const parts = 6
@@ -172,7 +172,7 @@ type writer func(p []byte) (int, error)
 
 func (w writer) Write(p []byte) (int, error) { return w(p) }
 
-// An external downloader is started once for all objects whose sizes are known,
+// An external downloader is started once for all objects of known sizes,
 // and at the latest dead when Fetch returns; sizes are compared with and without
 // one.
 func TestDownloader(t *testing.T) {

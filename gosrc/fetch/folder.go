@@ -27,58 +27,91 @@ type FolderReport struct {
 }
 
 // Folder brings the files of a remote folder, and of those below it, into the folder dst,
-// weights first; hidden ones are left out. Of the Hub they are those of one commit. Each
-// appears complete; if one fails, a dst that was made is removed. Names that lead out of dst
+// weights first; hidden ones are left out. Of the Hub they are those of one commit. A new dst appears when all is there;
+// until then it is hidden, and a later run goes on with what an interrupted one has brought, as File does. Names that lead out of dst
 // are refused before anything is written.
 func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options) (rep FolderReport, err error) {
 	start := time.Now()
-	dir, files, err := open.Walk(ctx, uri, opt)
+	dir, files, err := filesOf(ctx, uri, opt)
 	if err != nil {
 		return rep, err
+	}
+	for _, f := range files {
+		if j != nil {
+			j.TotalBytes.Add(max(0, f.Size))
+		}
+	}
+	work, some := dst, false
+	var partial *atomicfile.PartialFolder // nil: dst is there
+	if st, statErr := os.Stat(dst); statErr != nil || !st.IsDir() {
+		if err := atomicfile.CheckFolder(dst); err != nil {
+			return rep, err
+		}
+		if partial, err = atomicfile.OpenPartialFolder(dst); err != nil {
+			return rep, err
+		}
+		work = partial.Work
+		defer func() {
+			if err == nil {
+				err = partial.Publish()
+			}
+			partial.Close(err != nil && !some)
+		}()
+	}
+	defer func() {
+		if err != nil && some {
+			source.Notice(dst + ": what was fetched stays: fetch it again to go on there")
+		}
+	}()
+	paths := make([]string, len(files))
+	for i, f := range files {
+		paths[i] = filepath.Join(work, filepath.FromSlash(f.Name))
+	}
+	if partial != nil {
+		if err := partial.KeepOnly(paths); err != nil {
+			return rep, err
+		}
+	}
+	for i, f := range files {
+		if err := atomicfile.MakeFolders(filepath.Dir(paths[i])); err != nil {
+			return rep, errs.In("fetch", paths[i], err)
+		}
+		spec := Spec{URIs: []string{source.Beside(dir, f.Name)}, Storage: opt, Own: true, counted: true}
+		one, any, err := bringObject(ctx, j, spec, paths[i], true)
+		rep.Bytes += one.Bytes
+		if some = some || any; err != nil {
+			return rep, err
+		}
+		rep.Files = append(rep.Files, filepath.Join(dst, filepath.FromSlash(f.Name)))
+	}
+	for _, path := range paths {
+		atomicfile.ForgetPartial(path)
+	}
+	rep.Seconds = time.Since(start).Seconds()
+	return rep, nil
+}
+
+// filesOf lists the files of a remote folder in the order in which they are brought.
+func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, files []source.Entry, err error) {
+	dir, files, err = open.Walk(ctx, uri, opt)
+	if err != nil {
+		return "", nil, err
 	}
 	files = slices.DeleteFunc(files, func(f source.Entry) bool {
 		return filepath.IsLocal(f.Name) && (strings.HasPrefix(f.Name, ".") || strings.Contains(f.Name, "/."))
 	})
 	for _, f := range files {
 		if !filepath.IsLocal(f.Name) || path.Clean(f.Name) != f.Name || strings.ContainsRune(f.Name, 0) {
-			return rep, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is no name of a file in a folder", f.Name))
-		}
-		if j != nil {
-			j.TotalBytes.Add(max(0, f.Size))
+			return "", nil, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is not a valid name of a file in a folder",
+				f.Name))
 		}
 	}
 	slices.SortStableFunc(files, func(a, b source.Entry) int { return order(a.Name) - order(b.Name) })
-	isNew, err := atomicfile.MakeFolder(dst)
-	if err != nil {
-		return rep, err
-	}
-	defer func() {
-		if err != nil && isNew {
-			_ = os.RemoveAll(dst)
-		}
-	}()
-	for _, f := range files {
-		to := filepath.Join(dst, filepath.FromSlash(f.Name))
-		if err := atomicfile.MakeFolders(filepath.Dir(to)); err != nil {
-			return rep, errs.In("fetch", to, err)
-		}
-		err := atomicfile.With(to, func(w *os.File) error {
-			one, err := Fetch(ctx, j, Spec{URIs: []string{source.Beside(dir, f.Name)}, Storage: opt, Own: true,
-				counted: true}, w)
-			rep.Bytes += one.Bytes
-			return err
-		})
-		if err != nil {
-			return rep, err
-		}
-		rep.Files = append(rep.Files, to)
-	}
-	rep.Seconds = time.Since(start).Seconds()
-	return rep, nil
+	return dir, files, nil
 }
 
-// order puts weights first, then their indexes, and last what refers to both: a folder that
-// is there in part is no model yet.
+// order puts weights first, then their indexes, and last the files that refer to both: a folder with only some of its
+// files is not a model yet.
 func order(name string) int {
 	n, weights := modelfiles.ParseName(path.Base(name))
 	switch {

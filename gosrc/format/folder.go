@@ -10,7 +10,6 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/foreign"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/source"
 )
@@ -114,7 +113,7 @@ func chooseModel(dir string, names []string) (Files, error) {
 	}
 	for _, name := range names {
 		if modelfiles.IsPart(source.Name(name)) && len(indexes) == 0 {
-			return Files{}, placeError(dir, errs.New(errs.ErrNotSupported, "%s", foreign.DescribeFolder(names)))
+			return Files{}, placeError(dir, errs.New(errs.ErrNotSupported, "%s", modelfiles.KindOfFolder(names)))
 		}
 	}
 	switch {

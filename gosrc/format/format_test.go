@@ -197,7 +197,7 @@ func TestAttacks(t *testing.T) {
 		if a.class == nil {
 			continue // whatever is said of it, nothing may break
 		}
-		if !errors.Is(err, a.class) || !strings.Contains(err.Error(), a.words) ||
+		if !errors.Is(err, a.class) || !strings.Contains(errs.RuleOf(err)+" "+err.Error(), a.words) ||
 			!strings.Contains(err.Error(), "model.safetensors") {
 			t.Errorf("%s: got %v, want %v saying %q", a.name, err, a.class, a.words)
 		}

@@ -12,7 +12,6 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/foreign"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/internal/near"
 	"github.com/overwire/overwire/gosrc/source"
@@ -93,8 +92,8 @@ func foldersBelow(dir string, names []string) string {
 	if hint := nameSnapshots(dir); hint != "" {
 		return ": it is " + hint
 	}
-	if what := foreign.DescribeFolder(names); what != "" {
-		return ": it holds " + what
+	if kind := modelfiles.KindOfFolder(names); kind != nil {
+		return ": it holds " + kind.String()
 	}
 	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
 	var below []string

@@ -15,13 +15,28 @@ import (
 // OpenAll resolves names, opens every file with open, and indexes them. Where an
 // index.json decides, the model's tensors are those that it lists, each of the file that it
 // names. The files of a name are those of one moment: if its index.json was replaced
-// meanwhile, they are opened again, once. sets are the files of each name. The caller
-// closes the sources; if OpenAll fails, it has closed them.
+// meanwhile, they are opened again, once; so are all files where some of one checkpoint turn out to be of several
+// saves. sets are the files of each name. The caller closes the sources; if OpenAll fails, it has closed them.
 func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	sets []Files, err error) {
 	if len(uris) == 0 {
 		return nil, nil, nil, errs.New(errs.ErrArgument, "nothing to open")
 	}
+	for try := 0; try < 2; try++ {
+		if ix, srcs, sets, err = openOnce(ctx, uris, open, opt); err != nil {
+			return nil, nil, nil, err
+		}
+		if err = refuseMixture(ix); err == nil {
+			return ix, srcs, sets, nil
+		}
+		closeAll(srcs)
+	}
+	return nil, nil, nil, err
+}
+
+// openOnce is OpenAll without a second try for all.
+func openOnce(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
+	sets []Files, err error) {
 	var parts []*tensor.Index
 	for _, uri := range uris {
 		at := source.LocationOf(uri)

@@ -115,7 +115,10 @@ func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) 
 	switch {
 	case at.Remote && at.Folder:
 		return openRemoteFolder(ctx, at, open, opt)
-	case !at.Remote && !strings.Contains(at.URI, "://"):
+	case !at.Remote && at.Path == at.URI && at.Scheme != "": // opening it reports what is wrong
+		return Files{URIs: []string{at.URI}}, nil
+	case !at.Remote:
+		at = source.LocationOf(at.Path)
 		st, err := os.Stat(at.Path)
 		if err != nil {
 			err = missingPath(at.Path)
@@ -128,8 +131,6 @@ func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) 
 		if err != nil {
 			return Files{}, err
 		}
-	case !at.Remote:
-		return Files{URIs: []string{at.URI}}, nil
 	}
 	if isIndex(at.Path) {
 		return readShards(ctx, at, open)
@@ -173,39 +174,40 @@ var usual = []string{
 
 func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt Options) (Files, error) {
 	uri := at.Directory
+	var unsure error // a name may be there, but could not be asked for
 	if opt.List != nil {
 		names, err := opt.List(ctx, uri)
 		if err == nil {
 			return chooseFiles(ctx, uri, names, open)
 		}
-		if !errors.Is(err, errs.ErrNotSupported) {
+		// Who may read a store's objects may not be allowed to list them.
+		if unsure = err; errors.Is(err, errs.ErrNotSupported) {
+			unsure = nil
+		} else if !errors.Is(err, errs.ErrPermission) || at.Scheme == "hf" {
 			return Files{}, err
 		}
 	}
-	var unsure error // a name may be there, but only a cache was asked
 	why := ""
 	var where *errs.At
 	for _, name := range usual {
 		file := source.Beside(uri, name)
+		set, err := Files{URIs: []string{file}}, error(nil)
 		if strings.HasSuffix(name, indexSuffix) {
-			set, err := readShards(ctx, source.LocationOf(file), open)
-			if err == nil || !errors.Is(err, errs.ErrNotFound) {
-				return set, err
-			}
-			continue
-		}
-		s, err := open(outlineOf(opt).In(ctx), file)
-		if err == nil {
+			set, err = readShards(ctx, source.LocationOf(file), open)
+		} else if s, openErr := open(outlineOf(opt).In(ctx), file); openErr == nil {
 			_ = s.Close()
-			return Files{URIs: []string{file}}, nil
+		} else {
+			err = openErr
 		}
-		if !errors.Is(err, errs.ErrNotFound) {
+		isAbsent := errors.Is(err, errs.ErrNotFound)
+		switch {
+		case err == nil:
+			return set, nil
+		case !isAbsent && (at.Scheme == "hf" || !isRefusal(err)):
 			return Files{}, err
-		}
-		if errors.As(err, &where) && errs.RuleOf(err) == source.RuleNotCached {
+		case isAbsent && errors.As(err, &where) && errs.RuleOf(err) == source.RuleNotCached:
 			why = ": " + strings.TrimPrefix(where.Err.Error(), errs.ErrNotFound.Error()+": ")
-		}
-		if unsure == nil && (errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout)) {
+		case unsure == nil && (!isAbsent || errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout)):
 			unsure = err
 		}
 	}
@@ -214,6 +216,11 @@ func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt 
 	}
 	return Files{}, placeError(uri, errs.New(errs.ErrNotFound, "none of %s in this folder%s", strings.Join(usual, ", "),
 		why))
+}
+
+// isRefusal reports whether a store refused to say whether a file is there: many answer 403, 401 or 400 for what is not.
+func isRefusal(err error) bool {
+	return errors.Is(err, errs.ErrPermission) || errs.RuleOf(err) == source.RuleRefused
 }
 
 // RemoteFolder is the URI of a remote folder, with its last slash; "" for all else. A folder

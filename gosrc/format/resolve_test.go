@@ -137,6 +137,47 @@ func TestResolveRemote(t *testing.T) {
 	}
 }
 
+// A store that refuses the names that are not there, as those do that may not be listed, hides no model that is; if there is none, the
+// first refusal is the error. Of the Hub a refusal counts, and so does a failure of any store.
+func TestRefusedNames(t *testing.T) {
+	denied := errs.In("open", "x", errs.New(errs.ErrPermission, "HTTP 403 Forbidden"))
+	bad := errs.In("open", "x", errs.WithRule(source.RuleRefused, errs.New(errs.ErrIO, "HTTP 400 Bad Request")))
+	broken := errs.In("open", "x", errs.New(errs.ErrIO, "the store is broken"))
+	list := func(context.Context, string) ([]string, error) {
+		return nil, errs.New(errs.ErrPermission, "no ListBucket")
+	}
+	for _, dir := range []string{"https://host/m/", "s3://bucket/m/", "hf://org/name@main"} {
+		for _, refusal := range []error{denied, bad, broken} {
+			for _, there := range []string{"model.safetensors", "diffusion_pytorch_model.safetensors.index.json",
+				"consolidated.safetensors", ""} {
+				s := store{files: map[string][]byte{source.Beside(dir, there): listing("a", "1.safetensors")}}
+				opt := Options{}
+				if source.Scheme(dir) == "s3" {
+					opt.List = list
+				}
+				set, err := Resolve(t.Context(), source.LocationOf(dir), func(ctx context.Context, uri string) (source.Source, error) {
+					src, err := s.Open(ctx, uri)
+					if err != nil {
+						err = refusal
+					}
+					return src, err
+				}, opt)
+				found := there != "" && source.Scheme(dir) != "hf" && refusal != broken
+				if (err == nil) != found || found && len(set.URIs) != 1 || s.open != 0 {
+					t.Errorf("%s, %q, %v: %v, %v, %d open", dir, there, refusal, set.URIs, err, s.open)
+				}
+				want := refusal
+				if opt.List != nil && refusal != broken {
+					want = errs.ErrPermission
+				}
+				if !found && !errors.Is(err, want) {
+					t.Errorf("%s, %q: %v, want %v", dir, there, err, want)
+				}
+			}
+		}
+	}
+}
+
 // shards are the names of a family.
 func shards(stem string, n int) (names []string) {
 	for k := range n {

@@ -35,6 +35,7 @@ func Tree(dir, avoid string) ([]Branch, error) {
 	if source.Remote(dir) {
 		return nil, nil
 	}
+	dir = source.WithoutScheme(dir)
 	if st, err := regular.FindTarget(dir); st == nil || !st.IsDir() {
 		return nil, errs.In("open", dir, err)
 	}

@@ -11,11 +11,14 @@ package knob
 
 import (
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
+
+	"github.com/overwire/overwire/gosrc/internal/near"
 )
 
 // A Knob is one setting. T is string, int or bool.
@@ -128,11 +131,23 @@ func Load(env map[string]string) []string {
 	}
 	for name := range env {
 		if strings.HasPrefix(name, prefix) && !names[name] && !strings.HasPrefix(name, prefix+"TEST_") {
-			warnings = append(warnings, name+" is not a setting of this version (see: overwire doctor --env)")
+			hint := "see: overwire doctor --env"
+			if best := near.Best(strings.TrimPrefix(name, prefix), settingNames(names)); best != "" {
+				hint = "did you mean " + prefix + best + "? " + hint
+			}
+			warnings = append(warnings, name+" is not a setting of this version ("+hint+")")
 		}
 	}
 	slices.Sort(warnings)
 	return warnings
+}
+
+// settingNames are the settings' names without what all begin with, sorted.
+func settingNames(names map[string]bool) (short []string) {
+	for _, name := range slices.Sorted(maps.Keys(names)) {
+		short = append(short, strings.TrimPrefix(name, prefix))
+	}
+	return short
 }
 
 // Environ returns the environment with which this process started.

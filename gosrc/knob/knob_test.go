@@ -46,7 +46,10 @@ func TestLoad(t *testing.T) {
 		{"SILENT", map[string]string{"SILENT": "1"}, log, "silent", ""},
 		{"choice in capitals", map[string]string{"OVERWIRE_LOG": "ERROR"}, log, "error", ""},
 		{"no such choice", map[string]string{"OVERWIRE_LOG": "loud"}, log, "warning", "not one of warning, debug"},
-		{"no such setting", map[string]string{"OVERWIRE_TREADS": "4"}, threads, 0, "OVERWIRE_TREADS is not a setting"},
+		{"a misspelled setting", map[string]string{"OVERWIRE_TREADS": "4"}, threads, 0,
+			"OVERWIRE_TREADS is not a setting of this version (did you mean OVERWIRE_THREADS?"},
+		{"no such setting", map[string]string{"OVERWIRE_XYZ": "4"}, threads, 0,
+			"OVERWIRE_XYZ is not a setting of this version (see"},
 		{"tests' own", map[string]string{"OVERWIRE_TEST_DIR": "x"}, threads, 0, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -23,24 +23,24 @@ var (
 		"Do not preload, even if OVERWIRE_PRELOAD names a file.",
 		alias{name: "NO_PRELOAD"}, alias{name: "LOAD_UNCOMPRESSED"})
 	Patch = flag("OVERWIRE_PATCH", "transformers.md#unchanged-programs",
-		"Let what reads with the package safetensors read through overwire, from the import of overwire on.")
+		"Make programs that use the safetensors package read through overwire, from the import of overwire on.")
 	Cache = text("OVERWIRE_CACHE", "", "stores.md#keep-a-copy",
 		"Folder that keeps whole objects of stores, for when they cannot be reached; on: in the user's cache folder.")
 	CacheGB = number("OVERWIRE_CACHE_GB", 0, 1_000_000, 0, "stores.md#keep-a-copy",
-		"Most GB of objects in that folder: those that were used longest ago go first; 0 means no limit.")
+		"Most GB of objects in that folder; those used longest ago are removed first; 0: no limit.")
 	Prepared = text("OVERWIRE_PREPARED", "", "vllm.md#prepared-state",
-		"Folder in which the plug-in for vLLM keeps models as the engine holds them; else in the user's cache folder.")
+		"Folder in which the vLLM plug-in keeps models as the engine holds them; default: in the user's cache folder.")
 	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200, "vllm.md#prepared-state",
-		"GB that this folder may take; the models that were not used for the longest time go first.")
+		"Most GB in that folder; the models used longest ago are removed first.")
 	Log = choice("OVERWIRE_LOG", "metrics.md",
-		"Lowest level of messages: info has a line a load and save, debug counters too, json an object a line.",
+		"Log level: info logs one line per load and save, debug also counters, json one object per line.",
 		[]string{"warning", "debug", "info", "json", "error", "silent"},
 		alias{name: "DEBUG", to: whenTrue("debug"), shared: true},
 		alias{name: "SILENT", to: whenTrue("silent"), shared: true})
 	Trace = text("OVERWIRE_TRACE", "", "gpu.md#where-the-time-goes",
 		"Write a Chrome trace of the last load to this file; `overwire inspect --html` makes a page of it.")
 	Threads = number("OVERWIRE_THREADS", 0, 1024, 0, "settings.md#threads",
-		"Worker threads that read, encode and decode; 0 means one for each CPU that the process may use.",
+		"Worker threads that read, encode and decode; 0: one for each CPU that the process may use.",
 		alias{name: "NUM_THREADS"})
 
 	// Rarely needed.
@@ -49,13 +49,13 @@ var (
 		"Map plain tensors instead of reading them: auto maps those of local disks for the CPU.",
 		[]string{"auto", "on", "off"})
 	Read = choice("OVERWIRE_READ", "settings.md#how-local-files-are-read",
-		"How local files are read: through the page cache, past it, or by GPUDirect Storage.",
+		"How local files are read: through the page cache, by direct I/O, or by GPUDirect Storage.",
 		[]string{"auto", "buffered", "direct", "gds"})
 	Exchange = choice("OVERWIRE_EXCHANGE", "several-gpus.md#how-they-exchange",
-		"What brings the bytes that one rank of a group has read to the others: mapped memory or torch.distributed.",
+		"How the ranks of a group pass bytes to each other: by mapped memory or torch.distributed.",
 		[]string{"auto", "mapped", "collective", "none"})
 	CPU = choice("OVERWIRE_CPU", "settings.md#decoders",
-		"Decoder to use; if this CPU lacks it, the best decoder that the CPU has is used.",
+		"Decoder to use; if this CPU lacks it, the best one that it has.",
 		[]string{"auto", "scalar", "neon", "avx2", "avx512"})
 	Downloader = text("OVERWIRE_DOWNLOADER", "", "nyacomp.md#variables",
 		"Program that downloads http and https URLs instead of overwire, to its standard output.",

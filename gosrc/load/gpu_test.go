@@ -249,12 +249,11 @@ func TestSaveFromDevice(t *testing.T) {
 				t.Fatal(err)
 			}
 			in := make([]save.Input, l.Len())
-			spec.Away = map[int]*save.Away{}
 			for i := range in {
 				mem, shape, dtype, _ := l.Take(i)
 				defer mem.Release()
 				in[i] = save.Input{Name: m.Index().Tensors[i].Name, DType: dtype, Shape: shape}
-				spec.Away[i] = &save.Away{Addr: uintptr(mem.Ptr), Bytes: mem.Bytes,
+				in[i].Device = &save.DeviceMemory{Addr: uintptr(mem.Ptr), Bytes: mem.Bytes,
 					Read: func(dst []byte, off int64) error {
 						return d.Read(dst, device.Memory{Ptr: unsafe.Add(mem.Ptr, off), Bytes: int64(len(dst))})
 					}}

@@ -10,7 +10,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 // Every page is the frame with the style of all, and a body that has the script of
@@ -61,7 +61,7 @@ type columns struct {
 
 // Model returns a page with the tensors of an inspection: a treemap by the parts of
 // their names, and a table.
-func Model(in *save.Inspection) ([]byte, error) {
+func Model(in *verify.Inspection) ([]byte, error) {
 	c := columns{Files: []string{}, Names: []string{}, File: []int{}, DTypes: []string{}, DType: []int{},
 		Shapes: []string{},
 		Bytes:  []int64{}, Stored: []int64{}, Codings: []string{}, Coding: []int{}}

@@ -7,16 +7,16 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 // inspection is a model of n tensors in two files, some of whose names want out of
 // the page.
-func inspection(n int) *save.Inspection {
-	in := &save.Inspection{Sources: []save.InspectedFile{{URI: "a.safetensors"}, {URI: "<b>&.safetensors"}}}
+func inspection(n int) *verify.Inspection {
+	in := &verify.Inspection{Sources: []verify.InspectedFile{{URI: "a.safetensors"}, {URI: "<b>&.safetensors"}}}
 	for i := range n {
 		f := &in.Sources[i%2]
-		f.Tensors = append(f.Tensors, save.InspectedTensor{Name: fmt.Sprintf(
+		f.Tensors = append(f.Tensors, verify.InspectedTensor{Name: fmt.Sprintf(
 			"model.layers.%d.mlp.experts.%d.gate_proj.weight", i/256, i%256),
 			DType: []string{"BF16", "F32"}[i%2], Shape: []int64{3, int64(i)}, Bytes: 6 * int64(i), Stored: 4 * int64(i),
 			Coding: "X16/bf16"})
@@ -24,7 +24,7 @@ func inspection(n int) *save.Inspection {
 	for _, name := range []string{"", "</script><img src=x onerror=alert(1)>", "<!--", "__proto__.constructor",
 		strings.Repeat(".", 1000), "a\"b'c\\\u2028"} {
 		in.Sources[0].Tensors = append(in.Sources[0].Tensors,
-			save.InspectedTensor{Name: name, DType: "U8", Shape: []int64{}, Bytes: 1, Stored: 1, Coding: "plain"})
+			verify.InspectedTensor{Name: name, DType: "U8", Shape: []int64{}, Bytes: 1, Stored: 1, Coding: "plain"})
 	}
 	return in
 }

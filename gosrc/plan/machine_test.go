@@ -53,6 +53,11 @@ func TestMachine(t *testing.T) {
 			t.Errorf("%s: %d workers, want %d", c.name, n, c.workers)
 		}
 	}
+	for cores, want := range map[int]int{1: 16, 4: 16, 15: 16, 16: 14, 17: 15, 18: 16, 64: 16} {
+		if n := (Machine{Cores: cores, SlotBytes: slot}).Workers(0); n != want {
+			t.Errorf("%d readers of a GPU on %d cores, want %d", n, cores, want)
+		}
+	}
 	host, dev := Machine{Concurrency: 64, RangeBytes: rng}, Machine{SlotBytes: slot, Concurrency: 64, RangeBytes: rng}
 	for _, c := range []struct {
 		m      Machine

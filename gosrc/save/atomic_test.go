@@ -1,4 +1,4 @@
-package save
+package save_test
 
 import (
 	"bytes"
@@ -22,6 +22,8 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 // A faultyFS fails its at-th call, counted from 0, with err.
@@ -126,21 +128,21 @@ func (f *faultyFile) Close() error {
 
 func TestDiskFaults(t *testing.T) {
 	// Promise: whichever call to the disk fails, the error has the path, the
-	// old model stays whole, and nothing is left behind. Each call fails once,
+	// old model stays whole, and nothing unfinished stays. Each call fails once,
 	// until a save has none left to fail. The last call, the sync of the folder
 	// after the rename, is the one that finds the new model in place.
 	r := newRand(t)
-	old := []Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
-	next := []Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
+	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
+	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
 	for _, c := range []struct {
 		name string
-		spec Spec
+		spec save.Spec
 	}{
-		{"plain", Spec{}},
-		{"compressed", Spec{Compress: true, ChunkBytes: 4096}},
-		{"shards", Spec{Compress: true, Shard: 6000}},
-		{"shards at once", Spec{Compress: true, Shard: 6000, Threads: 32}},
-		{"staged", Spec{Compress: true, Shard: 6000, Threads: 32, Staged: func() {}}},
+		{"plain", save.Spec{}},
+		{"compressed", save.Spec{Compress: true, ChunkBytes: 4096}},
+		{"shards", save.Spec{Compress: true, Shard: 6000}},
+		{"shards at once", save.Spec{Compress: true, Shard: 6000, Threads: 32}},
+		{"staged", save.Spec{Compress: true, Shard: 6000, Threads: 32, Staging: &save.Staging{}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var seen []string
@@ -154,8 +156,8 @@ func TestDiskFaults(t *testing.T) {
 					main += ".index.json"
 				}
 				sys := &faultyFS{at: at, err: syscall.EIO}
-				spec.fs = sys
-				_, err := Write(bg, nil, spec, next)
+				spec.FS = sys
+				_, err := save.Write(bg, nil, spec, next)
 				noTemps(t, dir)
 				if sys.what == "" {
 					if err != nil {
@@ -188,17 +190,18 @@ func TestDiskFaults(t *testing.T) {
 }
 
 func TestCancelAtEachCall(t *testing.T) {
-	// Promise: a save that is cancelled (by Ctrl-C, too) in any call to the disk ends with the old model
-	// or, once it has its name, the new one, whole, and leaves nothing behind.
+	// Promise: a save that is cancelled (also by Ctrl-C) in any call to the disk ends with the old model
+	// or, once it has its name, the new one, whole, and leaves nothing unfinished.
 	r := newRand(t)
-	old := []Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
-	next := []Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
-	for _, spec := range []Spec{{}, {Compress: true, Shard: 6000}, {Compress: true, Shard: 6000, Staged: func() {}}} {
+	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
+	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
+	for _, spec := range []save.Spec{{}, {Compress: true, Shard: 6000},
+		{Compress: true, Shard: 6000, Staging: &save.Staging{}}} {
 		stopped := 0
 		for at := 0; ; at++ {
 			dir := t.TempDir()
 			spec.Path = filepath.Join(dir, "m.safetensors")
-			spec.fs = nil
+			spec.FS = nil
 			write(t, spec, old)
 			main := spec.Path
 			if spec.Shard > 0 {
@@ -206,8 +209,8 @@ func TestCancelAtEachCall(t *testing.T) {
 			}
 			ctx, cancel := context.WithCancelCause(bg)
 			sys := &faultyFS{at: at, then: func() { cancel(errs.New(errs.ErrCancelled, "Ctrl-C")) }}
-			spec.fs = sys
-			_, err := Write(ctx, nil, spec, next)
+			spec.FS = sys
+			_, err := save.Write(ctx, nil, spec, next)
 			noTemps(t, dir)
 			switch {
 			case err == nil:
@@ -232,8 +235,8 @@ func TestNoRoom(t *testing.T) {
 	// Promise: a save that cannot fit is refused with both numbers before
 	// anything is written.
 	dir := t.TempDir()
-	_, err := Write(bg, nil, Spec{Path: filepath.Join(dir, "m"), fs: &faultyFS{at: -1, full: true}},
-		[]Input{bf16("w", fixedRand(), 40, 64)})
+	_, err := save.Write(bg, nil, save.Spec{Path: filepath.Join(dir, "m"), FS: &faultyFS{at: -1, full: true}},
+		[]save.Input{bf16("w", fixedRand(), 40, 64)})
 	if !errors.Is(err, errs.ErrIO) || !errors.Is(err, syscall.ENOSPC) ||
 		!strings.Contains(err.Error(), "5120") || !strings.Contains(err.Error(), "10 are free") {
 		t.Fatal(err)
@@ -253,16 +256,16 @@ func TestFullDisk(t *testing.T) {
 	defer func() { _ = syscall.Unmount(dir, 0) }()
 	r := fixedRand()
 	p := filepath.Join(dir, "m")
-	old := []Input{bf16("w", r, 100, 100)}
-	write(t, Spec{Path: p}, old)
+	old := []save.Input{bf16("w", r, 100, 100)}
+	write(t, save.Spec{Path: p}, old)
 	// The free-space check would refuse this too; here the disk itself does.
-	spec := Spec{Path: p, ChunkBytes: 1 << 16, fs: &faultyFS{at: -1}}
-	_, err := Write(bg, nil, spec, []Input{bf16("w", r, 1000, 1000)})
+	spec := save.Spec{Path: p, ChunkBytes: 1 << 16, FS: &faultyFS{at: -1}}
+	_, err := save.Write(bg, nil, spec, []save.Input{bf16("w", r, 1000, 1000)})
 	if !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "no space") {
 		t.Fatal(err)
 	}
-	spec.fs = blind{atomicfile.Disk{}}
-	_, err = Write(bg, nil, spec, []Input{bf16("w", r, 1000, 1000)})
+	spec.FS = blind{atomicfile.Disk{}}
+	_, err = save.Write(bg, nil, spec, []save.Input{bf16("w", r, 1000, 1000)})
 	var at *errs.At
 	if !errors.Is(err, errs.ErrIO) || !errors.Is(err, syscall.ENOSPC) || !errors.As(err, &at) || at.Source != p ||
 		at.Offset <= 0 {
@@ -283,17 +286,17 @@ func TestCancel(t *testing.T) {
 	r := newRand(t)
 	dir := t.TempDir()
 	p := filepath.Join(dir, "m")
-	old := []Input{bf16("w", r, 40, 64)}
-	write(t, Spec{Path: p}, old)
-	in := []Input{{"w", 15, []int64{32 << 20}, bytes.Repeat(gaussian(r, 64, 1<<13), 64)}}
+	old := []save.Input{bf16("w", r, 40, 64)}
+	write(t, save.Spec{Path: p}, old)
+	in := []save.Input{{Name: "w", DType: 15, Shape: []int64{32 << 20}, Data: bytes.Repeat(gaussian(r, 64, 1<<13), 64)}}
 	cancelled := 0
 	for tries := 0; cancelled < 8; tries++ {
 		if tries == 100 {
-			t.Fatalf("%d of %d saves were cancelled on their way", cancelled, tries)
+			t.Fatalf("%d of %d saves were cancelled while they ran", cancelled, tries)
 		}
 		d := time.Duration(r.IntN(40)) * time.Millisecond
 		j := job.Start("save", func(ctx context.Context, j *job.Job) error {
-			_, err := Write(ctx, j, Spec{Path: p, Compress: r.IntN(2) == 0}, in)
+			_, err := save.Write(ctx, j, save.Spec{Path: p, Compress: r.IntN(2) == 0}, in)
 			return err
 		})
 		time.Sleep(d)
@@ -301,7 +304,7 @@ func TestCancel(t *testing.T) {
 		done, err := j.Wait(time.Minute)
 		noTemps(t, dir)
 		if done && err == nil { // the save was faster
-			write(t, Spec{Path: p}, old)
+			write(t, save.Spec{Path: p}, old)
 			continue
 		}
 		if !done || !errors.Is(err, errs.ErrCancelled) {
@@ -324,10 +327,10 @@ func TestMain(m *testing.M) {
 
 // version is the model that the killed child writes in turn k: every tensor
 // says k in every byte, so that a mix cannot go unseen.
-func version(k byte) []Input {
-	var in []Input
+func version(k byte) []save.Input {
+	var in []save.Input
 	for _, n := range []string{"a", "b", "c"} {
-		in = append(in, Input{n, 6, []int64{300, 1000}, bytes.Repeat([]byte{k}, 300000)})
+		in = append(in, save.Input{Name: n, DType: 6, Shape: []int64{300, 1000}, Data: bytes.Repeat([]byte{k}, 300000)})
 	}
 	return in
 }
@@ -335,7 +338,7 @@ func version(k byte) []Input {
 func saveForEver(path, shard string) {
 	n, _ := strconv.ParseInt(shard, 10, 64)
 	for k := byte(1); ; k++ {
-		if _, err := Write(bg, nil, Spec{Path: path, Compress: k%2 == 0, Shard: n, ChunkBytes: 1 << 15},
+		if _, err := save.Write(bg, nil, save.Spec{Path: path, Compress: k%2 == 0, Shard: n, ChunkBytes: 1 << 15},
 			version(k)); err != nil {
 			os.Stdout.WriteString(err.Error())
 			os.Exit(3)
@@ -398,7 +401,7 @@ func TestKill(t *testing.T) {
 			}
 			got := read(t, main)
 			same(t, version(got["a"].Data[0]), got)
-			if _, err := Verify(bg, nil, []string{main}, format.Access{}, false); err != nil {
+			if _, err := verify.Verify(bg, nil, []string{main}, format.Access{}, false); err != nil {
 				t.Fatal(err)
 			}
 			kept++
@@ -406,7 +409,8 @@ func TestKill(t *testing.T) {
 		for _, temp := range temps { // those of killed saves go at some age
 			_ = os.Chtimes(temp, time.Now(), time.Now().Add(-time.Hour))
 		}
-		_, err := Write(bg, nil, Spec{Path: p, Shard: map[string]int64{"300000": 300000}[shard], ChunkBytes: 1 << 15},
+		_, err := save.Write(bg, nil, save.Spec{Path: p, ChunkBytes: 1 << 15,
+			Shard: map[string]int64{"300000": 300000}[shard]},
 			version(1))
 		if all, _ := os.ReadDir(dir); err != nil || len(all) != map[string]int{"0": 1, "300000": 4}[shard] {
 			t.Errorf("%v are left: %v", all, err)
@@ -418,16 +422,16 @@ func TestKill(t *testing.T) {
 
 func TestTargets(t *testing.T) {
 	// Promise: links are followed and stay links; the mode of a replaced file
-	// is kept, a new one obeys the umask; what is no file is not replaced.
+	// is kept, a new one obeys the umask; anything but a file is not replaced.
 	r := fixedRand()
-	in := []Input{bf16("w", r, 40, 64)}
+	in := []save.Input{bf16("w", r, 40, 64)}
 	dir := t.TempDir()
 	at := func(n string) string { return filepath.Join(dir, n) }
 	_ = os.Mkdir(at("sub"), 0o777)
 	_ = os.Symlink("sub/real", at("link"))
 	_ = os.Symlink("link", at("link2"))
 	_ = os.Symlink("loop", at("loop"))
-	write(t, Spec{Path: at("link2")}, in)
+	write(t, save.Spec{Path: at("link2")}, in)
 	same(t, in, read(t, at("sub/real")))
 	if st, _ := os.Lstat(at("link")); st.Mode()&fs.ModeSymlink == 0 {
 		t.Fatal("the link is gone")
@@ -435,23 +439,23 @@ func TestTargets(t *testing.T) {
 	if err := os.Chmod(at("sub/real"), 0o640); err != nil {
 		t.Fatal(err)
 	}
-	write(t, Spec{Path: at("link")}, in)
+	write(t, save.Spec{Path: at("link")}, in)
 	if st, _ := os.Stat(at("link")); st.Mode().Perm() != 0o640 {
 		t.Fatal(st.Mode())
 	}
 	mask := syscall.Umask(0o027)
-	write(t, Spec{Path: at("new")}, in)
+	write(t, save.Spec{Path: at("new")}, in)
 	syscall.Umask(mask)
 	if st, _ := os.Stat(at("new")); st.Mode().Perm() != 0o640 {
 		t.Fatal(st.Mode())
 	}
 	long := at(strings.Repeat("ü", 127))
-	write(t, Spec{Path: long}, in)
+	write(t, save.Spec{Path: long}, in)
 	same(t, in, read(t, long))
 	for path, class := range map[string]error{
 		at("sub"): errs.ErrArgument, at("loop"): errs.ErrArgument, at("no/such"): errs.ErrNotFound, "/dev/null": errs.ErrArgument,
 	} {
-		if _, err := Write(bg, nil, Spec{Path: path}, in); !errors.Is(err, class) {
+		if _, err := save.Write(bg, nil, save.Spec{Path: path}, in); !errors.Is(err, class) {
 			t.Errorf("%s: %v", path, err)
 		}
 	}

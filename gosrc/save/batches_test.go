@@ -1,4 +1,4 @@
-package save
+package save_test
 
 import (
 	"bytes"
@@ -10,14 +10,16 @@ import (
 
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// Many small tensors, some of whose trials are kept and some not, become the same file with any number of threads
+// Many small tensors, with trials in memory and without, become the same file with any number of threads
 // and staged, and every checksum of it holds; a batch's gaps are zero.
 func TestSmallTensors(t *testing.T) {
 	r := newRand(t)
-	var in []Input
+	var in []save.Input
 	for i := range 100 {
 		in = append(in, bf16(fmt.Sprintf("large.%d", i), r, 512, 256))
 	}
@@ -27,14 +29,15 @@ func TestSmallTensors(t *testing.T) {
 		for k := range data {
 			data[k] = byte(r.IntN(5))
 		}
-		in = append(in, Input{Name: fmt.Sprintf("small.%d", i), DType: tensor.U8, Shape: []int64{int64(n)}, Data: data})
+		in = append(in, save.Input{Name: fmt.Sprintf("small.%d", i), DType: tensor.U8, Shape: []int64{int64(n)}, Data: data})
 	}
-	for _, spec := range []Spec{{}, {Compress: true}, {Compress: true, Digests: true, Parts: 2, ChunkBytes: 4096}} {
+	for _, spec := range []save.Spec{{}, {Compress: true},
+		{Compress: true, Digests: true, Parts: 2, ChunkBytes: 4096}} {
 		var first []byte
 		for k, threads := range []int{1, 7, 2} {
 			spec.Path, spec.Threads = filepath.Join(t.TempDir(), "x.safetensors"), threads
-			if spec.Staged = nil; k == 2 {
-				spec.Staged = func() {}
+			if spec.Staging = nil; k == 2 {
+				spec.Staging = &save.Staging{}
 			}
 			rep := write(t, spec, in)
 			file, err := os.ReadFile(spec.Path)
@@ -47,7 +50,7 @@ func TestSmallTensors(t *testing.T) {
 			if !bytes.Equal(file, first) || spec.Compress && rep.Compressed < 100 {
 				t.Errorf("%+v: another file of %d bytes, %d tensors compressed", spec, len(file), rep.Compressed)
 			}
-			if _, err := Verify(bg, nil, []string{spec.Path}, format.Access{}, false); err != nil {
+			if _, err := verify.Verify(bg, nil, []string{spec.Path}, format.Access{}, false); err != nil {
 				t.Errorf("%+v: %v", spec, err)
 			}
 		}
@@ -65,21 +68,23 @@ func TestIsBrief(t *testing.T) {
 		t.Skip("a server could keep a call waiting, or no file system in memory is here")
 	}
 	text := strings.Repeat("a", 1<<20)
-	tensor := func(name string, n int) Input { return Input{Name: name, DType: tensor.U8, Data: make([]byte, n)} }
+	tensor := func(name string, n int) save.Input {
+		return save.Input{Name: name, DType: tensor.U8, Data: make([]byte, n)}
+	}
 	for k, c := range []struct {
-		spec Spec
-		in   []Input
+		spec save.Spec
+		in   []save.Input
 		want bool
 	}{
-		{Spec{}, []Input{tensor("x", 1<<20-1)}, true},
-		{Spec{}, []Input{tensor("x", 1<<20)}, false},
-		{Spec{}, make([]Input, 1<<10), true},
-		{Spec{}, make([]Input, 1<<10+1), false},
-		{Spec{}, []Input{tensor(text, 1)}, false},
-		{Spec{Metadata: map[string]string{"key": text}}, nil, false},
-		{Spec{Metadata: map[string]string{text: "value"}}, nil, false},
-		{Spec{Shard: 1}, nil, false},
-		{Spec{Staged: func() {}}, nil, false},
+		{save.Spec{}, []save.Input{tensor("x", 1<<20-1)}, true},
+		{save.Spec{}, []save.Input{tensor("x", 1<<20)}, false},
+		{save.Spec{}, make([]save.Input, 1<<10), true},
+		{save.Spec{}, make([]save.Input, 1<<10+1), false},
+		{save.Spec{}, []save.Input{tensor(text, 1)}, false},
+		{save.Spec{Metadata: map[string]string{"key": text}}, nil, false},
+		{save.Spec{Metadata: map[string]string{text: "value"}}, nil, false},
+		{save.Spec{Shard: 1}, nil, false},
+		{save.Spec{Staging: &save.Staging{}}, nil, false},
 	} {
 		c.spec.Path = dir + "/x"
 		if got := c.spec.IsBrief(c.in); got != c.want {

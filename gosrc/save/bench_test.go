@@ -1,7 +1,9 @@
-package save
+package save_test
 
 import (
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/verify"
 	"path/filepath"
 	"testing"
 )
@@ -11,13 +13,13 @@ import (
 // same bytes in the same run. What was written is verified first.
 func BenchmarkWrite(b *testing.B) {
 	r := fixedRand()
-	var in []Input
+	var in []save.Input
 	total := 0
 	w := gaussian(r, 2048, 2048)
 	for _, n := range []string{"a", "b", "c", "d", "e", "f", "g", "h"} {
 		d := append([]byte(nil), w...)
 		d[0] = n[0] // no aliases
-		in = append(in, Input{n, 15, []int64{2048, 2048}, d})
+		in = append(in, save.Input{Name: n, DType: 15, Shape: []int64{2048, 2048}, Data: d})
 		total += len(d)
 	}
 	dst := make([]byte, len(w))
@@ -31,16 +33,16 @@ func BenchmarkWrite(b *testing.B) {
 	})
 	for _, c := range []struct {
 		name string
-		spec Spec
+		spec save.Spec
 	}{
-		{"plain/1", Spec{Threads: 1}}, {"plain/2", Spec{Threads: 2}},
-		{"compressed/1", Spec{Compress: true, Threads: 1}}, {"compressed/2", Spec{Compress: true, Threads: 2}},
-		{"compressed-parts8/2", Spec{Compress: true, Threads: 2, Parts: 8}},
+		{"plain/1", save.Spec{Threads: 1}}, {"plain/2", save.Spec{Threads: 2}},
+		{"compressed/1", save.Spec{Compress: true, Threads: 1}}, {"compressed/2", save.Spec{Compress: true, Threads: 2}},
+		{"compressed-parts8/2", save.Spec{Compress: true, Threads: 2, Parts: 8}},
 	} {
 		c.spec.Path = filepath.Join(b.TempDir(), "m")
 		b.Run(c.name, func(b *testing.B) {
 			rep := write(b, c.spec, in)
-			if _, err := Verify(bg, nil, []string{c.spec.Path}, format.Access{}, false); err != nil {
+			if _, err := verify.Verify(bg, nil, []string{c.spec.Path}, format.Access{}, false); err != nil {
 				b.Fatal(err)
 			}
 			b.SetBytes(int64(total))
@@ -53,7 +55,7 @@ func BenchmarkWrite(b *testing.B) {
 			b.Run("verify/"+c.name, func(b *testing.B) {
 				b.SetBytes(int64(total))
 				for b.Loop() {
-					if _, err := Verify(bg, nil, []string{c.spec.Path}, format.Access{}, false); err != nil {
+					if _, err := verify.Verify(bg, nil, []string{c.spec.Path}, format.Access{}, false); err != nil {
 						b.Fatal(err)
 					}
 				}

@@ -1,9 +1,8 @@
 package save
 
-// This file encodes tensors where they are, on GPUs. Chunks go in batches through the
-// slots of a cuda.Packer, whose kernels encode them and make the sums of their hashes;
-// only stored bytes come down, into pinned memory, and are written from there. The file
-// is the one that the host would write.
+// This file encodes tensors where they are, on GPUs. Chunks go in batches through the slots of a cuda.Packer. Its
+// kernels encode them and compute the sums of their hashes. Only stored bytes come down, into pinned memory, and
+// are written from there. The file is the one that the host would write.
 
 import (
 	"bytes"
@@ -19,8 +18,11 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/save/publish"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/zeebo/xxh3"
 )
 
 const (
@@ -42,25 +44,29 @@ type gpu struct {
 	room int64          // bytes of a slot there
 }
 
-// A piece is a range of a tensor's bytes.
-type piece struct{ off, n int64 }
-
 // isEncodable reports whether a GPU may encode a tensor: not in several column parts or in the
 // codec of level "smaller", which need its bytes in the host.
-func (w *writer) isEncodable(t *item) bool {
-	a, ok := t.body.(*away)
-	return ok && a.GPU != nil && t.bytes > 0 && w.spec.Parts == 1 && w.spec.Level != levelSmaller &&
-		formatOf(w.spec.Path).coded && (!w.spec.Compress || a.Addr%16 == 0)
+func isEncodable(spec *Spec, t *Item) bool {
+	a, ok := t.body.(*deviceBody)
+	return ok && a.GPU != nil && t.bytes > 0 && spec.Parts == 1 && spec.Level != levelSmaller &&
+		(!spec.Compress || a.Addr%16 == 0)
 }
 
-// openGPUs lets GPUs encode the tensors that lie on them. One without memory for that
-// leaves them to the host.
-func (w *writer) openGPUs(items []*item) error {
-	all := map[*cuda.Device][]*item{}
+// gpuGroup has the GPUs of one save, and which of them encodes a tensor.
+type gpuGroup struct {
+	all []*gpu
+	of  map[*Item]*gpu
+}
+
+// open lets GPUs encode the tensors that lie on them. A GPU without memory for that leaves them to the host. The
+// caller closes the group, also after an error.
+func (p *gpuGroup) open(spec *Spec, items []*Item) error {
+	p.of = map[*Item]*gpu{}
+	all := map[*cuda.Device][]*Item{}
 	total := map[*cuda.Device]int64{}
 	for _, t := range items {
-		if w.isEncodable(t) {
-			d := t.body.(*away).GPU
+		if isEncodable(spec, t) {
+			d := t.body.(*deviceBody).GPU
 			all[d] = append(all[d], t)
 			total[d] += t.bytes
 		}
@@ -69,30 +75,31 @@ func (w *writer) openGPUs(items []*item) error {
 		if total[d] < leastOnGPU {
 			continue
 		}
-		p, err := d.NewPacker(w.spec.Compress)
+		packer, err := d.NewPacker(spec.Compress)
 		if errors.Is(err, errs.ErrMemory) {
 			continue
 		}
 		if err != nil {
-			return errs.In("save", w.spec.Path, err)
+			return err
 		}
-		if w.spec.ChunkBytes > p.SlotBytes() {
-			p.Close()
+		if spec.ChunkBytes > packer.SlotBytes() {
+			packer.Close()
 			continue
 		}
-		g := &gpu{Packer: p, room: sizes.RoundUp(p.SlotBytes()+batchRows*(tensor.StoredAlign+tensor.BlobAlign), 4096)}
-		w.gpus = append(w.gpus, g)
+		g := &gpu{Packer: packer,
+			room: sizes.RoundUp(packer.SlotBytes()+batchRows*(tensor.StoredAlign+tensor.BlobAlign), 4096)}
+		p.all = append(p.all, g)
 		for _, t := range on {
-			t.gpu = g
+			p.of[t] = g
 		}
-		if w.spec.Compress {
+		if spec.Compress {
 			if err := g.readAhead(on); err != nil {
-				return errs.In("save", w.spec.Path, err)
+				return err
 			}
 		}
-		if w.spec.Digests && w.spec.Compress {
+		if spec.Digests && spec.Compress {
 			if err := digestOn(d, on); err != nil {
-				return errs.In("save", w.spec.Path, err)
+				return err
 			}
 		}
 	}
@@ -100,25 +107,25 @@ func (w *writer) openGPUs(items []*item) error {
 }
 
 // digestOn computes the digests of tensors where they lie.
-func digestOn(d *cuda.Device, items []*item) error {
+func digestOn(d *cuda.Device, items []*Item) error {
 	views := make([]digest.View, len(items))
 	for i, t := range items {
-		views[i] = digest.Contiguous(uint64(t.body.(*away).Addr), t.bytes)
+		views[i] = digest.Contiguous(uint64(t.body.(*deviceBody).Addr), t.bytes)
 	}
 	sums, err := d.Digest(cuda.Order{}, views)
 	for i := range sums {
-		items[i].digested = &sums[i]
+		items[i].sums.digested = &sums[i]
 	}
 	return err
 }
 
-// readAhead reads what classify will ask tensors for, all at once.
-func (g *gpu) readAhead(items []*item) error {
+// readAhead reads the samples that a classifier asks for, all at once.
+func (g *gpu) readAhead(items []*Item) error {
 	for _, n := range []int64{glanceBytes, sampleBytes} {
 		var at []uint64
 		var to []func(b []byte)
 		for _, t := range items[:min(len(items), sampledAhead)] {
-			a := t.body.(*away)
+			a := t.body.(*deviceBody)
 			var offs []int64
 			switch {
 			case n == glanceBytes && t.bytes >= minAlias:
@@ -141,24 +148,24 @@ func (g *gpu) readAhead(items []*item) error {
 	return nil
 }
 
-// closeGPUs waits for what is under way on GPUs, and gives their memory back.
-func (w *writer) closeGPUs() {
-	for _, g := range w.gpus {
+// close waits for the work of the GPUs, and gives their memory back.
+func (p *gpuGroup) close() {
+	for _, g := range p.all {
 		g.Close()
 		if g.ring != nil {
 			g.ring.Keep()
 		}
 	}
-	w.gpus = nil
+	p.all = nil
 }
 
 // takeRings takes the pinned memory that stored bytes come down to.
-func (w *writer) takeRings() error {
-	for _, g := range w.gpus {
+func (p *gpuGroup) takeRings() error {
+	for _, g := range p.all {
 		n := int64(g.SlotCount()) * g.room
 		var err error
 		if g.ring, err = pinned.Take(n, max(n, pinned.Ready(g.Device())), g.Device()); err != nil {
-			return errs.In("save", w.spec.Path, err)
+			return err
 		}
 		g.ring.Want(n)
 	}
@@ -167,7 +174,7 @@ func (w *writer) takeRings() error {
 
 // A row is a chunk that a GPU encodes.
 type row struct {
-	t            *item
+	t            *Item
 	off          int64
 	n            int32
 	chunk        int // its record
@@ -187,28 +194,30 @@ type pack struct {
 	over   chan struct{} // closed when the slot is free again
 }
 
-// packChunk adds a chunk to the last task, if that is a batch with room for it, or makes one.
-func (f *fileWriter) packChunk(r row) {
+// packsOf are the batches of one file, by GPU.
+type packsOf map[*gpu][]*pack
+
+// packChunk adds a chunk to the batch last, if that has room for it; else it returns a new batch. The file has the
+// share number of of of the GPU's slots.
+func (all packsOf) packChunk(g *gpu, last *pack, number, of int, r row) (added *pack) {
 	n := sizes.RoundUp(int64(r.n), 16)
-	var p *pack
-	if k := len(f.tasks) - 1; k >= 0 {
-		p = f.tasks[k].pack
-	}
-	if p == nil || p.gpu != r.t.gpu || p.bytes+n > p.gpu.SlotBytes() || len(p.rows) == batchRows {
-		slots := r.t.gpu.SlotCount() / f.share.of
-		p = &pack{gpu: r.t.gpu, slot: f.share.number*slots + len(f.packs[r.t.gpu])%slots, over: make(chan struct{})}
-		if all := f.packs[p.gpu]; len(all) >= slots {
-			p.before = all[len(all)-slots]
+	p := last
+	if p == nil || p.gpu != g || p.bytes+n > g.SlotBytes() || len(p.rows) == batchRows {
+		slots, earlier := g.SlotCount()/of, all[g]
+		p = &pack{gpu: g, slot: number*slots + len(earlier)%slots, over: make(chan struct{})}
+		if len(earlier) >= slots {
+			p.before = earlier[len(earlier)-slots]
 		}
-		f.packs[p.gpu] = append(f.packs[p.gpu], p)
-		f.tasks = append(f.tasks, task{t: r.t, pack: p})
+		all[g] = append(earlier, p)
+		added = p
 	}
 	p.rows = append(p.rows, r)
 	p.bytes += n
+	return added
 }
 
-// encodePack makes the stored bytes of a batch, once its slot is free.
-func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
+// encode makes the stored bytes of a batch, once its slot is free. lay is the container's, or nil.
+func (p *pack) encode(ctx context.Context, lay *overwire.Layout, clock *clock) error {
 	if p.before != nil {
 		select {
 		case <-p.before.over:
@@ -217,19 +226,19 @@ func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
 		}
 		p.before = nil
 	}
-	defer addLap(&f.clock.encode, time.Now())
+	defer addLap(&clock.encode, time.Now())
 	p.packed = make([]cuda.PackedRange, len(p.rows))
 	for i := range p.rows {
 		r, to := &p.rows[i], &p.packed[i]
-		to.Src, to.N = uint64(r.t.body.(*away).Addr)+uint64(r.off), int64(r.n)
-		if r.t.form == compressed && f.lay != nil {
+		to.Src, to.N = uint64(r.t.body.(*deviceBody).Addr)+uint64(r.off), int64(r.n)
+		if r.t.form == compressed && lay != nil {
 			to.Transform = r.t.ways.X16
 		}
-		if to.Hash = f.lay != nil; r.ends && to.Hash {
+		if to.Hash = lay != nil; r.ends && to.Hash {
 			to.Tail = blocksum.Tail(r.t.bytes)
 		}
 	}
-	if f.lay != nil {
+	if lay != nil {
 		if err := p.gpu.QueueSums(p.slot, p.packed); err != nil {
 			return err
 		}
@@ -237,14 +246,14 @@ func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
 	if err := p.gpu.Encode(p.slot, p.packed); err != nil {
 		return err
 	}
-	if f.lay == nil {
+	if lay == nil {
 		return nil
 	}
 	if err := p.gpu.Wait(p.slot); err != nil { // Encode waits only for what it encodes
 		return err
 	}
 	for i := range p.rows {
-		ch, from := &f.lay.Chunks[p.rows[i].chunk], &p.packed[i]
+		ch, from := &lay.Chunks[p.rows[i].chunk], &p.packed[i]
 		ch.Codec, ch.Transform, ch.SegTiles = tensor.CodecRaw, 0, 0
 		if from.Tiles > 0 {
 			ch.Codec, ch.Transform, ch.SegTiles = tensor.CodecX16, from.Transform, from.Tiles
@@ -253,70 +262,66 @@ func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
 	return nil
 }
 
-// placePack gives a batch its place in the file and in host memory, and adds its sums to
-// the hashes.
-func (f *fileWriter) placePack(ctx context.Context, p *pack) error {
+// place gives a batch its offsets in the file from pos on, and host memory, and adds its sums to the hashes. It returns
+// the first offset and the end.
+func (p *pack) place(ctx context.Context, lay *overwire.Layout, stage *publish.StagedMemory, pos int64) (first,
+	end int64, err error) {
 	at := make([]int64, len(p.rows))
-	end, gap := f.pos, f.pos
+	end = pos
 	for i := range p.rows {
 		r, from := &p.rows[i], &p.packed[i]
 		at[i] = end
-		if f.lay != nil {
-			var err error
-			if at[i], err = f.lay.Place(r.chunk, uint32(from.Stored)); err != nil {
-				return err
+		if lay != nil {
+			if at[i], err = lay.Place(r.chunk, uint32(from.Stored)); err != nil {
+				return 0, 0, err
 			}
 			if err := r.addSums(from); err != nil {
-				return err
+				return 0, 0, err
 			}
 		}
 		end = at[i] + from.Stored
 	}
-	f.pos, p.at = end, at
-	var err error
-	if p.out, err = f.batchSpace(ctx, p, end-at[0]); err != nil {
-		return err
+	p.at = at
+	if p.out, err = p.takeSpace(ctx, stage, end-at[0]); err != nil {
+		return 0, 0, err
 	}
-	behind := at[0]
+	last := at[0]
 	for i := range p.packed {
 		from := &p.packed[i]
-		clear(p.out[behind-at[0] : at[i]-at[0]]) // memory that was used before
-		behind = at[i] + from.Stored
+		clear(p.out[last-at[0] : at[i]-at[0]]) // memory that was used before
+		last = at[i] + from.Stored
 		from.To = unsafe.Pointer(&p.out[at[i]-at[0]])
 	}
-	if gap < at[0] {
-		return f.draft.Skip(gap, at[0])
-	}
-	return nil
+	return at[0], end, nil
 }
 
 // addSums adds a chunk to the hash of its tensor.
 func (r *row) addSums(from *cuda.PackedRange) error {
 	t := r.t
 	if r.begins {
-		t.sums = blocksum.New(t.bytes)
+		t.sums.blocks = blocksum.New(t.bytes)
 	}
 	sums, tail := from.SumsAndTail()
-	t.sums.Add(sums)
+	t.sums.blocks.Add(sums)
 	if !r.ends {
 		return nil
 	}
-	high, low, ok := t.sums.Finish(tail)
+	high, low, ok := t.sums.blocks.Finish(tail)
 	if !ok {
-		return errs.New(errs.ErrEngine, "tensor %q: sums of its hash are missing", t.name)
+		return errs.New(errs.ErrEngine, "tensor %q: the GPU made too few sums of its hash", t.name)
 	}
-	t.hash, t.hashed = hashOf(high, low), true
+	t.sums.hash, t.sums.hashed = codec.HashOf(xxh3.Uint128{Hi: high, Lo: low}), true
 	return nil
 }
 
-// batchSpace is host memory for a batch's stored bytes.
-func (f *fileWriter) batchSpace(ctx context.Context, p *pack, n int64) ([]byte, error) {
-	if f.stage != nil {
-		return f.stage.takeMemory(ctx, n)
+// takeSpace takes host memory for n stored bytes.
+func (p *pack) takeSpace(ctx context.Context, stage *publish.StagedMemory, n int64) ([]byte, error) {
+	if stage != nil {
+		return stage.Take(ctx, n)
 	}
 	off := int64(p.slot) * p.gpu.room
 	if n > p.gpu.room {
-		return nil, errs.New(errs.ErrEngine, "a batch of %d bytes in %d", n, p.gpu.room)
+		return nil, errs.New(errs.ErrEngine, "a batch has %d stored bytes, and its slot %d", n, p.gpu.room)
 	}
 	if err := p.gpu.ring.Await(ctx, off+p.gpu.room); err != nil {
 		return nil, err
@@ -324,42 +329,38 @@ func (f *fileWriter) batchSpace(ctx context.Context, p *pack, n int64) ([]byte, 
 	return p.gpu.ring.Bytes(off, n), nil
 }
 
-// flushPack copies a batch down, sums its chunks and writes it.
-func (f *fileWriter) flushPack(p *pack) error {
+// flush copies a batch down, sums its chunks, writes it and frees its slot. It returns the logical bytes, and how
+// many tensors end.
+func (p *pack) flush(lay *overwire.Layout, draft publish.Draft, clock *clock) (bytes, tensors int64, err error) {
 	start := time.Now()
 	if err := p.gpu.QueueFetches(p.slot, p.packed); err != nil {
-		return err
+		return 0, 0, err
 	}
 	if err := p.gpu.Wait(p.slot); err != nil {
-		return err
+		return 0, 0, err
 	}
-	start = addLap(&f.clock.read, start)
+	start = addLap(&clock.read, start)
 	first := p.at[0]
-	var done, tensors int64
 	for i := range p.rows {
 		r := &p.rows[i]
-		if f.lay != nil {
+		if lay != nil {
 			lo := p.at[i] - first
-			f.lay.Chunks[r.chunk].Sum = codec.Sum(p.out[lo : lo+p.packed[i].Stored])
+			lay.Chunks[r.chunk].Sum = codec.Sum(p.out[lo : lo+p.packed[i].Stored])
 		}
-		if done += int64(r.n); r.ends {
+		if bytes += int64(r.n); r.ends {
 			tensors++
 		}
 	}
-	addLap(&f.clock.hash, start)
-	var err error
-	if s, ok := f.draft.(*staged); ok {
-		s.holdBytes(p.out, first)
+	addLap(&clock.hash, start)
+	if d, ok := draft.(*publish.StagedDraft); ok {
+		d.Hold(p.out, first)
 	} else {
-		err = f.draft.Write(p.out, first)
+		err = draft.Write(p.out, first)
 	}
 	if err != nil {
-		return err
+		return 0, 0, err
 	}
-	f.onGPU.Add(done)
-	f.job.Bytes.Add(done)
-	f.job.Tensors.Add(tensors)
 	p.packed, p.rows, p.at, p.out = nil, nil, nil, nil
 	close(p.over)
-	return nil
+	return bytes, tensors, nil
 }

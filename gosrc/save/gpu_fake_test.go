@@ -1,6 +1,6 @@
 //go:build owfake
 
-package save
+package save_test
 
 import (
 	"context"
@@ -19,19 +19,21 @@ import (
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 // encodeAll lets GPUs encode however little lies on them.
 func encodeAll(t testing.TB) {
-	before := leastOnGPU
-	leastOnGPU = 1
-	t.Cleanup(func() { leastOnGPU = before })
+	before := *save.LeastOnGPU
+	*save.LeastOnGPU = 1
+	t.Cleanup(func() { *save.LeastOnGPU = before })
 }
 
 // trained are tensors of the ugly kind: odd sizes, one and no elements, tied and equal ones,
-// some that gain nothing, and chunks of which only some do.
-func trained(r *rand.Rand) (in []Input) {
+// some that gain nothing, and tensors with chunks that gain nothing next to chunks that do.
+func trained(r *rand.Rand) (in []save.Input) {
 	add := func(name string, d tensor.DType, shape ...int64) []byte {
 		n, _ := tensor.Size(d, shape)
 		b := make([]byte, n)
@@ -40,11 +42,11 @@ func trained(r *rand.Rand) (in []Input) {
 				b[i] = b[i]&0x81 | 0x3c
 			}
 		}
-		in = append(in, Input{name, d, shape, b})
+		in = append(in, save.Input{Name: name, DType: d, Shape: shape, Data: b})
 		return b
 	}
 	weights := add("weights", tensor.BF16, 300, int64(100+r.IntN(100)))
-	in = append(in, Input{"tied", tensor.BF16, []int64{int64(len(weights) / 2)}, weights})
+	in = append(in, save.Input{Name: "tied", DType: tensor.BF16, Shape: []int64{int64(len(weights) / 2)}, Data: weights})
 	add("odd", tensor.BF16, int64(20_001+r.IntN(9000)))
 	mixed := add("mixed", tensor.BF16, 64<<10)
 	for i := 40 << 10; i < 90<<10; i++ {
@@ -68,9 +70,8 @@ func trained(r *rand.Rand) (in []Input) {
 }
 
 // onGPU puts every tensor but each `host`th into a GPU's memory.
-func onGPU(t testing.TB, d *cuda.Device, in []Input, host int) (out []Input, where map[int]*Away, free func()) {
+func onGPU(t testing.TB, d *cuda.Device, in []save.Input, host int) (out []save.Input, free func()) {
 	t.Helper()
-	where = map[int]*Away{}
 	at := map[*byte]device.Memory{}
 	var all []device.Memory
 	out = append(out, in...)
@@ -89,12 +90,12 @@ func onGPU(t testing.TB, d *cuda.Device, in []Input, host int) (out []Input, whe
 			at[&x.Data[0]], all = m, append(all, m)
 		}
 		out[i].Data = nil
-		where[i] = &Away{Addr: uintptr(m.Ptr), Bytes: int64(len(x.Data)), GPU: d,
+		out[i].Device = &save.DeviceMemory{Addr: uintptr(m.Ptr), Bytes: int64(len(x.Data)), GPU: d,
 			Read: func(dst []byte, off int64) error {
 				return d.Read(dst, device.Memory{Ptr: unsafe.Add(m.Ptr, off), Bytes: int64(len(dst))})
 			}}
 	}
-	return out, where, func() {
+	return out, func() {
 		for _, m := range all {
 			m.Release()
 		}
@@ -110,7 +111,7 @@ func random(t testing.TB) *rand.Rand {
 func ended(t testing.TB, end func() string) {
 	pinned.Trim()
 	if left := end(); left != "" {
-		t.Errorf("left behind: %s", left)
+		t.Errorf("not freed: %s", left)
 	}
 }
 
@@ -127,40 +128,40 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 	r := random(t)
 	in := trained(r)
 	for i, c := range []struct {
-		spec   Spec
+		spec   save.Spec
 		host   int
 		staged bool
 		gpu    bool // it has something to encode
 	}{
-		{Spec{Compress: true}, 0, false, true},
-		{Spec{Compress: true}, 0, true, true},
-		{Spec{Compress: true}, 3, false, true},
-		{Spec{Compress: true}, 3, true, true},
-		{Spec{}, 0, false, true},
-		{Spec{}, 2, true, true},
-		{Spec{Compress: true, Shard: 60_000}, 0, false, true},
-		{Spec{Compress: true, Shard: 60_000}, 4, true, true},
-		{Spec{Compress: true, Shard: 60_000, Threads: 1}, 4, false, true},
-		{Spec{Compress: true, Parts: 4}, 0, true, false},
-		{Spec{Compress: true, Digests: true}, 0, true, true},
-		{Spec{Compress: true, Digests: true}, 3, false, true},
-		{Spec{Compress: true, Level: levelSmaller}, 0, false, false},
-		{Spec{Compress: true}, 1, true, false},
+		{save.Spec{Compress: true}, 0, false, true},
+		{save.Spec{Compress: true}, 0, true, true},
+		{save.Spec{Compress: true}, 3, false, true},
+		{save.Spec{Compress: true}, 3, true, true},
+		{save.Spec{}, 0, false, true},
+		{save.Spec{}, 2, true, true},
+		{save.Spec{Compress: true, Shard: 60_000}, 0, false, true},
+		{save.Spec{Compress: true, Shard: 60_000}, 4, true, true},
+		{save.Spec{Compress: true, Shard: 60_000, Threads: 1}, 4, false, true},
+		{save.Spec{Compress: true, Parts: 4}, 0, true, false},
+		{save.Spec{Compress: true, Digests: true}, 0, true, true},
+		{save.Spec{Compress: true, Digests: true}, 3, false, true},
+		{save.Spec{Compress: true, Level: "smaller"}, 0, false, false},
+		{save.Spec{Compress: true}, 1, true, false},
 	} {
 		host, there := t.TempDir(), t.TempDir()
 		spec := c.spec
 		spec.ChunkBytes = 16 << 10
 		spec.Path = host + "/m.safetensors"
 		want := write(t, spec, in)
-		out, where, free := onGPU(t, d, in, c.host)
-		spec.Path, spec.Away = there+"/m.safetensors", where
+		out, free := onGPU(t, d, in, c.host)
+		spec.Path = there + "/m.safetensors"
 		calls := 0
 		if c.staged {
-			spec.Staged = func() { // the tensors change, and the files do not
+			spec.Staging = &save.Staging{Done: func() { // the tensors change, and the files do not
 				calls++
 				free()
 				free = func() {}
-			}
+			}}
 		}
 		got := write(t, spec, out)
 		free()
@@ -184,24 +185,24 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 		return
 	}
 	dir := t.TempDir()
-	out, where, free := onGPU(t, d, in, 0)
+	out, free := onGPU(t, d, in, 0)
 	defer free()
-	write(t, Spec{Path: dir + "/m.safetensors", Compress: true, ChunkBytes: 16 << 10, Away: where}, out)
-	if v, err := Verify(bg, nil, []string{dir + "/m.safetensors"}, format.Access{}, false); err != nil || !v.OK {
+	write(t, save.Spec{Path: dir + "/m.safetensors", Compress: true, ChunkBytes: 16 << 10}, out)
+	if v, err := verify.Verify(bg, nil, []string{dir + "/m.safetensors"}, format.Access{}, false); err != nil || !v.OK {
 		t.Fatalf("%+v, %v", v, err)
 	}
 	same(t, in, read(t, dir+"/m.safetensors"))
 }
 
 // Whichever call of the driver fails, a save ends typed, leaves no file, no memory and no
-// goroutine, and keeps the file that was there.
+// goroutine, and leaves the old file as it was.
 func TestGPUEveryCallFailsFake(t *testing.T) {
 	encodeAll(t)
 	r := random(t)
 	in := trained(r)
 	dir := t.TempDir()
 	path := dir + "/m.safetensors"
-	write(t, Spec{Path: path}, in[:1])
+	write(t, save.Spec{Path: path}, in[:1])
 	before := sha256Of(t, path)
 	failed := 0
 	for nth := 1 + r.Int64N(7); ; nth += 23 {
@@ -210,14 +211,14 @@ func TestGPUEveryCallFailsFake(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		out, where, free := onGPU(t, d, in, 4)
+		out, free := onGPU(t, d, in, 4)
 		begun := cudatest.CountCalls()
 		cudatest.FailCall(nth, 999, nth%2 == 0)
-		spec := Spec{Path: path, Compress: true, ChunkBytes: 16 << 10, Away: where, Beside: true}
+		spec := save.Spec{Path: path, Compress: true, ChunkBytes: 16 << 10, Beside: true}
 		if nth%3 == 0 {
-			spec.Staged = func() {}
+			spec.Staging = &save.Staging{}
 		}
-		_, err = Write(bg, nil, spec, out)
+		_, err = save.Write(bg, nil, spec, out)
 		cudatest.FailCall(0, 0, false)
 		calls := cudatest.CountCalls() - begun
 		free()
@@ -232,7 +233,7 @@ func TestGPUEveryCallFailsFake(t *testing.T) {
 				t.Fatalf("call %d fails, and the old file changed", nth)
 			}
 		} else {
-			write(t, Spec{Path: path}, in[:1])
+			write(t, save.Spec{Path: path}, in[:1])
 		}
 		if t.Failed() || calls < nth {
 			break
@@ -254,14 +255,14 @@ func TestGPULittleMemoryAndCancelFake(t *testing.T) {
 		t.Fatal(err)
 	}
 	in := trained(random(t))
-	out, where, free := onGPU(t, d, in, 0)
+	out, free := onGPU(t, d, in, 0)
 	defer free()
 	dir := t.TempDir()
-	spec := Spec{Path: dir + "/m.safetensors", Compress: true, ChunkBytes: 16 << 10, Away: where}
+	spec := save.Spec{Path: dir + "/m.safetensors", Compress: true, ChunkBytes: 16 << 10}
 	ctx, cancel := context.WithCancel(bg)
 	staged := spec
-	staged.Staged = cancel
-	if _, err := Write(ctx, nil, staged, out); !errors.Is(err, errs.ErrCancelled) {
+	staged.Staging = &save.Staging{Done: cancel}
+	if _, err := save.Write(ctx, nil, staged, out); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("cancelled: %v", err)
 	}
 	noTemps(t, dir)

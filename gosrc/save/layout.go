@@ -13,110 +13,108 @@ import (
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/zeebo/xxh3"
 )
 
 // plainAlign is the alignment of the data section of plain files. With the order of
 // their tensors, it aligns those that follow one of round size.
 const plainAlign = 64
 
-// planFile orders the file's tensors and makes its tasks. For a container it keeps the
-// layout, which knows all offsets.
-func (f *fileWriter) planFile() error {
-	switch {
-	case f.spec.Compress:
-		return f.planContainer()
-	case f.part.original != nil:
-		return f.planOriginal()
-	}
-	return f.planPlain()
+// A filePlan is the layout of one file, and the tasks that write it.
+type filePlan struct {
+	s     *session
+	file  *File
+	share writerShare
+
+	original *original.File   // that the container stores, or that is written again; or nil
+	order    []*Item          // in the order of their data
+	lay      *overwire.Layout // of a container; nil: a plain file
+	front    []byte           // the header of a plain file
+	again    *original.Copy   // of a plain file that is written again as an original; or nil
+	start    int64            // offset of the data
+	tasks    []task
+	packs    packsOf
 }
 
-func (f *fileWriter) planContainer() error {
-	number := make(map[*item]int, len(f.part.items))
-	for i, t := range f.part.items {
+// A task is one chunk to write; or, with n 0, a whole tensor to hash first, since
+// the order of its chunks is not that of its bytes.
+type task struct {
+	t            *Item
+	part         int32
+	n            int32
+	off          int64 // in the part
+	chunk        int   // its record
+	begins, ends bool  // the tensor's first chunk, its last
+	pack         *pack // instead: chunks that a GPU encodes
+}
+
+// planFile orders the file's tensors and makes its tasks. For a container it has the layout, which knows all
+// offsets.
+func planFile(s *session, file *File, share writerShare) (*filePlan, error) {
+	p := &filePlan{s: s, file: file, share: share, original: file.Original, packs: packsOf{}}
+	switch {
+	case s.spec.Compress:
+		return p, p.planContainer()
+	case p.original != nil:
+		return p, p.planOriginal()
+	}
+	return p, p.planPlain()
+}
+
+func (p *filePlan) planContainer() error {
+	number := make(map[*Item]int, len(p.file.Items))
+	for i, t := range p.file.Items {
 		number[t] = i
 	}
-	items := make([]overwire.Item, len(f.part.items))
-	for i, t := range f.part.items {
+	items := make([]overwire.Item, len(p.file.Items))
+	for i, t := range p.file.Items {
 		it := overwire.Item{Name: t.name, DType: t.dtype, Shape: t.shape, Plain: t.form == plain}
 		switch {
 		case t.form == alias:
 			it.Alias = 1 + number[t.of]
 		case t.bytes > 0:
-			it.Parts, it.ChunkBytes = int(t.parts), f.spec.ChunkBytes
+			it.Parts, it.ChunkBytes = int(t.parts), p.s.spec.ChunkBytes
 		}
 		items[i] = it
 	}
 	var origin *overwire.Origin
-	if f.part.original != nil {
-		origin = f.part.original.Origin
+	if p.original != nil {
+		origin = p.original.Origin
 	}
-	l, err := overwire.NewLayout(f.part.metadata, items, origin, f.spec.Digests)
+	l, err := overwire.NewLayout(p.file.Metadata, items, origin, p.s.spec.Digests)
 	if err != nil {
 		return err
 	}
 	if l.Origin == nil {
-		f.part.original = nil
+		p.original = nil
 	}
-	f.lay, f.start = l, l.Start()
+	p.lay, p.start = l, l.Start()
 	for i, k := range l.Items {
-		t := f.part.items[k]
-		f.order = append(f.order, t)
+		t := p.file.Items[k]
+		p.order = append(p.order, t)
 		lt := &l.Tensors[i]
-		f.cut(t, lt.Grid(), int(lt.First))
+		p.cut(t, lt.Grid(), int(lt.First))
 	}
 	return nil
 }
 
-func (f *fileWriter) planPlain() (err error) {
-	if f.order, f.front, err = layPlain(f.part.items, f.part.metadata); err != nil {
+func (p *filePlan) planPlain() (err error) {
+	if p.order, p.front, err = layPlain(p.file.Items, p.file.Metadata); err != nil {
 		return err
 	}
-	for _, t := range f.order {
-		f.cutPlain(t)
+	for _, t := range p.order {
+		p.cutPlain(t)
 	}
-	f.start = int64(len(f.front))
+	p.start = int64(len(p.front))
 	return nil
-}
-
-// A Front is the header of a plain file, without its length, and the order in which
-// tensors follow it, by their positions.
-type Front struct {
-	Header string `json:"header"`
-	Order  []int  `json:"order"`
-}
-
-// FrontOf orders tensors as a plain file has them. path is for messages; nothing is written.
-func FrontOf(path string, metadata map[string]string, in []Input) (Front, error) {
-	items := make([]*item, len(in))
-	number := make(map[*item]int, len(in))
-	for i := range in {
-		t := &in[i]
-		items[i] = &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: int64(len(t.Data))}
-		number[items[i]] = i
-	}
-	if err := checkMetadata(path, metadata); err != nil {
-		return Front{}, err
-	}
-	if err := checkItems(path, items); err != nil {
-		return Front{}, err
-	}
-	order, header, err := layPlain(items, metadata)
-	if err != nil {
-		return Front{}, err
-	}
-	front := Front{Header: string(header[8:]), Order: make([]int, len(order))}
-	for i, t := range order {
-		front.Order[i] = number[t]
-	}
-	return front, nil
 }
 
 // layPlain orders tensors as safetensors' own writer does; with the header of the file.
-func layPlain(items []*item, metadata map[string]string) (order []*item, header []byte, err error) {
+func layPlain(items []*Item, metadata map[string]string) (order []*Item, header []byte, err error) {
 	order = slices.Clone(items)
-	slices.SortFunc(order, func(a, b *item) int {
+	slices.SortFunc(order, func(a, b *Item) int {
 		return cmp.Or(cmp.Compare(b.dtype, a.dtype), strings.Compare(a.name, b.name))
 	})
 	entries := make([]safetensors.Entry, len(order))
@@ -131,83 +129,118 @@ func layPlain(items []*item, metadata map[string]string) (order []*item, header 
 }
 
 // planOriginal uses the header and the order of the file that was compressed.
-func (f *fileWriter) planOriginal() error {
-	items := make(map[string]*item, len(f.part.items))
-	known := make(map[string]*tensor.Tensor, len(f.part.items))
-	for _, t := range f.part.items {
-		items[t.name], known[t.name] = t, t.known
+func (p *filePlan) planOriginal() error {
+	items := make(map[string]*Item, len(p.file.Items))
+	known := make(map[string]*tensor.Tensor, len(p.file.Items))
+	for _, t := range p.file.Items {
+		items[t.name], known[t.name] = t, t.from.known
 	}
-	p, err := f.part.original.Again(known, f.part.metadata, false)
+	again, err := p.original.Again(known, p.file.Metadata, false)
 	if err != nil {
 		return err
 	}
-	for i := range p.Tensors {
-		t := items[p.Tensors[i].Name]
-		f.order = append(f.order, t)
-		f.cutPlain(t)
+	for i := range again.Tensors {
+		t := items[again.Tensors[i].Name]
+		p.order = append(p.order, t)
+		p.cutPlain(t)
 	}
-	f.again, f.front, f.start = p, p.Front, int64(len(p.Front))
+	p.again, p.front, p.start = again, again.Front, int64(len(again.Front))
 	return nil
 }
 
 // cutPlain makes the tasks of one tensor of a plain file.
-func (f *fileWriter) cutPlain(t *item) {
-	f.cut(t, tensor.Grid{Parts: 1, PartBytes: t.bytes, ChunkBytes: f.spec.ChunkBytes,
-		PerPart: sizes.CeilDiv(t.bytes, f.spec.ChunkBytes)}, 0)
+func (p *filePlan) cutPlain(t *Item) {
+	p.cut(t, tensor.Grid{Parts: 1, PartBytes: t.bytes, ChunkBytes: p.s.spec.ChunkBytes,
+		PerPart: sizes.CeilDiv(t.bytes, p.s.spec.ChunkBytes)}, 0)
 }
 
-func (f *fileWriter) cut(t *item, g tensor.Grid, first int) {
+func (p *filePlan) cut(t *Item, g tensor.Grid, first int) {
 	if t.form == alias || t.bytes == 0 {
-		f.job.Tensors.Add(1)
-		f.job.Bytes.Add(t.bytes)
+		p.s.job.Tensors.Add(1)
+		p.s.job.Bytes.Add(t.bytes)
 		return
 	}
-	if t.parts = g.Parts; t.parts > 1 && (!t.hashed || f.spec.Digests) {
-		f.tasks = append(f.tasks, task{t: t})
+	if t.parts = g.Parts; t.parts > 1 && (!t.sums.hashed || p.s.spec.Digests) {
+		p.tasks = append(p.tasks, task{t: t})
 	}
+	on := p.s.gpus.of[t]
 	for k := range g.Chunks() {
-		p, lo, hi := g.Chunk(k)
-		if t.gpu != nil {
-			f.packChunk(row{t: t, off: lo, n: int32(hi - lo), chunk: first + int(k), begins: k == 0,
-				ends: k == g.Chunks()-1})
-			continue
+		part, lo, hi := g.Chunk(k)
+		c := task{t: t, part: int32(part), n: int32(hi - lo), off: lo, chunk: first + int(k), begins: k == 0,
+			ends: k == g.Chunks()-1}
+		if on != nil {
+			p.packChunk(on, c)
+		} else {
+			p.tasks = append(p.tasks, c)
 		}
-		f.tasks = append(f.tasks, task{t: t, part: int32(p), n: int32(hi - lo), off: lo, chunk: first + int(k),
-			begins: k == 0, ends: k == g.Chunks()-1})
 	}
 }
 
-// sealFront returns what precedes the data, once all offsets are known, and the size of
-// the file.
-func (f *fileWriter) sealFront() (front []byte, size int64, err error) {
-	if f.lay == nil {
-		return f.front, f.pos, nil
+// packChunk adds a chunk to the last task, if that is a batch of the GPU with room for it, or makes one.
+func (p *filePlan) packChunk(on *gpu, c task) {
+	var last *pack
+	if k := len(p.tasks) - 1; k >= 0 {
+		last = p.tasks[k].pack
 	}
-	for i, t := range f.order {
+	if added := p.packs.packChunk(on, last, p.share.number, p.share.of, row{t: c.t, off: c.off, n: c.n, chunk: c.chunk,
+		begins: c.begins, ends: c.ends}); added != nil {
+		p.tasks = append(p.tasks, task{t: c.t, pack: added})
+	}
+}
+
+// sealFront returns what precedes the data, and the size of the file, once all data was placed, up to end.
+func (p *filePlan) sealFront(end int64) (front []byte, size int64, err error) {
+	if p.lay == nil {
+		return p.front, end, nil
+	}
+	for i, t := range p.order {
 		switch {
 		case t.form == alias:
 		case t.bytes == 0:
-			f.lay.Tensors[i].Hash = hashOfNothing()
-		case t.hashed:
-			f.lay.Tensors[i].Hash = t.hash
+			p.lay.Tensors[i].Hash = codec.HashOf(xxh3.Hash128(nil))
+		case t.sums.hashed:
+			p.lay.Tensors[i].Hash = t.sums.hash
 		default:
 			return nil, 0, errs.New(errs.ErrEngine, "tensor %q was not hashed", t.name)
 		}
 	}
-	if f.lay.Digests != "" {
-		sums := make([]digest.Sum, len(f.order))
-		for i, t := range f.order {
+	if p.lay.Digests != "" {
+		sums := make([]digest.Sum, len(p.order))
+		for i, t := range p.order {
 			holder := t
 			if t.form == alias {
 				holder = t.of
 			}
-			if holder.digested != nil {
-				sums[i] = *holder.digested
+			if holder.sums.digested != nil {
+				sums[i] = *holder.sums.digested
 			} else {
-				sums[i] = holder.digest.Sum(t.bytes)
+				sums[i] = holder.sums.digest.Sum(t.bytes)
 			}
 		}
-		f.lay.Digests = overwire.Digests(sums)
+		p.lay.Digests = overwire.Digests(sums)
 	}
-	return f.lay.Seal(codec.Known)
+	return p.lay.Seal(codec.Known)
+}
+
+// windowSize is how many tasks may be under way, and how many goroutines run them. If GPUs encode, one of these
+// is always free for the steps that come in order.
+func (p *filePlan) windowSize() (window, workers int) {
+	window, workers = 2*p.share.threads+4, p.share.threads
+	for g := range p.packs {
+		window = max(window, g.SlotCount()/p.share.of)
+	}
+	if len(p.packs) > 0 {
+		workers = window + 1
+	}
+	return window, workers
+}
+
+// orderedNames are the names of the tensors that are written in the order of their bytes.
+func (p *filePlan) orderedNames() (order []string) {
+	for _, t := range p.order {
+		if t.form != alias && t.bytes > 0 && t.parts == 1 {
+			order = append(order, t.name)
+		}
+	}
+	return order
 }

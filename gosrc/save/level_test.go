@@ -1,4 +1,4 @@
-package save
+package save_test
 
 import (
 	"os"
@@ -6,29 +6,34 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/savetest"
+	"github.com/overwire/overwire/gosrc/stored"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 // packed are nibbles with something to gain, eight to an I32, as GPTQ packs them.
-func packed(name string, n int) Input {
+func packed(name string, n int) save.Input {
 	r := fixedRand()
 	data := make([]byte, 4*n)
 	nibble := func() byte { return byte(max(0, min(15, 8+2.2*r.NormFloat64()))) }
 	for i := range data {
 		data[i] = nibble() | nibble()<<4
 	}
-	return Input{name, tensor.I32, []int64{int64(n)}, data}
+	return save.Input{Name: name, DType: tensor.I32, Shape: []int64{int64(n)}, Data: data}
 }
 
 // The golden files of format 1.2 load, and today's writer still makes them: each feature
 // has one. They are made by go test ./gosrc/save -run TestGoldenLevel -args
 // write-goldens, once.
 func TestGoldenLevel(t *testing.T) {
-	in := append(goldenTensors(), bf16("bf16", fixedRand(), 64, 96), packed("qweight", 9000))
+	in := append(savetest.GoldenTensors(), bf16("bf16", fixedRand(), 64, 96), packed("qweight", 9000))
 	for name, level := range map[string]string{"container": "smaller", "packed": "default"} {
 		golden := filepath.Join(goldens, "level-1.2", name+".safetensors")
-		spec := Spec{Path: filepath.Join(t.TempDir(), "x.safetensors"), Compress: true, Level: level}
+		spec := save.Spec{Path: filepath.Join(t.TempDir(), "x.safetensors"), Compress: true, Level: level}
 		if slices.Contains(os.Args, "write-goldens") {
 			spec.Path = golden
 			_ = os.MkdirAll(filepath.Dir(golden), 0o755)
@@ -41,15 +46,15 @@ func TestGoldenLevel(t *testing.T) {
 	}
 }
 
-func storedIn(t *testing.T, path string) (*model, map[tensor.Codec]int) {
+func storedIn(t *testing.T, path string) (*stored.Model, map[tensor.Codec]int) {
 	t.Helper()
-	m, err := openModel(bg, []string{path}, format.Access{}, false)
+	m, err := stored.Open(bg, []string{path}, format.Access{}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(m.closeSources)
+	t.Cleanup(m.Close)
 	codecs := map[tensor.Codec]int{}
-	for _, c := range m.ix.Chunks {
+	for _, c := range m.Index.Chunks {
 		codecs[c.Codec]++
 	}
 	return m, codecs
@@ -59,8 +64,8 @@ func storedIn(t *testing.T, path string) (*model, map[tensor.Codec]int) {
 // plain, and an index says which readers it is for.
 func TestPackedIntegers(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.safetensors")
-	in := []Input{packed("qweight", 300_000), packed("few", 2000)}
-	rep := write(t, Spec{Path: path, Compress: true}, in)
+	in := []save.Input{packed("qweight", 300_000), packed("few", 2000)}
+	rep := write(t, save.Spec{Path: path, Compress: true}, in)
 	same(t, in, read(t, path))
 	if rep.Compressed != 1 || rep.Ratio > 0.85 {
 		t.Errorf("%+v", rep)
@@ -69,7 +74,7 @@ func TestPackedIntegers(t *testing.T) {
 	if codecs[tensor.CodecX16] == 0 || codecs[tensor.CodecPlanes] != 0 {
 		t.Errorf("codecs %v", codecs)
 	}
-	if mark := m.ix.Sources[0].Mark; mark[:17] != `{"format":"1.2","` {
+	if mark := m.Index.Sources[0].Mark; mark[:17] != `{"format":"1.2","` {
 		t.Errorf("%s", mark)
 	}
 }
@@ -80,14 +85,14 @@ func TestSmaller(t *testing.T) {
 	r := newRand(t)
 	in := append(ugly(r), bf16("weights", r, 300, 1000), packed("qweight", 70_000))
 	dir := t.TempDir()
-	for _, spec := range []Spec{{ChunkBytes: 4096}, {Parts: 4}, {}} {
+	for _, spec := range []save.Spec{{ChunkBytes: 4096}, {Parts: 4}, {}} {
 		spec.Path, spec.Compress = filepath.Join(dir, "default.safetensors"), true
 		usual := write(t, spec, in)
 		want := sha256Of(t, spec.Path)
 		spec.Path, spec.Level = filepath.Join(dir, "smaller.safetensors"), "smaller"
 		rep := write(t, spec, in)
 		same(t, in, read(t, spec.Path))
-		if v, err := Verify(bg, nil, []string{spec.Path}, format.Access{}, false); err != nil || !v.OK {
+		if v, err := verify.Verify(bg, nil, []string{spec.Path}, format.Access{}, false); err != nil || !v.OK {
 			t.Fatal(err)
 		}
 		if rep.BytesOut > usual.BytesOut {
@@ -98,14 +103,14 @@ func TestSmaller(t *testing.T) {
 		}
 		again := spec
 		again.Path, again.Level = filepath.Join(dir, "again.safetensors"), ""
-		if _, err := Convert(bg, nil, []string{spec.Path}, again.Path, again); err != nil {
+		if _, err := convert.Convert(bg, nil, []string{spec.Path}, again.Path, again); err != nil {
 			t.Fatal(err)
 		}
 		if sha256Of(t, again.Path) != want {
 			t.Errorf("%+v: another file than by default", spec)
 		}
 		again.Path, again.Level = filepath.Join(dir, "back.safetensors"), "smaller"
-		if _, err := Convert(bg, nil, []string{filepath.Join(dir, "default.safetensors")}, again.Path, again); err != nil {
+		if _, err := convert.Convert(bg, nil, []string{filepath.Join(dir, "default.safetensors")}, again.Path, again); err != nil {
 			t.Fatal(err)
 		}
 		if sha256Of(t, again.Path) != sha256Of(t, spec.Path) {

@@ -1,39 +1,38 @@
-package save
+package save_test
 
 import (
 	"bytes"
 	"fmt"
+	"github.com/overwire/overwire/gosrc/save"
 	"os"
 	"path/filepath"
 	"testing"
 )
 
-// Tensors whose bytes lie in several places, cut anywhere, become the very file that they
-// become in one place, plain, compressed, in column parts and staged.
+// Tensors in several places of memory, cut anywhere, become the very file that they become in one
+// place, plain, compressed, in column parts and staged.
 func TestPieces(t *testing.T) {
 	r := newRand(t)
 	in := some(r)
-	places, pieces := make([]Input, len(in)), map[int][][]byte{}
+	places := make([]save.Input, len(in))
 	for i, one := range in {
-		places[i] = Input{Name: one.Name, DType: one.DType, Shape: one.Shape}
-		pieces[i] = [][]byte{{}}
+		places[i] = save.Input{Name: one.Name, DType: one.DType, Shape: one.Shape}
+		pieces := [][]byte{{}}
 		for rest := one.Data; len(rest) > 0; {
 			n := 1 + r.IntN(len(rest))
-			pieces[i] = append(pieces[i], bytes.Clone(rest[:n]), nil)
+			pieces = append(pieces, bytes.Clone(rest[:n]), nil)
 			rest = rest[n:]
 		}
+		places[i].Pieces = pieces
 	}
-	for name, spec := range map[string]Spec{
+	for name, spec := range map[string]save.Spec{
 		"plain.safetensors": {}, "small.safetensors": {Compress: true, Digests: true}, "parts.safetensors": {Compress: true, Parts: 4},
-		"staged.safetensors": {Compress: true, ChunkBytes: 8192, Staged: func() {}},
+		"staged.safetensors": {Compress: true, ChunkBytes: 8192, Staging: &save.Staging{}},
 	} {
 		dir := t.TempDir()
 		var files [2][]byte
-		for k, inputs := range [][]Input{in, places} {
+		for k, inputs := range [][]save.Input{in, places} {
 			spec.Path = filepath.Join(dir, fmt.Sprint(k)+name)
-			if k == 1 {
-				spec.Pieces = pieces
-			}
 			write(t, spec, inputs)
 			files[k], _ = os.ReadFile(spec.Path)
 		}

@@ -1,6 +1,6 @@
 //go:build !nostores
 
-package save
+package save_test
 
 import (
 	"bytes"
@@ -18,17 +18,20 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 // tiled is a tensor of many rows of 4096, quickly made.
-func tiled(name string, r *rand.Rand, rows int) Input {
+func tiled(name string, r *rand.Rand, rows int) save.Input {
 	in := bf16(name, r, 20, 4096)
 	in.Data = bytes.Repeat(in.Data, rows/20)
 	in.Shape[0] = int64(rows)
@@ -56,7 +59,7 @@ func TestFarIsNear(t *testing.T) {
 	s3 := sourcetest.StartS3(t, false)
 	red := sourcetest.StartRedis(t, false)
 	r := newRand(t)
-	big := []Input{tiled("w", r, 2200), bf16("v", r, 7, 33), {"n", 0, []int64{0}, nil}}
+	big := []save.Input{tiled("w", r, 2200), bf16("v", r, 7, 33), {Name: "n", DType: 0, Shape: []int64{0}, Data: nil}}
 	big[2].DType = big[0].DType
 	for _, store := range []struct {
 		base string
@@ -66,8 +69,8 @@ func TestFarIsNear(t *testing.T) {
 		{"redis://" + red.Addr + "/dir",
 			format.Access{Options: source.Options{Storage: map[string]string{"password": sourcetest.RedisPassword}}}},
 	} {
-		for name, in := range map[string][]Input{"big": big, "small": big[1:], "none": nil} {
-			specs := []Spec{{}, {Compress: true}, {Compress: true, Parts: 8, ChunkBytes: 64 << 10}}
+		for name, in := range map[string][]save.Input{"big": big, "small": big[1:], "none": nil} {
+			specs := []save.Spec{{}, {Compress: true}, {Compress: true, Parts: 8, ChunkBytes: 64 << 10}}
 			if name == "big" && testing.Short() {
 				specs = specs[1:2]
 			}
@@ -89,7 +92,7 @@ func TestFarIsNear(t *testing.T) {
 					got.Files[0] != spec.Path {
 					t.Fatalf("%+v, here %+v", got, want)
 				}
-				if _, err := Verify(bg, nil, []string{spec.Path}, store.opt, false); err != nil {
+				if _, err := verify.Verify(bg, nil, []string{spec.Path}, store.opt, false); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -110,7 +113,7 @@ func TestFarShards(t *testing.T) {
 	if err := os.WriteFile(keep, []byte("not ours"), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	var in []Input
+	var in []save.Input
 	for _, n := range []string{"a", "b", "c"} {
 		in = append(in, bf16(n, r, 64, 100))
 	}
@@ -135,7 +138,7 @@ func TestFarShards(t *testing.T) {
 		{1 << 30, "w.safetensors"},
 		{13_000, "w-00001-of-00003.safetensors w-00002-of-00003.safetensors w-00003-of-00003.safetensors w.safetensors.index.json"},
 	} {
-		rep := write(t, Spec{Path: "s3://models/m/w.safetensors", Shard: c.shard, Compress: true, Storage: opt}, in)
+		rep := write(t, save.Spec{Path: "s3://models/m/w.safetensors", Shard: c.shard, Compress: true, Storage: opt}, in)
 		if got := names(); got != strings.TrimSpace(other+" "+c.want) {
 			t.Fatalf("shards of %d: %s", c.shard, got)
 		}
@@ -150,9 +153,9 @@ func TestFarShards(t *testing.T) {
 func TestFarFailures(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	direct := format.Access{Options: source.Options{Storage: s.Options()}}
-	in := []Input{tiled("w", newRand(t), 2200)}
+	in := []save.Input{tiled("w", newRand(t), 2200)}
 	path := "s3://models/m.safetensors"
-	write(t, Spec{Path: path, Storage: direct}, in[:0])
+	write(t, save.Spec{Path: path, Storage: direct}, in[:0])
 	old := object(t, path, direct)
 	var fail, seen atomic.Int64
 	u, _ := url.Parse(s.URL)
@@ -185,7 +188,7 @@ func TestFarFailures(t *testing.T) {
 	for ; ; requests++ {
 		seen.Store(0)
 		fail.Store(requests)
-		_, err := Write(bg, nil, Spec{Path: path, Storage: opt}, in)
+		_, err := save.Write(bg, nil, save.Spec{Path: path, Storage: opt}, in)
 		if seen.Load() < requests {
 			if err != nil {
 				t.Fatal(err)
@@ -198,7 +201,7 @@ func TestFarFailures(t *testing.T) {
 		t.Fatalf("%d requests were failed in turn", requests-1)
 	}
 	t.Logf("%d requests failed in turn", requests-1)
-	write(t, Spec{Path: path, Storage: direct}, in[:0])
+	write(t, save.Spec{Path: path, Storage: direct}, in[:0])
 	ctx, cancel := context.WithCancelCause(bg)
 	j := job.New("save")
 	fail.Store(0)
@@ -212,7 +215,7 @@ func TestFarFailures(t *testing.T) {
 		}
 		cancel(errs.ErrCancelled)
 	}()
-	_, err := Write(ctx, j, Spec{Path: path, Storage: opt}, in)
+	_, err := save.Write(ctx, j, save.Spec{Path: path, Storage: opt}, in)
 	cancel(nil)
 	unchanged("cancelled", err, errs.ErrCancelled)
 }
@@ -221,13 +224,13 @@ func TestFarFailures(t *testing.T) {
 func TestFarConvert(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
-	in := []Input{bf16("a", newRand(t), 64, 100), bf16("b", newRand(t), 64, 100)}
+	in := []save.Input{bf16("a", newRand(t), 64, 100), bf16("b", newRand(t), 64, 100)}
 	dir := t.TempDir()
-	write(t, Spec{Path: filepath.Join(dir, "w.safetensors"), Shard: 13_000}, in)
+	write(t, save.Spec{Path: filepath.Join(dir, "w.safetensors"), Shard: 13_000}, in)
 	if err := os.WriteFile(filepath.Join(dir, "config.json"), []byte("{}"), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Convert(bg, nil, []string{dir}, "s3://models/c/", Spec{Compress: true, Storage: opt}); err != nil {
+	if _, err := convert.Convert(bg, nil, []string{dir}, "s3://models/c/", save.Spec{Compress: true, Storage: opt}); err != nil {
 		t.Fatal(err)
 	}
 	if string(object(t, "s3://models/c/config.json", opt)) != "{}" {
@@ -235,11 +238,12 @@ func TestFarConvert(t *testing.T) {
 	}
 	back := filepath.Join(t.TempDir(), "back.safetensors")
 	src := []string{"s3://models/c/w-00001-of-00002.safetensors", "s3://models/c/w-00002-of-00002.safetensors"}
-	if _, err := Convert(bg, nil, src, back, Spec{Storage: opt}); err != nil {
+	if _, err := convert.Convert(bg, nil, src, back, save.Spec{Storage: opt}); err != nil {
 		t.Fatal(err)
 	}
 	same(t, in, read(t, back))
-	if _, err := Convert(bg, nil, []string{back}, "s3://models/c/", Spec{Storage: opt}); !errors.Is(err, errs.ErrArgument) {
+	if _, err := convert.Convert(bg, nil, []string{back}, "s3://models/c/",
+		save.Spec{Storage: opt}); !errors.Is(err, errs.ErrArgument) {
 		t.Error("a folder that holds other weights:", err)
 	}
 }

@@ -1,10 +1,9 @@
-package save
+package save_test
 
 // This file tests that a set of files is replaced in one step, whatever stops it, and that
 // every model of a folder is converted.
 
 import (
-	"bytes"
 	"errors"
 	"io/fs"
 	"net/http"
@@ -19,22 +18,17 @@ import (
 	"testing"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/savetest"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
-	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/stored"
+	"github.com/overwire/overwire/gosrc/verify"
 )
-
-// of is a model of n tensors whose bytes are all k.
-func of(k byte, n int) (in []Input) {
-	for i := range n {
-		in = append(in, Input{string(rune('a' + i)), tensor.U8, []int64{1000 + int64(i)},
-			bytes.Repeat([]byte{k}, 1000+i)})
-	}
-	return in
-}
 
 // A watchedFS calls look before each change of a name, and after it.
 type watchedFS struct {
@@ -70,7 +64,7 @@ func TestEveryStepOfAReplacement(t *testing.T) {
 		for _, indexed := range []bool{true, false} {
 			dir := t.TempDir()
 			path := filepath.Join(dir, "model.safetensors")
-			write(t, Spec{Path: path, Shard: c.old}, of(1, 4))
+			write(t, save.Spec{Path: path, Shard: c.old}, of(1, 4))
 			if !indexed {
 				if err := os.Remove(path + ".index.json"); c.old == 0 || c.now > 1<<16 || err != nil {
 					continue // shards without an index cannot be replaced by one file in one step
@@ -86,7 +80,7 @@ func TestEveryStepOfAReplacement(t *testing.T) {
 					t.Errorf("%s: the old model is back", name)
 				}
 			}
-			rep, err := Write(bg, nil, Spec{Path: path, Shard: c.now, fs: watchedFS{look: look}}, of(2, 4))
+			rep, err := save.Write(bg, nil, save.Spec{Path: path, Shard: c.now, FS: watchedFS{look: look}}, of(2, 4))
 			if look(); err != nil || !replaced || steps < 4 {
 				t.Errorf("%s: %d steps, %v", name, steps, err)
 			}
@@ -103,7 +97,7 @@ func TestEveryStepOfAConversion(t *testing.T) {
 	for _, indexed := range []bool{true, false} {
 		src, dst := t.TempDir(), t.TempDir()
 		for dir, k := range map[string]byte{src: 2, dst: 1} {
-			write(t, Spec{Path: filepath.Join(dir, "m.safetensors"), Shard: 2500}, of(k, 4))
+			write(t, save.Spec{Path: filepath.Join(dir, "m.safetensors"), Shard: 2500}, of(k, 4))
 			if !indexed {
 				_ = os.Remove(filepath.Join(dir, "m.safetensors.index.json"))
 			}
@@ -113,7 +107,8 @@ func TestEveryStepOfAConversion(t *testing.T) {
 				got := read(t, to)
 				same(t, of(got["a"].Data[0], 4), got)
 			}
-			rep, err := Convert(bg, nil, []string{src}, to, Spec{Compress: true, fs: watchedFS{look: look}})
+			rep, err := convert.Convert(bg, nil, []string{src}, to,
+				save.Spec{Compress: true, FS: watchedFS{look: look}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -129,21 +124,22 @@ func TestEveryStepOfAConversion(t *testing.T) {
 // fails or replaces it.
 func TestTwoSavesAtOnce(t *testing.T) {
 	dir := t.TempDir()
-	spec := Spec{Path: filepath.Join(dir, "model.safetensors"), Shard: 1500}
+	spec := save.Spec{Path: filepath.Join(dir, "model.safetensors"), Shard: 1500}
 	between := spec
 	once := false
-	between.fs = watchedFS{look: func() {
+	between.FS = watchedFS{look: func() {
 		if !once {
 			once = true
 			write(t, spec, of(1, 4))
 		}
 	}}
-	if _, err := Write(bg, nil, between, of(2, 4)); !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "another save") {
+	if _, err := save.Write(bg, nil, between, of(2, 4)); !errors.Is(err, errs.ErrIO) ||
+		!strings.Contains(err.Error(), "another save") {
 		t.Error(err)
 	}
 	same(t, of(1, 4), read(t, dir))
 	once = false
-	if _, err := Write(bg, nil, between, of(2, 4)); err != nil {
+	if _, err := save.Write(bg, nil, between, of(2, 4)); err != nil {
 		t.Error(err)
 	}
 	same(t, of(2, 4), read(t, dir))
@@ -169,27 +165,12 @@ func TestFarSetsAreReplaced(t *testing.T) {
 	storage := s.Options()
 	storage["endpoint_url"] = h.URL
 	path := "s3://models/m/w.safetensors"
-	load := func() map[string]Input {
-		m, err := openModel(bg, []string{"s3://models/m/"}, direct, false)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.closeSources()
-		out := map[string]Input{}
-		for _, it := range m.items(2) {
-			data := make([]byte, it.bytes)
-			if _, err := it.body.bytes(bg, data, 0); err != nil {
-				t.Fatal(err)
-			}
-			out[it.name] = Input{it.name, it.dtype, it.shape, data}
-		}
-		return out
-	}
-	write(t, Spec{Path: path, Shard: 2500, Storage: direct}, of(1, 4))
+	load := func() map[string]save.Input { return savetest.ReadFrom(t, direct, "s3://models/m/") }
+	write(t, save.Spec{Path: path, Shard: 2500, Storage: direct}, of(1, 4))
 	for request := int64(1); ; request++ {
 		seen.Store(0)
 		fail.Store(request)
-		rep, err := Write(bg, nil, Spec{Path: path, Shard: 2500,
+		rep, err := save.Write(bg, nil, save.Spec{Path: path, Shard: 2500,
 			Storage: format.Access{Options: source.Options{Storage: storage}}}, of(2, 4))
 		got := load()
 		if seen.Load() < request {
@@ -205,7 +186,7 @@ func TestFarSetsAreReplaced(t *testing.T) {
 			t.Errorf("request %d failed: %v are there", request, found)
 		}
 		if err == nil {
-			write(t, Spec{Path: path, Shard: 2500, Storage: direct}, of(1, 4))
+			write(t, save.Spec{Path: path, Shard: 2500, Storage: direct}, of(1, 4))
 		}
 	}
 }
@@ -224,14 +205,14 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		"a variant in one file":       {sets: []string{"model.safetensors"}, more: "model.fp16.safetensors"},
 		"Mistral's":                   {sets: []string{"model.safetensors", "consolidated.safetensors"}},
 		"Mistral's, in one file":      {sets: []string{"model.safetensors"}, more: "consolidated.safetensors"},
-		"one file beside shards":      {sets: []string{"model.safetensors"}, more: "model.safetensors"},
+		"one file next to shards":     {sets: []string{"model.safetensors"}, more: "model.safetensors"},
 		"one file, variant in shards": {sets: []string{"model.fp16.safetensors"}, more: "model.safetensors"},
 	} {
 		src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 		want := map[string]byte{}
 		k := byte(1)
 		for _, set := range c.sets {
-			write(t, Spec{Path: filepath.Join(src, set), Shard: sets[set]}, of(k, 3))
+			write(t, save.Spec{Path: filepath.Join(src, set), Shard: sets[set]}, of(k, 3))
 			index := set + ".index.json"
 			if other := indexes[index]; other != "" {
 				if err := os.Rename(filepath.Join(src, index), filepath.Join(src, other)); err != nil {
@@ -243,7 +224,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 			k++
 		}
 		if c.more != "" {
-			write(t, Spec{Path: filepath.Join(src, c.more), Beside: true}, of(k, 3))
+			write(t, save.Spec{Path: filepath.Join(src, c.more), Beside: true}, of(k, 3))
 			want[c.more] = k
 		}
 		put(t, src, map[string]string{"config.json": "{}"})
@@ -253,7 +234,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 			put(t, src, map[string]string{stray[0]: "no model"})
 		}
 		before := read(t, src)["a"].Data[0]
-		rep := convert(t, []string{src}, dst, Spec{Compress: true})
+		rep := convertTo(t, []string{src}, dst, save.Spec{Compress: true})
 		if got := read(t, dst)["a"].Data[0]; got != before {
 			t.Errorf("%s: the folder is model %d, and was %d", name, got, before)
 		}
@@ -273,11 +254,11 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		if all, _ := os.ReadDir(src); len(all) != len(stray)+len(rep.Files) {
 			t.Errorf("%s: %v of %v", name, rep.Files, all)
 		}
-		if _, err := Convert(bg, nil, []string{src}, filepath.Join(t.TempDir(), "out")+"/",
-			Spec{Shard: 1 << 20}); !errors.Is(err, errs.ErrArgument) {
+		if _, err := convert.Convert(bg, nil, []string{src}, filepath.Join(t.TempDir(), "out")+"/",
+			save.Spec{Shard: 1 << 20}); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%s: divided anew: %v", name, err)
 		}
-		convert(t, []string{src}, src, Spec{Compress: true})
+		convertTo(t, []string{src}, src, save.Spec{Compress: true})
 		if got := read(t, src)["a"].Data[0]; got != before {
 			t.Errorf("%s: onto itself it became model %d, and was %d", name, got, before)
 		}
@@ -286,7 +267,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 			index = other
 		}
 		dst = filepath.Join(t.TempDir(), "named")
-		rep = convert(t, []string{filepath.Join(src, index)}, dst, Spec{})
+		rep = convertTo(t, []string{filepath.Join(src, index)}, dst, save.Spec{})
 		if len(rep.Files) != 5 || !slices.Equal(names(dst, rep.Copied), []string{"config.json"}) {
 			t.Errorf("%s: %v of a named index", name, rep.Files)
 		}
@@ -295,20 +276,20 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 }
 
 // Promise: shards of a variant belong to it in either writing: a save or a conversion of the
-// default model over its old files leaves them alone.
+// default model over its old files does not touch them.
 func TestAVariantIsAnotherFamily(t *testing.T) {
 	dir := t.TempDir()
 	for k, path := range []string{"model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors"} {
-		write(t, Spec{Path: filepath.Join(dir, path)}, of(2, 2)[k:k+1])
+		write(t, save.Spec{Path: filepath.Join(dir, path)}, of(2, 2)[k:k+1])
 	}
 	variant := filepath.Join(dir, "model.safetensors.index.fp16.json")
 	put(t, dir, map[string]string{filepath.Base(variant): `{"weight_map":{"a":"model-00001-of-00002.fp16.safetensors","b":"model-00002-of-00002.fp16.safetensors"}}`})
 	for _, shard := range []int64{1500, 1 << 20, 1500} { // several files, one, several
-		write(t, Spec{Path: filepath.Join(dir, "model.safetensors"), Shard: shard}, of(1, 2))
+		write(t, save.Spec{Path: filepath.Join(dir, "model.safetensors"), Shard: shard}, of(1, 2))
 		same(t, of(2, 2), read(t, variant))
 	}
 	for range 2 {
-		convert(t, []string{dir}, dir, Spec{Compress: true})
+		convertTo(t, []string{dir}, dir, save.Spec{Compress: true})
 		same(t, of(1, 2), read(t, dir))
 		same(t, of(2, 2), read(t, variant))
 	}
@@ -322,22 +303,22 @@ func TestTwoIndexesOfOneFamily(t *testing.T) {
 	for _, name := range []string{"model.safetensors.index.json", "model.safetensors.index.fp16.json", "model.fp16.safetensors.index.json"} {
 		k := want[name]
 		file := []string{"", "model-00001-of-00001.safetensors", "model-00001-of-00001.fp16.safetensors", "model.fp16-00001-of-00001.safetensors"}[k]
-		write(t, Spec{Path: filepath.Join(dir, file)}, of(k, 1))
+		write(t, save.Spec{Path: filepath.Join(dir, file)}, of(k, 1))
 		put(t, dir, map[string]string{name: `{"weight_map":{"a":"` + file + `"}}`})
 	}
 	other := filepath.Join(t.TempDir(), "out")
 	for _, dst := range []string{other, other, dir, dir} {
-		convert(t, []string{dir}, dst, Spec{Compress: true})
+		convertTo(t, []string{dir}, dst, save.Spec{Compress: true})
 		for name, k := range want {
 			same(t, of(k, 1), read(t, filepath.Join(dst, name)))
 		}
 	}
-	write(t, Spec{Path: filepath.Join(dir, "model.fp16.safetensors"), Shard: 1 << 20}, of(4, 1))
+	write(t, save.Spec{Path: filepath.Join(dir, "model.fp16.safetensors"), Shard: 1 << 20}, of(4, 1))
 	same(t, of(2, 1), read(t, filepath.Join(dir, "model.safetensors.index.fp16.json")))
 	if err := os.Remove(filepath.Join(other, "model.safetensors.index.json")); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := openModel(bg, []string{other}, format.Access{}, false); !errors.Is(err, errs.ErrArgument) {
+	if _, err := stored.Open(bg, []string{other}, format.Access{}, false); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("two indexes of one variant: %v", err)
 	}
 }
@@ -347,9 +328,9 @@ func TestAnIndexThatIsNotRead(t *testing.T) {
 	for _, broken := range []string{"model.safetensors.index.fp16.json", "model.fp16.safetensors.index.json"} {
 		dir := t.TempDir()
 		path := filepath.Join(dir, "model.fp16.safetensors")
-		write(t, Spec{Path: path, Shard: 1500}, of(3, 3))
+		write(t, save.Spec{Path: path, Shard: 1500}, of(3, 3))
 		const other = "model-00001-of-00001.fp16.safetensors" // of the same family
-		write(t, Spec{Path: filepath.Join(dir, other)}, of(2, 1))
+		write(t, save.Spec{Path: filepath.Join(dir, other)}, of(2, 1))
 		put(t, dir, map[string]string{"model.safetensors.index.fp16.json": `{"weight_map":{"a":"` + other + `"}}`})
 		text, err := os.ReadFile(filepath.Join(dir, broken))
 		if err == nil {
@@ -362,7 +343,7 @@ func TestAnIndexThatIsNotRead(t *testing.T) {
 			t.Fatal(err)
 		}
 		before, _ := filepath.Glob(filepath.Join(dir, "*"))
-		if _, err := Write(bg, nil, Spec{Path: path, Shard: 1 << 20}, of(4, 1)); !errors.Is(err, errs.ErrIO) {
+		if _, err := save.Write(bg, nil, save.Spec{Path: path, Shard: 1 << 20}, of(4, 1)); !errors.Is(err, errs.ErrIO) {
 			t.Errorf("%s: %v", broken, err)
 		}
 		if after, _ := filepath.Glob(filepath.Join(dir, "*")); !slices.Equal(before, after) {
@@ -377,13 +358,13 @@ func TestAnIndexThatIsNotRead(t *testing.T) {
 	}
 }
 
-// Promise: an index of which a shard is missing is not converted: nothing is written, and
+// Promise: an index with a missing shard is not converted: nothing is written, and
 // both are named.
 func TestConvertNoIndexWithoutItsShards(t *testing.T) {
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
-	write(t, Spec{Path: filepath.Join(src, "model.safetensors")}, of(1, 3))
+	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, of(1, 3))
 	put(t, src, map[string]string{"model.safetensors.index.fp16.json": `{"weight_map":{"a":"gone.safetensors"}}`})
-	_, err := Convert(bg, nil, []string{src}, dst, Spec{Compress: true})
+	_, err := convert.Convert(bg, nil, []string{src}, dst, save.Spec{Compress: true})
 	if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), "gone.safetensors") || !strings.Contains(err.Error(), "index.fp16.json") {
 		t.Error(err)
 	}
@@ -396,26 +377,26 @@ func TestConvertNoIndexWithoutItsShards(t *testing.T) {
 // and do not where the model's tensors are put together.
 func TestUnlistedTensors(t *testing.T) {
 	src := t.TempDir()
-	write(t, Spec{Path: filepath.Join(src, "m-00001-of-00002.safetensors")}, of(1, 2))
-	write(t, Spec{Path: filepath.Join(src, "m-00002-of-00002.safetensors"), Digests: true, Compress: true}, of(2, 3))
+	write(t, save.Spec{Path: filepath.Join(src, "m-00001-of-00002.safetensors")}, of(1, 2))
+	write(t, save.Spec{Path: filepath.Join(src, "m-00002-of-00002.safetensors"), Digests: true, Compress: true}, of(2, 3))
 	put(t, src, map[string]string{"m.safetensors.index.json": `{"weight_map":{"a":"m-00001-of-00002.safetensors","b":"./m-00002-of-00002.safetensors"}}`})
-	want := []Input{of(1, 2)[0], of(2, 3)[1]}
+	want := []save.Input{of(1, 2)[0], of(2, 3)[1]}
 	same(t, want, read(t, src))
-	for _, spec := range []Spec{{}, {Compress: true}} {
+	for _, spec := range []save.Spec{{}, {Compress: true}} {
 		one := filepath.Join(t.TempDir(), "one.safetensors")
-		convert(t, []string{src}, one, spec)
+		convertTo(t, []string{src}, one, spec)
 		same(t, want, read(t, one))
 		dst := filepath.Join(t.TempDir(), "out")
-		convert(t, []string{src}, dst, spec)
+		convertTo(t, []string{src}, dst, spec)
 		same(t, want, read(t, dst))
 		same(t, of(2, 3), read(t, filepath.Join(dst, "m-00002-of-00002.safetensors")))
-		digests, err := Digests(bg, nil, []string{src}, format.Access{}, nil)
-		again, aerr := Digests(bg, nil, []string{dst}, format.Access{}, nil)
+		digests, err := verify.Digests(bg, nil, []string{src}, format.Access{}, nil)
+		again, aerr := verify.Digests(bg, nil, []string{dst}, format.Access{}, nil)
 		if err != nil || aerr != nil || len(digests.Tensors) != 2 ||
 			digests.Tensors[1].Digest != again.Tensors[1].Digest || digests.Tensors[1].Digest == "" {
 			t.Errorf("%+v, %+v, %v", digests, again, err)
 		}
-		if _, err := Verify(bg, nil, []string{dst}, format.Access{}, false); err != nil {
+		if _, err := verify.Verify(bg, nil, []string{dst}, format.Access{}, false); err != nil {
 			t.Error(err)
 		}
 	}
@@ -425,7 +406,7 @@ func TestUnlistedTensors(t *testing.T) {
 // and what was made of it is not published.
 func TestSourcesThatAreWrittenTo(t *testing.T) {
 	src, dst := filepath.Join(t.TempDir(), "m.safetensors"), filepath.Join(t.TempDir(), "out.safetensors")
-	write(t, Spec{Path: src}, of(1, 3))
+	write(t, save.Spec{Path: src}, of(1, 3))
 	age := 0
 	touch := func() {
 		age++
@@ -433,23 +414,24 @@ func TestSourcesThatAreWrittenTo(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	_, err := Convert(bg, nil, []string{src}, dst, Spec{Parts: 2, Compress: true, fs: createFS{create: touch}})
+	_, err := convert.Convert(bg, nil, []string{src}, dst,
+		save.Spec{Parts: 2, Compress: true, FS: createFS{create: touch}})
 	if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), src) {
 		t.Error(err)
 	}
 	if _, err := os.Stat(dst); err == nil {
 		t.Error("it was published")
 	}
-	m, err := openModel(bg, []string{src}, format.Access{}, false)
+	m, err := stored.Open(bg, []string{src}, format.Access{}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer m.closeSources()
-	if err := m.refuseWritten(); err != nil {
+	defer m.Close()
+	if err := m.RefuseWritten(); err != nil {
 		t.Error(err)
 	}
 	touch()
-	if err := m.refuseWritten(); !errors.Is(err, errs.ErrCorrupt) {
+	if err := m.RefuseWritten(); !errors.Is(err, errs.ErrCorrupt) {
 		t.Error(err)
 	}
 }

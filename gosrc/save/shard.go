@@ -1,105 +1,105 @@
 package save
 
-// This file divides a model into shards and names them.
+// This file divides a model into files and names them.
 
 import (
 	"fmt"
 	"path/filepath"
-	"strings"
-	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/save/original"
+	"github.com/overwire/overwire/gosrc/save/publish"
 )
 
-// extension is kept at the end of shard names; it is appended if the path lacks it.
-const extension = ".safetensors"
+// A File is one file that a save writes: tensors, or the Content of publish.File.
+type File struct {
+	publish.File
+	Metadata map[string]string
+	Items    []*Item
+	Original *original.File // the file with exactly these tensors and metadata, if known
+}
 
-// divideShards divides tensors, in their given order, into files of at most spec.Shard
-// bytes. Aliases go to the file that has their bytes.
-func divideShards(spec Spec, items []*item) []outputFile {
-	if spec.Shard == 0 {
-		return []outputFile{{path: spec.Path, metadata: spec.Metadata, items: items}}
+// estimate sets the sizes that the publication asks for.
+func (f *File) estimate() {
+	f.Most = 256 << 20 // header and index, at their largest
+	if f.Content != nil {
+		f.Expected = float64(f.Content.Bytes)
+		f.Most += f.Content.Bytes
 	}
-	in := map[*item]int{} // shard of each tensor that has bytes
+	for _, t := range f.Items {
+		switch t.form {
+		case plain:
+			f.Expected += float64(t.bytes)
+		case compressed:
+			f.Expected += float64(t.bytes) * t.expect * 0.97
+		}
+		f.Most += t.bytes + t.bytes/128 + 8192 // data may begin on a page
+	}
+}
+
+// divideShards divides tensors, in their given order, into files of at most most bytes (0: no limit). Aliases go to
+// the file that has their bytes.
+func divideShards(path string, most int64, metadata map[string]string, items []*Item) []File {
+	if most == 0 {
+		return []File{{File: publish.File{Path: path}, Metadata: metadata, Items: items}}
+	}
+	in := map[*Item]int{} // shard of each tensor that has bytes
 	n, size := 1, int64(0)
 	for _, t := range items {
 		if t.form == alias {
 			continue
 		}
-		if size > 0 && t.bytes > spec.Shard-size {
+		if size > 0 && t.bytes > most-size {
 			n, size = n+1, 0
 		}
 		in[t] = n - 1
 		size += t.bytes
 	}
-	parts := make([]outputFile, n)
-	for k := range parts {
-		parts[k].metadata = spec.Metadata
+	files := make([]File, n)
+	for k := range files {
+		files[k].Metadata = metadata
 	}
 	for _, t := range items {
 		k := in[t]
 		if t.form == alias {
 			k = in[t.of]
 		}
-		parts[k].items = append(parts[k].items, t)
+		files[k].Items = append(files[k].Items, t)
 	}
-	return nameParts(spec.Path, parts)
+	return NameFiles(path, files)
 }
 
-// nameParts gives one part the path itself, and several the names of its shards, with an
-// index.
-func nameParts(path string, parts []outputFile) []outputFile {
-	if len(parts) == 1 {
-		parts[0].path = path
-		return parts
+// NameFiles gives one file the path itself, and several the names of its shards, with an index.
+func NameFiles(path string, files []File) []File {
+	if len(files) == 1 {
+		files[0].Path = path
+		return files
 	}
-	dir, stem := stemOf(path)
-	for k := range parts {
-		parts[k].path = joinName(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, len(parts), extension))
+	dir, stem := publish.SplitStem(path)
+	for k := range files {
+		files[k].Path = publish.JoinName(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, len(files),
+			publish.Extension))
 	}
-	return append(parts, indexOf(indexPath(path), shardIndex(parts), parts))
+	return AddIndex(publish.IndexPath(path), files)
 }
 
-func stemOf(path string) (dir, stem string) {
-	dir, name := filepath.Split(path)
-	return dir, strings.TrimSuffix(name, extension)
-}
-
-// indexPath is the path of the index of a path's shards.
-func indexPath(path string) string {
-	dir, stem := stemOf(path)
-	return joinName(dir, stem+extension+".index.json")
-}
-
-// checkListable refuses files whose names no index.json can list: JSON is UTF-8.
-func checkListable(parts []outputFile) error {
-	if last := parts[len(parts)-1]; !strings.HasSuffix(last.path, ".index.json") {
-		return nil
-	}
-	for _, p := range parts[:len(parts)-1] {
-		if name := filepath.Base(p.path); !p.copied && !utf8.ValidString(name) {
-			return badArgument(p.path, "",
-				"the name is not UTF-8, and an index.json lists shards as UTF-8: choose another name, or save one file")
-		}
-	}
-	return nil
-}
-
-// shardIndex lists some files.
-func shardIndex(parts []outputFile) *safetensors.Shards {
+// AddIndex makes files the shards of an index.json, which it adds.
+func AddIndex(path string, files []File) []File {
 	s := &safetensors.Shards{}
-	for k, p := range parts {
-		s.Files = append(s.Files, filepath.Base(p.path))
-		for _, t := range p.items {
+	for k := range files {
+		f := &files[k]
+		f.Shard = true
+		s.Files = append(s.Files, filepath.Base(f.Path))
+		for _, t := range f.Items {
 			s.TotalSize += t.bytes
 			s.Weights = append(s.Weights, safetensors.Weight{Name: t.name, File: k})
 		}
-		if p.laid != nil {
-			s.TotalSize += p.laid.Tensors
-			for _, name := range p.laid.Names {
+		if f.Content != nil {
+			s.TotalSize += f.Content.Tensors
+			for _, name := range f.Content.Names {
 				s.Weights = append(s.Weights, safetensors.Weight{Name: name, File: k})
 			}
 		}
 	}
-	return s
+	return append(files, File{File: publish.IndexOf(path, s)})
 }

@@ -1,4 +1,4 @@
-package save
+package save_test
 
 import (
 	"bytes"
@@ -10,7 +10,8 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/save/stored"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/stored"
 )
 
 func TestStoredRanges(t *testing.T) {
@@ -22,42 +23,40 @@ func TestStoredRanges(t *testing.T) {
 	in := some(r)
 	for _, parts := range []int{1, 2, 8} {
 		p := filepath.Join(t.TempDir(), "m")
-		write(t, Spec{Path: p, Compress: true, Parts: parts, ChunkBytes: 4096 << r.IntN(6)}, in)
-		m, err := openModel(bg, []string{p}, format.Access{}, false)
+		write(t, save.Spec{Path: p, Compress: true, Parts: parts, ChunkBytes: 4096 << r.IntN(6)}, in)
+		m, err := stored.Open(bg, []string{p}, format.Access{}, false)
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer m.closeSources()
+		defer m.Close()
 		want := read(t, p)
-		items := m.cachedItems(stored.CacheOf(1 << 15))
+		items := save.ItemsOf(m, stored.CacheOf(1<<15))
 		for _, it := range items {
-			it.parts = it.chooseParts(1 << r.IntN(4))
+			it.SetParts(1 << r.IntN(4))
 		}
 		type job struct {
-			it          *item
+			it          *save.Item
 			p, off, len int64
 		}
 		var jobs []job
 		for range 3000 {
 			it := items[r.IntN(len(items))]
-			if it.bytes == 0 {
+			if it.Bytes() == 0 {
 				continue
 			}
-			size := it.bytes / it.parts
+			size := it.Bytes() / it.Parts()
 			off := r.Int64N(size)
-			jobs = append(jobs, job{it, r.Int64N(it.parts), off, 1 + r.Int64N(min(size-off, 1<<r.IntN(18)))})
+			jobs = append(jobs, job{it, r.Int64N(it.Parts()), off, 1 + r.Int64N(min(size-off, 1<<r.IntN(18)))})
 		}
 		err = spawn.Each(bg, "test", 4, len(jobs), func(k int) error {
 			j := jobs[k]
-			mem := *j.it
-			mem.body = memory(want[j.it.name].Data)
-			a, err := mem.gatherColumns(bg, make([]byte, j.len), j.p, j.off)
+			a, err := j.it.InMemory(want[j.it.Name()].Data).GatherColumns(bg, make([]byte, j.len), j.p, j.off)
 			if err != nil {
 				return err
 			}
-			b, err := j.it.gatherColumns(bg, make([]byte, j.len), j.p, j.off)
+			b, err := j.it.GatherColumns(bg, make([]byte, j.len), j.p, j.off)
 			if err == nil && !bytes.Equal(a, b) {
-				t.Errorf("%q stored in %d parts: bytes [%d, +%d) of part %d of %d differ", j.it.name, parts, j.off, j.len, j.p, j.it.parts)
+				t.Errorf("%q stored in %d parts: bytes [%d, +%d) of part %d of %d differ", j.it.Name(), parts, j.off, j.len, j.p, j.it.Parts())
 			}
 			return err
 		})

@@ -1,204 +1,176 @@
 package save
 
-// This file has the save itself, and the writer of safetensors files and
-// containers.
+// This file writes the files of a save, several at once, and publishes them.
 
 import (
 	"context"
-	"io/fs"
-	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/format/overwire"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
-	"github.com/overwire/overwire/gosrc/internal/ordered"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
-	"github.com/overwire/overwire/gosrc/save/original"
-	"github.com/overwire/overwire/gosrc/source"
-	"github.com/zeebo/xxh3"
+	"github.com/overwire/overwire/gosrc/save/publish"
+	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// A writer is one save: one or more files that appear together.
-type writer struct {
-	spec    Spec
-	job     *job.Job
-	threads int
-	start   time.Time
+const (
+	// mostWriters is how many files are written at once: file systems let one writer at a
+	// time into a file.
+	mostWriters = 8
+	// leastThreads is the least that one has: files that follow one another with all
+	// threads end as soon.
+	leastThreads = 4
+)
 
-	clock     clock
-	gpus      []*gpu
-	stage     *stagingMemory       // nil: files are written as their bytes are made
-	onGPU     atomic.Int64         // bytes that GPUs have encoded
-	cores     chan struct{}        // one for each chunk that the host encodes now
-	mu        sync.Mutex           // of originals and places
-	originals map[string]*Original // of the files written so far, by path
-	places    map[string]*atomicfile.Place
-	ours      map[string]bool // files of other models, by name, that are converted with this one
-	complete  func() error    // if not nil, called before publishing: whether what was read is one state
+// A Writer is one save: files that appear together. A caller classifies items, divides them into files and writes
+// these once.
+type Writer struct {
+	session
+	target Target
+	start  time.Time
+
+	// Complete, if not nil, is called before publishing: whether the sources are still what was opened.
+	Complete func() error
+	// Others are files of other models, by name, that are written to the same folder.
+	Others map[string]bool
 }
 
-func newWriter(spec Spec, j *job.Job) *writer {
+// NewWriter begins a save to a target, with the Spec that Resolve has filled in. j may be nil.
+func NewWriter(target Target, spec *Spec, j *job.Job) *Writer {
 	if j == nil {
 		j = job.New("save")
 	}
-	w := &writer{spec: spec, job: j, threads: knob.Workers(spec.Threads), start: time.Now(),
-		originals: map[string]*Original{}, places: map[string]*atomicfile.Place{}}
-	w.cores = make(chan struct{}, w.threads)
-	return w
+	threads := knob.Workers(spec.Threads)
+	return &Writer{session: session{spec: spec, job: j, threads: threads, cores: make(chan struct{}, threads)},
+		target: target, start: time.Now()}
 }
 
-type outputFile struct {
-	path     string
-	metadata map[string]string
-	items    []*item
-	// what the file is instead of items: an index.json, a copy, or one that was laid out elsewhere
-	laid     *Laid
-	copied   bool           // laid is a copy of another file
-	shard    bool           // the index lists it
-	listing  *listing       // of an index.json; nil: it is none
-	like     string         // a file whose mode it gets; "": see files.like
-	mode     fs.FileMode    // the most rights of a new file; 0: no limit
-	original *original.File // the file with exactly these tensors and metadata, if known
+// Classify checks items, and chooses how they are stored if their file may have compressed ones.
+func (w *Writer) Classify(ctx context.Context, items []*Item) error {
+	if err := checkItems(w.target.Path, items); err != nil {
+		return err
+	}
+	return w.classify(ctx, items)
 }
 
-// A draft is one file that is being written. Readers do not see it until its
-// destination is published; see source.Draft.
-type draft interface {
-	URI() string
-	Write(p []byte, off int64) error
-	// WriteView is Write of bytes that stay until the save ends.
-	WriteView(p []byte, off int64) error
-	Skip(lo, hi int64) error
-	Finish(size int64) error
+func (w *Writer) classify(ctx context.Context, items []*Item) error {
+	if !w.spec.Compress || !w.target.Coded() {
+		return nil
+	}
+	c := classifier{spec: w.spec, path: w.target.Path, threads: w.threads}
+	return c.classify(ctx, items)
 }
 
-// A destination takes the files of one save and publishes them together.
-type destination interface {
-	// create begins the file of part i. It is safe for concurrent use.
-	create(ctx context.Context, i int, p *outputFile) (draft, error)
-	// publishAll gives the finished files their names, the last one being the file
-	// that readers look for. Then it removes what is left of the old model.
-	publishAll(ctx context.Context, parts []outputFile) error
-	// drop ends the save and removes what was not published; err is the outcome of
-	// the save.
-	dropAll(err error)
+// prepare classifies items of memory, divides them into files, and takes the memory that the save needs.
+func (w *Writer) prepare(ctx context.Context, items []*Item) ([]File, error) {
+	if err := checkItems(w.target.Path, items); err != nil {
+		return nil, err
+	}
+	if w.target.Coded() {
+		if err := w.gpus.open(w.spec, items); err != nil {
+			return nil, errs.In("save", w.target.Path, err)
+		}
+	}
+	if err := w.classify(ctx, items); err != nil {
+		return nil, err
+	}
+	for _, t := range items {
+		if a, ok := t.body.(*deviceBody); ok {
+			a.ahead = nil
+		}
+	}
+	files := w.Divide(w.spec.Metadata, items)
+	if w.spec.Staging != nil {
+		return files, w.takeStage(files)
+	}
+	return files, errs.In("save", w.target.Path, w.gpus.takeRings())
 }
 
-// saveAll writes the files and publishes them together; the last one is the file that
-// readers look for. A save that fails leaves nothing.
-func (w *writer) saveAll(ctx context.Context, parts []outputFile) (rep Report, err error) {
-	if len(parts) == 0 {
+// Divide divides classified items into one file, or shards with their index.
+func (w *Writer) Divide(metadata map[string]string, items []*Item) []File {
+	return divideShards(w.target.Path, w.spec.Shard, metadata, items)
+}
+
+// Threads is how many cores the save uses at once.
+func (w *Writer) Threads() int { return w.threads }
+
+// Plan ends the time that counts as planning.
+func (w *Writer) Plan() { addLap(&w.clock.plan, w.start) }
+
+// Write writes the files and publishes them together; the last one is the file that readers look for. A save that
+// fails leaves nothing.
+func (w *Writer) Write(ctx context.Context, files []File) (rep Report, err error) {
+	if len(files) == 0 {
 		return rep, nil
 	}
-	for _, p := range parts {
-		if !formatOf(p.path).coded {
-			for _, t := range p.items {
+	all := make([]*publish.File, len(files))
+	for i := range files {
+		f := &files[i]
+		if !w.target.At(f.Path).Coded() {
+			for _, t := range f.Items {
 				t.form, t.of = plain, nil
 			}
 		}
+		f.estimate()
+		all[i] = &f.File
 	}
-	w.countParts(parts, &rep)
-	if err := checkListable(parts); err != nil {
-		return Report{}, err
-	}
-	if err := w.refuseBeside(ctx, parts); err != nil {
-		return Report{}, err
-	}
-	if err := w.chooseNames(ctx, parts); err != nil {
-		return Report{}, err
-	}
-	to, err := w.newDestination(parts)
+	w.count(files, &rep)
+	to, err := publish.Begin(ctx, &publish.Publication{Path: w.target.Path, Remote: w.target.Remote,
+		Sharded: w.spec.Shard > 0, AllowIndex: w.spec.Beside, Like: w.spec.Like, Others: w.Others,
+		Options: w.spec.Storage.Options, FS: w.spec.FS, Job: w.job, WriteTime: &w.clock.write}, all)
 	if err != nil {
 		return Report{}, err
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer func() {
-		to.dropAll(err)
+		to.Drop(err)
 		if err != nil {
 			rep = Report{}
 		}
 	}()
-	sizes, err := w.writeFiles(ctx, cancel, to, parts, &rep)
+	results, err := w.writeFiles(ctx, cancel, to, files, &rep)
 	if err != nil {
 		return rep, err
 	}
-	for i, p := range parts {
-		rep.Files = append(rep.Files, p.path)
-		if p.copied {
-			rep.Copied = append(rep.Copied, p.path)
-			rep.BytesCopied += sizes[i]
+	for i := range files {
+		path := files[i].Path
+		rep.Files = append(rep.Files, path)
+		if files[i].Copied {
+			rep.Copied = append(rep.Copied, path)
+			rep.BytesCopied += results[i].size
 		} else {
-			rep.BytesOut += sizes[i]
+			rep.BytesOut += results[i].size
 		}
-		if o := w.originals[p.path]; o != nil {
+		if o := results[i].original; o != nil {
 			rep.Originals = append(rep.Originals, *o)
 		}
 	}
 	if err := errs.Cause(ctx); err != nil {
 		return rep, err
 	}
-	if w.complete != nil {
-		if err := w.complete(); err != nil {
+	if w.Complete != nil {
+		if err := w.Complete(); err != nil {
 			return rep, err
 		}
 	}
 	start := time.Now()
-	if err := to.publishAll(ctx, parts); err != nil {
+	if err := to.Publish(ctx); err != nil {
 		return rep, err
 	}
 	addLap(&w.clock.publish, start)
 	rep.Stages = w.clock.listStages()
-	rep.Ratio = ratioOf(rep.BytesOut, rep.BytesIn)
+	rep.Ratio = stored.Ratio(rep.BytesOut, rep.BytesIn)
 	return rep, nil
 }
 
-// write writes one file and returns its size.
-func (w *writer) write(ctx context.Context, to draft, share writerShare, p outputFile) (int64, error) {
-	if p.laid != nil {
-		return p.laid.Bytes, p.laid.Fill(ctx, to.Write)
-	}
-	return formatOf(p.path).write(ctx, w, to, share, p)
-}
-
-func (w *writer) newDestination(parts []outputFile) (destination, error) {
-	if source.Remote(w.spec.Path) {
-		return &objects{writer: w, drafts: make([]source.Draft, len(parts))}, nil
-	}
-	if err := w.checkRoom(parts); err != nil {
-		return nil, err
-	}
-	like, err := w.like(parts)
-	if err != nil {
-		return nil, err
-	}
-	return &files{writer: w, like: like, targets: make([]*atomicfile.Target, len(parts))}, nil
-}
-
-// bytes is the size of a part that has no tensors.
-func (p *outputFile) bytes() int64 {
-	if p.laid == nil {
-		return 0
-	}
-	return p.laid.Bytes
-}
-
-// most is an upper bound of the part's size.
-func (p *outputFile) most() int64 {
-	n := p.bytes() + 256<<20 // header and index, at their largest
-	for _, t := range p.items {
-		n += t.bytes + t.bytes/128 + 8192 // data may begin on a page
-	}
-	return n
-}
-
-func (w *writer) countParts(parts []outputFile, rep *Report) {
-	for _, p := range parts {
-		for _, t := range p.items {
+// count sets what the report and the job say about the tensors.
+func (w *Writer) count(files []File, rep *Report) {
+	for i := range files {
+		for _, t := range files[i].Items {
 			rep.Tensors++
 			rep.BytesIn += t.bytes
 			switch t.form {
@@ -209,125 +181,118 @@ func (w *writer) countParts(parts []outputFile, rep *Report) {
 			}
 		}
 	}
-	w.job.TotalBytes.Store(w.job.Bytes.Load() + rep.BytesIn) // a tree copies files beside the model, too
+	w.job.TotalBytes.Store(w.job.Bytes.Load() + rep.BytesIn) // one job may convert several models
 	w.job.TotalTensors.Store(w.job.Tensors.Load() + int64(rep.Tensors))
 }
 
-// fileWriter writes one file of tensors.
-type fileWriter struct {
-	*writer
-	draft
-	share  writerShare
-	packs  map[*gpu][]*pack
-	path   string
-	part   outputFile
-	order  []*item          // in the order of their data
-	lay    *overwire.Layout // of a container; nil: a plain file
-	front  []byte           // the header of a plain file
-	again  *original.Copy   // of a plain file that is written again as an original; or nil
-	start  int64            // offset of the data
-	pos    int64            // end of the last data that was placed
-	tasks  []task
-	starts []int // of the batches in tasks, and the end of the last one
-	slots  []*slot
-	hasher xxh3.Hasher
-	enc    []*codec.Encoder // one per worker; nil: not used yet
-}
-
-// A task is one chunk to write; or, with n 0, a whole tensor to hash first, since
-// the order of its chunks is not that of its bytes.
-type task struct {
-	t            *item
-	part         int32
-	n            int32
-	off          int64 // in the part
-	chunk        int   // its record
-	begins, ends bool  // the tensor's first chunk, its last
-	pack         *pack // instead: chunks that a GPU encodes
-}
-
-// write returns the size of the file.
-func (f *fileWriter) write(ctx context.Context) (int64, error) {
-	if err := f.planFile(); err != nil {
-		return 0, errs.In("save", f.path, err)
+// writeFiles makes and writes all files. The first error cancels the rest.
+func (w *Writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc, to publish.Destination, files []File,
+	rep *Report) ([]written, error) {
+	all := w.divideWriters(len(files))
+	free := make(chan writerShare, len(all))
+	for _, share := range all {
+		free <- share
 	}
-	f.pos = f.start
-	window, workers := f.windowSize()
-	f.divideBatches()
-	f.takeSlots(window, workers)
-	defer f.returnSlots()
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	if err := f.part.original.Hash(ctx, f.orderedNames(), window); err != nil {
-		return 0, errs.In("save", f.path, err)
-	}
-	// A step that fails, or panics, ends those that wait for the hashing or for a slot of a GPU, by its error.
-	step := func(k int, do func(s *slot, first, end int) error) error {
-		err := errs.New(errs.ErrEngine, "a step of the save did not end")
-		defer func() {
+	drafts, out := make([]publish.Draft, len(files)), make([]written, len(files))
+	each := func(do func(i int, share writerShare) error) error {
+		return firstError(ctx, spawn.Each(ctx, "save.file", len(all), len(files), func(i int) error {
+			share := <-free
+			defer func() { free <- share }()
+			err := do(i, share)
+			if err != nil && drafts[i] != nil {
+				err = errs.In("save", drafts[i].URI(), err)
+			}
 			if err != nil {
 				cancel(err)
 			}
-		}()
-		err = do(f.slots[k%window], f.starts[k], f.starts[k+1])
-		return err
+			return err
+		}))
 	}
-	o := ordered.Tasks{
-		N: len(f.starts) - 1, Window: window, Workers: workers,
-		Work: func(worker, k int) error {
-			return step(k, func(s *slot, first, end int) error { return f.encodeBatch(ctx, worker, s, first, end) })
-		},
-		Turn: func(k int) error {
-			return step(k, func(s *slot, first, end int) error { return f.placeBatch(ctx, s, first, end) })
-		},
-		Flush: func(k int) error { return step(k, f.flushBatch) },
+	err := each(func(i int, share writerShare) (err error) {
+		if drafts[i], err = to.Create(ctx, i); err != nil {
+			return err
+		}
+		if w.stage != nil {
+			drafts[i] = w.stage.Stage(ctx, drafts[i], &w.clock.write)
+		}
+		if c := files[i].Content; c != nil {
+			out[i].size, err = c.Bytes, c.Fill(ctx, drafts[i].Write)
+		} else {
+			out[i], err = w.target.At(files[i].Path).format.write(ctx, &w.session, drafts[i], share, &files[i])
+		}
+		if err != nil || w.stage != nil {
+			return err
+		}
+		return drafts[i].Finish(out[i].size)
+	})
+	if err != nil || w.stage == nil {
+		return out, err
 	}
-	err := firstError(ctx, o.Run(ctx, "save.encode"))
-	if err != nil {
-		cancel(err)
+	rep.Staged = time.Since(w.start).Seconds()
+	if w.spec.Staging.Done != nil {
+		w.spec.Staging.Done()
 	}
-	if herr := f.part.original.Hashing().Done(); err == nil {
-		err = herr
-	}
-	f.clock.hash.Add(int64(f.part.original.Hashing().BusyTime()))
-	if err == nil && f.again != nil {
-		err = f.again.Done()
-	}
-	if err != nil {
-		return 0, errs.In("save", f.path, err)
-	}
-	if o := f.part.original; o != nil {
-		f.mu.Lock()
-		f.originals[f.part.path] = &Original{File: f.part.path, SHA256: o.SHA256,
-			Compared: f.again != nil && f.again.Compared}
-		f.mu.Unlock()
-	}
-	front, size, err := f.sealFront()
-	if err != nil {
-		return 0, errs.In("save", f.path, err)
-	}
-	return size, f.draft.Write(front, 0)
+	passed := w.restartProgress(rep.BytesIn)
+	return out, each(func(i int, share writerShare) error {
+		d := drafts[i].(*publish.StagedDraft)
+		if err := d.Flush(ctx, share.threads, passed); err != nil {
+			return err
+		}
+		return d.Finish(out[i].size)
+	})
 }
 
-// windowSize is how many tasks may be under way, and how many goroutines run them. Where
-// GPUs encode, one of these is always free for the steps that come in order.
-func (f *fileWriter) windowSize() (window, workers int) {
-	window, workers = 2*f.share.threads+4, f.share.threads
-	for g := range f.packs {
-		window = max(window, g.SlotCount()/f.share.of)
+// divideWriters decides how many of n files are written at once, and what each of their writers may use.
+func (w *Writer) divideWriters(n int) []writerShare {
+	n = min(n, mostWriters)
+	if len(w.gpus.all) == 0 {
+		n = min(n, max(1, w.threads/leastThreads))
 	}
-	if len(f.packs) > 0 {
-		workers = window + 1
+	for _, g := range w.gpus.all {
+		n = min(n, max(1, g.SlotCount()/leastFileSlots))
 	}
-	return window, workers
+	if w.target.Remote {
+		n = 1 // an upload has several connections
+	}
+	all := make([]writerShare, n)
+	for i := range all {
+		all[i] = writerShare{i, n, max(1, (w.threads+n-1)/n)}
+	}
+	return all
 }
 
-// orderedNames are the tensors whose bytes come in order, by name.
-func (f *fileWriter) orderedNames() (order []string) {
-	for _, t := range f.order {
-		if t.form != alias && t.bytes > 0 && t.parts == 1 {
-			order = append(order, t.name)
+// restartProgress begins the progress again, by stored bytes that are written; bytes are those of the tensors.
+func (w *Writer) restartProgress(bytes int64) func(n int64) {
+	w.job.Bytes.Store(0)
+	all := max(1, w.stage.Taken())
+	var done atomic.Int64
+	return func(n int64) {
+		w.job.Bytes.Store(int64(float64(min(done.Add(n), all)) / float64(all) * float64(bytes)))
+	}
+}
+
+// takeStage takes memory for the stored bytes of all files, as many as if nothing were compressed.
+func (w *Writer) takeStage(files []File) (err error) {
+	most, expected := int64(0), 0.0
+	for i := range files {
+		most += 1 << 20
+		if c := files[i].Content; c != nil {
+			most += c.Bytes
+		}
+		for _, t := range files[i].Items {
+			pad := 4096 + 256*(t.bytes/w.spec.ChunkBytes+1)
+			most += pad
+			expected += float64(pad)
+			if t.form != alias {
+				most += t.bytes
+				expected += float64(t.bytes) * t.expect
+			}
 		}
 	}
-	return order
+	var on *cuda.Device
+	if len(w.gpus.all) > 0 {
+		on = w.gpus.all[0].Device()
+	}
+	w.stage, err = publish.TakeStaged(w.target.Path, most, int64(expected*1.01), w.spec.Staging.MaxMemory, on)
+	return err
 }

@@ -1,6 +1,7 @@
-package save
+package save_test
 
 import (
+	"github.com/overwire/overwire/gosrc/save"
 	"os"
 	"path/filepath"
 	"testing"
@@ -9,12 +10,12 @@ import (
 // Files that are written at once, or staged, are those that are written one by one.
 func TestWritersAtOnce(t *testing.T) {
 	r := newRand(t)
-	var in []Input
+	var in []save.Input
 	for i := range 40 {
 		in = append(in, bf16(string(rune('a'+i)), r, 10+i, 64))
 	}
-	var want Report
-	for i, spec := range []Spec{{Threads: 1}, {Threads: 32}, {Threads: 32, Staged: func() {}}} {
+	var want save.Report
+	for i, spec := range []save.Spec{{Threads: 1}, {Threads: 32}, {Threads: 32, Staging: &save.Staging{}}} {
 		spec.Path, spec.Compress, spec.Shard, spec.ChunkBytes = t.TempDir()+"/m.safetensors", true, 12_000, 4096
 		got := write(t, spec, in)
 		if i == 0 {

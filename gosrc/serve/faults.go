@@ -13,7 +13,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -119,7 +118,7 @@ type reply struct {
 	s            *Server
 	w            http.ResponseWriter
 	r            *http.Request
-	f            *os.File
+	f            *content
 	size         int64
 	from, length int64
 	ranged       bool // the request asks for a range
@@ -128,7 +127,7 @@ type reply struct {
 
 // sendFault sends a response with a fault, or returns false if the fault does not suit
 // the request.
-func (s *Server) sendFault(kind string, w http.ResponseWriter, r *http.Request, f *os.File, size int64,
+func (s *Server) sendFault(kind string, w http.ResponseWriter, r *http.Request, f *content, size int64,
 	tag string) bool {
 	p := &reply{s: s, w: w, r: r, f: f, size: size, length: size, tag: tag}
 	var from, to int64
@@ -192,7 +191,7 @@ func (p *reply) askForRetry(code int) {
 
 func sendWhole(p *reply) {
 	p.w.Header().Set("Content-Length", fmt.Sprint(p.size))
-	_, _ = io.Copy(p.w, p.f)
+	_, _ = io.Copy(p.w, io.NewSectionReader(p.f, 0, p.size))
 }
 
 func sendZipped(p *reply) {

@@ -1,4 +1,4 @@
-// Package serve is a small HTTP server of the files below one folder. It has ranges,
+// Package serve is a small HTTP server of the files below one folder. It lists folders, has ranges,
 // strong ETags and If-Match, simulates a link of any speed and latency, and makes,
 // by probability and seed, the faults of networks and stores. It is for tests and
 // experiments, not for the internet: it has no passwords, and binds to this
@@ -163,7 +163,11 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "no", http.StatusUnauthorized)
 		return
 	}
-	name := strings.TrimPrefix(r.URL.Path, "/")
+	name := cmp.Or(strings.Trim(r.URL.Path, "/"), ".")
+	if name != "." && isHidden(name) {
+		http.NotFound(w, r)
+		return
+	}
 	// Never out of the folder, links included; and a pipe does not wait for its writer.
 	f, err := s.root.OpenFile(name, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	switch {
@@ -175,16 +179,30 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer f.Close()
-	st, err := f.Stat()
-	if err != nil || !st.Mode().IsRegular() {
+	switch st, err := f.Stat(); {
+	case err == nil && st.IsDir():
+		s.answerFolder(w, r, name, f)
+	case err != nil || !st.Mode().IsRegular() || strings.HasSuffix(r.URL.Path, "/"):
 		http.NotFound(w, r)
+	default:
+		s.answerFile(w, r, f)
+	}
+}
+
+// answerFile answers with bytes of an open regular file.
+func (s *Server) answerFile(w http.ResponseWriter, r *http.Request, f *os.File) {
+	now, isSettled, err := settledState(f)
+	if err != nil {
+		http.Error(w, "the file cannot be read", http.StatusInternalServerError)
 		return
 	}
-	tag := fmt.Sprintf(`"%x-%x"`, st.Size(), st.ModTime().UnixNano())
+	tag := now.entityTag(isSettled)
 	w.Header().Set("ETag", tag)
 	w.Header().Set("Content-Type", "application/octet-stream")
+	body := &content{File: f, opened: now}
+	defer body.endSpoiled()
 	if kind := s.dice.nextFault(); kind != "" && r.Method == http.MethodGet {
-		if s.sendFault(kind, w, r, f, st.Size(), tag) {
+		if s.sendFault(kind, w, r, body, now.size, tag) {
 			s.dice.countFault(kind)
 			return
 		}
@@ -193,15 +211,15 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 	case s.opt.Chunked:
 		w.Header().Set("Accept-Ranges", "none")
 		_ = http.NewResponseController(w).Flush() // before the length is known
-		_, _ = io.Copy(struct{ io.Writer }{w}, f)
+		_, _ = io.Copy(struct{ io.Writer }{w}, struct{ io.Reader }{body})
 	case s.opt.NoRanges:
 		w.Header().Set("Accept-Ranges", "none")
-		w.Header().Set("Content-Length", fmt.Sprint(st.Size()))
+		w.Header().Set("Content-Length", fmt.Sprint(now.size))
 		if r.Method == http.MethodGet {
-			_, _ = io.Copy(w, f)
+			_, _ = io.Copy(w, struct{ io.Reader }{body})
 		}
 	default:
-		http.ServeContent(w, r, "", st.ModTime(), f)
+		http.ServeContent(w, r, "", time.Unix(0, now.modified), struct{ io.ReadSeeker }{body})
 	}
 }
 
@@ -265,7 +283,7 @@ func (l *listener) Accept() (net.Conn, error) {
 	return &conn{TCPConn: c.(*net.TCPConn), s: l.s, own: link{rate: l.s.opt.Each}}, nil
 }
 
-// A conn counts, shapes and bounds writes. sendfile works through it.
+// A conn counts, shapes and bounds writes.
 type conn struct {
 	*net.TCPConn
 	s    *Server
@@ -304,23 +322,7 @@ func (c *conn) Write(p []byte) (done int, err error) {
 	return done, err
 }
 
-func (c *conn) ReadFrom(r io.Reader) (done int64, err error) {
-	from, ok := r.(*io.LimitedReader)
-	if !ok {
-		return io.Copy(struct{ io.Writer }{c}, r)
-	}
-	for from.N > 0 {
-		part := &io.LimitedReader{R: from.R, N: min(from.N, step)}
-		if err := c.beginStep(int(part.N)); err != nil {
-			return done, err
-		}
-		n, err := c.TCPConn.ReadFrom(part)
-		c.s.Sent.Add(n)
-		done += n
-		from.N -= n
-		if err != nil || n == 0 {
-			return done, err
-		}
-	}
-	return done, nil
+// ReadFrom copies: pages that sendfile passes on would show a change of the file until the client has them.
+func (c *conn) ReadFrom(r io.Reader) (int64, error) {
+	return io.CopyBuffer(struct{ io.Writer }{c}, struct{ io.Reader }{r}, make([]byte, step))
 }

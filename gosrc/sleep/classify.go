@@ -1,6 +1,6 @@
 package sleep
 
-// This file decides, by samples, how each tensor is stored and how much it will take.
+// This file chooses from samples how each tensor is stored, and estimates its size.
 
 import (
 	"cmp"
@@ -20,13 +20,13 @@ const (
 	// minCoded: smaller tensors are stored as they are, since their tables cost as
 	// much as coding gains.
 	minCoded = 8 << 10
-	// minGain: a tensor that its sample says to shrink less is stored as it is.
+	// minGain: a tensor with a sample that shrinks less is stored as it is.
 	minGain = 0.99
 
 	sampleRuns  = 4
 	sampleBytes = 16 << 10
 	// sampled is how many tensors, the largest ones, are sampled to estimate the memory,
-	// beside those that have several transforms to choose from.
+	// besides those that have several transforms to choose from.
 	sampled = 96
 )
 
@@ -41,16 +41,16 @@ type item struct {
 
 func (t *item) addressOf() uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(t.Data)))) }
 
-// classifyTensors sets items, aliases and transforms.
-func (s *sleeper) classifyTensors(in []Tensor) error {
+// classifyTensors finds aliases, chooses transforms and counts the tensors in the report.
+func classifyTensors(in []Tensor, samples sampler, rep *Report) ([]item, error) {
 	type memory struct {
 		at, n uint64
 		dtype tensor.DType
 	}
 	first := map[memory]int{}
-	s.items = make([]item, len(in))
+	items := make([]item, len(in))
 	for i := range in {
-		t := &s.items[i]
+		t := &items[i]
 		*t = item{Tensor: in[i], expect: 1}
 		n, err := tensor.Size(t.DType, t.Shape)
 		if err == nil && n != int64(len(t.Data)) {
@@ -58,36 +58,36 @@ func (s *sleeper) classifyTensors(in []Tensor) error {
 				len(t.Data))
 		}
 		if err != nil {
-			return errs.Locate("sleep", "", t.Name, -1, err)
+			return nil, errs.Locate("sleep", "", t.Name, -1, err)
 		}
-		s.report.Tensors++
+		rep.Tensors++
 		if n == 0 {
 			continue
 		}
 		key := memory{t.addressOf(), uint64(n), t.DType}
 		if k, ok := first[key]; ok {
 			t.alias = 1 + k
-			s.report.Aliases++
+			rep.Aliases++
 			continue
 		}
 		first[key] = i
-		s.report.Bytes += n
+		rep.Bytes += n
 		if tr := transformsOf(t.DType); len(tr) > 0 && n >= minCoded && t.addressOf()%16 == 0 {
 			t.transform = tr[0]
 		}
 	}
-	if err := s.estimateSizes(); err != nil {
-		return err
+	if err := estimateSizes(items, samples); err != nil {
+		return nil, err
 	}
-	for i := range s.items {
-		if s.items[i].transform != 0 {
-			s.report.Compressed++
+	for i := range items {
+		if items[i].transform != 0 {
+			rep.Compressed++
 		}
 	}
-	return nil
+	return items, nil
 }
 
-// transformsOf are those that may shrink a dtype.
+// transformsOf are the transforms that may shrink a dtype.
 func transformsOf(d tensor.DType) []uint8 {
 	all := x16.TransformsFor(d)
 	if i := slices.Index(all, 0); i >= 0 {
@@ -96,12 +96,12 @@ func transformsOf(d tensor.DType) []uint8 {
 	return all
 }
 
-// estimateSizes chooses transforms, and estimates what tensors take: those without a sample
-// as the others of their dtype.
-func (s *sleeper) estimateSizes() error {
+// estimateSizes chooses transforms, and estimates the stored size of tensors: without a sample, from the others of
+// their dtype.
+func estimateSizes(items []item, samples sampler) error {
 	var sample, rest []*item
-	for i := range s.items {
-		t := &s.items[i]
+	for i := range items {
+		t := &items[i]
 		choice := len(transformsOf(t.DType)) > 1
 		switch {
 		case t.transform == 0:
@@ -125,7 +125,7 @@ func (s *sleeper) estimateSizes() error {
 		}
 	}
 	buf := make([]byte, 0, sampleRuns*sampleBytes)
-	err := s.way.samples(at, sampleBytes, func(i int, b []byte) {
+	err := samples(at, sampleBytes, func(i int, b []byte) {
 		if buf = append(buf, b...); i%sampleRuns == sampleRuns-1 {
 			sample[i/sampleRuns].takeSample(buf)
 			buf = buf[:0]
@@ -140,8 +140,8 @@ func (s *sleeper) estimateSizes() error {
 		n := sums[t.DType]
 		sums[t.DType] = sum{n.stored + t.expect*float64(len(t.Data)), n.bytes + float64(len(t.Data))}
 	}
-	for i := range s.items {
-		t := &s.items[i]
+	for i := range items {
+		t := &items[i]
 		if n := sums[t.DType]; t.transform != 0 && !t.known && n.bytes > 0 {
 			t.expect = n.stored / n.bytes
 		}

@@ -14,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 // onGPU puts tensors into a GPU's memory.
@@ -52,7 +53,7 @@ func ended(t testing.TB, end func() string) func() {
 	return func() {
 		pinned.Trim()
 		if left := end(); left != "" {
-			t.Errorf("left behind: %s", left)
+			t.Errorf("not freed: %s", left)
 		}
 		nothingRuns(t)
 	}
@@ -97,7 +98,7 @@ func roundTrip(t testing.TB, d *cuda.Device, host []Tensor, path string) {
 	}
 	same(t, f, "", in)
 	f.Close()
-	if v, err := save.Verify(t.Context(), j, []string{path}, save.Spec{}.Storage, false); err != nil || !v.OK {
+	if v, err := verify.Verify(t.Context(), j, []string{path}, save.Spec{}.Storage, false); err != nil || !v.OK {
 		t.Errorf("%+v, %v", v, err)
 	}
 }
@@ -203,7 +204,7 @@ func TestSleepFakeLittleMemory(t *testing.T) {
 	}
 }
 
-// A sleep beside a capture, of another thread's and of the default stream's, neither
+// A sleep during a capture, of another thread's and of the default stream's, neither
 // destroys nor joins it, and waits for no other work.
 func TestSleepFakeBesideCapture(t *testing.T) {
 	smaller(t)

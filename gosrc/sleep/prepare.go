@@ -15,17 +15,17 @@ import (
 
 // A Preparation gets host memory in the background.
 type Preparation struct {
-	// Bytes is what a sleep is expected to take; 0 on the host, whose sleeps keep nothing.
+	// Bytes is what a sleep is expected to take; 0 on the host, where nothing is prepared.
 	Bytes int64
 	job   *job.Job // nil: nothing to do
 	ready int64    // set before the job ends
 }
 
 // Prepare begins to get the host memory that a sleep of these tensors of a GPU will take,
-// or, without tensors, `bytes` of it. It refuses at once what there is no room for, and
+// or, without tensors, `bytes` of it. It refuses at once to take more than there is, and
 // reads the tensors only until it returns; it takes no memory of the GPU. The next sleep
-// uses what is there, and needs not wait for the rest. The growth belongs to no caller:
-// the end of the process, Drop and empty_cache end it.
+// uses the memory that is ready, and does not wait for the rest. The growth ends with the process, or
+// by Drop or empty_cache.
 func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	gpu, err := gpuOf(spec.Device)
 	if err != nil {
@@ -36,19 +36,20 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	}
 	most, need := 2*bytes, bytes
 	if len(in) > 0 {
-		s := &sleeper{Spec: spec, way: way{samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
+		s := &sleeper{Spec: spec}
+		s.items, err = classifyTensors(in, func(at []uint64, n int64, got func(i int, b []byte)) error {
 			return readSamples(gpu, at, n, got)
-		}}}
-		if err := s.classifyTensors(in); err != nil {
+		}, &s.report)
+		if err != nil {
 			return nil, err
 		}
 		if err := s.layOut(); err != nil {
 			return nil, err
 		}
-		most, need = s.imageRoom()
+		most, need = s.estimateRoom()
 	}
 	if need <= 0 || need > 1<<43 {
-		return nil, errs.New(errs.ErrArgument, "sleep: %d bytes of host memory", need)
+		return nil, errs.New(errs.ErrArgument, "sleep: %d bytes of host memory: expected 1 to %d", need, int64(1)<<43)
 	}
 	if err := spec.refuseRoom(need, gpu); err != nil {
 		return nil, err
@@ -84,7 +85,7 @@ func (p *Preparation) Wait(ctx context.Context) (int64, error) {
 	}
 }
 
-// Return gives back the host memory that is kept for sleeps of a device.
+// Return gives back the host memory that is cached for sleeps of a device.
 func Return(name string) error {
 	gpu, err := gpuOf(name)
 	if gpu != nil {
@@ -93,7 +94,7 @@ func Return(name string) error {
 	return err
 }
 
-// readSamples gives n bytes at each address of a GPU, of whose memory it takes none.
+// readSamples reads n bytes at each address of a GPU, and takes no memory of the GPU.
 func readSamples(gpu *cuda.Device, at []uint64, n int64, got func(i int, b []byte)) error {
 	b := make([]byte, n)
 	for i, a := range at {

@@ -1,16 +1,15 @@
-// Package sleep is the verb: tensors are compressed where they are, on the host or on a
-// GPU, into host memory, from which any load of the engine brings them back. Their own
-// memory is only read.
+// Package sleep compresses tensors where they are, on the host or on a GPU, into host memory. Any load of the engine
+// brings them back. Their own memory is only read.
 //
-// The host memory is the image of a container (docs/format.md): all that a file has but
-// the hashes of whole tensors, which need a pass of their own, made when a file is
-// wanted. It is bounded, estimated from samples before it is taken, and made ready while
-// the first chunks arrive. A GPU encodes a ring of slots and copies what came of them,
-// in the order of the file; checksums are computed beside that.
+// The host memory is an in-memory container (docs/format.md). It has all that a file has, except the hashes of
+// whole tensors: these take another pass, which is made when a file is wanted. The memory is bounded, estimated
+// from samples before it is taken, and made ready while the first chunks arrive. A GPU encodes a ring of slots and
+// copies the stored bytes in the order of the file; the host computes checksums meanwhile.
 package sleep
 
 import (
 	"context"
+	"runtime"
 	"sort"
 	"time"
 	"unsafe"
@@ -24,16 +23,19 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source/memory"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/zeebo/xxh3"
 )
 
-// name is that of the image in errors.
+// name is that of the in-memory container in errors.
 const name = "memory of sleeping tensors"
 
-// A Tensor is one that goes to sleep. Data is its memory, dense, on the Spec's device;
+// A Tensor is put to sleep. Data is its memory, dense, on the Spec's device;
 // it must stay valid and unchanged until the job has ended.
 type Tensor struct {
 	Name  string
@@ -42,18 +44,18 @@ type Tensor struct {
 	Data  []byte
 }
 
-// A Spec says how.
+// A Spec says how tensors are put to sleep.
 type Spec struct {
 	// Device has all the tensors: "cpu", "cuda:1".
 	Device string `json:"device"`
 	// Budget is the most host memory that the stored bytes may take; 0: what there is.
 	Budget int64 `json:"max_memory"`
-	// Path is a local file that the image is written to, too; "": none.
+	// Path is a local file that is also written; "": none.
 	Path    string `json:"path"`
 	Threads int    `json:"threads"` // 0: one per core
 }
 
-// A Report says what sleeping cost. Bytes are of tensors, those of one memory counted
+// A Report says what sleeping cost. Bytes are those of the tensors, and shared memory counts
 // once; Stored is what they take in host memory; Staging is the memory that the GPU
 // needed meanwhile.
 type Report struct {
@@ -70,20 +72,20 @@ type Report struct {
 type sleeper struct {
 	Spec
 	job     *job.Job
-	way     way
+	mode    mode
 	items   []item
 	lay     *overwire.Layout
 	mem     *pinned.Memory
 	batches []batch
 	pos     int64 // end of what was placed
-	size    int64 // of the image
+	size    int64 // of the container
 	report  Report
 }
 
 // A batch is a range of the layout's chunks that are made together.
 type batch struct {
 	first, end int
-	rows       []cuda.PackedRange // while it is on its way
+	rows       []cuda.PackedRange // until it is finished
 }
 
 // Sleep compresses tensors. The model that it returns is the caller's; each load of it
@@ -106,22 +108,22 @@ func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err
 		return nil, err
 	}
 	if gpu == nil {
-		s.way = wayOfHost(s.Threads)
+		s.mode = hostMode(s.Threads)
 	} else {
 		p, err := gpu.NewPacker(s.Path != "")
 		if err != nil {
 			return nil, err
 		}
-		s.way = wayOfGPU(p, s.Path != "")
+		s.mode = gpuMode(p, s.Path != "")
 	}
 	defer func() {
-		s.way.close() // nothing is copied any more
+		s.mode.close() // nothing is copied any more
 		if err != nil && s.mem != nil {
 			s.mem.Keep()
 		}
 	}()
-	s.report.Staging = s.way.staging
-	if err := s.classifyTensors(in); err != nil {
+	s.report.Staging = s.mode.staging
+	if s.items, err = classifyTensors(in, s.mode.samples, &s.report); err != nil {
 		return nil, err
 	}
 	if err := s.layOut(); err != nil {
@@ -131,12 +133,12 @@ func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err
 	if err := s.reserveMemory(gpu); err != nil {
 		return nil, err
 	}
-	return s.makeImage(ctx)
+	return s.makeModel(ctx)
 }
 
-// makeImage fills the memory and makes it a model.
-func (s *sleeper) makeImage(ctx context.Context) (*load.Model, error) {
-	if err := s.fillImage(ctx); err != nil {
+// makeModel fills the memory and opens it as a model.
+func (s *sleeper) makeModel(ctx context.Context) (*load.Model, error) {
+	if err := s.fillMemory(ctx); err != nil {
 		return nil, err
 	}
 	if s.Path != "" {
@@ -150,7 +152,7 @@ func (s *sleeper) makeImage(ctx context.Context) (*load.Model, error) {
 		Tensors: s.lay.Tensors, Chunks: s.lay.Chunks,
 	}
 	if err := ix.Validate(codec.Known); err != nil {
-		return nil, errs.New(errs.ErrEngine, "an image that no load takes: %v", err)
+		return nil, errs.New(errs.ErrEngine, "the in-memory container of sleeping tensors is invalid: %v", err)
 	}
 	src := memory.New(name, s.mem.Bytes(0, s.size), s.mem.Keep)
 	src.Compare = true
@@ -180,7 +182,7 @@ func (s *sleeper) divideChunks() {
 	first, offset := 0, int64(0)
 	for c := range s.lay.Chunks {
 		n := sizes.RoundUp(int64(s.lay.Chunks[c].Logical), 16)
-		if c > first && (offset+n > s.way.bytes || c-first == batchRows) {
+		if c > first && (offset+n > s.mode.bytes || c-first == batchRows) {
 			s.batches = append(s.batches, batch{first: first, end: c})
 			first, offset = c, 0
 		}
@@ -191,8 +193,8 @@ func (s *sleeper) divideChunks() {
 	}
 }
 
-// imageRoom is the most host memory that the image can take, and what the samples say of it.
-func (s *sleeper) imageRoom() (most, need int64) {
+// estimateRoom is the most host memory that the container can take, and the estimate from samples.
+func (s *sleeper) estimateRoom() (most, need int64) {
 	most, estimate := s.lay.Start()+tensor.BlobAlign, float64(s.lay.Start())
 	for i := range s.lay.Tensors {
 		t := &s.lay.Tensors[i]
@@ -205,7 +207,7 @@ func (s *sleeper) imageRoom() (most, need int64) {
 	return most, int64(estimate)
 }
 
-// refuseRoom is an error if there is no room for what is needed.
+// refuseRoom refuses to take more host memory than there is, or than the budget.
 func (s *Spec) refuseRoom(need int64, gpu *cuda.Device) error {
 	no := func(left int64, why string) error {
 		return &errs.Memory{Where: "host", Asked: need, Free: left, Total: left, For: "sleeping tensors", Err: why}
@@ -219,12 +221,12 @@ func (s *Spec) refuseRoom(need int64, gpu *cuda.Device) error {
 	return nil
 }
 
-// aheadOf is what is made ready of what is needed by samples, which may say too little.
+// aheadOf is how much memory is made ready for an estimate from samples, which may be too low.
 func aheadOf(need int64) int64 { return need + need/100 }
 
-// reserveMemory takes the host memory, or refuses what there is no room for.
+// reserveMemory takes the host memory, or refuses to.
 func (s *sleeper) reserveMemory(gpu *cuda.Device) error {
-	most, need := s.imageRoom()
+	most, need := s.estimateRoom()
 	if err := s.refuseRoom(need, gpu); err != nil {
 		return err
 	}
@@ -239,12 +241,12 @@ func (s *sleeper) reserveMemory(gpu *cuda.Device) error {
 	return err
 }
 
-func (s *sleeper) fillImage(ctx context.Context) error {
+func (s *sleeper) fillMemory(ctx context.Context) error {
 	s.job.TotalBytes.Store(s.report.Bytes)
 	s.job.TotalTensors.Store(int64(s.report.Tensors))
-	window := s.way.window
+	window := s.mode.window
 	o := ordered.Tasks{
-		N: len(s.batches), Window: window, Workers: s.way.workers,
+		N: len(s.batches), Window: window, Workers: s.mode.workers,
 		Work:  func(_, k int) error { return s.encode(k, k%window) },
 		Turn:  func(k int) error { return s.placeBatch(ctx, k, k%window) },
 		Flush: func(k int) error { return s.finishBatch(k, k%window) },
@@ -283,7 +285,7 @@ func (s *sleeper) encode(k, slot int) error {
 		}
 		b.rows = append(b.rows, row)
 	}
-	if err := s.way.encode(slot, b.rows); err != nil {
+	if err := s.mode.encode(slot, b.rows); err != nil {
 		return err
 	}
 	for i := range b.rows {
@@ -299,7 +301,7 @@ func (s *sleeper) tensorOf(c int) int {
 	return sort.Search(len(s.lay.Tensors), func(t int) bool { return int(s.lay.Tensors[t].First) > c }) - 1
 }
 
-// placeBatch gives the chunks of batch k their places in the image and begins to copy them
+// placeBatch gives the chunks of batch k their offsets in the container and begins to copy them
 // there. Memory that was used before is cleared between them.
 func (s *sleeper) placeBatch(ctx context.Context, k, slot int) error {
 	b := &s.batches[k]
@@ -323,13 +325,13 @@ func (s *sleeper) placeBatch(ctx context.Context, k, slot int) error {
 		from = c.Off + int64(c.Stored)
 		b.rows[i].To = unsafe.Pointer(unsafe.SliceData(s.mem.Bytes(c.Off, 1)))
 	}
-	return s.way.fetch(slot, b.rows)
+	return s.mode.fetch(slot, b.rows)
 }
 
 // finishBatch waits for the copies of batch k and sums them.
 func (s *sleeper) finishBatch(k, slot int) error {
 	b := &s.batches[k]
-	if err := s.way.wait(slot, b.rows); err != nil {
+	if err := s.mode.wait(slot, b.rows); err != nil {
 		return err
 	}
 	for c := b.first; c < b.end; c++ {
@@ -339,4 +341,71 @@ func (s *sleeper) finishBatch(k, slot int) error {
 	}
 	b.rows = nil
 	return nil
+}
+
+// hashesOnGPU reports whether a GPU computes the sums of a tensor's hash, as it does if it encodes the tensor.
+func (s *sleeper) hashesOnGPU(t *item) bool {
+	return s.mode.gpu && s.Path != "" && t.transform != 0
+}
+
+// addSums adds the sums of a batch that a GPU has made to the hashes of its tensors.
+func (s *sleeper) addSums(b *batch) error {
+	at := s.tensorOf(b.first)
+	for i := range b.rows {
+		if !b.rows[i].Hash {
+			continue
+		}
+		c := int32(b.first + i)
+		for c >= s.lay.Tensors[at].First+s.lay.Tensors[at].Count {
+			at++
+		}
+		t := &s.lay.Tensors[at]
+		it := &s.items[s.lay.Items[at]]
+		if c == t.First {
+			it.sums = blocksum.New(t.Bytes)
+		}
+		sums, tail := b.rows[i].SumsAndTail()
+		it.sums.Add(sums)
+		if c < t.First+t.Count-1 {
+			continue
+		}
+		high, low, ok := it.sums.Finish(tail)
+		if !ok {
+			return errs.New(errs.ErrEngine, "tensor %q: the GPU made too few sums of its hash", t.Name)
+		}
+		t.Hash = codec.HashOf(xxh3.Uint128{Hi: high, Lo: low})
+	}
+	return nil
+}
+
+// writeFile hashes the tensors that no GPU has hashed, and writes the file. Tensors of the host are hashed where they
+// are, and those of a GPU in the container, where they are stored unchanged. The memory then has the bytes of the
+// file.
+func (s *sleeper) writeFile(ctx context.Context) error {
+	all := s.lay.Tensors
+	err := spawn.Each(ctx, "sleep hash", runtime.GOMAXPROCS(0), len(all), func(i int) error {
+		t := &all[i]
+		it := &s.items[s.lay.Items[i]]
+		switch {
+		case t.Alias >= 0 || s.hashesOnGPU(it):
+			return nil
+		case s.mode.gpu:
+			t.Hash = codec.HashOf(xxh3.Hash128(s.mem.Bytes(t.Off, t.Bytes)))
+		default:
+			t.Hash = codec.HashOf(xxh3.Hash128(it.Data))
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	front, size, err := s.lay.Seal(codec.Known)
+	if err != nil {
+		return err
+	}
+	if size != s.size {
+		return errs.New(errs.ErrEngine, "the in-memory container has %d bytes, expected %d", s.size, size)
+	}
+	copy(s.mem.Bytes(0, int64(len(front))), front)
+	return save.WriteWhole(ctx, s.Path, s.mem.Bytes(0, size))
 }

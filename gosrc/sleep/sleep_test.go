@@ -20,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 func random(t testing.TB) *rand.Rand {
@@ -61,7 +62,7 @@ func like(r *rand.Rand, d tensor.DType, n int) []byte {
 	return b
 }
 
-// several are tensors of every kind that is treated in a way of its own.
+// several are tensors of every kind that a sleep treats differently.
 func several(r *rand.Rand, most int) (in []Tensor) {
 	add := func(name string, d tensor.DType, n int) {
 		n -= n % max(1, d.Bits()/8)
@@ -118,7 +119,7 @@ func nothingRuns(t testing.TB) {
 }
 
 // Tensors of all kinds come back as they were, those in one memory stored once, and
-// from the file that was written, too.
+// also from the file that was written.
 func TestSleep(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -145,14 +146,14 @@ func TestSleep(t *testing.T) {
 	}
 	same(t, f, "", in)
 	f.Close()
-	if v, err := save.Verify(t.Context(), job.New("verify"), []string{path}, save.Spec{}.Storage, false); err != nil ||
+	if v, err := verify.Verify(t.Context(), job.New("verify"), []string{path}, save.Spec{}.Storage, false); err != nil ||
 		!v.OK {
 		t.Errorf("%+v, %v", v, err)
 	}
 	nothingRuns(t)
 }
 
-// Where every tensor shrinks, the file is the one that a save writes.
+// If every tensor shrinks, the file is the one that a save writes.
 func TestSleepWritesWhatSaveWrites(t *testing.T) {
 	r := random(t)
 	var in []Tensor
@@ -180,7 +181,7 @@ func TestSleepWritesWhatSaveWrites(t *testing.T) {
 	}
 }
 
-// No tensor at all is an image, too.
+// No tensors are also put to sleep.
 func TestSleepNothing(t *testing.T) {
 	m, rep, err := Sleep(t.Context(), job.New("sleep"), Spec{}, nil)
 	if err != nil || rep.Bytes != 0 {
@@ -214,8 +215,8 @@ func TestSleepFindsDamage(t *testing.T) {
 	same(t, m, "", in)
 }
 
-// What does not fit into the budget is refused in advance by the number; what only
-// turns out not to is refused, too, and nothing is left.
+// Tensors that do not fit into the budget are refused in advance with the number of bytes; so are those that
+// only turn out not to fit, and no memory stays taken.
 func TestSleepBudget(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -301,7 +302,7 @@ func TestSleepsAtOnce(t *testing.T) {
 	})
 }
 
-// What a caller may get wrong is an argument error that names the tensor.
+// A caller's mistake is an argument error that names the tensor.
 func TestSleepRefuses(t *testing.T) {
 	b := make([]byte, 16)
 	for _, x := range [][]Tensor{

@@ -107,7 +107,8 @@ func quotePairs(values map[string]string) string {
 // choices are, by scheme, the options and variables that say where the objects of a URI are, or
 // whether it is certain who sends them. None is a secret.
 var choices = map[string]struct{ storage, env []string }{
-	"s3": {[]string{"endpoint_url", "profile", "region"}, []string{"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL",
+	"s3": {[]string{"endpoint_url", "aws_endpoint_url", "endpoint", "profile", "profile_name", "region", "region_name",
+		"aws_region"}, []string{"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL",
 		"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_CONFIG_FILE",
 		"AWS_SHARED_CREDENTIALS_FILE", "AWS_REGION", "AWS_DEFAULT_REGION"}},
 	"hf":     {[]string{"insecure"}, []string{"HF_ENDPOINT"}},

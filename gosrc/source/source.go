@@ -146,14 +146,17 @@ func (f Facts) Unchanged(id Identity) bool {
 // RuleNotCached is the rule of an errs.ErrNotFound that a cache decides, without its store.
 const RuleNotCached = "NotCached"
 
+// RuleRefused is the rule of an errs.ErrIO by which a store refuses a request that another try would not change.
+const RuleRefused = "Refused"
+
 // Changed is the error of bytes that are no longer those that were opened.
 func Changed() error {
 	return errs.New(errs.ErrCorrupt, "changed while it was read: it was replaced or written to; load it again")
 }
 
 // Unwritten refuses a source that was written to since it was opened: what was read of it
-// may be of both states. It costs a call of fstat. The time of a file's other changes, as
-// of its name or mode, does not count: a file that a save replaces is still whole. Writes
+// may be of both states. It costs a call of fstat. A change of a file's name or mode is no
+// write: a file that a save replaces is still whole. Writes
 // within one tick of the file system's clock leave no trace.
 func Unwritten(s Source) error {
 	f := s.Facts()
@@ -161,7 +164,7 @@ func Unwritten(s Source) error {
 		return nil
 	}
 	now, err := f.Now()
-	if err == nil && (now.Size != f.Identity.Size || now.Modified != f.Identity.Modified) {
+	if err == nil && now != f.Identity {
 		err = errs.In("read", s.URI(), Changed())
 	}
 	return err

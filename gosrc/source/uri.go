@@ -43,6 +43,14 @@ func Scheme(uri string) string {
 	return strings.ToLower(s)
 }
 
+// WithoutScheme is the path of a file:// URI that is valid; all else stays.
+func WithoutScheme(uri string) string {
+	if path, ok := Local(uri); ok {
+		return path
+	}
+	return uri
+}
+
 // Remote reports whether a name is a URI of anything but a local file.
 func Remote(uri string) bool {
 	s := Scheme(uri)

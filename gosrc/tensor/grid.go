@@ -20,12 +20,13 @@ func Size(d DType, shape []int64) (int64, error) {
 			return 0, errs.New(errs.ErrFormat, "negative dimension %d", dim)
 		}
 		if n, ok = sizes.Mul(n, uint64(dim)); !ok {
-			return 0, errs.OfRule("ValidationOverflow", errs.ErrFormat, "shape %v", shape)
+			return 0, errs.OfRule("ValidationOverflow", errs.ErrFormat, "shape %v has more than 2^64 elements", shape)
 		}
 	}
 	total, ok := sizes.Mul(n, uint64(d.Bits()))
 	if !ok {
-		return 0, errs.OfRule("ValidationOverflow", errs.ErrFormat, "shape %v of %v", shape, d)
+		return 0, errs.OfRule("ValidationOverflow", errs.ErrFormat, "shape %v of %v takes more than 2^61 bytes",
+			shape, d)
 	}
 	if total%8 != 0 {
 		return 0, errs.OfRule("MisalignedSlice", errs.ErrFormat, "shape %v of %v ends inside a byte", shape, d)

@@ -20,11 +20,11 @@ import (
 // pieces, or never completely, is not compared.
 type checked struct {
 	source.Source
-	passing []passing // by offset
+	tensors []partial // by offset
 }
 
-// passing is a tensor of which pieces were read.
-type passing struct {
+// A partial is a tensor that is read in pieces.
+type partial struct {
 	off, end int64
 	name     string
 	start    uint32 // the sum of what precedes the data
@@ -40,10 +40,10 @@ type summed struct {
 	crc    uint32
 }
 
-// checkSource wraps src in a source that compares the CRC32 of every plain tensor of a
-// file whose records were read. Encrypted ones have a MAC for each box.
-func (f *File) checkSource(src source.Source) (source.Source, error) {
-	c := &checked{Source: src, passing: make([]passing, 0, len(f.Entries))}
+// checkSource wraps src in a source that compares the CRC32 of every plain tensor. The records of the file must have
+// been read. Encrypted ones have a MAC for each box.
+func checkSource(f *File, src source.Source) (source.Source, error) {
+	c := &checked{Source: src, tensors: make([]partial, 0, len(f.Entries))}
 	for i := range f.Entries {
 		e, r := &f.Entries[i], &f.Records[i]
 		if e.Bytes == 0 || r.Crypt != nil {
@@ -52,13 +52,13 @@ func (f *File) checkSource(src source.Source) (source.Source, error) {
 		if r.CRC32 == nil {
 			return nil, f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "the tensor has no CRC32"))
 		}
-		c.passing = append(c.passing, passing{off: e.Data, end: e.Data + e.Bytes, name: e.Name, left: e.Bytes,
+		c.tensors = append(c.tensors, partial{off: e.Data, end: e.Data + e.Bytes, name: e.Name, left: e.Bytes,
 			start: crc32.ChecksumIEEE(r.Prefix), want: le.Uint32(r.CRC32)})
 	}
 	return c, nil
 }
 
-// Facts are those of the source below, whose bytes are compared by ReadAt.
+// Facts are those of the source below, without a view: ReadAt compares the bytes.
 func (c *checked) Facts() source.Facts { return c.Source.Facts().ReadAtOnly() }
 
 // ReadAt is that of the source below; see source.Source.
@@ -67,10 +67,10 @@ func (c *checked) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return err
 	}
 	end := off + int64(len(p))
-	for i := sort.Search(len(c.passing), func(i int) bool {
-		return c.passing[i].end > off
-	}); i < len(c.passing) && c.passing[i].off < end; i++ {
-		t := &c.passing[i]
+	for i := sort.Search(len(c.tensors), func(i int) bool {
+		return c.tensors[i].end > off
+	}); i < len(c.tensors) && c.tensors[i].off < end; i++ {
+		t := &c.tensors[i]
 		lo, hi := max(off, t.off), min(end, t.end)
 		if err := t.passPiece(p[lo-off:hi-off], lo); err != nil {
 			return errs.Place("check", c.URI(), t.name, t.off, err)
@@ -79,7 +79,7 @@ func (c *checked) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-func (t *passing) passPiece(p []byte, off int64) error {
+func (t *partial) passPiece(p []byte, off int64) error {
 	piece := summed{off, int64(len(p)), crc32.ChecksumIEEE(p)}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -98,8 +98,8 @@ func (t *passing) passPiece(p []byte, off int64) error {
 	return nil
 }
 
-// addPiece adds a piece and joins it with its neighbours; false: some of it is there.
-func (t *passing) addPiece(p summed) bool {
+// addPiece adds a piece and joins it with its neighbours; false: some of it was read before.
+func (t *partial) addPiece(p summed) bool {
 	all := t.pieces
 	i := sort.Search(len(all), func(i int) bool { return all[i].off >= p.off })
 	before, after := i > 0 && all[i-1].off+all[i-1].n >= p.off, i < len(all) && all[i].off <= p.off+p.n

@@ -57,7 +57,7 @@ func TestChecked(t *testing.T) {
 		if flip >= 0 {
 			held[flip] ^= 1 << (flip % 8)
 		}
-		s, err := f.checkSource(bytesSource(held))
+		s, err := checkSource(f, bytesSource(held))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -70,7 +70,7 @@ func TestChecked(t *testing.T) {
 		}
 	}
 	f.Records[1].CRC32 = nil
-	if _, err := f.checkSource(bytesSource(data)); !errors.Is(err, errs.ErrNotSupported) {
+	if _, err := checkSource(f, bytesSource(data)); !errors.Is(err, errs.ErrNotSupported) {
 		t.Error(err)
 	}
 }
@@ -83,7 +83,7 @@ func TestPiecesAreJoined(t *testing.T) {
 	sum := crc32.ChecksumIEEE(data)
 	rng := rand.New(rand.NewPCG(3, 4))
 	for round := range 60 {
-		p := &passing{end: int64(len(data)), want: sum, left: int64(len(data))}
+		p := &partial{end: int64(len(data)), want: sum, left: int64(len(data))}
 		var cuts []int
 		for at := 0; at < len(data); at += 1 + rng.IntN(9) {
 			cuts = append(cuts, at)
@@ -126,7 +126,7 @@ func TestPiecesAreJoined(t *testing.T) {
 			t.Fatal("it is not complete:", p.left, p.pieces)
 		}
 	}
-	p := &passing{end: 997, want: sum + 1, left: 997}
+	p := &partial{end: 997, want: sum + 1, left: 997}
 	if err := p.passPiece(data, 0); !errors.Is(err, errs.ErrCorrupt) {
 		t.Error(err)
 	}

@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file has the encryption of records: keys, nonces and boxes.
+// This file encrypts and decrypts records: keys, nonces and boxes.
 
 import (
 	"context"

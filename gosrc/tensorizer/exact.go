@@ -10,19 +10,19 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Exact checks a file, whose records were read, for what every writer writes
-// although no reader needs it: nothing is between head, index, records and end,
+// Exact checks what every writer writes although no reader needs it. The records of the file must have
+// been read: nothing is between head, index, records and end,
 // unused bytes are zero, and repeated values agree. With it and the hashes of the
 // tensors every byte of a file is verified, except the parameters of a password's
 // key if the file is read with the key itself.
-func (f *File) Exact(ctx context.Context, src source.Source) error {
+func Exact(ctx context.Context, f *File, src source.Source) error {
 	bad := func(name string, off int64, format string, args ...any) error {
 		return f.at(name, off, errs.New(errs.ErrCorrupt, format, args...))
 	}
 	zeros := func(p []byte, off int64) error {
 		for i, b := range p {
 			if b != 0 {
-				return bad("", off+int64(i), "%#x where the file is to be zero", b)
+				return bad("", off+int64(i), "the byte is %#x: expected 0", b)
 			}
 		}
 		return nil
@@ -59,7 +59,7 @@ func (f *File) Exact(ctx context.Context, src source.Source) error {
 	case f.Version < version:
 		return bad("", 5, "version %d with what came with version %d", f.Version, version)
 	case f.Size-next > math.MaxUint16:
-		return bad("", next, "%d bytes behind the last tensor", f.Size-next)
+		return bad("", next, "%d bytes after the last tensor", f.Size-next)
 	}
 	tail := make([]byte, f.Size-next)
 	if err := src.ReadAt(ctx, tail, next); err != nil {

@@ -4,15 +4,13 @@ package tensorizer
 
 import (
 	"context"
-	"encoding/hex"
-	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// ruleKind is the rule that a file breaks which is no .tensors file, or too short to be one.
+// ruleKind is the rule that a file breaks if it is not a .tensors file, or too short for one.
 const ruleKind = "NotTensors"
 
 // Open reads the head and the index of a file, and its records if requested or if
@@ -44,12 +42,12 @@ type Opened struct {
 // ReadIndex is Index for the file.
 func (o *Opened) ReadIndex(ctx context.Context, settings map[string]string, known tensor.Known) (*tensor.Index,
 	source.Source, error) {
-	return o.File.indexOn(ctx, o.Source, settings, known)
+	return indexOn(ctx, o.File, o.Source, settings, known)
 }
 
 // Index reads the file that starts with head: it returns its validated index, with the names that
 // state_dict() has, which is compared with the records (see compareRecords), and the source of its tensors (see
-// File.Source), according to the settings. known reports which codecs can be decoded.
+// SourceOf), according to the settings. known reports which codecs can be decoded.
 func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string,
 	known tensor.Known) (*tensor.Index, source.Source, error) {
 	f, err := Read(ctx, src, head)
@@ -59,7 +57,7 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 	if err != nil {
 		return nil, src, err
 	}
-	ix, plain, err := f.indexOn(ctx, src, settings, known)
+	ix, plain, err := indexOn(ctx, f, src, settings, known)
 	if err == nil {
 		names := f.stateNames()
 		for i := range ix.Tensors {
@@ -69,26 +67,9 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 	return ix, plain, err
 }
 
-// stateNames are the names of the tensors in state_dict() by those in the file. A parameter or buffer
-// of the module itself, not of one in it, is ".weight" in the file: the name of its module, which is
-// empty, a dot and its own.
-func (f *File) stateNames() map[string]string {
-	names := make(map[string]string, len(f.Entries))
-	for i := range f.Entries {
-		names[f.Entries[i].Name] = f.Entries[i].Name
-	}
-	for i := range f.Entries {
-		e := &f.Entries[i]
-		if own, ok := strings.CutPrefix(e.Name, "."); ok && own != "" && e.Type != StateDict && names[own] == "" {
-			names[e.Name] = own
-		}
-	}
-	return names
-}
-
-func (f *File) indexOn(ctx context.Context, src source.Source, settings map[string]string, known tensor.Known) (
+func indexOn(ctx context.Context, f *File, src source.Source, settings map[string]string, known tensor.Known) (
 	*tensor.Index, source.Source, error) {
-	ix, err := f.Index(settings)
+	ix, err := IndexOf(f, settings)
 	if err != nil {
 		return nil, src, err
 	}
@@ -100,7 +81,7 @@ func (f *File) indexOn(ctx context.Context, src source.Source, settings map[stri
 			return nil, src, err
 		}
 	}
-	plain, err := f.Source(ctx, src, settings)
+	plain, err := SourceOf(ctx, f, src, settings)
 	if err != nil {
 		return nil, src, err
 	}
@@ -116,7 +97,7 @@ func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 	for _, secret := range []string{OptionKey, OptionPassword} {
 		if _, isGiven := settings[secret]; isGiven {
 			return &NotEncryptedError{at(errs.ErrCrypto,
-				"a %s was given, and the file is not encrypted: it is no .tensors file", secret)}
+				"a %s was given, and the file is not encrypted: it is not a .tensors file", secret)}
 		}
 	}
 	if _, isAsked := settings[OptionCRC32]; isAsked && !sums {
@@ -145,36 +126,4 @@ type EntryDescription struct {
 	SHA256 string      `json:"sha256,omitempty"`
 	Sealed bool        `json:"sealed"`
 	Derive *Derivation `json:"derive,omitempty"`
-}
-
-// Describe describes head, index and the records that were read; it reads no data.
-func (f *File) Describe() *Description {
-	out := &Description{URI: errs.RedactURI(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total,
-		Size:    f.Size,
-		Entries: make([]EntryDescription, len(f.Entries))}
-	for i := range f.Entries {
-		r := EntryDescription{Entry: f.Entries[i]}
-		if f.Records != nil {
-			rec := &f.Records[i]
-			r.Module, r.Prefix = rec.Module, rec.Prefix
-			r.CRC32, r.SHA256 = hex.EncodeToString(rec.CRC32), hex.EncodeToString(rec.SHA256)
-			if rec.Crypt != nil {
-				r.Sealed, r.Derive = true, rec.Crypt.Derive
-			}
-		}
-		out.Entries[i] = r
-	}
-	return out
-}
-
-// Items returns the tensors by the names that Index gives, as they would be written again; the
-// records must have been read.
-func (f *File) Items() map[string]Item {
-	items, names := make(map[string]Item, len(f.Entries)), f.stateNames()
-	for i := range f.Entries {
-		e := &f.Entries[i]
-		items[names[e.Name]] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims,
-			Bytes: e.Bytes}
-	}
-	return items
 }

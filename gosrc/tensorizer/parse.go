@@ -4,9 +4,11 @@ package tensorizer
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"math"
 	"slices"
+	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -59,7 +61,7 @@ type File struct {
 // maxTogether is how many records are read at once: each may cost a round trip.
 const maxTogether = 16
 
-// Read reads the head and the index of a file, of which head is the beginning, and
+// Read reads the head and the index of a file that begins with head, and
 // also the records if it is encrypted. It does not allocate what only the file
 // claims. The error is an errs.At of class errs.ErrFormat, errs.ErrCorrupt if the
 // file was truncated, or errs.ErrNotSupported for versions, flags, layouts and
@@ -89,7 +91,7 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 			}
 			if b != 0 {
 				return nil, f.at("", 9, errs.New(errs.ErrNotSupported,
-					"feature flags %x, of which this overwire knows bits 0 and 1", flags))
+					"unknown feature flags %x: this overwire knows bits 0 and 1", flags))
 			}
 		}
 		switch {
@@ -381,4 +383,53 @@ func (r *reader) readDims(rank int, wide bool) []int64 {
 		d[i] = int64(r.readUint(size))
 	}
 	return d
+}
+
+// Describe describes head, index and the records that were read; it reads no data.
+func (f *File) Describe() *Description {
+	out := &Description{URI: errs.RedactURI(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total,
+		Size:    f.Size,
+		Entries: make([]EntryDescription, len(f.Entries))}
+	for i := range f.Entries {
+		r := EntryDescription{Entry: f.Entries[i]}
+		if f.Records != nil {
+			rec := &f.Records[i]
+			r.Module, r.Prefix = rec.Module, rec.Prefix
+			r.CRC32, r.SHA256 = hex.EncodeToString(rec.CRC32), hex.EncodeToString(rec.SHA256)
+			if rec.Crypt != nil {
+				r.Sealed, r.Derive = true, rec.Crypt.Derive
+			}
+		}
+		out.Entries[i] = r
+	}
+	return out
+}
+
+// Items returns the tensors by the names that Index gives, as they would be written again; the
+// records must have been read.
+func (f *File) Items() map[string]Item {
+	items, names := make(map[string]Item, len(f.Entries)), f.stateNames()
+	for i := range f.Entries {
+		e := &f.Entries[i]
+		items[names[e.Name]] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims,
+			Bytes: e.Bytes}
+	}
+	return items
+}
+
+// stateNames are the names of the tensors in state_dict() by those in the file. A parameter or buffer
+// of the module itself, not of one in it, is ".weight" in the file: the name of its module, which is
+// empty, a dot and its own.
+func (f *File) stateNames() map[string]string {
+	names := make(map[string]string, len(f.Entries))
+	for i := range f.Entries {
+		names[f.Entries[i].Name] = f.Entries[i].Name
+	}
+	for i := range f.Entries {
+		e := &f.Entries[i]
+		if own, ok := strings.CutPrefix(e.Name, "."); ok && own != "" && e.Type != StateDict && names[own] == "" {
+			names[e.Name] = own
+		}
+	}
+	return names
 }

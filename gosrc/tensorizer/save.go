@@ -100,7 +100,7 @@ func Records(ctx context.Context, fd int, path string, at int64, items []Item, d
 	return at, Run(ctx, "tensorizer.save", workers, false, flows)
 }
 
-// writtenFlow is a flow of data whose bytes go to their offset in the file, encrypted
+// writtenFlow is a flow of data that goes to its offset in the file, encrypted
 // if the item is, followed by the record.
 func writtenFlow(to Output, path string, it *Item, key *Key, data Flow) Flow {
 	at, end := it.Data(), it.Data()+it.Bytes
@@ -182,7 +182,7 @@ func (d descriptor) Write(p []byte, off int64) error {
 			err = unix.EIO
 		}
 		if err != nil {
-			return atomicfile.Failed(d.path, off, err)
+			return atomicfile.Failed(d.path, off, errs.FromFile(err))
 		}
 		p, off = p[n:], off+int64(n)
 	}

@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file has the settings by which callers read and write .tensors files.
+// This file lists the settings by which callers read and write .tensors files.
 
 import (
 	"bytes"
@@ -29,7 +29,7 @@ func KeySettings(b []byte) (settings map[string]string, ok bool) {
 	return map[string]string{OptionKey: hex.EncodeToString(b)}, true
 }
 
-// PasswordSettings are the settings for a password from a file, whose last end of
+// PasswordSettings are the settings for a password from a file. The last end of
 // line does not count. ok is false for an empty one.
 func PasswordSettings(b []byte) (settings map[string]string, ok bool) {
 	b = bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r"))

@@ -14,11 +14,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Index is the file as other packages see it: plain tensors at offsets of the
-// Source that File.Source returns. Tensors without data come last there. A tensor
+// IndexOf is the file as other packages see it: plain tensors at offsets of the
+// Source that SourceOf returns. Tensors without data come last there. A tensor
 // of a dtype that safetensors lacks is errs.ErrNotSupported, unless opt has
 // OptionBytes: then it becomes one of bytes, with one more dimension.
-func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
+func IndexOf(f *File, opt map[string]string) (*tensor.Index, error) {
 	if _, ok := opt[OptionBytes]; !ok {
 		for i := range f.Entries {
 			if err := f.Entries[i].other; err != nil {
@@ -58,13 +58,13 @@ type NotEncryptedError struct{ error }
 // Unwrap returns the error with its class and place.
 func (e *NotEncryptedError) Unwrap() error { return e.error }
 
-// Source returns the source that Index refers to: src itself if the file has plain
+// SourceOf returns the source that IndexOf refers to: src itself if the file has plain
 // bytes, or else a source that wraps and owns it. That source decrypts chunks on
 // the caller's core, caches the last ones, and returns zeros for tensors without
 // data. Without a key everything but encrypted data can be read. A key for a file
 // that is not encrypted is a NotEncryptedError, as is a password if the file was not
 // encrypted with one. With OptionCRC32 the records must have been read.
-func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string]string) (source.Source, error) {
+func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[string]string) (source.Source, error) {
 	wrong := func(format string, args ...any) error {
 		return f.at("", -1, errs.New(errs.ErrCrypto, format, args...))
 	}
@@ -75,12 +75,12 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 	}
 	if _, ok := decrypt[OptionCRC32]; ok {
 		var err error
-		if src, err = f.checkSource(src); err != nil {
+		if src, err = checkSource(f, src); err != nil {
 			return nil, err
 		}
 	}
 	if password && !key {
-		if err := f.checkKeyWork(); err != nil {
+		if err := checkKeyWork(f); err != nil {
 			return nil, err
 		}
 	}
@@ -114,7 +114,7 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 
 // checkKeyWork refuses a file that asks for more than one key's work to make all its keys: known
 // writers have one for all tensors.
-func (f *File) checkKeyWork() error {
+func checkKeyWork(f *File) error {
 	work, derivations := uint64(0), map[string]bool{}
 	for i := range f.Records {
 		c := f.Records[i].Crypt
@@ -134,7 +134,7 @@ func (f *File) checkKeyWork() error {
 	return nil
 }
 
-// keyOf is the key that settings give for data whose key was derived so (nil: it was
+// keyOf is the key that settings give for data with a key that was derived so (nil: it was
 // not); nil if they give none.
 func keyOf(ctx context.Context, derive *Derivation, settings map[string]string) (*[keyBytes]byte, error) {
 	if text, ok := settings[OptionKey]; ok {
@@ -188,7 +188,7 @@ type boxKey struct {
 
 func (s *sealed) Size() int64 { return s.size + s.zeros }
 
-// Facts are those of the source below, whose bytes are decrypted by ReadAt.
+// Facts are those of the source below, without a view: ReadAt decrypts the bytes.
 func (s *sealed) Facts() source.Facts {
 	f := s.Source.Facts().ReadAtOnly()
 	f.Coding = s.codingAt
@@ -213,7 +213,7 @@ func (s *sealed) codingAt(off int64) string {
 	return "plain"
 }
 
-// spanAt is the first span that ends behind an offset, and whether the offset is within.
+// spanAt is the first span that ends after an offset, and whether the offset is within.
 func (s *sealed) spanAt(off int64) (i int, encrypted bool) {
 	i = sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
 	return i, i < len(s.spans) && s.spans[i].off <= off

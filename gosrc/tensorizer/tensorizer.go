@@ -172,9 +172,9 @@ func checkName(name string, kind uint8) error {
 		return nil
 	}
 	if kind != StateDict {
-		return errs.New(errs.ErrFormat, "a path names what is no state dict's")
+		return errs.New(errs.ErrFormat, "the path is not that of a state dict: expected texts and numbers")
 	}
-	bad := errs.New(errs.ErrFormat, "a path that is no list of texts and numbers")
+	bad := errs.New(errs.ErrFormat, "the path is not a list of texts and numbers")
 	if !strings.HasPrefix(path, "[") || !strings.HasSuffix(path, "]") || strings.ContainsAny(path, "\r\n") {
 		return bad
 	}

@@ -160,11 +160,11 @@ func TestGoldenEncrypted(t *testing.T) {
 	} {
 		src := golden(t, name)
 		f := read(t, src)
-		plain, err := f.Source(t.Context(), src, opt)
+		plain, err := SourceOf(t.Context(), f, src, opt)
 		if err != nil {
 			t.Fatal(err)
 		}
-		ix, err := f.Index(nil)
+		ix, err := IndexOf(f, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -195,7 +195,7 @@ func TestGoldenEncrypted(t *testing.T) {
 			"another password": {OptionPassword: "00"},
 			"none":             nil,
 		} {
-			plain, err := f.Source(t.Context(), src, bad)
+			plain, err := SourceOf(t.Context(), f, src, bad)
 			if err == nil {
 				err = plain.ReadAt(t.Context(), make([]byte, 4), ix.Tensors[0].Off)
 			}
@@ -285,14 +285,14 @@ func TestSealed(t *testing.T) {
 	b, data := sealedFile(t, r, &key)
 	src := bytesSource(b)
 	f := read(t, src)
-	ix, err := f.Index(nil)
+	ix, err := IndexOf(f, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := ix.Validate(nil); err != nil {
 		t.Fatal(err)
 	}
-	plain, err := f.Source(t.Context(), src, map[string]string{OptionKey: hex.EncodeToString(key[:])})
+	plain, err := SourceOf(t.Context(), f, src, map[string]string{OptionKey: hex.EncodeToString(key[:])})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -328,7 +328,7 @@ func TestSealed(t *testing.T) {
 		at := ix.Tensors[i].Off + r.Int64N(ix.Tensors[i].Bytes)
 		bad := append(bytesSource{}, b...)
 		bad[at] ^= 1 << r.IntN(8)
-		plain, err := f.Source(t.Context(), bad, map[string]string{OptionKey: hex.EncodeToString(key[:])})
+		plain, err := SourceOf(t.Context(), f, bad, map[string]string{OptionKey: hex.EncodeToString(key[:])})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -339,7 +339,7 @@ func TestSealed(t *testing.T) {
 	}
 }
 
-// What this build does not know is refused by its own class, damage by another.
+// Features that this build does not know are refused by one class, damage by another.
 func TestRefused(t *testing.T) {
 	whole := file(t, []Item{
 		{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24},
@@ -380,7 +380,7 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// A hole is a file whose end is far behind its bytes.
+// A hole is a file that ends long after its bytes.
 type hole struct {
 	bytesSource
 	size int64
@@ -419,7 +419,7 @@ func TestLargeRecords(t *testing.T) {
 	}
 }
 
-// A file whose tensors each ask for a key of their own, derived by as much work as one key may
+// A file with a key of its own for each tensor, derived by as much work as one key may
 // take, is refused before any is derived.
 func TestManyKeys(t *testing.T) {
 	f := &File{URI: "x", Encrypted: true, Entries: make([]Entry, 3)}
@@ -429,13 +429,13 @@ func TestManyKeys(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()
-	_, err := f.Source(ctx, bytesSource(nil), map[string]string{OptionPassword: "00"})
+	_, err := SourceOf(ctx, f, bytesSource(nil), map[string]string{OptionPassword: "00"})
 	if !errors.Is(err, errs.ErrNotSupported) {
 		t.Error(err)
 	}
 }
 
-// Of any change of one bit, and any truncation, in head, index and records the
+// Any change of one bit, and any truncation, in head, index and records is reported: the
 // reader says what it sees, or reads a sound index; it never panics.
 func TestFlips(t *testing.T) {
 	whole := file(t, []Item{
@@ -461,7 +461,7 @@ func sound(t *testing.T, b []byte) {
 	}
 	f, err := Read(t.Context(), src, b)
 	if err == nil {
-		ix, err := f.Index(map[string]string{OptionBytes: ""})
+		ix, err := IndexOf(f, map[string]string{OptionBytes: ""})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -518,7 +518,7 @@ func TestGoldenWide(t *testing.T) {
 	if len(f.Entries) != 2 || f.Entries[1].Dims[0] != 1<<32+5 || f.Entries[0].Name != "x.a" {
 		t.Fatalf("%+v", f)
 	}
-	if ix, err := f.Index(nil); err != nil || ix.Validate(nil) != nil {
+	if ix, err := IndexOf(f, nil); err != nil || ix.Validate(nil) != nil {
 		t.Fatalf("%+v %v", ix, err)
 	}
 }
@@ -529,10 +529,10 @@ func TestOtherDTypes(t *testing.T) {
 	items := []Item{{Name: "z", Type: StateDict, Text: "<c16", Dims: []int64{2}, Bytes: 32},
 		{Name: "h", Type: StateDict, Text: "<V4\x00torch.complex32", Dims: []int64{3}, Bytes: 12}}
 	f := read(t, bytesSource(file(t, items, [][]byte{make([]byte, 32), make([]byte, 12)}, 200, 0)))
-	if _, err := f.Index(nil); !errors.Is(err, errs.ErrNotSupported) {
+	if _, err := IndexOf(f, nil); !errors.Is(err, errs.ErrNotSupported) {
 		t.Errorf("read: %v", err)
 	}
-	ix, err := f.Index(map[string]string{OptionBytes: "true"})
+	ix, err := IndexOf(f, map[string]string{OptionBytes: "true"})
 	if err != nil || ix.Validate(nil) != nil || ix.Tensors[0].DType != tensor.U8 || ix.Tensors[0].Shape[1] != 16 ||
 		ix.Tensors[1].Shape[1] != 4 {
 		t.Errorf("%+v %v", ix, err)

@@ -20,7 +20,7 @@ type Proof struct {
 	Passed, Proven func(bytes int64)
 }
 
-// Verify verifies a file, of which src is what File.Source returns: every record
+// Verify verifies a file; src is what SourceOf returns for it. Every record
 // equals its index entry, the hashes of every tensor match its bytes, the tags of
 // encrypted ones match the key, and there is nothing else. The first error ends it.
 func Verify(ctx context.Context, src source.Source, p Proof) error {
@@ -28,18 +28,18 @@ func Verify(ctx context.Context, src source.Source, p Proof) error {
 	if err != nil {
 		return err
 	}
-	if err := f.Exact(ctx, src); err != nil {
+	if err := Exact(ctx, f, src); err != nil {
 		return err
 	}
 	flows := make([]Flow, len(f.Entries))
 	for i := range f.Entries {
-		flows[i] = f.proofFlow(src, i, p)
+		flows[i] = proofFlow(f, src, i, p)
 	}
 	return Run(ctx, "tensorizer.verify", p.Workers, p.InOrder, flows)
 }
 
 // proofFlow is the flow of tensor i through its hashes.
-func (f *File) proofFlow(src source.Source, i int, p Proof) Flow {
+func proofFlow(f *File, src source.Source, i int, p Proof) Flow {
 	e, r := &f.Entries[i], &f.Records[i]
 	bad := func(class error, format string, args ...any) error {
 		return errs.Place("verify", f.URI, e.Name, e.Record, errs.New(class, format, args...))

@@ -1,5 +1,5 @@
 // Package unpack presents tensors that only the host can bring into the order of their
-// bytes as plain ones, so that all ways of loading, to a GPU too, have them without
+// bytes as plain ones, so that every load, also to a GPU, reads them without
 // knowing how they are stored: those with chunks of codec 6, and those in column parts
 // that have an alias with rows of another size.
 package unpack
@@ -14,18 +14,18 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/blocks"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
-	"github.com/overwire/overwire/gosrc/save/stored"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/stored"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 const (
-	// beyond is the offset from which decoded tensors appear in their source: far
-	// enough from its end for no read to cover both.
+	// beyond is the offset from which decoded tensors appear in their source: so far
+	// from its end that no read covers both.
 	beyond = 1 << 61
 	// mostStored is how many stored bytes one read brings.
 	mostStored = 8 << 20
-	// cutChunks is the memory for chunks of which parts are asked for.
+	// cutChunks is the memory for chunks that are asked for in parts.
 	cutChunks = 64 << 20
 )
 
@@ -71,7 +71,7 @@ func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Sour
 }
 
 // otherRows are the tensors in column parts that have an alias with rows of another size:
-// the parts are no columns of the alias. nil: none.
+// the parts do not fit the columns of the alias. nil if there are none.
 func otherRows(ix *tensor.Index) (holders map[int32]bool) {
 	for i := range ix.Tensors {
 		t := &ix.Tensors[i]
@@ -122,10 +122,10 @@ func (s *unpacker) openParts() {
 	}
 }
 
-// cut is a chunk of which a part was asked for, by its number in the index.
+// cut is a chunk that was asked for in part, by its number in the index.
 type cut int32
 
-// Facts are those of the source, without a view: there is none beyond its end.
+// Facts are those of the source, without a view: it has no bytes beyond its end.
 func (s *unpacker) Facts() source.Facts {
 	f := s.Source.Facts()
 	file, prefetch := f.File, f.Prefetch

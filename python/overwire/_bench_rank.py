@@ -31,7 +31,7 @@ from .plumbing import read_floor
 
 dist: Any = torch.distributed  # its types hide half of it
 
-_SLOTS = 2 << 20  # pinned bytes of each thread of a floor
+_SLOTS = 6 << 20  # pinned bytes of each thread of a floor: SlotsEach steps of gosrc/bench/reading.go
 _THREADS = 16  # that read, of all ranks together at least
 
 

@@ -20,6 +20,7 @@ from ._environment import engine_text, environment, settings
 from ._imports import Undisturbed
 from ._locks import new_lock
 from .files import may_be_foreign
+from .paths import without_scheme
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,8 +35,15 @@ FREE_NOW, FREE_ENDED = 0, 1
 
 _EXIT_MS = 2000  # how long the exit of the process waits for cancelled jobs
 
-# The address space that must be free when the engine is loaded: Go reserves some 800 MB of it, and uses little.
-_START_SPACE = 1 << 30
+# The address space that must be free when the engine is loaded, besides the stacks of its threads: Go reserves 1.2 GiB of it
+# for its tables, of which it uses little, and takes its heap in steps of 64 MiB.
+_START_SPACE = 1344 << 20
+
+# What the C library reserves for a thread that allocates, and its option for how many threads get that.
+_ARENA, _M_ARENA_MAX = 128 << 20, -8
+
+# A limit of threads above this one is taken for none: finding out how many are left takes time.
+_MANY_THREADS = 16384
 
 # The status of a command line that no one reads any more: cli.ExitPipe.
 _READER_GONE = 141
@@ -97,7 +105,9 @@ def open_library() -> Any:
             import atexit
 
             _refuse_few_descriptors()
-            _refuse_small_address_space()
+            threads = 2 * len(os.sched_getaffinity(0)) + 8  # that the engine starts with, and some more
+            _refuse_small_address_space(threads)
+            _refuse_few_threads(threads)
             from . import _core as raw
 
             # From here on Go's threads exist.
@@ -106,8 +116,8 @@ def open_library() -> Any:
         return _library
 
 
-def _refuse_small_address_space() -> None:
-    # Go's runtime ends the process where it cannot reserve what it starts with.
+def _refuse_small_address_space(threads: int) -> None:
+    # Go's runtime ends the process where it cannot reserve what it starts with, or the stack of a thread.
     import resource
 
     try:
@@ -116,20 +126,90 @@ def _refuse_small_address_space() -> None:
         return
     if limit == resource.RLIM_INFINITY:
         return
-    import mmap
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    asked = _START_SPACE + threads * (stack if 0 < stack < 64 << 20 else 8 << 20)
+    if _is_space_free(asked + threads * _ARENA):
+        return
+    # The C library takes an arena for each thread where there is room, and leaves none for the stack of the next.
+    import ctypes
 
-    try:
-        mmap.mmap(-1, _START_SPACE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
-    except (OSError, MemoryError) as error:
+    if set_option := getattr(ctypes.CDLL(None), "mallopt", None):  # not every C library has arenas
+        set_option(_M_ARENA_MAX, 1)
+    if not _is_space_free(asked):
         from . import errors
 
         raise errors.OutOfMemoryError(
-            f"overwire: start the engine: out of memory: host: it reserves {_START_SPACE} bytes of address space, and "
-            f"the process may have {limit}: raise `ulimit -v`",
-            asked=_START_SPACE,
+            f"overwire: start the engine: out of memory: host: it reserves {asked} bytes of address space, and "
+            f"the process may have {limit} in all: raise `ulimit -v`",
+            asked=asked,
             total=limit,
             device="host",
-        ) from error
+        )
+
+
+def _is_space_free(size: int) -> bool:
+    import mmap
+
+    try:
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
+    except (OSError, MemoryError):
+        return False
+    return True
+
+
+def _refuse_few_threads(threads: int) -> None:
+    # Go's runtime ends the process where it cannot start a thread.
+    import resource
+
+    left, limit = threads, "`ulimit -u`"
+    try:
+        if 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[0] <= _MANY_THREADS:
+            left = _startable_threads(threads)
+    except OSError:  # a sandbox refuses to tell
+        pass
+    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):  # as a container sees its own, in the versions 2 and 1
+        try:
+            with open(f"{folder}/pids.max") as most, open(f"{folder}/pids.current") as now:
+                if (room := int(most.read()) - int(now.read())) < left:
+                    left, limit = max(0, room), "the limit of processes (pids) of the container"
+        except (OSError, ValueError):  # there is no such limit
+            pass
+    if left < threads:
+        from . import errors
+
+        raise errors.OutOfMemoryError(
+            f"overwire: start the engine: out of memory: host: it needs {threads} threads, and the process may start "
+            f"{left}: raise {limit}",
+            device="host",
+        )
+
+
+def _startable_threads(most: int) -> int:
+    """How many threads can be started now, of `most`."""
+    import time
+    from types import BuiltinFunctionType
+
+    if not isinstance(_thread.start_new_thread, BuiltinFunctionType):  # what stands in for it starts none
+        return most
+    gate, started = _thread.allocate_lock(), 0
+    ended: list[None] = []
+    gate.acquire()
+
+    def wait() -> None:
+        with gate:
+            ended.append(None)
+
+    try:
+        while started < most:
+            _thread.start_new_thread(wait, ())
+            started += 1
+    except RuntimeError:
+        pass
+    finally:
+        gate.release()
+    while len(ended) < started:
+        time.sleep(0.0001)
+    return started
 
 
 def _refuse_few_descriptors() -> None:
@@ -355,7 +435,9 @@ def main() -> None:
     words = " ".join(["", *sys.argv[2:]]).replace("--device ", "--device=")
     if sys.argv[1:2] == ["bench"] and " --device=cuda" in words:
         _replace_process("overwire._bench_faces", sys.argv[2:])
-    if sys.argv[1:2] and sys.argv[1] in _READING and any(map(may_be_foreign, sys.argv[2:])):
+    if sys.argv[1:2] and sys.argv[1] in _READING and any(
+        may_be_foreign(without_scheme(word)) for word in sys.argv[2:]
+    ):
         _replace_process("overwire._torch", sys.argv[1:])
     try:
         sys.exit(cli(sys.argv[1:]))

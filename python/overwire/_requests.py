@@ -165,7 +165,6 @@ class SaveSpec(TypedDict, total=False):
     like: str
     beside: bool
     storage: FormatAccess
-    max_memory: int
 
 
 class Columns(TypedDict, total=False):
@@ -177,6 +176,7 @@ class Columns(TypedDict, total=False):
 class SaveRequest(SaveSpec, Columns, total=False):
     places: dict[str, list[int]]
     background: bool
+    max_memory: int
 
 
 class SaveFront(TypedDict):
@@ -197,23 +197,6 @@ class SleepRequest(SleepSpec, Columns, total=False):
 
 class PrepareRequest(SleepRequest, total=False):
     bytes: int
-
-
-class PutRequest(TypedDict, total=False):
-    path: str
-    stale: list[str]
-    once: bool
-    storage: FormatAccess
-
-
-class RemoveRequest(TypedDict, total=False):
-    uris: list[str]
-    storage: FormatAccess
-
-
-class RenameRequest(TypedDict, total=False):
-    made: str
-    path: str
 
 
 class ConvertRequest(SaveSpec, total=False):
@@ -305,6 +288,27 @@ KnobRow = TypedDict(
         "page": "str",
     },
 )
+
+
+class PutRequest(TypedDict, total=False):
+    path: str
+    stale: list[str]
+    once: bool
+    storage: FormatAccess
+
+
+class RemoveRequest(TypedDict, total=False):
+    uris: list[str]
+    storage: FormatAccess
+
+
+class RenameRequest(TypedDict, total=False):
+    made: str
+    path: str
+
+
+class RenameFolderRequest(RenameRequest, total=False):
+    exchange: bool
 
 
 class RecordsRequest(TypedDict, total=False):

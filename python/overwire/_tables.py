@@ -42,3 +42,128 @@ SETTINGS = frozenset("""
     OVERWIRE_MMAP OVERWIRE_READ OVERWIRE_EXCHANGE OVERWIRE_CPU OVERWIRE_DOWNLOADER DOWNLOADER_PATH
     OVERWIRE_DOWNLOADER_LOG DOWNLOAD_LOG
 """.split())
+
+# Endings of weights in formats that are not read, which are copied along up to a size in bytes.
+OTHER_WEIGHTS = tuple("""
+    .bin .ckpt .gguf .ggml .h5 .keras .mlmodel .msgpack .nemo .npz .onnx .onnx_data .ot .pb .pdparams
+    .pkl .pt .pth .tensors .tflite
+""".split())
+
+MOST_OTHER = 67108864
+
+# Kinds of files that are found where weights were expected: offset and what is there, or nothing,
+# globs for the name, or none, what such a file is, what to do with it, and whether a folder of other
+# weights may hold it.
+HEAD_BYTES = 512
+
+FILE_KINDS = (
+    (
+        0, (b"PK\x03\x04",), ("*.keras",), "a Keras archive",
+        "unzip model.weights.h5 from it, and then: d = {}; h5py.File(FILE).visititems(lambda n, o: "
+        "d.update({n: o[()]}) if isinstance(o, h5py.Dataset) else None); overwire.save_file(d, OUT)", False,
+    ),
+    (
+        0, (b"PK\x03\x04",), ("*.npz",), "a numpy archive",
+        "`overwire convert` (overwire.convert) reads local ones", False,
+    ),
+    (
+        0, (b"PK\x03\x04",), (), "a zip archive, as torch.save and numpy.savez write",
+        "`overwire convert` (overwire.convert) reads those of torch.save (.pt, .pth, .bin, .ckpt) and .npz "
+        "files; load others with the library that wrote them", False,
+    ),
+    (
+        257, (b"ustar",), (), "a tar archive, as NeMo writes, and torch.save did before torch 0.2",
+        "`overwire convert` (overwire.convert) reads .nemo files; unpack others by tar -xf", False,
+    ),
+    (
+        0, (), ("*.pdparams", "*.pdopt",), "a PaddlePaddle file",
+        "safetensors.paddle.save_file(paddle.load(FILE), OUT)", False,
+    ),
+    (
+        0, (), ("*.msgpack",), "a Flax file (msgpack)",
+        "overwire.save_file(flax.traverse_util.flatten_dict(flax.serialization.msgpack_restore(open(FILE, "
+        "'rb').read()), sep='.'), OUT)", False,
+    ),
+    (
+        0, (), ("*.onnx",), "an ONNX model",
+        "overwire.save_file({t.name: onnx.numpy_helper.to_array(t) for t in "
+        "onnx.load(FILE).graph.initializer}, OUT)", False,
+    ),
+    (
+        0, (), ("openvino_*.bin", "openvino_*.xml",), "an OpenVINO model",
+        "overwire.save_file({c.friendly_name: c.data for c in openvino.Core().read_model(XML).get_ops() if "
+        "c.get_type_name() == 'Constant'}, OUT)", True,
+    ),
+    (
+        0, (b"ftrt",), (), "a TensorRT engine",
+        "its weights cannot be taken out: convert the model that it was built from", False,
+    ),
+    (
+        0, (), ("*.engine", "*.plan", "*.trt",), "a TensorRT engine",
+        "its weights cannot be taken out: convert the model that it was built from", False,
+    ),
+    (
+        6, (b"Transformer",
+         b"Whisper", b"Wav2Vec2",), (), "a CTranslate2 model",
+        "its weights are of CTranslate2's own layout: convert the model that it was made from", False,
+    ),
+    (
+        0, (), ("*.distcp",), "a part of a torch.distributed.checkpoint",
+        "`overwire convert` (overwire.convert) reads its whole folder", False,
+    ),
+    (
+        0, (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+         b"\x80\x03\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+         b"\x80\x04\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+         b"\x80\x05\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+         b"L119547037146038801333356L\n.",), (), "a torch.save file of before torch 1.6",
+        "`torch.save(torch.load(f), f)` makes a newer one, which overwire.convert reads", False,
+    ),
+    (
+        0, (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05",), (), "a pickle",
+        "load it with the library that wrote it, and save its tensors with overwire.save_file", False,
+    ),
+    (
+        0, (b"GGUF",), (), "a GGUF file",
+        "overwire lists and verifies GGUF files and reads no tensors of them, since coding would take off 5 "
+        "to 13 % of their quantised blocks: keep it as it is", True,
+    ),
+    (
+        0, (b"lmgg", b"fmgg", b"tjgg", b"algg",), (), "a GGML file of before GGUF",
+        "keep it as it is, or convert the model that it was made from", True,
+    ),
+    (
+        0, (b"\x93NUMPY",), (), "a .npy file",
+        "`overwire convert` (overwire.convert) reads local ones", True,
+    ),
+    (
+        0, (b"\x89HDF",), (), "an HDF5 file, as Keras writes",
+        "d = {}; h5py.File(FILE).visititems(lambda n, o: d.update({n: o[()]}) if isinstance(o, h5py.Dataset) "
+        "else None); overwire.save_file(d, OUT)", True,
+    ),
+    (
+        4, (b"TFL3",), (), "a TensorFlow Lite model",
+        "its weights cannot be taken out: convert the model that it was built from", False,
+    ),
+    (
+        4, (b"ET",), ("*.pte",), "an ExecuTorch program",
+        "its weights cannot be taken out: convert the model that it was built from", False,
+    ),
+    (
+        0, (b"\x1f\x8b",), (), "a gzip file",
+        "gunzip it first", False,
+    ),
+    (
+        0, (b"version ",), (), "a Git LFS pointer",
+        "get the file itself by git lfs pull", False,
+    ),
+    (
+        0, (b"<!DOCTYP", b"<!doctyp", b"<html",), (), "a web page",
+        "check the URL that it came from", False,
+    ),
+    (
+        0, (b"{",), (), "JSON",
+        "name the .safetensors file; an index of shards must be called *.index.json, and a trace is shown by "
+        "overwire inspect TRACE.json --html PAGE.html", False,
+    ),
+)

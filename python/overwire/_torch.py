@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 from .errors import OverwireError
+from .paths import without_scheme
 from .plumbing import code_command, is_torch_model, local, plain_models, read_foreign
 
 # The exit statuses of the command line.
@@ -27,6 +28,7 @@ _FAILED, _INTERRUPTED = 4, 130
 
 def main(words: list[str]) -> int:
     """Runs a command line, and returns its exit status."""
+    words = [without_scheme(word) for word in words]
     try:
         return _read_only(words) if words[:1] not in (["compress"], ["convert"]) else _rewrite(words)
     except OverwireError as error:

@@ -14,6 +14,7 @@ from json import dumps, loads
 from struct import pack
 
 from ._engine import core, handle
+from ._order import await_saves
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -165,18 +166,21 @@ def shutdown(ms: int) -> int:
 def save(request: _requests.SaveRequest, numbers: bytes) -> JobNumber:
     """Write tensors, unchanged until the job ends. Numbers: of a tensor each: address, bytes, and 1 + the
     GPU that the address is of (0: the host)."""
+    await_saves(request)
     return core().start("save", _encode_request(request), numbers)
 
 
 def plain_front(request: _requests.SaveRequest, numbers: bytes) -> _requests.SaveFront:
     """A plain file's header, without its length, and its tensors' order. Only host memory. Numbers: of a
     tensor each: address, bytes, and 0."""
+    await_saves(request)
     return loads(core().call("plain_front", _encode_request(request), numbers)[0])
 
 
 def sleep_prepare(request: _requests.PrepareRequest, numbers: bytes) -> JobNumber:
     """Get host memory for a sleep of one device's tensors, which are read before this returns. Numbers:
     of a tensor each: address and bytes."""
+    await_saves(request)
     return core().start("sleep_prepare", _encode_request(request), numbers)
 
 
@@ -188,26 +192,13 @@ def sleep_return(word: str) -> None:
 def sleep(request: _requests.SleepRequest, numbers: bytes) -> JobNumber:
     """Compress tensors of one device, unchanged until the job ends, into host memory: a model and its
     table. Numbers: of a tensor each: address and bytes."""
+    await_saves(request)
     return core().start("sleep", _encode_request(request), numbers)
-
-
-def put(request: _requests.PutRequest, address: int, nbytes: int) -> JobNumber:
-    """Replace a file or object by bytes, which must not change until the job has ended."""
-    return core().start("put", _encode_request(request), pack("=2q", address, nbytes))
-
-
-def remove(request: _requests.RemoveRequest) -> JobNumber:
-    """Remove objects of stores; those that are not there, too."""
-    return core().start("remove", _encode_request(request), b"")
-
-
-def rename(request: _requests.RenameRequest) -> JobNumber:
-    """Rename a finished file over another one in its folder."""
-    return core().start("rename", _encode_request(request), b"")
 
 
 def convert(request: _requests.ConvertRequest) -> JobNumber:
     """Rewrite files."""
+    await_saves(request)
     return core().start("convert", _encode_request(request), b"")
 
 
@@ -271,6 +262,44 @@ def knobs() -> list[_requests.KnobRow]:
     return loads(core().call("knobs", "", b"")[0])
 
 
+def put(request: _requests.PutRequest, address: int, nbytes: int) -> JobNumber:
+    """Replace a file or object by bytes, which must not change until the job has ended."""
+    await_saves(request)
+    return core().start("put", _encode_request(request), pack("=2q", address, nbytes))
+
+
+def remove(request: _requests.RemoveRequest) -> JobNumber:
+    """Remove objects of stores; those that are not there, too."""
+    return core().start("remove", _encode_request(request), b"")
+
+
+def rename(request: _requests.RenameRequest) -> JobNumber:
+    """Rename a finished file over another one in its folder."""
+    await_saves(request)
+    return core().start("rename", _encode_request(request), b"")
+
+
+def rename_folder(request: _requests.RenameFolderRequest) -> None:
+    """Rename a folder to where none is, or in exchange for the one there, in one step."""
+    await_saves(request)
+    core().call("rename_folder", _encode_request(request), b"")
+
+
+def sync_names(request: str) -> None:
+    """Wait until the names in the folder of a path are on the disk."""
+    core().run("sync_names", _encode_request(request), b"")
+
+
+def follow(request: str) -> str:
+    """Where a path to write to leads, through no other user's link."""
+    return loads(core().call("follow", _encode_request(request), b"")[0])
+
+
+def refuse_planted(request: str) -> None:
+    """Refuse a path of which another user may have planted a part."""
+    core().call("refuse_planted", _encode_request(request), b"")
+
+
 def records(request: _requests.RecordsRequest) -> _requests.RecordsAnswer:
     """The records of a .tensors file, which stays open for the verb open."""
     return loads(core().run("records", _encode_request(request), b"")[0])
@@ -300,6 +329,7 @@ def key(request: _requests.KeyRequest) -> str:
 def delta_save(request: _requests.DeltaSave, numbers: bytes) -> JobNumber:
     """Write what changed between two models, unchanged until the job ends. Numbers: of a tensor each:
     address after and before, 1 + the GPU that both are of (0: the host), and its stream."""
+    await_saves(request)
     return core().start("delta_save", _encode_request(request), numbers)
 
 
@@ -324,6 +354,7 @@ def delta_apply(request: _requests.DeltaApply, numbers: bytes) -> JobNumber:
 
 def delta_merge(request: _requests.DeltaMerge) -> JobNumber:
     """Write a chain of deltas as one."""
+    await_saves(request)
     return core().start("delta_merge", _encode_request(request), b"")
 
 

@@ -84,3 +84,8 @@ def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if shape and (shape[-1] * BITS[dtype]) % 8 == 0:
         return (*shape[:-1], shape[-1] * BITS[dtype] // 8)
     return (nbytes(dtype, shape),)
+
+
+def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that torch has of a tensor of a file: `packed_shape` of those whose elements share bytes."""
+    return packed_shape(dtype, shape) if dtype in PACKED else shape

@@ -270,9 +270,10 @@ def not_a_handle(number: object) -> BaseException:
     return ArgumentError(f"overwire: {number!r} is not a handle")
 
 
-def forked() -> BaseException:
-    """What every call raises in a child of a process that had loaded the engine."""
+def forked(what: str = "this call") -> BaseException:
+    """What every call raises in a child of a process that had loaded the engine, but those that read local files.
+    what: what needs the engine."""
     return ForkedError(
-        "overwire: this process was forked from one that had started the engine, and cannot use it; "
+        f"overwire: this process was forked from one that had started the engine, and cannot use it; {what} needs it: "
         "use the spawn or forkserver start method, or fork before the first call"
     )

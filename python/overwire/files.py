@@ -9,13 +9,23 @@ found in another file, reads it by this module or through the engine.
 from __future__ import annotations
 
 import errno
+import fnmatch
 import io
 import os
 import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from .errors import ArgumentError, FormatError, IOFailure, OutOfMemoryError, OverwireError, error_of_system
+from ._tables import FILE_KINDS
+from .errors import (
+    ArgumentError,
+    FormatError,
+    IOFailure,
+    NotSupportedError,
+    OutOfMemoryError,
+    OverwireError,
+    error_of_system,
+)
 
 # Bytes read at once: a moment, between which Ctrl-C is heard.
 _STEP = 8 << 20
@@ -150,6 +160,24 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
     raise FormatError(f"overwire: read {name}: more than {limit} bytes", source=name)
 
 
+class FileKind(NamedTuple):
+    """A row of the engine's table of kinds of files. foreign: a folder of other weights may hold it."""
+
+    what: str
+    do: str
+    foreign: bool
+
+
+def kind_of_file(path: str, head: bytes) -> FileKind | None:
+    """The kind of the file that begins so, with HEAD_BYTES where it has them; None for no kind that is known."""
+    name = os.path.basename(path)
+    for offset, magics, globs, what, do, foreign in FILE_KINDS:
+        is_named = not globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+        if is_named and (not magics or head[offset:].startswith(magics)):
+            return FileKind(what, do, foreign)
+    return None
+
+
 #: How the names of what torch.save writes end, and of all files of other libraries that are read.
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 FOREIGN_ENDINGS = (*TORCH_ENDINGS, ".nemo", ".npz", ".npy")
@@ -159,25 +187,30 @@ _DEPTH = 8
 
 
 def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
-    """A folder and those below it, without hidden ones and links, each with its path from it on."""
+    """A folder and those below it, without hidden ones and links, each with its path from it on. NotSupportedError
+    for folders that lie deeper than they are followed."""
     yield path, ""
-    if depth:
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                for folder, below in folders_of(entry.path, depth - 1):
-                    yield folder, os.path.join(entry.name, below)
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+            if not depth:
+                text = f"this folder lies {_DEPTH + 1} below the model's, and at most {_DEPTH} are followed"
+                raise NotSupportedError(f"overwire: open {entry.path}: {text}", source=entry.path)
+            for folder, below in folders_of(entry.path, depth - 1):
+                yield folder, os.path.join(entry.name, below)
 
 
-def may_be_foreign(path: str, depth: int = _DEPTH) -> bool:
+def may_be_foreign(path: str, is_tree: bool = True) -> bool:
     """Whether a local path has the name of a file of another library that is read, or is a folder with such
-    names, in it or at most `depth` below. Opens none of them."""
+    names, in it or, of a tree, below it. Opens none of them."""
     if os.path.isfile(path):
         return path.endswith(FOREIGN_ENDINGS)
     if not os.path.isdir(path):
         return False
     try:
-        names = [name for folder, _ in folders_of(path, depth) for name in os.listdir(folder)]
-    except OSError:
+        names = [
+            name for folder, _ in (folders_of(path) if is_tree else [(path, "")]) for name in os.listdir(folder)
+        ]
+    except (OSError, NotSupportedError):
         return False  # what reads it reports why
     if any(name.endswith((".distcp", ".metadata")) or name.startswith("shard-") for name in names):
         return True

@@ -16,19 +16,21 @@ if TYPE_CHECKING:
     from ._engine import forked, refuse_child
     from ._imports import Undisturbed, imported, skip_at_exit, start_thread
     from ._locks import new_lock
+    from ._order import await_path
     from ._verbs import read_floor
     from .bundles.bundle import save_listed
     from .bundles.torchfolders import is_torch_model, plain_models
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, meet_to_load, should_share_reading
     from .distributed.group import group_verb
-    from .dtypes import nbytes
+    from .dtypes import nbytes, torch_shape
     from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
     from .foreign.memory import read_foreign
+    from .frameworks.memory import check_memory
     from .frameworks.torch import torch_dtype
     from .jobs import shown
-    from .model.forked import is_compressed, refuse_compressed
+    from .model.forked import is_compressed
     from .model.joining import written
     from .model.kept import forget, keep
     from .model.layout import MetaRow, beside, meta_rows, place_of, refuse_urls
@@ -39,9 +41,9 @@ if TYPE_CHECKING:
     from .offloading.blocks import can_store
     from .offloading.hosted import Hosted, HostedWeight, listed_blocks
     from .offloading.offload import stream_blocks
-    from .paths import is_remote, local, path_of, refuse_planted
+    from .paths import is_remote, local, path_of
     from .records import OpenRecords
-    from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
+    from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, refuse_planted, write_bytes
     from .verbs.deltas import apply_part
     from .verbs.into import landing, states_of, table_of
     from .verbs.preload import honour_nyacomp
@@ -54,18 +56,20 @@ _HOMES = {
     "_engine": ("forked", "refuse_child"),
     "_imports": ("Undisturbed", "imported", "skip_at_exit", "start_thread"),
     "_locks": ("new_lock",),
+    "_order": ("await_path",),
     "_verbs": ("read_floor",),
     "bundles.bundle": ("save_listed",),
     "bundles.torchfolders": ("is_torch_model", "plain_models"),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "meet_to_load", "should_share_reading"),
     "distributed.group": ("group_verb",),
-    "dtypes": ("nbytes",),
+    "dtypes": ("nbytes", "torch_shape"),
     "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
     "foreign.memory": ("read_foreign",),
+    "frameworks.memory": ("check_memory",),
     "frameworks.torch": ("torch_dtype",),
-    "model.forked": ("is_compressed", "refuse_compressed"),
+    "model.forked": ("is_compressed",),
     "model.joining": ("written",),
     "model.kept": ("forget", "keep"),
     "records": ("OpenRecords",),
@@ -78,8 +82,8 @@ _HOMES = {
     "offloading.blocks": ("can_store",),
     "offloading.hosted": ("Hosted", "HostedWeight", "listed_blocks"),
     "offloading.offload": ("stream_blocks",),
-    "paths": ("is_remote", "local", "path_of", "refuse_planted"),
-    "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
+    "paths": ("is_remote", "local", "path_of"),
+    "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "refuse_planted", "write_bytes"),
     "verbs.deltas": ("apply_part",),
     "verbs.into": ("landing", "states_of", "table_of"),
     "verbs.preload": ("honour_nyacomp",),

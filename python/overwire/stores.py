@@ -27,7 +27,7 @@ from ._locks import new_lock
 from .errors import ArgumentError
 from .jobs import Job, shown
 from .model.storage import storage
-from .paths import is_there, local, resolve_links
+from .paths import is_there, local
 
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
@@ -80,6 +80,18 @@ def publish(made: str, path: str) -> None:
     If there is a file to replace, create `made` with mode 0600."""
     with Job(_verbs.rename({"path": path, "made": made}), "save") as job:
         job.wait()
+
+
+def resolve_links(path: str) -> str:
+    """Where a local path to write to leads: symbolic links of its last element are followed. AccessError for a link, in
+    any folder of the way, that another user may have planted."""
+    return _verbs.follow(local(path))
+
+
+def refuse_planted(path: str) -> None:
+    """Raises AccessError where an element of a path belongs to another user, in a folder that everyone may write:
+    neither to this user, nor to root, nor to the folder's owner."""
+    _verbs.refuse_planted(path)
 
 
 def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | None = None) -> str:
@@ -370,7 +382,7 @@ class FileWriter(ObjectWriter):
             # Without src_dir_fd, which counts for relative paths only, the link of /proc would be linked.
             try:
                 os.link(f"{_OWN_FILES}/{self.fileno()}", self._hidden_name, src_dir_fd=self.fileno())
-            except PermissionError:  # a sandbox, which lets no one make links
+            except OSError:  # a sandbox, or a file system, where no one makes links
                 self._copy_to_hidden_name()
         publish(self._hidden_name, self._real)
 

@@ -444,13 +444,14 @@ def test_what_a_killed_writer_left_goes_before_the_next_is_written(
     program = f"""
 import os, signal
 import overwire as ow, torch
+from overwire import plumbing
 from overwire.integrations.shared import prepared
 def die(*args, **named): os.kill(os.getpid(), signal.SIGKILL)
 STEP = die
 tensors = {{"a": torch.arange(1000)}}
 prepared.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors))
 """
-    for step in ("ow.verify", "prepared._activate_pages", "os.replace"):
+    for step in ("ow.verify", "prepared._activate_pages", "plumbing.publish"):
         assert torch_script(program.replace("STEP", step), check=False).returncode == -signal.SIGKILL
     left = sorted(os.listdir(tmp_path))
     assert len(left) == 3 and all(name.startswith(".begun-") for name in left)

@@ -521,9 +521,9 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 
 
 def test_the_table_of_quantised_models_is_the_loaders() -> None:
-    """docs/vllm.md names each method of quantisation once or by its checkpoints; those by slices are the loader's, and
-    those that keep prepared state are those that vLLM says take it."""
-    lines = (ROOT / "docs/vllm.md").read_text(encoding="utf-8").splitlines()
+    """docs/vllm-internals.md names each method of quantisation once or by its checkpoints; those by slices are the
+    loader's, and those that keep prepared state are those that vLLM says take it."""
+    lines = (ROOT / "docs/vllm-internals.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in (line.split("|") for line in lines) if len(row) == 7 and "`" in row[2]]
     slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}
     assert slices == COPIED and len(rows) > 12

@@ -143,6 +143,80 @@ def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
         assert all(bool((row == at).all()) for at, row in rows)
 
 
+class Keeps(torch.nn.Module):
+    """A block that does something with its weight first, and uses what comes of it as long as it has that."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        values = torch.randn(256, 256, generator=torch.Generator().manual_seed(at))
+        self.weight = torch.nn.Parameter(values.cuda(), requires_grad=False)
+        self.act: Any = None
+        self.kept: Any = None
+
+    def forward(self, x: Any) -> Any:
+        if self.kept is None and self.act is not None:
+            self.kept = self.act(self)
+        return torch.tanh(x @ self.weight) + (0 if self.kept is None else self.kept.sum())
+
+
+ACTS = {
+    "a view": lambda block: block.weight.t(),
+    "data": lambda block: block.weight.data[3],
+    "DLPack": lambda block: torch.from_dlpack(block.weight),
+    "mul_": lambda block: (block.weight.mul_(1.5), None)[1],
+    "data.mul_": lambda block: (block.weight.data.mul_(1.5), None)[1],
+    "other data": lambda block: setattr(block.weight, "data", block.weight.data * 1.5),
+}
+
+
+@pytest.mark.parametrize("how", ACTS)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_what_a_block_keeps_or_changes_is_right(poisoned: None, how: str, slots: int) -> None:
+    """Outputs and weights are those of the resident model; what is kept no longer lets its memory go."""
+    x = torch.ones(3, 256, device="cuda")
+
+    @torch.no_grad()
+    def run(model: Any) -> list[Any]:
+        out, y = [], x
+        for act in (ACTS[how], ACTS[how], None, None):
+            for block in model.layers:
+                block.act, block.kept = act, block.kept if act is not None else None
+                y = block(y)
+            out.append(y)
+        return out
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Keeps(at) for at in range(6))
+    resident = copy.deepcopy(model)
+    expected = run(resident)
+    with ow.offload(model, "cuda", slots=slots):
+        assert all(map(torch.equal, run(model), expected))
+        assert ("away" in repr(model.layers[0].weight)) == (how in ("a view", "data", "DLPack"))
+    for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_gradients_of_what_ran_within_enable_grad(poisoned: None) -> None:
+    """What autograd has saved of the weights is right when it is needed."""
+
+    def run(model: Any) -> list[Any]:
+        inputs = []
+        for block in model.layers:
+            with torch.no_grad(), torch.enable_grad():
+                inputs.append(torch.ones(3, 256, device="cuda", requires_grad=True))
+            block.act = lambda block: torch.enable_grad()(lambda: torch.tanh(inputs[-1] @ block.weight).sum())()
+        with torch.no_grad():
+            for block in model.layers:
+                block(torch.ones(3, 256, device="cuda"))
+        return [torch.autograd.grad(block.kept, one)[0] for block, one in zip(model.layers, inputs, strict=True)]
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Keeps(at) for at in range(5))
+    expected = run(copy.deepcopy(model))
+    with ow.offload(model, "cuda"):
+        assert all(map(torch.equal, run(model), expected))
+
+
 @pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
 def test_what_accelerate_keeps_on_the_host(poisoned: None, how: str) -> None:
     """Streamed under the patch: outputs of the resident model, meta tensors between runs, every weight in its map."""

@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from group_worker import forked
 from overwire.checkpoints import CheckpointReader, CheckpointStager, CheckpointWriter, exchange
+from overwire.checkpoints.schedule import bytes_of, is_bytes
+from test_checkpoint_saves import make_old
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -80,6 +82,11 @@ def equal(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.dtype == two.dtype and one.shape == two.shape and torch.equal(*raw)
 
 
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """As the checkpoint's files have it."""
+    return bytes_of(tensor) if is_bytes(tensor.dtype) else tensor
+
+
 def kinds() -> dict[str, torch.Tensor]:
     """DTensors of all shardings that a checkpoint meets, by the whole ones."""
     torch.manual_seed(5)
@@ -93,10 +100,15 @@ def kinds() -> dict[str, torch.Tensor]:
         "copies": torch.randn(4, 4),
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(2.5),
+        "pairs": torch.randint(0, 255, (6, 8), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "pair columns": torch.randint(0, 255, (4, 6), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "wide": torch.randn(5, 3, dtype=torch.complex128),
+        "wide columns": torch.randn(2, 6, dtype=torch.complex128),
+        "wide deep": torch.randn(2, 3, 5, dtype=torch.complex128),
     }
 
 
-SHARDS = {"rows": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": 0, "flags": 0, "empty": 0}
+SHARDS = {"pairs": 0, "pair columns": 1, "wide": 0, "wide columns": 1, "wide deep": 2, "rows": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": 0, "flags": 0, "empty": 0}
 
 
 def sharded(fill: bool) -> dict[str, DTensor]:
@@ -148,7 +160,7 @@ def background(folder: Path) -> None:
     stager.close()
     first, last = (ow.load_file(folder / f"background-{number}") for number in (0, 2))
     for name, tensor in kinds().items():
-        assert equal(first[name], tensor) and equal(last[name], tensor), name
+        assert equal(first[name], stored(tensor)) and equal(last[name], stored(tensor)), name
 
 
 def mapped(folder: Path) -> None:
@@ -170,7 +182,7 @@ def mapped(folder: Path) -> None:
         assert bool(operations) == (alone is not None)
         dist.barrier()
         for name, tensor in ow.load_file(at).items():
-            assert equal(tensor, kinds()[name]), name
+            assert equal(tensor, stored(kinds()[name])), name
     dist.batch_isend_irecv, exchange.map_buffers = batch, map_buffers
     stager.close()
 
@@ -304,7 +316,7 @@ def pressed(folder: Path) -> None:
     saving.result()
     dist.barrier()
     for name, tensor in ow.load_file(at).items():
-        assert equal(tensor, kinds()[name]), name
+        assert equal(tensor, stored(kinds()[name])), name
     stager.close()
 
 
@@ -327,6 +339,42 @@ def dying(folder: Path) -> None:
         CheckpointReader(at).read_metadata().state_dict_metadata
     ) == set(kinds())
     os._exit(0)
+
+
+def replaced(folder: Path, old: bool = False) -> None:
+    """A checkpoint that is replaced between the opens of two ranks."""
+    at = folder / f"replaced-{old}"
+
+    def save(value: float) -> None:
+        state = {"model": {"w": distribute_tensor(torch.full((8,), value), init_device_mesh("cpu", (2,)), [Shard(0)])}}
+        dcp.save(state, storage_writer=CheckpointWriter(at, compress=False))
+        if old and dist.get_rank() == 0:
+            made = at.with_name("made")
+            os.rename(at, made)
+            make_old(made)
+            os.rename(made, at)
+        dist.barrier()
+
+    save(1.0)
+    first = dist.get_rank() == 0
+    reader = CheckpointReader(at) if first else CheckpointReader()
+    dist.barrier()
+    save(2.0)
+    if not first:
+        reader.reset(at)
+    state = {"model": {"w": distribute_tensor(torch.zeros(8), init_device_mesh("cpu", (2,)), [Shard(0)])}}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=reader)
+    assert {type(one[0]) for one in caught.value.failures.values()} == {ow.CorruptError}, caught.value.failures
+    assert not state["model"]["w"].to_local().any()
+    dcp.load(state, storage_reader=reader)
+    assert set(state["model"]["w"].to_local().tolist()) == {2.0}
+    reader.close()
+
+
+def replaced_old(folder: Path) -> None:
+    """The same of version 1."""
+    replaced(folder, True)
 
 
 if __name__ == "__main__":

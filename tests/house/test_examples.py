@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import shutil
 from pathlib import Path
 
@@ -20,6 +22,23 @@ EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py") if p.name != 
 def test_example(tmp_path: Path, name: str) -> None:
     shutil.copy(ROOT / "examples" / name, tmp_path)
     done = (warm.fresh if name in AT_IMPORT else warm.run)([name], cwd=tmp_path, env=cleaned())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_notebook(tmp_path: Path) -> None:
+    """Its cells run as they stand, and show what a notebook shows; the file itself has no outputs."""
+    notebook = json.loads((ROOT / "examples/first_steps.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 5 and not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    program = ["shown = []"]
+    for cell in cells:
+        body = ast.parse("".join(cell["source"])).body
+        if isinstance(last := body[-1], ast.Expr):  # what a notebook displays
+            body[-1] = ast.parse(f"shown.append({ast.unparse(last)})").body[0]
+        program.append(ast.unparse(ast.Module(body, [])))
+    program.append("assert sum('<table' in getattr(one, '_repr_html_', str)() for one in shown) > 1, shown")
+    (tmp_path / "notebook.py").write_text("\n".join(program))
+    done = warm.run(["notebook.py"], cwd=tmp_path, env=cleaned())
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -33,7 +33,7 @@ def prepare(folder: Path) -> None:
 
 
 GUIDES = (
-    "../README", "start", "gpu", "several-gpus", "preload", "parts", "saving", "sleep", "offload", "checkpoints", "deltas",
+    "../README", "index", "start", "train", "gpu", "several-gpus", "preload", "parts", "saving", "sleep", "offload", "checkpoints", "deltas",
     "metrics", "production", "troubleshooting", "coming-from", "fastsafetensors", "nvcomp", "nyacomp", "tensorizer",
 )  # fmt: skip
 API = ("deltas", "errors", "inspecting", "libraries", "loading", "memory", "objects", "saving")

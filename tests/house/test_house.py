@@ -23,12 +23,13 @@ PACKAGE = Path(overwire.__file__).parent
 # From the bottom up; patterns of module names without "overwire.". A module may import
 # its own layer and those below.
 LAYERS: list[tuple[str, str]] = [
-    ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _run _tables"),
+    ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables"),
+    ("portable", "portable portable.*"),  # forked children read by it
     ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
     # Readers of pickles that may be hostile, and of other libraries' files: loads take these, too.
     ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
-                   bundles.torchfiles bundles.unpickling"""),  # rebuild: pickles name it, so it stays where it is
+                   bundles.torcharchive bundles.torchfiles bundles.unpickling"""),  # rebuild: pickles name it, so it stays where it is
     ("model", "model model.* stores records"),
     ("distributed", "distributed distributed.*"),  # below the verbs: load_file(group=) is one of them
     ("verbs", "verbs verbs.*"),
@@ -36,7 +37,6 @@ LAYERS: list[tuple[str, str]] = [
     ("bundles", "bundles bundles.*"),
     ("checkpoints", "checkpoints checkpoints.*"),
     ("plumbing", "plumbing"),
-    ("portable", "portable portable.*"),
     ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_* _torch"),
 ]
 
@@ -58,7 +58,6 @@ SHARED = "integrations.pushes integrations.shared*"
 
 # (importer, imported) -> why.
 ALLOWED = {
-    ("model.forked", "compat.safetensors.patching"): "asks sys.modules whether the patch is there, to read behind it; imports nothing",
     ("integrations.vllm", "_core"): "asks sys.modules whether the engine may run, which no fork survives; imports nothing",
     ("integrations.vllm", "integrations.modelexpress"): "what vLLM calls in each process is ModelExpress's only door",
     ("_engine", "_torch"): "this process becomes that program; imports nothing",

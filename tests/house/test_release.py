@@ -117,12 +117,11 @@ def test_a_change_of_another_form_changes_nothing(
     assert (tree / "CHANGELOG.md").read_text() == ENTRY and (tree / "changes" / name).read_text() == line
 
 
-def test_a_first_release_has_only_what_it_adds() -> None:
-    """Before there is one, nothing can have changed for a user."""
+def test_a_first_release_keeps_honest_sections() -> None:
+    """What was mended before it stays a fix: people also build from the repository."""
     first = "# Changelog\n\n## Unreleased\n\n### Added\n\n- All.\n"
-    assert "- All.\n- It.\n" in changes.join_changes(first, [("Added", "It.")], "0.1.0", "2026-01-01")
-    with pytest.raises(ValueError, match="first release"):
-        changes.join_changes(first, [("Fixed", "It.")], "0.1.0", "2026-01-01")
+    joined = changes.join_changes(first, [("Added", "More."), ("Fixed", "It.")], "0.1.0", "2026-01-01")
+    assert joined.endswith("## 0.1.0 - 2026-01-01\n\n### Added\n\n- All.\n- More.\n\n### Fixed\n\n- It.\n")
 
 
 def test_the_project_has_its_addresses(tree: Path) -> None:

@@ -1,10 +1,13 @@
-"""What `make docs` does beside Sphinx: docstrings become its text, and the finished site is checked."""
+"""The parts of `make docs` that are ours: docstrings become text, and the finished site is checked."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
+import overwire
 import pytest
 from conftest import ROOT
 
@@ -29,6 +32,29 @@ def test_docstrings_become_text(text: str, rst: str) -> None:
     assert "\n".join(docstrings.rst(text.split("\n"))) == rst
 
 
+def test_options_are_explained_where_they_are_taken() -> None:
+    """Each option of a function has its explanation in the place of the field `options`, and none that it lacks."""
+    lines = (overwire.load_file.__doc__ or "").split("\n")
+    text = "\n".join(docstrings.add_options(overwire.load_file, inspect.cleandoc("\n".join(lines)).split("\n")))
+    assert "those of `LoadOptions`" not in text and text.index("\nmax_memory: ") < text.index("\nReturns")
+    planned = docstrings.add_options(overwire.plan, ["Plans.", "", "keys: which."])
+    assert [line for line in planned if line.startswith(("keys", "lenient", "group"))][0] == "keys: which."
+    assert any(line.startswith("lenient: ") for line in planned) and not any(line.startswith("group: ") for line in planned)
+    assert docstrings.add_options(overwire.experts, ["Keeps."]) == ["Keeps."]
+
+
+def test_overloads_become_one_signature() -> None:
+    """The last overload with every result; a flag that each overload fixes is a bool."""
+
+    def make(flag: str, result: str, default: Any = inspect.Parameter.empty) -> inspect.Signature:
+        parameter = inspect.Parameter("wait", inspect.Parameter.KEYWORD_ONLY, annotation=flag, default=default)
+        return inspect.Signature([parameter], return_annotation=result)
+
+    joined = docstrings.join_overloads([make("Literal[True]", "Report", True), make("Literal[False]", "Saving")])
+    assert joined == make("bool", "Report | Saving", True)
+    assert docstrings.join_overloads([make("int", "Tensor"), make("int", "Any")]) == make("int", "Any")
+
+
 PAGE = '<html><head><link rel="stylesheet" href="s.css"></head><body><h1 id="top">x</h1><a href="{}">a</a></body></html>'
 
 
@@ -50,5 +76,9 @@ def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path, text: str) -> No
     (tmp_path / "a.html").write_text(text)
     assert len(checksite.faults(tmp_path)) == 1
     (tmp_path / "a.html").write_text("x")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.html").write_text("x")
+    assert [fault for fault in checksite.faults(tmp_path) if "no description" in fault] != []
+    (tmp_path / "docs" / "a.html").write_text('<meta name="description" content="x">')
     (tmp_path / "s.css").write_text("@font-face { src: url('https://fonts/x.woff') }")
     assert len(checksite.faults(tmp_path)) == 1

@@ -217,6 +217,19 @@ def test_frames_of_streaming_writers_decode() -> None:
     assert codecs.decode(gzip.compress(plain) * 3, "GZIP", bitstream="raw") == plain * 3
 
 
+def test_padding_of_gzip() -> None:
+    """Zeros after a member are padding, as Python's gzip takes them; anything else there, or before the first, is damage."""
+    plain = content(1000)
+    one = gzip.compress(plain)
+    for stream in (one + b"\0", one + bytes(5000), one + bytes(511) + one, one + b"\0" + one + bytes(3), one + bytes(70_000) + one):
+        assert codecs.decode(stream, "gzip", bitstream="raw") == gzip.decompress(stream)
+    for stream in (b"\0" + one, one + b"\0x", one + b"\0" + one[:-1], bytes(20)):
+        with pytest.raises((EOFError, OSError)):
+            gzip.decompress(stream)
+        with pytest.raises(ow.CorruptError):
+            codecs.decode(stream, "gzip", bitstream="raw")
+
+
 def test_x16_beats_zstd_on_weights() -> None:
     """Our own codec, by its own name, on bf16."""
     import torch

@@ -453,7 +453,7 @@ def test_download_takes_the_tensors_from_host(tmp_path: Path, monkeypatch) -> No
     Path("model/nya").rename("bucket/model/nya")  # the manual upload
     same(nyacomp.load_compressed_pickle("model/x.pkl")["w"], obj["w"])
     job = ow.preload(f"file://{tmp_path}/bucket/model/nya/meta.csv")
-    assert job.uris == [f"file://{tmp_path}/bucket/model/nya/x.safetensors"]
+    assert job.uris == [f"{tmp_path}/bucket/model/nya/x.safetensors"]
     monkeypatch.setenv("DOWNLOAD", "0")  # the word no is no, in both languages
     with pytest.raises(ow.NotFoundError):
         nyacomp.load_compressed_pickle("model/x.pkl")

@@ -12,11 +12,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import overwire as ow
 import overwire.compat.safetensors as compat
 import overwire.compat.safetensors.torch as compat_torch
 import pytest
 import safetensors
+import safetensors.numpy
 import safetensors.torch
 import torch
 from conftest import same, soon
@@ -357,11 +359,55 @@ def test_conjugate_and_negative_views_are_saved_as_they_are(tmp_path: Path) -> N
         safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
         with pytest.raises(ValueError, match="non contiguous"):
             safetensors.torch.save_file({"a": number.conj()[::2]}, tmp_path / "b.safetensors")
-        plain = safetensors.torch.save({"plain": tensors["plain"]})  # bytes stay plain: docs/transformers.md
-    for name, tensor in ow.load_file(tmp_path / "a.safetensors").items():
-        same(tensor, tensors[name])
-    same(safetensors.torch.load(plain)["plain"], tensors["plain"])
+        plain = safetensors.torch.save(tensors=tensors)  # bytes stay plain: docs/transformers.md
+    for loaded in (ow.load_file(tmp_path / "a.safetensors"), safetensors.torch.load(plain)):
+        assert sorted(loaded) == sorted(tensors)
+        for name, tensor in loaded.items():
+            same(tensor, tensors[name])
     assert ow.inspect(tmp_path / "a.safetensors")["sources"][0]["format"] == "overwire"
+
+
+_BASE = np.arange(2 * 3 * 40, dtype=np.float32).reshape(2, 3, 40)
+_ORDERS = {
+    "fortran": np.asfortranarray(_BASE), "turned": _BASE.transpose(2, 0, 1), "reversed": _BASE[:, ::-1],
+    "strided": _BASE[..., ::7], "broadcast": np.broadcast_to(_BASE[:1], (5, 3, 40)), "big": _BASE.astype(">f4"),
+    "big fortran": np.asfortranarray(_BASE.astype(">f4")), "scalar": np.array(3.5), "empty": np.zeros((3, 0))[::2],
+    "words": np.asfortranarray(_BASE.astype(np.uint16)), "plain": _BASE, "bools": (_BASE > 9).T,
+}  # fmt: skip
+
+
+def _check_orders(loaded: dict[str, Any]) -> None:
+    assert sorted(loaded) == sorted(_ORDERS)
+    for name, array in _ORDERS.items():
+        assert loaded[name].shape == array.shape and np.array_equal(loaded[name], array), name
+
+
+def test_arrays_of_any_order_are_saved_as_they_are(tmp_path: Path) -> None:
+    """Compressed under the patch, numpy arrays in any order of memory and bytes come back with their values, from files
+    and from bytes."""
+    orders = dict(_ORDERS)
+    with ow.patch_safetensors(compress=True):
+        safetensors.numpy.save_file(orders, tmp_path / "a.safetensors")
+        safetensors.numpy.save_file(tensor_dict=orders, filename=tmp_path / "b.safetensors", metadata={"k": "v"})
+        data = safetensors.numpy.save(orders)
+        _check_orders(safetensors.numpy.load_file(tmp_path / "a.safetensors"))
+    assert all(orders[name] is array for name, array in _ORDERS.items())
+    for name in ("a", "b"):
+        assert ow.inspect(tmp_path / f"{name}.safetensors")["sources"][0]["format"] == "overwire"
+        _check_orders(ow.load_file(tmp_path / f"{name}.safetensors", framework="np"))
+    _check_orders(safetensors.numpy.load(data))
+
+
+def test_frameworks_that_write_through_numpy(tmp_path: Path) -> None:
+    """flax, as mlx and tensorflow, hands numpy arrays on: those come back as they are, too."""
+    jax = pytest.importorskip("jax")
+    with ow.patch_safetensors(compress=True):
+        import safetensors.flax
+
+        arrays = {"turned": jax.numpy.asarray(_BASE).transpose(2, 0, 1), "plain": jax.numpy.asarray(_BASE)}
+        safetensors.flax.save_file(arrays, tmp_path / "a.safetensors")
+    for name, array in ow.load_file(tmp_path / "a.safetensors", framework="np").items():
+        assert np.array_equal(array, arrays[name])
 
 
 def test_safetensors_own_modules_may_come_after_the_patch(script: Any) -> None:
@@ -483,3 +529,20 @@ def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: boo
         assert held()
     gc.collect()
     assert soon(lambda: not held())
+
+
+def test_open_files_list_their_methods(tmp_path: Path) -> None:
+    """dir() and inspect of a file that is opened while patched show what safetensors' own has, plain or compressed."""
+    import inspect
+
+    tensors = {"w": torch.arange(4)}
+    plain, packed = tmp_path / "plain.safetensors", tmp_path / "packed.safetensors"
+    ow.save_file(tensors, plain, compress=False)
+    ow.save_file(tensors, packed)
+    want = {name for name in dir(safetensors.safe_open(plain, "pt")) if not name.startswith("_")}
+    assert "get_tensor" in want
+    with ow.patch_safetensors():
+        for path in (plain, packed):
+            for framework in ("pt", "np"):
+                file = safetensors.safe_open(path, framework)
+                assert want <= set(dir(file)) and want <= {name for name, _ in inspect.getmembers(file)}

@@ -377,6 +377,20 @@ def test_plain_containers(tmp_path: Path) -> None:
         assert any(torch.equal(tensor, module.weight) for tensor in load_file(tmp_path / "nya/m.safetensors").values())
 
 
+def test_a_pickle_that_the_disk_does_not_show_keeps_its_container(tmp_path: Path, monkeypatch: Any) -> None:
+    """Another pickle of the same stem that cannot be looked at is an error: its container would be replaced."""
+    ow.save_bundle({"a": torch.ones(9)}, tmp_path / "m.pkl")
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "the disk")
+
+    monkeypatch.setattr(layout, "regular", fail)
+    with pytest.raises(ow.IOFailure, match=r"m\.pkl"):
+        ow.save_bundle({"a": torch.zeros(9)}, tmp_path / "m.pth")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == kept
+
+
 def test_a_header_that_begins_as_pickles_do_is_a_container(tmp_path: Path) -> None:
     # Its length is 128 or 640: 0x80, and 0x80 0x02.
     path = tmp_path / "c.gz"

@@ -289,6 +289,17 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
     (tmp_path / "file").write_bytes(b"bytes" * 1000)
     ours.stream_io.s3_upload(str(tmp_path / "file"), "s3://models/raw", options["key"], options["secret"], options["endpoint_url"])
     assert (folder / "raw").read_bytes() == b"bytes" * 1000
+    gone = tmp_path / "gone.pem"
+    gone.write_text("-----BEGIN CERTIFICATE-----")
+    authorities = ours.stream_io.CAInfo(cacert=str(gone))
+    gone.unlink()  # which does not matter without TLS
+    url = ours.stream_io._s3_download_url("s3://models/raw", options["key"], options["secret"], options["endpoint_url"])
+    with ours.stream_io.CURLStreamFile(url, certificate_handling=authorities) as got:
+        assert len(got.read(1)) == 1
+    with ours.stream_io.s3_download(
+        "s3://models/raw", options["key"], options["secret"], options["endpoint_url"], certificate_handling=authorities
+    ) as got:
+        assert len(got.read(1)) == 1
     with ours.stream_io.s3_download("s3://models/raw", options["key"], options["secret"], options["endpoint_url"]) as got:
         assert got.read(7) == b"bytesby"
     host = str(options["endpoint_url"]).removeprefix("http://")

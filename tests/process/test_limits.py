@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -86,7 +88,7 @@ import resource
 import overwire as ow, overwire.errors, overwire.verbs.results
 used = int(open("/proc/self/statm").read().split()[0]) * 4096
 failed = []
-for free in (256, 512, 768, 896, 1152, 2048):
+for free in (256, 768, 1152, 1280, 1350, 1400, 1450, 1500, 1600, 32768):
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_AS, (used + (free << 20), resource.RLIM_INFINITY))
@@ -102,6 +104,36 @@ assert failed[0] == 1 and failed[-1] == 0 and set(failed) == {0, 1}, failed
 """,
         source,
     )
+
+
+def test_first_call_with_few_threads(tmp_path: Path) -> None:
+    """However few threads may be started (`ulimit -u`), the first call succeeds or raises MemoryError, which names the limit."""
+    source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
+    program = """
+import os, resource, sys
+import overwire as ow, overwire.errors, overwire.verbs.results
+failed = []
+for most in (1, 3, 6, 10, 4096):
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+        try:
+            ow.inspect(sys.argv[1])
+        except MemoryError as error:
+            assert "threads" in str(error) and "ulimit -u" in str(error)
+            os._exit(1)
+        os._exit(0)
+    failed.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert failed[0] == 1 and failed[-1] == 0 and set(failed) == {0, 1}, failed
+"""
+    as_user: list[str] = []
+    if os.geteuid() == 0:  # to whom the limit does not apply
+        if not (setpriv := shutil.which("setpriv")):
+            pytest.skip("no setpriv to give up root's rights (Debian: util-linux)")
+        rights = "+dac_override,+dac_read_search"
+        as_user = [setpriv, f"--reuid={54321 + os.getpid() % 1000}", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    done = subprocess.run([*as_user, sys.executable, "-c", program, source], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 EVERY_WRITER = """

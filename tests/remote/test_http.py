@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import http.server
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -339,8 +342,12 @@ def test_notices_are_logged_by_what_they_are_about(
         options = {"cache": tmp_path / "cache", "retries": 0}
         ow.load_file(url + "model.safetensors", framework="np", storage_options=options)
         assert not caplog.records
-        ow.convert(url, tmp_path / "copy/", compress=False)
-        assert ["lists no files" in record.getMessage() for record in caplog.records] == [True]
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:  # it lists folders as pages only
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ow.convert(f"http://127.0.0.1:{server.server_port}/m/", tmp_path / "copy/", compress=False)
+        server.shutdown()
+    assert ["lists no files" in record.getMessage() for record in caplog.records] == [True]
     caplog.clear()
     same(ow.load_file(url + "model.safetensors", framework="np", storage_options=options), want)
     assert ["cannot be reached" in record.getMessage() for record in caplog.records] == [True]

@@ -85,7 +85,7 @@ def every(uri, options, save=False):
     did(ow.convert, uri, folder + "/converted.safetensors", storage_options=options)
     if save:
         tensors = {"a": np.arange(999, dtype=np.float32), "b": np.ones((30, 40), np.float16)}
-        did(ow.save_file, tensors, uri, {"made": "here"}, storage_options=options)
+        show(did(ow.save_file, tensors, uri, {"made": "here"}, storage_options=options))
         did(ow.compress_pickle, {"w": tensors}, uri + ".pkl", storage_options=options)
 
 def with_user(url):

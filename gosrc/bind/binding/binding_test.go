@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"sync"
 	"testing"
@@ -361,4 +362,43 @@ func TestPreloadHandOver(t *testing.T) {
 		}
 	}
 	idle(t)
+}
+
+// Every verb whose request names a path to write is a replacer: Python's function of it waits for saves in the
+// background, and preloads of what was there are dropped.
+func TestRequestsWithAPathReplaceIt(t *testing.T) {
+	others := map[string]string{
+		"write": "the path is a name for errors: the file is open, and gets its place by the verb rename",
+	}
+	var hasPath func(of reflect.Type) bool
+	hasPath = func(of reflect.Type) bool {
+		if of.Kind() != reflect.Struct {
+			return false
+		}
+		for i := range of.NumField() {
+			f := of.Field(i)
+			key, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+			if key == "path" || f.Anonymous && hasPath(f.Type) {
+				return true
+			}
+		}
+		return false
+	}
+	writes := 0
+	for _, v := range Table() {
+		if v.Request == nil {
+			continue
+		}
+		switch _, isOther := others[v.Name]; {
+		case hasPath(v.Request) && !isOther && !v.WritesPath():
+			t.Errorf("%s: its request has a path, and no replacedPath", v.Name)
+		case isOther && v.WritesPath():
+			t.Errorf("%s: it is a replacer", v.Name)
+		case v.WritesPath():
+			writes++
+		}
+	}
+	if writes < 8 {
+		t.Errorf("%d verbs replace a path", writes)
+	}
 }

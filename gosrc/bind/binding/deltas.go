@@ -41,6 +41,8 @@ type deltaTarget struct {
 	Storage format.Access `json:"storage"`
 }
 
+func (q deltaTarget) replacedPath() string { return q.Path }
+
 type deltaOpen struct {
 	URI     string        `json:"uri"` // of the bytes: their name in errors
 	Storage format.Access `json:"storage"`
@@ -173,7 +175,7 @@ func saveDelta(ctx context.Context, j *job.Job, q deltaSave, n []int64) (delta.R
 }
 
 func (q *deltaTarget) write(ctx context.Context, j *job.Job, f *delta.File) (delta.Report, error) {
-	r, err := f.Write(ctx, j, q.Beside, save.Spec{Path: q.Path, Shard: q.Shard, Storage: q.Storage})
+	r, err := delta.Write(ctx, j, f, q.Beside, save.Spec{Path: q.Path, Shard: q.Shard, Storage: q.Storage})
 	return r, errs.Ended(ctx, err)
 }
 

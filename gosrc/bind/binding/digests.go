@@ -15,7 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
-	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/stored"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 const tensorViews = "the addresses of the contiguous tensors, then their bytes; of each other tensor: address, " +
@@ -38,12 +39,12 @@ type digestsRequest struct {
 
 // digestsOf has the digests that no file keeps computed on the GPUs of q.On, and what is
 // left, or has no space there, on the host.
-func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (save.DigestReport, error) {
-	rep, err := save.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { _, ok := q.On[name]; return ok })
+func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (verify.DigestReport, error) {
+	rep, err := verify.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { _, ok := q.On[name]; return ok })
 	if err != nil {
 		return rep, err
 	}
-	rows := map[string]*save.TensorDigest{} // without a digest; names that several files have are nil
+	rows := map[string]*verify.TensorDigest{} // without a digest; names that several files have are nil
 	for i := range rep.Tensors {
 		if t := &rep.Tensors[i]; t.Digest == "" {
 			if _, twice := rows[t.Name]; !twice {
@@ -56,11 +57,11 @@ func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (sa
 	if err := q.onGPUs(ctx, j, rows, &rep); err != nil {
 		return rep, errs.Ended(ctx, err)
 	}
-	maps.DeleteFunc(rows, func(_ string, t *save.TensorDigest) bool { return t != nil && t.Digest != "" })
+	maps.DeleteFunc(rows, func(_ string, t *verify.TensorDigest) bool { return t != nil && t.Digest != "" })
 	if len(rows) == 0 {
 		return rep, nil
 	}
-	rest, err := save.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { _, ok := rows[name]; return !ok })
+	rest, err := verify.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { _, ok := rows[name]; return !ok })
 	for i := range rest.Tensors {
 		if rep.Tensors[i].Digest == "" {
 			rep.Tensors[i].Digest = rest.Tensors[i].Digest
@@ -71,12 +72,12 @@ func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (sa
 }
 
 // onGPUs fills in what it can.
-func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string]*save.TensorDigest,
-	rep *save.DigestReport) error {
+func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string]*verify.TensorDigest,
+	rep *verify.DigestReport) error {
 	if len(rows) == 0 {
 		return nil
 	}
-	m, err := save.Opened(ctx, q.URIs, q.Storage.Options, func(uris []string) (*load.Model, error) {
+	m, err := stored.ExpandFolders(ctx, q.URIs, q.Storage.Options, func(uris []string) (*load.Model, error) {
 		return load.Open(ctx, load.Spec{URIs: uris, Storage: q.Storage, Keys: slices.Sorted(maps.Keys(rows))})
 	})
 	if err != nil {

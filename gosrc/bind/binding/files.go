@@ -12,6 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/cli"
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/pinned"
@@ -19,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -28,6 +30,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/cache"
 	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 type saveRequest struct {
@@ -38,6 +41,8 @@ type saveRequest struct {
 	Places map[string][]int64 `json:"places,omitempty"`
 	// Background lets the tensors change before the job ends, once Next has answered.
 	Background bool `json:"background,omitempty"`
+	// MaxMemory is the most host memory that stored bytes may take then; 0: what there is.
+	MaxMemory int64 `json:"max_memory,omitempty"`
 
 	brief bool
 }
@@ -75,6 +80,11 @@ type removeRequest struct {
 type renameRequest struct {
 	Made string `json:"made"`
 	Path string `json:"path"`
+}
+
+type renameFolderRequest struct {
+	renameRequest
+	Exchange bool `json:"exchange"`
 }
 
 type convertRequest struct {
@@ -139,6 +149,39 @@ func (p program) env() cli.Env {
 	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage, Secrets: p.Secrets}
 }
 
+// nameVerbs write, name and remove what is whole.
+func nameVerbs() []*Verb {
+	return []*Verb{
+		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).
+			ints("address", "nbytes").onCallersMemory(),
+		started("remove", "Remove objects of stores; those that are not there, too.", removeObjects),
+		started("rename", "Rename a finished file over another one in its folder.",
+			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
+				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
+			}),
+		answered("rename_folder", "Rename a folder to where none is, or in exchange for the one there, in one step.",
+			func(q renameFolderRequest, _ []int64) (none, error) {
+				return none{}, atomicfile.RenameFolder(q.Made, q.Path, q.Exchange)
+			}),
+		started("sync_names", "Wait until the names in the folder of a path are on the disk.",
+			func(_ context.Context, _ *job.Job, path string, _ []int64) (none, error) {
+				return none{}, atomicfile.Failed(path, -1, atomicfile.Disk{}.SyncNames(path))
+			}).awaited(),
+		answered("follow", "Where a path to write to leads, through no other user's link.",
+			func(path string, _ []int64) (string, error) {
+				place, err := atomicfile.Follow(path)
+				if err != nil {
+					return "", atomicfile.Failed(path, -1, err)
+				}
+				return place.Path, nil
+			}),
+		answered("refuse_planted", "Refuse a path of which another user may have planted a part.",
+			func(path string, _ []int64) (none, error) {
+				return none{}, errs.In("save", path, regular.RefusePlanted(path))
+			}),
+	}
+}
+
 func fileVerbs() []*Verb {
 	return []*Verb{
 		begun[saveRequest, save.Report]("save", "Write tensors, unchanged until the job ends.", startSave).
@@ -160,25 +203,18 @@ func fileVerbs() []*Verb {
 		begun[sleepRequest, sleep.Report]("sleep",
 			"Compress tensors of one device, unchanged until the job ends, into host memory: a model and its table.",
 			startSleep).tail("of a tensor each: address and bytes").onCallersMemory(),
-		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).
-			ints("address", "nbytes").onCallersMemory(),
-		started("remove", "Remove objects of stores; those that are not there, too.", removeObjects),
-		started("rename", "Rename a finished file over another one in its folder.",
-			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
-				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
-			}),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
-				return save.Convert(ctx, j, q.URIs, q.Path, q.Spec)
+				return convert.Convert(ctx, j, q.URIs, q.Path, q.Spec)
 			}),
 		started("verify", "Compare every checksum of files.",
-			func(ctx context.Context, j *job.Job, q verifyRequest, _ []int64) (save.VerifyReport, error) {
-				return save.Verify(ctx, j, q.URIs, q.Storage, q.Original)
+			func(ctx context.Context, j *job.Job, q verifyRequest, _ []int64) (verify.Report, error) {
+				return verify.Verify(ctx, j, q.URIs, q.Storage, q.Original)
 			}),
 		begun[fetchRequest, fetch.Report]("fetch", "Write the bytes of URIs to an open file.", startFetch),
 		started("inspect", "Describe files by their headers alone.",
 			func(ctx context.Context, _ *job.Job, q filesRequest, _ []int64) (any, error) {
-				return save.Inspect(ctx, q.URIs, q.Storage)
+				return verify.Inspect(ctx, q.URIs, q.Storage)
 			}).awaited(),
 		answered("shown", "A URI as people may see it: without credentials.",
 			func(uri string, _ []int64) (string, error) { return errs.RedactURI(uri), nil }),
@@ -228,7 +264,7 @@ func startSave(v *Verb, q saveRequest, n []int64) (*entry, error) {
 	var stagingEnd chan struct{}
 	if q.Background {
 		stagingEnd = make(chan struct{})
-		q.Staged = func() { close(stagingEnd) }
+		q.Staging = &save.Staging{Done: func() { close(stagingEnd) }, MaxMemory: q.MaxMemory}
 	}
 	q.brief = q.IsBrief(in)
 	e := v.background(q, func(ctx context.Context, j *job.Job) (any, error) {
@@ -249,10 +285,7 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 		address, nbytes, gpu := n[3*i], n[3*i+1], int(n[3*i+2])-1
 		in[i] = save.Input{Name: name, DType: types[i], Shape: q.Shapes[i]}
 		if places := q.Places[name]; len(places) > 0 {
-			if q.Pieces == nil {
-				q.Pieces = map[int][][]byte{}
-			}
-			if q.Pieces[i], err = piecesAt(name, places); err != nil {
+			if in[i].Pieces, err = piecesAt(name, places); err != nil {
 				return nil, err
 			}
 			continue
@@ -270,12 +303,10 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 			return nil, err
 		}
 		base := unsafe.Pointer(unsafe.SliceData(data))
-		if q.Away == nil {
-			q.Away = map[int]*save.Away{}
-		}
-		q.Away[i] = &save.Away{Addr: uintptr(base), Bytes: nbytes, GPU: d0, Read: func(dst []byte, off int64) error {
-			return d0.Read(dst, device.Memory{Ptr: unsafe.Add(base, off), Bytes: int64(len(dst))})
-		}}
+		in[i].Device = &save.DeviceMemory{Addr: uintptr(base), Bytes: nbytes, GPU: d0,
+			Read: func(dst []byte, off int64) error {
+				return d0.Read(dst, device.Memory{Ptr: unsafe.Add(base, off), Bytes: int64(len(dst))})
+			}}
 	}
 	return in, nil
 }

@@ -4,6 +4,7 @@ package binding
 
 import (
 	"context"
+	"reflect"
 	"sync"
 	"time"
 
@@ -39,6 +40,13 @@ type entry struct {
 
 // A replacer is a request that replaces what is at a path or URI.
 type replacer interface{ replacedPath() string }
+
+// WritesPath reports whether the verb's request is a replacer: Python waits then, before the verb
+// starts, for saves in the background of the path.
+func (v *Verb) WritesPath() bool {
+	_, ok := reflect.New(v.asks).Interface().(replacer)
+	return ok
+}
 
 // A brief is a request that may be answered at once, by the caller: it takes less than to wake another
 // thread.

@@ -190,7 +190,7 @@ func (v *Verb) afterPanics() *Verb { v.ends = true; return v }
 
 // Table lists the verbs.
 func Table() []*Verb {
-	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), deltaVerbs(),
+	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), nameVerbs(), tensorsVerbs(), deltaVerbs(),
 		codecVerbs(), gpuVerbs(), digestVerbs())
 }
 

@@ -13,9 +13,11 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/cli"
+	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -78,6 +80,30 @@ func tables() string {
 		names = append(append(names, row.Name), row.Aliases...)
 	}
 	set(&b, "SETTINGS", names)
+	b.WriteString("# Endings of weights in formats that are not read, which are copied along up to a size in bytes.\n")
+	fmt.Fprintf(&b, "OTHER_WEIGHTS = tuple(\"\"\"\n    %s\n\"\"\".split())\n\nMOST_OTHER = %d\n\n",
+		wrapped(strings.Join(companions.OtherWeights, " ")), companions.MaxOther)
+	b.WriteString("# Kinds of files that are found where weights were expected: offset and what is there, or nothing,\n" +
+		"# globs for the name, or none, what such a file is, what to do with it, and whether a folder of other\n" +
+		"# weights may hold it.\n")
+	fmt.Fprintf(&b, "HEAD_BYTES = %d\n\nFILE_KINDS = (\n", modelfiles.HeadBytes)
+	for _, kind := range modelfiles.ListKinds() {
+		magics, names := "", ""
+		for _, magic := range kind.Magics {
+			magics += fmt.Sprintf("b%q, ", magic)
+			if len(magic) > 8 {
+				magics = strings.TrimRight(magics, " ") + "\n         "
+			}
+		}
+		for _, name := range kind.Names {
+			names += fmt.Sprintf("%q, ", name)
+		}
+		do := strings.ReplaceAll(wrapped(kind.Do), "\n    ", " \"\n        \"")
+		foreign := map[bool]string{true: "True", false: "False"}[kind.Foreign]
+		fmt.Fprintf(&b, "    (\n        %d, (%s), (%s), %q,\n        \"%s\", %s,\n    ),\n", kind.Offset,
+			strings.TrimRight(magics, " \n"), strings.TrimRight(names, " "), kind.What, do, foreign)
+	}
+	b.WriteString(")\n")
 	return strings.TrimRight(b.String(), "\n") + "\n"
 }
 

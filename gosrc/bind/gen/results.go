@@ -7,14 +7,15 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/cli"
-	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// pythonNames are what users see of types whose names in Go say their package, too.
+// pythonNames are what users see of types whose names in Go also say their package.
 var pythonNames = map[string]string{
-	"SaveInspection": "Inspection", "SaveInspectedFile": "InspectedFile", "SaveInspectedTensor": "InspectedTensor",
-	"SaveTotal": "Total", "SaveVerifyReport": "Verification", "SaveVerifiedFile": "VerifiedFile",
-	"SaveOriginal": "VerifiedOriginal", "CliDiagnosis": "Diagnosis", "BenchMachine": "Machine",
+	"VerifyInspection": "Inspection", "VerifyInspectedFile": "InspectedFile",
+	"VerifyInspectedTensor": "InspectedTensor", "StoredTotal": "Total", "VerifyReport": "Verification",
+	"VerifyVerifiedFile": "VerifiedFile",
+	"OriginalSummary":    "VerifiedOriginal", "CliDiagnosis": "Diagnosis", "BenchMachine": "Machine",
 	"CliMemory": "HostMemory", "NodesNode": "HostNode", "CliGPU": "Gpu", "CliGPUDevice": "Device",
 	"CliPreload": "PreloadSetting", "GdsReport": "DirectStorage", "KnobRow": "Setting",
 }
@@ -79,7 +80,7 @@ engine: "ok", or what failed.`,
 func resultTypes() string {
 	c := &classes{texts: map[string]string{}, names: pythonNames, kinds: fieldTypes, docs: docs, flat: true}
 	for _, t := range []reflect.Type{
-		reflect.TypeFor[save.Inspection](), reflect.TypeFor[save.VerifyReport](), reflect.TypeFor[cli.Diagnosis](),
+		reflect.TypeFor[verify.Inspection](), reflect.TypeFor[verify.Report](), reflect.TypeFor[cli.Diagnosis](),
 	} {
 		c.class(t, false)
 	}

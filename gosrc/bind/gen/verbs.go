@@ -191,6 +191,7 @@ from json import dumps, loads
 from struct import pack
 
 from ._engine import core, handle
+from ._order import await_saves
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -255,6 +256,9 @@ func function(c *classes, v *binding.Verb) string {
 	how := map[binding.Kind]string{binding.Answered: "call", binding.Awaited: "run", binding.Started: "start"}[v.Kind]
 	call := fmt.Sprintf("core().%s(%q, %s, %s)", how, v.Name, text, numbers)
 	result, line := result(c, v, call)
+	if v.WritesPath() {
+		line = "await_saves(request)\n    " + line
+	}
 	return fmt.Sprintf("\n\ndef %s(%s) -> %s:\n    \"\"\"%s\"\"\"\n    %s\n", v.Name, strings.Join(params, ", "),
 		result, wrapped(doc), line)
 }

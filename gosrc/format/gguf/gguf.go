@@ -17,6 +17,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/binary"
+	"fmt"
 	"math/bits"
 	"slices"
 	"strings"
@@ -51,10 +52,22 @@ type File struct {
 // A Tensor lies in its file at Off. Its shape has the slowest dimension first, as torch's has.
 type Tensor struct {
 	Name  string
-	Type  string
+	Type  string // "type 42, not known": it came later than this reader
 	Shape []int64
 	Off   int64
-	Bytes int64
+	Bytes int64 // Unsized: the type is not known
+}
+
+const (
+	// Unsized is the number of bytes of a tensor whose type is not known.
+	Unsized = -1
+	// NotKnown ends the names of such types.
+	NotKnown = ", not known"
+)
+
+// hasBytes reports whether a tensor takes bytes of the file, by its shape.
+func (t *Tensor) hasBytes() bool {
+	return t.Bytes > 0 || t.Bytes == Unsized && !slices.Contains(t.Shape, 0)
 }
 
 // Is reports whether a file begins as GGUF files do.
@@ -63,7 +76,7 @@ func Is(head []byte) bool { return strings.HasPrefix(string(head), magic) }
 // ReadHeader reads and checks the header of a file, and that its tensors lie in it, aligned and
 // apart. Errors name the file and, where they are known, tensor and offset: errs.ErrFormat for what
 // is no GGUF, errs.ErrCorrupt for a file that was cut short, errs.ErrNotSupported for another
-// version or a type that is not known.
+// version. Of a tensor whose type is not known only the beginning is checked.
 func ReadHeader(ctx context.Context, src source.Source) (File, error) {
 	r := &reader{ctx: ctx, src: src, order: binary.LittleEndian, window: window}
 	f, err := r.readFile()
@@ -166,27 +179,37 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	if err != nil {
 		return t, err
 	}
-	kind, isKnown := types[id]
-	if !isKnown {
-		return t, errs.New(errs.ErrNotSupported, "its type has the number %d, which is not known", id)
-	}
-	t.Type = kind.name
-	row := uint64(1)
-	if rank > 0 {
-		row = uint64(t.Shape[0])
-	}
-	size, fits := product(n/kind.values, kind.bytes, row%kind.values == 0)
-	if !fits {
-		return t, errs.New(errs.ErrFormat, "its rows of %d values are no blocks of %s, which have %d", row, kind.name,
-			kind.values)
+	if err := t.setType(id, n); err != nil {
+		return t, err
 	}
 	slices.Reverse(t.Shape)
 	off, err := r.readU64()
 	if err == nil && (off%uint64(align) != 0 || off > 1<<62) {
 		err = errs.New(errs.ErrFormat, "it lies at %d, which is no multiple of %d", off, align)
 	}
-	t.Off, t.Bytes = int64(off), int64(size)
+	t.Off = int64(off)
 	return t, err
+}
+
+// setType sets a tensor's type, by its number, and its bytes; n: its values. The shape has the fastest dimension first
+// still.
+func (t *Tensor) setType(id uint32, n uint64) error {
+	kind, isKnown := types[id]
+	if !isKnown {
+		t.Type, t.Bytes = fmt.Sprintf("type %d%s", id, NotKnown), Unsized
+		return nil
+	}
+	row := uint64(1)
+	if len(t.Shape) > 0 {
+		row = uint64(t.Shape[0])
+	}
+	size, fits := product(n/kind.values, kind.bytes, row%kind.values == 0)
+	if !fits {
+		return errs.New(errs.ErrFormat, "its rows have %d values: expected a multiple of %d, the block size of %s", row,
+			kind.values, kind.name)
+	}
+	t.Type, t.Bytes = kind.name, int64(size)
+	return nil
 }
 
 // product is a * b, if it and what came before it fit in 62 bits.
@@ -207,9 +230,13 @@ func (r *reader) placeTensors(f *File) error {
 			return errs.New(errs.ErrFormat, "two tensors have this name")
 		}
 		names[t.Name] = true
-		if t.Off > r.src.Size()-f.Header || t.Bytes > r.src.Size()-f.Header-t.Off {
+		least := t.Bytes
+		if t.Bytes == Unsized {
+			least = map[bool]int64{true: 1}[t.hasBytes()]
+		}
+		if t.Off > r.src.Size()-f.Header || least > r.src.Size()-f.Header-t.Off {
 			return errs.New(errs.ErrCorrupt, "its %d bytes at %d end after the file's %d: copy or fetch it again",
-				t.Bytes, f.Header+t.Off, r.src.Size())
+				least, f.Header+t.Off, r.src.Size())
 		}
 		t.Off += f.Header
 		byOffset[i] = t
@@ -218,10 +245,12 @@ func (r *reader) placeTensors(f *File) error {
 	end := f.Header
 	for _, t := range byOffset {
 		r.tensor = t.Name
-		if t.Bytes > 0 && t.Off < end {
+		if t.hasBytes() && t.Off < end {
 			return errs.New(errs.ErrFormat, "its bytes at %d belong to the tensor before it, too", t.Off)
 		}
-		end = max(end, t.Off+t.Bytes)
+		if t.hasBytes() {
+			end = t.Off + max(1, t.Bytes)
+		}
 	}
 	r.tensor = ""
 	return nil

@@ -118,8 +118,8 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 		l.header = bound()
 	}
 	if l.header-8 > tensor.MaxHeader {
-		return nil, errs.OfRule("HeaderTooLarge", errs.ErrArgument, "%d bytes, at most %d can be read: write shards",
-			l.header, tensor.MaxHeader)
+		return nil, errs.OfRule("HeaderTooLarge", errs.ErrArgument,
+			"the header has %d bytes, at most %d can be read: write shards", l.header, tensor.MaxHeader)
 	}
 	// A trial: names and metadata that cannot be stored are refused now.
 	if _, err := safetensors.AppendHeader(nil, l.metadata, l.headerEntries(), DataAlign); err != nil {

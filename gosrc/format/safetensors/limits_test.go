@@ -46,7 +46,7 @@ func TestLength(t *testing.T) {
 	}
 	for size := range int64(8) {
 		if _, err := Length("", make([]byte, size), size); !errors.Is(err, errs.ErrFormat) ||
-			!strings.Contains(err.Error(), "HeaderTooSmall") {
+			errs.RuleOf(err) != "HeaderTooSmall" {
 			t.Errorf("a file of %d bytes: %v", size, err)
 		}
 	}

@@ -28,7 +28,7 @@ type parser struct {
 func (p *parser) parseHeader() error {
 	if i := invalidUTF8(p.b[p.p:]); i >= 0 {
 		p.bad = p.p + i
-		return errs.OfRule("InvalidHeader", errs.ErrFormat, "not UTF-8")
+		return errs.OfRule("InvalidHeader", errs.ErrFormat, "the header is not UTF-8")
 	}
 	// One closing brace per tensor, and at most as many as the header has space for.
 	body := p.b[p.p:]

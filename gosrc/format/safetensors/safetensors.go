@@ -23,12 +23,13 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"fmt"
 	"hash/crc32"
 	"unicode"
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/foreign"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -73,7 +74,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // before it allocates.
 //
 // Bad bytes are errs.ErrFormat, a file cut short errs.ErrCorrupt; the error
-// is a errs.At and contains the name that the safetensors library gives it
+// is a errs.At, and its rule is the name that the safetensors library gives it
 // ("HeaderTooLarge").
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	buf, err := source.Head(ctx, src)
@@ -111,16 +112,13 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 func Length(uri string, head []byte, size int64) (int64, error) {
 	switch {
 	case size == 0:
-		return 0, errs.WithRule("HeaderTooSmall", errs.New(errs.ErrFormat,
-			"the file is empty (HeaderTooSmall: it has 0 bytes)"))
+		return 0, errs.OfRule("HeaderTooSmall", errs.ErrFormat, "the file is empty")
 	case size < 8 || len(head) < 8:
-		return 0, errs.WithRule("HeaderTooSmall", errs.New(errs.ErrFormat,
-			"%s (HeaderTooSmall: it has %d bytes)", notOurs(uri, head), size))
+		return 0, errs.OfRule("HeaderTooSmall", errs.ErrFormat, "%s (it has %d bytes)", notOurs(uri, head), size)
 	}
 	n := binary.LittleEndian.Uint64(head)
 	if n > tensor.MaxHeader {
-		return 0, errs.WithRule("HeaderTooLarge", errs.New(errs.ErrFormat,
-			"%s (HeaderTooLarge: its header would have %d bytes)", notOurs(uri, head), n))
+		return 0, errs.OfRule("HeaderTooLarge", errs.ErrFormat, "%s", notOurs(uri, head))
 	}
 	if int64(n) > size-8 {
 		class := errs.ErrFormat
@@ -135,15 +133,14 @@ func Length(uri string, head []byte, size int64) (int64, error) {
 
 // notOurs says what a file is that has no safetensors header, and what to do with it.
 func notOurs(uri string, head []byte) string {
-	if what := foreign.DescribeFile(uri, head); what != "" {
-		return "not a safetensors file but " + what
+	if kind := modelfiles.KindOf(uri, head); kind != nil {
+		return fmt.Sprintf("this is %s, not a safetensors file: %s", kind.What, kind.Do)
 	}
 	if text := len(head) > 0 && utf8.Valid(head[:min(len(head), 8)]) &&
 		!bytes.ContainsFunc(head[:min(len(head), 8)], unicode.IsControl); text {
-		return "not a safetensors file but text: check the path, or the URL that it came from"
+		return "this is text, not a safetensors file: check the path, or the URL that it came from"
 	}
-	return "not a safetensors file: load it with the library that wrote it, and save its tensors with " +
-		"overwire.save_file"
+	return "this is not a safetensors file: " + modelfiles.Unknown
 }
 
 // Parse parses and checks the header of a file of the given size; head is its first

@@ -33,7 +33,8 @@ type span struct{ lo, hi uint32 } // in b; headers are under 2^32
 func (s *scanner) failWith(format string, args ...any) bool {
 	if s.err == nil {
 		s.bad = min(s.p, len(s.b))
-		s.err = errs.OfRule("InvalidHeaderDeserialization", errs.ErrFormat, "%s", fmt.Sprintf(format, args...))
+		s.err = errs.OfRule("InvalidHeaderDeserialization", errs.ErrFormat, "malformed header: %s",
+			fmt.Sprintf(format, args...))
 	}
 	return false
 }

@@ -68,8 +68,7 @@ func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo
 	n := len(dst) - start - 8
 	if n > tensor.MaxHeader {
 		return dst[:start], errs.OfRule("HeaderTooLarge", errs.ErrArgument,
-			"%d bytes, at most %d can be read: write shards",
-			n, tensor.MaxHeader)
+			"the header has %d bytes, at most %d can be read: write shards", n, tensor.MaxHeader)
 	}
 	binary.LittleEndian.PutUint64(dst[start:], uint64(n))
 	return dst, nil

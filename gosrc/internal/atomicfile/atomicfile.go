@@ -6,7 +6,8 @@
 // another keeps the old one's mode (without set-id bits), owner, group and POSIX
 // ACL; until then only the writer can read it (0600), so a private file is never
 // open to more readers than the old one was. If the process may not set the
-// group, or ask for the ACL, the group gets no more rights than all others. Other extended attributes
+// group, or ask for the ACL, the group gets no more rights than all others; where
+// modes cannot be set, the new file stays its writer's alone. Other extended attributes
 // and further names (hard links) stay with the old file. A symbolic link is
 // followed and kept: its target is replaced; but a blob of a Hugging Face cache,
 // to which the links of its snapshots lead, is refused. The umask, which belongs to
@@ -43,10 +44,11 @@ type Target struct {
 	Path string // the file's path, symbolic links followed
 	New  bool   // no file may have the name when this one gets it; see Publish
 	fs   FS
-	temp string // the temporary path; "" once renamed or removed
-	file File   // nil once closed
-	like string // of the likes of CreateTarget the one that has a file; "": none
-	lock int    // a second descriptor, which holds the lock; 0: none
+	temp string      // the temporary path; "" once renamed or removed
+	file File        // nil once closed
+	info fs.FileInfo // of the finished file: which one it is, whatever its name
+	like string      // of the likes of CreateTarget the one that has a file; "": none
+	lock int         // a second descriptor, which holds the lock; 0: none
 
 	// Clock, if not nil, gets the nanoseconds that writing to the file and its disk takes, without
 	// the waits of one writer for another.
@@ -235,7 +237,14 @@ func (t *Target) adoptOwner() error {
 			return Failed(t.Path, -1, err)
 		}
 	}
-	return Failed(t.Path, -1, t.file.Chmod(mode))
+	st, err := t.file.Stat()
+	if err != nil || st.Mode().Perm() == mode {
+		return t.fileError(-1, err)
+	}
+	if err = t.file.Chmod(mode); lacksCall(err) && st.Mode().Perm()&^mode == 0 { // it stays with fewer rights
+		err = nil
+	}
+	return t.fileError(-1, err)
 }
 
 // limitGroup takes from the group, and so from those that an ACL names, the rights that all others lack.
@@ -272,7 +281,7 @@ func (t *Target) Write(p []byte, off int64) error {
 	t.addTime(start)
 	<-t.gate
 	if err != nil {
-		return Failed(t.Path, off+int64(max(0, n)), err)
+		return t.fileError(off+int64(max(0, n)), err)
 	}
 	all := t.written.Add(int64(n))
 	if f, ok := t.file.(*os.File); ok && all/kickEvery != (all-int64(n))/kickEvery {
@@ -295,18 +304,35 @@ func (t *Target) Skip(_, _ int64) error { return nil }
 // Finish sets the file's size, owner and mode, and waits until it is on the disk.
 func (t *Target) Finish(size int64) error {
 	defer t.addTime(time.Now())
-	if err := t.file.Truncate(size); err != nil {
-		return Failed(t.Path, size, err)
+	var err error
+	if t.info, err = t.file.Stat(); err != nil {
+		return t.fileError(-1, err)
+	}
+	if err := t.endAt(size); err != nil {
+		return t.fileError(size, err)
 	}
 	if err := t.adoptOwner(); err != nil {
 		return err
 	}
-	if err := t.file.Sync(); err != nil {
-		return Failed(t.Path, -1, err)
+	if err := syncFile(t.file); err != nil {
+		return t.fileError(-1, err)
 	}
 	f := t.file
 	t.file = nil
-	return Failed(t.Path, -1, f.Close())
+	return t.fileError(-1, f.Close())
+}
+
+// endAt gives the file a size, where it has another one: the mounts of some stores lack the call for it.
+func (t *Target) endAt(size int64) error {
+	now := t.info.Size()
+	if now == size {
+		return nil
+	}
+	err := t.file.Truncate(size)
+	if lacksCall(err) && now < size { // all bytes between are zero
+		_, err = t.file.WriteAt([]byte{0}, size-1)
+	}
+	return err
 }
 
 // FinishUnless is Finish, which may take long, but does not wait for it after the end of
@@ -326,6 +352,7 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	})
 	select {
 	case err := <-done:
+		t.info = rest.info
 		return err
 	case <-ctx.Done():
 		return errs.In("save", t.Path, errs.Cause(ctx))

@@ -4,6 +4,7 @@ package atomicfile
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"syscall"
@@ -33,6 +34,7 @@ type FS interface {
 // A File is a new file that is being written; WriteAt is safe in parallel.
 type File interface {
 	WriteAt(p []byte, off int64) (int, error)
+	Stat() (fs.FileInfo, error)
 	Truncate(size int64) error
 	Chmod(mode fs.FileMode) error
 	Chown(uid, gid int) error
@@ -75,8 +77,7 @@ func (Disk) Rename(from, to string) error {
 // RenameNew looks before it renames where the system has no call for both.
 func (Disk) RenameNew(from, to string) error {
 	err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
-	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.ENOTSUP) ||
-		errors.Is(err, unix.EPERM) { // a sandbox's answer, too: where it is the file system's, rename gives the same
+	if lacksCall(err) {
 		if _, err = os.Lstat(to); err == nil {
 			err = fs.ErrExist
 		} else if errors.Is(err, fs.ErrNotExist) {
@@ -89,14 +90,30 @@ func (Disk) RenameNew(from, to string) error {
 	return nil
 }
 
+// isUnknownCall reports whether an error says that a file system does not have the call.
+func isUnknownCall(err error) bool {
+	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.ENOTSUP)
+}
+
+// lacksCall is isUnknownCall with the answer of a sandbox, and of some mounts. It may also be a refusal, which what is
+// tried instead meets as well.
+func lacksCall(err error) bool { return isUnknownCall(err) || errors.Is(err, unix.EPERM) }
+
+// syncFile waits until a file is on the disk. Where the file system has no such call, nothing more can be done.
+func syncFile(f File) error {
+	if err := f.Sync(); !isUnknownCall(err) {
+		return err
+	}
+	return nil
+}
+
 // Remove is os.Remove.
 func (Disk) Remove(path string) error { return os.Remove(path) }
 
-// SyncNames ignores EINVAL and ENOTSUP, which file systems without durable folders
-// return: nothing more can be done there. A folder that may be written and not listed cannot be opened: there the
-// whole file system is synced, by the file.
+// SyncNames syncs the folder. One that may be written and not listed cannot be opened: there the whole file system
+// is synced, by the file.
 func (Disk) SyncNames(path string) error {
-	sync := (*os.File).Sync
+	sync := func(f *os.File) error { return syncFile(f) }
 	d, err := openPlainly(Folder(path), unix.O_RDONLY, 0)
 	if errors.Is(err, fs.ErrPermission) {
 		sync = func(f *os.File) error { return unix.Syncfs(int(f.Fd())) }
@@ -105,11 +122,7 @@ func (Disk) SyncNames(path string) error {
 	if err != nil {
 		return err
 	}
-	err = sync(d)
-	if errors.Is(err, syscall.EINVAL) || errors.Is(err, syscall.ENOTSUP) {
-		err = nil
-	}
-	return errors.Join(err, d.Close())
+	return errors.Join(sync(d), d.Close())
 }
 
 // Free returns the bytes that this user may still write.
@@ -133,6 +146,18 @@ func Failed(path string, off int64, err error) error {
 	}
 	if le, ok := errors.AsType[*os.LinkError](err); ok {
 		err = le.Err
+		if isUnknownCall(err) {
+			err = fmt.Errorf("%w: its file system cannot rename files (%w): save to a local folder and copy the file, "+
+				"or to the store itself (s3://...)", errs.ErrNotSupported, err)
+		}
 	}
 	return errs.Place("save", path, "", off, errs.FromOS(err))
+}
+
+// fileError is Failed for a call on the open file.
+func (t *Target) fileError(off int64, err error) error {
+	if pe, ok := errors.AsType[*fs.PathError](err); ok {
+		err = pe.Err
+	}
+	return Failed(t.Path, off, errs.FromFile(err))
 }

@@ -5,9 +5,12 @@ package atomicfile
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"strings"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
@@ -23,10 +26,11 @@ import (
 func Publish(sys FS, ts []*Target) error {
 	last := ts[len(ts)-1]
 	var done []*Target
+	isKnown := true // which file has the last name
 	err := func() error {
 		for _, t := range ts {
 			if t.New {
-				if err := sys.RenameNew(t.temp, t.Path); err != nil {
+				if isDone, _, err := t.takeName(sys.RenameNew); !isDone {
 					return nameTaken(t.Path, err)
 				}
 				done = append(done, t)
@@ -42,7 +46,9 @@ func Publish(sys FS, ts []*Target) error {
 			if t.New {
 				continue
 			}
-			if err := sys.Rename(t.temp, t.Path); err != nil {
+			var isDone bool
+			var err error
+			if isDone, isKnown, err = t.takeName(sys.Rename); !isDone {
 				return Failed(t.Path, -1, err)
 			}
 			t.temp = ""
@@ -50,7 +56,7 @@ func Publish(sys FS, ts []*Target) error {
 		return nil
 	}()
 	for _, t := range done {
-		if err == nil {
+		if err == nil || !isKnown { // the file that lists them may stand
 			t.temp = ""
 		} else {
 			_ = sys.Rename(t.Path, t.temp)
@@ -62,6 +68,42 @@ func Publish(sys FS, ts []*Target) error {
 	// If the folder was not synced, a power loss leaves the old file or the new
 	// one, each of them whole; the caller must know.
 	return Failed(last.Path, -1, sys.SyncNames(last.Path))
+}
+
+// takeName gives a finished target its name. What counts is which file has the name then, not the answer: that of a
+// server may be lost, or an error, though it has renamed. isKnown: the disk tells.
+func (t *Target) takeName(call func(from, to string) error) (isDone, isKnown bool, err error) {
+	if err = call(t.temp, t.Path); err == nil {
+		return true, true, nil
+	}
+	there, unknown := os.Lstat(t.Path)
+	return unknown == nil && os.SameFile(there, t.info), unknown == nil || errors.Is(unknown, fs.ErrNotExist), err
+}
+
+// RenameFolder gives a folder the name path, where nothing or an empty folder is, or in exchange for the name of the
+// folder there, in one step. What counts is which folder has the name then, as for files.
+func RenameFolder(made, path string, exchange bool) error {
+	which, err := os.Lstat(made)
+	if err != nil {
+		return Failed(made, -1, err)
+	}
+	err = regular.Again(func() error {
+		if exchange {
+			return unix.Renameat2(unix.AT_FDCWD, made, unix.AT_FDCWD, path, unix.RENAME_EXCHANGE)
+		}
+		return unix.Rename(made, path)
+	})
+	if err == nil {
+		return nil
+	}
+	if there, unknown := os.Lstat(path); unknown == nil && os.SameFile(there, which) {
+		return nil
+	}
+	if exchange && isUnknownCall(err) {
+		return Failed(path, -1, fmt.Errorf("%w: its file system cannot exchange two folders in one step (%w): "+
+			"save to another name", errs.ErrNotSupported, err))
+	}
+	return Failed(path, -1, &os.LinkError{Op: "rename", Old: made, New: path, Err: err})
 }
 
 // nameTaken is the error of a new file whose name another save has taken meanwhile.
@@ -98,6 +140,15 @@ func MakeFolder(path string) (isNew bool, err error) {
 	return err == nil, Failed(path, -1, err)
 }
 
+// CheckFolder refuses the path of a folder that is to be made, as MakeFolder does.
+func CheckFolder(path string) error {
+	place, err := Follow(strings.TrimRight(path, "/"))
+	if err == nil && place.old != nil && !place.old.IsDir() {
+		err = &fs.PathError{Op: "mkdir", Path: path, Err: fs.ErrExist}
+	}
+	return Failed(path, -1, err)
+}
+
 // Write replaces a file with data. If ctx ends first, the old file stays.
 func Write(ctx context.Context, path string, data []byte) error {
 	t, err := New(Disk{}, path, "", 0)
@@ -131,11 +182,11 @@ func With(path string, fill func(f *os.File) error) error {
 		if errs.Classed(err) { // not an error of this file
 			return err
 		}
-		return Failed(path, -1, err)
+		return t.fileError(-1, err)
 	}
 	st, err := f.Stat()
 	if err != nil {
-		return Failed(path, -1, err)
+		return t.fileError(-1, err)
 	}
 	if err := t.Finish(st.Size()); err != nil {
 		return err
@@ -150,7 +201,7 @@ func Rename(from, path string) error {
 	if err != nil {
 		return err
 	}
-	f, err := os.OpenFile(from, os.O_RDWR, 0)
+	f, err := openPlainly(from, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return Failed(from, -1, err)
 	}

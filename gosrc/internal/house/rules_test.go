@@ -26,6 +26,7 @@ var Rules = map[string]func(*Tree) []Finding{
 	"file lengths":     checkFileLengths,
 	"function lengths": checkFunctionLengths,
 	"struct sizes":     checkStructSizes,
+	"method files":     checkMethodFiles,
 	"package lengths":  checkPackageLengths,
 	"architecture":     checkArchitecture,
 	"python printing":  checkPythonPrinting,
@@ -298,24 +299,6 @@ func checkFunctionLengths(t *Tree) (out []Finding) {
 					fmt.Sprintf("a function is read at a glance: at most %d lines", maxFunctionLines)})
 			}
 		}
-	})
-	return out
-}
-
-// checkStructSizes counts the fields of structs, each name of a list and each embedded type.
-func checkStructSizes(t *Tree) (out []Finding) {
-	t.eachFile(func(p *Package, f *File) {
-		if f.Test || f.Generated || !slices.Contains(narrow, p.Path) {
-			return
-		}
-		ast.Inspect(f.AST, func(n ast.Node) bool {
-			s, is := n.(*ast.StructType)
-			if is && s.Fields.NumFields() > maxFields {
-				out = append(out, Finding{t.placeOf(s), fmt.Sprintf("a struct of %d fields", s.Fields.NumFields()),
-					fmt.Sprintf("a type has one duty that can be kept in mind: at most %d fields", maxFields)})
-			}
-			return true
-		})
 	})
 	return out
 }

@@ -66,7 +66,7 @@ func Sized(fd int, st *unix.Stat_t) error {
 	})
 	switch {
 	case err != nil:
-		return errs.FromOS(&os.PathError{Op: "read", Path: "its beginning", Err: err})
+		return errs.FromFile(&os.PathError{Op: "read", Path: "its beginning", Err: err})
 	case n > 0:
 		return errs.New(errs.ErrNotSupported,
 			"its size is unknown, as that of files of /proc is: copy it to a disk first")
@@ -106,7 +106,7 @@ func readAll(path string, fd int, st *unix.Stat_t, most int64) ([]byte, error) {
 			return err
 		})
 		if err != nil { // EAGAIN too: it has nothing now, and waiting may be for ever
-			return nil, errs.FromOS(&os.PathError{Op: "read", Path: path, Err: err})
+			return nil, errs.FromFile(&os.PathError{Op: "read", Path: path, Err: err})
 		}
 		if n == 0 {
 			return b, nil

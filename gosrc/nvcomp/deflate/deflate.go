@@ -82,10 +82,10 @@ var readers = sync.Pool{New: func() any { return new(reader) }}
 func (r *reader) open(src []byte, gz bool) (io.Reader, error) {
 	r.src.Reset(src)
 	if gz {
-		if err := r.gzip.Reset(&r.src); err != nil {
+		if err := r.openMember(); err != nil {
 			return nil, errs.New(errs.ErrCorrupt, "Gzip: %v", err)
 		}
-		return &r.gzip, nil
+		return (*members)(r), nil
 	}
 	if r.flate == nil {
 		r.flate = flate.NewReader(&r.src)
@@ -93,6 +93,41 @@ func (r *reader) open(src []byte, gz bool) (io.Reader, error) {
 		return nil, errs.New(errs.ErrEngine, "Deflate: %v", err)
 	}
 	return r.flate, nil
+}
+
+func (r *reader) openMember() error {
+	err := r.gzip.Reset(&r.src)
+	r.gzip.Multistream(false)
+	return err
+}
+
+// members reads the members of Gzip, one after the other. Zeros after a member are padding, as gzip and Python take them.
+type members reader
+
+// Read reads from a member, or from the next one.
+func (m *members) Read(p []byte) (int, error) {
+	r := (*reader)(m)
+	for {
+		n, err := r.gzip.Read(p)
+		if err != io.EOF {
+			return n, err
+		}
+		if n > 0 {
+			return n, nil
+		}
+		for r.src.Len() > 0 {
+			if b, _ := r.src.ReadByte(); b != 0 {
+				_ = r.src.UnreadByte()
+				break
+			}
+		}
+		if r.src.Len() == 0 {
+			return 0, io.EOF
+		}
+		if err := r.openMember(); err != nil {
+			return 0, err
+		}
+	}
 }
 
 // end checks that the stream ends with src.

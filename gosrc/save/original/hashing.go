@@ -15,14 +15,14 @@ import (
 )
 
 // A Hashing is the SHA-256 of a file that is being computed, in a goroutine of its own. It
-// reads only those tensors whose bytes are not passed in the order of the file. All methods
+// reads only those tensors that are not passed in the order of the file. All methods
 // of nil do nothing.
 type Hashing struct {
 	file    *File
 	ctx     context.Context
 	front   []byte
 	tensors []tensor.Tensor // in the order of their bytes
-	passed  map[string]bool // those whose bytes are passed
+	passed  map[string]bool // those that are passed
 	pieces  chan piece
 	ended   chan struct{}
 	err     error         // once ended
@@ -35,17 +35,11 @@ type piece struct {
 	done chan struct{}
 }
 
-// Hash begins to set SHA256 if it is Pending. order has the tensors whose bytes can be passed
-// to Hashing, in the order in which they will be; window is the most pieces that are
-// passed and not hashed. The caller calls Done once, and cancels ctx before if not all is
-// passed. f may be nil.
-func (f *File) Hash(ctx context.Context, order []string, window int) error {
-	if f == nil || !f.hash {
-		return nil
-	}
+// beginHashing starts a hashing of f; see File.Hash.
+func beginHashing(ctx context.Context, f *File, order []string, window int) (*Hashing, error) {
 	front, head, err := f.Front(f.src.URI())
 	if err != nil {
-		return err
+		return nil, err
 	}
 	h := &Hashing{file: f, ctx: ctx, front: front, tensors: head.Tensors, pieces: make(chan piece, window),
 		ended: make(chan struct{})}
@@ -55,16 +49,7 @@ func (f *File) Hash(ctx context.Context, order []string, window int) error {
 		defer close(h.ended)
 		h.err = h.hashFile()
 	})
-	f.hashing = h
-	return nil
-}
-
-// Hashing is what Hash has begun, or nil. f may be nil.
-func (f *File) Hashing() *Hashing {
-	if f == nil {
-		return nil
-	}
-	return f.hashing
+	return h, nil
 }
 
 // Pass gives the next bytes of a tensor. They must stay until Await has returned for what

@@ -8,6 +8,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"hash"
 	"maps"
 	"slices"
@@ -19,7 +20,16 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A File is the safetensors file that a container is made from, or was.
+// A Summary is what a report says about one file. SHA256 is that of the plain file in hex; "": it was not hashed,
+// since it came over a network, or its container has no hash. Compared says that a decompressed file was compared
+// with the SHA256 of the one that was compressed.
+type Summary struct {
+	File     string `json:"file"`
+	SHA256   string `json:"sha256"`
+	Compared bool   `json:"compared"`
+}
+
+// A File is the safetensors file that a container is, or was, made from.
 type File struct {
 	*overwire.Origin
 	src     source.Source // the opened source: the file itself, or its container
@@ -28,7 +38,7 @@ type File struct {
 }
 
 // Of returns the original of an opened source: a plain safetensors file is its own
-// original, a container may keep one; else nil. With hash, that of a local file is hashed.
+// original, a container may store one; else nil. With hash, that of a local file is hashed.
 func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*File, error) {
 	if s.Overwire() {
 		o, err := overwire.ReadOrigin(s.Mark)
@@ -53,15 +63,30 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*F
 	return f, nil
 }
 
+// Hash begins to set SHA256 if it is Pending. order has the tensors that can be passed
+// to Hashing, in the order in which they will be; window is the most pieces that are
+// passed and not hashed. The caller calls Done once, and cancels ctx before if not all is
+// passed. f may be nil.
+func (f *File) Hash(ctx context.Context, order []string, window int) (err error) {
+	if f != nil && f.hash {
+		f.hashing, err = beginHashing(ctx, f, order, window)
+	}
+	return err
+}
+
+// Hashing is the hashing that Hash has begun, or nil. f may be nil.
+func (f *File) Hashing() *Hashing {
+	if f == nil {
+		return nil
+	}
+	return f.hashing
+}
+
 // refuseChanged refuses a file that was written to since it was opened: its container could
 // not be decompressed.
 func (f *File) refuseChanged() error {
-	facts := f.src.Facts()
-	if facts.Now == nil {
-		return nil
-	}
-	now, err := facts.Now()
-	if err == nil && (now.Modified != facts.Identity.Modified || now.Size != facts.Identity.Size) {
+	err := source.Unwritten(f.src)
+	if errors.Is(err, errs.ErrCorrupt) {
 		err = errs.In("read", f.src.URI(), errs.New(errs.ErrCorrupt,
 			"the file was written to while it was being compressed: compress it again"))
 	}

@@ -121,7 +121,7 @@ func TestHash(t *testing.T) {
 	}
 }
 
-// What is taken of any order is in the order of the file, and no other such part has more bytes.
+// The tensors taken from any order are in the order of the file, and no other such selection has more bytes.
 func TestInOrder(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

@@ -174,7 +174,7 @@ func (c Folder) evictFiles(size int64) {
 			all, sum = append(all, info), sum+info.Size()
 		}
 	}
-	slices.SortFunc(all, func(a, b fs.FileInfo) int { return a.ModTime().Compare(b.ModTime()) })
+	slices.SortFunc(all, func(a, b fs.FileInfo) int { return c.lastUse(a).Compare(c.lastUse(b)) })
 	for _, info := range all {
 		if sum <= c.Limit {
 			return
@@ -184,6 +184,23 @@ func (c Folder) evictFiles(size int64) {
 			counts.evictions.Add(1)
 		}
 	}
+}
+
+// noteUse notes at the lock of a key that its object is used now. The object's own times stay: by them its readers see that
+// no one writes to it. A folder that may not be written to is none that evicts.
+func noteUse(key string) {
+	now := unix.NsecToTimespec(time.Now().UnixNano())
+	_ = unix.UtimesNanoAt(unix.AT_FDCWD, key+".lock", []unix.Timespec{now, now}, unix.AT_SYMLINK_NOFOLLOW)
+}
+
+// lastUse is when an object came, or was used later.
+func (c Folder) lastUse(object fs.FileInfo) time.Time {
+	at := object.ModTime()
+	key, _, _ := strings.Cut(object.Name(), "-")
+	if st, err := os.Lstat(filepath.Join(c.Path, key+".lock")); err == nil && st.ModTime().After(at) {
+		at = st.ModTime()
+	}
+	return at
 }
 
 // isObject matches the names of objects, among what else a user's folder may have.
@@ -211,8 +228,7 @@ func findKept(ctx context.Context, key string, size int64) *os.File {
 		}
 		f := os.NewFile(uintptr(fd), name)
 		if regular.IsTrusted(name, &st) && hasSum(ctx, f, key, size) {
-			// used; a folder that may not be written to is none that evicts
-			_ = os.Chtimes(name, time.Time{}, time.Now())
+			noteUse(key)
 			counts.hits.Add(1)
 			counts.hitBytes.Add(size)
 			return f

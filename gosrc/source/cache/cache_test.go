@@ -273,3 +273,24 @@ func (f *forking) ReadAt(ctx context.Context, p []byte, off int64) error {
 	}
 	return f.tagged.ReadAt(ctx, p, off)
 }
+
+// Promise: another use of an object that is kept is no write to it for those that are reading it.
+func TestUseChangesNoState(t *testing.T) {
+	c := Folder{Path: t.TempDir(), Limit: 1 << 20}
+	keep := func() source.Source {
+		s, err := c.Keep(context.Background(), &tagged{Mem: sourcetest.Mem{Name: "s3://b/x", Data: random(1000, 1)}, id: "x",
+			read: new(atomic.Int64)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	keep().Close()
+	first := keep()
+	defer first.Close()
+	time.Sleep(10 * time.Millisecond) // more than a tick of the file system's clock
+	keep().Close()
+	if err := source.Unwritten(first); err != nil {
+		t.Error(err)
+	}
+}

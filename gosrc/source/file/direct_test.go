@@ -392,6 +392,46 @@ func TestIdentity(t *testing.T) {
 	}
 }
 
+// A file that was written to since it was opened is found, also where the writer has set its old time again, as rsync does. A new
+// name, mode or link, and another file in its place, leave its bytes what they are.
+func TestUnwritten(t *testing.T) {
+	old := time.Now().Add(-time.Hour)
+	for name, c := range map[string]struct {
+		change func(path string) error
+		fine   bool
+	}{
+		"nothing": {func(string) error { return nil }, true},
+		"written": {func(path string) error { return os.WriteFile(path, make([]byte, 1000), 0o600) }, false},
+		"written, with its old time": {func(path string) error {
+			return errors.Join(os.WriteFile(path, make([]byte, 1000), 0o600), os.Chtimes(path, old, old))
+		}, false},
+		"mode": {func(path string) error { return os.Chmod(path, 0o640) }, true},
+		"link": {func(path string) error { return os.Link(path, path+"2") }, true},
+		"name": {func(path string) error { return os.Rename(path, path+"2") }, true},
+		"replaced": {func(path string) error {
+			return errors.Join(os.WriteFile(path+"2", make([]byte, 1000), 0o600), os.Rename(path+"2", path))
+		}, true},
+		"removed": {os.Remove, true},
+	} {
+		path := write(t, make([]byte, 1000))
+		if err := os.Chtimes(path, old, old); err != nil {
+			t.Fatal(err)
+		}
+		f, err := Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		time.Sleep(10 * time.Millisecond) // more than a tick of the file system's clock
+		if err := c.change(path); err != nil {
+			t.Fatal(err)
+		}
+		if err := source.Unwritten(f); (err == nil) != c.fine {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
 // The memory that the host has left is a plausible number.
 func TestAvailableMemory(t *testing.T) {
 	if m := hostmem.Available(); m < 1<<20 || m > 1<<50 {

@@ -24,7 +24,6 @@ package file
 import (
 	"context"
 	"errors"
-	"fmt"
 	"os"
 	"sync"
 	"time"
@@ -54,8 +53,19 @@ type File struct {
 
 	kind   regular.Kind
 	id     source.Identity
+	about  attributes
 	opened time.Time
 	direct direct
+}
+
+// attributes are what may change of a file, and with it the time of its last change, while its bytes stay.
+type attributes struct {
+	mode, uid, gid uint32
+	links          uint64
+}
+
+func attributesOf(st *unix.Stat_t) attributes {
+	return attributes{st.Mode, st.Uid, st.Gid, uint64(st.Nlink)}
 }
 
 // Open opens a regular file for reading. It refuses directories and special files,
@@ -94,7 +104,8 @@ func FromFD(fd int, uri string) (*File, error) {
 }
 
 func newFile(uri string, fd int, st *unix.Stat_t) *File {
-	return &File{uri: uri, size: st.Size, fd: fd, kind: kindOf(fd), opened: time.Now(), id: identityOf(st)}
+	return &File{uri: uri, size: st.Size, fd: fd, kind: kindOf(fd), opened: time.Now(), id: identityOf(st),
+		about: attributesOf(st)}
 }
 
 func identityOf(st *unix.Stat_t) source.Identity {
@@ -127,6 +138,8 @@ func (f *File) Facts() source.Facts {
 	return facts
 }
 
+// stateNow is the present Identity. A change of name, mode, owner or links is no other state of a file that is open: the one
+// that a save replaces is still whole.
 func (f *File) stateNow() (id source.Identity, err error) {
 	err = f.WithFD(func(fd int) error {
 		var st unix.Stat_t
@@ -134,9 +147,18 @@ func (f *File) stateNow() (id source.Identity, err error) {
 			return f.placeError(-1, errs.FromOS(err))
 		}
 		id = identityOf(&st)
+		if id.Changed != f.id.Changed && (attributesOf(&st) != f.about || f.isRenamed()) {
+			id.Changed = f.id.Changed
+		}
 		return nil
 	})
 	return id, err
+}
+
+// isRenamed reports whether the path that was opened no longer leads to this file.
+func (f *File) isRenamed() bool {
+	now, err := Identify(f.uri)
+	return err != nil || now.Inode != f.id.Inode || now.Device != f.id.Device
 }
 
 // Identify returns the Identity of the file at a path without opening it.
@@ -187,10 +209,8 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		case err == nil && n == 0 && bypass: // the cache knows where the file ends
 			bypass = false
 			continue
-		case errors.Is(err, unix.EINVAL): // caused by no argument of the caller
-			return f.placeError(off, fmt.Errorf("%w: %w", errs.ErrIO, &os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case err != nil:
-			return f.placeError(off, errs.FromOS(&os.PathError{Op: "read", Path: f.uri, Err: err}))
+			return f.placeError(off, errs.FromFile(&os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case n == 0:
 			return f.placeError(off, errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened",
 				f.size))

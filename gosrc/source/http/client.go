@@ -94,7 +94,7 @@ func headersOf(opt source.Options) (http.Header, error) {
 		}
 		h.Set(name, opt.Storage[k])
 	}
-	if t := opt.Storage["token"]; t != "" && h.Get("Authorization") == "" {
+	if t := strings.TrimSpace(opt.Storage["token"]); t != "" && h.Get("Authorization") == "" {
 		if strings.ContainsAny(t, "\r\n\x00") {
 			return nil, errs.New(errs.ErrArgument, "storage_options: token: it has a line break")
 		}

@@ -25,7 +25,6 @@ import (
 	"net"
 	"net/http"
 	"net/url"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -110,19 +109,13 @@ func (s *Source) Facts() source.Facts {
 }
 
 // pin is what identifies the object's state: its ETag, else its date, "" if the
-// server gives neither. A weak ETag pins nothing, nor does a recent date: dates
-// have whole seconds, and a second change within one leaves no trace.
+// server gives neither. A weak ETag pins nothing, nor does a recent date.
 func (s *Source) pin() string {
-	if strings.HasPrefix(s.o.etag, "W/") {
+	switch isDated := tagOfDate(s.o.etag, s.o.modified, s.Size()); {
+	case isWeak(s.o.etag), (isDated || s.o.etag == "") && !isOldDate(s.o.date, s.o.modified, settle):
 		return ""
-	}
-	if s.o.etag != "" {
+	case s.o.etag != "":
 		return s.o.etag
-	}
-	date, err := http.ParseTime(s.o.date)
-	modified, err2 := http.ParseTime(s.o.modified)
-	if err != nil || err2 != nil || date.Sub(modified) < settle {
-		return ""
 	}
 	if q := s.o.url.RawQuery; q != "" { // many objects may have the same date
 		return fmt.Sprintf("%s %x", s.o.modified, sha256.Sum256([]byte(q)))
@@ -132,6 +125,23 @@ func (s *Source) pin() string {
 
 // settle is how old a date must be, by the server's clock, to pin.
 const settle = 2 * time.Second
+
+// isOldDate reports whether an object's date was at least age old when the server answered. Dates
+// have whole seconds: a second change within one leaves no trace.
+func isOldDate(date, modified string, age time.Duration) bool {
+	now, err := http.ParseTime(date)
+	then, err2 := http.ParseTime(modified)
+	return err == nil && err2 == nil && now.Sub(then) >= age
+}
+
+// isWeak reports whether an ETag is weak: then the bytes may change without a change of it.
+func isWeak(etag string) bool { return strings.HasPrefix(etag, "W/") }
+
+// tagOfDate reports whether an ETag says no more than date and size, as those of nginx do: it is worth what the date is.
+func tagOfDate(etag, modified string, size int64) bool {
+	date, err := http.ParseTime(modified)
+	return err == nil && etag == fmt.Sprintf(`"%x-%x"`, date.Unix(), size)
+}
 
 // An object is what a URL referred to when it was opened. It implements
 // retry.Fetcher.
@@ -170,7 +180,7 @@ func (o *object) requestFirst(ctx context.Context, tries retry.Options) (*Source
 	defer resp.Body.Close()
 	from, to, total, isRange := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch {
-	case resp.StatusCode == http.StatusPartialContent && !hasPin(resp):
+	case resp.StatusCode == http.StatusPartialContent && !hasPin(resp, total):
 		return nil, plain(resp)
 	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable && isRange && total == 0:
 		return nil, nil // empty: a plain GET will tell
@@ -221,9 +231,9 @@ func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
 // ETag cannot be a condition; about compares it.
 func (o *object) pin(h http.Header) {
 	switch {
-	case o.etag != "" && !strings.HasPrefix(o.etag, "W/"):
+	case o.etag != "" && !isWeak(o.etag):
 		h.Set("If-Match", o.etag)
-	case o.etag == "" && o.modified != "":
+	case o.modified != "":
 		h.Set("If-Unmodified-Since", o.modified)
 	}
 }
@@ -263,19 +273,18 @@ func (o *object) checkRange(resp *http.Response, off, n int64) error {
 	return nil
 }
 
-// hasPin reports whether a response identifies a version of an object: by an ETag, or
-// by a date at least a second old, since another version could have the same date
-// until then.
-func hasPin(resp *http.Response) bool {
-	if resp.Header.Get("ETag") != "" {
+// hasPin reports whether a response identifies a version of an object: by an ETag that is
+// not weak, or by a date at least a second old, since another version could have the same date
+// until then. A server that does not know the time has this machine's.
+func hasPin(resp *http.Response, size int64) bool {
+	etag, modified, date := resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
+	if etag != "" && !isWeak(etag) && !tagOfDate(etag, modified, size) {
 		return true
 	}
-	date, err := http.ParseTime(resp.Header.Get("Last-Modified"))
-	if err != nil {
-		return false
+	if date == "" {
+		date = time.Now().UTC().Format(http.TimeFormat)
 	}
-	now, err := http.ParseTime(resp.Header.Get("Date"))
-	return err != nil || now.Sub(date) >= time.Second
+	return isOldDate(date, modified, time.Second)
 }
 
 // checkSame compares what pins the object.
@@ -283,7 +292,7 @@ func (o *object) checkSame(resp *http.Response) error {
 	if tag := resp.Header.Get("ETag"); tag != o.etag {
 		return &changed{"its ETag is another one"}
 	}
-	if m := resp.Header.Get("Last-Modified"); m != o.modified && (o.etag == "" || strings.HasPrefix(o.etag, "W/")) {
+	if m := resp.Header.Get("Last-Modified"); m != o.modified && (o.etag == "" || isWeak(o.etag)) {
 		return &changed{"its date is another one"}
 	}
 	return nil
@@ -312,7 +321,13 @@ type failed struct {
 	after time.Duration
 }
 
-func (f *failed) Error() string { return fmt.Sprintf("HTTP %d %s", f.code, http.StatusText(f.code)) }
+func (f *failed) Error() string {
+	text := fmt.Sprintf("HTTP %d %s", f.code, http.StatusText(f.code))
+	if f.after >= time.Second {
+		text += fmt.Sprintf(": the server asks to wait %.0f s", f.after.Seconds())
+	}
+	return text
+}
 
 func (f *failed) mayRetry() bool {
 	switch f.code {
@@ -326,12 +341,7 @@ func (f *failed) mayRetry() bool {
 
 func (o *object) checkStatus(resp *http.Response) error {
 	f := &failed{code: resp.StatusCode}
-	text := resp.Header.Get("Retry-After")
-	if n, err := strconv.Atoi(text); err == nil && n > 0 {
-		f.after = time.Duration(min(n, 3600)) * time.Second
-	} else if t, err := http.ParseTime(text); err == nil {
-		f.after = max(0, time.Until(t))
-	}
+	f.after = route.WaitAsked(resp.Header)
 	if f.code == http.StatusServiceUnavailable || f.code == http.StatusTooManyRequests {
 		f.after = max(f.after, time.Millisecond) // the server is overloaded
 	}
@@ -344,7 +354,7 @@ func (o *object) checkStatus(resp *http.Response) error {
 		return errs.New(errs.ErrPermission, "%v", f)
 	}
 	if !f.mayRetry() {
-		return errs.New(errs.ErrIO, "%v", f)
+		return errs.WithRule(source.RuleRefused, errs.New(errs.ErrIO, "%v", f))
 	}
 	return f
 }

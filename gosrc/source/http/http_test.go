@@ -281,8 +281,10 @@ func TestChanged(t *testing.T) {
 	// Without an ETag and without a date nothing tells two versions apart: one
 	// answer is read to its end, and what it had is what all reads have.
 	t.Run("nothing to pin", func(t *testing.T) {
-		for name, date := range map[string]string{"no date": "", "a date of now": "now",
-			"no date that can be read": "yesterday"} {
+		for name, c := range map[string][2]string{"no date": {}, "a date of now": {"now"},
+			"no date that can be read": {"yesterday"}, "a weak ETag": {"now", `W/"x"`}, "an ETag of date and size": {"now", "dated"},
+		} {
+			date, etag := c[0], c[1]
 			var n atomic.Int64
 			other := random(1<<20 + 1)[:len(data)]
 			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -292,6 +294,13 @@ func TestChanged(t *testing.T) {
 					now := time.Now().UTC().Format(http.TimeFormat)
 					w.Header().Set("Last-Modified", now)
 					w.Header().Set("Date", now)
+				}
+				switch at := time.Now().UTC().Unix(); etag {
+				case "":
+				case "dated":
+					w.Header().Set("ETag", fmt.Sprintf(`"%x-%x"`, at, len(data)))
+				default:
+					w.Header().Set("ETag", etag)
 				}
 				d := data
 				if n.Add(1) > 2 {
@@ -309,7 +318,7 @@ func TestChanged(t *testing.T) {
 					t.Errorf("%s: at %d: %v, or bytes of two versions", name, off, err)
 				}
 			}
-			if src.pin() != "" && date == "" {
+			if src.pin() != "" {
 				t.Errorf("%s: %q", name, src.pin())
 			}
 			src.Close()

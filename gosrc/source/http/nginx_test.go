@@ -98,6 +98,18 @@ func executable(path string) bool {
 	return err == nil && st.Mode()&0o111 != 0
 }
 
+var hours time.Duration
+
+// writeOld writes a file that is older by some hours than the last one.
+func writeOld(t *testing.T, path string, data []byte) {
+	t.Helper()
+	hours += time.Hour
+	at := time.Now().Add(-hours)
+	if err := errors.Join(os.WriteFile(path, data, 0o644), os.Chtimes(path, at, at)); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // A real server, with ranges and without, in the clear and over TLS, is a
 // source like any other; a file that is replaced is noticed.
 func TestNginx(t *testing.T) {
@@ -105,17 +117,13 @@ func TestNginx(t *testing.T) {
 	for base, storage := range map[string]map[string]string{ranges: nil, plain: nil, secure: {"cacert": c.ca}} {
 		sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: base == plain, Stepped: base != plain, Known: true},
 			func(t *testing.T, data []byte) source.Source {
-				if err := os.WriteFile(filepath.Join(dir, "x"), data, 0o644); err != nil {
-					t.Fatal(err)
-				}
+				writeOld(t, filepath.Join(dir, "x"), data)
 				return opened(t, base+"x", storage)
 			})
 	}
 	data := random(3 << 20)
 	path := filepath.Join(dir, "x")
-	if err := os.WriteFile(path, data, 0o644); err != nil {
-		t.Fatal(err)
-	}
+	writeOld(t, path, data)
 	for _, uri := range []string{ranges + "x", plain + "x", ranges + "gone"} {
 		src := opened(t, uri, nil)
 		p := make([]byte, len(data))
@@ -126,6 +134,15 @@ func TestNginx(t *testing.T) {
 			t.Errorf("%s: ranges %v", uri, ranged)
 		}
 	}
+	begun := time.Now()
+	if err := os.Chtimes(path, begun, begun); err != nil {
+		t.Fatal(err)
+	}
+	// Its ETags are made of a date in seconds, and of the size: just now another file could get this one.
+	if fresh := opened(t, ranges+"x", nil); fresh.pin() != "" && time.Since(begun) < settle {
+		t.Errorf("%q pins a file that may change within this second", fresh.pin())
+	}
+	writeOld(t, path, data)
 	src := opened(t, ranges+"x", nil)
 	next := random(3<<20 + 1)
 	if err := errors.Join(os.WriteFile(path+".new", next, 0o644),

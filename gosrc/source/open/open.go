@@ -170,6 +170,9 @@ func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source
 	if fn := stores[scheme].open; fn != nil {
 		return fn(ctx, uri, s.opt)
 	}
+	if err := RecipeOf(scheme); err != nil {
+		return nil, errs.In("open", uri, err)
+	}
 	names := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
 	slices.Sort(names)
 	return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported,
@@ -177,6 +180,26 @@ func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source
 			"path with :// in it begins with ./",
 		scheme, strings.Join(names[1:], ", "))) // the first is "", a local path
 }
+
+// RecipeOf is the error of a scheme of a store that is reached by another one; nil for all else.
+func RecipeOf(scheme string) error {
+	if recipe := recipes[scheme]; recipe != "" {
+		return errs.New(errs.ErrNotSupported, "%s:// has no reader or writer of its own: %s", scheme, recipe)
+	}
+	return nil
+}
+
+// recipes say how to reach stores that speak another store's protocol.
+var recipes = map[string]string{
+	"gs": gcs, "gcs": gcs, "az": azure, "azure": azure, "abfs": azure, "abfss": azure, "adl": azure, "wasb": azure, "wasbs": azure,
+}
+
+const (
+	gcs = "Google Cloud Storage speaks S3: write s3://BUCKET/KEY, with storage_options endpoint_url " +
+		"https://storage.googleapis.com, and key and secret of an HMAC key (Settings, Interoperability, of the project)"
+	azure = "Azure Blob Storage is read over https, and not written: write " +
+		"https://ACCOUNT.blob.core.windows.net/CONTAINER/BLOB?SAS, with a shared access signature that may read"
+)
 
 // withoutCache is opt without its cache, for calls that must reach the store.
 func withoutCache(opt source.Options) source.Options {

@@ -59,8 +59,24 @@ func TestSchemes(t *testing.T) {
 
 // A scheme that is not known gives an error that lists those that are.
 func TestUnknownScheme(t *testing.T) {
-	_, err := With(source.Options{}).Open(context.Background(), "gs://bucket/model.safetensors")
+	_, err := With(source.Options{}).Open(context.Background(), "ftp://host/model.safetensors")
 	if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), "file, hf, http, https") {
 		t.Error(err)
+	}
+}
+
+// A store that speaks another store's protocol is refused with what to write instead, for reading and for writing.
+func TestRecipes(t *testing.T) {
+	for uri, says := range map[string]string{
+		"gs://bucket/m.safetensors": "https://storage.googleapis.com", "GCS://bucket/m.safetensors": "HMAC",
+		"az://container/m.safetensors": "blob.core.windows.net", "abfss://c@account/m.safetensors": "shared access signature",
+	} {
+		_, err := With(source.Options{}).Open(context.Background(), uri)
+		_, writeErr := Create(context.Background(), uri, source.Options{}, 1)
+		for _, err := range []error{err, writeErr} {
+			if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), says) {
+				t.Errorf("%s: %v", uri, err)
+			}
+		}
 	}
 }

@@ -68,6 +68,14 @@ func Walk(ctx context.Context, uri string, opt source.Options) (at string, files
 	if source.Scheme(uri) == "hf" {
 		return new(http.Hub).Walk(ctx, uri, withoutCache(opt))
 	}
+	if scheme := source.Scheme(uri); (scheme == "http" || scheme == "https") && !Downloaded(uri) {
+		if err := checkSound("open", uri); err != nil {
+			return "", nil, err
+		}
+		dir := source.Directory(uri)
+		files, err = http.Walk(ctx, dir, withoutCache(opt))
+		return dir, files, err
+	}
 	files, err = walkStore(ctx, uri, opt, true)
 	return source.Directory(uri), files, err
 }
@@ -138,6 +146,9 @@ func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, f
 
 func storeOf(verb, uri string) (store, error) {
 	s, ok := stores[source.Scheme(uri)]
+	if err := RecipeOf(source.Scheme(uri)); err != nil {
+		return s, errs.In(verb, uri, err)
+	}
 	if !ok {
 		return s, errs.In(verb, uri, errs.New(errs.ErrNotSupported,
 			"%s:// is read only; local files and %s:// are written", source.Scheme(uri),

@@ -147,8 +147,10 @@ func TestRefusals(t *testing.T) {
 		{"a hole", at + "hole", withConnection(s), errs.ErrFormat, "begins at 5"},
 		{"an overlap", at + "twice", withConnection(s), errs.ErrFormat, "begins at 0"},
 		{"no server", "redis://127.0.0.1:1/m", withConnection(s), errs.ErrIO, "refused"},
-		{"a password in the URI", "redis://:planted@" + s.Addr + "/m", withConnection(s), errs.ErrArgument,
-			"storage_options"},
+		{"a wrong password in the URI", "redis://:planted@" + s.Addr + "/m", source.Options{}, errs.ErrPermission, "WRONGPASS"},
+		{"a wrong user in the URI", "redis://planted:planted%40@" + s.Addr + "/m", source.Options{}, errs.ErrPermission, "WRONGPASS"},
+		{"no escape in a password", "redis://:planted%zz@" + s.Addr + "/m", source.Options{}, errs.ErrArgument, "%25"},
+		{"a slash in a password", "redis://:planted/x@" + s.Addr + "/m", source.Options{}, errs.ErrArgument, "expected"},
 		{"no key", "redis://" + s.Addr, withConnection(s), errs.ErrArgument, "expected"},
 		{"an unknown option", at + "m", withConnection(s, "pasword", "planted"), errs.ErrArgument, "pasword"},
 		{"TLS where there is none", "rediss://" + s.Addr + "/m", withConnection(s, "timeout", "0.3"), errs.ErrTimeout,
@@ -177,6 +179,18 @@ func TestRefusals(t *testing.T) {
 	}
 	if !errors.Is(err, errs.ErrPermission) || strings.Contains(err.Error(), "lost") {
 		t.Error("a user who may not ask what is there:", err)
+	}
+	c.Do(bg, "ACL", "SETUSER", "us@er", "on", ">p:a/s%s@", "~*", "+@all")
+	for uri, opt := range map[string]source.Options{
+		"redis://:" + sourcetest.RedisPassword + "@" + s.Addr + "/m":        {},
+		"redis://us%40er:p:a%2Fs%25s%40@" + s.Addr + "/m":                   {},
+		"redis://us%40er@" + s.Addr + "/m":                                  {Env: map[string]string{"REDISCLI_AUTH": "p:a/s%s@"}},
+		"redis://:wrong@" + s.Addr + "/m":                                   withConnection(s),
+		"redis://default:" + sourcetest.RedisPassword + "@" + s.Addr + "/m": {Env: map[string]string{"REDISCLI_AUTH": "wrong"}},
+	} {
+		if b, err := get(uri, opt); err != nil || len(b) != 1000 {
+			t.Errorf("%s: %v", uri, err)
+		}
 	}
 	env := map[string]string{"REDISCLI_AUTH": sourcetest.RedisPassword}
 	if b, err := get(at+"m", source.Options{Env: env}); err != nil || len(b) != 1000 {

@@ -3,11 +3,13 @@ package redis
 // This file connects to Redis servers, and classifies their errors.
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
 	"io"
 	"net"
+	"net/url"
 	"os"
 	"strconv"
 	"strings"
@@ -27,16 +29,26 @@ import (
 // options are the storage options of redis:// and rediss://.
 var options = []string{"username", "password", "db", "cacert", "timeout", "connections", "retries"}
 
-type name struct{ uri, scheme, host, key string }
+type name struct {
+	uri, scheme, host, key string
+	user, password         string // of the URI
+}
 
+// parseURI splits redis://user:password@host:port/key, where all but host and key may be missing.
 func parseURI(uri string) (name, error) {
 	scheme, rest, _ := strings.Cut(uri, "://")
 	n := name{uri: uri, scheme: strings.ToLower(scheme)}
 	var ok bool
 	n.host, n.key, ok = strings.Cut(rest, "/")
-	if strings.Contains(n.host, "@") || strings.ContainsAny(n.host, "?# \\") {
-		return n, n.placeError("open", -1, errs.New(errs.ErrArgument,
-			"expected redis://host:port/key; credentials go into storage_options"))
+	at := strings.LastIndexByte(n.host, '@')
+	user, password, _ := strings.Cut(n.host[:max(0, at)], ":")
+	n.host = n.host[at+1:]
+	var err, passwordErr error
+	n.user, err = url.PathUnescape(user)
+	n.password, passwordErr = url.PathUnescape(password)
+	if err != nil || passwordErr != nil || strings.ContainsAny(n.host, "?# \\") {
+		return n, n.placeError("open", -1, errs.New(errs.ErrArgument, "expected redis://user:password@host:port/key; "+
+			"in user and password, %%, / and @ are written %%25, %%2F and %%40, or give them by storage_options"))
 	}
 	if _, port, err := net.SplitHostPort(n.host); err != nil {
 		n.host = net.JoinHostPort(strings.Trim(n.host, "[]"), "6379")
@@ -104,13 +116,14 @@ func newServer(n name, opt source.Options) (*server, error) {
 	if s.retry, err = retry.Parse(opt); err != nil {
 		return nil, err
 	}
+	user := cmp.Or(opt.Storage["username"], n.user)
 	password, isGiven := opt.Storage["password"]
 	if !isGiven {
-		password = opt.Env["REDISCLI_AUTH"]
+		password = cmp.Or(n.password, opt.Env["REDISCLI_AUTH"])
 	}
 	quiet.Do(func() { redis.SetLogger(silence{}) }) // the library would write to stderr
 	s.opt = redis.Options{
-		Addr: n.host, Username: opt.Storage["username"], Password: password, DB: int(db),
+		Addr: n.host, Username: user, Password: password, DB: int(db),
 		Protocol: 2, MaxRetries: -1, DialerRetries: 1, PoolSize: 1, DisableIdentity: true, ContextTimeoutEnabled: true,
 		DialTimeout: min(s.retry.Timeout, 15*time.Second), ReadTimeout: s.retry.Timeout, WriteTimeout: s.retry.Timeout,
 		ReadBufferSize: 256 << 10, WriteBufferSize: 64 << 10,
@@ -247,6 +260,11 @@ func classifyError(ctx context.Context, err error) error {
 		}
 		if strings.Contains(r.Error(), "AUTH") || strings.Contains(r.Error(), "password") {
 			return &answer{errs.ErrPermission, "ERR", "the server takes no such user or password"}
+		}
+		for _, words := range []string{"bulk length", "maximum allowed size", "request size"} {
+			if strings.Contains(r.Error(), words) {
+				return errLarge
+			}
 		}
 		if strings.Contains(r.Error(), "DB index") {
 			return &answer{errs.ErrArgument, "ERR", "the server has no such db"}

@@ -2,6 +2,7 @@ package redis
 
 import (
 	"bufio"
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -10,8 +11,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/redis/go-redis/v9"
+
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
 // impostor answers SET and RENAME with one word, and all else as a server does that keeps
@@ -86,13 +90,59 @@ func TestStoredAnswers(t *testing.T) {
 	}
 }
 
-// A URI whose password has a mark that ends it is refused before any server, of which its
+// A URI whose password has a slash, which ends the server's name, is refused before any server, of which its
 // parts might be the name, is asked for.
 func TestPasswordInURI(t *testing.T) {
-	for _, uri := range []string{"redis://:word@h/k", "redis://u:wo/rd@h/k", "redis://:wo/rd@h/k", "redis://:wo rd@h/k", "redis://u:wo?rd@h/k", "redis://u:wo#/rd@h/k"} {
+	for _, uri := range []string{"redis://u:wo/zz@h/k", "redis://:wo/zz@h/k", "redis://u:wo#/zz@h/k"} {
 		_, err := Open(bg, uri, source.Options{})
-		if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), "rd") {
+		if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), "zz") {
 			t.Errorf("%s: %v", uri, err)
+		}
+	}
+}
+
+// A server that takes no values of 16 MiB gets smaller ones: as many bytes as its setting says or, where it may not be asked, as few as
+// any server takes. One that takes none is named as what it may be.
+func TestLimitOfValues(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartRedis(t, false)
+	for i, c := range []struct {
+		limit int64
+		mute  bool // the user may not ask
+	}{{part, false}, {3 << 20, false}, {1 << 20, false}, {3 << 20, true}, {1 << 20, true}} {
+		opt := source.Options{Storage: map[string]string{"password": sourcetest.RedisPassword, "retries": "0"}}
+		if c.mute {
+			opt.Storage["username"] = "mute"
+		}
+		admin := redis.NewClient(&redis.Options{Addr: s.Addr, Password: sourcetest.RedisPassword})
+		defer admin.Close()
+		if err := errors.Join(admin.ConfigSet(bg, "proto-max-bulk-len", strconv.FormatInt(c.limit, 10)).Err(),
+			admin.Do(bg, "ACL", "SETUSER", "mute", "on", ">"+sourcetest.RedisPassword, "~*", "+@all", "-config").Err()); err != nil {
+			t.Fatal(err)
+		}
+		uri, data := fmt.Sprintf("redis://%s/m%d", s.Addr, i), bytes.Repeat([]byte("0123456789abcdef"), 37<<20/16)
+		d, err := Create(bg, uri, opt, int64(len(data)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer d.Drop()
+		if err := errors.Join(d.Write(data, 0), d.Finish(int64(len(data))), d.Publish()); err != nil {
+			t.Fatalf("limit %d, mute %v: %v", c.limit, c.mute, err)
+		}
+		src, err := Open(bg, uri, opt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		back := make([]byte, src.Size())
+		if err := src.ReadAt(bg, back, 0); err != nil || !bytes.Equal(back, data) {
+			t.Errorf("limit %d: %v, or other bytes", c.limit, err)
+		}
+		src.Close()
+		if err := Remove(bg, uri, opt); err != nil {
+			t.Error(err)
+		}
+		if left, err := admin.DBSize(bg).Result(); err != nil || left != 0 {
+			t.Errorf("limit %d: %d keys are left, %v", c.limit, left, err)
 		}
 	}
 }

@@ -9,9 +9,11 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -25,6 +27,9 @@ import (
 const (
 	part     = 16 << 20
 	inFlight = 4
+	// smallValue is the most bytes of a value for a server that has refused larger ones: hosted ones limit requests to a million bytes,
+	// or more.
+	smallValue = 512 << 10
 	// unpublished is how long values stay after their writer has died.
 	unpublished = 24 * time.Hour
 	// mostTurns is more often than writers overtake one that is not lied to.
@@ -36,6 +41,8 @@ type upload struct {
 	name
 	server *server
 	id     string // random, of this draft, in its keys
+
+	most atomic.Int64 // bytes of one value
 
 	mu   sync.Mutex
 	sent []int64 // offsets
@@ -55,12 +62,14 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	var id [8]byte
 	_, _ = rand.Read(id[:]) // cannot fail
 	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
+	u.most.Store(part)
 	// Report a wrong password, or a server of a cluster, before anything is
 	// encoded.
 	if err := doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 		if err := c.StrLen(ctx, n.key).Err(); err != nil {
 			return err
 		}
+		u.most.Store(mostValue(ctx, c))
 		return refuseCluster(ctx, c, n.key)
 	}); err != nil {
 		s.closeIdle()
@@ -71,7 +80,12 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 
 // doRequest is one request with retries.
 func doRequest(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
-	_, err := retry.Repeat(ctx, s.retry, judgeError, s.heard.Load, func() error {
+	return repeatRequest(ctx, s, judgeError, fn)
+}
+
+func repeatRequest(ctx context.Context, s *server, judge func(error) (retry.Verdict, time.Duration),
+	fn func(context.Context, *redis.Client) error) error {
+	_, err := retry.Repeat(ctx, s.retry, judge, s.heard.Load, func() error {
 		err := s.with(ctx, fn)
 		var a *answer
 		if err == nil || errors.As(err, &a) {
@@ -92,19 +106,70 @@ func (u *upload) shownKey(off int64) string {
 	return u.key + ":ow-" + u.id + ":" + strconv.FormatInt(off, 10)
 }
 
-// Part sends one value.
-func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
-	value := bytes.Join(p, nil)
-	if len(p) == 1 {
-		value = p[0]
+// mostValue is the most bytes that the server takes in one value, of those that a part has; a server that does not tell takes
+// as many until it refuses them.
+func mostValue(ctx context.Context, c *redis.Client) int64 {
+	const setting = "proto-max-bulk-len"
+	all, err := c.ConfigGet(ctx, setting).Result()
+	if n, numberErr := strconv.ParseInt(all[setting], 10, 64); err == nil && numberErr == nil && n > 0 {
+		return min(n, part)
 	}
-	off := int64(k) * part
-	u.mu.Lock()
-	u.sent = append(u.sent, off)
-	u.mu.Unlock()
-	return u.placeError("save", off, doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
+	return part
+}
+
+// errLarge is the error of a value that may be too large for the server.
+var errLarge = errs.New(errs.ErrNotSupported, "the server takes no value of this size")
+
+// Part sends one part: as one value, or as several where the server takes no such large ones.
+func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
+	rest := bytes.Join(p, nil)
+	if len(p) == 1 {
+		rest = p[0]
+	}
+	off, noted := int64(k)*part, int64(-1)
+	for isFirst := true; isFirst || len(rest) > 0; isFirst = false {
+		value := rest[:min(int64(len(rest)), u.most.Load())]
+		if off > noted {
+			u.mu.Lock()
+			u.sent = append(u.sent, off)
+			u.mu.Unlock()
+			noted = off
+		}
+		err := u.sendValue(ctx, off, value)
+		if errors.Is(err, errLarge) && len(value) > smallValue {
+			u.most.Store(smallValue)
+			continue
+		}
+		if err != nil {
+			return u.placeError("save", off, err)
+		}
+		rest, off = rest[len(value):], off+int64(len(value))
+	}
+	return nil
+}
+
+// sendValue sends one value. Closing the connection is the only refusal that servers have for a value over their limit: where that
+// happens, a large one is errLarge.
+func (u *upload) sendValue(ctx context.Context, off int64, value []byte) error {
+	isLost := false
+	judge := func(err error) (retry.Verdict, time.Duration) {
+		_, isAnswer := errors.AsType[*answer](err)
+		if isLost = !isAnswer && (errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout)); isLost && len(value) > smallValue {
+			return retry.Never, 0
+		}
+		return judgeError(err)
+	}
+	err := repeatRequest(ctx, u.server, judge, func(ctx context.Context, c *redis.Client) error {
 		return commandError(c.Set(ctx, u.hiddenKey(off), value, unpublished))
-	}))
+	})
+	switch {
+	case err == nil || !isLost || ctx.Err() != nil:
+		return err
+	case len(value) > smallValue:
+		return errLarge
+	}
+	return fmt.Errorf("%w, while a value of %d bytes was sent: does the server limit their size (proto-max-bulk-len)?", err,
+		len(value))
 }
 
 // commandError is the error of a command that changes a key, which only the word OK confirms.

@@ -27,6 +27,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 )
@@ -89,6 +90,43 @@ func Redirect(status int) bool {
 		return true
 	}
 	return false
+}
+
+// mostWait bounds the pause that a server may ask for.
+const mostWait = time.Hour
+
+// WaitAsked is how long a server that refuses a request asks to wait: Retry-After in seconds or as a date, else the
+// time until the windows of RateLimit that have no request left begin again; 0: it does not ask.
+//
+// Source: RFC 9110, 10.2.3; draft-ietf-httpapi-ratelimit-headers: `"name";r=0;t=25`.
+func WaitAsked(h http.Header) time.Duration {
+	if text := h.Get("Retry-After"); text != "" {
+		if t, err := http.ParseTime(text); err == nil {
+			return min(max(0, time.Until(t)), mostWait)
+		}
+		return secondsOf(text)
+	}
+	var wait time.Duration
+	for window := range strings.SplitSeq(strings.Join(h.Values("RateLimit"), ","), ",") {
+		params := map[string]string{}
+		for param := range strings.SplitSeq(window, ";") {
+			name, value, _ := strings.Cut(strings.TrimSpace(param), "=")
+			params[name] = value
+		}
+		if params["r"] == "0" {
+			wait = max(wait, secondsOf(params["t"]))
+		}
+	}
+	return wait
+}
+
+// secondsOf reads a number of seconds; 0 for what is none.
+func secondsOf(text string) time.Duration {
+	n, err := strconv.ParseUint(strings.TrimSpace(text), 10, 31)
+	if err != nil {
+		return 0
+	}
+	return min(time.Duration(n)*time.Second, mostWait)
 }
 
 // ContentRange reads the header of that name, as "bytes 0-9/100"; total is -1 if the

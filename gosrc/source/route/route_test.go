@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 )
@@ -193,6 +194,32 @@ func TestEncoding(t *testing.T) {
 	} {
 		if got := Encoding(http.Header{"Content-Encoding": c.lines}); got != c.want {
 			t.Errorf("%q: %q", c.lines, got)
+		}
+	}
+}
+
+// A server that refuses for a while is asked again when it says so: by Retry-After, or by the end of a window of RateLimit that has
+// no request left. What cannot be read asks for nothing, and no answer for more than an hour.
+func TestWaitAsked(t *testing.T) {
+	for _, c := range []struct {
+		header http.Header
+		want   time.Duration
+	}{
+		{nil, 0},
+		{http.Header{"Retry-After": {"25"}}, 25 * time.Second},
+		{http.Header{"Retry-After": {"-1"}}, 0},
+		{http.Header{"Retry-After": {"99999999"}}, time.Hour},
+		{http.Header{"Retry-After": {"Mon, 02 Jan 2006 15:04:05 GMT"}}, 0},
+		{http.Header{"Ratelimit": {`"resolvers";r=0;t=25`}}, 25 * time.Second},
+		{http.Header{"Ratelimit": {`"resolvers"; r=0; t=25`}, "Retry-After": {"3"}}, 3 * time.Second},
+		{http.Header{"Ratelimit": {`"a";r=5;t=250, "b";r=0;t=7`, `"c";r=0;t=9`}}, 9 * time.Second},
+		{http.Header{"Ratelimit": {`"resolvers";r=12;t=25`}}, 0},
+		{http.Header{"Ratelimit": {`"resolvers";r=0;t=-25`}}, 0},
+		{http.Header{"Ratelimit": {`"resolvers";r=0`}}, 0},
+		{http.Header{"Ratelimit": {`";,=;r=0;t=99999999999999999999`}}, 0},
+	} {
+		if got := WaitAsked(c.header); got != c.want {
+			t.Errorf("%v: %v, want %v", c.header, got, c.want)
 		}
 	}
 }

@@ -6,13 +6,16 @@ import (
 	"context"
 	"errors"
 	"io"
+	"net"
 	"net/http"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/aws/aws-sdk-go-v2/aws"
+	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
 	awshttp "github.com/aws/aws-sdk-go-v2/aws/transport/http"
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/smithy-go/logging"
@@ -36,12 +39,15 @@ type client struct {
 	apis    map[clientKey]*s3.Client
 	regions map[string]string // of buckets outside the configured region
 	bare    bool              // guessed, and the machine has none: requests go unsigned
+	plain   bool              // a server, or a proxy before it, refuses "Expect: 100-continue"
+	summed  map[string]bool   // the buckets that take uploads with a checksum only
 }
 
 // A clientKey says what one of the SDK's clients is for.
 type clientKey struct {
 	region string
 	signed bool
+	plain  bool // it sends bodies without asking by "Expect: 100-continue" whether they are wanted
 }
 
 // clients keeps what is expensive to find out (credentials, regions) for later
@@ -55,6 +61,10 @@ const maxClients = 64
 
 // acquireClient returns the client of these options; release ends its use.
 func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
+	opt, err := withOwnNames(opt)
+	if err != nil {
+		return nil, err
+	}
 	key := opt.Whole()
 	clients.Lock()
 	c := clients.all[key]
@@ -65,7 +75,7 @@ func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
 	if c != nil {
 		return c, nil
 	}
-	c, err := newClient(ctx, opt)
+	c, err = newClient(ctx, opt)
 	if err != nil {
 		return nil, err
 	}
@@ -104,7 +114,8 @@ func newClient(ctx context.Context, opt source.Options) (*client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &client{settings: s, transport: s.transport(), apis: map[clientKey]*s3.Client{}, regions: map[string]string{}}
+	c := &client{settings: s, transport: s.transport(), apis: map[clientKey]*s3.Client{}, regions: map[string]string{},
+		summed: map[string]bool{}}
 	ch := &chain{settings: s, http: bounded{c.transport}}
 	c.creds, err = ch.firstProvider(ctx)
 	c.guessed = ch.guessed
@@ -160,7 +171,7 @@ func (s *short) Read(p []byte) (int, error) {
 func (c *client) apiFor(bucket string, signed bool) *s3.Client {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	at := clientKey{c.region, signed}
+	at := clientKey{c.region, signed, c.plain}
 	if r, ok := c.regions[bucket]; ok {
 		at.region = r
 	}
@@ -179,8 +190,12 @@ func (c *client) apiFor(bucket string, signed bool) *s3.Client {
 		// trailing ones.
 		RequestChecksumCalculation: aws.RequestChecksumCalculationWhenRequired,
 		ResponseChecksumValidation: aws.ResponseChecksumValidationWhenRequired,
+		HTTPSignerV4:               newSigner(),
 		Logger:                     logging.Nop{},
 		DefaultsMode:               aws.DefaultsModeStandard,
+	}
+	if at.plain {
+		o.ContinueHeaderThresholdBytes = -1
 	}
 	if c.creds == nil || !signed {
 		o.Credentials = aws.AnonymousCredentials{}
@@ -221,33 +236,78 @@ func (c *client) isSigning(ctx context.Context) bool {
 	return false
 }
 
+// signer signs requests without their Accept-Encoding, which a proxy may change, as Google's front end does.
+type signer struct{ v4 *v4.Signer }
+
+// newSigner makes the signer of one client: it keeps the keys that it derives by access key, whatever the secret is.
+func newSigner() signer {
+	return signer{v4.NewSigner(func(o *v4.SignerOptions) { o.DisableURIPathEscaping = true })}
+}
+
+// SignHTTP signs one request.
+func (s signer) SignHTTP(ctx context.Context, keys aws.Credentials, r *http.Request, hash, service, region string,
+	at time.Time, options ...func(*v4.SignerOptions)) error {
+	encoding := r.Header.Values("Accept-Encoding")
+	r.Header.Del("Accept-Encoding")
+	err := s.v4.SignHTTP(ctx, keys, r, hash, service, region, at, options...)
+	if encoding != nil {
+		r.Header["Accept-Encoding"] = encoding
+	}
+	return err
+}
+
 // callOnce sends one request, and again, signed anew, if the store says that the bucket
-// is in another region. Only the name of a region is taken from that response,
-// never its Location.
+// is in another region, or without "Expect: 100-continue" if that is refused. Only the name of a
+// region is taken from that response, never its Location.
 func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Client) (T, error)) (T, error) {
-	isSigned := c.isSigning(ctx)
-	api := c.apiFor(bucket, isSigned)
-	out, err := fn(api)
-	if err == nil || ctx.Err() != nil {
-		return out, err
+	isSigned, hasMoved := c.isSigning(ctx), false
+	for {
+		api := c.apiFor(bucket, isSigned)
+		out, err := fn(api)
+		if err == nil || ctx.Err() != nil {
+			return out, err
+		}
+		asksFirst := api.Options().ContinueHeaderThresholdBytes >= 0
+		var resp *awshttp.ResponseError
+		if !errors.As(err, &resp) || resp.HTTPStatusCode() == 0 { // there was none
+			if asksFirst && isCutWrite(err) {
+				c.sendPlainly()
+				continue
+			}
+			return out, err
+		}
+		region := resp.Response.Header.Get("X-Amz-Bucket-Region")
+		switch s := resp.HTTPStatusCode(); {
+		case s == http.StatusExpectationFailed && asksFirst:
+			c.sendPlainly()
+		case !hasMoved && (route.Redirect(s) || s == http.StatusBadRequest || s == http.StatusForbidden) &&
+			region != api.Options().Region && validRegion(region):
+			hasMoved = true
+			c.mu.Lock()
+			c.regions[bucket] = region
+			c.mu.Unlock()
+		case !isSigned && (s == http.StatusUnauthorized || s == http.StatusForbidden):
+			c.mu.Lock()
+			c.bare = false // there may be some next time
+			c.mu.Unlock()
+			return out, lackCredentials("%s. Unsigned, the store refused%s", noCredentials, statusOf(err))
+		default:
+			return out, err
+		}
 	}
-	var resp *awshttp.ResponseError
-	if !errors.As(err, &resp) || resp.Response == nil || resp.Response.Response == nil {
-		return out, err
-	}
-	region := resp.Response.Header.Get("X-Amz-Bucket-Region")
-	switch s := resp.HTTPStatusCode(); {
-	case (route.Redirect(s) || s == http.StatusBadRequest || s == http.StatusForbidden) &&
-		region != api.Options().Region && validRegion(region):
-		c.mu.Lock()
-		c.regions[bucket] = region
-		c.mu.Unlock()
-		return fn(c.apiFor(bucket, isSigned))
-	case !isSigned && (s == http.StatusUnauthorized || s == http.StatusForbidden):
-		c.mu.Lock()
-		c.bare = false // there may be some next time
-		c.mu.Unlock()
-		return out, lackCredentials("%s. Unsigned, the store refused%s", noCredentials, statusOf(err))
-	}
-	return out, err
+}
+
+// sendPlainly makes later requests go without "Expect: 100-continue".
+func (c *client) sendPlainly() {
+	c.mu.Lock()
+	c.plain = true
+	c.mu.Unlock()
+}
+
+// isCutWrite reports whether a connection was closed while a body was sent. The refusal of an expectation may be lost so: the
+// transport sends the body after it where the connection is to be kept.
+func isCutWrite(err error) bool {
+	op, ok := errors.AsType[*net.OpError](err)
+	return ok && (op.Op == "write" || op.Op == "readfrom") &&
+		(errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE))
 }

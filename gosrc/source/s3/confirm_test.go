@@ -104,9 +104,9 @@ func serveFake(t *testing.T, f *fakeStore) source.Options {
 }
 
 // publish writes an object and returns the error of its publication, or of its parts.
-func publish(t *testing.T, opt source.Options, data []byte) error {
+func publish(t *testing.T, opt source.Options, name string, data []byte) error {
 	t.Helper()
-	d, err := Create(bg, "s3://models/m", opt, int64(len(data)))
+	d, err := Create(bg, "s3://models/"+name, opt, int64(len(data)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -165,7 +165,7 @@ func TestCompletion(t *testing.T) {
 	} {
 		t.Run(c.what, func(t *testing.T) {
 			t.Parallel()
-			err := publish(t, serveFake(t, c.f), data)
+			err := publish(t, serveFake(t, c.f), "m", data)
 			if (err == nil) != c.stored || c.stored && !bytes.Equal(c.f.had, data) {
 				t.Errorf("%v, the store has %d bytes", err, len(c.f.had))
 			}
@@ -201,7 +201,7 @@ func TestPutAnswers(t *testing.T) {
 			refuse(w, 200, "InternalError")
 		}}, false},
 	} {
-		if err := publish(t, serveFake(t, c.f), data); (err == nil) != c.stored ||
+		if err := publish(t, serveFake(t, c.f), "m", data); (err == nil) != c.stored ||
 			err != nil && !errors.Is(err, errs.ErrIO) {
 			t.Errorf("%s: %v", what, err)
 		}
@@ -275,7 +275,7 @@ func TestOnce(t *testing.T) {
 		opt := serveFake(t, c.f)
 		opt.Once = true
 		before := bytes.Clone(c.f.had)
-		err := publish(t, opt, c.data)
+		err := publish(t, opt, "m", c.data)
 		want := c.data
 		if c.want != nil {
 			want = before

@@ -7,6 +7,7 @@ import (
 	"context"
 	"crypto/sha1"
 	"encoding/hex"
+	"fmt"
 	"net"
 	"net/url"
 	"os/exec"
@@ -14,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/aws/aws-sdk-go-v2/aws"
 	"github.com/aws/aws-sdk-go-v2/config"
@@ -54,13 +56,14 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 	var err error
 	switch {
 	case o["key"] != "" && o["secret"] != "":
-		p = credentials.NewStaticCredentialsProvider(o["key"], o["secret"], o["token"])
+		p, err = staticKeys(aws.Credentials{AccessKeyID: o["key"], SecretAccessKey: o["secret"], SessionToken: o["token"]},
+			errs.ErrArgument, "storage_options: key", "storage_options: secret", "storage_options: token")
 	case o["key"] != "" || o["secret"] != "" || o["token"] != "":
 		return nil, errs.New(errs.ErrArgument, "storage_options: key and secret come together (and token with both)")
 	case o["profile"] != "":
 		p, err = c.fromProfile(ctx, &c.profile, 0)
 	case c.environmentKeys().HasKeys():
-		p = credentials.StaticCredentialsProvider{Value: c.environmentKeys()}
+		p, err = c.environmentProvider()
 	case c.env("AWS_WEB_IDENTITY_TOKEN_FILE") != "":
 		p, err = c.webIdentity(ctx, c.env("AWS_WEB_IDENTITY_TOKEN_FILE"), c.env("AWS_ROLE_ARN"),
 			c.env("AWS_ROLE_SESSION_NAME"))
@@ -73,7 +76,44 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 	if _, isStatic := p.(credentials.StaticCredentialsProvider); isStatic {
 		return p, nil
 	}
-	return aws.NewCredentialsCache(p, func(o *aws.CredentialsCacheOptions) { o.ExpiryWindow = 2 * time.Minute }), nil
+	return aws.NewCredentialsCache(cleaned{p}, func(o *aws.CredentialsCacheOptions) {
+		o.ExpiryWindow = 2 * time.Minute
+	}), nil
+}
+
+// cleanKeys takes the line break from the end of credentials, which a secret made by a shell may have. Inside of them
+// it is an error, of this class, that names which one has it.
+func cleanKeys(keys aws.Credentials, class error, names ...string) (aws.Credentials, error) {
+	for i, word := range []*string{&keys.AccessKeyID, &keys.SecretAccessKey, &keys.SessionToken} {
+		*word = strings.TrimSpace(*word)
+		if strings.ContainsFunc(*word, unicode.IsControl) {
+			return keys, errs.New(class, "%s: it has a line break, or another character that cannot be sent", names[i])
+		}
+	}
+	return keys, nil
+}
+
+func staticKeys(keys aws.Credentials, class error, names ...string) (aws.CredentialsProvider, error) {
+	keys, err := cleanKeys(keys, class, names...)
+	return credentials.StaticCredentialsProvider{Value: keys}, err
+}
+
+// cleaned gives the credentials of a service or a program as cleanKeys has them.
+type cleaned struct{ aws.CredentialsProvider }
+
+// Retrieve asks for them.
+func (c cleaned) Retrieve(ctx context.Context) (aws.Credentials, error) {
+	keys, err := c.CredentialsProvider.Retrieve(ctx)
+	if err != nil {
+		return keys, err
+	}
+	return cleanKeys(keys, errs.ErrPermission, "the access key that was given", "the secret key that was given",
+		"the session token that was given")
+}
+
+func (c *chain) environmentProvider() (aws.CredentialsProvider, error) {
+	return staticKeys(c.environmentKeys(), errs.ErrPermission, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
+		"AWS_SESSION_TOKEN")
 }
 
 func (c *chain) environmentKeys() aws.Credentials {
@@ -95,7 +135,9 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 	case p.Source != nil:
 		base, err = c.fromProfile(ctx, p.Source, depth+1)
 	case p.Credentials.HasKeys():
-		base = credentials.StaticCredentialsProvider{Value: p.Credentials}
+		name := fmt.Sprintf("profile %q: ", p.Profile)
+		base, err = staticKeys(p.Credentials, errs.ErrPermission, name+"aws_access_key_id", name+"aws_secret_access_key",
+			name+"aws_session_token")
 	case p.CredentialSource != "":
 		base, err = c.namedProvider(p.CredentialSource)
 	case p.WebIdentityTokenFile != "":
@@ -122,7 +164,7 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 func (c *chain) namedProvider(where string) (aws.CredentialsProvider, error) {
 	switch where {
 	case "Environment":
-		return credentials.StaticCredentialsProvider{Value: c.environmentKeys()}, nil
+		return c.environmentProvider()
 	case "EcsContainer":
 		return c.containerProvider()
 	case "Ec2InstanceMetadata":

@@ -72,7 +72,8 @@ func TestChain(t *testing.T) {
 		}
 		return p
 	}
-	write(".aws/credentials", "[default]\naws_access_key_id=FILE\naws_secret_access_key=s\n[base]\naws_access_key_id=BASE\naws_secret_access_key=s\n")
+	write(".aws/credentials", "[default]\naws_access_key_id=FILE\naws_secret_access_key=s\n[base]\naws_access_key_id=BASE\naws_secret_access_key=s\n"+
+		"[windows]\r\naws_access_key_id=WINDOWS\r\naws_secret_access_key=s\r\n")
 	write(".aws/config", `[profile base]
 region = eu-north-1
 [profile role]
@@ -109,6 +110,19 @@ sso_role_name = r
 		class   error
 	}{
 		{"keys of the caller", env{"key": "GIVEN", "secret": "s", "token": "t"}, env{"HOME": home, "AWS_ACCESS_KEY_ID": "ENV", "AWS_SECRET_ACCESS_KEY": "s"}, "GIVEN", nil},
+		{"boto3's names", env{"aws_access_key_id": "GIVEN", "aws_secret_access_key": "s", "aws_session_token": "t", "region_name": "eu-north-1"}, env{}, "GIVEN", nil},
+		{"obstore's names", env{"access_key_id": "GIVEN", "secret_access_key": "s", "session_token": "t", "endpoint": "https://store.example"}, env{}, "GIVEN", nil},
+		{"one value by two names", env{"access_key_id": "GIVEN", "key": "GIVEN", "secret": "s"}, env{}, "GIVEN", nil},
+		{"two values for one option", env{"access_key_id": "GIVEN", "key": "OTHER", "secret": "planted"}, env{}, "", errs.ErrArgument},
+		{"a key that ends in a line break", env{"key": "GIVEN\n", "secret": "s\r\n", "token": "t\n"}, env{}, "GIVEN", nil},
+		{"an environment whose keys end in line breaks", nil, env{"AWS_ACCESS_KEY_ID": "ENV\r\n", "AWS_SECRET_ACCESS_KEY": "s\n", "AWS_SESSION_TOKEN": "t\n"}, "ENV", nil},
+		{"a profile with line ends of Windows", env{"profile": "windows"}, env{"HOME": home}, "WINDOWS", nil},
+		{"a process whose keys end in line breaks", env{"profile": "process"}, env{"HOME": home, "AWS_PLANTED": `PROCESS\\n`}, "PROCESS", nil},
+		{"a line break in the key", env{"key": "GI\nVEN", "secret": "s"}, env{}, "", errs.ErrArgument},
+		{"a line break in the secret", env{"key": "GIVEN", "secret": "planted\r\nx"}, env{}, "", errs.ErrArgument},
+		{"a line break in the token", env{"key": "GIVEN", "secret": "s", "token": "planted\x00x"}, env{}, "", errs.ErrArgument},
+		{"a line break in the environment's token", nil, env{"AWS_ACCESS_KEY_ID": "ENV", "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "planted\nx"}, "", errs.ErrPermission},
+		{"a line break in a process's key", env{"profile": "process"}, env{"HOME": home, "AWS_PLANTED": `planted\\nx`}, "", errs.ErrPermission},
 		{"the caller's profile before the environment", env{"profile": "base"}, env{"HOME": home, "AWS_ACCESS_KEY_ID": "ENV", "AWS_SECRET_ACCESS_KEY": "s"}, "BASE", nil},
 		{"the environment before AWS_PROFILE", nil, env{"HOME": home, "AWS_PROFILE": "base", "AWS_ACCESS_KEY_ID": "ENV", "AWS_SECRET_ACCESS_KEY": "s"}, "ENV", nil},
 		{"AWS_PROFILE", nil, env{"HOME": home, "AWS_PROFILE": "base"}, "BASE", nil},
@@ -139,16 +153,22 @@ sso_role_name = r
 		key, err := func() (string, error) {
 			ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 			defer cancel()
-			cl, err := newClient(ctx, source.Options{Storage: c.storage, Env: c.env})
-			if err != nil || cl.creds == nil {
+			cl, err := acquireClient(ctx, source.Options{Storage: c.storage, Env: c.env})
+			if err != nil {
 				return "", err
 			}
-			defer cl.transport.CloseIdleConnections()
+			defer cl.releaseClient()
+			if cl.creds == nil {
+				return "", nil
+			}
 			got, err := cl.creds.Retrieve(ctx)
 			return got.AccessKeyID, classifyError(ctx, err)
 		}()
 		if key != c.key || !errors.Is(err, c.class) || c.class == nil && err != nil {
 			t.Errorf("%s: %q %v", c.what, key, err)
+		}
+		if strings.HasPrefix(c.what, "a line break in") && !strings.Contains(err.Error(), "line break") {
+			t.Errorf("%s: %v", c.what, err)
 		}
 		if err != nil && strings.Contains(err.Error(), "planted") {
 			t.Errorf("%s: %v shows a secret", c.what, err)

@@ -45,6 +45,9 @@ func (r *refusal) Error() string {
 			b.WriteString(": " + part)
 		}
 	}
+	if r.after >= time.Second {
+		fmt.Fprintf(&b, ": the store asks to wait %.0f s", r.after.Seconds())
+	}
 	fmt.Fprintf(&b, " (status %d", r.status)
 	if r.request != "" {
 		b.WriteString(", request " + r.request)
@@ -97,9 +100,7 @@ func classifyError(ctx context.Context, err error) error {
 		if r.message = says[r.code]; r.code == "" { // a response without a body has none
 			r.message = http.StatusText(r.status)
 		}
-		if n, err := strconv.Atoi(resp.Response.Header.Get("Retry-After")); err == nil && n > 0 {
-			r.after = time.Duration(min(n, 3600)) * time.Second
-		}
+		r.after = route.WaitAsked(resp.Response.Header)
 		r.class = statusClass(r.status, r.code)
 		if route.Redirect(r.status) {
 			r.message = "a redirect" + leadsTo(resp.Response.Header.Get("Location")) +
@@ -118,7 +119,7 @@ func classifyError(ctx context.Context, err error) error {
 	return transportError(err)
 }
 
-// classOf keeps the class of one of our errors and its innermost text, without what
+// classOf keeps the class of one of our errors, its rule and its innermost text, without what
 // the SDK wrapped around it.
 func classOf(err error) error {
 	if at, ok := errors.AsType[*errs.At](err); ok {
@@ -126,7 +127,7 @@ func classOf(err error) error {
 	}
 	for {
 		inner := errors.Unwrap(err)
-		if inner == nil || !errs.Classed(inner) || errors.Unwrap(inner) == nil {
+		if inner == nil || !errs.Classed(inner) || errors.Unwrap(inner) == nil || errs.RuleOf(inner) != errs.RuleOf(err) {
 			return err
 		}
 		err = inner

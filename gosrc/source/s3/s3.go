@@ -23,6 +23,7 @@ import (
 	"github.com/aws/aws-sdk-go-v2/aws"
 	awsmiddleware "github.com/aws/aws-sdk-go-v2/aws/middleware"
 	"github.com/aws/aws-sdk-go-v2/service/s3"
+	"github.com/aws/smithy-go/middleware"
 	smithyhttp "github.com/aws/smithy-go/transport/http"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -124,7 +125,7 @@ func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 	if e := encodingOf(out); e != "" {
 		return nil, encodedError(e)
 	}
-	o.pinObject(out.ETag, out.LastModified)
+	o.pinObject(out.ETag, out.LastModified, out.ResultMetadata)
 	if o.etag == nil && o.since == nil || out.ContentRange == nil &&
 		(out.ContentLength == nil || *out.ContentLength > source.HeadBytes) {
 		o.inOrder = true
@@ -156,19 +157,25 @@ func (o *fetcher) checkEmpty(ctx context.Context) error {
 			SSECustomerKeyMD5: o.client.sse.sum})
 	})
 	if err != nil {
-		return classifyError(ctx, err)
+		return o.client.explainKey(classifyError(ctx, err))
 	}
 	if out.ContentLength == nil || *out.ContentLength != 0 {
 		return errs.New(errs.ErrIO, "the store refuses ranges of this object")
 	}
-	o.pinObject(out.ETag, out.LastModified)
+	o.pinObject(out.ETag, out.LastModified, out.ResultMetadata)
 	return nil
 }
 
-func (o *fetcher) pinObject(etag *string, changed *time.Time) {
+// pinObject takes what identifies the object's state. Dates have whole seconds: only one that had passed when the store
+// answered is the date of one state.
+func (o *fetcher) pinObject(etag *string, changed *time.Time, answer middleware.Metadata) {
+	now, ok := awsmiddleware.GetServerTime(answer)
+	if !ok {
+		now = time.Now()
+	}
 	if etag != nil && *etag != "" {
 		o.etag = etag
-	} else {
+	} else if changed != nil && now.Sub(*changed) >= time.Second {
 		o.since = changed
 	}
 }
@@ -193,7 +200,7 @@ func (o *fetcher) getRange(ctx context.Context, want *string) (*s3.GetObjectOutp
 			SSECustomerKeyMD5: o.client.sse.sum})
 	})
 	if err != nil {
-		err = classifyError(ctx, err)
+		err = o.client.explainKey(classifyError(ctx, err))
 		if (o.etag != nil || o.since != nil) && errors.Is(err, errs.ErrNotFound) {
 			err = errs.New(errs.ErrCorrupt, "the object was deleted while it was read")
 		}

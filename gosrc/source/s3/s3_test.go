@@ -274,47 +274,88 @@ func TestDropped(t *testing.T) {
 	}
 }
 
-// The customer's key goes along with every request that touches bytes, and
-// with no other. (versitygw does not encrypt: what is shown is that it is
-// sent, rightly made, as text or in base64.)
+// The customer's key goes along with every request that touches bytes, and with no other, rightly made, as text or in
+// base64. Only a store that says that it has used the key gets an object: versitygw keeps the bytes as they are, and says nothing.
 func TestCustomerKey(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
 	const key = "0123456789abcdef0123456789abcdef"
 	const text = "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY="
+	const head = "X-Amz-Server-Side-Encryption-Customer-"
 	h := md5.Sum([]byte(key))
 	sum := base64.StdEncoding.EncodeToString(h[:])
 	var sent, without []string
+	var confirms, echoes atomic.Bool
 	var mu sync.Mutex
 	front := fronted(t, s, func(r *http.Request) {
 		mu.Lock()
 		defer mu.Unlock()
-		const h = "X-Amz-Server-Side-Encryption-Customer-"
-		if r.Header.Get(h+"Key") == text && r.Header.Get(h+"Algorithm") == "AES256" &&
-			r.Header.Get(h+"Key-Md5") == sum {
+		if r.Header.Get(head+"Key") == text && r.Header.Get(head+"Algorithm") == "AES256" &&
+			r.Header.Get(head+"Key-Md5") == sum {
 			sent = append(sent, r.Method)
 		} else {
 			without = append(without, r.Method)
 		}
-	}, nil)
-	for _, k := range []string{key, text} {
-		sent, without = nil, nil
-		opt := with(s, "endpoint_url", front, "sse_customer_key", k)
-		// versitygw may refuse the header: only what is sent counts.
-		d, err := Create(bg, "s3://models/sse", opt, 1)
-		if err != nil {
-			t.Fatal(err)
+	}, func(r *http.Response) error {
+		if confirms.Load() {
+			r.Header.Set(head+"Algorithm", "AES256")
+			r.Header.Set(head+"Key-Md5", sum)
 		}
-		_ = d.Write([]byte("x"), 0)
-		_ = d.Finish(1)
-		perr := d.Publish()
-		d.Drop()
-		_, gerr := get("s3://models/sse", opt)
+		if echoes.Load() {
+			r.Header.Set(head+"Key", text)
+		}
+		return nil
+	})
+	put(t, with(s), "s3://models/sse", []byte("old"))
+	for _, k := range []string{key, text} {
+		confirms.Store(false)
+		opt := with(s, "endpoint_url", front, "sse_customer_key", k)
+		for name, data := range map[string][]byte{"sse": []byte("x"), "large": random(minPart + 1), "empty": nil} {
+			if err := publish(t, opt, name, data); !errors.Is(err, errs.ErrNotSupported) ||
+				!strings.Contains(err.Error(), "does not confirm") {
+				t.Errorf("%s: %v", name, err)
+			}
+			if had, err := get("s3://models/"+name, with(s)); name == "sse" && string(had) != "old" ||
+				name != "sse" && !errors.Is(err, errs.ErrNotFound) {
+				t.Errorf("%s: %d bytes are there: %v", name, len(had), err)
+			}
+		}
+		confirms.Store(true)
+		echoes.Store(true)
+		if err := publish(t, opt, "echo", []byte("x")); !errors.Is(err, errs.ErrNotSupported) {
+			t.Errorf("a store that repeats the headers: %v", err)
+		}
+		echoes.Store(false)
+		sent, without = nil, nil
+		err := publish(t, opt, "with "+k, []byte("x"))
+		_, getErr := get("s3://models/with "+k, opt)
 		mu.Lock()
-		if len(sent) != 2 || sent[0] != "PUT" || sent[1] != "GET" || len(without) != 0 {
-			t.Errorf("with the key %v (%v, %v), without %v", sent, perr, gerr, without)
+		if fmt.Sprint(sent, without) != "[POST PUT POST GET] []" || err != nil || getErr != nil {
+			t.Errorf("with the key %v, without %v: %v, %v", sent, without, err, getErr)
 		}
 		mu.Unlock()
+	}
+}
+
+// A customer's key crosses no network without TLS; on this machine it may.
+func TestCustomerKeyNeedsTLS(t *testing.T) {
+	t.Parallel()
+	for endpoint, isRefused := range map[string]bool{"http://10.1.2.3:9000": true, "http://store.example": true,
+		"http://127.0.0.1.example": true, "http://127.0.0.1:9000": false, "http://[::1]:9000": false,
+		"http://localhost": false, "https://store.example": false, "store.example": false, "": false} {
+		for _, opt := range []source.Options{
+			{Storage: map[string]string{"endpoint_url": endpoint}}, {Env: map[string]string{"AWS_ENDPOINT_URL_S3": endpoint}},
+		} {
+			if opt.Storage == nil {
+				opt.Storage = map[string]string{}
+			}
+			opt.Storage["sse_customer_key"] = strings.Repeat("k", 32)
+			_, err := resolveSettings(bg, opt)
+			if isRefused != (err != nil) || err != nil && (!errors.Is(err, errs.ErrArgument) ||
+				!strings.Contains(err.Error(), "sse_customer_key")) {
+				t.Errorf("%s: %v", endpoint, err)
+			}
+		}
 	}
 }
 
@@ -322,12 +363,7 @@ func TestCustomerKey(t *testing.T) {
 // fails. It keeps the host, which is signed.
 func fronted(t *testing.T, s *sourcetest.S3, see func(*http.Request), change func(*http.Response) error) string {
 	t.Helper()
-	u, _ := url.Parse(s.URL)
-	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) {
-		r.SetURL(u)
-		r.Out.Host = r.In.Host
-	}, ModifyResponse: change,
-		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) { w.WriteHeader(http.StatusBadGateway) }}
+	p := forwarder(s, change)
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if see != nil {
 			see(r)
@@ -504,4 +540,14 @@ func TestWalk(t *testing.T) {
 	if _, err := Walk(bg, "s3://models/none/", with(s), false); !errors.Is(err, errs.ErrNotFound) {
 		t.Error(err)
 	}
+}
+
+// forwarder forwards requests to the server, and may change its answers.
+func forwarder(s *sourcetest.S3, change func(*http.Response) error) http.Handler {
+	u, _ := url.Parse(s.URL)
+	return &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) {
+		r.SetURL(u)
+		r.Out.Host = r.In.Host
+	}, ModifyResponse: change,
+		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) { w.WriteHeader(http.StatusBadGateway) }}
 }

@@ -8,6 +8,7 @@ import (
 	"crypto/md5"
 	"encoding/base64"
 	"errors"
+	"maps"
 	"net"
 	"net/url"
 	"path/filepath"
@@ -25,6 +26,28 @@ import (
 // names are the storage options of s3://.
 var names = append([]string{"key", "secret", "token", "profile", "region", "endpoint_url", "anon", "sse_customer_key",
 	"path_style", "cacert"}, retry.Names...)
+
+// aliases are the names that other libraries have for options.
+var aliases = map[string]string{
+	"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_session_token": "token",
+	"access_key_id": "key", "secret_access_key": "secret", "session_token": "token",
+	"aws_endpoint_url": "endpoint_url", "endpoint": "endpoint_url",
+	"region_name": "region", "aws_region": "region", "profile_name": "profile",
+}
+
+// withOwnNames gives options their own names. It refuses two values for one.
+func withOwnNames(opt source.Options) (source.Options, error) {
+	own := map[string]string{}
+	for _, name := range slices.Sorted(maps.Keys(opt.Storage)) {
+		to := cmp.Or(aliases[name], name)
+		if had, isTwice := own[to]; isTwice && had != opt.Storage[name] {
+			return opt, errs.New(errs.ErrArgument, "storage_options: %s and %s are the same option, with two values", to, name)
+		}
+		own[to] = opt.Storage[name]
+	}
+	opt.Storage = own
+	return opt, nil
+}
 
 // settings are what the caller, the environment and the profile say, in this
 // order of precedence.
@@ -180,10 +203,20 @@ func (s *settings) customerKey() error {
 		key = b
 	}
 	algorithm, text := "AES256", base64.StdEncoding.EncodeToString(key)
-	sum := md5.Sum(key) // the protocol sends it beside the key
+	if u, err := url.Parse(s.endpoint); err == nil && u.Scheme == "http" && !isLoopback(u.Hostname()) {
+		return errs.New(errs.ErrArgument, "sse_customer_key: it would cross the network readable, since endpoint_url "+
+			"is http://%s: use an https:// endpoint", u.Host)
+	}
+	sum := md5.Sum(key) // the protocol sends it with the key
 	check := base64.StdEncoding.EncodeToString(sum[:])
 	s.sse = sse{&algorithm, &text, &check}
 	return nil
+}
+
+// isLoopback reports whether a host is this machine.
+func isLoopback(host string) bool {
+	ip := net.ParseIP(host)
+	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()
 }
 
 // validRegion allows only a single label, since a region becomes part of a host's

@@ -37,12 +37,13 @@ type upload struct {
 	name
 	client *client
 
-	mu    sync.Mutex
-	id    *string   // of the multipart upload; nil until it has begun
-	begun time.Time // by the store's clock; zero if it has none
-	once  *string   // If-None-Match: the object appears only where none is; nil: it replaces
-	done  []types.CompletedPart
-	size  int64 // of the parts in done
+	mu       sync.Mutex
+	id       *string   // of the multipart upload; nil until it has begun
+	isSummed bool      // its parts have checksums
+	begun    time.Time // by the store's clock; zero if it has none
+	once     *string   // If-None-Match: the object appears only where none is; nil: it replaces
+	done     []types.CompletedPart
+	size     int64 // of the parts in done
 }
 
 // Create starts to write an object of at most limit bytes. What the name had
@@ -67,7 +68,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 	if err != nil {
 		return nil, n.placeError("save", err)
 	}
-	u := &upload{name: n, client: c}
+	u := &upload{name: n, client: c, isSummed: c.sendsSums(n.bucket)}
 	if opt.Once {
 		u.once = aws.String("*")
 	}
@@ -78,59 +79,85 @@ func (u *upload) URI() string { return u.uri }
 
 // Part sends one part; the first to arrive starts the upload.
 func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
-	id, err := u.beginUpload(ctx)
-	if err != nil {
-		return u.placeError("save", err)
+	for {
+		id, isSummed, err := u.beginUpload(ctx)
+		if err != nil {
+			return u.placeError("save", err)
+		}
+		done, err := u.sendPart(ctx, id, int32(k+1), p, checksumOf(p, isSummed))
+		switch {
+		case err == nil:
+			u.mu.Lock()
+			defer u.mu.Unlock()
+			u.done = append(u.done, done)
+			u.size += sizeOf(p)
+			if isSummed {
+				u.client.noteSums(u.bucket)
+			}
+			return nil
+		case !u.beginAnew(ctx, id, err):
+			return u.placeError("save", err)
+		}
 	}
-	number, size := int32(k+1), sizeOf(p)
+}
+
+func (u *upload) sendPart(ctx context.Context, id *string, number int32, p [][]byte, sum *string) (types.CompletedPart,
+	error) {
+	size := sizeOf(p)
 	out, err := callWithRetries(ctx, u.client, u.bucket,
 		func(ctx context.Context, api *s3.Client) (*s3.UploadPartOutput, error) {
 			out, err := api.UploadPart(ctx, &s3.UploadPartInput{Bucket: &u.bucket, Key: &u.key, UploadId: id,
-				PartNumber: &number,
-				Body:       bodyOf(ctx, p), ContentLength: &size,
+				PartNumber: &number, ChecksumAlgorithm: algorithmOf(sum != nil), ChecksumCRC32C: sum,
+				Body: bodyOf(ctx, p), ContentLength: &size,
 				SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
 				SSECustomerKeyMD5: u.client.sse.sum}, u.client.signBody)
+			if err == nil {
+				err = u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata)
+			}
 			if err == nil && !isNamed(out.ETag) {
 				err = errs.New(errs.ErrIO, "the store's answer to part %d has no ETag", number)
 			}
 			return out, err
 		})
 	if err != nil {
-		return u.placeError("save", err)
+		return types.CompletedPart{}, err
 	}
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.done = append(u.done, types.CompletedPart{PartNumber: &number, ETag: out.ETag})
-	u.size += size
-	return nil
+	return types.CompletedPart{PartNumber: &number, ETag: out.ETag, ChecksumCRC32C: sum}, nil
 }
 
-func (u *upload) beginUpload(ctx context.Context) (*string, error) {
+func (u *upload) beginUpload(ctx context.Context) (id *string, isSummed bool, err error) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.id != nil {
-		return u.id, nil
+		return u.id, u.isSummed, nil
 	}
 	out, err := callWithRetries(ctx, u.client, u.bucket,
 		func(ctx context.Context, api *s3.Client) (*s3.CreateMultipartUploadOutput, error) {
 			return api.CreateMultipartUpload(ctx, &s3.CreateMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
+				ChecksumAlgorithm:    algorithmOf(u.isSummed),
 				SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
 				SSECustomerKeyMD5: u.client.sse.sum})
 		})
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
 	if !isNamed(out.UploadId) {
-		return nil, errs.New(errs.ErrIO, "the store gave no id for an upload")
+		return nil, false, errs.New(errs.ErrIO, "the store gave no id for an upload")
 	}
 	u.id = out.UploadId
 	u.begun, _ = awsmiddleware.GetServerTime(out.ResultMetadata)
-	return u.id, nil
+	return u.id, u.isSummed, nil
 }
 
 // Publish completes the upload, or puts a small object as a whole. It succeeds only if
 // the store says so by an ETag, or shows the object when it is asked.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
+	if n == 0 {
+		var err error
+		if n, err = u.publishWithKey(ctx, whole); err != nil {
+			return err
+		}
+	}
 	if n == 0 {
 		return u.endPublished(u.putObject(ctx, whole))
 	}
@@ -161,14 +188,26 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 }
 
 func (u *upload) putObject(ctx context.Context, whole []byte) error {
-	size, tries := int64(len(whole)), 0
+	size, tries, all := int64(len(whole)), 0, [][]byte{whole}
 	_, err := callWithRetries(ctx, u.client, u.bucket,
 		func(ctx context.Context, api *s3.Client) (*s3.PutObjectOutput, error) {
 			tries++
-			out, err := api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key,
-				Body:          bodyOf(ctx, [][]byte{whole}),
+			in := &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: bodyOf(ctx, all),
+				ChecksumAlgorithm: algorithmOf(u.isSummed), ChecksumCRC32C: checksumOf(all, u.isSummed),
 				ContentLength: &size, IfNoneMatch: u.once, SSECustomerAlgorithm: u.client.sse.algorithm,
-				SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signBody)
+				SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}
+			out, err := api.PutObject(ctx, in, u.client.signBody)
+			if err != nil && !u.isSummed && mayWantSum(ctx, err) {
+				in.Body, in.ChecksumAlgorithm, in.ChecksumCRC32C = bodyOf(ctx, all), algorithmOf(true), checksumOf(all, true)
+				if out, err = api.PutObject(ctx, in, u.client.signBody); err == nil {
+					u.client.noteSums(u.bucket)
+				}
+			}
+			if err == nil {
+				if why := u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata); why != nil {
+					return out, u.removeUnencrypted(ctx, api, why)
+				}
+			}
 			if err == nil && !isNamed(out.ETag) {
 				err = u.compareObject(ctx, api, whole)
 			}

@@ -91,7 +91,7 @@ class AllowList:
             return function.call(self.budget, *args)
         if isinstance(function, type):
             torch = imported("torch")
-            make: Any = _CALLS.get(function) or (
+            make: Any = CALLS.get(function) or (
                 torch and {torch.Size: _make_size, torch.device: _make_device}.get(function)
             )
             if make is not None:
@@ -289,7 +289,8 @@ def _make_decimal(budget: Budget, text: Any) -> decimal.Decimal:
     return decimal.Decimal(text)
 
 
-_CALLS: dict[type, Callable[..., Any]] = {
+#: What makes an object of each class that may be called.
+CALLS: dict[type, Callable[..., Any]] = {
     complex: _make_complex,
     range: _make_range,
     slice: _make_slice,

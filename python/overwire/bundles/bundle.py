@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .._imports import Undisturbed, imported
+from .._order import await_path
 from ..errors import (
     ArgumentError,
     CorruptError,
@@ -35,13 +36,13 @@ from ..model.opened import Model
 from ..model.options import BundleOptions, StorageOptions, check_options, check_values, spell_out
 from ..model.reading import read_uri
 from ..model.storage import storage
-from ..paths import classed_errors, is_remote, is_there, resolve_links
-from ..stores import write_bytes
+from ..paths import classed_errors, is_remote, is_there
+from ..stores import publish, resolve_links, write_bytes
 from ..verbs.save import save_bytes, stage_bytes
-from ..verbs.saving import Report, Saving, await_save
+from ..verbs.saving import Report, Saving
 from .landing import DEVICES, ORDER, devices_of
 from .opening import DIGEST, MOST_PICKLE, resolve_pickle
-from .turns import turn_of
+from .turns import Turn, turn_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -213,13 +214,17 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
     # The blob's number is its place in this list; the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
     metadata = {DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {DIGEST: digest}
-    await_save(target)
+    await_path(target)
     with contextlib.ExitStack() as turn:
-        one = _remote_place(target, data, how, access) if remote else _local_place(target, data, how, turn)
+        turns: list[Turn] = []
+        one = _remote_place(target, data, how, access) if remote else _local_place(target, data, how, turn, turns)
         if not how.wait:
             cleanup = turn.pop_all()
             options |= {"like": one.like, "key": target, "max_memory": max_memory}
-            return stage_bytes(tensors, one.container, metadata, one.publish, one.undo, cleanup.close, **options)
+            saving = stage_bytes(tensors, one.container, metadata, one.publish, one.undo, cleanup.close, **options)
+            for one_turn in turns:
+                one_turn.saver = saving
+            return saving
         try:
             report = save_bytes(tensors, one.container, metadata, like=one.like, **options)
             one.publish(report)
@@ -238,7 +243,9 @@ class _Place(NamedTuple):
     undo: Callable[[], None]
 
 
-def _local_place(target: str, data: bytes, how: _How, turn: contextlib.ExitStack) -> _Place:
+def _local_place(
+    target: str, data: bytes, how: _How, turn: contextlib.ExitStack, turns: list[Turn]
+) -> _Place:
     folder = how.folder
     container = layout.container_of(target, folder)
     if "\n" in os.path.basename(container):
@@ -254,7 +261,7 @@ def _local_place(target: str, data: bytes, how: _How, turn: contextlib.ExitStack
             if not os.path.isdir(os.path.dirname(lock)):
                 continue
             try:
-                turn.enter_context(turn_of(lock))
+                turns.append(turn.enter_context(turn_of(lock)))
             except OSError as error:  # no writer of this user's can be in a folder that is closed to him
                 if one == folder or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
@@ -328,13 +335,10 @@ def _keep_previous(target: str, container: str) -> None:
 def _take_back(target: str, container: str) -> None:
     # A save has failed: where the old pickle stands, its container does, too, under its own name.
     previous = layout.previous_of(container)
-    with contextlib.suppress(OSError, OutOfMemoryError):
+    with contextlib.suppress(OSError, OverwireError):
         if is_there(previous) and _has_digest(previous, _digest_of_file(target)):
-            path = resolve_links(container)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # readers take the previous one from here on
-            os.link(previous, path)
-            os.unlink(previous)
+            publish(previous, container)
+            os.unlink(previous)  # both names may be of one file
 
 
 def _digest_of_file(path: str) -> str:

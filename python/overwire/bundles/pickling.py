@@ -118,6 +118,8 @@ class TensorPickler(pickle.Pickler):
     def _hint_at(self, tensor: Any) -> None:
         # A storage has neither dtype nor shape; a dense tensor that covers it
         # tells both. Kept with the storage, so that its number is not reused.
+        from ..frameworks.memory import fits_storage
+
         torch: Any = self._torch
         if tensor.layout is torch._mkldnn:
             raise NotSupportedError(
@@ -129,12 +131,12 @@ class TensorPickler(pickle.Pickler):
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError, ValueError):
             return  # a wrapper without a storage, or a lazy module's parameter
-        if tensor.numel() and not storage.nbytes():
-            name = self._names.get(id(tensor), "")
-            text = f"overwire: compress: a tensor of shape {list(tensor.shape)}"
-            raise ArgumentError(
-                f"{text}: its memory was freed: it sleeps, or its storage was resized to 0", tensor=name
-            )
+        if not fits_storage(tensor):
+            why = "its memory was freed: it sleeps, or its storage was resized to 0"
+            if storage.nbytes():
+                why = f"its storage was made shorter than it is, {storage.nbytes()} bytes"
+            text = f"overwire: compress: a tensor of shape {list(tensor.shape)}: {why}"
+            raise ArgumentError(text, tensor=self._names.get(id(tensor), ""))
         number = storage._cdata
         if number in self._hints or number in self._storages:
             return

@@ -13,6 +13,7 @@ Source: the notes on serialization in torch's documentation, and its pickles.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -24,7 +25,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from .._imports import start_thread
 from .._tables import BITS
@@ -42,10 +43,10 @@ from ..files import regular, state_of_file
 from ..foreign.zips import BAD_ZIP, Span, entries_of
 from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
-from ..paths import raise_unless_absent
-from .allowlist import AllowList
+from .allowlist import CALLS, AllowList
 from .budget import Budget
 from .machine import Machine
+from .torcharchive import inflate_entries, not_torch
 from .unpickling import inside, run_machine
 
 #: The most bytes of a pickle without its tensors.
@@ -111,9 +112,16 @@ class _Opaque:
         self.kind = kind
 
 
+def _kind_of(value: Any) -> str:
+    if isinstance(value, (_Opaque, _Named)):
+        return ".".join(value.kind if isinstance(value, _Opaque) else value)
+    return type(value).__name__
+
+
 class _Storage(NamedTuple):
     key: str
     dtype: str
+    numel: int
 
 
 class _Tensor(NamedTuple):
@@ -139,18 +147,6 @@ class TorchFile(NamedTuple):
     left: list[str]
 
 
-def is_torch_file(path: str) -> bool:
-    """Whether a file is such an archive; False for what may not be read. Raises where the disk fails."""
-    try:
-        with open(path, "rb", opener=regular) as file:
-            return any(entry.filename.endswith("/data.pkl") for entry in entries_of(file))
-    except (IsADirectoryError, PermissionError, *BAD_ZIP):
-        return False
-    except OSError as error:
-        raise_unless_absent(error, path)
-        return False
-
-
 class StoredTensor(NamedTuple):
     """Where a saved tensor is in its file, in bytes. `checksum` is that of the whole storage; 0: there is none."""
 
@@ -168,14 +164,14 @@ def read_item(path: str, number: int, span: Span, name: str) -> StoredTensor | T
 
     The memory of the content's tensors stays valid. Raises what `opened` raises.
     """
-    with _classed(path), open(number, "rb", closefd=False) as file:
+    with open(number, "rb", closefd=False) as file, _classed(path, file, span):
         reader = _Reader(path, entries_of(file, span), number, span)
         root = reader.read_root()
         return reader.locate(root) if isinstance(root, _Tensor) else reader.read_content(root, (name,))
 
 
 @contextlib.contextmanager
-def _classed(path: str) -> Iterator[None]:
+def _classed(path: str, file: BinaryIO, span: Span | None) -> Iterator[None]:
     # Our classes for what reading an archive raises.
     try:
         yield
@@ -184,20 +180,22 @@ def _classed(path: str) -> Iterator[None]:
     except OSError as error:
         raise error_of_system(error, "read", path) from error
     except BAD_ZIP as error:
-        raise FormatError(
-            f"overwire: open {path}: no file that torch.save wrote (since torch 1.6): {error}", source=path
-        ) from error
+        raise not_torch(path, file, error, span) from error
 
 
 @contextlib.contextmanager
-def opened(path: str, span: Span | None = None, compare: bool = True) -> Iterator[TorchFile]:
-    """The content of a file, or of the archive at `span` in it; its memory is valid in the block. compare: read
-    all tensors for their checksums.
+def opened(
+    path: str, span: Span | None = None, compare: bool = True, scratch: str | None = None
+) -> Iterator[TorchFile]:
+    """The content of a file, or of the archive at `span` in it; its memory is valid in the block.
+
+    compare: read all tensors for their checksums.
+    scratch: a folder whose disk takes what deflated entries inflate to; None: that of temporary files.
 
     Raises FormatError for a file that torch.save did not write, NotSupportedError for
     tensors that safetensors lacks (sparse, quantised, complex128) or that lie in objects
     of other classes, UntrustedPickleError for a pickle that no honest one is like,
-    CorruptError if the file changes in the block.
+    CorruptError for an archive that is cut off or damaged, and if the file changes in the block.
     """
     try:
         file = open(path, "rb", opener=regular)  # noqa: SIM115
@@ -205,10 +203,15 @@ def opened(path: str, span: Span | None = None, compare: bool = True) -> Iterato
         raise
     except OSError as error:
         raise error_of_system(error, "open", path) from error
-    with file:
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
         before = state_of_file(file.fileno())
-        with _classed(path):
-            reader = _Reader(path, entries_of(file, span), file.fileno(), span)
+        with _classed(path, file, span):
+            entries, number, part = entries_of(file, span), file.fileno(), span
+            if (copy := inflate_entries(path, file, entries, span, scratch)) is not None:
+                stack.callback(copy.close)
+                entries, number, part = entries_of(copy), copy.fileno(), None
+            reader = _Reader(path, entries, number, part)
             content = reader.read_content(reader.read_root(), compare=compare)
         failure = CorruptError(f"overwire: read {path}: changed while it was read", source=path)
         try:
@@ -233,15 +236,21 @@ class _Names(AllowList):
         is too long for one."""
         if len(module) + len(name) > _LONGEST:
             raise self.budget.refuse(f"it has a name of {len(module) + len(name)} letters")
-        if module.split(".")[0] not in ("torch", "numpy"):
+        if module.split(".")[0] not in ("torch", "numpy", "overwire"):
             with contextlib.suppress(UntrustedPickleError):
                 return super().find(module, name)
         return _Named(module, name)
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
-        """Tensors, shapes, containers; a placeholder for what anything else would make."""
+        """Tensors, shapes, containers; a placeholder for what anything else would make, or what is made of
+        placeholders. A defaultdict of such is a dict: what makes its values is never called."""
         if isinstance(function, _Opaque):
             return function
+        if isinstance(function, type) and (
+            function not in CALLS or any(isinstance(arg, (_Named, _Opaque)) for arg in args)
+        ):
+            is_dict = function is collections.defaultdict
+            return {} if is_dict else _Opaque(_Named(function.__module__, function.__qualname__))
         if not isinstance(function, _Named):
             return super().call(function, args)
         if function.module == "torch._utils" and function.name.startswith("_rebuild_"):
@@ -260,6 +269,8 @@ class _Names(AllowList):
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
         """A placeholder for an object of any class."""
+        if isinstance(kind, _Opaque):  # a class that a call returns, as protocol 2 writes those in another
+            return kind
         return _Opaque(kind) if isinstance(kind, _Named) else super().new(kind, args)
 
     def set_state(self, made: Any, state: Any) -> None:
@@ -296,7 +307,8 @@ class _Reader:
         self._folder = pickles[0].removesuffix("data.pkl")
         self._budget = Budget(path, min(_MOST, self._entries[pickles[0]].file_size), _CURE)
         self._made = 0
-        self._storages: dict[str, bool] = {}  # whether a tensor has the bytes of each that is named
+        self._storages: dict[str, _Storage] = {}  # each that is named, by its key
+        self._used: set[str] = set()  # keys of those whose bytes a tensor has
         self._named = 0  # bytes of the mapped ones, under all their names
         self._copied = 0  # bytes of strided tensors, which are not mapped
         self._odd = ""  # a class whose objects are not data
@@ -408,7 +420,7 @@ class _Reader:
         contents = TorchFile([], {}, [])
         visits: set[int] = set()
         self._walk_value(contents, root, at, visits)
-        if orphans := self._made - len(visits) + list(self._storages.values()).count(False):
+        if orphans := self._made - len(visits) + len(self._storages) - len(self._used):
             what = f"objects of {self._odd}" if self._odd else "objects that are not data"
             why = f"{orphans} tensors lie in {what}: load it with the library that wrote it"
             raise self._error_of(f"{why}, and save its state_dict()", NotSupportedError)
@@ -423,9 +435,17 @@ class _Reader:
             and pid[0] == "storage"
             and type(pid[1]) is _Named
             and type(pid[2]) is str
+            and type(pid[4]) is int
         ):
-            self._storages.setdefault(pid[2], False)
-            return _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES))
+            storage = _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES), pid[4])
+            # torch takes the first for all of that key: another reader would have other tensors.
+            if self._storages.setdefault(storage.key, storage) != storage:
+                raise self._error_of(f"data/{storage.key:.200} is named by two types or lengths")
+            start, end = self._span_of_entry(f"data/{storage.key}")
+            if (end - start) // (BITS[storage.dtype] // 8) != storage.numel:
+                why = f"data/{storage.key:.200} has {end - start} bytes, not {storage.numel} of {storage.dtype}"
+                raise self._error_of(why)
+            return storage
         raise self._error_of("a reference to a tensor is malformed")
 
     def _dtype_of(self, name: str, table: dict[str, str]) -> str:
@@ -444,7 +464,7 @@ class _Reader:
             why = "lazily conjugated or negated: save what resolve_conj() and resolve_neg() return"
             raise self._error_of(f"it has a tensor that is {why}", NotSupportedError)
         storage, offset, shape, strides = args[:4]
-        if type(storage) is not _Storage or type(offset) is not int:
+        if type(storage) is not _Storage or type(offset) is not int or not 0 <= offset < 1 << 62:
             raise self._error_of("a tensor is malformed")
         dtype = storage.dtype
         if name == "_rebuild_tensor_v3":
@@ -456,11 +476,12 @@ class _Reader:
         if type(strides) is not tuple or any(type(s) is not int or s < 0 for s in strides):
             raise self._error_of("a tensor is malformed")
         strides = tuple(s * item for s in strides)
-        if not inside(shape, strides, offset * item, item, end - start):
+        first = 0 if type(shape) is tuple and 0 in shape else offset * item  # no byte is read, wherever it begins
+        if not inside(shape, strides, first, item, end - start):
             raise self._error_of("a tensor lies outside its storage")
         self._made += 1
-        self._storages[storage.key] = True
-        return _Tensor(storage, dtype, shape, strides, offset * item)
+        self._used.add(storage.key)
+        return _Tensor(storage, dtype, shape, strides, first)
 
     def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
         # One object may have many paths, and one key many objects below it.
@@ -471,31 +492,40 @@ class _Reader:
             seen.add(id(value))
             found.tensors.append((name, self._bytes_of(name, value)))
         elif isinstance(value, (_Opaque, _Named)):
-            kind = ".".join(value.kind if isinstance(value, _Opaque) else value)
+            kind = _kind_of(value)
             self._budget.charge_memory(len(kind))
             self._odd = self._odd or kind
             found.left.append(f"{name or 'all of it'}: {kind}")
         elif isinstance(value, dict) and len(at) < 64:
             for key, part in value.items():
-                self._walk_value(found, part, (*at, self._text_of_key(key)), seen)
+                if (text := self._text_of_key(key)) is None:  # tensors below it are missed in the end
+                    kind = _kind_of(key)
+                    self._budget.charge_memory(len(kind))
+                    found.left.append(f"{name}: an entry that has a key of {kind}".removeprefix(": "))
+                else:
+                    self._walk_value(found, part, (*at, text), seen)
         elif (size := self._size_of_plain(value)) is not None:
             self._budget.charge_memory(size)
-            found.values[name] = list(value) if isinstance(value, (list, tuple)) else value
+            plain = list(value) if isinstance(value, (list, tuple)) else value
+            if name in found.values:
+                found.left.append(f"{name}: another value of this name ({type(value).__name__})")
+            else:
+                found.values[name] = plain
         elif isinstance(value, (list, tuple)) and len(at) < 64:
             for number, part in enumerate(value):
                 self._walk_value(found, part, (*at, str(number)), seen)
         else:
-            found.left.append(f"{name}: {type(value).__name__}")
+            found.left.append(f"{name}: {_kind_of(value)}")
 
-    def _text_of_key(self, key: Any) -> str:
-        """What a key is in a name: it is a plain value, or a tuple of them."""
+    def _text_of_key(self, key: Any) -> str | None:
+        """What a key is in a name: it is a plain value, or a tuple of them; None for all else."""
         parts = key if type(key) is tuple else (key,)
         self._budget.charge_work(len(parts))
         size = 0
         for part in parts:
             own = self._size_of_plain(part)
             if own is None or isinstance(part, (list, tuple)):
-                raise self._error_of(f"a key is no name ({type(part).__name__})", NotSupportedError)
+                return None
             size += own
         self._budget.charge_memory(size)
         return key if type(key) is str else str(key)
@@ -516,6 +546,9 @@ class _Reader:
         return None if None in sizes else sum(8 + (size or 0) for size in sizes)
 
     def _bytes_of(self, name: str, tensor: _Tensor) -> Bytes:
+        if tensor.dtype == "F4" and not tensor.shape:
+            why = f"{name} is a float4 tensor of no dimension, which safetensors lacks: reshape it to (1,)"
+            raise self._error_of(why, NotSupportedError)
         start, _ = self._span_of_entry(f"data/{tensor.storage.key}")
         item = BITS[tensor.dtype] // 8 or 1
         start += tensor.offset

@@ -1,8 +1,8 @@
-"""Models that torch.save wrote, as files and folders that the engine converts.
+"""Models of other libraries, as files and folders that the engine converts.
 
 `pytorch_model.bin` becomes `model.safetensors`, its shards and their index likewise;
-another file keeps its stem. What lies beside the weights comes along. The plain files
-are temporary: they lie in a folder of their own, beside what is written, and go when the
+another file keeps its stem. What lies with the weights comes along. The plain files
+are temporary: they lie in a folder of their own, next to what is written, and go when the
 conversion has ended.
 """
 
@@ -19,14 +19,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, FormatError, NotFoundError
-from ..files import TORCH_ENDINGS, folders_of, has_weights, lock_file, may_be_foreign
+from .._tables import MOST_OTHER, OTHER_WEIGHTS
+from ..errors import ArgumentError, FormatError, NotFoundError, OverwireError
+from ..files import folders_of, has_weights, lock_file, may_be_foreign
 from ..foreign.content import write_plain
 from ..foreign.dcp import files_of
 from ..foreign.kinds import INDEX, has_usual_name, kind_of, open_content, read_index, refuse_empty, weights_of
 from ..foreign.links import may_follow
 from ..foreign.shards import shards_in
-from ..paths import classed_errors, is_remote, local
+from ..paths import classed_errors, is_remote, local, without_scheme
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
 from ..verbs.saving import Report
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from ..model.options import Level, StorageOptions
     from ..model.sources import SourceLike
 
-#: The size from which files of these names are no small companions: weights, or what trainers save.
-_LARGE = 64 << 20
 _MARK = ".overwire-torch-"
 
 
@@ -81,7 +80,7 @@ def convert(
     }
     options |= {"sha256": sha256, "progress": progress, "storage_options": storage_options}
     names = source if isinstance(source, (list, tuple)) else [source]
-    paths = [os.fsdecode(name) for name in names if isinstance(name, (str, os.PathLike))]
+    paths = [without_scheme(os.fsdecode(name)) for name in names if isinstance(name, (str, os.PathLike))]
     if not any(map(is_torch_model, paths)):
         return rewrite(source, path, **options)
     with plain_models([local(name) for name in names], local(path)) as (plain, remainder):
@@ -90,7 +89,8 @@ def convert(
 
 
 def is_torch_model(path: str) -> bool:
-    """Whether a local path is a file that torch.save wrote, or a folder whose weights are such files."""
+    """Whether a local path is a file of another library that is read, or a folder with such weights. Raises for
+    weights that are damaged or missing."""
     if is_remote(path) or not may_be_foreign(path):
         return False
     with classed_errors(path, "open"):
@@ -99,7 +99,10 @@ def is_torch_model(path: str) -> bool:
         folders = [folder for folder, below in folders_of(path) if not _is_sharded_copy(path, below)]
         if any(map(kind_of, folders)):
             return True
-        return not _has_safetensors(folders) and any(map(weights_of, folders))
+        if _has_safetensors(folders):
+            return False
+        weights = [weights_of(folder) for folder in folders]  # any of them may have one that is damaged
+        return any(weights)
 
 
 def _is_sharded_copy(root: str, below: str) -> bool:
@@ -134,13 +137,24 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
     try:
         with classed_errors(target):
             plain, remainder = _write_plain_models(sources, top, target.endswith((".safetensors", ".tensors")))
-        yield plain, remainder
+        try:
+            yield plain, remainder
+        except OverwireError as error:
+            _name_sources(error, dict(zip(plain, sources, strict=True)))
+            raise
     finally:
         try:
             with contextlib.suppress(OSError):  # a later conversion removes the rest
                 shutil.rmtree(top, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+def _name_sources(error: OverwireError, sources: Mapping[str, str]) -> None:
+    """Makes an error name the sources instead of the plain files that were made of them."""
+    for plain, source in sources.items():
+        error.args = tuple(str(text).replace(plain, source) for text in error.args)
+        error.source = error.source and error.source.replace(plain, source)
 
 
 def _write_plain_models(sources: list[str], top: str, into_file: bool) -> tuple[list[str], list[str]]:
@@ -198,7 +212,7 @@ def _sweep_leftovers(parent: str) -> None:
 def _write_plain_file(source: str, path: str, kind: str, may_lack: bool = False) -> list[str] | None:
     """Writes the tensors of a file or folder of that kind. Plain values become metadata. Returns what is left out.
     may_lack: None for a file without tensors, which is not written."""
-    with open_content(source, kind) as content:
+    with open_content(source, kind, scratch=os.path.dirname(path)) as content:
         if may_lack and not content.tensors:
             return None
         refuse_empty(content, source, kind)
@@ -210,13 +224,18 @@ def _write_plain_file(source: str, path: str, kind: str, may_lack: bool = False)
 
 
 def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
-    """Makes a folder like the source, with its weights as plain files. Returns what is left out: what lies
-    beside the weights, too, where all goes into one file."""
+    """Makes a folder like the source, with its weights as plain files. Returns what is left out, with
+    the files next to the weights where all goes into one file."""
     remainder: list[str] = []
     is_empty = True
-    folders = [(folder, below) for folder, below in folders_of(source)]
-    has_plain = _has_safetensors([folder for folder, _ in folders])
-    for folder, below in folders:
+    folders = dict(folders_of(source))
+    has_plain = _has_safetensors(list(folders))
+    of_folders: dict[str, set[str]] = {
+        folder: set() if has_plain or kind_of(folder) or _is_sharded_copy(source, below) else set(weights_of(folder))
+        for folder, below in folders.items()
+    }
+    for folder, weights in of_folders.items():
+        below = folders[folder]
         if below and _is_sharded_copy(source, below):
             remainder.append(folder)
             continue
@@ -231,12 +250,12 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
             _refuse_twins(folder, sources, [name for name in names if name not in done and has_weights([name])])
             remainder += _write_plain_file(folder, os.path.join(place, "model.safetensors"), kind) or ()
             is_empty = False
-        weights = set() if kind or has_plain else set(weights_of(folder))
         indexes = [name for name in names if name.endswith(INDEX)] if weights else []
         _refuse_twins(folder, sources, sorted(weights) + indexes)
+        is_stale = not has_weights([name for name in names if name not in done])
         for name in names:
             at = os.path.join(folder, name)
-            if name in done or os.path.isdir(at) and not os.path.islink(at):
+            if name in done or at in folders or name.startswith(_MARK):
                 continue
             if name in weights:
                 target = os.path.join(place, _plain_name(name))
@@ -249,7 +268,8 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
                 _plain_index(at, os.path.join(place, _plain_name(name)))
             elif (
                 into_file and not has_weights([name])
-                or name in sources and name not in weights
+                or name in sources
+                or is_stale and name.endswith(".json") and ".safetensors." in name
                 or not _is_companion(source, at)
             ):  # fmt: skip
                 remainder.append(at)
@@ -273,8 +293,8 @@ def _is_companion(root: str, path: str) -> bool:
 
 
 def _is_large(path: str) -> bool:
-    """Whether a file is what a trainer saves beside weights, rather than a small companion."""
-    return path.endswith(TORCH_ENDINGS) and os.path.getsize(path) > _LARGE
+    """Whether a file is of a format of weights, and too large to be copied along."""
+    return os.path.splitext(path)[1].lower() in OTHER_WEIGHTS and os.path.getsize(path) > MOST_OTHER
 
 
 def _link_or_copy(path: str, target: str) -> None:

@@ -12,61 +12,75 @@ import os
 import threading
 from collections.abc import Iterator
 
+from .._order import Saver
 from ..errors import ArgumentError
 from ..files import lock_file
 
-# Lock files that threads of this process have, or wait for: device, inode, and the thread.
-_taken: set[tuple[int, int, int]] = set()
+
+class Turn:
+    """A lock file that a thread of this process has, or waits for; `saver` is the save in the
+    background that has taken it over from the thread."""
+
+    def __init__(self, device: int, inode: int) -> None:
+        self._file, self._thread = (device, inode), threading.get_ident()
+        self.saver: Saver | None = None
+
+    def is_own(self, device: int, inode: int) -> bool:
+        """Whether it is of that file, and this thread would wait for itself."""
+        owner = self._thread if self.saver is None else self.saver._thread
+        return self._file == (device, inode) and owner == threading.get_ident()
+
+
+_taken: list[Turn] = []
 
 
 @contextlib.contextmanager
-def turn_of(path: str) -> Iterator[None]:
+def turn_of(path: str) -> Iterator[Turn]:
     """Waits until no one else is in a `turn_of` the same path. Raises OSError, and
     ArgumentError where the thread itself is in one: it would wait for itself.
 
     Where there are no locks, the caller alone must write: see `lock_file`.
     """
-    number, identity = _lock_file(path)
+    number, turn = _lock_file(path)
     try:
-        yield
+        yield turn
     finally:
         with contextlib.suppress(OSError):  # removed by hand
             os.unlink(path)
         with contextlib.suppress(OSError):
             fcntl.flock(number, fcntl.LOCK_UN)  # a child of fork may have the file open, too
-        _taken.discard(identity)
+        _taken.remove(turn)
         os.close(number)
 
 
-def _lock_file(path: str) -> tuple[int, tuple[int, int, int]]:
+def _lock_file(path: str) -> tuple[int, Turn]:
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            identity = _note_owner(number, path)
+            turn = _note_owner(number, path)
         except BaseException:
             os.close(number)
             raise
         try:
             lock_file(number, path, fcntl.LOCK_EX)
             if _is_there(number, path):
-                return number, identity
+                return number, turn
         except BaseException:
-            _taken.discard(identity)
+            _taken.remove(turn)
             os.close(number)
             raise
-        _taken.discard(identity)
+        _taken.remove(turn)
         os.close(number)  # the writer before has removed it
 
 
-def _note_owner(number: int, path: str) -> tuple[int, int, int]:
+def _note_owner(number: int, path: str) -> Turn:
     state = os.fstat(number)
-    identity = state.st_dev, state.st_ino, threading.get_ident()
-    if identity in _taken:
+    if any(turn.is_own(state.st_dev, state.st_ino) for turn in list(_taken)):
         raise ArgumentError(
             f"overwire: {path}: a signal handler, or a callback, saves the bundle whose save it interrupts"
         )
-    _taken.add(identity)
-    return identity
+    _taken.append(turn := Turn(state.st_dev, state.st_ino))
+    return turn
 
 
 def _is_there(number: int, path: str) -> bool:

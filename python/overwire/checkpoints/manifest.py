@@ -1,16 +1,19 @@
 """checkpoint.json: what a checkpoint has beside its tensors. Written behind them, so that a
 folder with it is whole.
 
-    {"format": "overwire checkpoint", "version": 1,
+    {"format": "overwire checkpoint", "version": 2, "save": "0123456789abcdef0123456789abcdef",
      "parts": [{"prefix": "model.", "files": ["model.safetensors"]},
                {"prefix": "", "files": ["training/model-00001-of-00002.safetensors", ...]}],
-     "bytes": ["optimizer.param_groups"],
+     "bytes": ["optimizer.param_groups"], "dtypes": {"model.phase": "complex128"},
      "paths": {"model.weight": ["model", "weight"], ...} or null}
 
 A tensor's name in the state is its part's prefix and its name in the files. The tensors
-that `bytes` names hold what torch.save wrote of an object. `paths` are the keys that lead
-to each entry of a nested state. Every byte may come from an attacker: what is read is
-bounded and checked, and names no file outside the folder.
+that `bytes` names hold what torch.save wrote of an object; those of `dtypes` the bytes of a
+tensor whose type of torch safetensors lacks, with one dimension more: those of an element.
+`paths` are the keys that lead to each entry of a nested state. `save` is the id of the save,
+which the metadata of its files have, too (SAVE). Version 1 has neither `save` nor `dtypes`.
+Every byte may come from an attacker: what is read is bounded and checked, and names no file
+outside the folder.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from ..errors import ArgumentError, FormatError, NotSupportedError
 #: The file's name.
 NAME = "checkpoint.json"
 
+#: In the metadata of a checkpoint's files: the id of the save that has written them. The engine has the same name.
+SAVE = "overwire.checkpoint"
+
 #: The folder, in a checkpoint, of what is not the model.
 TRAINING = "training"
 
@@ -32,6 +38,13 @@ LIMIT = 64 << 20
 
 _FORMAT = "overwire checkpoint"
 _FILE = re.compile(rf"(?:{TRAINING}/)?model(?:-ow[0-9a-f]{{8}})?(?:-\d{{5,9}}-of-\d{{5,9}})?\.safetensors")
+
+_SAVE = re.compile(r"[0-9a-f]{32}")
+_DTYPE = re.compile(r"[a-z][a-z0-9_]{1,40}")
+
+# The keys of each version.
+_KEYS = {1: {"format", "version", "parts", "bytes", "paths"}}
+_KEYS[2] = _KEYS[1] | {"save", "dtypes"}
 
 # The most keys of a path: far more than Python's own recursion lets torch walk.
 _DEEP = 1000
@@ -47,11 +60,13 @@ class Part(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What checkpoint.json says."""
+    """What checkpoint.json says. save: "" in version 1. dtypes: by name, as torch calls them."""
 
     parts: tuple[Part, ...]
     bytes: frozenset[str]
     paths: dict[str, Path] | None
+    save: str
+    dtypes: dict[str, str]
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -59,9 +74,11 @@ def encode(manifest: Manifest) -> bytes:
     text = json.dumps(
         {
             "format": _FORMAT,
-            "version": 1,
+            "version": 2,
+            "save": manifest.save,
             "parts": [{"prefix": part.prefix, "files": list(part.files)} for part in manifest.parts],
             "bytes": sorted(manifest.bytes),
+            "dtypes": manifest.dtypes,
             "paths": manifest.paths,
         },
         ensure_ascii=True,
@@ -116,10 +133,11 @@ def decode(text: bytes, source: str) -> Manifest:
         raise malformed_error("a number of too many digits") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise malformed_error("no checkpoint of overwire")
-    if type(document.get("version")) is not int or document["version"] != 1:
-        raise malformed_error(f"version {document.get('version')!r:.20}, of which 1 is supported")
-    if set(document) != {"format", "version", "parts", "bytes", "paths"}:
-        raise malformed_error("its keys are not those of version 1")
+    version = document.get("version")
+    if type(version) is not int or version not in _KEYS:
+        raise malformed_error(f"version {version!r:.20}, of which 1 and 2 are supported")
+    if set(document) != _KEYS[version]:
+        raise malformed_error(f"its keys are not those of version {version}")
     if not isinstance(document["parts"], list) or len(document["parts"]) > 2:
         raise malformed_error("parts: expected at most two")
     parts = tuple(_decode_part(one, malformed_error) for one in document["parts"])
@@ -136,10 +154,15 @@ def decode(text: bytes, source: str) -> Manifest:
         paths = {name: tuple(path) for name, path in paths.items()}
         if not _are_dense(paths):
             raise malformed_error("paths: lists of more places than there are names")
-    for name in (*nbytes, *(paths or ())):
+    save, dtypes = document.get("save", ""), document.get("dtypes", {})
+    if version > 1 and not (isinstance(save, str) and _SAVE.fullmatch(save)):
+        raise malformed_error("save: expected an id")
+    if not isinstance(dtypes, dict) or not all(isinstance(d, str) and _DTYPE.fullmatch(d) for d in dtypes.values()):
+        raise malformed_error("dtypes: expected names of types")
+    for name in (*nbytes, *dtypes, *(paths or ())):
         if _has_lone_surrogate(name):
             raise malformed_error("a name is no text")
-    return Manifest(parts, frozenset(nbytes), paths)
+    return Manifest(parts, frozenset(nbytes), paths, save, dtypes)
 
 
 def _decode_part(one: Any, bad: Any) -> Part:

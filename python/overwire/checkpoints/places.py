@@ -1,6 +1,9 @@
 """Where a checkpoint is written, and how it appears.
 
-A local one is written to a hidden folder beside its own, `.NAME.partial`, and renamed when
+Each save has an id, which its coordinator makes: it is in checkpoint.json, in the metadata of all files,
+and in the name of what is begun. So no rank of another save writes to it.
+
+A local one is written to a hidden folder beside its own, `.NAME.partial-ID`, and renamed when
 it is whole: into its place, or in exchange for the one that it replaces, in one step. In a
 store, checkpoint.json is written behind the tensors: without it there is no checkpoint. The
 files of each save have names of their own there, and checkpoint.json is written only where none
@@ -10,36 +13,33 @@ is: of several saves at once one makes the checkpoint and then its indexes, and 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from .. import _verbs
 from ..errors import (
     AccessError,
     ArgumentError,
     IOFailure,
     NotFoundError,
-    NotSupportedError,
     OverwireError,
     error_of_system,
 )
-from ..files import lock_file
+from ..files import lock_file, state_of_file
 from ..model.reading import read_bytes
-from ..paths import is_remote, local, refuse_planted_entry, resolve_links
-from ..stores import remove_objects, write_bytes
-from .manifest import LIMIT, NAME, TRAINING, decode
+from ..paths import is_file, is_remote, local, path_of
+from ..stores import ObjectReader, refuse_planted, remove_objects, resolve_links, write_bytes
+from .manifest import LIMIT, NAME, TRAINING, Manifest, decode
 
 #: The index of each of the two folders.
 INDEX = "model.safetensors.index.json"
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class Located:
@@ -64,8 +64,8 @@ class Located:
 
 
 class Place:
-    """The place of one checkpoint, on every rank. The coordinator calls `begin`, then
-    `publish` or `drop`; all ranks write to `path_of`."""
+    """The place of one checkpoint, on every rank. The coordinator calls `begin`, then `publish` or `drop`; the
+    other ranks `join_save`; all write to `path_of`."""
 
     def __init__(
         self, path: str | os.PathLike[str], storage_options: Mapping[str, object] | None, overwrite: bool
@@ -73,31 +73,44 @@ class Place:
         self.path = local(path).rstrip("/")
         self.remote = is_remote(self.path)
         self.options = storage_options
-        #: In the names of the checkpoint's files; "": they need none.
-        self.mark = f"-ow{secrets.token_hex(4)}" if self.remote else ""
         self._objects: list[str] = []  # to a store, by this save
         self._overwrite = overwrite
         self._unlock: weakref.finalize[..., Any] | None = None  # of the coordinator, while it has the place
-        self._target = self._partial = self.path
+        self._own_folder: os.stat_result | None = None  # that it has begun, until it is published
+        self._remains: list[str] = []  # folders to remove when it leaves the place
+        self._target = self._prefix = self.path
         if not self.remote:
-            self._target = resolve_links(self.path)
+            self._target = resolve_links(path_of(self.path) if is_file(self.path) else self.path)
             folder, name = os.path.split(self._target)
-            if not name:
+            if name in ("", ".", ".."):
                 raise self._error_at("a checkpoint is a folder of its own")
-            self._partial = os.path.join(folder, f".{name}.partial")
+            self._prefix = os.path.join(folder, f".{name}.partial")
+        self.join_save(secrets.token_hex(16))
+
+    def join_save(self, save: str) -> None:
+        """Writes to the save with this id from now on: the coordinator's."""
+        self.save = save
+        #: In the names of the checkpoint's files; "": they need none.
+        self.mark = f"-ow{save[:8]}" if self.remote else ""
+        self._partial = self.path if self.remote else f"{self._prefix}-{save[:8]}"
 
     def path_of(self, file: str) -> str:
         """Where a file of the checkpoint is written, until it is published."""
         return f"{self._partial}/{file}"
 
     def make(self, file: str) -> str:
-        """`path_of`, whose folder is there afterwards."""
+        """`path_of`, whose folder is there afterwards. NotFoundError where the save's is not: its coordinator has
+        ended, or writes to another disk."""
         path = self.path_of(file)
         if self.remote:
             self._objects.append(path)
-        else:
-            with self._naming_failures("write to"):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
+            return path
+        with self._naming_failures("write to"):
+            if not os.path.isdir(self._partial):
+                why = f"{self._partial} is not there: all ranks must write to one file system, until the save has ended"
+                raise self._error_at(why, NotFoundError)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path))
         return path
 
     def write(self, file: str, text: bytes) -> None:
@@ -130,23 +143,18 @@ class Place:
             self._refuse_indexes()
             return
         with self._naming_failures("make"):
-            os.makedirs(os.path.dirname(self._partial), exist_ok=True)
+            os.makedirs(os.path.dirname(self._prefix), exist_ok=True)
             # Beside the folder: it is held until that has its name, and what was replaced is gone.
-            lock = _lock_file(f"{self._partial}.lock")
+            lock = _lock_file(f"{self._prefix}.lock")
             if lock is None:
                 raise self._error_at("another save of this checkpoint is running")
-            self._unlock = weakref.finalize(self, _release_lock, lock, f"{self._partial}.lock", os.getpid())
+            self._unlock = weakref.finalize(self, _release_lock, lock, f"{self._prefix}.lock", os.getpid())
             self._unlock.atexit = False
             try:
-                if os.path.islink(self._partial):
-                    raise ArgumentError(
-                        f"overwire: {self._partial} is a link, and what it leads to would be removed", source=self.path
-                    )
-                os.makedirs(self._partial, exist_ok=True)
-                refuse_planted_entry(self._partial)  # its owner would be the checkpoint's
-                self._clear_partial()
-                if old:
-                    self._try_exchange()
+                self._remains = self._empty_leftovers()
+                os.mkdir(self._partial)
+                self._own_folder = os.stat(self._partial)
+                self._try_to_publish(old)
             except BaseException:
                 self.drop()
                 raise
@@ -160,8 +168,9 @@ class Place:
         if self.remote:
             self._objects = [self.path_of(file) for file in files]
 
-    def publish(self, files: Iterable[str]) -> None:
-        """Gives the checkpoint its name, if all its files are there. Where it raises, the old one is whole."""
+    def publish(self, files: Collection[str]) -> None:
+        """Gives the checkpoint its name, if all its files are there. Where it raises, the old one has the name; after
+        Ctrl-C it may be the new one."""
         if self.remote:
             self._objects = []
             return
@@ -173,35 +182,41 @@ class Place:
                             f"overwire: {self.path_of(file)} is not there: all ranks must write to one file system",
                             source=self.path,
                         )
-                for folder in (self.path_of(TRAINING), self._partial):
+                for folder in sorted({os.path.dirname(self.path_of(file)) for file in files}, reverse=True):
                     _sync_folder(folder)
-                if self._has_checkpoint():
-                    _exchange_folders(self._partial, self._target)
-                    _sync_folder(os.path.dirname(self._target), self._target)
-                    shutil.rmtree(self._partial, ignore_errors=True)
-                else:
-                    os.rename(self._partial, self._target)
-                    _sync_folder(os.path.dirname(self._target), self._target)
-            self._unlock_folder()
-        except BaseException:
+                _rename_folder(self._partial, self._target, self._has_checkpoint())
+                _sync_folder(os.path.dirname(self._target), self._target)
+            self._own_folder = None
+            self._remains.append(self._partial)  # the old one
+        finally:
             self.drop()
-            raise
 
     def drop(self) -> None:
-        """Removes what this rank has written and no one published."""
+        """Removes what this rank has written and no one published, and leaves the place."""
         objects, self._objects = self._objects, []
         if objects:
             with contextlib.suppress(OverwireError):  # the save's own error counts
                 remove_objects(objects[::-1], self.options)  # what names the others goes first
-        if self._unlock is not None:
-            if not os.path.islink(self._partial):
-                shutil.rmtree(self._partial, ignore_errors=True)
-            self._unlock_folder()
+        state, self._own_folder = self._own_folder, None
+        try:
+            if state is not None:
+                with contextlib.suppress(OSError, OverwireError):  # both checkpoints stay
+                    self._take_back(state)
+            for folder in self._remains:
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            self._remains = []
+            unlock, self._unlock = self._unlock, None
+            if unlock is not None:
+                unlock()
 
-    def _unlock_folder(self) -> None:
-        unlock, self._unlock = self._unlock, None
-        if unlock is not None:
-            unlock()
+    def _take_back(self, state: os.stat_result) -> None:
+        # The folder itself tells where it is: it may have its name, though the answer was an error, and then the old
+        # checkpoint has the hidden one.
+        if _is_at(state, self._target):
+            _rename_folder(self._target, self._partial, os.path.isdir(self._partial))
+        if _is_at(state, self._partial):
+            self._remains.append(self._partial)
 
     def _error_at(self, why: str, kind: type[OverwireError] = ArgumentError) -> OverwireError:
         return kind(f"overwire: {self.path}: {why}", source=self.path)
@@ -228,23 +243,30 @@ class Place:
                 raise self._error_at(f"the folder has {entries[0]!r} and is no checkpoint: save to another name")
             manifest = decode(read_bytes(f"{self._target}/{NAME}", LIMIT), f"{self._target}/{NAME}")
             own_files = {NAME, INDEX, f"{TRAINING}/{INDEX}", *(file for part in manifest.parts for file in part.files)}
-            below = {
-                os.path.relpath(os.path.join(at, file), self._target)
-                for at, _, files in os.walk(self._target)
-                for file in files
-            }
-            if strange := sorted(below - own_files):
+            if strange := sorted(set(_entries_below(self._target)) - own_files):
                 raise self._error_at(
                     f"beside the checkpoint it has {strange[0]!r}, which would go: save to another name, or move it"
                 )
             return True
 
-    def _clear_partial(self) -> None:
-        for entry in os.scandir(self._partial):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
+    def _empty_leftovers(self) -> list[str]:
+        # The folders of killed saves, whose room is needed now. They themselves stay while this save runs, for a rank
+        # that has outlived its coordinator: it writes there what no one reads.
+        folder, name = os.path.split(self._prefix)
+        leftovers = []
+        with contextlib.suppress(PermissionError):  # a folder that may be written and not listed
+            for entry in os.scandir(folder):
+                is_ours = re.fullmatch(re.escape(name) + "(-[0-9a-f]{8})?", entry.name)
+                if is_ours and entry.is_dir(follow_symlinks=False):
+                    with contextlib.suppress(AccessError):  # another user's
+                        refuse_planted(entry.path)
+                        leftovers.append(entry.path)
+        for path in leftovers:
+            for at, _, files in os.walk(path):
+                for file in files:
+                    with contextlib.suppress(OSError):
+                        os.unlink(os.path.join(at, file))
+        return leftovers
 
     def _refuse_indexes(self) -> None:
         # ArgumentError for one of another model. One of a save that was killed, or that runs, stays: the
@@ -260,17 +282,13 @@ class Place:
                 if not checkpoint:
                     raise ArgumentError(f"overwire: {path} is of another model: save to another name", source=self.path)
 
-    def _try_exchange(self) -> None:
+    def _try_to_publish(self, replaces: bool) -> None:
+        # NotSupportedError, before anything is written, where the file system lacks what `publish` asks of it.
         names = [self.path_of(".one"), self.path_of(".two")]
         try:
             for name in names:
                 os.mkdir(name)
-            _exchange_folders(*names)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            why = "its file system cannot exchange two folders in one step: save to another name"
-            raise self._error_at(why, NotSupportedError) from None
+            _rename_folder(names[0], names[1], replaces)
         finally:
             for name in names:
                 with contextlib.suppress(OSError):
@@ -286,7 +304,7 @@ class Place:
             raise error_of_system(error, what, self.path) from error
 
 
-def read_manifest(path: str, options: Mapping[str, object] | None) -> Any:
+def read_manifest(path: str, options: Mapping[str, object] | None) -> Manifest:
     """The manifest of a checkpoint. Raises NotFoundError where none is whole, FormatError."""
     source = f"{path.rstrip('/')}/{NAME}"
     try:
@@ -295,6 +313,39 @@ def read_manifest(path: str, options: Mapping[str, object] | None) -> Any:
         raise NotFoundError(
             f"overwire: {path}: no whole checkpoint of overwire is there (no {NAME})", source=path
         ) from None
+
+
+def state_of(path: str, options: Mapping[str, object] | None) -> Any:
+    """What a checkpoint has no longer when another save has replaced it; None if none is there."""
+    source = f"{path.rstrip('/')}/{NAME}"
+    if not is_remote(source):
+        return state_of_file(path_of(source) if is_file(source) else source)
+    try:
+        with ObjectReader(source, storage_options=options) as file:
+            return file.read(1), file.found()
+    except NotFoundError:
+        return None
+
+
+def _entries_below(folder: str, below: str = "") -> Iterator[str]:
+    # Files, links, and folders with nothing in them, which end with /. What cannot be listed raises.
+    with os.scandir(os.path.join(folder, below)) as entries:
+        for entry in entries:
+            name = below + entry.name
+            if not entry.is_dir(follow_symlinks=False):
+                yield name
+            elif os.listdir(entry.path):
+                yield from _entries_below(folder, name + "/")
+            else:
+                yield name + "/"
+
+
+def _is_at(state: os.stat_result, path: str) -> bool:
+    # Whether a path is that of a folder with this state. What else the disk says than that nothing is there raises.
+    try:
+        return os.path.samestat(state, os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _lock_file(path: str) -> int | None:
@@ -324,25 +375,10 @@ def _release_lock(number: int, path: str, process: int) -> None:
     os.close(number)
 
 
-def _exchange_folders(one: str, two: str) -> None:
-    _call_libc("renameat2", _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(two), _RENAME_EXCHANGE)
+def _rename_folder(made: str, path: str, exchange: bool) -> None:
+    _verbs.rename_folder({"made": made, "path": path, "exchange": exchange})
 
 
 def _sync_folder(folder: str, entry: str = "") -> None:
-    # A folder that may be written and not listed cannot be opened: there the whole file system is synced, by an entry.
-    is_listable = not entry or os.access(folder, os.R_OK, effective_ids=True)
-    with contextlib.suppress(FileNotFoundError):
-        number = os.open(folder if is_listable else entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(number) if is_listable else _call_libc("syncfs", number)
-        finally:
-            os.close(number)
-
-
-def _call_libc(name: str, *args: Any) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, name):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if getattr(libc, name)(*args):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    # entry: by which a folder is synced that may not be listed.
+    _verbs.sync_names(entry or f"{folder}/{NAME}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ..distributed.meeting import OpenFiles, describe_open_files, find_difference
+from ..dtypes import PACKED
 from ..errors import (
     ArgumentError,
     CorruptError,
@@ -35,7 +38,15 @@ from ..model.options import StorageOptions
 from ..paths import local
 from ..verbs.into import table_of
 from ..verbs.open import safe_open
-from .places import Located, read_manifest
+from .manifest import NAME, SAVE, Manifest
+from .places import Located, read_manifest, state_of
+from .schedule import bytes_of, is_bytes
+
+
+class _View(NamedTuple):
+    # What a rank has open: the id of the save, or of one without an id its files.
+    save: str
+    files: OpenFiles | None
 
 
 class CheckpointReader(Located, StorageReader):
@@ -49,8 +60,10 @@ class CheckpointReader(Located, StorageReader):
     `torch.load(weights_only=True)`: what it refuses is UntrustedPickleError, unless
     `torch.serialization.add_safe_globals` has allowed it.
 
-    The checkpoint's description is read here, or by `reset`: NotFoundError where no whole
-    checkpoint is, FormatError, CorruptError. The load raises torch's CheckpointException,
+    The checkpoint is opened here, or by `reset`: NotFoundError where no whole checkpoint is, FormatError,
+    CorruptError. All that is read is of one save, also while others replace the checkpoint: it is opened
+    again, once, if it was replaced meanwhile, and ranks that have opened different saves end with CorruptError,
+    before any tensor is loaded; another load opens it again. The load raises torch's CheckpointException,
     whose `failures` has the error of each rank: CorruptError, TensorNotFoundError,
     UntrustedPickleError, IOFailure.
     """
@@ -61,7 +74,8 @@ class CheckpointReader(Located, StorageReader):
         self._options = storage_options
         self._files: list[tuple[str, Any]] = []  # of each part: its prefix, a safe_open
         self._metadata: Metadata | None = None
-        self._bytes: frozenset[str] = frozenset()
+        self._manifest = Manifest((), frozenset(), None, "", {})
+        self._is_planned = False  # a load has begun, and has not come to its tensors
         if path is not None:
             self.reset(path)
 
@@ -72,15 +86,39 @@ class CheckpointReader(Located, StorageReader):
         self.close()
         if self._path is None:
             return
-        manifest = read_manifest(self._path, self._options)
+        state = state_of(self._path, self._options)
+        try:
+            self._open_files(self._path, state)
+        except OverwireError:
+            self.close()
+            if state in (None, now := state_of(self._path, self._options)):
+                raise
+            self._open_files(self._path, now)  # a save has replaced it meanwhile
+
+    def _open_files(self, path: str, state: Any) -> None:
+        # state: of the checkpoint, before.
+        manifest = read_manifest(path, self._options)
         with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
             for part in manifest.parts:
-                files = [f"{self._path.rstrip('/')}/{file}" for file in part.files]
+                files = [f"{path.rstrip('/')}/{file}" for file in part.files]
                 file = stack.enter_context(safe_open(files, "pt", storage_options=self._options))
                 self._files.append((part.prefix, file))
+                self._refuse_other_saves(manifest, file)
+            if not manifest.save and state_of(path, self._options) != state:
+                raise CorruptError(f"overwire: {path}: it was replaced while it was opened: load again", source=path)
             self._metadata = self._describe_tensors(manifest)
-            self._bytes = manifest.bytes
+            self._manifest, self._is_planned = manifest, False
             stack.pop_all()
+
+    def _refuse_other_saves(self, manifest: Manifest, file: Any) -> None:
+        for one in file._live_model().info():
+            if (one["metadata"] or {}).get(SAVE, "") != manifest.save:
+                raise CorruptError(
+                    f"overwire: {one['uri']}: it is of another save than {NAME} beside it: the checkpoint was replaced "
+                    f"while it was opened, or files of two were mixed",
+                    source=one["uri"],
+                )
 
     def _error_of(self, kind: type[OverwireError], tensor: str, why: str) -> OverwireError:
         return kind(f"overwire: {self._path}: {why}", source=self._path, tensor=tensor)
@@ -97,14 +135,28 @@ class CheckpointReader(Located, StorageReader):
                         raise self._error_of(FormatError, fqn, f"{fqn!r} should be bytes, and is {dtype} {shape}")
                     entries[fqn] = BytesStorageMetadata()
                     continue
-                if (kind := torch_dtype(dtype)) is None:
+                kind = torch_dtype(dtype)
+                if fqn in manifest.dtypes:
+                    kind, shape = self._type_of_bytes(fqn, manifest.dtypes[fqn], dtype, shape)
+                if kind is None:
                     raise self._error_of(NotSupportedError, fqn, f"{fqn!r} is {dtype}, which this torch lacks")
                 size = torch.Size(shape)
                 chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
                 entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=kind), size, [chunk])
-        if missing := sorted(manifest.bytes - set(entries)):
+        if missing := sorted((manifest.bytes | set(manifest.dtypes)) - set(entries)):
             raise self._error_of(CorruptError, missing[0], f"its files lack {missing[0]!r}")
         return Metadata(entries, planner_data=manifest.paths)
+
+    def _type_of_bytes(
+        self, fqn: str, name: str, dtype: str, shape: tuple[int, ...]
+    ) -> tuple[torch.dtype, tuple[int, ...]]:
+        # The type and shape of a tensor that is stored as bytes.
+        kind = getattr(torch, name, None)
+        if not isinstance(kind, torch.dtype):
+            raise self._error_of(NotSupportedError, fqn, f"{fqn!r} is {name}, which this torch lacks")
+        if not is_bytes(kind) or dtype != "U8" or shape[-1:] != (kind.itemsize,):
+            raise self._error_of(FormatError, fqn, f"{fqn!r} should be the bytes of {name}, and is {dtype} {shape}")
+        return kind, shape[:-1]
 
     def close(self) -> None:
         """Closes the files."""
@@ -116,7 +168,7 @@ class CheckpointReader(Located, StorageReader):
         """Called by torch: names, dtypes and shapes, each tensor in one block. Raises ArgumentError without a path."""
         if self._path is None:
             raise ArgumentError("overwire: CheckpointReader: neither a path nor a checkpoint_id was given")
-        if self._metadata is None:
+        if self._metadata is None or self._is_planned:
             self.reset()
         assert self._metadata is not None
         self._metadata.storage_meta = StorageMeta(checkpoint_id=self._path)
@@ -126,42 +178,86 @@ class CheckpointReader(Located, StorageReader):
         """Called by torch."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Called by torch."""
-        return plan
+        """Called by torch: adds to the plan which save this rank has open."""
+        self._is_planned = True
+        files = None if self._manifest.save else describe_open_files([file._live_model() for _, file in self._files])
+        return replace(plan, storage_data=_View(self._manifest.save, files))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Called by torch."""
+        """Called by torch, on the coordinator. Raises CorruptError where ranks have different saves open, before any
+        tensor is loaded; the next load opens the checkpoint again."""
+        views = [plan.storage_data for plan in plans]
+        if not all(isinstance(one, _View) for one in views):
+            raise NotSupportedError("overwire: CheckpointReader: the planner keeps no storage_data of the ranks' plans")
+        other = next((rank for rank, one in enumerate(views) if one.save != views[0].save), 0)
+        if other:
+            text = f"ranks 0 and {other} have opened different saves: it was replaced meanwhile: load again"
+            raise CorruptError(f"overwire: {self._path}: {text}", source=self._path)
+        if error := find_difference({rank: one.files for rank, one in enumerate(views) if one.files is not None}):
+            raise error
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Called by torch: all blocks of a part's tensors are loaded in one pass, into their memory."""
+        self._is_planned = False
         passes: list[list[Any]] = [[] for _ in self._files]
         slow: list[tuple[int, str, ReadItem, torch.Tensor]] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         commits: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
-            at, name = self._find_tensor(item.storage_index.fqn)
+            fqn = item.storage_index.fqn
+            at, name = self._find_tensor(fqn)
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._check_entry(at, name, item.storage_index.fqn))
+                planner.load_bytes(item, self._check_entry(at, name, fqn))
                 continue
             place = planner.resolve_tensor(item)
             commits.append((item, place))
-            ranges = [(low, low + n) for low, n in zip(item.storage_offsets, item.lengths, strict=True)]
-            shape = self._files[at][1].get_slice(name).shape
-            if tuple(ranges[2:]) == tuple((0, size) for size in shape[2:]):
-                passes[at].append((name, ranges[:2], place.detach()))
-            else:
-                slow.append((at, name, item, place.detach()))
+            place = place.detach()
+            block = self._block_of(item, name, self._files[at][1])
+            if block is None:
+                slow.append((at, name, item, place))
+                continue
+            if fqn in self._manifest.dtypes:
+                kind = getattr(torch, self._manifest.dtypes[fqn])
+                if place.dtype != kind or not place.is_contiguous() or place.is_conj() or place.is_neg():
+                    place, whole = torch.empty(place.shape, dtype=kind, device=place.device), place
+                    copies.append((whole, place))
+                place = bytes_of(place)
+            passes[at].append((name, block, place))
         for (_, file), targets in zip(self._files, passes, strict=True):
             if targets:
                 file.load_into(targets)
         for at, name, item, place in slow:
-            cut = tuple(slice(low, low + n) for low, n in zip(item.storage_offsets, item.lengths, strict=True))
-            place.copy_(self._files[at][1].get_slice(name)[cut])
+            copies.append((place, self._cut_tensor(self._files[at][1], name, item)))
+        for place, tensor in copies:
+            place.copy_(tensor)
         for item, place in commits:
             planner.commit_tensor(item, place)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _block_of(self, item: ReadItem, name: str, file: Any) -> list[tuple[int, int]] | None:
+        # What `load_into` calls the block of a tensor; None for one that it cannot cut.
+        assert self._metadata is not None
+        entry: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        size = entry.size
+        ranges = [(low, low + n) for low, n in zip(item.storage_offsets, item.lengths, strict=True)]
+        while ranges and ranges[-1] == (0, size[len(ranges) - 1]):
+            ranges.pop()
+        is_packed = file.get_slice(name).dtype in PACKED  # elements share bytes along the last dimension
+        return None if len(ranges) > 2 or is_packed and len(ranges) == len(size) else ranges
+
+    def _cut_tensor(self, file: Any, name: str, item: ReadItem) -> torch.Tensor:
+        # By a slice of the file, or, where it has the elements otherwise than torch, of the whole tensor.
+        cut = tuple(slice(low, low + n) for low, n in zip(item.storage_offsets, item.lengths, strict=True))
+        if item.storage_index.fqn in self._manifest.dtypes:
+            kind = getattr(torch, self._manifest.dtypes[item.storage_index.fqn])
+            flat: torch.Tensor = file.get_slice(name)[cut].contiguous().view(-1)
+            return flat.view(kind).view(*item.lengths)
+        one = file.get_slice(name)
+        tensor: torch.Tensor = (file.get_tensor(name) if one.dtype in PACKED else one)[cut]
+        return tensor
 
     def _find_tensor(self, fqn: str) -> tuple[int, str]:
         for at, (prefix, file) in enumerate(self._files):
@@ -172,7 +268,7 @@ class CheckpointReader(Located, StorageReader):
     def _check_entry(self, at: int, name: str, fqn: str) -> io.BytesIO:
         """What an entry's bytes are, for a planner, which unpickles all that it gets: written
         anew, of the object that torch's restricted unpickler makes."""
-        if fqn not in self._bytes:
+        if fqn not in self._manifest.bytes:
             why = f"{fqn!r} is a tensor, and the state to load has none there"
             raise self._error_of(NotSupportedError, fqn, why)
         content = self._files[at][1].get_tensor(name).numpy().tobytes()

@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ..errors import CorruptError, NotSupportedError
+from ..frameworks.torch import SAVED
 from .manifest import TRAINING, Manifest, Part, paths_of
 
-if TYPE_CHECKING:
-    import torch
+# Their elements are nothing without a scale.
+_SCALE_TYPES = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,18 @@ class Round:
 
 @dataclass
 class Duty:
-    """A rank's part of a save. The coordinator also has what its manifest will say."""
+    """A rank's part of the save with this id. The coordinator also has what its manifest will say."""
 
     rank: int
     ranks: int
     rounds: list[Round]
+    save: str
     manifest: Manifest | None = None
 
 
-def schedule(plans: Sequence[SavePlan], model: str, most: int, mark: str = "") -> list[Duty]:
+def schedule(plans: Sequence[SavePlan], model: str, most: int, save: str, mark: str) -> list[Duty]:
     """A duty for each rank, from the plans of all. most: the bytes of a file, which has more only of one tensor.
-    mark: stands in the names of all files; "": in none.
+    save: the id. mark: stands in the names of all files; "": in none.
 
     Raises CorruptError for a tensor whose blocks are not all of it, NotSupportedError for
     data of a planner that the checkpoint cannot keep.
@@ -81,11 +84,14 @@ def schedule(plans: Sequence[SavePlan], model: str, most: int, mark: str = "") -
     has_model_paths = any(len(path) > 1 and path[0] == model for path in (paths or {}).values())
     shares: list[dict[bool, list[tuple[int, Entry]]]] = [{False: [], True: []} for _ in plans]
     load = [0] * len(plans)
-    entries = set()
+    entries: set[str] = set()
+    dtypes: dict[str, str] = {}
     for fqn in sorted(blocks):
         size, entry = _make_entry(fqn, blocks[fqn])
         if entry.dtype is None:
             entries.add(fqn)
+        elif is_bytes(entry.dtype):
+            dtypes[fqn] = str(entry.dtype).removeprefix("torch.")
         below = (paths or {}).get(fqn, ())
         training = (
             entry.dtype is None
@@ -98,7 +104,7 @@ def schedule(plans: Sequence[SavePlan], model: str, most: int, mark: str = "") -
         owner = holders[0] if len(holders) == 1 else min(range(len(plans)), key=lambda rank: (load[rank], rank))
         load[owner] += size
         shares[owner][training].append((size, entry))
-    duties = [Duty(rank, len(plans), []) for rank in range(len(plans))]
+    duties = [Duty(rank, len(plans), [], save) for rank in range(len(plans))]
     parts = []
     for training in (False, True):
         groups = [(rank, group) for rank, one in enumerate(shares) for group in _group_into_files(one[training], most)]
@@ -112,8 +118,19 @@ def schedule(plans: Sequence[SavePlan], model: str, most: int, mark: str = "") -
             parts.append(Part(prefix if has_model_paths and not training else "", tuple(files)))
     _fill_rounds(duties)
     for duty in duties:
-        duty.manifest = Manifest(tuple(parts), frozenset(entries), paths) if duty.rank == 0 else None
+        if duty.rank == 0:
+            duty.manifest = Manifest(tuple(parts), frozenset(entries), paths, save, dtypes)
     return duties
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as U8, with one dimension more: the bytes of an element."""
+    return tensor.view(-1).view(torch.uint8).view(*tensor.shape, tensor.dtype.itemsize)
+
+
+def is_bytes(dtype: torch.dtype) -> bool:
+    """Whether tensors of a type are stored as their bytes: safetensors lacks it, and an element is its bytes."""
+    return dtype not in SAVED and dtype not in _SCALE_TYPES
 
 
 def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entry]:

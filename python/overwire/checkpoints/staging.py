@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from ..errors import NotSupportedError
+from ..frameworks.memory import LAZY, PLAIN, check_memory, users_of
 from .buffers import host_memory
 
 # Copies of tensors begin at multiples of this many bytes.
@@ -22,6 +23,17 @@ class _Staged(dict[str, Any]):
     """A state whose tensors are in buffers of the stager, as long as anything has it."""
 
     __slots__ = ("__weakref__",)
+
+
+class _Buffer(NamedTuple):
+    # Memory of a stage, and how many users it has while no tensor is in it.
+    memory: torch.Tensor
+    idle: int
+
+
+class _Number(int):
+    # The number of a tensor, in its place in a state until it is copied.
+    pass
 
 
 class CheckpointStager(AsyncStager):
@@ -40,21 +52,23 @@ class CheckpointStager(AsyncStager):
     _synchronize_after_execute = False
 
     def __init__(self) -> None:
-        self._sets: list[tuple[weakref.ref[_Staged], dict[bool, torch.Tensor]]] = []
+        self._sets: list[tuple[weakref.ref[_Staged], dict[bool, _Buffer]]] = []
 
     def stage(self, state_dict: Any, **kwargs: Any) -> Any:
         """A copy of the state, in host memory; when it returns, the tensors may change.
 
-        Raises NotSupportedError for tensors that have no one memory (sparse, nested), and
+        Each value is asked for once. Raises, before anything is copied, NotSupportedError with the
+        tensor's name for one that is more than dense memory of its own: sparse, nested, quantised,
+        on the meta device, of a lazy module, of a subclass (MaskedTensor, quantised weights), but
+        for DTensors; ArgumentError for memory that was freed (`sleep`) or made shorter; and
         OutOfMemoryError.
         """
-        busy = [(user, buffers) for user, buffers in self._sets if user() is not None]
-        free = [buffers for user, buffers in self._sets if user() is None]
-        self._sets = busy
+        sets = [(user() is None and not _is_used(buffers), user, buffers) for user, buffers in self._sets]
+        self._sets = [(user, buffers) for is_free, user, buffers in sets if not is_free]
         copying = _Copying()
-        copying.measure(state_dict)
-        copying.take_buffers(free)
-        copies = _Staged({key: copying.copy_of(value) for key, value in state_dict.items()})
+        numbers = {key: copying.number_tensors(value, str(key)) for key, value in state_dict.items()}
+        copying.take_buffers([buffers for is_free, _, buffers in sets if is_free])
+        copies = _Staged({key: copying.copy_of(value) for key, value in numbers.items()})
         copying.finish()
         self._sets.append((weakref.ref(copies), copying.buffers))
         return copies
@@ -67,59 +81,69 @@ class CheckpointStager(AsyncStager):
         self._sets = []
 
 
+def _is_used(buffers: dict[bool, _Buffer]) -> bool:
+    # A tensor of a staged state may outlive the state.
+    return any(users_of(one.memory) > one.idle for one in buffers.values())
+
+
 class _Copying:
-    """One stage: `measure`, `take_buffers`, then `copy_of` each value, and `finish`.
+    """One stage: `number_tensors` each value, `take_buffers`, then `copy_of` each, and `finish`.
 
     buffers: one for the tensors of GPUs, pinned, and one for those of the host."""
 
     def __init__(self) -> None:
-        self.buffers: dict[bool, torch.Tensor] = {}
+        self.buffers: dict[bool, _Buffer] = {}
         self._sizes = {True: 0, False: 0}
         self._ends = {True: 0, False: 0}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._copies: dict[int, torch.Tensor] = {}  # tied tensors stay tied
-        self._tensors: dict[int, torch.Tensor] = {}
+        # Kept until all are copied: a mapping may make its tensors when it is asked.
+        self._tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, _Number] = {}  # by id: tied tensors stay tied
+        self._copies: dict[int, torch.Tensor] = {}
 
-    def measure(self, value: Any) -> None:
-        """Adds up the tensors of a value. Raises NotSupportedError for those that cannot be copied."""
-        if isinstance(value, torch.Tensor) and id(value) not in self._tensors:
-            self._tensors[id(value)] = value
-            tensor = value.to_local() if isinstance(value, DTensor) else value
-            if hasattr(tensor, "local_shards") or tensor.layout != torch.strided:
-                kind = type(tensor).__name__
-                raise NotSupportedError(f"overwire: CheckpointStager: a {kind} of layout {tensor.layout}")
-            self._sizes[tensor.is_cuda] += _room_of(tensor)
-        elif isinstance(value, Mapping):
-            for one in value.values():
-                self.measure(one)
-        elif type(value) in (list, tuple):
-            for one in value:
-                self.measure(one)
+    def number_tensors(self, value: Any, name: str) -> Any:
+        """The value with copies of what it is made of, and numbers for its tensors. Raises
+        NotSupportedError and ArgumentError for those that cannot be copied."""
+        if isinstance(value, torch.Tensor):
+            if (number := self._numbers.get(id(value))) is None:
+                local = value.to_local() if isinstance(value, DTensor) else value
+                _check_tensor(local, name)
+                self._sizes[local.is_cuda] += _room_of(local)
+                number = self._numbers[id(value)] = _Number(len(self._tensors))
+                self._tensors.append(value)
+            return number
+        if isinstance(value, Mapping):
+            return {key: self.number_tensors(one, f"{name}.{key}") for key, one in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.number_tensors(one, f"{name}.{at}") for at, one in enumerate(value))
+        if isinstance(value, (int, float, complex, str, bytes, type(None))):
+            return value
+        return copy.deepcopy(value)
 
-    def take_buffers(self, free: list[dict[bool, torch.Tensor]]) -> None:
+    def take_buffers(self, free: list[dict[bool, _Buffer]]) -> None:
         """Takes those of an earlier stage that are large enough, or new ones."""
         for pinned, size in self._sizes.items():
             if not size:
                 continue
-            some = [buffers[pinned] for buffers in free if pinned in buffers and buffers[pinned].nbytes >= size]
+            some = [buffers[pinned] for buffers in free if pinned in buffers and buffers[pinned].memory.nbytes >= size]
             if not some:
                 for buffers in free:
                     buffers.pop(pinned, None)  # too small: given back before there is another
-            self.buffers[pinned] = some[0] if some else host_memory(size, pinned)
+                memory = host_memory(size, pinned)
+                some = [_Buffer(memory, users_of(memory))]
+            self.buffers[pinned] = some[0]
 
     def copy_of(self, value: Any) -> Any:
-        """The copy of a value."""
-        if isinstance(value, torch.Tensor):
-            if (staged := self._copies.get(id(value))) is None:
-                staged = self._copies[id(value)] = self._copy_tensor(value)
+        """What `number_tensors` has made of a value, with the copies of its tensors."""
+        if type(value) is _Number:
+            if (staged := self._copies.get(value)) is None:
+                staged = self._copies[value] = self._copy_tensor(self._tensors[value])
             return staged
-        if isinstance(value, Mapping):
+        if type(value) is dict:
             return {key: self.copy_of(one) for key, one in value.items()}
         if type(value) in (list, tuple):
             return type(value)(self.copy_of(one) for one in value)
-        if isinstance(value, (int, float, complex, str, bytes, type(None))):
-            return value
-        return copy.deepcopy(value)
+        return value
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
@@ -132,7 +156,7 @@ class _Copying:
         pinned = tensor.is_cuda
         begin = self._ends[pinned]
         self._ends[pinned] += _room_of(tensor)
-        place = self.buffers[pinned][begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place = self.buffers[pinned].memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         if pinned:
             stream = self._streams.get(tensor.device)
             if stream is None:
@@ -148,6 +172,22 @@ class _Copying:
         """Waits for the copies."""
         for stream in self._streams.values():
             stream.synchronize()
+
+
+def _check_tensor(tensor: torch.Tensor, name: str) -> None:
+    where, why = f"overwire: CheckpointStager: {name!r}", ""
+    if isinstance(tensor, LAZY):
+        why = "it is not initialized: run its module once"
+    elif tensor.is_meta:
+        why = "a tensor of the meta device has no memory"
+    elif tensor.is_quantized:
+        why = "a quantised tensor is more than its memory: save what it is made of, such as its int_repr()"
+    else:
+        check_memory(tensor, where, name)
+        if type(tensor) not in PLAIN:
+            why = f"a {type(tensor).__name__} may be more than its memory: give the tensors that it is made of"
+    if why:
+        raise NotSupportedError(f"{where}: {why}", tensor=name)
 
 
 def _room_of(tensor: torch.Tensor) -> int:

@@ -20,13 +20,15 @@ from torch.futures import Future
 
 from .._imports import start_thread
 from ..errors import ArgumentError, NotSupportedError
+from ..frameworks.memory import check_memory
+from ..frameworks.spec import JoinedTensor
 from ..model.options import Level, StorageOptions, TensorLike, check_values, parse_size
 from ..paths import local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
-from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
+from .manifest import NAME, SAVE, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Located, Place
-from .schedule import Duty, Round, schedule
+from .schedule import Duty, Round, bytes_of, is_bytes, schedule
 
 # Files that a rank writes at once: file systems let one writer at a time into a file.
 _AT_ONCE = 4
@@ -53,11 +55,13 @@ class CheckpointWriter(Located, StorageWriter):
     All tensors are stored whole: the blocks of a sharded one (FSDP, DTensor) are sent to the
     rank that writes it, by the group's own backend, or copied from what a stager of the
     same host has in memory. What is no tensor is stored as torch.save
-    writes it.
+    writes it. A tensor whose type safetensors lacks (complex128, complex32) is stored as its bytes, U8
+    with one dimension more, and comes back as it was.
 
     The save raises torch's CheckpointException, whose `failures` has the error of each rank:
-    ArgumentError for a folder that is no checkpoint, NotSupportedError for tensors that
-    safetensors lacks, IOFailure, and what `save_file` raises.
+    ArgumentError for a folder that is no checkpoint, NotSupportedError for tensors without bytes of
+    their own (quantised, sparse), NotFoundError where the coordinator has ended, IOFailure, and what
+    `save_file` raises.
     """
 
     _schemes = ("s3",)
@@ -118,7 +122,7 @@ class CheckpointWriter(Located, StorageWriter):
         """Called by torch, on the coordinator: decides who writes what, and takes the place."""
         assert self._place is not None
         plans = self._merge_plans(plans)
-        duties = schedule(plans, self._model, self._most, self._place.mark)
+        duties = schedule(plans, self._model, self._most, self._place.save, self._place.mark)
         self._duty = duties[0]
         self._place.begin()
         return [replace(plan, storage_data=duty) for plan, duty in zip(plans, duties, strict=True)]
@@ -138,6 +142,7 @@ class CheckpointWriter(Located, StorageWriter):
         """Called by torch: writes this rank's files, and sends others what they write."""
         assert self._place is not None
         duty: Duty = plan.storage_data
+        self._place.join_save(duty.save)
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
         exchange = Exchange(self._group, duty, lambda index: _tensor_of(planner, items[index]))
@@ -172,8 +177,12 @@ class CheckpointWriter(Located, StorageWriter):
     def _write_step(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
         assert self._place is not None
         copy_blocks(copies)
+        for entry in step.entries:
+            if entry.dtype is not None and is_bytes(entry.dtype):
+                tensors[entry.name] = _as_bytes(tensors[entry.name], entry.name)
+        metadata = {"format": "pt", SAVE: self._place.save}
         report = save_file(
-            cast(dict[str, TensorLike], tensors), self._place.make(step.file), {"format": "pt"}, **self._how
+            cast(dict[str, TensorLike], tensors), self._place.make(step.file), metadata, **self._how
         )
         sizes = [report.bytes_out] + [0] * len(step.entries)  # the first stands for the file
         return [
@@ -207,9 +216,18 @@ def _write_indexes(place: Place, manifest: Manifest, results: list[list[WriteRes
     for part in manifest.parts:
         if len(part.files) > 1 or place.mark:
             folder = part.files[0].rpartition("/")[0]
-            metadata = {"checkpoint": place.mark} if place.mark else {}
-            text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(files[folder].items()))}, indent=2)
+            index = {"metadata": {"checkpoint": place.save}, "weight_map": dict(sorted(files[folder].items()))}
+            text = json.dumps(index, indent=2)
             place.write(f"{TRAINING}/{INDEX}" if folder else INDEX, text.encode())
+
+
+def _as_bytes(tensor: Gathered, name: str) -> Gathered:
+    if isinstance(tensor, JoinedTensor):
+        return JoinedTensor([cast(torch.Tensor, _as_bytes(part, name)) for part in tensor.parts])
+    try:
+        return bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
+    except (RuntimeError, NotImplementedError) as error:
+        raise NotSupportedError(f"overwire: {name!r} is {tensor.dtype}: {error}", tensor=name) from error
 
 
 def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
@@ -218,6 +236,7 @@ def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
         raise NotSupportedError(
             f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn
         )
+    check_memory(value, f"overwire: CheckpointWriter: {item.index.fqn!r}", item.index.fqn)
     return value.detach()
 
 

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..dtypes import PACKED, packed_shape
+from ..dtypes import PACKED
 from ..frameworks.frame import Frame
 from ..model.opened import WHOLE, Row
 
@@ -27,12 +27,6 @@ def _slice_shape(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tup
     # The shape of a rank's block. A model has few.
     lo, hi = shard_range(shape[dim], ranks, rank)
     return (*shape[:dim], hi - lo, *shape[dim + 1 :])
-
-
-def torch_shape(row: Any) -> tuple[int, ...]:
-    """The shape of a row of the table, as the loaded torch tensor has it."""
-    shape: tuple[int, ...] = row[2]
-    return packed_shape(row[1], shape) if row[1] in PACKED else shape
 
 
 class CutTensor(NamedTuple):

@@ -59,7 +59,7 @@ def meet(
         return {"host": ranks.host_identity(), **own}
 
     reports = members.gather_results(report)
-    if reopen is not None and _find_difference(reports) is not None:
+    if reopen is not None and _difference_of(reports) is not None:
         reopen()
         reports = members.gather_results(report)
     first = reports[0]
@@ -70,15 +70,18 @@ def meet(
                 members.raise_alike(
                     ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=source)
                 )
-    if comparable(reports) and (error := _find_difference(reports)) is not None:
+    if comparable(reports) and (error := _difference_of(reports)) is not None:
         members.raise_alike(error)
     members.note_hosts([one["host"] for one in reports])
     return reports
 
 
-def _find_difference(reports: Sequence[Mapping[str, Any]]) -> CorruptError | None:
-    # The error of ranks that do not have the same files open; alike on all ranks.
-    files = {rank: one["opened"] for rank, one in enumerate(reports) if one.get("opened")}
+def _difference_of(reports: Sequence[Mapping[str, Any]]) -> CorruptError | None:
+    return find_difference({rank: one["opened"] for rank, one in enumerate(reports) if one.get("opened")})
+
+
+def find_difference(files: Mapping[int, OpenFiles]) -> CorruptError | None:
+    """The error of ranks that do not have the same files open, None for none; by their numbers."""
     nearest: dict[tuple[str, str], int] = {}
     for rank, one in files.items():
         neighbour = nearest.setdefault(one.space, rank)

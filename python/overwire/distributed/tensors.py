@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
+from ..dtypes import torch_shape
 from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit
@@ -28,7 +29,7 @@ from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
-from .cuts import CutTensor, Cutting, torch_shape
+from .cuts import CutTensor, Cutting
 from .group import Members, Unmapped, group_verb
 from .load import GroupLoad, Wants
 from .meeting import describe_open_files, meet
@@ -154,7 +155,7 @@ class TensorLoad:
         if isinstance(shard, Mapping):
             dims_by_place: list[tuple[int, int | None]] = [(model.place(name), dim) for name, dim in shard.items()]
         elif callable(shard):
-            dims_by_place = [(at, shard(row[0], torch_shape(row))) for at, row in enumerate(model.table)]
+            dims_by_place = [(at, shard(row[0], torch_shape(*row[1:3]))) for at, row in enumerate(model.table)]
         else:
             raise ArgumentError(
                 f"overwire: shard: expected a dict of name to dimension, or a callable, got {type(shard).__name__}"
@@ -163,7 +164,7 @@ class TensorLoad:
             if dim is None:
                 continue
             row = model.row(at)
-            rank = len(torch_shape(row))
+            rank = len(torch_shape(*row[1:3]))
             if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < rank:
                 text = f"overwire: shard {row.name!r}: dimension {dim!r} of a tensor with {rank}"
                 raise ArgumentError(text, tensor=row.name)
@@ -428,7 +429,7 @@ class TensorLoad:
         """Local: a tensor, and how it is cut."""
         if at not in self._tasks:
             row = self.model.row(at)
-            self._tasks[at] = CutTensor(at, row, torch_shape(row), self._dims.get(at))
+            self._tasks[at] = CutTensor(at, row, torch_shape(*row[1:3]), self._dims.get(at))
         return self._tasks[at]
 
     def slice_shape(self, at: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
 
     Raises what `kinds.open_content` raises.
     """
-    if is_remote(path) or not may_be_foreign(path, 0):
+    if is_remote(path) or not may_be_foreign(path, is_tree=False):
         return []
     with classed_errors(path, "open"):
         kind = kind_of(path)

@@ -40,8 +40,8 @@ class _Member(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_nemo(path: str, compare: bool = True) -> Iterator[Content]:
-    """The weights of a .nemo file; its other members are in `left`. compare: as for `torchfiles.opened`.
+def open_nemo(path: str, compare: bool = True, scratch: str | None = None) -> Iterator[Content]:
+    """The weights of a .nemo file; its other members are in `left`. compare, scratch: as for `torchfiles.opened`.
 
     Raises FormatError for a damaged archive or one without weights, CorruptError for one
     that is cut short, NotSupportedError for weights in parts, and what torch's files raise.
@@ -66,7 +66,7 @@ def open_nemo(path: str, compare: bool = True) -> Iterator[Content]:
     [one] = weights
     if one.kind not in _REGULAR:
         raise make_error(f"its {one.name} is a link, or sparse (kind {one.kind!r})")
-    with opened_archive(path, (one.start, one.start + one.size), compare) as content:
+    with opened_archive(path, (one.start, one.start + one.size), compare, scratch) as content:
         others = [f"{other.name} ({other.size} bytes)" for other in members if other is not one and other.kind != b"5"]
         tensors = [(name, Mapped(memory)) for name, memory in content.tensors]
         yield Content(list(tensors), content.values, [*content.left, *others], files.mode)

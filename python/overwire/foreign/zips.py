@@ -14,15 +14,20 @@ _DIRECTORY = 16 << 20
 Span = tuple[int, int]
 
 
-class _Directory:
-    """A part of a file as zipfile reads its directory, whose size and place the file only claims."""
+class LargeDirectory(zipfile.BadZipFile):
+    """A directory that claims more bytes than are read."""
+
+
+class Part:
+    """A part of a file as zipfile reads an archive, whose directory's size and place the file only claims."""
 
     def __init__(self, file: BinaryIO, span: Span) -> None:
         self._file = file
         self._start, self._end = span
+        self.seekable = file.seekable
         file.seek(self._start)
         #: What the last read that failed raised: zipfile says of it that the file is no archive.
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
 
     def tell(self) -> int:
         return self._file.tell() - self._start
@@ -36,12 +41,12 @@ class _Directory:
         return self._file.seek(base + offset) - self._start
 
     def read(self, size: int = -1) -> bytes:
-        if size > _DIRECTORY:
-            raise zipfile.BadZipFile(f"its directory has {size} bytes, of which {_DIRECTORY} are supported")
         try:
+            if size > _DIRECTORY:
+                raise LargeDirectory(f"its directory has {size} bytes, of which {_DIRECTORY} are supported")
             rest = max(self._end - self._file.tell(), 0)
             return self._file.read(min(rest, size if size >= 0 else _DIRECTORY))
-        except OSError as error:
+        except (OSError, LargeDirectory) as error:
             self.failure = error
             raise
 
@@ -50,9 +55,14 @@ class _Directory:
 BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError)
 
 
+def span_of(file: BinaryIO) -> Span:
+    """The whole of a file."""
+    return 0, os.fstat(file.fileno()).st_size
+
+
 def entries_of(file: BinaryIO, span: Span | None = None) -> list[zipfile.ZipInfo]:
     """The entries of an archive. Raises BAD_ZIP, and what reading raises."""
-    directory = _Directory(file, span or (0, os.fstat(file.fileno()).st_size))
+    directory = Part(file, span or span_of(file))
     try:
         with zipfile.ZipFile(cast(BinaryIO, directory)) as archive:
             return archive.infolist()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from .._engine import buffer_of
 from .._tables import FLOATS
 from ..dtypes import nbytes
 from ..errors import NotSupportedError
@@ -107,6 +108,11 @@ class Frame:
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """The tensor of one landed request. Takes over the capsule."""
         raise NotImplementedError
+
+    def of_bytes(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+        """The tensor whose bytes a writable buffer has, which it keeps alive."""
+        address, _, holder = buffer_of(data, True)
+        return self.adopt(holder, address, dtype, shape)
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """A new tensor with undefined contents."""

@@ -8,20 +8,25 @@ or written there.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from .._locks import is_fork
 from ..errors import ArgumentError, NotSupportedError, OverwireError
 from .frame import overlaps_itself
 
-# What has memory if its address says so.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: What has memory if its address says so. All else is of a subclass, which may keep more than the memory.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_LAZY = (UninitializedParameter, UninitializedBuffer)
+#: Parameters and buffers of lazy modules, which may have no memory yet.
+LAZY = (UninitializedParameter, UninitializedBuffer)
+_count_users: Any = getattr(torch._C, "_storage_Use_Count", None)
 _UNWRITTEN = (torch.quint4x2, torch.quint2x4)
 
 
@@ -34,7 +39,7 @@ class Part(NamedTuple):
 
 def address_of(tensor: Any) -> int:
     """Where a tensor's first element lies; 0 without memory of its own, and without a shape."""
-    if type(tensor) not in _PLAIN and (_is_fake(tensor) or isinstance(tensor, _LAZY)):
+    if type(tensor) not in PLAIN and (_is_fake(tensor) or isinstance(tensor, LAZY)):
         return 0
     try:
         return 0 if tensor.is_nested else int(tensor.data_ptr())
@@ -46,12 +51,26 @@ def is_ready(tensor: Any) -> bool:
     """Whether it is dense and has memory of its own, as most have: nothing else has to be
     asked of it then before it is written to."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and address_of(tensor) != 0
         and tensor.is_contiguous()
+        and fits_storage(tensor)
     )
+
+
+def fits_storage(tensor: Any) -> bool:
+    """Whether all elements of a dense tensor lie in its storage, which may have been made shorter
+    (`untyped_storage().resize_`): what lies behind it is not the tensor's to read or write."""
+    if not tensor.numel():
+        return True
+    item = tensor.element_size()
+    if tensor.is_contiguous():
+        extent = tensor.numel() * item
+    else:
+        extent = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * item
+    return bool(tensor.untyped_storage().nbytes() >= tensor.storage_offset() * item + extent)
 
 
 def storage_of(tensor: Any) -> int:
@@ -74,10 +93,14 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
     """Raises, with `where` in front, ArgumentError for a tensor whose memory was freed or is
     not there yet, NotSupportedError for one that has no single memory, and what `check_shape`
     raises. Tensors without elements pass."""
-    if tensor.layout is torch.strided and address_of(tensor):
-        return
-    check_shape(tensor, where, name)
     kind: type[OverwireError] = NotSupportedError
+    if tensor.layout is torch.strided and address_of(tensor):
+        if fits_storage(tensor):
+            return
+        size = _storage_size(tensor)
+        text = f"{where}: its storage was made shorter than it is, {size} bytes: resize it back, or take a new tensor"
+        raise ArgumentError(text, tensor=name)
+    check_shape(tensor, where, name)
     if tensor.layout is not torch.strided:
         why = f"a {tensor.layout} tensor has no bytes of its own: take its parts"
     elif tensor.device.type == "meta":
@@ -93,9 +116,17 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
         kind, why = ArgumentError, "its memory was freed: it sleeps, or its storage was resized to 0"
     else:
         why = f"a {type(tensor).__name__} has no memory of its own: take the tensors that it is made of"
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             why = "it has no memory of its own: leave the function that torch transforms (vmap, grad)"
     raise kind(f"{where}: {why}", tensor=name)
+
+
+def users_of(tensor: Any) -> int:
+    """How many tensors and others use the storage of a tensor: to be compared with what it was before."""
+    if _count_users is None:
+        raise NotSupportedError(f"overwire: torch {torch.__version__} does not tell who uses a storage: install another version")
+    storage = tensor.untyped_storage()
+    return int(_count_users(storage._cdata)) + sys.getrefcount(storage)  # who has Python's object of it counts as one
 
 
 def _storage_size(tensor: Any) -> int | None:
@@ -109,7 +140,7 @@ def _storage_size(tensor: Any) -> int | None:
 def check_shape(tensor: Any, where: str, name: str | None = None) -> None:
     """Raises, with `where` in front, ArgumentError for a lazy module's parameter that is not
     initialized, and NotSupportedError for a nested tensor."""
-    if isinstance(tensor, _LAZY):
+    if isinstance(tensor, LAZY):
         raise ArgumentError(f"{where}: it is not initialized: run its module once, or materialize it", tensor=name)
     if tensor.is_nested:
         raise NotSupportedError(f"{where}: a nested tensor has no single shape: take its parts", tensor=name)
@@ -130,7 +161,51 @@ def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
 def write(tensor: Any, values: Any) -> None:
     """Copies values, cast, into a tensor, also into one that was made in inference mode."""
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-        tensor.copy_(values)
+        if is_fork():
+            _copy_in_steps(tensor, values.expand(tensor.shape), ())
+        else:
+            tensor.copy_(values)
+
+
+def cast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
+    """The tensor in a dtype, which may be its own: it is the same one then."""
+    return tensor.to(dtype) if tensor.dtype == dtype or not is_fork() else copy_of(tensor, dtype)
+
+
+def copy_of(tensor: Any, dtype: torch.dtype | None = None, flips: Sequence[int] = ()) -> Any:
+    """A contiguous copy, cast, whose dimensions `flips` are turned round."""
+    kind = dtype or tensor.dtype
+    if not is_fork():
+        plain = tensor.flip(flips) if flips else tensor.clone(memory_format=torch.contiguous_format)
+        return plain.to(kind).contiguous()
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=kind)
+    # Not of torch.empty, which fills it where torch shall be deterministic.
+    into = torch.frombuffer(bytearray(tensor.numel() * kind.itemsize), dtype=torch.uint8).view(kind).view(tensor.shape)
+    if kind == tensor.dtype and tensor.is_contiguous() and not flips:
+        ctypes.memmove(into.data_ptr(), tensor.data_ptr(), into.nbytes)
+    else:
+        with torch.no_grad():
+            _copy_in_steps(into, tensor, flips)
+    return into
+
+
+# torch divides work on fewer elements among no threads. A forked child has not those that its
+# parent made, and OpenMP waits for them for ever.
+_STEP = 32768
+
+
+def _copy_in_steps(into: Any, values: Any, flips: Sequence[int]) -> None:
+    count = values.numel()
+    if count < _STEP or into.device.type != "cpu":
+        into.copy_(values.flip(flips) if flips else values)
+        return
+    dim = max(range(values.dim()), key=values.shape.__getitem__)
+    size = values.shape[dim]
+    half = size // 2
+    first, second = (size - half, 0) if dim in flips else (0, half)
+    _copy_in_steps(into.narrow(dim, first, half), values.narrow(dim, 0, half), flips)
+    _copy_in_steps(into.narrow(dim, second, size - half), values.narrow(dim, half, size - half), flips)
 
 
 def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
@@ -139,7 +214,7 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
     Raises what `check_memory` raises, and NotSupportedError for one whose part is no block of
     it: a partial sum, shards in an order that is not known, a rank outside of its mesh.
     """
-    if type(tensor) in _PLAIN or not is_distributed(tensor):
+    if type(tensor) in PLAIN or not is_distributed(tensor):
         return None
     coordinate = tensor.device_mesh.get_coordinate()
     ranges = (

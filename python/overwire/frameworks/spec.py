@@ -89,11 +89,12 @@ class TensorSpec:
         """The bytes as they are saved. ArgumentError if length and shape disagree."""
         shape = tuple(self._shape)
         size = nbytes(self._dtype, shape)
-        if self._data_len != size or (size and not self._data_ptr):
+        if self._data_len != size:
             raise ArgumentError(
-                f"overwire: {self._data_len} bytes at {self._data_ptr:#x} for shape {self._shape} of {self._dtype}, "
-                f"which take {size}"
+                f"overwire: {self._data_len} bytes for shape {self._shape} of {self._dtype}, which take {size}"
             )
+        if size and not self._data_ptr:
+            raise ArgumentError(f"overwire: {size} bytes of {self._dtype} at the address 0")
         return Bytes(self._dtype, shape, self._data_ptr if size else 0, size, self)
 
 

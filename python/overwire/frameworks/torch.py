@@ -21,7 +21,7 @@ from .._tables import FLOATS
 from ..dtypes import CALLED, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
-from .memory import check_memory, check_shape, is_ready, refuse_fakes
+from .memory import cast_tensor, check_memory, check_shape, copy_of, is_ready, refuse_fakes
 
 # The function in C, where it has this name: of what torch wraps around it we
 # need nothing, and it costs a quarter more.
@@ -95,7 +95,7 @@ def _free_memory(device: str) -> tuple[int | None, int | None]:
 # `_LEAST` share what is asked for, `_GROUP` at most, or `_LARGE_GROUP` where all tensors are made at once: there
 # several processes ask the driver at the same time, which serves one after the other. Each tensor begins at a multiple
 # of `_ROUND`.
-_ROUND, _LEAST, _GROUP, _LARGE_GROUP = 512, 1 << 20, 256 << 20, 4 << 30
+_ROUND, _LEAST, _GROUP, _LARGE_GROUP = 512, 1 << 20, 1 << 30, 4 << 30
 
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -302,8 +302,9 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
                     kind = kinds[key] = made.types.setdefault((name, shape), len(made.types))
                 if kind != ODD and (size := tensor.nbytes):
                     pointer = tensor.data_ptr()
-                    if not pointer:
-                        kind = ODD  # a subclass without memory of its own
+                    end = size + tensor.storage_offset() * dtype.itemsize
+                    if not pointer or tensor.untyped_storage().nbytes() < end:
+                        kind = ODD  # a subclass without memory of its own, or its storage was made shorter
                 cuda = tensor.get_device() + 1
         except (RuntimeError, ValueError):  # nested, or not initialized: without a shape
             kind = ODD
@@ -333,6 +334,12 @@ class TorchFrame(Frame):
             return tensor.view(self._type_of(dtype))
         # F4 becomes torch's pairs, its last dimension halved; what torch has no type for stays bytes.
         return tensor.view(torch.uint8).reshape(-1).view(self._type_of(dtype)).view(packed_shape(dtype, shape))
+
+    def of_bytes(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+        kind = self._type_of(dtype)
+        if 0 in shape:
+            return self.empty(dtype, shape)
+        return torch.frombuffer(data, dtype=torch.uint8).view(kind).view(packed_shape(dtype, shape) if dtype in PACKED else shape)
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         check_empty(dtype, shape)
@@ -411,7 +418,7 @@ class TorchFrame(Frame):
         return SAVED.get(wanted, "")
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
-        return tensor.to(wanted) if dtype in FLOATS else tensor
+        return cast_tensor(tensor, wanted) if dtype in FLOATS else tensor
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         if dtype == "F4":
@@ -430,13 +437,10 @@ class TorchFrame(Frame):
         result = tensor[tuple(forward)]
         if flips:
             # torch turns round no float8 and no uint32.
-            result = result.view(_WORDS[result.element_size()]).flip(flips).view(result.dtype)
-        elif result.numel() == tensor.numel() and result.is_contiguous():
+            return copy_of(result.view(_WORDS[result.element_size()]), None, flips).view(result.dtype)
+        if result.numel() == tensor.numel() and result.is_contiguous():
             return tensor.view(result.shape)  # only its dimensions were changed
-        if result.numel() != tensor.numel() or not result.is_contiguous():
-            # A view would keep the whole block that was read.
-            result = result.clone(memory_format=torch.contiguous_format)
-        return result
+        return copy_of(result)  # a view would keep the whole block that was read
 
     def view(self, tensor: Any) -> View:
         check_shape(tensor, "overwire")
@@ -475,7 +479,9 @@ class TorchFrame(Frame):
             check_memory(tensor, "overwire")
         dense = self._plain_tensor(tensor)
         if not (dense.is_contiguous() and (dense.is_cpu or on_gpu(dense))):
-            dense = dense.to("cpu").contiguous()
+            # torch copies no strided pairs of float4, but bytes
+            bytes_or_all = dense.view(torch.uint8) if name == "F4" else dense
+            dense = bytes_or_all.to("cpu").contiguous().view(dense.dtype)
         shape = tuple(dense.shape)
         if name == "F4":
             if not shape:

@@ -1,60 +1,52 @@
-"""Plain files in children of fork, which cannot use the engine: what
-`safe_open` and `load_file` read there goes through the package safetensors.
+"""Local files in children of fork, which cannot use the engine: what `safe_open`, `load_file`,
+`stream` and `load_model` read there.
 
-Workers of a DataLoader are such children, on Linux by default up to Python 3.13.
-Compressed files, folders, URIs and GPUs need the engine: ForkedError, as for
-every other verb.
+Workers of a DataLoader are such children, on Linux by default up to Python 3.13. Plain files
+are mapped, and their tensors copied; compressed ones are decoded by the reader of `portable`,
+which is slow and needs numpy. No tensor is copied or cast by torch's threads, which the child
+does not have. URIs, GPUs and all else need the engine: ForkedError.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import mmap
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .. import errors
-from ..dtypes import nbytes
-from ..errors import FormatError, NotSupportedError, error_of_system
+from ..errors import FormatError, NotFoundError, error_of_system
 from ..frameworks.frame import Frame
+from ..paths import is_file, path_of, raise_unless_absent
 from ..progress import Watcher
 from .indexing import plan
 from .opened import Model
 from .sources import resolve
 from .storage import storage
 
+# What reading a folder, a pipe or a socket says, which its own reader refuses.
+_SPECIAL = (errno.EISDIR, errno.ESPIPE, errno.ENXIO)
+
 # The longest header that the format allows.
 _HEADER = 100_000_000
 
+# How an index.json, and a shard that an index or its number among others belongs to, are called.
+_INDEX = re.compile(r"[^.].*\.safetensors(\.[^.]+)?\.index(\.[^.]+)?\.json")
+_SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
-def original(name: str) -> Any:
-    """A name of the package safetensors, as it was before `patch_safetensors`.
-    ForkedError where the package is not installed."""
-    try:
-        import safetensors
-    except ImportError:
-        raise errors.forked() from None
-    function = getattr(safetensors, name)
-    patching = sys.modules.get("overwire.compat.safetensors.patching")
-    if patching is not None:
-        function = patching.behind(function)
-    if getattr(function, "__module__", "").startswith("overwire"):
-        raise errors.forked()  # ours goes by that name
-    return function
-
-
-def refuse_compressed(source: Any) -> None:
-    """ForkedError if a path, an open file or a file's bytes are a container of
-    overwire's. What is no safetensors file at all is left to its reader."""
-    if is_compressed(source):
-        raise errors.forked()
+_warnings: list[None] = []
 
 
 def is_compressed(source: Any) -> bool | None:
     """Whether a path of a local file, an open file or a file's bytes are a container
-    of overwire's; None for what is no safetensors file. Reads the header alone, without
-    the engine."""
+    of overwire's; None for what is no safetensors file, or not there. Reads the header only,
+    without the engine. Raises where the disk fails: a container that was not seen would be
+    taken for a plain file, and its stored bytes for tensors."""
     try:
         if isinstance(source, (bytes, bytearray, memoryview)):
             view = memoryview(source)
@@ -71,20 +63,70 @@ def is_compressed(source: Any) -> bool | None:
             return None
         may_be = b'"overwire"' in header or b"\\u00" in header  # letters may be spelled by their numbers
         return may_be and "overwire" in json.loads(header).get("__metadata__", ())
-    except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        return None
+    except OSError as error:
+        if error.errno not in _SPECIAL:
+            raise_unless_absent(error, str(source))
         return None
 
 
 def _read_header(number: int) -> bytes:
-    return os.pread(number, min(_HEADER, int.from_bytes(os.pread(number, 8, 0), "little")), 8)
+    size = int.from_bytes(_read_all(number, 8, 0), "little")
+    return _read_all(number, min(_HEADER, size), 8)
+
+
+def _read_all(number: int, size: int, at: int) -> bytes:
+    # A read may give less than it was asked for: a container would be no JSON.
+    parts = []
+    while size and (part := os.pread(number, size, at)):
+        parts.append(part)
+        size, at = size - len(part), at + len(part)
+    return b"".join(parts)
+
+
+class _PlainFile:
+    # A plain file, mapped: what is written to the map stays in this process.
+
+    def __init__(self, path: str) -> None:
+        from ..portable.container import parse
+
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b"")
+        self.entries, self.metadata, self.is_compressed = parse(self._data, path)
+
+    def bytes_of(self, name: str) -> memoryview:
+        """The bytes of a tensor in the map."""
+        entry = self.entries[name]
+        return self._data[entry.offset : entry.offset + entry.nbytes]
+
+
+class _CompressedFile:
+    # A compressed file, read without the engine.
+
+    def __init__(self, path: str) -> None:
+        from ..portable.read import safe_open
+
+        self._file = safe_open(path, "bytes")
+        self.entries, self.metadata = self._file.entries(), self._file.metadata()
+
+    def bytes_of(self, name: str) -> memoryview:
+        """The bytes of a tensor, in memory of their own."""
+        return memoryview(self._file.get_tensor(name))
+
+    def read_all(self, names: set[str]) -> Iterator[tuple[str, memoryview]]:
+        """Those of several, decoded together."""
+        holders = [holder for holder, own in self._file.holders().items() if not names.isdisjoint(own)]
+        return ((name, data) for name, data in self._file.tensors(holders) if name in names)
 
 
 class ForkedModel(Model):
-    """A model of plain local files, for what `safe_open` and `load_file` do with
-    one: its table, and tensors one by one. Each is the caller's own.
+    """A model of local files: its table, and tensors, each of which is the caller's own.
 
-    Raises ForkedError for what needs the engine or where the package safetensors
-    is not installed, and what opening the files raises, as overwire's classes.
+    table: that of the same files as the parent has it, which decides the places of tensors.
+
+    Raises ForkedError for what needs the engine, and what opening the files raises.
     """
 
     def __init__(
@@ -94,67 +136,137 @@ class ForkedModel(Model):
         keys: Iterable[str] | None = None,
         filter: Callable[[str], bool] | None = None,
         storage_options: Mapping[str, object] | None = None,
+        table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] | None = None,
     ) -> None:
         if hasattr(source, "shared_model") or device != "cpu":
             raise errors.forked()
         self.device = self.lands = device
-        self.uris, self._keep = resolve(source)
-        if any(not os.path.isfile(uri) and os.path.exists(uri) or "://" in uri for uri in self.uris):
-            raise errors.forked()
-        storage(storage_options, self.uris)  # refused for a local path
-        for uri in self.uris:
-            refuse_compressed(uri)
-        self.table = []
-        self._files: dict[tuple[int, str], Any] = {}
-        for at in range(len(self.uris)):
-            file = self._file_of(at, "np")
-            order = file.offset_keys() if hasattr(file, "offset_keys") else file.keys()
-            for name in order:
-                about = file.get_slice(name)
-                shape = tuple(about.get_shape())
-                size = nbytes(about.get_dtype(), shape)
-                self.table.append((name, about.get_dtype(), shape, size, size, at, -1))
+        uris, self._keep = resolve(source)
+        storage(storage_options, uris)  # refused for a local path
+        uris = [path_of(uri) if is_file(uri) else uri for uri in uris]
+        parts = [one for uri in uris for one in _files_of(uri)]
+        self.uris = [path for path, _ in parts]
+        self._files = [_open_file(path) for path in self.uris]
+        if not _warnings and any(isinstance(file, _CompressedFile) for file in self._files):
+            _warnings.append(None)
+            warnings.warn(
+                "overwire: this process was forked from one that had started the engine: compressed files are decoded "
+                "slowly here, without it: use the spawn or forkserver start method",
+                stacklevel=3,
+            )
+        if [one for uri in uris for one in _files_of(uri)] != parts:
+            raise errors.CorruptError(f"overwire: open {uris[0]}: it was replaced while it was opened", source=uris[0])
+        self.table = [
+            (name, entry.dtype, entry.shape, entry.nbytes, entry.nbytes, at, -1)
+            for at, (file, (path, names)) in enumerate(zip(self._files, parts, strict=True))
+            for name, entry in _entries_of(file, path, names)
+        ]
+        if table is not None:
+            if {row[:4] + row[5:6] for row in table} - {row[:4] + row[5:6] for row in self.table}:
+                raise errors.CorruptError(f"overwire: open {uris[0]}: it was replaced since it was opened", source=uris[0])
+            self.table = table
         self._refuse_twins()
         self.chosen = self.choose(keys, filter)
 
-    def _file_of(self, at: int, framework: str) -> Any:
-        file = self._files.get((at, framework))
-        if file is None:
-            reader = original("safe_open")
-            try:
-                file = reader(self.uris[at], framework)
-            except OSError as error:
-                raise error_of_system(error, "open", self.uris[at]) from error
-            except Exception as error:
-                raise FormatError(f"overwire: open {self.uris[at]}: {error}", source=self.uris[at]) from error
-            self._files[at, framework] = file
-        return file
-
     def info(self) -> list[dict[str, Any]]:
-        return [{"uri": uri, "metadata": self._file_of(at, "np").metadata()} for at, uri in enumerate(self.uris)]
+        return [{"uri": uri, "metadata": file.metadata} for uri, file in zip(self.uris, self._files, strict=True)]
 
     def read_alone(self, at: int, frame: Frame, index: Any = None) -> Any:
         """One tensor, or `tensor[index]` of it."""
         row = self.row(at)
-        framework = {"torch": "pt", "numpy": "np"}.get(frame.name)
-        if framework is None:
-            raise errors.forked()
-        try:
-            tensor = self._file_of(row.source, framework).get_tensor(row.name)
-        except Exception as error:
-            raise NotSupportedError(
-                f"overwire: read {row.name!r} of {self.uris[row.source]}: {error}", tensor=row.name
-            ) from error
-        if index is not None:
-            cut = plan(index, row.shape, dims=0).cut
-            tensor = frame.index(tensor, cut, row.dtype) if cut else tensor
-        # Its memory is the whole file's.
-        return tensor.clone() if framework == "pt" else tensor.copy()
+        file = self._files[row.source]
+        data = file.bytes_of(row.name)
+        cut = None if index is None else plan(index, row.shape, dims=0).cut
+        if cut and frame.name == "bytes":
+            raise errors.forked("a part of a tensor as bytes")
+        if cut and isinstance(file, _PlainFile):  # only what is wanted of it is read
+            part = frame.index(frame.of_bytes(data, row.dtype, row.shape), cut, row.dtype)
+            if math.prod(part.shape) != math.prod(row.shape):
+                return part
+        tensor = frame.of_bytes(bytearray(data) if isinstance(file, _PlainFile) else data, row.dtype, row.shape)
+        return frame.index(tensor, cut, row.dtype) if cut else tensor
+
+    def iter_tensors(self, chosen: Iterable[int], frame: Frame, wanted: Any, in_order: bool) -> Iterator[tuple[str, Any]]:
+        """Name and tensor, cast; those of a compressed file together, unless `in_order`."""
+        frame.raw({self.table[at][1] for at in chosen})  # refuses what the framework lacks
+        groups: dict[int, list[int]] = {}
+        for number, at in enumerate(chosen):
+            groups.setdefault(number if in_order else self.table[at][5], []).append(at)
+        for group in groups.values():
+            rows = {self.table[at][0]: self.row(at) for at in group}
+            file = self._files[self.table[group[0]][5]]
+            if isinstance(file, _PlainFile):
+                pairs = ((name, memoryview(bytearray(file.bytes_of(name)))) for name in rows)
+            else:
+                pairs = ((name, data) for name, data in file.read_all(set(rows)))
+            for name, data in pairs:
+                tensor = frame.of_bytes(data, rows[name].dtype, rows[name].shape)
+                yield name, tensor if wanted is None else frame.cast(tensor, rows[name].dtype, wanted)
 
     def load(self, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> dict[str, Any]:
-        tensors = {}
-        for at in range(len(self.table)) if chosen is None else chosen:
-            row = self.row(at)
-            tensor = self.read_alone(at, frame)
-            tensors[row.name] = tensor if wanted is None else frame.cast(tensor, row.dtype, wanted)
-        return tensors
+        positions = range(len(self.table)) if chosen is None else chosen
+        tensors = dict(self.iter_tensors(positions, frame, wanted, False))
+        return {self.table[at][0]: tensors[self.table[at][0]] for at in positions}
+
+
+def _open_file(path: str) -> _PlainFile | _CompressedFile:
+    if "://" in path or not os.path.isfile(path) and os.path.exists(path):
+        raise errors.forked(f"{path}, which is not a local file,")
+    try:
+        plain = _PlainFile(path)
+        return _CompressedFile(path) if plain.is_compressed else plain
+    except ImportError:
+        raise errors.forked(f"{path}, which is compressed and read here only where numpy is installed,") from None
+    except OSError as error:
+        raise error_of_system(error, "open", path) from error
+
+
+def _entries_of(file: _PlainFile | _CompressedFile, path: str, names: list[str] | None) -> Iterable[tuple[str, Any]]:
+    if names is None:
+        return file.entries.items()
+    if lacking := [name for name in names if name not in file.entries]:
+        raise FormatError(f"overwire: open {path}: it lacks {lacking[0]!r}, which its index.json lists", source=path, tensor=lacking[0])
+    return ((name, entry) for name, entry in file.entries.items() if name in set(names))
+
+
+def _files_of(path: str) -> list[tuple[str, list[str] | None]]:
+    # The files that a path stands for, each with the tensors that an index lists; None: all.
+    if "://" in path:
+        return [(path, None)]
+    if _INDEX.fullmatch(os.path.basename(path)) and not os.path.isdir(path):
+        return _files_of_index(path)
+    if not os.path.isdir(path):
+        return [(path, None)]
+    try:
+        names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+    except OSError as error:
+        raise error_of_system(error, "open", path) from error
+    indexes = [name for name in names if _INDEX.fullmatch(name)]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if len(indexes) == 1:
+        return _files_of_index(os.path.join(path, indexes[0]))
+    if not indexes and not files:
+        raise NotFoundError(f"overwire: open {path}: no .safetensors file in this folder", source=path)
+    shards = [match for name in files if (match := _SHARD.fullmatch(name))]
+    count = int(shards[0][3]) if shards else 1
+    whole = len(files) == count and sorted({int(one[2]) for one in shards} or {1}) == list(range(1, count + 1))
+    if indexes or not whole or len({(one[1], one[3]) for one in shards}) > 1 or "-ow" in files[0]:
+        raise errors.forked(f"the model among the files of {path}: name its files or its index.json, or choosing")
+    return [(os.path.join(path, name), None) for name in files]
+
+
+def _files_of_index(path: str) -> list[tuple[str, list[str] | None]]:
+    try:
+        with open(path, "rb") as file:
+            weights = json.loads(file.read(_HEADER))["weight_map"]
+        names = {name: list[str]() for name in weights.values()}
+        for tensor, name in weights.items():
+            names[name].append(tensor)
+        if not names or any(os.path.basename(name) != name or name in ("", ".", "..") for name in names):
+            raise ValueError("names of files")
+    except OSError as error:
+        raise error_of_system(error, "open", path) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"overwire: open {path}: not an index of shards: {error!r}", source=path) from None
+    folder = os.path.dirname(path)
+    return [(os.path.join(folder, name), names[name]) for name in sorted(names)]

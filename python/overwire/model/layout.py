@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 from .. import _verbs
 from .._environment import truth
+from .._tables import HEAD_BYTES
 from ..errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
-from ..files import regular
+from ..files import kind_of_file, regular
 from ..jobs import shown
-from ..paths import is_remote, is_there
+from ..paths import is_remote, is_there, raise_unless_absent
 from .reading import read_bytes
 
 OWN, NYACOMP = "tensors", "nya"
@@ -251,18 +252,11 @@ def preload_uris(path: str) -> list[str]:
     return [path]
 
 
-# The pickle of the number by which torch.save began a file before torch 1.6.
-_OLD_TORCH = b"\x80\x02\x8a\n" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little") + b"."
-
-
 def not_beside(path: str, container: str) -> NotFoundError | FormatError:
     """What is said of a local pickle without its container."""
-    if _read_head(path, len(_OLD_TORCH)) == _OLD_TORCH:
-        return FormatError(
-            f"overwire: open {path}: a file of torch.save in the format before torch 1.6: load it with torch.load, "
-            "and save its tensors with save_file",
-            source=path,
-        )
+    kind = kind_of_file(path, _read_head(path, HEAD_BYTES))
+    if kind is not None and kind.what != "a pickle":
+        return FormatError(f"overwire: open {path}: this is {kind.what}, not a bundle: {kind.do}", source=path)
     return NotFoundError(
         f"overwire: open {path}: its tensors are not at {container}; copy the folder beside the pickle with it; "
         "what save_bundle or compress_pickle did not write is read by load_file (safetensors), torch.load or pickle",
@@ -290,5 +284,8 @@ def _read_head(path: str, size: int = 9) -> bytes:
     try:
         with open(path, "rb", opener=regular) as file:
             return file.read(size)
-    except (OSError, ArgumentError):
+    except (IsADirectoryError, ArgumentError):
+        return b""
+    except OSError as error:  # what the disk does not tell may be a pickle, whose container must stay
+        raise_unless_absent(error, path)
         return b""  # opening it reports why

@@ -66,12 +66,16 @@ class StorageOptions(TypedDict, total=False):
 
     s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile; anon
     (unsigned); region, endpoint_url, path_style, sse_customer_key (32 bytes or their
-    base64), cacert, timeout, connections, retries. Without them credentials, region and
+    base64), cacert, timeout, connections, retries; the names of boto3 and obstore are the same
+    options: aws_access_key_id, access_key_id, aws_secret_access_key, secret_access_key,
+    aws_session_token, session_token, region_name, aws_region, aws_endpoint_url, endpoint,
+    profile_name. Without them credentials, region and
     endpoint are found as AWS's own tools find them: AWS_* of os.environ, shared files,
     web identity, SSO, processes, containers, machines; where there are none, requests are
     unsigned. A store with neither ETags nor dates is read as such a server is.
 
-    redis, rediss (redis://host:port/key): username, password (else REDISCLI_AUTH), db,
+    redis, rediss (redis://user:password@host:port/key, all but host and key optional):
+    username, password (else those of the URI, else REDISCLI_AUTH), db,
     cacert, timeout, connections, retries; one value, or tensorizer's keys
     `key:...:offset`.
 
@@ -100,6 +104,17 @@ class StorageOptions(TypedDict, total=False):
     endpoint_url: str | None
     path_style: bool | None
     sse_customer_key: str | None
+    aws_access_key_id: str | None
+    access_key_id: str | None
+    aws_secret_access_key: str | None
+    secret_access_key: str | None
+    aws_session_token: str | None
+    session_token: str | None
+    region_name: str | None
+    aws_region: str | None
+    aws_endpoint_url: str | None
+    endpoint: str | None
+    profile_name: str | None
     username: str | None
     password: str | None
     db: int | None

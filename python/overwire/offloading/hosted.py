@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from .binding import binding_of
 from .blocks import Block, cut_model
 from .offload import Offloaded, _Away
+from .ring import Slot
 from .stored import decode_tensor, encode_block
 
 
@@ -46,7 +48,7 @@ class Hosted(Offloaded):
         weights, at = list(weights), len(self._away)
         with torch.inference_mode(False), torch.no_grad():
             block = encode_block([weight.values for weight in weights], self._device)
-        self._away.append(_Away(Block(name, module, []), block, [], {}))
+        self._away.append(_Away(Block(name, module, []), block, []))
         self._parameters.append([(one.owner, one.key, one.owner._parameters[one.key]) for one in weights])  # type: ignore[misc]
         self._owners.update((weight.owner, at) for weight in weights)
         self._places.update((weight.name, (at, number)) for number, weight in enumerate(weights))
@@ -65,7 +67,10 @@ class Hosted(Offloaded):
     def read(self, name: str) -> torch.Tensor:
         """The values of a weight, in host memory of its own. Raises KeyError for another name."""
         at, number = self._places[name]
-        return decode_tensor(self._away[at].stored, number)
+        one = self._away[at]
+        if one.binding is not None and (one.was_held or one.is_changed):
+            return one.binding.parameters[number].detach().to("cpu", copy=True)
+        return decode_tensor(one.stored, number)
 
     def runs(self, owner: torch.nn.Module) -> bool:
         """Whether this thread runs the block of a module, whose parameters are there then."""
@@ -78,11 +83,28 @@ class Hosted(Offloaded):
         for hook in self._hooks[2 * at : 2 * at + 2] if at is not None else ():
             hook.remove()
 
-    def _bring_weights(self, at: int, views: list[torch.Tensor]) -> None:
-        for (owner, key, left), view in zip(self._parameters[at], views, strict=True):
+    def _bring_weights(self, at: int, slot: Slot) -> None:
+        one = self._away[at]
+        if one.binding is not None:
+            for (owner, key, _), parameter in zip(self._parameters[at], one.binding.parameters, strict=True):
+                if _is_placeholder(owner._parameters.get(key)):  # the library has taken it away
+                    owner._parameters[key] = parameter  # type: ignore[assignment]
+            return
+        for (owner, key, left), view in zip(self._parameters[at], slot.views[at], strict=True):
             owner._parameters[key] = torch.nn.Parameter(view, left.requires_grad)
+        one.binding = binding_of(slot.memory, (owner._parameters[key] for owner, key, _ in self._parameters[at]), is_owned=True)  # type: ignore[misc]
+
+    def _compare_states(self, at: int) -> tuple[bool, bool]:
+        is_held, is_changed = super()._compare_states(at)
+        binding = self._away[at].binding
+        assert binding is not None
+        for (owner, key, _), parameter in zip(self._parameters[at], binding.parameters, strict=True):
+            now = owner._parameters.get(key)
+            is_changed = is_changed or now is not parameter and not _is_placeholder(now)
+        return is_held, is_changed
 
     def _send_away(self, at: int) -> None:
+        self._away[at].binding = None
         for owner, key, placeholder in self._parameters[at]:
             owner._parameters[key] = placeholder
 
@@ -94,6 +116,10 @@ class Hosted(Offloaded):
             "use torch.inference_mode() or torch.no_grad()",
             stacklevel=2,
         )
+
+
+def _is_placeholder(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and parameter.is_meta
 
 
 def listed_blocks(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

@@ -6,12 +6,13 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .. import _verbs, errors
 from .._engine import forked
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for
+from ..jobs import log
 from ..model.options import parse_size
 from ..progress import spell_count
 
@@ -21,18 +22,22 @@ if TYPE_CHECKING:
     from ..model.options import DeviceLike
     from ..model.sources import SourceLike
     from .away import Record
+    from .binding import Binding
     from .blocks import Block, Weight
-    from .ring import Ring
+    from .ring import Ring, Slot
     from .stored import StoredBlock
 
 
-class _Away(NamedTuple):
-    # A block that is streamed: what is stored of it, what its weights answer while they
-    # are away, and their views of each slot, by its address.
-    block: Block
-    stored: StoredBlock
-    records: list[Record]
-    views: dict[int, list[torch.Tensor]]
+class _Away:
+    # A block that is streamed: what is stored of it, and what its weights answer while they
+    # are away.
+
+    def __init__(self, block: Block, stored: StoredBlock, records: list[Record]) -> None:
+        self.block, self.stored, self.records = block, stored, records
+        self.binding: Binding | None = None  # while its weights are there
+        self.was_held = False  # by something else, which may have changed them, since they were compared
+        self.is_changed = False  # for good: they are not what is stored
+        self.runs = 0
 
 
 class Offloaded:
@@ -46,7 +51,7 @@ class Offloaded:
         #: Bytes of the weights that are streamed, and of host memory that they take.
         self.nbytes: int = 0
         self.stored: int = 0
-        #: Bytes of the device that the ring takes, beside what stays there.
+        #: Bytes of the device that the ring takes, beside what stays there, at first.
         self.ring: int = 0
         #: Bytes of the blocks that stay on the device.
         self.kept: int = 0
@@ -73,8 +78,8 @@ class Offloaded:
 
         if forked():
             return
-        if self._ring is not None:
-            self._ring.close()
+        if (ring := self._ring) is not None:  # it lives until all is back
+            ring.close()
         self._ring = None
         with torch.inference_mode(self._inference), torch.no_grad():
             self._put_back()
@@ -89,10 +94,16 @@ class Offloaded:
 
         while self._away:
             one = self._away[-1]
+            if one.binding is not None:  # they are what they are now; what holds their memory goes on to share it
+                is_held = one.binding.compare_states()[0]
+                for parameter, device in ((weight.parameter, weight.device) for weight in one.block.weights):
+                    if parameter.device != device or one.binding.has_memory_of(parameter) and not is_held:
+                        parameter.data = _copy_to(parameter.data, device)
+                self._away.pop()
+                continue
             ring = Ring([one.stored], self._device, 1)
-            memory = ring.acquire(0, sys._getframe())
-            for weight, place in zip(one.block.weights, one.stored.places, strict=True):
-                values = _copy_to(place.view(memory), weight.device)
+            for weight, view in zip(one.block.weights, ring.acquire(0, sys._getframe()).views[0], strict=True):
+                values = _copy_to(view, weight.device)
                 if is_away(weight.parameter):
                     bring(weight.parameter, values)
                 else:
@@ -145,7 +156,7 @@ class Offloaded:
                 )
             self.nbytes += block.nbytes
             records = [record_of(weight.parameter, weight.name, self._device) for weight in block.weights]
-            self._away.append(_Away(block, stored, records, {}))
+            self._away.append(_Away(block, stored, records))
             self.blocks.append(block.name)
             self._send_away(len(self._away) - 1)
 
@@ -164,7 +175,7 @@ class Offloaded:
 
         if not self._away:
             return
-        self._ring = Ring([one.stored for one in self._away], self._device, slots, self._send_away)
+        self._ring = Ring([one.stored for one in self._away], self._device, slots, self._vacate_block)
         self.ring = self._ring.nbytes
         for at, one in enumerate(self._away):
             before, after = self._hooks_of(at)
@@ -186,7 +197,8 @@ class Offloaded:
         ring = self._ring
         if ring is None:
             return
-        block, stored, _, views_of = self._away[at]
+        one = self._away[at]
+        block = one.block
         if module is not block.module:  # a copy of it, which has hooks and no weights of ours
             return
         if forked():  # runs of the parent's threads have the slots, and end nowhere here
@@ -199,11 +211,9 @@ class Offloaded:
                 f"overwire: offload: {block.name}: a CUDA graph cannot hold weights that come and go"
             )
         with ring.lock:
-            memory = ring.acquire(at, _frame_of_run(sys._getframe(1)))
-            views = views_of.get(memory.data_ptr())
-            if views is None:
-                views = views_of[memory.data_ptr()] = [place.view(memory) for place in stored.places]
-            self._bring_weights(at, views)
+            slot = ring.acquire(at, _frame_of_run(sys._getframe(1)))
+            one.runs += 1
+            self._bring_weights(at, slot)
 
     def _after_run(self, at: int, module: torch.nn.Module, output: Any) -> None:
         import torch
@@ -211,16 +221,41 @@ class Offloaded:
         ring = self._ring
         if ring is None or module is not self._away[at].block.module:
             return
-        values = list(_tensors_in(output))
         with ring.lock:
             if not ring.runs(at):
                 return
-            if any(ring.owns(at, value) for value in values):
-                self._away[at].views.pop(ring.leave(at), None)
-            if ring.release(at):
-                self._send_away(at)
-        if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+            ring.release(at)
+        if torch.is_grad_enabled() and any(value.requires_grad for value in _tensors_in(output)):
             self._meet_gradients(self._away[at].block.name, ran=True)
+
+    def _vacate_block(self, at: int) -> bool:
+        # Lets the weights of a block go that no one runs: not those that something else holds,
+        # nor those that are not what is stored. These stay, as those of a resident model.
+        one, ring = self._away[at], self._ring
+        if one.binding is None or ring is None:
+            self._send_away(at)
+            return True
+        is_held, is_changed = self._compare_states(at)
+        one.was_held = one.was_held or is_held
+        if is_held and not is_changed and not one.is_changed:
+            return False
+        if not is_changed and not one.is_changed and (one.was_held or not one.binding.counts_changes() or ring.compares_bytes(one.runs)):
+            is_changed = not ring.is_as_stored(at)
+        if is_changed and not one.is_changed:
+            one.is_changed = True
+            log.warning(
+                "overwire: offload: the weights of %s change when it runs: they stay on the device", one.block.name
+            )
+        if not one.is_changed:
+            one.was_held = False
+            self._send_away(at)
+        return not one.is_changed
+
+    def _compare_states(self, at: int) -> tuple[bool, bool]:
+        # Whether something else holds the weights of a block that are there, and whether they were changed.
+        binding = self._away[at].binding
+        assert binding is not None
+        return binding.compare_states()
 
     def _meet_gradients(self, name: str, ran: bool = False) -> None:
         # What happens with a forward of a block whose weights are needed again, before it ran or after.
@@ -229,17 +264,21 @@ class Offloaded:
             "use torch.inference_mode() or torch.no_grad()"
         )
 
-    def _bring_weights(self, at: int, views: list[torch.Tensor]) -> None:
-        from .away import bring, is_away
+    def _bring_weights(self, at: int, slot: Slot) -> None:
+        from .away import bring
+        from .binding import binding_of
 
-        for weight, view in zip(self._away[at].block.weights, views, strict=True):
-            if is_away(weight.parameter):
+        one = self._away[at]
+        if one.binding is None:
+            for weight, view in zip(one.block.weights, slot.views[at], strict=True):
                 bring(weight.parameter, view)
+            one.binding = binding_of(slot.memory, (weight.parameter for weight in one.block.weights))
 
     def _send_away(self, at: int) -> None:
         from .away import send_away
 
         one = self._away[at]
+        one.binding = None  # first: Ctrl-C may come between any two, and they are sent away again then
         for weight, record in zip(one.block.weights, one.records, strict=True):
             send_away(weight.parameter, record)
 
@@ -310,7 +349,12 @@ def offload(
     objects, names, dtypes, shapes and ties, and take the values of a source in their own dtype;
     while a block does not run, to read or write its parameters is a NotSupportedError that names
     the parameter. Weights that several modules share, those of dtypes that files lack, and views
-    of others' memory stay on the device.
+    of others' memory stay on the device. A block whose weights something still holds when it has
+    run (a view that it returned or kept, numpy, DLPack, what autograd has saved) stays on the
+    device until nothing does. One that changes its weights in `forward` stays for good, with a
+    warning in the log: they are never those of an earlier run. Each run's changes are noticed
+    that torch counts, and on the CPU all others (`.data`, numpy, kernels); on a GPU these are
+    looked for after a block's 1st, 2nd, 4th, 8th ... run.
 
     Returns an `Offloaded`, to be kept: the model stays offloaded until its `close`. On an error the
     model is as it was; one that had weights beside those of a source may have some of either.
@@ -390,6 +434,7 @@ class _Source:
 
     def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device) -> None:
         from ..verbs.open import safe_open
+        from ..verbs.states import tensors_of_module
 
         self._device = device
         self._file = safe_open(source, framework="pt")
@@ -397,7 +442,7 @@ class _Source:
             table for part in model.modules() for table in (part._parameters, part._buffers)
         ]
         self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # of the meta device
-        file_names, state = set(self._file.keys()), model.state_dict(keep_vars=True)
+        file_names, (state, _) = set(self._file.keys()), tensors_of_module(model, "offload")
         self._names: dict[int, str] = {}
         needs: dict[int, str] = {}
         for name, tensor in [

@@ -6,6 +6,9 @@ the device, by an event, and a slot is written again only after what has read it
 host waits for neither. While a block runs, those that followed it the last time are
 fetched. On the CPU there is nothing to hide: a block is decoded when it is asked for.
 
+A slot whose memory something still holds after a run is never written again: it leaves the
+ring with its block, and the ring gets another one. It is freed once nothing holds it.
+
 Threads may share a ring. Each holds the slots of the blocks that it runs; one that finds
 all slots held waits until one is released.
 """
@@ -41,42 +44,47 @@ class Slot:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
+        self.views: dict[int, list[torch.Tensor]] = {}  # by block: its weights in this memory
         self.block: int | None = None
         self.ready: Any = None  # the event behind which its bytes are there
         self.readers: list[Any] = []  # events behind which nothing reads it
+        self.streams: set[Any] = set()  # that they are of
         self.holds: list[Hold] = []
 
 
 class Ring:
-    """Slots for blocks, which `acquire` fills and `release` gives back. `evicted` is called
-    with the number of a block before its slot gets another."""
+    """Slots for blocks, which `acquire` fills and `release` gives back. `vacate` is called with
+    the number of a block when its last run ends: it takes the weights out of the slot, and
+    returns False where they have to stay there."""
 
     def __init__(
         self,
         blocks: Sequence[StoredBlock],
         device: torch.device,
         count: int,
-        evicted: Callable[[int], None] | None = None,
+        vacate: Callable[[int], bool] | None = None,
     ) -> None:
         self._blocks = blocks
-        self._evicted = evicted
+        self._device = device
+        self._vacate = vacate or (lambda at: True)
+        self._inference = torch.is_inference_mode_enabled()  # that its tensors are made in
         #: Held by every change of the ring; it may be held around several.
         self.lock = threading.Condition(new_lock())
         self._following = {at: (at + 1) % len(blocks) for at in range(len(blocks))}
         self._previous: dict[int, int] = {}  # by thread: the block that it ran last
         self._waiting: dict[int, int] = {}  # by thread: the block that it waits for
-        count = min(count, len(blocks))
-        slot_bytes = max((block.nbytes for block in blocks), default=0)
+        self._count = count = min(count, len(blocks))
+        self._slot_bytes = slot_bytes = max((block.nbytes for block in blocks), default=0)
+        self._left: dict[int, Slot] = {}  # by block: slots that have left the ring
         staging_bytes = max((block.memory.nbytes for block in blocks), default=0)
         self._carrier = _carrier_for(device, staging_bytes)
         #: Bytes of device memory that the ring takes.
         self.nbytes: int = count * slot_bytes + self._carrier.nbytes
-        with _errors_of(str(device), self.nbytes):
-            self._slots = [Slot(torch.empty(slot_bytes, dtype=torch.uint8, device=device)) for _ in range(count)]
+        self._slots = [self._make_slot() for _ in range(count)]
         self._carrier.follow_current()
 
-    def acquire(self, at: int, frame: FrameType) -> torch.Tensor:
-        """The memory of a slot that has block `at`, for what the current stream does from
+    def acquire(self, at: int, frame: FrameType) -> Slot:
+        """A slot that has block `at`, its views included, for what the current stream does from
         now on, until `release`. frame: see `Hold`. Begins to fetch the blocks that followed
         it the last time.
 
@@ -105,12 +113,16 @@ class Ring:
             if self._carrier.ahead:
                 self._fetch_following(at)
             self._carrier.await_ready(slot)
+            if at not in slot.views:
+                with torch.inference_mode(self._inference), torch.no_grad():
+                    slot.views[at] = [place.view(slot.memory) for place in self._blocks[at].places]
             slot.holds.append(Hold(thread, frame, self._carrier.stream()))  # if what precedes fails, nothing runs
-        return slot.memory
+        return slot
 
     def release(self, at: int) -> bool:
         """Ends this thread's run of block `at`: its slot may be filled anew behind what the
-        current stream has been given. Returns whether no other run holds it."""
+        current stream has been given. Returns whether that is so: no other run holds it, and
+        its weights are out of it."""
         thread = threading.get_ident()
         with self.lock:
             slot = self._slot_of(at)
@@ -120,57 +132,88 @@ class Ring:
             slot.holds.remove(own_holds[-1])
             self._carrier.mark_read(slot, self._carrier.stream())
             self.lock.notify_all()
-            return not slot.holds
+            return not slot.holds and self._empty_slot(slot)
 
     def runs(self, at: int) -> bool:
         """Whether this thread runs block `at`."""
         slot, thread = self._slot_of(at), threading.get_ident()
         return slot is not None and any(hold.thread == thread for hold in slot.holds)
 
-    def owns(self, at: int, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the slot of block `at`, whose bytes change later."""
-        slot = self._slot_of(at)
-        return slot is not None and _storage_of(tensor) == slot.memory.untyped_storage().data_ptr()
+    def compares_bytes(self, runs: int) -> bool:
+        """Whether a block's bytes are compared with what is stored after this many runs: always on
+        the host. On a GPU that makes the host wait: after the first run, the 2nd, 4th, 8th ..."""
+        return not self._carrier.ahead or runs & (runs - 1) == 0
 
-    def leave(self, at: int) -> int:
-        """Gives the slot of block `at`, which this thread runs, other memory with the same bytes:
-        a tensor that outlives the run has its own. Returns the address of that."""
+    def is_as_stored(self, at: int) -> bool:
+        """Whether the slot of block `at` has the bytes that are stored. Waits for the current stream."""
         slot = self._slot_of(at)
         assert slot is not None
-        address = slot.memory.data_ptr()
-        self._carrier.leave(slot)
-        return address
+        return self._blocks[at].is_in(slot.memory)
 
     def close(self) -> None:
-        """Waits for what is under way, and frees the slots. Raises NotSupportedError while a
-        block runs."""
+        """Waits for what is under way; the slots are freed with the ring. Raises NotSupportedError
+        while a block runs."""
         with self.lock:
             self._drop_stale_holds()
             if any(slot.holds for slot in self._slots):
                 raise NotSupportedError("overwire: offload: close: a block runs, in this thread or another")
             self._carrier.wait()
-            self._slots = []
+            self._free_left()
 
     def _slot_of(self, at: int) -> Slot | None:
-        return next((slot for slot in self._slots if slot.block == at), None)
+        return next((slot for slot in self._slots if slot.block == at), None) or self._left.get(at)
+
+    def _make_slot(self) -> Slot:
+        with _errors_of(str(self._device), self._slot_bytes), torch.inference_mode(self._inference), torch.no_grad():
+            slot = Slot(torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device))
+        self._carrier.adopt_slot(slot)
+        return slot
+
+    def _empty_slot(self, slot: Slot) -> bool:
+        # Takes a block that no one runs out of its slot, or else the slot out of the ring.
+        at = slot.block
+        if at is None:
+            return True
+        if is_empty := self._vacate(at):
+            if self._left.pop(at, None) is None:
+                return True
+            self.nbytes -= self._slot_bytes
+        elif at not in self._left:
+            self._slots.remove(slot)
+            self._left[at] = slot
+            self.nbytes += self._slot_bytes
+        self._carrier.leave(slot)
+        return is_empty
+
+    def _free_left(self) -> None:
+        for slot in list(self._left.values()):
+            if not slot.holds:
+                self._empty_slot(slot)
 
     def _fetch_block(self, at: int, spare: Sequence[int] = ()) -> Slot | None:
         # Fills a slot that no one holds and that has none of the blocks `spare`.
-        free = [slot for slot in self._slots if not slot.holds and (slot.block is None or slot.block not in spare)]
-        if not free:
+        self._free_left()
+        slot = self._free_slot(spare)
+        if slot is None:
             return None
-        slot = free[0]
-        if slot.block is not None and self._evicted is not None:
-            self._evicted(slot.block)
         slot.block = None  # if what follows fails, it has nothing
         self._carrier.fetch(self._blocks[at], slot)
         slot.block = at
         self._slots.append(self._slots.pop(self._slots.index(slot)))  # what was filled last is replaced last
         return slot
 
+    def _free_slot(self, spare: Sequence[int]) -> Slot | None:
+        for slot in list(self._slots):
+            if not slot.holds and (slot.block is None or slot.block not in spare) and self._empty_slot(slot):
+                return slot
+        if len(self._slots) == self._count:
+            return None
+        self._slots.append(self._make_slot())  # in the place of one that has left
+        return self._slots[-1]
+
     def _fetch_following(self, at: int) -> None:
         order, block = [at], at
-        while len(order) < len(self._slots) and self._following[block] not in order:
+        while len(order) < self._count and self._following[block] not in order:
             block = self._following[block]
             order.append(block)
         for block in order[1:]:
@@ -185,23 +228,15 @@ class Ring:
     def _drop_stale_holds(self) -> bool:
         # A run that Ctrl-C ended has called no hook: its frame has ended, too.
         any_stale = False
-        for slot in self._slots:
-            for hold in list(slot.holds):
-                if _has_ended(hold.frame):
-                    slot.holds.remove(hold)
-                    self._carrier.mark_read(slot, hold.stream)
-                    any_stale = True
-            if any_stale and not slot.holds and slot.block is not None and self._evicted is not None:
-                self._evicted(slot.block)
+        for slot in [*self._slots, *self._left.values()]:
+            stale = [hold for hold in slot.holds if _has_ended(hold.frame)]
+            for hold in stale:
+                slot.holds.remove(hold)
+                self._carrier.mark_read(slot, hold.stream)
+            if stale and not slot.holds:
+                self._empty_slot(slot)
+            any_stale = any_stale or bool(stale)
         return any_stale
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    # The address of its memory; 0 where it has none of its own, as one that is made of others.
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 def _has_ended(frame: FrameType) -> bool:
@@ -235,8 +270,11 @@ class _HostCarrier:
     def mark_read(self, slot: Slot, stream: Any) -> None:
         pass
 
+    def adopt_slot(self, slot: Slot) -> None:
+        pass
+
     def leave(self, slot: Slot) -> None:
-        slot.memory = slot.memory.clone()
+        pass
 
     def follow_current(self) -> None:
         pass
@@ -280,7 +318,7 @@ class _GPUCarrier:
             self._decoding.wait_stream(self._copying)
             for event in slot.readers:
                 self._decoding.wait_event(event)
-            slot.readers = []
+            slot.readers, slot.streams = [], set()
             key = (block.memory.address, turn, slot.memory.data_ptr())
             tasks = self._tasks.get(key)
             if tasks is None:
@@ -300,15 +338,20 @@ class _GPUCarrier:
 
     def mark_read(self, slot: Slot, stream: Any) -> None:
         slot.readers.append(stream.record_event())
+        slot.streams.add(stream)
+
+    def adopt_slot(self, slot: Slot) -> None:
+        # The allocator gives memory that the current stream may still use.
+        slot.readers.append(self.stream().record_event())
+        slot.memory.record_stream(self._decoding)
 
     def leave(self, slot: Slot) -> None:
-        before, stream = slot.memory, self.stream()
-        with torch.cuda.device(self._device):
-            slot.memory = before.clone()
-            slot.memory.record_stream(self._decoding)
-            before.record_stream(stream)
-            slot.ready = stream.record_event()
-        self._tasks = {key: tasks for key, tasks in self._tasks.items() if key[2] != before.data_ptr()}
+        # Its memory may be freed at any time: not before the streams that read it are done.
+        for stream in slot.streams:
+            slot.memory.record_stream(stream)
+        slot.readers, slot.streams = [], set()
+        address = slot.memory.data_ptr()
+        self._tasks = {key: tasks for key, tasks in self._tasks.items() if key[2] != address}
 
     def follow_current(self) -> None:
         # The allocator's memory may still be used by what the current stream was given.

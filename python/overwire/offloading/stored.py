@@ -6,17 +6,19 @@ GPU for a GPU, whose link then carries stored bytes only, else by the host's cor
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+from array import array
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
-from .. import codecs, gpu
+from .. import _verbs, codecs, gpu
 from ..errors import DeviceError, OutOfMemoryError
 from ..frameworks.torch import SAVED, _errors_of
+from ..jobs import Job
 
 _ALIGN = 256
 #: Content bytes of a chunk of a stream.
@@ -43,12 +45,18 @@ class Place(NamedTuple):
 
 class StoredBlock(NamedTuple):
     """A block as it is stored: `streams` has of each tensor the offset in `memory` and the
-    length of its stream. `nbytes` are those of the block in a slot, gaps included."""
+    length of its stream. `nbytes` are those of the block in a slot, gaps included; `digests`
+    those of its tensors' bytes."""
 
     places: list[Place]
     streams: list[tuple[int, int]]
     memory: HostMemory
     nbytes: int
+    digests: bytes
+
+    def is_in(self, memory: torch.Tensor) -> bool:
+        """Whether a slot's memory has the bytes of every tensor. Waits for torch's current stream."""
+        return _digest_rows([(memory.data_ptr() + one.offset, one.nbytes) for one in self.places], memory) == self.digests
 
 
 class HostMemory:
@@ -64,7 +72,7 @@ class HostMemory:
             raise OutOfMemoryError(
                 f"overwire: offload: {nbytes} bytes of host memory: {error}", asked=nbytes
             ) from error
-        with suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address: int = self.tensor.data_ptr()
@@ -101,10 +109,25 @@ def encode_block(tensors: list[torch.Tensor], device: torch.device) -> StoredBlo
     """
     places, nbytes = place_tensors(tensors)
     rows = [t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in tensors]
-    if device.type != "cuda":
-        return StoredBlock(places, *_encode_on_host(tensors, rows, device), nbytes)
-    with torch.cuda.device(device):
-        return StoredBlock(places, *_encode_on_gpu(tensors, [row.to(device) for row in rows], device), nbytes)
+    on_gpu = device.type == "cuda"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+        rows = [row.to(device) for row in rows] if on_gpu else rows
+        digests = _digest_rows([(row.data_ptr(), row.numel()) for row in rows], rows[0]) if rows else b""
+        encode = _encode_on_gpu if on_gpu else _encode_on_host
+        return StoredBlock(places, *encode(tensors, rows, device), nbytes, digests)
+
+
+def _digest_rows(rows: list[tuple[int, int]], memory: torch.Tensor) -> bytes:
+    # The digests of contiguous bytes, by address and length, that lie where `memory` does.
+    number = memory.device.index if memory.is_cuda else -1
+    numbers = array("q", [address for address, _ in rows] + [nbytes for _, nbytes in rows])
+    stream = gpu.current_stream(number) if memory.is_cuda else 0
+    job = Job(_verbs.digest(number, stream, len(rows), numbers.tobytes()), "digest")
+    try:
+        return bytes(job.result()[1])
+    except BaseException:
+        job.abandon()
+        raise
 
 
 def decode_tensor(block: StoredBlock, number: int) -> torch.Tensor:

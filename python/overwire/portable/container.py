@@ -7,15 +7,15 @@ import re
 from itertools import accumulate
 from math import isfinite, prod
 from operator import mul
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CorruptError, FormatError, NotSupportedError
-from .sums import crc32c
 
-Bytes = NDArray[np.uint8]
+if TYPE_CHECKING:  # the index of a compressed file is read by numpy, a plain file's header without it
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
 
 # Section 5: code -> name and bits.
 DTYPES = {
@@ -35,6 +35,10 @@ _TRANSFORMS = {  # of X16, by dtype
     "BF16": {1}, "F16": {2}, "F32": {3}, "C64": {3}, "F8_E4M3": {4}, "F8_E4M3FNUZ": {4}, "F8_E5M2": {5},
     "F8_E5M2FNUZ": {5}, "F4": {7}, "F8_E8M0": {8}, "BOOL": {8},
 } | {name: {6, 7, 8} for name in ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")}  # fmt: skip
+_PLANES_OF = {  # of planes, by dtype, next to 1, which all may have
+    "I16": 2, "U16": 2, "I32": 3, "U32": 3, "I64": 4, "U64": 4, "F16": 5, "BF16": 5, "F32": 6, "C64": 6, "F64": 7,
+}  # fmt: skip
+_MOST_TILES = 256
 _VERSION = re.compile("([0-9]+)[.]([0-9]+)")
 _MINOR = 3  # the newest that this reader knows
 _WIDE = ("I16", "U16", "I32", "U32", "I64", "U64")
@@ -73,19 +77,19 @@ class Container(NamedTuple):
     compressed: bool
 
 
-def parse(data: Bytes, path: str) -> Container:
-    """Reads and checks all but the tensors of a file, given its bytes.
+def parse(data: Bytes | memoryview, path: str) -> Container:
+    """Reads and checks all but the tensors of a file, given its bytes, in an array or a memoryview.
 
     Raises FormatError for what is no safetensors file, CorruptError for a container that
     breaks a rule, NotSupportedError for one that a newer version has written.
     """
     checks = _Checks(path)
     checks.is_file(len(data) >= 8, "too short")
-    size = int(data[:8].view("<u8")[0])
+    size = int.from_bytes(bytes(data[:8]), "little")
     checks.is_file(size <= min(_LONGEST_HEADER, len(data) - 8), f"its header has {size} bytes")
     try:
         text = bytes(data[8 : 8 + size]).decode()
-        header = json.loads(text, **_STRICTLY)
+        header = json.loads(text, **STRICTLY)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"overwire: {path}: its header: {error}", source=path) from None
     checks.is_file(isinstance(header, dict), "its header is no object")
@@ -133,7 +137,7 @@ def _parse_integer(number: str) -> float:
 
 
 # What json leaves to its caller.
-_STRICTLY: dict[str, Any] = dict(
+STRICTLY: dict[str, Any] = dict(
     object_pairs_hook=_checked_object, parse_constant=_parse_finite, parse_float=_parse_finite,
     parse_int=_parse_integer,
 )  # fmt: skip
@@ -202,7 +206,12 @@ def _check_note(text: str, path: str) -> None:
         raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader knows 1", source=path)
 
 
-def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], checks: _Checks) -> dict[str, Tensor]:
+def _read_index(data: Bytes | memoryview, base: int, size: int, entries: dict[str, Tensor], checks: _Checks) -> dict[str, Tensor]:
+    import numpy as np
+
+    from .sums import crc32c
+
+    data = np.frombuffer(data, np.uint8)
     blob = data[base : base + size]
     checks.is_sound(72 <= size <= _LARGEST_INDEX and size % 64 == 0 and bytes(blob[:4]) == b"OWIX", "its index")
     (major, minor), features = blob[4:8].view("<u2").tolist(), int(blob[8:16].view("<u8")[0])
@@ -306,12 +315,19 @@ def _check_grid(tensor: Tensor, chunk_bytes: int, plain: bool, entry: Tensor, ch
         fits = chunk.offset >= end and chunk.offset + chunk.stored <= last and 0 < chunk.stored <= chunk.logical
         fits = fits and (chunk.codec == 0 and chunk.offset == end if plain else chunk.offset % 16 == 0)
         if chunk.codec == _X16:
-            is_valid = chunk.transform in _TRANSFORMS.get(tensor.dtype, ())
+            is_valid = 1 <= chunk.tiles <= _MOST_TILES
+            is_known = chunk.transform in _TRANSFORMS.get(tensor.dtype, ())
         elif chunk.codec == _PLANES:
-            is_valid = 1 <= chunk.transform <= 7 and tensor.parts == 1 and not chunk.tiles
+            is_valid = tensor.parts == 1 and not chunk.tiles
+            is_known = chunk.transform in (1, _PLANES_OF.get(tensor.dtype, 1))
         else:
-            is_valid = chunk.codec == 0 and chunk.stored == chunk.logical and not chunk.transform and not chunk.tiles
+            is_valid = bool(chunk.codec) or not (chunk.stored < chunk.logical or chunk.transform or chunk.tiles)
+            is_known = chunk.codec == 0
+        where = f"overwire: {checks.path}: tensor {name!r} chunk {number}: "
         if not fits or not is_valid:
-            text = f"overwire: {checks.path}: corrupt data: tensor {name!r} chunk {number}"
-            raise CorruptError(text, source=checks.path, tensor=name, chunk=number)
+            raise CorruptError(f"{where}corrupt data", source=checks.path, tensor=name, chunk=number)
+        if not is_known:
+            text = f"{where}codec {chunk.codec} with transform {chunk.transform} for {tensor.dtype}"
+            text += ": a newer reader may know it"
+            raise NotSupportedError(text, source=checks.path, tensor=name, chunk=number)
         end = chunk.offset + chunk.stored

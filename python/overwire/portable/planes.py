@@ -13,6 +13,7 @@ Bytes = NDArray[np.uint8]
 
 _ELEMENTS = {1: (1, False), 2: (2, False), 3: (4, False), 4: (8, False), 5: (2, True), 6: (4, True), 7: (8, True)}
 _BLOCK = 65536
+_LARGEST_WINDOW = 16 << 20  # the largest chunk
 
 
 class _Reader:
@@ -116,7 +117,24 @@ def _decode_plane(reader: _Reader, table: tuple[list[int], list[int], list[int]]
     return np.frombuffer(bytes(out), np.uint8)
 
 
+def _check_frame(frame: bytes, count: int) -> None:
+    # One frame without a dictionary that states its content's size: RFC 8878, 3.1.1.1.
+    _check_planes(frame[:4] == b"\x28\xb5\x2f\xfd" and len(frame) > 5, "a frame")
+    flags = frame[4]
+    is_single, size_bytes = bool(flags & 32), (1 if flags & 32 else 0, 2, 4, 8)[flags >> 6]
+    _check_planes(not flags & 8 and size_bytes > 0, "the head of a frame")
+    at = 5 if is_single else 6
+    dictionary = frame[at : at + (0, 1, 2, 4)[flags & 3]]
+    _check_planes(not any(dictionary), "the dictionary of a frame")
+    at += len(dictionary)
+    size = int.from_bytes(frame[at : at + size_bytes], "little") + (256 if size_bytes == 2 else 0)
+    _check_planes(size == count, "the size that a frame states")
+    window = size if is_single else (1 << 10 + (frame[5] >> 3)) * (8 + (frame[5] & 7)) // 8
+    _check_planes(window <= _LARGEST_WINDOW, "the window of a frame")
+
+
 def _unpack_frame(frame: bytes, count: int) -> Bytes:
+    _check_frame(frame, count)
     decompressor: Any
     try:
         from compression import zstd as standard  # type: ignore[import-not-found]

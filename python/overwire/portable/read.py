@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from ..errors import ArgumentError, CorruptError, FormatError, MissingPackageError, TensorNotFoundError
 from . import planes, x16
 from .container import Container, Tensor, parse
+from .folders import model_of, select_names, was_replaced
 from .sums import crc32c
 
 Bytes = NDArray[np.uint8]
@@ -48,7 +48,7 @@ class safe_open:
                 f"overwire: {framework!r} on {device!r}: this machine has no engine, which other frameworks and "
                 f"devices need"
             )
-        self._path = _local_path(filename)
+        self._path = local_path(filename)
         self._framework = framework
         self._data: Bytes = (
             np.memmap(self._path, np.uint8, "r") if os.path.getsize(self._path) else np.zeros(0, np.uint8)
@@ -82,6 +82,11 @@ class safe_open:
 
     def __exit__(self, *exc: object) -> None:
         pass
+
+    @property
+    def path(self) -> str:
+        """The file's."""
+        return self._path
 
     @property
     def compressed(self) -> bool:
@@ -190,37 +195,50 @@ class safe_open:
 
 
 def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework: str | None = None) -> dict[str, Any]:
-    """All tensors of a file, or of a folder's safetensors files, as `safe_open` gives them.
+    """All tensors of a file, or of the model in a folder, as `safe_open` gives them.
 
+    source: a file, an index.json, or a folder, of which the model is chosen by the engine's rules: its index.json
+        decides, and shards without one are complete.
     framework: as for `safe_open`; None: "pt" where torch is imported, else "np".
+
+    Raises also NotFoundError, FormatError and ArgumentError for a folder without a model, with a part of one, or
+    with several; and CorruptError for one that is replaced while it is read.
     """
     framework = framework or ("pt" if "torch" in sys.modules else "np")
     result: dict[str, Any] = {}
-    for path in files_of(source):
-        with safe_open(path, framework, device) as file:
-            tensors = dict(file.tensors())
-            for name in file:
-                if name in result:
-                    raise FormatError(
-                        f"overwire: {path}: another file has a tensor {name!r}, too", source=str(path), tensor=name
-                    )
-                result[name] = tensors[name]
+    for file, names in open_model(source, framework, device):
+        own = set(names)
+        holders = [holder for holder, aliases in file.holders().items() if not own.isdisjoint(aliases)]
+        tensors = {name: tensor for name, tensor in file.tensors(holders) if name in own}
+        for name in names:
+            if name in result:
+                text = f"{file.path}: another file of the folder has a tensor {name!r}: open one of the files"
+                raise ArgumentError(f"overwire: {text}", source=file.path, tensor=name)
+            result[name] = tensors[name]
     return result
 
 
-def files_of(place: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files of a folder; a file itself. Raises FormatError where a folder has
-    none, ArgumentError for a URI."""
-    source = Path(_local_path(place))
-    if not source.is_dir():
-        return [source]
-    paths = sorted(path for path in source.glob("*.safetensors") if path.is_file())
-    if not paths:
-        raise FormatError(f"overwire: {source} has no safetensors file", source=str(source))
-    return paths
+def open_model(
+    source: str | os.PathLike[str], framework: str, device: str = "cpu"
+) -> list[tuple[safe_open, list[str]]]:
+    """The files of a model, opened, each with the names of those of its tensors that are the model's. They are
+    opened again, once, where a saver publishes another model meanwhile: then CorruptError."""
+    place = local_path(source)
+    for is_last in (False, True):
+        model = model_of(place)
+        try:
+            files = [safe_open(path, framework, device) for path in model.files]
+            parts = [(file, select_names(model, file.path, file.keys())) for file in files]
+        except (FormatError, FileNotFoundError):
+            if is_last or not was_replaced(model):
+                raise
+            continue
+        if not was_replaced(model):
+            return parts
+    raise CorruptError(f"overwire: {place}: the model was replaced while it was read", source=place)
 
 
-def _local_path(place: str | os.PathLike[str]) -> str:
+def local_path(place: str | os.PathLike[str]) -> str:
     path = os.fspath(place)
     if "://" in path:
         raise ArgumentError(f"overwire: {path}: this machine has no engine, which stores need: download the file")

@@ -7,11 +7,11 @@ import math
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .. import _engine
+from .. import _engine, errors
 from .._verbs import states
-from ..dtypes import PACKED
+from ..dtypes import PACKED, torch_shape
 from ..errors import ArgumentError, ForkedError, NotSupportedError
 from ..frameworks.choose import frame_for
 from ..frameworks.frame import Frame
@@ -19,6 +19,9 @@ from ..jobs import Job
 from ..model.budget import fit
 from ..model.opened import WHOLE, Model, Request, Row
 from ..progress import Watcher
+
+if TYPE_CHECKING:
+    from ..model.forked import ForkedModel
 
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
@@ -64,6 +67,12 @@ def fill(
     `load_file` raises; if the load fails, the tensors have old values and new ones.
     """
     frame_for(frame.name)  # which refuses torch's fakes
+    if _engine.forked():
+        if max_memory is not None:
+            raise errors.forked("max_memory=")
+        for target in targets:
+            put(target, cast("ForkedModel", model).read_alone(target.at, frame))
+        return
     where = [fixed or place_of(target.tensor) for target in targets]
     views = {device: model.on(device) for device in where}
     for view in views.values():
@@ -145,8 +154,8 @@ def states_of(file: Any) -> list[dict[str, Any]]:
 
 
 def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of each tensor of a `safe_open`, in the order of the files."""
-    return [(row[0], row[1], tuple(row[2])) for row in file._live_model().table]
+    """Name, dtype and shape, as torch has it, of each tensor of a `safe_open`, in the order of the files."""
+    return [(row[0], row[1], torch_shape(row[1], tuple(row[2]))) for row in file._live_model().table]
 
 
 def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job | None:
@@ -309,9 +318,7 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
         raise ArgumentError(f"{where}: expected a torch.Tensor with memory to load into, got {kind}", tensor=name)
     if not (ready := is_ready(tensor)):
         check_shape(tensor, where, name)
-    shape = row.shape
-    if row.dtype == "F4" and shape:
-        shape = (*shape[:-1], shape[-1] // 2)
+    shape = torch_shape(row.dtype, row.shape)
     part = ALL
     if block is not None:
         try:

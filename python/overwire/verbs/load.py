@@ -103,9 +103,13 @@ def load_file(
 
     Raises NotFoundError, FormatError, CorruptError (with tensor, chunk and offset),
     TensorNotFoundError for keys, OutOfMemoryError, NotSupportedError, ArgumentError;
-    TypeError for an unknown option. Ctrl-C cancels the load and frees its memory. The
-    engine cannot run in a forked child: there, plain local files are read with the
-    package safetensors, and all else raises ForkedError.
+    TypeError for an unknown option. Ctrl-C cancels the load and frees its memory.
+
+    The engine cannot run in a forked child. There, `load_file`, `safe_open`, `stream` and
+    `load_model` read local files and folders to the host without it: plain ones by a copy,
+    compressed ones slowly, with numpy, which a warning says once. All else is a ForkedError: URIs,
+    GPUs, groups, max_memory, and a folder with several models, or with several files that are
+    no whole set.
     """
     with group_context(options, device):
         check_options("load_file", options, LoadOptions)
@@ -133,7 +137,7 @@ def load_file(
         from ..model.forked import ForkedModel
 
         if max_memory is not None:
-            raise forked()  # the engine counts
+            raise forked("max_memory=")
         alone = ForkedModel(source, where, options.get("keys"), options.get("filter"), options.get("storage_options"))
         return alone.load(alone.chosen, frame, frame_dtype, None)
     prepare(where)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
+from .._engine import forked
 from .._imports import imported
+from ..dtypes import torch_shape
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
 from ..model.budget import fit
@@ -20,6 +23,7 @@ from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import group_context
 from .into import ALL, Target, fill, in_place, place_target, put, single
+from .states import EXTRA, tensors_of_module
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +31,8 @@ if TYPE_CHECKING:
 
     from .saving import Report, Saving
 
-# The last part of the name under which a state dict has what `get_extra_state` returns.
-EXTRA = "_extra_state"
+# The most names of each list in an error.
+_MOST_NAMES = 8
 
 
 def load_model(
@@ -48,7 +52,8 @@ def load_model(
     replaced. Tied tensors are loaded once; of others that overlap, the last one of the
     state dict wins. Of a DTensor (FSDP2, tensor parallelism) each rank loads its own part.
     What a module has for `_extra_state` is given to its `set_extra_state` if it is a tensor,
-    and is left as it is if not: such a one is in no file.
+    and is left as it is if not: such a one is in no file. Other entries of its state dict that
+    are not tensors are a NotSupportedError, with strict=False, too.
 
     device: the device to load to; None: the device of each tensor, and the host for
         tensors of the meta device. Tensors on another device are copied to it.
@@ -88,14 +93,21 @@ def load_model(
         if not isinstance(module, torch.nn.Module):
             path = isinstance(module, (str, os.PathLike))
             _refuse_other(module, f"; load_file({os.fsdecode(module)!r}) returns its tensors" if path else "")
-        targets: dict[str, Any] = module.state_dict(keep_vars=True)
+        tensors, extra = tensors_of_module(module, "load_model")
+        targets = tensors | extra
         unmapped_budget = parse_size(options.get("max_memory"), "max_memory")
         if options.get("group") is not None or options.get("shard") is not None:
             return _load_together(
                 module, source, strict, place or single(list(targets.values())), targets, dict(options), unmapped_budget
             )
     device = place or single(list(targets.values()))
-    with many_objects(), Model(source, device=device, **opening(options)) as model:
+    if forked():
+        from ..model.forked import ForkedModel
+
+        file_model: Model = ForkedModel(source, device, storage_options=options.get("storage_options"))
+    else:
+        file_model = Model(source, device=device, **opening(options))
+    with many_objects(), file_model as model:
         setters = _extra_states(module)
         missing, surplus, positions = _match_names(module, targets, setters, model, strict)
         into = _targets_of(module, targets, setters, model, positions, lambda at: model.table[at][2])
@@ -246,25 +258,25 @@ def _match_names(
     surplus = [row[0] for row in model.table if row[0] not in targets]
     problems = []
     if strict and missing:
-        problems.append("missing in the file: " + ", ".join(map(repr, sorted(missing))))
+        problems.append("missing in the file: " + _list_few(list(map(repr, sorted(missing))), ", "))
     if strict and surplus:
-        problems.append("unexpected in the file: " + ", ".join(map(repr, sorted(surplus))))
+        problems.append("unexpected in the file: " + _list_few(list(map(repr, sorted(surplus))), ", "))
+    misfits = []
     for name, at in positions.items():
         target, (_, dtype, shape, *_rest) = targets[name], model.table[at]
         if name in setters:
             continue  # of any shape
         if name not in tensors:
-            problems.append(f"{name!r} is not a tensor in the module")
+            misfits.append(f"{name!r} is not a tensor in the module")
             continue
         if not is_ready(target):
             check_shape(target, f"overwire: load {model.uris[0]} into {type(module).__name__}: {name!r}", name)
         here = tuple(target.shape)
-        if shape_of is not None:
-            shape = shape_of(at)
-        elif dtype == "F4" and shape:
-            shape = (*shape[:-1], shape[-1] // 2)
+        shape = torch_shape(dtype, shape) if shape_of is None else shape_of(at)
         if here != shape:
-            problems.append(f"{name!r} has shape {here} in the module, {shape} in the file")
+            misfits.append(f"{name!r} has shape {here} in the module, {shape} in the file")
+    if misfits:
+        problems.append(_list_few(misfits, "; "))
     if problems:
         raise ModelMismatchError(
             f"overwire: load {model.uris[0]} into {type(module).__name__}: " + "; ".join(problems),
@@ -273,15 +285,22 @@ def _match_names(
     return missing, surplus, positions
 
 
+def _list_few(parts: list[str], between: str) -> str:
+    """As many as a message has, and how many more there are."""
+    more = f" and {len(parts) - _MOST_NAMES:,} more" if len(parts) > _MOST_NAMES else ""
+    return between.join(parts[:_MOST_NAMES]) + more
+
+
 def _replace_meta(module: Any, target: Any, loaded: Any) -> None:
     # A module made on the meta device: the loaded tensor takes the place, under every name
     # that the placeholder has.
     import torch
 
+    from ..frameworks.memory import cast_tensor
+
+    loaded = cast_tensor(loaded, target.dtype)
     if isinstance(target, torch.nn.Parameter):
-        loaded = torch.nn.Parameter(loaded.to(target.dtype), requires_grad=target.requires_grad)
-    else:
-        loaded = loaded.to(target.dtype)
+        loaded = torch.nn.Parameter(loaded, requires_grad=target.requires_grad)
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for key, value in table.items():
@@ -319,8 +338,10 @@ def save_model(
     wait: bool = True,
     **options: Any,
 ) -> Report | Saving:
-    """Saves a torch module's parameters and persistent buffers by name. What else its state
-    dict has (`_extra_state`) is saved if it is a tensor, and left out if not.
+    """Saves a torch module's parameters and persistent buffers by name. Its extra states
+    (names that end in `_extra_state`) are saved if they are tensors, and left out if not:
+    `Report.left` names those. Any other entry of its state dict that is not a tensor is a
+    NotSupportedError: it may hold weights, as in torch's quantised modules.
 
     Tied tensors are stored once. A compressed file has all their names. A plain file
     (compress=False) has the first name only, and {dropped name: kept name} in its
@@ -329,6 +350,7 @@ def save_model(
     Other arguments, the report and errors are those of `save_file`.
     """
     from .save import notes_of, save_file
+    from .saving import Report
 
     check_options("save_model", options, SaveOptions)
     frame_for("torch")
@@ -336,9 +358,7 @@ def save_model(
 
     if not isinstance(module, torch.nn.Module):
         _refuse_other(module, "; save_file saves a dict of tensors" if isinstance(module, Mapping) else "")
-    tensors = {
-        name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
-    }
+    tensors, extra = tensors_of_module(module, "save_model")
     compress = options.get("compress", True)
     check_values(wait=wait)
     notes = notes_of(metadata or {})
@@ -353,6 +373,9 @@ def save_model(
                 notes.setdefault(name, first)
                 del tensors[name]
     report: Report | Saving = save_file(tensors, path, notes, **{"wait": wait, **options})
+    if isinstance(report, Report):
+        return replace(report, left=tuple(extra))
+    report._left = tuple(extra)
     return report
 
 

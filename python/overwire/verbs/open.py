@@ -11,7 +11,7 @@ from .. import _engine
 from .._imports import skip_at_exit
 from .._tables import BITS
 from ..dtypes import PACKED, nbytes
-from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
+from ..errors import ArgumentError, CorruptError, NotSupportedError
 from ..model.indexing import plan
 from ..model.opened import WHOLE, Model, check_target, opening, prepare
 from ..model.options import (
@@ -77,11 +77,11 @@ class safe_open(_engine.HandleOwner, Generic[T]):
     whose names differ in numbers alone are cut alike. What is asked for in no order is loaded
     by itself.
 
-    The engine cannot run in a forked child: there, plain local files, also those
-    opened before the fork, are read with the package safetensors.
+    The engine cannot run in a forked child: there, local files, also those opened before
+    the fork, are read without it, as `load_file` says.
 
     Raises what `load_file` raises; ArgumentError once it is closed; in a forked
-    child, ForkedError for compressed files, folders, URIs and GPUs.
+    child, ForkedError for URIs and GPUs.
     """
 
     __module__ = "overwire"
@@ -203,7 +203,7 @@ class safe_open(_engine.HandleOwner, Generic[T]):
                 raise CorruptError(
                     f"overwire: open {model.uris[0]}: the file was replaced since it was opened", source=model.uris[0]
                 )
-            model = self._model = ForkedModel(model.uris, model.device)
+            model = self._model = ForkedModel(model.uris, model.device, table=model.table)
         return model
 
     @contextlib.contextmanager
@@ -303,8 +303,6 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         model = self._live_model()
         if self._frame.name != "torch":
             raise ArgumentError(f"overwire: load_into: needs framework='pt', got {self._frame.name!r}")
-        if _engine.forked():
-            raise ForkedError("overwire: load_into: the engine cannot run in a forked child", source=model.uris[0])
         into = [target_of(model, *target) for target in parse_targets(targets)]
         if max_memory is not None:
             self._ahead.drop()
@@ -369,10 +367,10 @@ class TensorSlice(Generic[T]):
 
     def _read_from(self, model: Model, index: Any) -> Any:
         file, row, frame = self._file, self._row, self._file._frame
+        if row.dtype in PACKED:
+            return self._read_packed(index)
         if _engine.forked():
             tensor = cast("ForkedModel", model).read_alone(self._at, frame, index)
-        elif row.dtype in PACKED:
-            return self._read_packed(index)
         else:
             reading = plan(index, row.shape)
             if reading.empty:

@@ -28,7 +28,7 @@ from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local_file
 from ..progress import ProgressLike, watch
-from .saving import After, Report, Saving, await_save, begin
+from .saving import After, Report, Saving, begin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -188,7 +188,6 @@ def save_bytes(
     """Saves what is described already, and keeps it alive until that is done.
 
     end: of `jobs.time_limit`. how: see `_start_job`."""
-    await_save(path)
     with _start_job(described, path, metadata, end=end, **how) as job:
         return Report.of(job.finish())
 
@@ -214,7 +213,7 @@ def stage_bytes(
             described, path, metadata, background=True, max_memory=parse_size(max_memory, "max_memory"), **how
         )
 
-    return begin(path, start_save, After(then, undo, over), key=key)
+    return begin(path, start_save, After(then, undo, over), key=key, is_sharded=bool(how.get("shard")))
 
 
 def _start_job(

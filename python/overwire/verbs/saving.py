@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .. import _verbs
 from .._engine import HandleOwner, refuse_child
 from .._imports import start_thread
-from .._locks import new_lock
+from .._order import Saver
+from .._order import lock as _lock
 from ..errors import ArgumentError, CancelledError, DeadlineError
 from ..jobs import Job, log, shown, time_limit
-from ..paths import is_file, is_remote, path_of
 from ..progress import Progress, spell_count
-
-_lock = new_lock()
-_last: dict[str, Saving] = {}  # by path: what runs, or failed and no one knows
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,8 @@ class Report:
     copied: those of files that a converted folder had beside its weights, as they were.
     left: what of a converted folder was not copied: weights that are not the model's
         (of 64 MiB and more, if they are not safetensors), hidden files, and links that
-        lead out of the folder to anything but the blobs of its Hugging Face cache.
+        lead out of the folder to anything but the blobs of its Hugging Face cache. What is
+        not data in a file that torch.save wrote. Of `save_model`, extra states that are not tensors.
     originals: of `convert`, files by name with the SHA-256, in hex, of the plain
         file that a compressed one keeps, or that a decompressed one is, byte for byte;
         "" where it was not hashed: it came over a network, `sha256=False`, or the
@@ -121,7 +118,7 @@ class After(NamedTuple):
     over: Callable[[], None]
 
 
-class Saving(HandleOwner):
+class Saving(HandleOwner, Saver):
     """A save whose tensors may change already, while its files are written: see
     `save_file(wait=False)`. Threads may share it.
 
@@ -132,16 +129,16 @@ class Saving(HandleOwner):
 
     __module__ = "overwire"
 
-    def __init__(self, path: str, key: str) -> None:
+    def __init__(self, paths: list[str], is_sharded: bool) -> None:
+        super().__init__(paths, is_sharded)
         #: Where it saves to.
-        self.path = path
-        self._key = key
+        self.path = paths[0]
         self._job: Job | None = None
         self._ended = threading.Event()
         self._report: Report | None = None
+        self._left: tuple[str, ...] = ()  # what the report says was left out
         self._error: BaseException | None = None
         self._cancelled = False
-        self._starter = threading.get_ident()  # the thread in `begin`; 0 after that
         self._seen = Progress(0, 0, 0, 0)
 
     def __repr__(self) -> str:
@@ -149,6 +146,10 @@ class Saving(HandleOwner):
             "running" if not self._ended.is_set() else "complete" if self._error is None else f"failed: {self._error}"
         )
         return f"Saving({shown(self.path)!r}, {state})"
+
+    def shown_path(self) -> str:
+        """The path, as people may see it: without credentials."""
+        return shown(self.path)
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Raises ForkedError in a forked child, if it
@@ -168,11 +169,12 @@ class Saving(HandleOwner):
         time_limit(timeout)
         if not self._ended.is_set() and not self._ended.wait(timeout):
             raise DeadlineError(f"overwire: save {shown(self.path)}: not done within {timeout} s; it goes on")
-        self._forget_saving()
+        self.forget_saver()
         if self._error is not None:
             raise self._error
-        assert self._report is not None
-        return self._report
+        report = self.report
+        assert report is not None
+        return report
 
     def cancel(self) -> bool:
         """Stops it, unless it is complete, and waits for its end. Returns whether it was
@@ -186,7 +188,7 @@ class Saving(HandleOwner):
                 _verbs.cancel(job.number)
         if not self._ended.is_set():
             self._ended.wait()
-        self._forget_saving()
+        self.forget_saver()
         return isinstance(self._error, CancelledError)
 
     def progress(self) -> Progress:
@@ -201,20 +203,18 @@ class Saving(HandleOwner):
     @property
     def report(self) -> Report | None:
         """What was written; None before it is complete, and after an error."""
+        if self._left and self._report is not None:
+            self._report, self._left = replace(self._report, left=self._left), ()
         return self._report
 
     def _refuse_child(self, what: str) -> None:
         if not self._ended.is_set():
             refuse_child(f"overwire: Saving.{what}: the save runs in")
 
-    def _forget_saving(self) -> None:
-        with _lock:
-            if _last.get(self._key) is self:
-                del _last[self._key]
-
     def _run_saving(self, after: After) -> None:
         # In a thread of its own, to the end.
         assert self._job is not None
+        self._thread = threading.get_ident()
         try:
             try:
                 with self._job as job:
@@ -222,8 +222,10 @@ class Saving(HandleOwner):
                 if after.then is not None:
                     if self._cancelled:
                         raise CancelledError(f"overwire: save {shown(self.path)}: cancelled")
+                    self._is_publishing = True
                     after.then(report)
             except BaseException:
+                self._is_publishing = True
                 after.undo()
                 raise
             finally:
@@ -236,49 +238,22 @@ class Saving(HandleOwner):
             if not isinstance(error, CancelledError):
                 log.error("a save in the background has failed: %s", error)
         finally:
+            self._thread = 0
             self._ended.set()
             if self._error is None or isinstance(self._error, CancelledError):
-                self._forget_saving()
+                self.forget_saver()
 
 
-def _key_of(path: str) -> str:
-    return path if is_remote(path) else os.path.realpath(path_of(path) if is_file(path) else path)
-
-
-def await_save(path: str) -> None:
-    """Waits for the save of a path that runs in the background; raises its error, if it has
-    failed and no one knows it."""
-    if not _last:
-        return
-    while True:
-        with _lock:
-            earlier = _last.get(_key_of(path))
-        if earlier is None:
-            return
-        _follow_saving(earlier)
-
-
-def _follow_saving(earlier: Saving) -> None:
-    if earlier._starter == threading.get_ident():
-        raise ArgumentError(
-            f"overwire: save {shown(earlier.path)}: a signal handler saves to the path whose save it interrupts"
-        )
-    earlier.wait()
-
-
-def begin(path: str, start: Callable[[], Job], after: After, *, key: str | None = None) -> Saving:
+def begin(
+    path: str, start: Callable[[], Job], after: After, *, key: str | None = None, is_sharded: bool = False
+) -> Saving:
     """Starts a save in the background, after the one of the same path before it.
 
-    start: starts the job. key: the path of the whole, of which path is a part. Returns
-    when the tensors may change. Raises what fails until then."""
-    saving = Saving(key or path, _key_of(key or path))
+    start: starts the job. key: the path of the whole, of which path is a part. is_sharded: path
+    stands for a set of shards. Returns when the tensors may change. Raises what fails until then."""
+    saving = Saving([key, path] if key else [path], is_sharded)
     try:
-        while True:
-            with _lock:
-                earlier = _last.setdefault(saving._key, saving)
-            if earlier is saving:
-                break
-            _follow_saving(earlier)
+        saving.claim_paths()
         saving._job = start()
         try:
             while saving._job.next(0.1) is None:
@@ -293,9 +268,9 @@ def begin(path: str, start: Callable[[], Job], after: After, *, key: str | None 
             after.over()
             saving._error = error
             saving._ended.set()
-            saving._forget_saving()
+            saving.forget_saver()
         raise
-    saving._starter = 0
+    saving._thread = 0
     try:
         start_thread(threading.Thread(target=saving._run_saving, args=(after,), name="overwire saving").start)
     except RuntimeError:  # at the end of the interpreter

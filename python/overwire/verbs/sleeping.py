@@ -91,8 +91,12 @@ class Asleep(HandleOwner):
             raise ArgumentError("overwire: wake: the stored bytes were given up by close()")
         import torch
 
+        from ..frameworks.memory import check_memory
+
         frame_for("torch")  # which refuses torch's fakes
         self._take_memory()
+        for one in (one for sleepers in self._wakes.values() for one in sleepers):
+            check_memory(one.tensor, f"overwire: wake: {one.name!r}", one.name)
         copies: list[tuple[Any, Any]] = []
         with contextlib.ExitStack() as stack:
             jobs = []

@@ -14,6 +14,9 @@ from ..model.opened import Model
 from ..model.options import StorageOptions
 from .save import describe_named
 
+#: The last part of the name under which a state dict has what `get_extra_state` returns.
+EXTRA = "_extra_state"
+
 #: Bytes of the tensors of each side that files give at once, unless one is larger.
 BATCH = 1 << 30
 
@@ -68,13 +71,30 @@ def tensors_of(model: Any, what: str) -> dict[str, Any]:
             raise ArgumentError(
                 f"overwire: {what}: expected a dict of tensors, a module or a path, got {type(model).__name__}"
             )
-        model = {
-            name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if hasattr(tensor, "data_ptr")
-        }
+        return tensors_of_module(model, what)[0]
     for name in model:
         if not isinstance(name, str):
             raise ArgumentError(f"overwire: {what}: the name {name!r} is not a str")
     return dict(model)
+
+
+def tensors_of_module(module: Any, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a module's state dict, and the extra states in it that are none. NotSupportedError for any other
+    entry: it may hold weights, as those of torch's quantised modules do."""
+    tensors: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if hasattr(value, "data_ptr"):
+            tensors[name] = value
+        elif str(name).endswith(EXTRA):
+            extra[name] = value
+        else:
+            raise NotSupportedError(
+                f"overwire: {what}: {name!r} in the state dict of {type(module).__name__} is not a tensor but a "
+                f"{type(value).__name__}: save_bundle and load_bundle keep whole modules",
+                tensor=str(name),
+            )
+    return tensors, extra
 
 
 def hosted(name: str, tensor: Any) -> Bytes:

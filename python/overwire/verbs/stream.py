@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
+from .. import errors
+from .._engine import forked
 from ..errors import OverwireError
 from ..jobs import Steps
 from ..model.budget import fit, outlook
@@ -116,6 +118,14 @@ def stream(
             options.pop("max_memory", None)
             return GroupStream(source, group, shard, device, framework, in_order, budget, options)
     frame, where, frame_dtype = check_target(source, framework, device, options.get("dtype"))
+    if forked():
+        from ..model.forked import ForkedModel
+
+        if budget:
+            raise errors.forked("max_memory=")
+        alone = ForkedModel(source, where, options.get("keys"), options.get("filter"), options.get("storage_options"))
+        positions = range(len(alone.table)) if alone.chosen is None else alone.chosen
+        return alone.iter_tensors(positions, frame, frame_dtype, in_order)
     prepare(where)
     max_memory, watcher = options.get("max_memory"), watch(options.get("progress"), "stream")
 

@@ -84,6 +84,9 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
 
 def tensor_bytes(tensor: Any) -> bytes:
     """A copy of a tensor's elements as bytes, in row-major order."""
+    from overwire.plumbing import check_memory  # which imports torch
+
+    check_memory(tensor, "overwire: tensor_bytes")
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # Not ctypes.string_at, whose size has 32 bits before Python 3.14.
     return (ctypes.c_char * tensor_size(dense)).from_address(dense.data_ptr()).raw if dense.numel() else b""

@@ -121,6 +121,9 @@ class PlainFile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._inner)})
+
     def get_slice(self, name: str) -> Slice:
         """The tensor as something to index; nothing is read yet."""
         return Slice(self._inner.get_slice(name), self._path, name, "cpu", self._elsewhere, mapped=True)

@@ -158,14 +158,13 @@ class PrefetchLoader(Internal):
     def _load_rows(self) -> dict[str, Any]:
         import torch
 
-        from overwire.plumbing import torch_dtype
+        from overwire.plumbing import torch_dtype, torch_shape
 
         tensors, targets = {}, []
         for name, (first, end) in self._rows.items():
             whole = overwire.TensorSlice(self._file, name)
-            dtype, shape = whole.get_dtype(), [end - first, *whole.shape[1:]]
-            if dtype == "F4":
-                shape[-1] //= 2  # torch's elements are pairs
+            dtype = whole.get_dtype()
+            shape = torch_shape(dtype, (end - first, *whole.shape[1:]))
             tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype), device=self._where)
             targets.append((name, [(first, end)], tensors[name]))
         self._file.load_into(targets)

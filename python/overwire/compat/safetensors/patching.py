@@ -9,14 +9,14 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any
 
 import overwire
 from overwire.integrations import AfterImport, Lazy
-from overwire.plumbing import forget, forked, is_compressed, keep, new_lock, refuse_compressed
+from overwire.plumbing import forget, forked, is_compressed, keep, new_lock
 
 from . import _bytes, _files, _lazy
 
@@ -31,8 +31,12 @@ _READERS = {
     "safetensors.tensorflow": ("load_file", "load"),
     "safetensors.paddle": ("load_file", "load"),
 }
-# What writes files: the one function of safetensors that does, and torch's, which tells it addresses.
-_WRITERS = {"safetensors": ("serialize_file",), "safetensors.torch": ("save_file",)}
+# What writes: the one function of safetensors that writes files, and what tells it and `serialize` addresses: those of
+# torch and numpy, through which flax, mlx and tensorflow write. paddle's refuse what is not in order.
+_WRITERS = {
+    "safetensors": ("serialize_file",), "safetensors.torch": ("save_file", "save"),
+    "safetensors.numpy": ("save_file", "save"),
+}  # fmt: skip
 # Libraries whose own loaders are patched, too: modules of overwire.integrations.
 _LIBRARIES = ("transformers", "accelerate", "diffusers")
 
@@ -65,7 +69,7 @@ def _stand_in(module: str, name: str, original: Any) -> Any:
     """What stands for one of the original's names while patched: an object of
     its own, so that undoing finds it and nothing else."""
     if name in _WRITERS.get(module, ()):
-        return _writes(original) if module == "safetensors" else _resolves(original)
+        return _writes(original) if module == "safetensors" else _puts_in_order(original)
     if module != "safetensors":
         return _calls(lambda: getattr(import_module(f"overwire.compat.{module}"), name), original)
     if name == "deserialize":
@@ -78,17 +82,17 @@ def _opens(name: str, original: Any) -> type[Any]:
     base: Any = _files.safe_open if lazy else _files._safe_open_handle
 
     def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if forked():
-            return _original(original, args, kwargs)
-        _hook()
         call = _Call(original, args, kwargs)
+        if forked():
+            return object.__new__(cls) if is_compressed(call.subject) else original(*args, **kwargs)
+        _hook()
         if not call.left_to_safetensors():
             return object.__new__(cls)
         file = original(*args, **kwargs)
         return _lazy.PlainFile(file, _lazy.path_of(call.subject)) if lazy and call.torch else file
 
     def opened(self: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
-        if lazy and backend == "mmap":  # libraries open a file for its metadata, and again for its tensors
+        if lazy and backend == "mmap" and not forked():  # libraries open a file for its metadata, and again for its tensors
             self._open(_lazy.kept(filename), filename, framework, _where(device))
         else:
             base.__init__(self, filename, framework, _where(device), backend=backend)
@@ -97,7 +101,7 @@ def _opens(name: str, original: Any) -> type[Any]:
 
     def get_slice(self: Any, key: str) -> Any:
         inner = base.get_slice(self, key)
-        if not lazy or self._framework.native != "pt":
+        if not lazy or forked() or self._framework.native != "pt":
             return inner
         return _lazy.Slice(inner, self._path, key, self._device, self._elsewhere)
 
@@ -114,10 +118,10 @@ def _where(device: Any) -> Any:
 def _calls(ours: Callable[[], Any], original: Any) -> Any:
     @functools.wraps(original)
     def through_overwire(*args: Any, **kwargs: Any) -> Any:
-        if forked():
-            return _original(original, args, kwargs)
-        _hook()
         call = _Call(original, args, kwargs)
+        if forked():
+            return (ours() if is_compressed(call.subject) else original)(*args, **kwargs)
+        _hook()
         if call.left_to_safetensors():
             return original(*args, **kwargs)
         device = _device()
@@ -145,21 +149,31 @@ def _writes(original: Any) -> Any:
     return serialize_file
 
 
-def _resolves(original: Any) -> Any:
+def _puts_in_order(original: Any) -> Any:
+    signature = inspect.signature(original)
+    first = next(iter(signature.parameters))
+
     @functools.wraps(original)
-    def save_file(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        # What lies at the address of a conjugate or negative view are other values than its own.
-        if isinstance(tensors, dict) and not forked() and any(patch.compress for patch in _patches):
-            tensors = {name: _resolved(tensor) for name, tensor in tensors.items()}
-        original(tensors, *args, **kwargs)
+    def save_in_order(*args: Any, **kwargs: Any) -> Any:
+        # The original takes what lies at an address for the values, in their order.
+        values = args[0] if args else kwargs.get(first)
+        if isinstance(values, Mapping) and not forked() and any(patch.compress for patch in _patches):
+            values = {name: _in_order(value) for name, value in values.items()}
+            args, kwargs = ((values, *args[1:]), kwargs) if args else (args, {**kwargs, first: values})
+        return original(*args, **kwargs)
 
-    save_file.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    return save_file
+    save_in_order.__signature__ = signature  # type: ignore[attr-defined]
+    return save_in_order
 
 
-def _resolved(tensor: Any) -> Any:
-    lazy = hasattr(tensor, "is_conj") and (tensor.is_conj() or tensor.is_neg()) and tensor.is_contiguous()
-    return tensor.resolve_conj().resolve_neg() if lazy else tensor
+def _in_order(value: Any) -> Any:
+    """A torch tensor without lazy bits, a numpy array in C order; anything else, and what torch's functions refuse, as
+    it is."""
+    if hasattr(value, "is_conj"):
+        is_lazy = (value.is_conj() or value.is_neg()) and value.is_contiguous()
+        return value.resolve_conj().resolve_neg() if is_lazy else value
+    numpy = sys.modules.get("numpy")
+    return numpy.asarray(value, order="C") if numpy and isinstance(value, numpy.ndarray) else value
 
 
 # What the originals call the file, or its bytes.
@@ -198,15 +212,6 @@ class _Call:
                 return True
         except (overwire.OverwireError, OSError, TypeError, ValueError):
             return False
-
-
-def _original(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The original's answer, in a child of fork. ForkedError for compressed files,
-    which it cannot read."""
-    subject = _Call(original, args, kwargs).subject
-    if subject is not None:
-        refuse_compressed(subject)
-    return original(*args, **kwargs)
 
 
 def behind(found: Any) -> Any:
@@ -490,7 +495,8 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
 
     Children of fork, such as workers of a DataLoader, cannot use the engine: in
     them safetensors' own functions read plain files, what was opened before the
-    fork included, and write plain ones; compressed ones are ForkedError.
+    fork included, and write plain ones; compressed ones are read as `load_file` reads
+    them there, slowly.
 
     Returns a context manager with `undo`. Patches may be nested and may
     overlap: the latest `device` counts, any `compress` and any `offload` does, and what was bound is

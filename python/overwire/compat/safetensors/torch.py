@@ -13,7 +13,7 @@ import overwire
 from overwire.compat.safetensors import TensorSpec, deserialize, safe_open, serialize, serialize_file
 from overwire.compat.safetensors._bytes import bytes_file
 from overwire.compat.safetensors._errors import not_contiguous, reading
-from overwire.plumbing import torch_dtype
+from overwire.plumbing import check_memory, torch_dtype
 
 __all__ = [
     "TensorSpec",
@@ -272,6 +272,7 @@ def _flatten_as_ptr(tensors: dict[str, torch.Tensor], keep_alive_buffer: list[An
             raise not_contiguous(name)
         size = tensor.nelement() * _SIZE[tensor.dtype]
         dense = tensor.detach().to("cpu")
+        check_memory(tensor, f"overwire: save_file: {name!r}", name)
         if dense.is_conj() or dense.is_neg():
             dense = dense.resolve_conj().resolve_neg()
         keep_alive_buffer.append(dense)

@@ -341,6 +341,9 @@ def _ready(spec: _Spec) -> _Ready:
         keep = numpy.ascontiguousarray(tensor)
         is_copy, pointer, size = keep is not tensor, keep.ctypes.data, keep.nbytes
     elif not tensor.is_meta:
+        from ...plumbing import check_memory  # which imports torch
+
+        check_memory(tensor, f"overwire: TensorSerializer: {_paths.text(spec.path)!r}")
         keep = tensor.detach().resolve_conj().resolve_neg()
         keep = _copy_from_gpu(keep) if keep.is_cuda else keep.cpu().contiguous()
         pointer, size = keep.data_ptr(), keep.numel() * keep.element_size()

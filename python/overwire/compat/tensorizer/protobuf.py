@@ -48,6 +48,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), "DtypePbs", "PbDtypes", "TensorPb", "PbNpyDtypes"})
+
+
 def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
     """A tensor as a message `Tensor`, every dtype bit for bit.
 

@@ -15,7 +15,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
 from ...errors import OverwireError
-from ...plumbing import FileWriter, ObjectReader, ObjectWriter, read_file, regular, shown
+from ...plumbing import FileWriter, ObjectReader, ObjectWriter, await_path, read_file, regular, shown
 from . import _s3
 from ._s3 import default_s3_read_endpoint, default_s3_write_endpoint
 
@@ -89,9 +89,12 @@ class CAInfo:
 
 def _certificates(path: str | os.PathLike[str]) -> bool:
     """Whether a file, or a file of a folder, has a certificate."""
-    if os.path.isdir(path):
-        return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
-    return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
+    try:
+        if os.path.isdir(path):
+            return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
+        return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
+    except OSError:  # what is gone has none
+        return False
 
 
 class _Stream(io.BufferedReader):
@@ -329,8 +332,22 @@ def _parse_redis_uri(uri: str) -> tuple[str, int, str]:
 
     parts = urlsplit(uri)
     if parts.scheme.lower() not in ("redis", "rediss"):
-        raise ValueError(f"Invalid Redis URI: {uri}")
+        raise ValueError(f"Invalid Redis URI: {shown(uri)}")
     return parts.hostname or "", parts.port or 6379, parts.path.lstrip("/")
+
+
+def _s3_download_url(
+    path_uri: str,
+    s3_access_key_id: str | None,
+    s3_secret_access_key: str | None,
+    s3_endpoint: str | None = default_s3_read_endpoint,
+    s3_region_name: str | None = None,
+    s3_signature_version: str | None = None,
+) -> str:
+    """The URL of `s3_download`, which is a secret. ValueError for a URI that is not s3://, OSError where it cannot be signed."""
+    return _s3.url_of(
+        path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
+    )
 
 
 def s3_download(
@@ -462,6 +479,8 @@ def open_stream(
     path = path.removeprefix("file://") if scheme else path
     if set(mode) & set("wax") and os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
+    if set(mode) & set("wax+"):
+        await_path(path)  # a save in the background would take the place of the open file
     # The caller's. Reading a pipe would wait for a writer, and a pipe cannot seek.
     size = -1 if buffer_size is None else buffer_size
     stream = open(path, mode, size, opener=regular if normal == "br" else None)  # noqa: SIM115

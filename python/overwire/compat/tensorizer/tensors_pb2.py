@@ -95,3 +95,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals().update(_build())
     return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MESSAGES, *_ENUMS, "DESCRIPTOR"})

@@ -14,7 +14,7 @@ PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 class Stored(NamedTuple):
-    """A tensor of an open file: its place in the table of the file, and its row there."""
+    """A tensor of an open file: its place in the table of the file, and its row there; shape: as torch has it."""
 
     file: Any
     at: int
@@ -172,7 +172,7 @@ def _load_indirectly(copies: list[Copy], most: int) -> None:
     others: list[tuple[Copy, tuple[int, int]]] = []
     for copy in copies:
         shape = copy.of.shape
-        block = block_of(copy)
+        block = _loadable_block(copy)
         target = (
             None
             if block is None
@@ -183,7 +183,8 @@ def _load_indirectly(copies: list[Copy], most: int) -> None:
         else:
             row = elements(shape[1:])
             last = copy.offset + spanned_elements(copy.shape, copy.stride) - 1
-            others.append((copy, (copy.offset // row, last // row + 1)))
+            is_row = copy.of.dtype in PACKED and len(shape) == 1  # which is not cut
+            others.append((copy, (0, shape[0]) if is_row else (copy.offset // row, last // row + 1)))
     for file, targets in into.values():
         file.load_into(targets)
     while others:
@@ -195,12 +196,20 @@ def _load_indirectly(copies: list[Copy], most: int) -> None:
             size += rows.numel() * rows.element_size()
             neighbours.append((copy, low, rows))
         for copy, low, rows in neighbours:
-            block = [(low, low + rows.shape[0])] if copy.of.shape else []
-            copy.of.file.load_into([(copy.of.name, block, rows if block else rows[0])])
+            block = [(low, low + rows.shape[0])] if copy.of.shape and rows.shape != copy.of.shape else []
+            copy.of.file.load_into([(copy.of.name, block, rows if copy.of.shape else rows[0])])
         for copy, low, rows in neighbours:
             view = rows.as_strided(copy.shape, copy.stride, copy.offset - low * elements(rows.shape[1:]))
             with torch.no_grad():
                 copy.target.copy_(view)
+
+
+def _loadable_block(copy: Copy) -> list[tuple[int, int]] | None:
+    # `block_of`, but for one that cuts elements which share bytes.
+    block = block_of(copy)
+    if block and copy.of.dtype in PACKED and len(block) == len(copy.of.shape):
+        return block[:-1] if block[-1] == (0, copy.of.shape[-1]) else None
+    return block
 
 
 def view_in_shape(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:

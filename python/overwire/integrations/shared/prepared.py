@@ -158,7 +158,7 @@ def keep_file(
     """
     import overwire
 
-    from ...plumbing import setting
+    from ...plumbing import publish, setting
 
     most = int(setting("OVERWIRE_PREPARED_GB")) * _GB
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -176,7 +176,7 @@ def keep_file(
             if tensors and not overwire.verify(temporary, tensors=tensors)["ok"] or overwire.digest(tensors) != digests:
                 raise Refused("its weights have changed since it was loaded")
             _activate_pages(temporary)
-            os.replace(temporary, path)
+            publish(temporary, path)
     finally:
         try_remove(temporary)
     _evict_files(folder, path, most)

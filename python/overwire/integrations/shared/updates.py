@@ -140,8 +140,11 @@ class Places:
     def _prepare_delta(self, where: Any, storage_options: Any) -> _Ready:
         import overwire
 
+        from ...plumbing import torch_shape
+
         delta = overwire.open_delta(where, storage_options=storage_options)
-        entries = [Stored(None, at, name, delta.dtype(name), delta.shape(name)) for at, name in enumerate(delta.names)]
+        rows = [(name, delta.dtype(name), torch_shape(delta.dtype(name), delta.shape(name))) for name in delta.names]
+        entries = [Stored(None, at, *row) for at, row in enumerate(rows)]
         try:
             copies = self._record_copies(Opened(None, torch.device(self._device), entries))
         except Incomplete:

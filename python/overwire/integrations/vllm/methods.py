@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Methods whose loaders only copy, by the names that vLLM 0.32 and 0.33 give them. Each one was compared with vLLM's
-#: own load, parameter by parameter: `tests/engines/engines_quantised.py`, and the table in docs/vllm.md.
+#: own load, parameter by parameter: `tests/engines/engines_quantised.py`, and the table in docs/vllm-internals.md.
 COPIED = frozenset(
     (
         "auto_awq", "auto_gptq", "awq", "awq_marlin", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "gptq_marlin",

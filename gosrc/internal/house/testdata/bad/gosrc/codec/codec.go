@@ -23,3 +23,5 @@ func bad() {
 type Chunk struct{ farAway int }
 
 type wide struct{ a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p int }
+
+func (Chunk) two() {}

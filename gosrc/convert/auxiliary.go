@@ -1,0 +1,84 @@
+package convert
+
+// This file copies the auxiliary files of source folders.
+
+import (
+	"context"
+	"maps"
+	"path/filepath"
+	"slices"
+
+	"github.com/overwire/overwire/gosrc/companions"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/publish"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+)
+
+// addCompanions puts the auxiliary files of source folders before the files of the model, since a file that refers
+// to others comes last, and lists those that are not copied. Weights are opened as every load opens them, through
+// any link: only their tensors are copied.
+func addCompanions(c *conversion, src []string, to save.Target, files []save.File, in branch) (all []save.File,
+	left []string, err error) {
+	taken := map[string]bool{}
+	for i := range files {
+		taken[filepath.Base(files[i].Path)] = true
+		if l := files[i].Listing; l != nil {
+			for _, name := range l.Files {
+				taken[name] = true
+			}
+		}
+	}
+	maps.Copy(taken, in.ours)
+	for _, s := range src {
+		found, skipped, err := companions.Find(folderOf(c, s, to.Path, in), taken)
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, f := range found {
+			taken[f.Name] = true
+			one := copyOf(f, publish.JoinName(to.Path, f.Name))
+			if f.Mode != 0 {
+				one.Mode = f.Mode | 0o600
+			}
+			all = append(all, save.File{File: one})
+		}
+		left = append(left, skipped...)
+	}
+	return append(all, files...), left, nil
+}
+
+// listAuxiliary lists the auxiliary files of source folders that become one file.
+func listAuxiliary(c *conversion, src []string, in branch) (left []string) {
+	for _, s := range src {
+		// an unreadable file is not copied either
+		found, skipped, _ := companions.Find(folderOf(c, s, "", in), nil)
+		for _, f := range found {
+			left = append(left, f.Path)
+		}
+		left = append(left, slices.DeleteFunc(skipped, func(path string) bool {
+			_, weights := modelfiles.ParseName(source.Name(path))
+			return weights
+		})...)
+	}
+	return left
+}
+
+// folderOf is the folder in which the companions of a source are looked for.
+func folderOf(c *conversion, src, avoid string, in branch) companions.Folder {
+	path := src
+	if at := source.LocationOf(src); !at.Remote {
+		path = at.Path
+	}
+	return companions.Folder{Path: path, Root: in.root, Avoid: avoid, Below: in.folders, Files: in.files,
+		Open: open.With(c.spec.Storage.Options).Open}
+}
+
+// copyOf is a file like a companion of the source's.
+func copyOf(f companions.File, path string) publish.File {
+	return publish.File{Path: path, Copied: true, Content: &publish.Prewritten{Bytes: f.Size,
+		Fill: func(ctx context.Context, write func(p []byte, off int64) error) error {
+			return companions.Copy(ctx, f, write)
+		}}}
+}

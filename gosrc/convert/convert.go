@@ -1,0 +1,102 @@
+// Package convert rewrites models: plain files become containers and the reverse, in files, folders and stores. It
+// reads with package stored, and writes with package save. It holds the index of the sources and a window of
+// chunks, never a whole model.
+package convert
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/companions"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/publish"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/stored"
+)
+
+// Convert reads tensors from anything that can be opened (files, folders, an
+// index.json; plain or compressed) and writes them as spec says, a window of chunks
+// at a time: never the whole model in memory.
+//
+// A container stores what is needed to write the plain file that it was made from
+// again, byte for byte, if that file becomes one container with the same metadata;
+// when such a container becomes one plain file, it is that file.
+//
+// If dst is a folder, every file has its old name (if dst has a set of these names already,
+// see modelfiles.Mark), its tensors and its metadata. The
+// index.json and the auxiliary files of a source folder are copied (see package
+// companions); dst must not have other weights. Every model of a folder is converted, with its
+// variants. Otherwise all tensors go into the
+// file dst (or its shards, if spec says so), with the metadata of all sources, the
+// first one's where they differ. dst is a folder if it is one, if it ends in a
+// slash, or if the source is a folder or has several files and dst does not end in
+// .safetensors or .tensors. spec.Path is ignored; spec.Metadata override
+// those of the sources.
+//
+// If src is one folder, here or in a store that lists its files, the folders below it are
+// converted and copied in the same way: a diffusers pipeline stays one. The files of the folder itself, which
+// refer to the others, are written last.
+//
+// A new file can be read by no more users than the file that it is made from; one
+// that replaces a file gets that file's mode, as always.
+//
+// Converting a file onto itself is safe: it is read until the new one is complete.
+func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec save.Spec) (save.Report, error) {
+	start := time.Now()
+	to, err := resolve(dst, &spec)
+	if err != nil {
+		return save.Report{}, err
+	}
+	c := &conversion{spec: &spec, job: j}
+	rep, err := convertAll(ctx, c, src, to)
+	if err != nil {
+		return save.Report{}, errs.Ended(ctx, err)
+	}
+	rep.Seconds = time.Since(start).Seconds()
+	rep.HideUsers()
+	return rep, nil
+}
+
+// convertAll resolves the target and the source, and converts what lies there.
+func convertAll(ctx context.Context, c *conversion, src []string, to save.Target) (save.Report, error) {
+	if ext := companions.OtherFormat(to.Path); ext != "" && !to.Named {
+		return save.Report{}, errs.In("save", to.Path, errs.New(errs.ErrArgument,
+			"%s files are not written, only %s and .tensors files, and folders of them", ext, publish.Extension))
+	}
+	if to.Remote && !to.Named {
+		stores := open.With(c.spec.Storage.Options)
+		if dir := format.RemoteFolder(ctx, source.LocationOf(to.Path), stores.Open,
+			format.Options{List: stores.List}); dir != "" {
+			to = to.At(dir)
+		}
+	}
+	if len(src) != 1 {
+		return convertModel(ctx, c, src, to, branch{})
+	}
+	folder, ok, err := stored.FolderAt(ctx, source.LocationOf(src[0]), c.spec.Storage.Options)
+	if err != nil {
+		return save.Report{}, err
+	}
+	if ok && folder.Remote {
+		src = []string{folder.Path}
+	}
+	in := branch{files: folder.Files}
+	if ok && isFolder(to, src, 1) {
+		branches, err := folder.Branches(to.Path)
+		if err != nil {
+			return save.Report{}, err
+		}
+		if len(branches) > 1 && slices.ContainsFunc(branches, func(b format.Branch) bool { return b.Weights }) {
+			return convertTree(ctx, c, folder, to, branches)
+		}
+		if len(branches) > 0 {
+			return convertFolder(ctx, c, folder.Path, to, in)
+		}
+	}
+	return convertModel(ctx, c, src, to, in)
+}

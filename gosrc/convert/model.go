@@ -1,0 +1,116 @@
+package convert
+
+// This file converts one model.
+
+import (
+	"context"
+	"maps"
+	"os"
+	"path/filepath"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/stored"
+)
+
+// convertModel converts what is opened as one model.
+func convertModel(ctx context.Context, c *conversion, src []string, to save.Target, in branch) (save.Report, error) {
+	access := readingAccess(c, to)
+	// each file as it is, with the tensors that an index.json does not list
+	asFiles := c.spec.Shard == 0 && isFolder(to, src, 2)
+	m, err := stored.Open(ctx, src, access, asFiles)
+	if err != nil {
+		return save.Report{}, err
+	}
+	isDir := isFolder(to, src, len(m.Sources))
+	if asFiles && !isDir {
+		m.Close()
+		if m, err = stored.Open(ctx, src, access, false); err != nil {
+			return save.Report{}, err
+		}
+	}
+	defer m.Close()
+	if isDir && len(c.spec.Storage.Encrypt) > 0 {
+		return save.Report{}, errs.In("save", to.Path,
+			errs.New(errs.ErrArgument, "only single .tensors files are encrypted, not folders"))
+	}
+	target := pathIn(isDir, to, "model")
+	w := save.NewWriter(target, c.spec, c.job)
+	w.Complete, w.Others = m.RefuseWritten, in.ours
+	set := modelSet{Model: m, spec: c.spec, target: target, items: save.ItemsOf(m, stored.NewCache(w.Threads()))}
+	groups := [][]*save.Item{set.items}
+	if isDir && c.spec.Shard == 0 {
+		groups = nil // the files stay separate: no alias may refer to another file
+		for k := range m.Sources {
+			groups = append(groups, set.itemsOf(k))
+		}
+	}
+	for _, g := range groups {
+		if err := w.Classify(ctx, g); err != nil {
+			return save.Report{}, err
+		}
+	}
+	w.Plan()
+	var files []save.File
+	if isDir && c.spec.Shard == 0 {
+		files, err = set.filesIn(ctx, to, len(src) == 1)
+	} else {
+		files, err = set.joinedFiles(ctx, w)
+	}
+	if err != nil {
+		return save.Report{}, err
+	}
+	folders := in.sourceFolders(src)
+	var rep save.Report
+	if isDir {
+		from := folders
+		if in.dir != "" && !in.last {
+			from = nil
+		}
+		rep, err = writeFolder(ctx, c, w, folders, from, to, files, in)
+	} else {
+		rep, err = w.Write(ctx, files)
+		rep.Left = listAuxiliary(c, folders, in)
+	}
+	rep.Anew = set.plainFiles(files, rep.Originals)
+	return rep, err
+}
+
+// readingAccess is how sources are read to become a file of the target's format.
+func readingAccess(c *conversion, to save.Target) format.Access {
+	access := c.spec.Storage
+	if more := to.Settings(); len(more) > 0 {
+		more = maps.Clone(more)
+		maps.Copy(more, access.Decrypt)
+		access.Decrypt = more
+	}
+	return access
+}
+
+// writeFolder writes files into a folder, which is made, together with the companions of the folders from. The
+// folder may be one of own, and have its weights.
+func writeFolder(ctx context.Context, c *conversion, w *save.Writer, own, from []string, to save.Target,
+	files []save.File, in branch) (rep save.Report, err error) {
+	made, err := makeFolder(to)
+	if err != nil {
+		return rep, err
+	}
+	ours := map[string]bool{}
+	for i := range files {
+		ours[filepath.Base(files[i].Path)] = true
+	}
+	maps.Copy(ours, in.ours)
+	var left []string
+	if err = refuseOthers(ctx, to, own, c.spec.Shard > 0, ours, c.spec.Storage.Options); err == nil {
+		files, left, err = addCompanions(c, from, to, files, in)
+	}
+	if err == nil {
+		rep, err = w.Write(ctx, files)
+	}
+	if err != nil && made != "" {
+		_ = os.Remove(made)
+	}
+	rep.Left = left
+	return rep, err
+}

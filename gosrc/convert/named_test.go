@@ -1,0 +1,213 @@
+//go:build !nostores
+
+package convert
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+	"github.com/overwire/overwire/gosrc/verify"
+)
+
+// pipeline is a folder of several models, with a variant and auxiliary files.
+func pipeline(t *testing.T) (dir string, in []save.Input) {
+	t.Helper()
+	dir, in = t.TempDir(), []save.Input{bf16("a", newRand(t), 64, 100), bf16("b", newRand(t), 64, 100)}
+	put(t, dir, map[string]string{"model_index.json": "{}", ".hidden": "x", "unet/config.json": "{1}", "vae/config.json": "{2}", "tokenizer/vocab.txt": "words", "empty.txt": ""})
+	write(t, save.Spec{Path: filepath.Join(dir, "unet", "model.safetensors"), Shard: 13_000}, in)
+	write(t, save.Spec{Path: filepath.Join(dir, "vae", "model.safetensors")}, in[:1])
+	write(t, save.Spec{Path: filepath.Join(dir, "vae", "model.fp16.safetensors")}, in[:1])
+	return dir, in
+}
+
+// tree has the files below a folder by their names, without hidden ones.
+func tree(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	out := map[string]string{}
+	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() || strings.HasPrefix(d.Name(), ".") {
+			return err
+		}
+		rel, _ := filepath.Rel(dir, path)
+		b, err := os.ReadFile(path)
+		out[rel] = string(b)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+func sameTree(t *testing.T, want, got map[string]string) {
+	t.Helper()
+	for name, text := range want {
+		if got[name] != text {
+			t.Errorf("%s: %d bytes, want %d", name, len(got[name]), len(text))
+		}
+	}
+	if len(got) != len(want) {
+		t.Errorf("%d files, want %d", len(got), len(want))
+	}
+}
+
+// Promise: a folder goes into a store and comes back, byte for byte, with its folders and
+// its auxiliary files, whether its URI ends in a slash or not; every verb that
+// reads it takes either.
+func TestStoredTree(t *testing.T) {
+	s := sourcetest.StartS3(t, false)
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
+	dir, in := pipeline(t)
+	want := tree(t, dir)
+	for _, slash := range []string{"", "/"} {
+		there := "s3://models/p" + slash
+		if rep := convert(t, []string{dir}, there, save.Spec{Compress: true, Storage: opt}); len(rep.Left) != 1 ||
+			len(rep.Copied) != 5 {
+			t.Errorf("%+v", rep)
+		}
+		back := filepath.Join(t.TempDir(), "back")
+		if rep := convert(t, []string{there}, back, save.Spec{Storage: opt}); len(rep.Copied) != 5 ||
+			len(rep.Anew) != 0 {
+			t.Errorf("%+v", rep)
+		}
+		sameTree(t, want, tree(t, back))
+		if rep, err := verify.Verify(bg, nil, []string{there}, opt, false); err != nil || len(rep.Files) != 3 {
+			t.Errorf("%+v, %v", rep, err)
+		}
+		if rep, err := verify.Inspect(bg, []string{there + "/unet"}, opt); slash == "" &&
+			(err != nil || len(rep.Sources) != 2) {
+			t.Errorf("%+v, %v", rep, err)
+		}
+		// The folder that is written is not read.
+		convert(t, []string{there}, there+"/copies"[len(slash):], save.Spec{Compress: true, Storage: opt})
+		if err := os.RemoveAll(filepath.Join(s.Data, "p")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := Convert(bg, nil, []string{"s3://models/nothing"}, t.TempDir(),
+		save.Spec{Storage: opt}); !errors.Is(err, errs.ErrNotFound) {
+		t.Error(err)
+	}
+
+	// An object of the very name is that object; a file is one, whatever the folder has.
+	write(t, save.Spec{Path: "s3://models/m", Storage: opt}, in)
+	file := filepath.Join(t.TempDir(), "m.safetensors")
+	convert(t, []string{dir + "/unet"}, "s3://models/m2", save.Spec{Storage: opt})
+	if rep := convert(t, []string{"s3://models/m2"}, file,
+		save.Spec{Storage: opt}); !slices.Equal(rep.Files, []string{file}) || !slices.Equal(rep.Left, []string{"s3://models/m2/config.json"}) {
+		t.Errorf("%+v", rep)
+	}
+	same(t, in, read(t, file))
+}
+
+// Promise: a tree that cannot be written whole into an empty folder of a store leaves none
+// of its files there.
+func TestStoredTreeFails(t *testing.T) {
+	s := sourcetest.StartS3(t, false)
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
+	dir, _ := pipeline(t)
+	put(t, dir, map[string]string{"vae/model.safetensors": "no weights"})
+	if _, err := Convert(bg, nil, []string{dir}, "s3://models/p", save.Spec{Storage: opt}); !errors.Is(err, errs.ErrFormat) {
+		t.Fatal(err)
+	}
+	if _, files, err := open.Walk(bg, "s3://models/p", opt.Options); !errors.Is(err, errs.ErrNotFound) {
+		t.Errorf("%v, %v", files, err)
+	}
+}
+
+// Promise: a tree that cannot be written whole over an earlier one names the files that
+// were replaced before it failed.
+func TestPartialTree(t *testing.T) {
+	dir, _ := pipeline(t)
+	dst := filepath.Join(t.TempDir(), "out")
+	convert(t, []string{dir}, dst, save.Spec{})
+	put(t, dir, map[string]string{"vae/model.safetensors": "no weights"})
+	_, err := Convert(bg, nil, []string{dir}, dst, save.Spec{Compress: true})
+	var part *Partial
+	if !errors.Is(err, errs.ErrFormat) || !errors.As(err, &part) ||
+		!slices.Contains(part.Files, filepath.Join(dst, "unet", "config.json")) {
+		t.Error(err)
+	}
+	if !strings.Contains(err.Error(), "written before that") {
+		t.Error(err)
+	}
+}
+
+// A fakeHub serves one commit of a repository as the Hub does: its list, and its files by
+// only that commit. asked has the paths of requests.
+func fakeHub(t *testing.T, files map[string]string) (opt format.Access, asked *[]string) {
+	t.Helper()
+	asked = new([]string)
+	commit := strings.Repeat("0123456789", 4)
+	type sibling struct {
+		Name string `json:"rfilename"`
+		Size int    `json:"size"`
+	}
+	var list []sibling
+	for name, text := range files {
+		list = append(list, sibling{name, len(text)})
+	}
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		*asked = append(*asked, r.URL.Path)
+		w.Header().Set("X-Repo-Commit", commit)
+		name, ok := strings.CutPrefix(r.URL.Path, "/org/name/resolve/"+commit+"/")
+		text, there := files[name]
+		switch {
+		case strings.HasPrefix(r.URL.Path, "/api/models/org/name/revision/"):
+			_ = json.NewEncoder(w).Encode(map[string]any{"sha": commit, "siblings": list})
+		case ok && there:
+			w.Header().Set("ETag", fmt.Sprintf("%q", name))
+			http.ServeContent(w, r, "", time.Time{}, bytes.NewReader([]byte(text)))
+		default:
+			w.WriteHeader(http.StatusNotFound)
+		}
+	}))
+	t.Cleanup(s.Close)
+	return format.Access{Options: source.Options{Env: map[string]string{"HF_ENDPOINT": s.URL},
+		Storage: map[string]string{"retries": "0"}}}, asked
+}
+
+// Promise: a repository of the Hub becomes a folder with all its auxiliary files,
+// of the one commit that the branch means when it is listed; so does a folder of it.
+func TestHubTree(t *testing.T) {
+	dir, _ := pipeline(t)
+	want := tree(t, dir)
+	opt, asked := fakeHub(t, want)
+	packed := filepath.Join(t.TempDir(), "packed")
+	rep := convert(t, []string{"hf://org/name"}, packed, save.Spec{Compress: true, Storage: opt})
+	if len(rep.Copied) != 5 || len(rep.Left) != 0 {
+		t.Errorf("%+v", rep)
+	}
+	back := filepath.Join(t.TempDir(), "back")
+	convert(t, []string{packed}, back, save.Spec{})
+	sameTree(t, want, tree(t, back))
+	for _, path := range *asked {
+		if strings.Contains(path, "/resolve/main/") {
+			t.Errorf("a file of a branch that may have moved: %s", path)
+		}
+	}
+	convert(t, []string{"hf://org/name/vae/"}, back, save.Spec{Storage: opt})
+	if got := tree(t, back); got["config.json"] != "{2}" {
+		t.Error("the folder's configuration is missing")
+	}
+	if rep, err := verify.Inspect(bg, []string{"hf://org/name"}, opt); err != nil || len(rep.Sources) != 3 {
+		t.Errorf("%+v, %v", rep, err)
+	}
+}

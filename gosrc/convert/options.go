@@ -1,0 +1,50 @@
+package convert
+
+// This file describes what the steps of a conversion share.
+
+import (
+	"path/filepath"
+
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// A conversion is one call of Convert.
+type conversion struct {
+	spec *save.Spec
+	job  *job.Job
+}
+
+// A branch is the part of a source that is converted next. Its zero value is a source that is not one folder.
+type branch struct {
+	root    string          // see companions.Folder
+	files   []source.Entry  // of a remote folder: in it and below it
+	folders bool            // the folders below it are converted by themselves
+	dir     string          // the folder of several models that are converted; "": one is
+	ours    map[string]bool // the files of all of them
+	last    bool            // this is the last one, with which the auxiliary files are copied
+}
+
+// sourceFolders are the folders that models are converted from.
+func (b branch) sourceFolders(src []string) []string {
+	if b.dir != "" {
+		return []string{b.dir}
+	}
+	var out []string
+	for _, s := range src {
+		if at := source.LocationOf(s); !at.Remote && namesIndex(at.Path) {
+			s = atomicfile.Folder(at.Path)
+		}
+		out = append(out, s)
+	}
+	return out
+}
+
+// namesIndex reports whether a path is that of an index.json.
+func namesIndex(path string) bool {
+	n, ok := modelfiles.ParseName(filepath.Base(path))
+	return ok && n.Index
+}

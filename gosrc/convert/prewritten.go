@@ -1,0 +1,34 @@
+package convert
+
+// This file writes files with known bytes to the places that a conversion writes to.
+
+import (
+	"context"
+
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/publish"
+)
+
+// WritePrewritten writes files that belong together, to spec.Path or, if there are several, to shards of that
+// name with an index. Convert's doc says when it is a folder; the files are named after stem there, and
+// companions of the folder src ("": none) are copied.
+func WritePrewritten(ctx context.Context, j *job.Job, src, stem string, contents []publish.Prewritten, spec save.Spec) (
+	rep save.Report, err error) {
+	to, err := resolve(spec.Path, &spec)
+	if err != nil {
+		return rep, err
+	}
+	isDir := isFolder(to, []string{src}, 1)
+	target := pathIn(isDir, to, stem)
+	w := save.NewWriter(target, &spec, j)
+	files := make([]save.File, len(contents))
+	for k := range contents {
+		files[k].Content = &contents[k]
+	}
+	files = save.NameFiles(target.Path, files)
+	if !isDir {
+		return w.Write(ctx, files)
+	}
+	return writeFolder(ctx, &conversion{spec: &spec, job: j}, w, nil, []string{src}, to, files, branch{})
+}

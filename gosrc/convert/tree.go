@@ -1,0 +1,177 @@
+package convert
+
+// This file converts folders of several models.
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/publish"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/stored"
+)
+
+// convertTree converts each model below a folder into the same path below the target, and copies the auxiliary
+// files. If a model fails, a folder that was made is removed.
+func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to save.Target, branches []format.Branch) (
+	rep save.Report, err error) {
+	undo, err := beginFolder(ctx, c, to, &rep)
+	if err != nil {
+		return rep, err
+	}
+	defer func() { err = undo(err) }()
+	for _, b := range branches {
+		from, below := stored.PathBelow(folder.Path, b.Path), to.At(stored.PathBelow(to.Path, b.Path))
+		if b.Parts {
+			rep.Left = append(rep.Left, from)
+			continue
+		}
+		in := branch{root: folder.Path, folders: true, files: filesBelow(folder.Files, b.Path)}
+		if !to.Remote {
+			if err := atomicfile.MakeFolders(below.Path); err != nil {
+				return rep, atomicfile.Failed(below.Path, -1, err)
+			}
+		}
+		var one save.Report
+		if b.Weights {
+			one, err = convertFolder(ctx, c, from, below, in)
+		} else {
+			one, err = copyFolder(ctx, c, from, below, in)
+		}
+		if err != nil {
+			return rep, err
+		}
+		rep.Add(one)
+	}
+	return rep, nil
+}
+
+// A Partial is the error of a conversion that had written some files of several models,
+// whole, before it failed, into a folder that was not empty.
+type Partial struct {
+	error
+	Files []string
+}
+
+// Error says why it failed, and what was written.
+func (p *Partial) Error() string {
+	return p.error.Error() + "; written before that: " + strings.Join(p.Files, ", ")
+}
+
+// Unwrap is why it failed.
+func (p *Partial) Unwrap() error { return p.error }
+
+// beginFolder makes the target's folder if it is missing. After an error undo removes the folder that was made, or in a
+// store the files of rep. If the folder was not empty, they stay, and the error lists them.
+func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.Report) (undo func(error) error,
+	err error) {
+	made, err := makeFolder(to)
+	if to.Remote {
+		if _, listErr := open.List(ctx, to.Path, c.spec.Storage.Options); errors.Is(listErr, errs.ErrNotFound) {
+			made = to.Path
+		}
+	}
+	return func(err error) error {
+		switch {
+		case err == nil:
+		case made == "" && len(rep.Files) > 0:
+			rep.HideUsers()
+			return &Partial{err, rep.Files}
+		case made != "" && !to.Remote:
+			_ = os.RemoveAll(made)
+		case made != "":
+			for _, uri := range rep.Files {
+				_ = open.Remove(context.WithoutCancel(ctx), uri, c.spec.Storage.Options)
+			}
+		}
+		return err
+	}, err
+}
+
+// convertFolder converts the models that lie in a folder itself, last the one that the folder
+// stands for, with the companions of all.
+func convertFolder(ctx context.Context, c *conversion, dir string, to save.Target, in branch) (rep save.Report,
+	err error) {
+	models, err := format.Models(ctx, dir, urisIn(dir, in.files), open.With(c.spec.Storage.Options).Open)
+	if err != nil {
+		return rep, err
+	}
+	if len(models) == 1 {
+		return convertModel(ctx, c, []string{dir}, to, in)
+	}
+	if c.spec.Shard > 0 {
+		var names []string
+		for _, m := range models {
+			names = append(names, m.Names[0])
+		}
+		return rep, errs.In("save", to.Path, errs.New(errs.ErrArgument,
+			"%s has several models (%s), and only one can be divided into shards: name its file or index.json", dir,
+			strings.Join(names, ", ")))
+	}
+	undo, err := beginFolder(ctx, c, to, &rep)
+	if err != nil {
+		return rep, err
+	}
+	defer func() { err = undo(err) }()
+	spec := *c.spec
+	spec.Beside = true // as in dir
+	each := &conversion{spec: &spec, job: c.job}
+	in.dir, in.ours = dir, map[string]bool{}
+	for _, m := range models {
+		for _, path := range m.Paths {
+			in.ours[source.Name(path)] = true
+		}
+	}
+	for i, m := range models {
+		in.last = i == len(models)-1
+		one, err := convertModel(ctx, each, m.Names, to.At(publish.JoinName(to.Path, "")), in)
+		if err != nil {
+			return rep, err
+		}
+		rep.Add(one)
+	}
+	return rep, nil
+}
+
+// copyFolder copies a folder without weights.
+func copyFolder(ctx context.Context, c *conversion, from string, to save.Target, in branch) (save.Report, error) {
+	files, left, err := addCompanions(c, []string{from}, to, nil, in)
+	if err != nil {
+		return save.Report{}, err
+	}
+	spec := *c.spec
+	spec.Shard = 0
+	rep, err := save.NewWriter(to, &spec, c.job).Write(ctx, files)
+	rep.Left = left
+	return rep, err
+}
+
+// filesBelow are those of some files that lie below a folder, by their names in it.
+func filesBelow(files []source.Entry, folder string) (in []source.Entry) {
+	if folder == "" {
+		return files
+	}
+	for _, f := range files {
+		if name, ok := strings.CutPrefix(f.Name, folder+"/"); ok {
+			in = append(in, source.Entry{Name: name, Size: f.Size})
+		}
+	}
+	return in
+}
+
+// urisIn are the files that lie in a remote folder itself.
+func urisIn(dir string, files []source.Entry) (uris []string) {
+	for _, f := range files {
+		if !strings.Contains(f.Name, "/") {
+			uris = append(uris, source.Beside(dir, f.Name))
+		}
+	}
+	return uris
+}

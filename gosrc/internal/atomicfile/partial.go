@@ -1,0 +1,311 @@
+package atomicfile
+
+// This file has files that are written from their beginning on, over as many runs as that takes.
+
+import (
+	"context"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"github.com/zeebo/xxh3"
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
+)
+
+// A Partial is a file that an earlier run may have begun. Its bytes lie under a hidden name in its folder,
+// .NAME.partial, next to a note of what they are of, how many there are, and their hash: what a killed process, a full disk or
+// a power failure has left is compared with it. One process at a time has it.
+type Partial struct {
+	Done int64 // bytes that are there
+
+	path  string // of the file, links followed
+	temp  string
+	of    string
+	file  *os.File
+	hash  *xxh3.Hasher
+	noted int64
+}
+
+// A partialNote is what is known of the first bytes of a Partial, or of a whole file.
+type partialNote struct {
+	Of   string `json:"of"`
+	Done int64  `json:"done"`
+	Sum  string `json:"sum"` // XXH3-128 of Of and the bytes
+}
+
+const (
+	partialEnd = ".partial"
+	noteEnd    = ".json"
+	noteEvery  = 16 << 20 // bytes after which the note is written again
+	maxNote    = 4 << 10
+)
+
+// partialName is the hidden name for a path; "": its name is too long for one.
+func partialName(path string) string {
+	dir, name := filepath.Split(path)
+	if len(name)+len(partialEnd)+len(noteEnd)+20 > 255 {
+		return ""
+	}
+	return dir + "." + name + partialEnd
+}
+
+// OpenPartial opens the file that is to have a path, with what earlier runs have written of the same object, which `of` names. It is
+// nil where there can be none: another process writes it, or the folder does not allow such files. The caller closes it.
+func OpenPartial(ctx context.Context, path, of string) (*Partial, error) {
+	place, err := resolvePath(path)
+	if err != nil {
+		return nil, err
+	}
+	p := &Partial{path: place.Path, temp: partialName(place.Path), of: of}
+	if p.temp == "" {
+		return nil, nil
+	}
+	mode := fs.FileMode(0o666)
+	if place.IsFile() {
+		mode = 0o600
+	}
+	for range 10 {
+		p.file, err = openPlainly(p.temp, unix.O_RDWR|unix.O_CREAT|unix.O_NOFOLLOW|unix.O_NONBLOCK, mode)
+		if err != nil || syscall.Flock(int(p.file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil {
+			break
+		}
+		var here, named unix.Stat_t
+		if unix.Fstat(int(p.file.Fd()), &here) != nil || !regular.IsTrusted(p.temp, &here) || here.Nlink > 1 ||
+			here.Mode&unix.S_IFMT != unix.S_IFREG {
+			break
+		}
+		if unix.Lstat(p.temp, &named) == nil && named.Ino == here.Ino && named.Dev == here.Dev {
+			return p, p.takeUp(ctx)
+		}
+		_ = p.file.Close() // another process has given it its name meanwhile
+	}
+	if p.file != nil {
+		_ = p.file.Close()
+	}
+	return nil, nil
+}
+
+// takeUp keeps the bytes that the note describes, and drops all others.
+func (p *Partial) takeUp(ctx context.Context) error {
+	n, ok := readNote(p.temp, p.of)
+	var err error
+	if ok {
+		if p.hash, err = hashFile(ctx, p.file, p.of, n.Done); err != nil && ctx.Err() != nil {
+			_ = p.file.Close()
+			return err
+		}
+		ok = err == nil && sumOf(p.hash) == n.Sum
+	}
+	if ok {
+		p.Done, p.noted = n.Done, n.Done
+	} else {
+		p.hash = newHash(p.of)
+	}
+	if err = p.file.Truncate(p.Done); err == nil {
+		_, err = p.file.Seek(p.Done, io.SeekStart)
+	}
+	if err != nil {
+		_ = p.file.Close()
+	}
+	return Failed(p.path, p.Done, err)
+}
+
+// Write adds bytes.
+func (p *Partial) Write(b []byte) (int, error) {
+	n, err := p.file.Write(b)
+	_, _ = p.hash.Write(b[:n])
+	p.Done += int64(n)
+	if err == nil && p.Done-p.noted >= noteEvery {
+		p.writeNote()
+	}
+	return n, err
+}
+
+// writeNote replaces the note. Without one the next run begins anew.
+func (p *Partial) writeNote() {
+	text, err := json.Marshal(partialNote{p.of, p.Done, sumOf(p.hash)})
+	if err != nil {
+		return
+	}
+	temp := p.temp + noteEnd + ".new" // the lock of the Partial is its lock
+	_ = os.Remove(temp)
+	f, err := openPlainly(temp, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL, 0o600)
+	if err != nil {
+		return
+	}
+	_, err = f.Write(text)
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = os.Rename(temp, p.temp+noteEnd)
+	}
+	if err != nil {
+		_ = os.Remove(temp)
+	} else {
+		p.noted = p.Done
+	}
+}
+
+// Publish gives the finished file its name. keepNote: the note stays, for IsComplete.
+func (p *Partial) Publish(keepNote bool) error {
+	if keepNote {
+		p.writeNote()
+	}
+	if err := Rename(p.temp, p.path); err != nil {
+		return err
+	}
+	if !keepNote {
+		_ = os.Remove(p.temp + noteEnd)
+	}
+	p.temp = ""
+	return nil
+}
+
+// Close ends the writing. What was written stays for a later run, if it was not published.
+func (p *Partial) Close() {
+	switch {
+	case p.temp == "":
+	case p.Done == 0:
+		_, _ = os.Remove(p.temp), os.Remove(p.temp+noteEnd)
+	case p.Done > p.noted:
+		p.writeNote()
+	}
+	_ = syscall.Flock(int(p.file.Fd()), syscall.LOCK_UN) // a child of fork may have the file open as well
+	_ = p.file.Close()
+}
+
+// IsComplete reports whether the file of a path is all of an object, as an earlier run has noted with Publish.
+func IsComplete(ctx context.Context, path, of string, size int64) bool {
+	n, ok := readNote(partialName(path), of)
+	if !ok || n.Done != size {
+		return false
+	}
+	fd, st, err := regular.Open(path)
+	if err != nil {
+		return false
+	}
+	f := os.NewFile(uintptr(fd), path)
+	defer f.Close()
+	h, err := hashFile(ctx, f, of, size)
+	return err == nil && st.Size == size && regular.IsTrusted(path, &st) && sumOf(h) == n.Sum
+}
+
+// ForgetPartial removes the note that Publish has kept.
+func ForgetPartial(path string) {
+	if temp := partialName(path); temp != "" {
+		_ = os.Remove(temp + noteEnd)
+	}
+}
+
+func readNote(temp, of string) (n partialNote, ok bool) {
+	text, err := regular.ReadTrusted(temp+noteEnd, maxNote)
+	ok = err == nil && json.Unmarshal(text, &n) == nil && n.Of == of && n.Done >= 0
+	return n, ok
+}
+
+func newHash(of string) *xxh3.Hasher {
+	h := xxh3.New()
+	_, _ = h.WriteString(of)
+	return h
+}
+
+// hashFile hashes the first bytes of a file.
+func hashFile(ctx context.Context, f *os.File, of string, size int64) (*xxh3.Hasher, error) {
+	h, block := newHash(of), make([]byte, 4<<20)
+	for off := int64(0); off < size; {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		n, err := f.ReadAt(block[:min(int64(len(block)), size-off)], off)
+		if _, _ = h.Write(block[:n]); n == 0 && err != nil {
+			return nil, err
+		}
+		off += int64(n)
+	}
+	return h, nil
+}
+
+func sumOf(h *xxh3.Hasher) string {
+	sum := h.Sum128().Bytes()
+	return hex.EncodeToString(sum[:])
+}
+
+// A PartialFolder is a folder that is filled over as many runs as that takes, under a hidden name. One process at a time has it.
+type PartialFolder struct {
+	Work string // the folder to fill
+
+	path string
+	lock *os.File
+}
+
+// OpenPartialFolder opens the folder that is to have a path, which nothing has yet.
+func OpenPartialFolder(path string) (*PartialFolder, error) {
+	p := &PartialFolder{path: strings.TrimRight(path, "/")}
+	if p.Work = partialName(p.path); p.Work == "" {
+		return nil, errs.In("fetch", path, errs.New(errs.ErrArgument, "the name of the folder is too long"))
+	}
+	if _, err := MakeFolder(p.Work); err != nil {
+		return nil, err
+	}
+	if err := regular.RefusePlanted(p.Work); err != nil {
+		return nil, err
+	}
+	var err error
+	if p.lock, err = openPlainly(p.Work, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0); err != nil {
+		return nil, Failed(p.Work, -1, err)
+	}
+	if errors.Is(syscall.Flock(int(p.lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB), syscall.EWOULDBLOCK) {
+		_ = p.lock.Close()
+		return nil, errs.In("fetch", path, errs.New(errs.ErrArgument,
+			"another process is filling this folder: wait for it, or write to another one"))
+	}
+	return p, nil
+}
+
+// KeepOnly removes what earlier runs have left in the folder, but for the files of these paths, begun or complete.
+func (p *PartialFolder) KeepOnly(paths []string) error {
+	files, folders := map[string]bool{}, map[string]bool{p.Work: true}
+	for _, path := range paths {
+		begun := partialName(path)
+		files[path], files[begun], files[begun+noteEnd] = true, true, true
+		for dir := filepath.Dir(path); !folders[dir] && len(dir) > len(p.Work); dir = filepath.Dir(dir) {
+			folders[dir] = true
+		}
+	}
+	err := filepath.WalkDir(p.Work, func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && !folders[path]:
+			return errors.Join(os.RemoveAll(path), fs.SkipDir)
+		case !d.IsDir() && (!files[path] || !d.Type().IsRegular()):
+			return os.Remove(path)
+		}
+		return nil
+	})
+	return Failed(p.Work, -1, err)
+}
+
+// Publish gives the folder its name.
+func (p *PartialFolder) Publish() error {
+	if err := (Disk{}).Rename(p.Work, p.path); err != nil {
+		return Failed(p.path, -1, err)
+	}
+	return Failed(p.path, -1, Disk{}.SyncNames(p.path))
+}
+
+// Close ends the filling; drop: the folder goes with what is in it.
+func (p *PartialFolder) Close(drop bool) {
+	if drop {
+		_ = os.RemoveAll(p.Work)
+	}
+	_ = syscall.Flock(int(p.lock.Fd()), syscall.LOCK_UN)
+	_ = p.lock.Close()
+}

@@ -1,0 +1,223 @@
+package publish
+
+// This file publishes local files together.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+)
+
+// localFiles is the destination of a save to local files.
+type localFiles struct {
+	pub     *Publication
+	files   []*File
+	like    string               // the file that gives new ones their mode
+	targets []*atomicfile.Target // by file; nil: not created
+	listing atomicfile.Listing
+}
+
+func beginLocal(p *Publication, files []*File) (*localFiles, error) {
+	l := &localFiles{pub: p, files: files, targets: make([]*atomicfile.Target, len(files))}
+	err := l.checkRoom()
+	if err == nil {
+		l.like, err = l.findLike()
+	}
+	return l, err
+}
+
+func (l *localFiles) Create(ctx context.Context, i int) (Draft, error) {
+	f := l.files[i]
+	place, err := l.pub.followPath(f.Path)
+	if err != nil {
+		return nil, atomicfile.Failed(f.Path, -1, err)
+	}
+	t, err := place.CreateTarget(l.pub.FS, f.Mode, &l.listing, f.like, l.like)
+	if err != nil {
+		return nil, err
+	}
+	t.New, t.Clock = f.Shard, l.pub.WriteTime
+	l.targets[i] = t
+	return &localDraft{t, ctx}, nil
+}
+
+func (l *localFiles) Publish(ctx context.Context) error {
+	old, err := l.replacedFiles(ctx)
+	if err != nil {
+		return err
+	}
+	if err := atomicfile.Publish(l.pub.FS, l.targets); err != nil {
+		return err
+	}
+	// The new model is complete. Another save of the same path may have removed them already.
+	var first error
+	for _, p := range old {
+		if err := l.pub.FS.Remove(p); err != nil && !errors.Is(err, fs.ErrNotExist) && first == nil {
+			first = atomicfile.Failed(p, -1, err)
+		}
+	}
+	return first
+}
+
+func (l *localFiles) Drop(error) {
+	for _, t := range l.targets {
+		if t != nil {
+			t.Drop()
+		}
+	}
+}
+
+// A localDraft is a local file that is being written.
+type localDraft struct {
+	*atomicfile.Target
+	ctx context.Context // of the save
+}
+
+// URI is where the file will be, symbolic links followed.
+func (f *localDraft) URI() string { return f.Path }
+
+// WriteView is Write.
+func (f *localDraft) WriteView(p []byte, off int64) error { return f.Write(p, off) }
+
+// Finish waits for the disk, which may take seconds, but not after a cancel: the
+// sync then continues by itself, on a file without a name.
+func (f *localDraft) Finish(size int64) error {
+	return f.FinishUnless(f.ctx, size)
+}
+
+// findLike finds the file that gives new files their mode: one of the model that is replaced. A private model
+// stays private, even with another number of files.
+func (l *localFiles) findLike() (string, error) {
+	for _, path := range []string{l.files[len(l.files)-1].Path, l.pub.Path, IndexPath(l.pub.Path), l.pub.Like} {
+		if path == "" {
+			continue
+		}
+		place, err := l.pub.followPath(path)
+		if err == nil {
+			err = place.RefuseStrangers()
+		}
+		if errors.Is(err, errs.ErrPermission) || errors.Is(err, unix.ELOOP) { // another user's, or a link to nothing
+			continue
+		}
+		if err != nil {
+			return "", atomicfile.Failed(path, -1, err)
+		}
+		if place.IsFile() {
+			return place.Path, nil
+		}
+	}
+	return "", nil
+}
+
+// checkRoom refuses a save that cannot fit, if the file system reports its space: old and new files exist
+// together until the rename. Sizes of compressed tensors are estimated from samples, slightly too small; a disk
+// that fills up later is still an error.
+func (l *localFiles) checkRoom() error {
+	var need float64
+	for _, f := range l.files {
+		need += f.Expected
+	}
+	dir := atomicfile.Folder(l.files[0].Path)
+	if place, err := l.pub.followPath(l.files[0].Path); err == nil {
+		dir = atomicfile.Folder(place.Path)
+	}
+	if free, ok := l.pub.FS.Free(dir); ok && float64(free) < need {
+		err := fmt.Errorf("%w: about %d bytes are needed and %d are free in %s", unix.ENOSPC, int64(need), free, dir)
+		return errs.In("save", l.pub.Path, errs.FromOS(err))
+	}
+	return nil
+}
+
+// replacedFiles lists the files that a set makes stale, so that the old model cannot be opened by another name:
+// those of staleFiles, and what killed saves of the same files have left. An error says that another model's
+// files could be among them.
+func (l *localFiles) replacedFiles(ctx context.Context) (old []string, err error) {
+	last := l.files[len(l.files)-1]
+	if !l.pub.Sharded && last.Listing == nil {
+		return nil, nil
+	}
+	place, err := l.pub.followPath(l.pub.Path)
+	if err != nil {
+		return nil, atomicfile.Failed(l.pub.Path, -1, err)
+	}
+	var index string
+	var families map[string]bool
+	if last.Listing != nil {
+		index, families = last.Path, last.Listing.families()
+	} else {
+		_, stem := SplitStem(place.Path)
+		index, families = IndexPath(place.Path), map[string]bool{stem: true}
+	}
+	if old, err = staleFiles(ctx, l.pub, place.Path, last); err != nil && !listsNothing(err) {
+		return nil, err
+	}
+	old = append(old, abandonedFiles(atomicfile.Folder(index), families, l.pub.Sharded)...)
+	written := map[string]bool{}
+	for _, f := range l.files {
+		place, err := l.pub.followPath(f.Path)
+		if err != nil {
+			return nil, atomicfile.Failed(f.Path, -1, err)
+		}
+		written[f.Path], written[place.Path] = true, true
+	}
+	old = slices.DeleteFunc(old, func(p string) bool {
+		st, err := os.Lstat(p)
+		return written[p] || err != nil || !st.Mode().IsRegular()
+	})
+	if len(old) == 0 {
+		return nil, nil
+	}
+	others, err := l.listedByOthers(ctx, index)
+	return slices.DeleteFunc(old, func(p string) bool { return others[p] }), err
+}
+
+// listedByOthers are the files that the other indexes in the folder of an index list: they belong to other
+// models, whatever their names are.
+func (l *localFiles) listedByOthers(ctx context.Context, index string) (map[string]bool, error) {
+	dir, paths := atomicfile.Folder(index), map[string]bool{}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, atomicfile.Failed(dir, -1, err)
+	}
+	for _, e := range entries {
+		n, ok := modelfiles.ParseName(e.Name())
+		if !ok || !n.Index || e.Name() == filepath.Base(index) {
+			continue
+		}
+		set, err := l.pub.readIndex(ctx, JoinName(dir, e.Name()))
+		if err != nil && !errors.Is(err, errs.ErrArgument) { // a folder
+			return nil, err
+		}
+		if set != nil {
+			for _, name := range set.Files {
+				paths[JoinName(dir, name)] = true
+			}
+		}
+	}
+	return paths, nil
+}
+
+// abandonedFiles lists what killed saves of some families have left in a folder: marked files and, if numbered,
+// other shards. It leaves out those that a save is still writing.
+func abandonedFiles(dir string, families map[string]bool, numbered bool) (paths []string) {
+	entries, _ := os.ReadDir(dir)
+	for _, e := range entries {
+		n, ok := modelfiles.ParseName(e.Name())
+		if ok && !n.Index && (n.Marked || numbered && n.Of > 0) && families[modelfiles.Family(e.Name())] {
+			if path := JoinName(dir, e.Name()); !atomicfile.Alive(path) {
+				paths = append(paths, path)
+			}
+		}
+	}
+	return paths
+}

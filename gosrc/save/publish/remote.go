@@ -1,0 +1,94 @@
+package publish
+
+// This file publishes the objects of a store together.
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+)
+
+// objects is the destination of a save to a store.
+type objects struct {
+	pub    *Publication
+	files  []*File
+	drafts []source.Draft // by file; nil: not created
+}
+
+func (o *objects) Create(ctx context.Context, i int) (Draft, error) {
+	d, err := open.Create(ctx, o.files[i].Path, o.pub.Options, o.files[i].Most)
+	if err != nil {
+		return nil, err
+	}
+	o.drafts[i] = d
+	return timedDraft{d, o.pub}, nil
+}
+
+func (o *objects) Drop(err error) {
+	o.pub.Job.Failed(err, func() {
+		for _, d := range o.drafts {
+			if d != nil {
+				d.StopSends()
+			}
+		}
+	})
+	for _, d := range o.drafts {
+		if d != nil {
+			d.Drop()
+		}
+	}
+}
+
+// Publish publishes the objects, last the one that readers look for, and removes those that are stale then. If it
+// fails, the old model stays, and the shards that were published go.
+func (o *objects) Publish(ctx context.Context) error {
+	stale, err := staleFiles(ctx, o.pub, o.pub.Path, o.files[len(o.files)-1])
+	if err != nil {
+		return err
+	}
+	stale = slices.DeleteFunc(stale, func(p string) bool {
+		return slices.ContainsFunc(o.files, func(f *File) bool { return f.Path == p })
+	})
+	for i, d := range o.drafts {
+		if err := d.Publish(); err != nil {
+			for _, f := range o.files[:i] {
+				if f.Shard {
+					_ = open.Remove(context.WithoutCancel(ctx), f.Path, o.pub.Options)
+				}
+			}
+			return err
+		}
+	}
+	// The model is complete; but report what cannot be removed.
+	var first error
+	for _, p := range stale {
+		if err := open.Remove(ctx, p, o.pub.Options); err != nil && first == nil {
+			first = err
+		}
+	}
+	return first
+}
+
+// A timedDraft adds the time of its writes to that of the publication.
+type timedDraft struct {
+	source.Draft
+	pub *Publication
+}
+
+func (t timedDraft) Write(p []byte, off int64) error {
+	defer t.pub.addTime(time.Now())
+	return t.Draft.Write(p, off)
+}
+
+func (t timedDraft) WriteView(p []byte, off int64) error {
+	defer t.pub.addTime(time.Now())
+	return t.Draft.WriteView(p, off)
+}
+
+func (t timedDraft) Finish(size int64) error {
+	defer t.pub.addTime(time.Now())
+	return t.Draft.Finish(size)
+}

@@ -1,0 +1,111 @@
+package sleep
+
+// This file makes the stored bytes of a container from tensors, on the host's cores or on a GPU.
+
+import (
+	"cmp"
+	"runtime"
+	"sync"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/load"
+)
+
+// batchRows is the most chunks of a batch.
+const batchRows = 1024
+
+// A mode makes stored bytes in slots. The calls of a slot come in the order encode, fetch, wait.
+type mode struct {
+	window, workers     int   // batches that may be under way, and goroutines that make them
+	bytes               int64 // of a batch, each range rounded up to 16
+	staging             int64 // of the device
+	gpu                 bool
+	samples             sampler
+	encode, fetch, wait func(slot int, rows []cuda.PackedRange) error
+	close               func() // waits for the last copies
+}
+
+// A sampler reads n bytes of the tensors' memory at each address, in order.
+type sampler func(at []uint64, n int64, got func(i int, b []byte)) error
+
+// gpuOf opens a GPU by name; nil for the host.
+func gpuOf(name string) (*cuda.Device, error) {
+	target, err := load.TargetOf(name)
+	return target.GPU, err
+}
+
+// host encodes on the host's cores.
+type host struct {
+	encoders sync.Pool
+	out      [][]byte // by slot
+}
+
+func hostMode(threads int) mode {
+	threads = cmp.Or(threads, runtime.GOMAXPROCS(0))
+	h := &host{encoders: sync.Pool{New: func() any { return new(x16.Encoder) }}, out: make([][]byte, 2*threads+2)}
+	return mode{
+		window: len(h.out), workers: threads, bytes: chunkBytes, encode: h.encode, wait: h.wait, close: func() {},
+		fetch: func(int, []cuda.PackedRange) error { return nil },
+		samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
+			for i, a := range at {
+				got(i, device.Bytes(a, n))
+			}
+			return nil
+		},
+	}
+}
+
+func (h *host) encode(slot int, rows []cuda.PackedRange) error {
+	e := h.encoders.Get().(*x16.Encoder)
+	defer h.encoders.Put(e)
+	out := h.out[slot][:0]
+	for i := range rows {
+		r := &rows[i]
+		r.Stored, r.Tiles = r.N, 0
+		if r.Transform == 0 {
+			continue
+		}
+		if chunk, tiles, ok := e.Encode(out, device.Bytes(r.Src, r.N), r.Transform); ok &&
+			int64(len(chunk)-len(out)) < r.N {
+			r.Stored, r.Tiles = int64(len(chunk)-len(out)), tiles
+			out = chunk
+		}
+	}
+	h.out[slot] = out
+	return nil
+}
+
+func (h *host) wait(slot int, rows []cuda.PackedRange) error {
+	out := h.out[slot]
+	for i := range rows {
+		r := &rows[i]
+		to := unsafe.Slice((*byte)(r.To), r.Stored)
+		if r.Tiles == 0 {
+			copy(to, device.Bytes(r.Src, r.N))
+			continue
+		}
+		out = out[copy(to, out):]
+	}
+	return nil
+}
+
+// gpuMode encodes on a GPU, which also computes sums if asked to.
+func gpuMode(p *cuda.Packer, sums bool) mode {
+	return mode{
+		window: p.SlotCount(), workers: p.SlotCount(), bytes: p.SlotBytes(), staging: p.DeviceBytes(), gpu: true,
+		samples: p.CopySamples,
+		fetch:   p.QueueFetches,
+		wait:    func(slot int, _ []cuda.PackedRange) error { return p.Wait(slot) }, close: p.Close,
+		encode: func(slot int, rows []cuda.PackedRange) error {
+			if sums {
+				if err := p.QueueSums(slot, rows); err != nil {
+					return err
+				}
+			}
+			return p.Encode(slot, rows) // waits if there is something to encode, and so to hash
+		},
+	}
+}

@@ -1,0 +1,137 @@
+package s3
+
+// This file meets what some buckets demand of an upload, and checks what the caller demands of the store: checksums for Object
+// Lock, and the customer's key.
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/binary"
+	"errors"
+	"hash/crc32"
+
+	awsmiddleware "github.com/aws/aws-sdk-go-v2/aws/middleware"
+	"github.com/aws/aws-sdk-go-v2/service/s3"
+	"github.com/aws/aws-sdk-go-v2/service/s3/types"
+	"github.com/aws/smithy-go/middleware"
+	smithyhttp "github.com/aws/smithy-go/transport/http"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// checksumOf is the CRC32C of a body as S3's header has it; nil if the upload goes without. Stores other than
+// AWS refuse checksums that they do not know: they are sent only to buckets that ask for them.
+func checksumOf(p [][]byte, isWanted bool) *string {
+	if !isWanted {
+		return nil
+	}
+	sum := uint32(0)
+	for _, one := range p {
+		sum = crc32.Update(sum, castagnoli, one)
+	}
+	text := base64.StdEncoding.EncodeToString(binary.BigEndian.AppendUint32(nil, sum))
+	return &text
+}
+
+// algorithmOf names the checksum: of a request that has one, and for CreateMultipartUpload that of the parts.
+func algorithmOf(isSummed bool) types.ChecksumAlgorithm {
+	if isSummed {
+		return types.ChecksumAlgorithmCrc32c
+	}
+	return ""
+}
+
+// mayWantSum reports whether a store may have refused an upload because it has no checksum, as buckets with a
+// default retention do (Object Lock). The codes differ: InvalidRequest, MissingContentMD5, and others.
+func mayWantSum(ctx context.Context, err error) bool {
+	r, ok := errors.AsType[*refusal](classifyError(ctx, err))
+	return ok && r.class == errs.ErrArgument
+}
+
+func (c *client) sendsSums(bucket string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.summed[bucket]
+}
+
+// noteSums notes for later uploads that a bucket takes those that have checksums.
+func (c *client) noteSums(bucket string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.summed[bucket] = true
+}
+
+// beginAnew ends an upload whose parts the store refuses without checksums; the next part begins one with them. It
+// reports whether a part of the upload of that id may be sent again: for a part whose upload another one has ended, too.
+func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	switch {
+	case u.id != id:
+		return true
+	case u.isSummed || len(u.done) > 0 || !mayWantSum(ctx, err):
+		return false
+	}
+	_, _ = callWithRetries(ctx, u.client, u.bucket,
+		func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
+			return api.AbortMultipartUpload(ctx, &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: id})
+		})
+	u.id, u.isSummed = nil, true
+	return ctx.Err() == nil
+}
+
+// ruleNoKey is the rule of the error of confirmKey.
+const ruleNoKey = "CustomerKeyNotUsed"
+
+// confirmKey checks that the store has encrypted with the customer's key, as it says in its answer to an upload. A store that does not
+// know such keys keeps the bytes as they are, and says nothing, or repeats the request's headers, with the key, which no other
+// store shows.
+func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) error {
+	raw, ok := awsmiddleware.GetRawResponse(answer).(*smithyhttp.Response)
+	isEcho := ok && raw.Header.Get("X-Amz-Server-Side-Encryption-Customer-Key") != ""
+	if c.sse.key == nil || !isEcho && algorithm != nil && *algorithm == *c.sse.algorithm &&
+		(sum == nil || *sum == *c.sse.sum) {
+		return nil
+	}
+	return errs.WithRule(ruleNoKey, errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
+		"sse_customer_key, and would keep the object readable for all who may read the bucket: nothing was saved"))
+}
+
+// publishWithKey makes a small object in two steps, of which the first shows whether the store uses the customer's key: what the name
+// had before stays if not. A store without uploads in parts gets the object at once.
+func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, err error) {
+	if u.client.sse.key == nil || len(whole) == 0 {
+		return 0, nil
+	}
+	err = u.Part(ctx, 0, [][]byte{whole})
+	if err == nil {
+		return 1, nil
+	}
+	if errs.RuleOf(err) != ruleNoKey && errors.Is(err, errs.ErrNotSupported) {
+		return 0, nil
+	}
+	return 0, err
+}
+
+// removeUnencrypted removes an object that the store has not encrypted with the customer's key; why is what it will say.
+func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why error) error {
+	_, err := api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &u.bucket, Key: &u.key})
+	if err != nil {
+		return errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with sse_customer_key, and the "+
+			"object, which it now has unencrypted, could not be removed: %v", classifyError(ctx, err))
+	}
+	return why
+}
+
+// explainKey says of a read that the store cannot serve as it was asked for that a customer's key may be what is missing.
+func (c *client) explainKey(err error) error {
+	if r, ok := errors.AsType[*refusal](err); ok && r.class == errs.ErrArgument && says[r.code] == "" {
+		r.message = "if the object was saved with a customer's key, its readers need storage_options sse_customer_key"
+		if c.sse.key != nil {
+			r.message = "the object may have been saved with another sse_customer_key, or without one"
+		}
+	}
+	return err
+}

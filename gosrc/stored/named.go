@@ -1,0 +1,115 @@
+package stored
+
+// This file finds models in folders, on this host and in stores.
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+	"slices"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+)
+
+// A Folder is a folder of models, and what lies in it.
+type Folder struct {
+	Path   string // on this host, or a URI
+	Remote bool
+	Files  []source.Entry // of a remote one: in it and below it; nil if its store lists no files
+}
+
+// FolderAt is the folder that a name stands for. A remote one is listed, and pinned to a commit if it is one
+// of hf://; ok is false if the name is a remote file. A local name is not looked at.
+func FolderAt(ctx context.Context, at source.Location, opt source.Options) (f Folder, ok bool, err error) {
+	if !at.Remote {
+		return Folder{Path: at.Path}, true, nil
+	}
+	stores := open.With(opt)
+	dir := format.RemoteFolder(ctx, at, stores.Open, format.Options{List: stores.List})
+	if dir == "" {
+		return Folder{Path: at.URI, Remote: true}, false, nil
+	}
+	pinned, files, err := open.Walk(ctx, dir, opt)
+	if errors.Is(err, errs.ErrNotSupported) {
+		source.Notice(errs.RedactURI(dir) +
+			": this store lists no files, so auxiliary files (configuration, tokenizer) are not copied")
+		return Folder{Path: dir, Remote: true}, true, nil
+	}
+	return Folder{Path: pinned, Remote: true, Files: files}, true, err
+}
+
+// Branches are the folders at and below f that hold files, without the folder avoid, which is written. There
+// are none if f is not a folder or its store does not list it.
+func (f Folder) Branches(avoid string) ([]format.Branch, error) {
+	switch {
+	case !f.Remote:
+		return format.Tree(f.Path, avoid)
+	case f.Files == nil:
+		return nil, nil
+	case source.Remote(avoid):
+		return format.RemoteTree(f.Path, source.Directory(avoid), f.Files)
+	}
+	return format.RemoteTree(f.Path, "", f.Files)
+}
+
+// PathBelow is the path or URI of a folder below another; "" names that folder itself.
+func PathBelow(dir, name string) string {
+	switch {
+	case name == "":
+		return dir
+	case source.Remote(dir):
+		return source.Below(source.Directory(dir), name)
+	}
+	return filepath.Join(dir, name)
+}
+
+// ExpandFolders opens what users name. A folder without weights of its own stands for the folders below it that
+// have some. A store is only asked for these if the folder itself has no model.
+func ExpandFolders[T any](ctx context.Context, uris []string, opt source.Options,
+	openAll func(uris []string) (T, error)) (T, error) {
+	uris = expandAll(ctx, uris, opt, false)
+	m, err := openAll(uris)
+	if !errors.Is(err, errs.ErrNotFound) {
+		return m, err
+	}
+	below := expandAll(ctx, uris, opt, true)
+	if slices.Equal(below, uris) {
+		return m, err
+	}
+	return openAll(below)
+}
+
+func expandAll(ctx context.Context, uris []string, opt source.Options, remote bool) (out []string) {
+	for _, uri := range uris {
+		below := []string{uri} // opening it reports what is wrong
+		if at := source.LocationOf(uri); !at.Remote || remote {
+			below = weightsBelow(ctx, at, opt, below)
+		}
+		out = append(out, below...)
+	}
+	return out
+}
+
+// weightsBelow lists the folders with weights below one that has none; otherwise usual.
+func weightsBelow(ctx context.Context, at source.Location, opt source.Options, usual []string) (below []string) {
+	f, ok, err := FolderAt(ctx, at, opt)
+	if err != nil || !ok {
+		return usual
+	}
+	branches, err := f.Branches("")
+	if err != nil || len(branches) == 0 || branches[len(branches)-1].Weights {
+		return usual
+	}
+	for _, b := range branches {
+		if b.Weights {
+			below = append(below, PathBelow(f.Path, b.Path))
+		}
+	}
+	if below == nil {
+		return usual
+	}
+	return below
+}

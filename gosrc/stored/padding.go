@@ -1,0 +1,53 @@
+package stored
+
+// This file checks what lies between the chunks of a container.
+
+import (
+	"context"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// CheckPadding checks the bytes of source k of ix between the chunks and after them, which
+// the writer leaves zero: anything else is errs.ErrCorrupt, with its offset.
+func CheckPadding(ctx context.Context, src source.Source, ix *tensor.Index, k int) error {
+	var pad [64]byte
+	gap := func(i int, from, to int64) error {
+		for from < to {
+			if ctx.Err() != nil {
+				return errs.Cause(ctx)
+			}
+			p := pad[:min(int64(len(pad)), to-from)]
+			if err := src.ReadAt(ctx, p, from); err != nil {
+				return err
+			}
+			for n, b := range p {
+				if b != 0 {
+					return errs.Place("verify", ix.Sources[k].URI, ix.Tensors[i].Name, from+int64(n),
+						errs.New(errs.ErrCorrupt, "the bytes between chunks are not zero: the file is damaged"))
+				}
+			}
+			from += int64(len(p))
+		}
+		return nil
+	}
+	for i := range ix.Tensors {
+		t := &ix.Tensors[i]
+		if int(t.Source) != k || t.Count == 0 {
+			continue
+		}
+		at := t.Off
+		for _, c := range ix.Chunks[t.First : t.First+t.Count] {
+			if err := gap(i, at, c.Off); err != nil {
+				return err
+			}
+			at = c.Off + int64(c.Stored)
+		}
+		if err := gap(i, at, t.Off+t.Stored); err != nil {
+			return err
+		}
+	}
+	return nil
+}

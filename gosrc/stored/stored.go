@@ -1,0 +1,204 @@
+// Package stored opens models and reads their tensors in blocks, which it checks and decodes. Saves, conversions,
+// verification and digests read files with it, and loads of tensors that only the host decodes.
+package stored
+
+import (
+	"context"
+	"slices"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/blocks"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// plainBlock is the block in which tensors without chunks are read; those of
+// encrypted files are read by whole boxes.
+const plainBlock = 1 << 20
+
+// A Tensor is one tensor of a source: its chunks are read, checked and
+// decoded when their bytes are needed. A request for exactly one whole chunk, the
+// common case, is decoded to its destination; others go through a cache of decoded
+// chunks, so that requests for small pieces (column parts, another chunk size)
+// decode a chunk about once.
+type Tensor struct {
+	src   source.Source
+	idx   *tensor.Index
+	t     *tensor.Tensor // never an alias
+	cache *Cache
+	row   int64 // bytes of a row, and of a row in one part
+	width int64
+	plain int64 // block size of a tensor without chunks
+}
+
+// New makes the tensor t of idx, which must not be an alias, readable.
+func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tensor {
+	s := &Tensor{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
+	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {
+		s.plain = sizes.RoundUp(plainBlock, t.Block)
+	}
+	s.row = t.Bytes
+	if len(t.Shape) > 0 && t.Bytes > 0 {
+		s.row = t.Bytes / t.Shape[0]
+	}
+	s.width = s.row / s.partCount()
+	c.Need(3 * s.partCount() * s.Block())
+	return s
+}
+
+func (s *Tensor) partCount() int64 { return max(1, int64(s.t.Parts)) }
+
+// Block is the size of a chunk, or of the block that is read of a plain file.
+func (s *Tensor) Block() int64 {
+	if s.t.Count == 0 {
+		return s.plain
+	}
+	return int64(s.t.ChunkBytes)
+}
+
+// Step is how many bytes to read at once, from a multiple of it on, of a tensor that is
+// read whole: no chunk is decoded twice.
+func (s *Tensor) Step() int64 {
+	if s.partCount() > 1 {
+		return plainBlock
+	}
+	return s.Block()
+}
+
+// Fill fills buf with bytes [off, off+len(buf)) in plain order. It is safe for
+// concurrent use.
+func (s *Tensor) Fill(ctx context.Context, buf []byte, off int64) error {
+	if s.partCount() == 1 {
+		return s.fillFlat(ctx, buf, off)
+	}
+	for p := range s.partCount() {
+		if err := s.spreadPart(ctx, buf, p, off); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// spreadPart writes into buf, which stands for plain bytes from off on, those that
+// belong to part p: block by block of the part, and in each row by row.
+func (s *Tensor) spreadPart(ctx context.Context, buf []byte, p, off int64) error {
+	end := off + int64(len(buf))
+	// The part's bytes of every row that is touched, even of rows that end before
+	// its columns begin: they are clipped below.
+	lo, hi := off/s.row*s.width, sizes.CeilDiv(end, s.row)*s.width
+	for b := lo / s.Block(); b*s.Block() < hi; b++ {
+		from, to := max(lo, b*s.Block()), min(hi, (b+1)*s.Block())
+		// plain is where byte i of the part is in plain order.
+		plain := func(i int64) int64 { return i/s.width*s.row + p*s.width + i%s.width }
+		if plain(from) >= end || plain(to-1) < off {
+			continue
+		}
+		e, err := s.holdBlock(ctx, p, b)
+		if err != nil {
+			return err
+		}
+		for i := from; i < to; {
+			n := min(s.width-i%s.width, to-i)
+			at, data := plain(i)-off, e.Data[i-b*s.Block():][:n]
+			i += n
+			if at < 0 {
+				data = data[min(n, -at):]
+				at = 0
+			}
+			if at < int64(len(buf)) {
+				copy(buf[at:], data)
+			}
+		}
+		s.cache.Put(e)
+	}
+	return nil
+}
+
+// holdBlock gets a block of a part from the cache.
+func (s *Tensor) holdBlock(ctx context.Context, p, b int64) (*blocks.Block[key], error) {
+	size := s.t.Bytes / s.partCount()
+	per := (size + s.Block() - 1) / s.Block()
+	return s.cache.Get(ctx, key{s, p*per + b}, func() ([]byte, error) {
+		d := make([]byte, min(s.Block(), size-b*s.Block()))
+		return d, s.readBlock(ctx, d, p*per+b, int64(len(d)))
+	})
+}
+
+func (s *Tensor) fillFlat(ctx context.Context, buf []byte, off int64) error {
+	for len(buf) > 0 {
+		b := off / s.Block()
+		from := off - b*s.Block()
+		whole := min(s.Block(), s.t.Bytes-b*s.Block())
+		n := min(whole-from, int64(len(buf)))
+		if n == whole {
+			if err := s.readBlock(ctx, buf[:n], b, whole); err != nil {
+				return err
+			}
+		} else {
+			e, err := s.holdBlock(ctx, 0, b)
+			if err != nil {
+				return err
+			}
+			copy(buf[:n], e.Data[from:])
+			s.cache.Put(e)
+		}
+		buf, off = buf[n:], off+n
+	}
+	return nil
+}
+
+var buffers = sync.Pool{New: func() any { return new([]byte) }}
+
+// readBlock fills dst with one whole block: read, check, decode.
+func (s *Tensor) readBlock(ctx context.Context, dst []byte, k, whole int64) error {
+	t := s.t
+	if t.Count == 0 {
+		off := t.Off + k*s.plain
+		return errs.Locate("read", s.src.URI(), t.Name, -1, s.src.ReadAt(ctx, dst, off))
+	}
+	c := s.idx.Chunks[int64(t.First)+k]
+	fail := func(verb string, err error) error {
+		return &errs.At{Verb: verb, Source: s.src.URI(), Tensor: t.Name, Chunk: k, Offset: c.Off, Err: err}
+	}
+	if int64(c.Logical) != whole {
+		return fail("decode", errs.New(errs.ErrCorrupt, "the chunk has %d bytes, expected %d", c.Logical, whole))
+	}
+	in := dst
+	if c.Codec != tensor.CodecRaw || c.Stored != c.Logical {
+		p := buffers.Get().(*[]byte)
+		defer buffers.Put(p)
+		*p = slices.Grow((*p)[:0], int(c.Stored))
+		in = (*p)[:c.Stored]
+	}
+	if err := s.src.ReadAt(ctx, in, c.Off); err != nil {
+		return errs.Locate("read", s.src.URI(), t.Name, k, err)
+	}
+	if sum := codec.Sum(in); sum != c.Sum {
+		return fail("check", errs.NewMismatch(c.Sum, sum))
+	}
+	if len(dst) > 0 && &in[0] == &dst[0] {
+		return nil
+	}
+	if err := codec.Decode(dst, in, c); err != nil {
+		return fail("decode", err)
+	}
+	return nil
+}
+
+// key is block k of a tensor.
+type key struct {
+	s *Tensor
+	k int64
+}
+
+// A Cache holds decoded blocks of the tensors of a model.
+type Cache = blocks.Cache[key]
+
+// NewCache makes a cache for the parts that the given workers read at once.
+func NewCache(workers int) *Cache { return CacheOf(int64(workers+2) * (16 << 20)) }
+
+// CacheOf makes a cache of n bytes.
+func CacheOf(n int64) *Cache { return blocks.New[key](n) }

@@ -1,0 +1,65 @@
+package verify
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/savetest"
+)
+
+// A container stores the digests of its tensors whatever their parts and chunks are, and
+// they are those of the bytes; without them the same digests are computed.
+func TestKeptDigests(t *testing.T) {
+	in := some(newRand(t))
+	for _, parts := range []int{1, 4} {
+		for _, keeps := range []bool{true, false} {
+			p := filepath.Join(t.TempDir(), "m")
+			write(t, save.Spec{Path: p, Compress: true, Parts: parts, ChunkBytes: 4096, Digests: keeps}, in)
+			rep, err := Digests(bg, nil, []string{p}, format.Access{}, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if keeps != (rep.Kept == len(in)) || keeps != (rep.Bytes == 0) || len(rep.Tensors) != len(in) {
+				t.Errorf("%d parts, stored %v: %d stored, %d bytes", parts, keeps, rep.Kept, rep.Bytes)
+			}
+			want := read(t, p)
+			for _, x := range rep.Tensors {
+				if x.Digest != digest.Of(want[x.Name].Data).String() {
+					t.Errorf("%d parts, stored %v: %s: %s", parts, keeps, x.Name, x.Digest)
+				}
+			}
+			if _, err := Verify(bg, nil, []string{p}, format.Access{}, false); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+// The golden file of format 1.3 loads with the digests that it stores, and today's writer
+// still makes it: by go test ./gosrc/save -run TestGoldenDigests -args write-goldens, once.
+func TestGoldenDigests(t *testing.T) {
+	in := savetest.GoldenTensors()
+	golden := filepath.Join(goldens, "digests-1.3", "container.safetensors")
+	spec := save.Spec{Path: filepath.Join(t.TempDir(), "x.safetensors"), Compress: true, Digests: true}
+	if slices.Contains(os.Args, "write-goldens") {
+		spec.Path = golden
+		_ = os.MkdirAll(filepath.Dir(golden), 0o755)
+	}
+	write(t, spec, in)
+	same(t, in, read(t, golden))
+	if sha256Of(t, spec.Path) != sha256Of(t, golden) {
+		t.Error("the writer has changed: a change of format needs a new version folder")
+	}
+	rep, err := Digests(bg, nil, []string{golden}, format.Access{}, nil)
+	if err != nil || rep.Kept != len(in) {
+		t.Fatal(rep.Kept, err)
+	}
+	if _, err := Verify(bg, nil, []string{golden}, format.Access{}, false); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,47 @@
+package verify
+
+// This file is the table of formats that have checksums.
+
+import (
+	"context"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/stored"
+	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/tensorizer"
+)
+
+// A check verifies the files of one format.
+type check struct {
+	// sums checks the sums of source k that opening it did not. Files of a format without one have no checksums.
+	sums   func(ctx context.Context, j *job.Job, m *stored.Model, k int, rep *Report) error
+	counts bool // it also checks and counts the tensors
+}
+
+// checks are by the name of the format.
+var checks = map[string]check{
+	tensorizer.Format:     {sums: verifyTensors, counts: true},
+	tensor.FormatOverwire: {sums: checkZeros},
+}
+
+// checkZeros checks the bytes of source k that belong to no chunk.
+func checkZeros(ctx context.Context, _ *job.Job, m *stored.Model, k int, _ *Report) error {
+	return stored.CheckPadding(ctx, m.Sources[k], m.Index, k)
+}
+
+func verifyTensors(ctx context.Context, j *job.Job, m *stored.Model, k int, rep *Report) error {
+	var mu sync.Mutex
+	return tensorizer.Verify(ctx, m.Sources[k], tensorizer.Proof{
+		Workers: knob.Workers(0), InOrder: m.Sources[k].Facts().Concurrency > 0,
+		Passed: func(n int64) { j.Bytes.Add(n) },
+		Proven: func(n int64) {
+			mu.Lock()
+			defer mu.Unlock()
+			rep.Tensors++
+			rep.Bytes += n
+			j.Tensors.Add(1)
+		},
+	})
+}

@@ -1,0 +1,158 @@
+package verify
+
+// This file describes the reports of Verify and Inspect.
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/save/original"
+	"github.com/overwire/overwire/gosrc/stored"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A Report says what was verified. With an error, its counts say how far
+// verification came.
+type Report struct {
+	OK      bool           `json:"ok"`
+	Tensors int            `json:"tensors"` // verified, aliases included
+	Bytes   int64          `json:"bytes"`   // of tensors, decoded and hashed
+	Stored  int64          `json:"stored"`  // bytes of the files
+	Seconds float64        `json:"seconds"`
+	Files   []VerifiedFile `json:"files"`
+	Note    string         `json:"note,omitempty"` // says what could not be verified
+}
+
+// A VerifiedFile is one file of a Report.
+type VerifiedFile struct {
+	URI     string `json:"uri"`
+	Format  string `json:"format"`  // "overwire", "safetensors", "tensors" or "gguf"
+	Checked string `json:"checked"` // "contents": every byte; "structure": header and sizes
+	Tensors int    `json:"tensors"`
+	Bytes   int64  `json:"bytes"`
+	Stored  int64  `json:"stored"`
+	// Original is the plain file that a container was made from, if that was asked for.
+	Original *original.Summary `json:"original,omitempty"`
+}
+
+// addFile adds a file after only its structure was checked.
+func (rep *Report) addFile(file InspectedFile) {
+	const note = "GGUF files hold no checksums: only their structure was verified"
+	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
+	var unknown []string
+	for i := range file.Tensors {
+		t := &file.Tensors[i]
+		v.Bytes += t.Bytes
+		if t.Coding == CodingUnknown {
+			unknown = append(unknown, fmt.Sprintf("%q (%s)", t.Name, t.DType))
+		}
+	}
+	v.Tensors = len(file.Tensors) - len(unknown)
+	rep.Files = append(rep.Files, v)
+	rep.Tensors += v.Tensors
+	rep.Stored += v.Stored
+	if !strings.Contains(rep.Note, note) {
+		rep.Note = strings.TrimPrefix(rep.Note+"; "+note, "; ")
+	}
+	if n := len(unknown); n > 0 {
+		rep.Note += fmt.Sprintf("; %s: %d of %d tensors have types that this version does not know, and were not "+
+			"verified, as %s", file.URI, n, len(file.Tensors), unknown[0])
+	}
+}
+
+// An Inspection is the result of Inspect: everything that headers and indexes say.
+type Inspection struct {
+	Sources []InspectedFile `json:"sources"`
+	// Totals are by dtype name, and "all" for all together.
+	Totals map[string]*stored.Total `json:"totals"`
+}
+
+// KeepTensors leaves out the tensors with other names than wanted, and sums the rest up.
+func (in *Inspection) KeepTensors(wanted func(name string) bool) {
+	for i := range in.Sources {
+		f := &in.Sources[i]
+		f.Tensors = slices.DeleteFunc(f.Tensors, func(t InspectedTensor) bool { return !wanted(t.Name) })
+	}
+	in.sumUp()
+}
+
+func (in *Inspection) sumUp() {
+	in.Totals = map[string]*stored.Total{"all": {}}
+	for i := range in.Sources {
+		for _, t := range in.Sources[i].Tensors {
+			if in.Totals[t.DType] == nil {
+				in.Totals[t.DType] = &stored.Total{}
+			}
+			for _, sum := range []*stored.Total{in.Totals["all"], in.Totals[t.DType]} {
+				sum.Add(t.Bytes, t.Stored)
+			}
+		}
+	}
+}
+
+// An InspectedFile is one source.
+type InspectedFile struct {
+	URI      string            `json:"uri"`
+	Format   string            `json:"format"` // "overwire", "safetensors", "tensors" or "gguf"
+	Size     int64             `json:"size"`
+	Header   int64             `json:"header"` // bytes before the data section
+	Metadata map[string]string `json:"metadata"`
+	Tensors  []InspectedTensor `json:"tensors"`
+}
+
+// CodingUnknown is the coding of a tensor whose type is not known: its bytes are 0 here.
+const CodingUnknown = "unknown"
+
+// An InspectedTensor is one tensor. Coding is how its bytes are stored: "plain",
+// "alias", for .tensors files "encrypted" or "zeros" (not stored), for GGUF files "unknown",
+// or the codec and transform of its chunks ("X16/bf16"; with "+raw" if some chunks are stored raw).
+type InspectedTensor struct {
+	Name    string  `json:"name"`
+	DType   string  `json:"dtype"`
+	Shape   []int64 `json:"shape"`
+	Bytes   int64   `json:"bytes"`
+	Stored  int64   `json:"stored"`
+	Ratio   float64 `json:"ratio"`
+	Coding  string  `json:"coding"`
+	Chunks  int     `json:"chunks"`
+	Parts   int     `json:"parts,omitempty"`
+	AliasOf string  `json:"alias_of,omitempty"`
+}
+
+// addModel adds the files and tensors of a model.
+func (in *Inspection) addModel(m *stored.Model) {
+	first := len(in.Sources)
+	for k := range m.Index.Sources {
+		s := &m.Index.Sources[k]
+		in.Sources = append(in.Sources, InspectedFile{URI: errs.RedactURI(s.URI), Format: s.Format, Size: s.Size,
+			Header: s.Data, Metadata: m.Metadata(k), Tensors: []InspectedTensor{}})
+	}
+	files := in.Sources[first:]
+	for i := range m.Index.Tensors {
+		t := &m.Index.Tensors[i]
+		f := &files[t.Source]
+		it := InspectedTensor{Name: t.Name, DType: t.DType.String(), Shape: t.Shape, Bytes: t.Bytes,
+			Stored: t.Stored, Ratio: stored.Ratio(t.Stored, t.Bytes), Coding: codingOf(m, t), Chunks: int(t.Count),
+			Parts: int(t.Parts)}
+		if it.Shape == nil {
+			it.Shape = []int64{}
+		}
+		if t.Alias >= 0 {
+			it.AliasOf = m.Index.Tensors[t.Alias].Name
+		}
+		f.Tensors = append(f.Tensors, it)
+	}
+}
+
+func codingOf(m *stored.Model, t *tensor.Tensor) string {
+	if t.Alias >= 0 {
+		return "alias"
+	}
+	if coding := m.Sources[t.Source].Facts().Coding; coding != nil {
+		return coding(t.Off)
+	}
+	return codec.Names(m.Index.Chunks[t.First : t.First+t.Count])
+}

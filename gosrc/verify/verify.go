@@ -1,0 +1,205 @@
+// Package verify reads models to tell what they are: Verify compares every checksum, Inspect describes files by their
+// headers, Digests computes a digest of each tensor. It writes nothing.
+package verify
+
+import (
+	"context"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/save/original"
+	"github.com/overwire/overwire/gosrc/stored"
+	"github.com/zeebo/xxh3"
+)
+
+// Verify verifies files. In an overwire file every byte is checked: header and
+// index are exactly what the writer makes of their content, every chunk has its CRC
+// and decodes, every tensor has its XXH3-128, padding is zero. In a plain
+// safetensors or GGUF file only the structure can be checked, since it has no checksums,
+// and the report says so. In a .tensors file every tensor's hashes are compared, and the
+// tags of encrypted ones with the key. With originals, the file that a container was made from
+// is made again, and its SHA-256 is compared. The first error ends it, with file, tensor, chunk
+// and offset where they are known.
+func Verify(ctx context.Context, j *job.Job, uris []string, access format.Access, originals bool) (Report, error) {
+	start := time.Now()
+	var rep Report
+	m, others, err := openOrList(ctx, uris, access, true)
+	if err != nil {
+		return rep, errs.Ended(ctx, err)
+	}
+	if j == nil {
+		j = job.New("verify")
+	}
+	if m != nil {
+		defer m.Close()
+		err = verifyModel(ctx, j, m, &rep)
+		if err == nil && originals {
+			err = verifyOriginals(ctx, j, m, &rep)
+		}
+		if err == nil {
+			err = m.RefuseWritten()
+		}
+	}
+	for _, file := range others {
+		rep.addFile(file)
+	}
+	rep.OK = err == nil
+	rep.Seconds = time.Since(start).Seconds()
+	return rep, errs.Ended(ctx, err)
+}
+
+func verifyModel(ctx context.Context, j *job.Job, m *stored.Model, rep *Report) error {
+	for k := range m.Index.Sources {
+		s := &m.Index.Sources[k]
+		f := VerifiedFile{URI: errs.RedactURI(s.URI), Format: s.Format, Checked: "contents", Stored: s.Size}
+		if checks[s.Format].sums == nil {
+			f.Checked = "structure"
+			rep.Note = "plain safetensors files hold no checksums: only their structure was verified"
+		}
+		rep.Files = append(rep.Files, f)
+		rep.Stored += s.Size
+	}
+	var total int64
+	for i := range m.Index.Tensors {
+		t := &m.Index.Tensors[i]
+		f := &rep.Files[t.Source]
+		f.Tensors++
+		f.Bytes += t.Bytes
+		if checks[m.Index.Sources[t.Source].Format].sums != nil {
+			total += t.Bytes
+		}
+	}
+	j.TotalBytes.Store(total)
+	j.TotalTensors.Store(int64(len(m.Index.Tensors)))
+	for k := range m.Index.Sources {
+		if sums := checks[m.Index.Sources[k].Format].sums; sums != nil {
+			if err := sums(ctx, j, m, k, rep); err != nil {
+				return err
+			}
+		}
+	}
+	digests, err := storedDigests(m)
+	if err != nil {
+		return err
+	}
+	if err := verifyContents(ctx, j, m, digests, rep); err != nil {
+		return err
+	}
+	return verifyAliases(j, m, digests, rep)
+}
+
+// verifyOriginals verifies the originals that containers store.
+func verifyOriginals(ctx context.Context, j *job.Job, m *stored.Model, rep *Report) error {
+	for k := range m.Index.Sources {
+		s := &m.Index.Sources[k]
+		if !s.Overwire() || s.Unlisted > 0 {
+			continue
+		}
+		o, err := original.Of(ctx, m.Sources[k], s, false)
+		if err != nil {
+			return err
+		}
+		if o == nil {
+			continue
+		}
+		p, err := original.Verify(ctx, o, m, k, knob.Workers(0), func(n int64) {
+			j.TotalBytes.Add(n)
+			j.Bytes.Add(n)
+		})
+		if err != nil {
+			return err
+		}
+		rep.Files[k].Original = &original.Summary{File: rep.Files[k].URI, SHA256: o.SHA256, Compared: p.Compared}
+	}
+	return nil
+}
+
+// verifyContents decodes and hashes every tensor of a container that has bytes of its own, in spans on all cores.
+func verifyContents(ctx context.Context, j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Report) error {
+	workers := knob.Workers(0)
+	var spans []stored.Span
+	for i, r := range m.Readers(stored.NewCache(workers)) {
+		if t := &m.Index.Tensors[i]; t.Alias < 0 && m.Index.Sources[t.Source].Overwire() {
+			spans = stored.AppendSpans(spans, r, i, t.Bytes)
+		}
+	}
+	parts := make([]digest.State, stored.Window(workers))
+	var sum digest.State
+	var h xxh3.Hasher
+	return stored.ReadInOrder(ctx, "save.verify", workers, spans,
+		func(k int, b []byte) {
+			part := &parts[k%len(parts)]
+			*part = digest.State{}
+			if digests[spans[k].Number] != nil {
+				part.Add(spans[k].Off, b)
+			}
+		},
+		func(k int, b []byte) error {
+			s := &spans[k]
+			if s.Off == 0 {
+				h.Reset()
+				sum = digest.State{}
+			}
+			sum.Merge(parts[k%len(parts)])
+			_, _ = h.Write(b)
+			j.Bytes.Add(s.N)
+			rep.Bytes += s.N
+			if !s.Last {
+				return nil
+			}
+			t := &m.Index.Tensors[s.Number]
+			if codec.HashOf(h.Sum128()) != t.Hash {
+				return corruptTensor(m, s.Number, "the tensor has other bytes than were saved (XXH3-128 differs)")
+			}
+			if d := digests[s.Number]; d != nil && *d != sum.Sum(t.Bytes) {
+				return corruptTensor(m, s.Number, "the stored digest is not that of the decoded bytes")
+			}
+			rep.Tensors++
+			j.Tensors.Add(1)
+			return nil
+		})
+}
+
+// verifyAliases verifies tensors without bytes of their own: an alias with the tensor that it refers to.
+func verifyAliases(j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Report) error {
+	for i := range m.Index.Tensors {
+		t := &m.Index.Tensors[i]
+		s := &m.Index.Sources[t.Source]
+		if d := digests[i]; d != nil &&
+			(t.Alias >= 0 && *d != *digests[t.Alias] || t.Bytes == 0 && *d != digest.Of(nil)) {
+			return corruptTensor(m, i, "the stored digest is not that of its bytes")
+		}
+		switch {
+		case checks[s.Format].counts:
+			continue
+		case !s.Overwire():
+			rep.Tensors++
+		case t.Alias >= 0:
+			if t.Hash != m.Index.Tensors[t.Alias].Hash {
+				return corruptTensor(m, i, "the hash of this alias is not that of the tensor that has its bytes")
+			}
+			rep.Tensors++
+			rep.Bytes += t.Bytes
+			j.Bytes.Add(t.Bytes)
+		case t.Bytes == 0:
+			if t.Hash != codec.HashOf(xxh3.Hash128(nil)) {
+				return corruptTensor(m, i, "the hash of this tensor without bytes is not that of no bytes")
+			}
+			rep.Tensors++
+		default:
+			continue
+		}
+		j.Tensors.Add(1)
+	}
+	return nil
+}
+
+func corruptTensor(m *stored.Model, i int, what string) error {
+	t := &m.Index.Tensors[i]
+	return errs.Place("verify", m.Index.Sources[t.Source].URI, t.Name, t.Off, errs.New(errs.ErrCorrupt, "%s", what))
+}

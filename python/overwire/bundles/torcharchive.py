@@ -1,0 +1,126 @@
+"""Tells torch.save archives from other files, and says what those are.
+
+Reads a file's first bytes and its directory of entries. Deflated entries, which torch.load reads and torch.save does not write, are written
+out once, within bounds: what follows maps an archive's bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import zipfile
+import zlib
+from typing import BinaryIO, cast
+
+from .._tables import HEAD_BYTES
+from ..errors import CorruptError, FormatError, NotFoundError, NotSupportedError, OverwireError, error_of_system
+from ..files import FileKind, kind_of_file, regular
+from ..foreign.zips import BAD_ZIP, LargeDirectory, Part, Span, entries_of, span_of
+
+#: How many times the bytes of a file its deflated entries may have, beyond the first of them.
+_TIMES, _SPARE = 64, 256 << 20
+_BLOCK = 1 << 20
+
+#: The rule of an error about weights of another library, which a folder may hold.
+FOREIGN = "Foreign"
+_UNKNOWN = "fetch or copy it again, or move it elsewhere if it holds no weights"
+
+
+def _kind_of(path: str, head: bytes) -> FileKind:
+    if (kind := kind_of_file(path, head)) is not None:
+        return kind
+    stem, ending = os.path.splitext(path)
+    for what, has_sibling in (
+        ("an OpenVINO file", os.path.isfile(f"{stem}.xml")),
+        ("an ncnn file", os.path.isfile(f"{stem}.param")),
+        ("a Core ML file", ".mlpackage/" in path),
+    ):
+        if ending == ".bin" and has_sibling:
+            return FileKind(what, "keep it as it is", True)
+    if not head.strip(b"\0"):
+        return FileKind("a file that begins with zeros only" if head else "an empty file", _UNKNOWN, False)
+    return FileKind("a file of an unknown kind", _UNKNOWN, False)
+
+
+def refusal_of(path: str) -> OverwireError | None:
+    """Why a file is not an archive of torch.save, as the error to raise; None for one that is.
+
+    A CorruptError or NotSupportedError is about an archive that is damaged or too large, a
+    FormatError about another file, by its kind, of which the rule is FOREIGN where a folder of
+    torch.save files may hold it. Raises what opening and reading raise."""
+    try:
+        with open(path, "rb", opener=regular) as file:
+            try:
+                return None if _has_pickle(entries_of(file)) else not_torch(path, file, None)
+            except BAD_ZIP as error:
+                return not_torch(path, file, error)
+    except OverwireError:
+        raise
+    except FileNotFoundError as error:
+        raise NotFoundError(f"overwire: open {path}: it leads to a file that is not there", source=path) from error
+    except OSError as error:
+        raise error_of_system(error, "open", path) from error
+
+
+def _has_pickle(entries: list[zipfile.ZipInfo]) -> bool:
+    return any(entry.filename.endswith("/data.pkl") for entry in entries)
+
+
+def not_torch(path: str, file: BinaryIO, error: Exception | None, span: Span | None = None) -> OverwireError:
+    """The error about a file, or a part of one, that is not an archive of torch.save. error: what zipfile said; None:
+    nothing, and it has no pickle of torch.save. Raises what reading raises."""
+    file.seek(span[0] if span else 0)
+    head = file.read(HEAD_BYTES)
+    where = f"overwire: open {path}: "
+    if isinstance(error, LargeDirectory) and head.startswith(b"PK"):
+        return NotSupportedError(f"{where}an archive as torch.save writes: {error}", source=path)
+    if head.startswith(b"PK"):
+        if error is None:
+            text = "a zip archive without the data.pkl of torch.save: load it with the library that wrote it"
+            return FormatError(where + text, source=path)
+        reason = "" if "not a zip file" in str(error) else f" ({error})"
+        text = f"an archive as torch.save writes, cut off or damaged{reason}: copy or fetch it again"
+        return CorruptError(where + text, source=path)
+    kind = _kind_of(path, head)
+    claim = f" ({error})" if isinstance(error, LargeDirectory) else ""
+    text = f"expected a torch.save file (of torch 1.6 or later), and this is {kind.what}{claim}: {kind.do}"
+    return FormatError(where + text, source=path, rule=FOREIGN if kind.foreign else None)
+
+
+def inflate_entries(
+    path: str, file: BinaryIO, entries: list[zipfile.ZipInfo], span: Span | None, folder: str | None
+) -> BinaryIO | None:
+    """A temporary file, without a name, that has the same entries as they are; None where they are so in `file`.
+
+    span: as for `entries_of`. folder: the disk that it takes. Raises CorruptError for entries that do not inflate to what
+    they claim, NotSupportedError for other methods, and for more bytes than an honest file has."""
+    is_plain = all(entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1 for entry in entries)
+    if is_plain or len({entry.filename for entry in entries}) != len(entries):  # twice: refused by what reads it
+        return None
+    for entry in entries:
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:
+            text = f"{entry.filename:.200} is encrypted, or packed by another method than torch.load reads"
+            raise NotSupportedError(f"overwire: open {path}: {text}: pack the archive again", source=path)
+    low, high = span or span_of(file)
+    total, size = sum(entry.file_size for entry in entries), high - low
+    if total > _TIMES * size + _SPARE:
+        text = f"its entries have {total} bytes, more than {_TIMES} times those of the file"
+        raise NotSupportedError(f"overwire: open {path}: {text}", source=path)
+    out = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
+    try:
+        part = cast(BinaryIO, Part(file, (low, high)))
+        with zipfile.ZipFile(part) as archive, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as plain:
+            for entry in entries:
+                with archive.open(entry) as source, plain.open(entry.filename, "w", force_zip64=True) as target:
+                    shutil.copyfileobj(source, target, _BLOCK)
+                if plain.getinfo(entry.filename).file_size != entry.file_size:
+                    raise zipfile.BadZipFile("it ends early")
+        return out
+    except (*BAD_ZIP, zlib.error, EOFError) as error:
+        out.close()
+        text = f"{entry.filename:.200} is damaged ({error}): copy or fetch it again"
+        raise CorruptError(f"overwire: open {path}: {text}", source=path) from error
+    except BaseException:
+        out.close()
+        raise

@@ -1,0 +1,362 @@
+"""Checkpoints that are replaced while others read, write or publish them: one save each, whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stores
+import warm
+from conftest import ROOT, cleaned
+
+torch = pytest.importorskip("torch")
+
+import overwire as ow  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from overwire.checkpoints import CheckpointReader, CheckpointWriter, places, reader, writer  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+NAMES = [f"w{number}" for number in range(4)]
+
+
+def save(at: Any, value: float, **how: Any) -> None:
+    """Four tensors of one value, a file each."""
+    state = {"model": {name: torch.full((64,), value) for name in NAMES}, "step": value}
+    dcp.save(state, storage_writer=CheckpointWriter(at, compress=False, **{"max_shard_size": 256, **how}))
+
+
+def load(at: Any) -> set[float]:
+    """The values that are there."""
+    state = {"model": {name: torch.zeros(64) for name in NAMES}, "step": 0.0}
+    dcp.load(state, storage_reader=CheckpointReader(at) if isinstance(at, (str, Path)) else at)
+    return {state["step"], *(tensor[0].item() for tensor in state["model"].values())}
+
+
+def make_old(at: Path) -> None:
+    """A checkpoint as version 1 wrote it: its files have no id."""
+    for path in at.rglob("*.safetensors"):
+        tensors = ow.load_file(path)
+        path.unlink()
+        ow.save_file(tensors, path, {"format": "pt"}, compress=False)
+    manifest = json.loads((at / "checkpoint.json").read_text())
+    del manifest["save"], manifest["dtypes"]
+    (at / "checkpoint.json").write_text(json.dumps(manifest | {"version": 1}))
+
+
+def replace(at: Path, value: float, old: bool, **how: Any) -> None:
+    save(at, value, **how)
+    if old:  # in one step, as that version did
+        made = at.parent / f"made-{value}"
+        os.rename(at, made)
+        make_old(made)
+        os.rename(made, at)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["ids", "version 1"])
+@pytest.mark.parametrize("how", [{}, {"max_shard_size": 1 << 20}], ids=["same files", "other files"])
+def test_a_checkpoint_that_is_replaced_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, how: dict[str, Any]
+) -> None:
+    """It is opened again, once, and what is loaded is the new save, whole, with its description; where it goes on being
+    replaced, it is a typed error."""
+    at = tmp_path / "c"
+    replace(at, 1.0, old)
+    times, real = [2.0], reader.safe_open
+
+    def open_late(*args: Any, **named: Any) -> Any:
+        file = real(*args, **named)
+        if times and "training" not in str(args[0]):  # between the model's files and the others
+            replace(at, times.pop(0), old, **how)
+        return file
+
+    def read_late(*args: Any) -> Any:
+        manifest = read(*args)
+        if times:  # between the description and all files
+            replace(at, times.pop(0), old, **how)
+        return manifest
+
+    monkeypatch.setattr(reader, "safe_open", open_late)
+    assert load(at) == {2.0} and not times
+    monkeypatch.setattr(reader, "safe_open", real)
+    read = reader.read_manifest
+    monkeypatch.setattr(reader, "read_manifest", read_late)
+    times.append(3.0)
+    assert load(at) == {3.0} and not times
+    times += [4.0, 5.0, 6.0]
+    with pytest.raises((ow.CorruptError, ow.NotFoundError)):
+        load(at)
+    assert times == [6.0]
+
+
+def test_an_open_checkpoint_stays_that_save(tmp_path: Path) -> None:
+    """Once it is open, a reader gives the save that it has opened, until `reset`."""
+    at = tmp_path / "c"
+    save(at, 1.0)
+    opened = CheckpointReader(at)
+    save(at, 2.0)
+    assert load(opened) == {1.0}
+    opened.reset()
+    assert load(opened) == {2.0}
+
+
+def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
+    """A folder that has files of two saves, as a copy that was interrupted leaves it, is refused by every reader, by
+    the name of a file; a checkpoint of version 1 is not."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    save(one, 1.0)
+    save(two, 2.0)
+    for name in ("model-00002-of-00004.safetensors", "training/model.safetensors"):
+        kept = (one / name).read_bytes()
+        (one / name).write_bytes((two / name).read_bytes())
+        with pytest.raises(ow.CorruptError, match="another save") as caught:
+            CheckpointReader(one)
+        assert name in caught.value.source
+        (one / name).write_bytes(kept)
+    (one / "model-00002-of-00004.safetensors").write_bytes((two / "model-00002-of-00004.safetensors").read_bytes())
+    files = sorted(one.glob("model-*"))
+    for read in (
+        lambda: ow.load_file(one),
+        lambda: ow.load_file(files),
+        lambda: dict(ow.stream(files)),
+        lambda: ow.verify(one),
+    ):
+        with pytest.raises(ow.CorruptError, match=r"model-0000\d-of-00004.*another save"):
+            read()
+    make_old(two)
+    assert load(two) == {2.0}
+    (two / files[0].name).write_bytes(files[0].read_bytes())  # a file with an id beside a description without
+    with pytest.raises(ow.CorruptError):
+        CheckpointReader(two)
+
+
+def test_ranks_have_one_save_open(tmp_path: Path) -> None:
+    """Ranks that have opened different saves end with a typed error on each, before any tensor changes; the same
+    readers then load one save. Likewise of version 1."""
+    steps = ("replaced", "replaced_old")
+    command = [ROOT / "tests" / "groups" / "checkpoint_worker.py", tmp_path, "store", *steps]
+    done = warm.run(command, env=cleaned() | {"WORLD_SIZE": "2"})
+    assert done.returncode == 0 and done.stdout.count("done ") == 4, done.stdout + done.stderr
+
+
+def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
+    """What a rank writes whose coordinator was killed comes into no later checkpoint, at whatever time it writes; it
+    fails once the place is another's, and nothing of it stays."""
+    at = tmp_path / "c"
+    coordinator, rank = places.Place(at, None, True), places.Place(at, None, True)
+    coordinator.begin()
+    rank.join_save(coordinator.save)
+    late = rank.make("training/model.safetensors")
+    Path(late).write_bytes(b"half")
+    coordinator._unlock()  # the system does that when its process has ended
+    publish = places.Place.publish
+
+    def outlived(place: places.Place, files: Any) -> None:
+        assert not list(Path(late).parent.iterdir()), "the room of what was begun is needed"
+        ow.save_file({"x": torch.ones(3)}, late)
+        publish(place, files)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places.Place, "publish", outlived)
+        save(at, 2.0)
+    assert load(at) == {2.0} and os.listdir(tmp_path) == ["c"] and ow.verify(at / "training")["ok"]
+    with pytest.raises(ow.NotFoundError):
+        ow.save_file({"x": torch.ones(3)}, late)
+    with pytest.raises(ow.NotFoundError, match="until the save has ended"):
+        rank.make("model.safetensors")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+class Fails(Exception):
+    """What a step raises, beside an error of the system."""
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt(), Fails()], ids=repr)
+@pytest.mark.parametrize("step", ["before the name", "after the name", "sync"])
+def test_a_save_that_fails_while_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool, error: BaseException, step: str
+) -> None:
+    """Whatever fails, Ctrl-C included, the old checkpoint has its name, whole, and nothing else is there."""
+    at = tmp_path / "c"
+    if replaces:
+        save(at, 1.0)
+    rename, sync, failed = places._verbs.rename_folder, places._sync_folder, []
+
+    def rename_failing(request: Any) -> None:
+        is_first = not failed and not request["made"].endswith((".one", ".two"))
+        if is_first and step == "before the name":
+            failed.append(step)
+            raise error
+        rename(request)
+        if is_first and step == "after the name":
+            failed.append(step)
+            raise error
+
+    def sync_failing(folder: str, entry: str = "") -> None:
+        sync(folder, entry)
+        if entry and step == "sync":
+            failed.append(step)
+            raise error
+
+    monkeypatch.setattr(places._verbs, "rename_folder", rename_failing)
+    monkeypatch.setattr(places, "_sync_folder", sync_failing)
+    with pytest.raises((CheckpointException, KeyboardInterrupt)):
+        save(at, 2.0)
+    monkeypatch.undo()
+    assert failed and os.listdir(tmp_path) == (["c"] if replaces else [])
+    if replaces:
+        assert load(at) == {1.0}
+    save(at, 3.0)
+    assert load(at) == {3.0} and os.listdir(tmp_path) == ["c"]
+
+
+def entry_of(kind: str, at: Path) -> Callable[[], bool]:
+    """Puts something of the user's into a checkpoint; whether it is there."""
+    if kind == "link to a folder":
+        (at / "mine").symlink_to(at.parent)
+    elif kind == "link to nothing":
+        (at / "mine").symlink_to("nowhere")
+    elif kind == "folder":
+        (at / "training/mine").mkdir()
+        return (at / "training/mine").is_dir
+    else:
+        (at / "mine").mkdir()
+        (at / "mine/file").write_text("x")
+        return (at / "mine/file").exists
+    return (at / "mine").is_symlink
+
+
+@pytest.mark.parametrize("kind", ["link to a folder", "link to nothing", "folder", "file"])
+def test_what_is_the_users_in_a_checkpoint_stays(tmp_path: Path, kind: str) -> None:
+    """A link, an empty folder and a file below one keep a checkpoint from being replaced, and the error names them."""
+    at = tmp_path / "c"
+    save(at, 1.0)
+    is_there = entry_of(kind, at)
+    with pytest.raises(CheckpointException) as caught:
+        save(at, 2.0)
+    assert "mine" in str(caught.value.failures[0][0]) and is_there() and load(at) == {1.0}
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
+def test_a_folder_that_is_not_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Where the disk does not list a folder of the checkpoint just then, the save fails, and what is in it stays."""
+    at = tmp_path / "c"
+    save(at, 1.0)
+    (at / "notes").mkdir()
+    (at / "notes/mine").write_text("x")
+
+    def refusing(call: Any) -> Any:
+        def refuse(path: Any = ".") -> Any:
+            if "notes" in os.fspath(path):
+                raise OSError(number, os.strerror(number), path)
+            return call(path)
+
+        return refuse
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    with pytest.raises(CheckpointException) as caught:
+        save(at, 2.0)
+    monkeypatch.undo()
+    assert isinstance(caught.value.failures[0][0], OSError) and (at / "notes/mine").read_text() == "x"
+    assert load(at) == {1.0} and os.listdir(tmp_path) == ["c"]
+
+
+def raw(tensor: Any) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+TYPES = [
+    getattr(torch, name)
+    for name in ("float4_e2m1fn_x2", "complex128", "complex32", "bcomplex32")
+    if hasattr(torch, name)
+]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(6, 8), (16,), (), (0, 4), (2, 3, 4)], ids=str)
+def test_types_that_safetensors_lacks_or_packs(tmp_path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
+    """They come back bit for bit, with the shape that torch has of them."""
+    if dtype == torch.float4_e2m1fn_x2 and not shape:
+        pytest.skip("half a byte")
+    size = torch.Size(shape).numel() * dtype.itemsize
+    bits = torch.arange(size, dtype=torch.uint8)
+    state = {"model": {"x": bits.view(dtype).view(shape), "y": torch.ones(3)}, "more": bits.view(dtype).view(shape)}
+    dcp.save(state, storage_writer=CheckpointWriter(tmp_path / "c"))
+    into = {"model": {"x": torch.zeros(size, dtype=torch.uint8).view(dtype).view(shape), "y": torch.zeros(3)},
+            "more": torch.zeros(size, dtype=torch.uint8).view(dtype).view(shape)}  # fmt: skip
+    dcp.load(into, storage_reader=CheckpointReader(tmp_path / "c"))
+    assert raw(into["model"]["x"]) == raw(into["more"]) == raw(state["more"]) and into["model"]["y"].sum() == 3
+    entry: Any = CheckpointReader(tmp_path / "c").read_metadata().state_dict_metadata["model.x"]
+    assert entry.size == torch.Size(shape) and entry.properties.dtype == dtype
+
+
+def test_bytes_of_types_into_other_tensors(tmp_path: Path) -> None:
+    """They come to strided and conjugated tensors by their values; what a description says of them is checked."""
+    at = tmp_path / "c"
+    values = torch.randn(4, 6, dtype=torch.complex128)
+    dcp.save({"w": values.conj()}, storage_writer=CheckpointWriter(at))
+    for into in (torch.zeros(6, 4, dtype=torch.complex128).t(), torch.zeros(4, 6, dtype=torch.complex128).conj()):
+        dcp.load({"w": into}, storage_reader=CheckpointReader(at))
+        assert torch.equal(into, values.conj())
+    text = (at / "checkpoint.json").read_text()
+    for name, error in (
+        ("complex256", ow.NotSupportedError),
+        ("quint8", ow.FormatError),
+        ("float32", ow.FormatError),
+        ("complex32", ow.FormatError),
+    ):
+        (at / "checkpoint.json").write_text(text.replace("complex128", name))
+        with pytest.raises(error):
+            CheckpointReader(at)
+    (at / "checkpoint.json").write_text(text.replace('"w": "complex128"', '"w": "complex128", "v": "complex128"'))
+    with pytest.raises(ow.CorruptError):
+        CheckpointReader(at)
+
+
+def test_every_file_has_the_id(tmp_path: Path) -> None:
+    """checkpoint.json, the metadata of each file and the indexes name one id, which no other save has."""
+    seen = set()
+    for number in range(2):
+        at = tmp_path / f"c{number}"
+        save(at, 1.0)
+        ids = {json.loads((at / "checkpoint.json").read_text())["save"]}
+        for path in at.rglob("*.safetensors"):
+            with ow.safe_open(path, "pt") as file:
+                ids.add((file.metadata() or {})["overwire.checkpoint"])
+        ids |= {json.loads(path.read_text())["metadata"]["checkpoint"] for path in at.rglob("*.index.json")}
+        assert len(ids) == 1
+        seen |= ids
+    assert len(seen) == 2 and writer.SAVE == "overwire.checkpoint"
+
+
+def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was removed and saved again while it is opened is opened again, and is the new one."""
+    with stores.s3() as (options, root):
+        at = "s3://models/run/step"
+
+        def save_there(value: float) -> None:
+            shutil.rmtree(root / "run", ignore_errors=True)
+            save(at, value, storage_options=options)
+
+        save_there(1.0)
+        times, read = [2.0], reader.read_manifest
+
+        def read_late(*args: Any) -> Any:
+            manifest = read(*args)
+            if times:
+                save_there(times.pop())
+            return manifest
+
+        monkeypatch.setattr(reader, "read_manifest", read_late)
+        assert load(CheckpointReader(at, storage_options=options)) == {2.0} and not times
+        names = {path.name[:17] for path in root.rglob("model-ow*")}
+        assert len(names) == 1, "the files of a save have its id in their names"

@@ -1,0 +1,296 @@
+"""Of files and folders that torch.save wrote nothing is left out without a word, and readers agree about them."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import decimal
+import functools
+import json
+import os
+import pickle
+import tarfile
+import zipfile
+import zoneinfo
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from overwire.bundles import torcharchive  # noqa: E402
+from overwire.foreign import zips  # noqa: E402
+from test_cli import run  # noqa: E402
+from test_torch_files import _archive, _tensor, _text, equal, folder, state  # noqa: E402
+
+
+def _old(path: Path) -> None:
+    torch.save({"v": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+
+
+def _cut_off(path: Path) -> None:
+    torch.save({"v": torch.ones(300)}, path)
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _tar(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(tarfile.TarInfo("storages"))
+
+
+def _numbers(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("w.npy", b"")
+
+
+_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut off": (_cut_off, "cut off or damaged"),
+    "old": (_old, r"before torch 1\.6: `torch\.save"),
+    "tar": (_tar, "a tar archive"),
+    "a pickle": (lambda path: path.write_bytes(pickle.dumps([1], 4)), "a pickle"),
+    "another zip": (_numbers, r"without the data\.pkl"),
+    "pointer": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+    "page": (lambda path: path.write_text("<!DOCTYPE html>"), "a web page"),
+    "empty": (lambda path: path.touch(), "an empty file"),
+    "zeros": (lambda path: path.write_bytes(bytes(9999)), "zeros only"),
+    "unknown": (lambda path: path.write_bytes(bytes(range(1, 99))), "an unknown kind"),
+    "lost link": (lambda path: path.symlink_to("blobs/none"), "not there"),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGES)
+def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> None:
+    """One of its files that cannot be read is an error that names it and what it is, before anything is written
+    or loaded: under usual names of weights, under others, with usual ones, and in a folder below."""
+    make, text = _DAMAGES[damage]
+    for number, (good, bad) in enumerate([
+        ("pytorch_model.bin", "pytorch_model_1.bin"), ("consolidated.00.pth", "consolidated.01.pth"),
+        ("pytorch_model.bin", "value_head.pt"), ("unet/model.ckpt", "vae/model.ckpt"), ("", "model.pt"),
+    ]):  # fmt: skip
+        source = tmp_path / f"model{number}"
+        for name in (good, bad):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if good:
+            torch.save({"w": torch.ones(3)}, source / good)
+        make(source / bad)
+        for call in (lambda: ow.convert(source, tmp_path / "out"), lambda: ow.load_file((source / bad).parent)):
+            with pytest.raises(ow.OverwireError, match=text) as caught:
+                call()
+            assert caught.value.source == str(source / bad) and os.path.basename(bad) in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == [f"model{number}" for number in range(5)]
+    if damage == "cut off":
+        done = run("compress", str(source), "-o", str(tmp_path / "out"))
+        assert done.returncode == 1 and "model.pt" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive with more entries than are read is not left out of a folder, either."""
+    monkeypatch.setattr(zips, "_DIRECTORY", 100)
+    (tmp_path / "model").mkdir()
+    torch.save({"w": torch.ones(3)}, tmp_path / "model/pytorch_model.bin")
+    with pytest.raises(ow.NotSupportedError, match=r"pytorch_model\.bin: .* its directory has"):
+        ow.convert(tmp_path / "model", tmp_path / "out")
+
+
+def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
+    """Weights of other libraries are copied, and named where they are large; so are hidden folders. What lies too deep
+    to be looked for, or is listed and missing, is an error."""
+    source = tmp_path / "model"
+    folder(source)
+    (source / "flax_model.msgpack").write_bytes(b"flax")
+    (source / "small.bin").write_bytes(b"GGUF" + bytes(99))
+    (source / "openvino").mkdir()
+    (source / "openvino/openvino_model.bin").write_bytes(bytes(range(1, 99)))
+    (source / "openvino/openvino_model.xml").write_text("<net/>")
+    (source / "x.mlpackage/weights").mkdir(parents=True)
+    (source / "x.mlpackage/weights/weight.bin").write_bytes(bytes(range(1, 99)))
+    (source / ".cache").mkdir()
+    (source / ".cache/notes").write_text("x")
+    with open(source / "tf_model.h5", "wb") as file:
+        file.truncate((64 << 20) + 1)
+    report = ow.convert(source, tmp_path / "out")
+    left = {os.path.relpath(path, source) for path in report.left}
+    assert left == {".cache", ".hidden", "outside", "tf_model.h5"}
+    kept = [str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert sorted(name for name in kept if not name.endswith(".safetensors")) == [
+        "config.json", "flax_model.msgpack", "model.safetensors.index.json", "openvino/openvino_model.bin",
+        "openvino/openvino_model.xml", "small.bin", "training_args.bin", "x.mlpackage/weights/weight.bin",
+    ]  # fmt: skip
+    (source / "pytorch_model-00002-of-00002.bin").rename(source / "elsewhere")
+    for call in (ow.load_file, lambda path: ow.convert(path, tmp_path / "again")):
+        with pytest.raises(ow.NotFoundError, match=r"pytorch_model-00002-of-00002\.bin is missing, and .*json lists"):
+            call(source)
+    (source / "elsewhere").rename(source / "pytorch_model-00002-of-00002.bin")
+    deep = source.joinpath(*"abcdefghi")
+    deep.mkdir(parents=True)
+    torch.save({"w": torch.ones(3)}, deep / "model.pt")
+    with pytest.raises(ow.NotSupportedError, match="lies 9 below"):
+        ow.convert(source, tmp_path / "again")
+
+
+class _Loud:
+    """A class that says when it is made."""
+
+    def __init__(self) -> None:
+        raise AssertionError("it was run")
+
+
+_OBJECTS: dict[str, Any] = {
+    "datetime": datetime.datetime(2024, 1, 2, 3, 4, 5, 6, fold=1),
+    "aware": datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc),
+    "elsewhere": datetime.datetime(2024, 1, 2, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
+    "date": datetime.date(2024, 1, 2),
+    "time": datetime.time(1, 2, 3, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "x")),
+    "delta": datetime.timedelta(1, 2, 3),
+    "bytes": b"\x00\xff",
+    "mutable": bytearray(b"abc"),
+    "lists": defaultdict(list, loss=[0.5]),
+    "counts": defaultdict(int, a=1),
+    "of dicts": defaultdict(dict, a={"b": 2}),
+    "of objects": defaultdict(_Loud, a=3),
+    "of functions": defaultdict(folder, a=4),
+    "of partials": defaultdict(functools.partial(defaultdict, list), a=defaultdict(list, b=[5])),
+    "counter": Counter("aab"),
+    "decimal": decimal.Decimal("1.5"),
+    "set": {1, 2},
+    "deque": deque([1, 2], 3),
+    "complex": 1 + 2j,
+    "slice": slice(1, 2),
+    "range": range(3),
+    "path": Path("/x"),
+    "namespace": argparse.Namespace(at=datetime.date(2024, 1, 2)),
+    "dates": {datetime.date(2024, 1, 2): 1, (1, "a"): 2},
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_objects_beside_the_weights(tmp_path: Path, protocol: int) -> None:
+    """Dates, zones, bytes, default dicts and others by every protocol: the tensors come over, what is plain data in
+    them is kept, and the rest has its line; nothing is made or called."""
+    tensors = defaultdict(folder, w=torch.ones(3))
+    torch.save({"model": tensors, "saved": _OBJECTS}, tmp_path / "m.ckpt", pickle_protocol=protocol)
+    report = ow.convert(tmp_path / "m.ckpt", tmp_path / "m.safetensors")
+    equal(ow.load_file(tmp_path / "m.safetensors"), {"model.w": torch.ones(3)})
+    with ow.safe_open(tmp_path / "m.safetensors", "np") as file:
+        values = json.loads(file.metadata()["torch.values"])
+    assert values == {
+        "saved.lists.loss": [0.5], "saved.counts.a": 1, "saved.of dicts.a.b": 2, "saved.of objects.a": 3,
+        "saved.of functions.a": 4, "saved.of partials.a.b": [5], "saved.dates.(1, 'a')": 2,
+    }  # fmt: skip
+    data = {"lists", "counts", "of dicts", "of objects", "of functions", "of partials"}
+    lines = {line.removeprefix(f"{tmp_path}/m.ckpt: saved.").partition(":")[0] for line in report.left}
+    assert lines == set(_OBJECTS) - data and len(report.left) == len(lines)
+
+
+def test_tensors_under_keys_that_are_not_names(tmp_path: Path) -> None:
+    """They are refused, and not left out with the key."""
+    torch.save({datetime.date(2024, 1, 2): torch.ones(3), "w": torch.ones(2)}, tmp_path / "m.pt")
+    with pytest.raises(ow.NotSupportedError, match=r"m\.pt: 1 tensors lie in objects"):
+        ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+
+
+def test_values_of_one_name(tmp_path: Path) -> None:
+    """Keys that make one name keep the first value; each other one has its line."""
+    torch.save({"w": torch.ones(2), "a.b": 1, "a": {"b": 2}, 7: "x", "7": "y"}, tmp_path / "m.pt")
+    report = ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    with ow.safe_open(tmp_path / "m.safetensors", "np") as file:
+        assert json.loads(file.metadata()["torch.values"]) == {"a.b": 1, "7": "x"}
+    assert [line.rpartition("m.pt: ")[2] for line in report.left] == [
+        "a.b: another value of this name (int)", "7: another value of this name (str)"
+    ]  # fmt: skip
+
+
+def test_one_storage_is_of_one_type_and_length(tmp_path: Path) -> None:
+    """A key that is named by two types is refused, since torch takes the first for both; so is one of more or fewer
+    elements than its entry has. Bytes that are named as bytes and as no type are one storage."""
+    integer = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text(b"storage") + b"ctorch\nIntStorage\n" + _text(b"0")
+        + _text(b"cpu") + b"K\1tQK\0K\1\x85K\1\x85\x89NtR"
+    )  # fmt: skip
+    for pickled, data, match in (
+        (_text(b"a") + _tensor(4) + _text(b"b") + integer, b"abcd", "data/0 is named by two types or lengths"),
+        (_text(b"a") + _tensor(4) + _text(b"b") + _tensor(3), b"abcd", "data/0 is named by two types or lengths"),
+        (_text(b"a") + integer, bytes(8), "data/0 has 8 bytes, not 1 of I32"),
+        (_text(b"a") + integer, bytes(3), "data/0 has 3 bytes, not 1 of I32"),
+    ):
+        path = _archive(tmp_path / "m.pt", b"}(" + pickled + b"u.", (("data/0", data),))
+        with pytest.raises(ow.FormatError, match=match):
+            ow.convert(path, tmp_path / "m.safetensors")
+    w = torch.arange(8, dtype=torch.uint8)
+    odd = torch.arange(10, dtype=torch.uint8)[:8].view(torch.float32)
+    want = {"a": w, "b": w.view(torch.uint16), "c": w[:6].view(torch.uint16), "odd": odd}
+    torch.save(want, tmp_path / "m.pt")
+    ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    equal(ow.load_file(tmp_path / "m.safetensors"), want)
+
+
+def test_views_without_elements(tmp_path: Path) -> None:
+    """Their offsets may lie anywhere."""
+    want = {"rows": torch.empty(3, 0)[1::2], "end": torch.ones(4)[4:], "w": torch.ones(2)}
+    torch.save(want, tmp_path / "m.pt")
+    ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    equal(ow.load_file(tmp_path / "m.safetensors"), want)
+
+
+def test_pairs_of_float4(tmp_path: Path) -> None:
+    """Those of no dimension are refused by name, as safetensors cannot hold them; transposed ones of any size come
+    over, from a file and from memory."""
+    target = tmp_path / "m.safetensors"
+    pairs = torch.arange(257 * 257).to(torch.uint8).view(torch.float4_e2m1fn_x2)
+    torch.save({"x": pairs[:1].reshape(())}, tmp_path / "m.pt")
+    with pytest.raises(ow.NotSupportedError, match=r"m\.pt: x is a float4 tensor of no dimension"):
+        ow.convert(tmp_path / "m.pt", target)
+    square = pairs.reshape(257, 257)
+    want = square.view(torch.uint8).t()
+    torch.save({"t": square.t()}, tmp_path / "m.pt")
+    for write in (ow.convert, lambda _, path: ow.save_file({"t": square.t()}, path)):
+        write(tmp_path / "m.pt", target)
+        got = ow.load_file(target)["t"]
+        assert got.dtype == square.dtype and torch.equal(got.view(torch.uint8), want)
+    with pytest.raises(ow.ArgumentError, match="9 bytes for shape .* of F32, which take 12 "):
+        ow.save_file({"x": ow.TensorSpec.of("float32", (3,), bytes(9))}, target)
+
+
+def test_archives_that_were_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deflated entries, which torch.load reads, come over, contiguous and strided; damaged ones, those that inflate to
+    more than the file accounts for, and other methods are refused. Nothing is left of them."""
+    want = state()
+    path, target = tmp_path / "m.pt", tmp_path / "m.safetensors"
+
+    def pack(entries: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> None:
+        with zipfile.ZipFile(path, "w", method) as new:
+            for name, data in entries.items():
+                new.writestr(name, data)
+
+    torch.save(want, path)
+    with zipfile.ZipFile(path) as old:
+        entries = {name: old.read(name) for name in old.namelist()}
+    pack(entries)
+    equal(torch.load(path), want)
+    with tarfile.open(tmp_path / "m.nemo", "w") as archive:
+        archive.add(path, "model_weights.ckpt")
+    for source in (path, tmp_path / "m.nemo"):
+        ow.convert(source, target)
+        equal(ow.load_file(target), want)
+        target.unlink()
+        equal(ow.load_file(source), want)
+    os.unlink(tmp_path / "m.nemo")
+    data = bytearray(path.read_bytes())
+    info = next(info for info in zipfile.ZipFile(path).infolist() if info.filename.endswith("data/0"))
+    data[info.header_offset + 400] ^= 255
+    path.write_bytes(data)
+    for call in (ow.load_file, lambda path: ow.convert(path, target)):
+        with pytest.raises(ow.CorruptError, match=r"m\.pt: .*data/0 is damaged"):
+            call(path)
+    pack(entries, zipfile.ZIP_BZIP2)
+    with pytest.raises(ow.NotSupportedError, match="another method"):
+        ow.convert(path, target)
+    monkeypatch.setattr(torcharchive, "_SPARE", 0)
+    pack({**entries, "m/data/99": bytes(8 << 20)})
+    with pytest.raises(ow.NotSupportedError, match="more than 64 times those of the file"):
+        ow.convert(path, target)
+    assert os.listdir(tmp_path) == ["m.pt"]
