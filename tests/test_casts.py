@@ -9,7 +9,7 @@ from overwire._tables import BITS, CAST_FROM, CAST_TO, FLOATS
 
 
 def test_the_kernels_table_is_ours() -> None:
-    text = (ROOT / "gosrc/device/cuda/extra.go").read_text()
+    text = (ROOT / "gosrc/device/cuda/queue/cast.go").read_text()
     table = re.search(r"var castable = .*?\n}", text, re.S)
     assert table is not None
     names = {name.replace("F8E", "F8_E") for name in re.findall(r"tensor\.(\w+): C\.", table[0])}

@@ -52,8 +52,8 @@ def test_round_trip(plain: Path, tmp_path: Path):
     assert "X16/bf16" in must("inspect", str(small))
     said = must("decompress", str(small), "-o", str(back), "--verbose")
     assert back.read_bytes() == plain.read_bytes()
-    assert f"sha256 equal: {hashlib.sha256(plain.read_bytes()).hexdigest()}  {back}\n" in said
-    assert f"original: sha256 equal: {hashlib.sha256(plain.read_bytes()).hexdigest()}\n" in must("verify", "--original", str(small))
+    assert f"identical to the original, sha256: {hashlib.sha256(plain.read_bytes()).hexdigest()}  {back}\n" in said
+    assert f"original: identical, sha256 {hashlib.sha256(plain.read_bytes()).hexdigest()}\n" in must("verify", "--original", str(small))
     assert "original" not in must("verify", str(small))
     found = overwire.verify(small, original=True)["files"][0]
     assert found.get("original") == {"file": str(small), "sha256": hashlib.sha256(plain.read_bytes()).hexdigest(), "compared": True}
@@ -65,9 +65,9 @@ def test_what_keeps_no_original_is_said(plain: Path, tmp_path: Path):
     small, back = tmp_path / "small.safetensors", tmp_path / "back.safetensors"
     must("compress", str(plain), "-o", str(small), "--shard", "4MB")
     said = must("verify", "--original", str(small) + ".index.json")
-    assert said.count("  keeps no original\n") == said.count("contents verified") > 1
+    assert said.count("  original: not stored in this file\n") == said.count("contents verified") > 1
     said = must("decompress", str(small) + ".index.json", "-o", str(back))
-    assert f"new header, since no original is kept of it: {back}\n" in said and "sha256" not in said
+    assert f"new header, because the source keeps no original: {back}\n" in said and "sha256" not in said
 
 
 def test_what_the_command_line_wrote_python_loads(plain: Path, tmp_path: Path):
@@ -249,7 +249,7 @@ def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
         done = run("run", *dashes, sys.executable, str(program), str(small), str(plain), env=env)
         assert done.returncode == 7 and done.stderr == "", done.stderr
         assert done.stdout == "2\n"
-    assert "no program is called" in refused(3, "none-of-that-name")
+    assert "program not found" in refused(3, "none-of-that-name")
     assert str(tmp_path) in refused(3, str(tmp_path))
     assert "needs a program" in refused(2) and "needs a program" in refused(2, "--")
     assert "no option --fast" in refused(2, "--fast", "python")

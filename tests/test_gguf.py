@@ -97,7 +97,7 @@ def test_types_that_came_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert source == known | {"tensors": [known["tensors"][0], known["tensors"][1] | later, known["tensors"][2]]}
     report = ow.verify(path)
     assert report["tensors"] == 2 and report["files"][0]["tensors"] == 2
-    assert "1 of 3 tensors have types that this version does not know" in report["note"] and "blk.1.F16" in report["note"]
+    assert "1 of 3 tensors have types that are unknown to this version" in report["note"] and "blk.1.F16" in report["note"]
     assert cli(["inspect", str(path)]) == 0
     assert re.search(r"blk\.1\.F16 +type 42, not known +\S+ +- +- +- +unknown", capfd.readouterr().out)
     assert cli(["verify", str(path)]) == 0

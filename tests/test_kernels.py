@@ -51,7 +51,7 @@ def test_hashes() -> None:
 
 def test_every_kernel_is_in_the_module() -> None:
     # Compressed, but the names that Go asks for stand in its source.
-    names = set(re.findall(r"ow_\w+", (ROOT / "gosrc/device/cuda/device.go").read_text(encoding="utf-8")))
+    names = set(re.findall(r"ow_\w+", (ROOT / "gosrc/device/cuda/queue/pool.go").read_text(encoding="utf-8")))
     text = "".join((CUDA / f).read_text(encoding="utf-8") for f in ("x16_decode.cu", "move.cu"))
     kernels = {f"ow_x16_{n}" for n in re.findall(r"^OW_X16_KERNEL\((\w+),", text, re.M)}
     kernels |= set(re.findall(r"^\s*(ow_\w+_kernel)\(", text, re.M))
@@ -68,7 +68,7 @@ def test_every_batch_kernel_is_in_the_module() -> None:
 
 
 def test_every_resident_kernel_is_in_the_module() -> None:
-    asked = re.search(r'residentNames\s*= "([^"]*)"', (ROOT / "gosrc/device/cuda/resident.go").read_text(encoding="utf-8"))
+    asked = re.search(r'residentNames\s*= "([^"]*)"', (ROOT / "gosrc/device/cuda/stream/resident.go").read_text(encoding="utf-8"))
     assert asked is not None
     kernels = re.findall(r"__launch_bounds__\([^)]*\)\s+(ow_\w+)\(", (CUDA / "resident.cu").read_text(encoding="utf-8"))
     assert set(asked[1].split(r"\x00")[:-1]) == set(kernels)

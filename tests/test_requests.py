@@ -246,7 +246,7 @@ def test_what_to_write_instead(folder: Path) -> None:
         (lambda: ow.save_file("x", STATE), "the tensors come first"),
         (lambda: ow.digest("m.safetensors"), "load_file('m.safetensors') returns the tensors"),
         (lambda: ow.compress("m.safetensors", "x"), "overwire.convert('m.safetensors', 'x')"),
-        (lambda: ow.load_file(io.BytesIO(b"{}").getvalue() + bytes(1)), "not its content"),
+        (lambda: ow.load_file(io.BytesIO(b"{}").getvalue() + bytes(1)), "not the file's content"),
     ):
         with pytest.raises((ow.ArgumentError, TypeError)) as raised:
             call()

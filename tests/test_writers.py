@@ -241,7 +241,7 @@ def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeyp
 
     def write_interrupted() -> None:
         for end in (file.close, file.drop):
-            with pytest.raises(ow.ArgumentError, match="a signal handler ends the file"):
+            with pytest.raises(ow.ArgumentError, match="a signal handler interrupted a close"):
                 end()
         really()
 
@@ -345,6 +345,6 @@ def test_the_name_of_a_folder_is_no_file(tmp_path: Path) -> None:
         lambda: ow.sleep({}, to_file=folder),
         lambda: ow.save_file(tensors, "s3://bucket/key/"),
     ):
-        with pytest.raises(ow.ArgumentError, match="is the name of a folder: name the file in it"):
+        with pytest.raises(ow.ArgumentError, match="is a folder.s name: name a file in it"):
             save()
     assert os.listdir(tmp_path) == ["m.safetensors"]

@@ -1,8 +1,8 @@
-// Package bench measures what users ask about a machine: ratios, how fast weights
-// are saved and loaded, to the host or to a GPU, and the floors of memory, files
-// and wire in the same run.
+// Package bench measures what users want to know about a machine: compression ratios,
+// and how fast weights are saved and loaded, to the host or to a GPU, next to the
+// limits of memory, files and the PCIe link in the same run.
 //
-// Every load is one of the engine, from the page cache into fresh memory; bytes are
+// Every load goes through the engine, from the page cache into fresh memory. Bytes are
 // compared before anything is timed. GB/s are 10^9 bytes of tensors, not of files.
 package bench
 
@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/job"
@@ -27,20 +28,20 @@ import (
 // GB of generated weights.
 type Options struct {
 	Device  string        // device of the loads: "cuda", "cuda:1", "cpu"; "": "cpu"
-	File    string        // the user's own weights, whose ratio is measured too; "" for none
+	File    string        // the user's own weights, whose ratio is also measured; "" for none
 	Size    int64         // tensor bytes of the load rows
 	Repeat  int           // runs of each measurement; 0: 5
 	Threads int           // 0: all cores
-	Dir     string        // where the run makes its folder; "": the system's temporary folder
+	Dir     string        // where the run creates its folder; "": the system's temporary folder
 	Storage format.Access // how files that the user names are reached
 
-	// Begin, if not nil, is called with the report when its head is known, and Row
-	// with every row as soon as it is measured.
+	// Begin, if not nil, is called with the report once its head is known, and Row with
+	// each row as soon as it is measured.
 	Begin func(*Report)
 	Row   func(Row)
 }
 
-// kinds are the weights whose ratio is measured.
+// kinds are the weights for which the ratio is measured.
 var kinds = []struct{ kind, name string }{
 	{"llama-bf16", "bf16 weights"},
 	{"fp16", "fp16 weights"},
@@ -49,7 +50,7 @@ var kinds = []struct{ kind, name string }{
 	{"int8", "int8 weights"},
 }
 
-// sampleBytes is the size of weights whose ratio is measured.
+// sampleBytes is the size of the weights for which the ratio is measured.
 const sampleBytes = 64 << 20
 
 // run is one run.
@@ -60,12 +61,12 @@ type run struct {
 	folder  string   // contains only the files of this run
 	report  Report
 	gpu     *cuda.Device // nil: loads go to the host
-	// GB/s: of copies to the GPU, and of reading the page cache and copying it there
+	// In GB/s: copies to the GPU, and reading the page cache plus copying to the GPU.
 	wire, baseline float64
 }
 
 // Run measures. It removes its files before it returns. Errors are those of the
-// verbs that it measures; a folder with too little space is errs.ErrIO.
+// operations that it measures; too little space in the folder is errs.ErrIO.
 func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 	began := time.Now()
 	if opt.Size <= 0 {
@@ -97,7 +98,7 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 	return r.report, nil
 }
 
-// bytesNeeded is how many bytes the run's files take at most.
+// bytesNeeded returns the most bytes that the run's files take.
 func (r *run) bytesNeeded() int64 { return 3*r.Size + r.floorBytes() + 64<<20 }
 
 // openDevice opens the device and checks the space for files.
@@ -108,15 +109,15 @@ func (r *run) openDevice() (err error) {
 		}
 	}
 	if free := r.freeBytes(); free >= 0 && free < r.bytesNeeded() {
-		return errs.New(errs.ErrIO, "%.1f GB are free in %s and %.1f are needed: name another folder, or a smaller "+
+		return errs.New(errs.ErrIO, "%.1f GB are free in %s, but %.1f are needed: name another folder, or a smaller "+
 			"size",
 			float64(free)/1e9, filepath.Dir(r.folder), float64(r.bytesNeeded())/1e9)
 	}
 	return nil
 }
 
-// estimateTime predicts how long the run will take: each kind of work is done once in
-// small, and multiplied by how often the run does it.
+// estimateTime predicts how long the run will take. It does each kind of work once at a
+// small size, and multiplies by how often the run does it.
 func (r *run) estimateTime() error {
 	n := min(16<<20, r.Size)
 	path := r.pathOf("estimate.safetensors")
@@ -149,7 +150,7 @@ func (r *run) estimateTime() error {
 	return nil
 }
 
-// measureMachine measures memory, files and the wire without overwire.
+// measureMachine measures memory, files and the PCIe link without overwire.
 func (r *run) measureMachine() error {
 	if err := r.measureFloors(); err != nil {
 		return err
@@ -163,12 +164,12 @@ func (r *run) measureMachine() error {
 	if r.gpu == nil {
 		return nil
 	}
-	queue, err := r.gpu.Queue(cuda.DefaultSlots, cuda.DefaultSlotBytes)
+	slots, err := r.gpu.Queue(queue.DefaultSlots, queue.DefaultSlotBytes)
 	if err != nil {
 		return err
 	}
-	defer func() { queue.Close(); _ = r.gpu.Trim() }()
-	if r.wire, err = r.measureWire(queue, cuda.DefaultSlotBytes); err != nil {
+	defer func() { slots.Close(); _ = r.gpu.Trim() }()
+	if r.wire, err = r.measureWire(slots, queue.DefaultSlotBytes); err != nil {
 		return err
 	}
 	r.report.Device.Wire = r.wire
@@ -229,7 +230,7 @@ func (r *run) measureLoads() error {
 	}
 	r.addRow(Row{Group: "save", Name: fmt.Sprintf("compress and save %s of bf16", sizeText(total)),
 		Value: speed[1], Unit: "GB/s",
-		Floor: speed[0], FloorName: "saving it as it is"})
+		Floor: speed[0], FloorName: "saving it uncompressed"})
 	if err := r.saveInBackground(in, total); err != nil {
 		return err
 	}
@@ -253,7 +254,7 @@ func (r *run) measureLoads() error {
 	return nil
 }
 
-// saveInBackground measures when tensors may change again during a save that no one waits for.
+// saveInBackground measures when tensors may change again during a background save.
 func (r *run) saveInBackground(in []save.Input, total int64) error {
 	path := r.pathOf("background.safetensors")
 	spec := save.Spec{Path: path, Compress: true, Threads: r.Threads, Staging: &save.Staging{}}
@@ -263,15 +264,15 @@ func (r *run) saveInBackground(in []save.Input, total int64) error {
 	}
 	r.addRow(Row{Group: "save", Name: "in the background, until the tensors may change",
 		Value: rateOf(total, rep.Staged), Unit: "GB/s",
-		Floor: rateOf(total, rep.Seconds), FloorName: "until the file is there"})
+		Floor: rateOf(total, rep.Seconds), FloorName: "until the file is complete"})
 	if err := r.compareLoaded(path, in); err != nil {
 		return err
 	}
 	return errs.FromOS(os.Remove(path))
 }
 
-// measureLoad measures loads of a file: the first of this process, which prepares what
-// later ones reuse, and the median of those after it.
+// measureLoad measures loads of a file: the first one in this process, which prepares
+// what later loads reuse, and the median of the later ones.
 func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
 	opt := load.Options{Device: r.Device, Threads: r.Threads}
 	once := func() error { return r.loadFile(path, opt, nil) }
@@ -294,7 +295,7 @@ func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
 	return nil
 }
 
-// sizeText is a size in GB, or below one in MB.
+// sizeText formats a size in GB, or in MB below one GB.
 func sizeText(n int64) string {
 	if n < 1e9 {
 		return fmt.Sprintf("%.0f MB", float64(n)/1e6)

@@ -9,12 +9,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// fieldEntropy is the fewest bytes that a coder of the kind of X16 could store data
-// in: the order-0 entropy of the field that it codes, with tables of its own
-// for every tensor and no cost for them, plus the other bits raw. Byte planes
-// that are constant cost nothing. For integers it is the least of the ways
-// that docs/format.md allows. It is no bound of other coders: one that codes the
-// other bits, too, can be below it.
+// fieldEntropy is the fewest bytes in which a coder like X16 could store data: the
+// order-0 entropy of the coded field, with separate, free tables for every tensor, plus
+// the other bits raw. Constant byte planes cost nothing. For integers it is the minimum
+// over the ways that docs/format.md allows. It is not a bound for other coders: one
+// that also codes the other bits can be below it.
 func fieldEntropy(d tensor.DType, data []byte) float64 {
 	switch d {
 	case tensor.BF16:
@@ -38,12 +37,12 @@ func fieldEntropy(d tensor.DType, data []byte) float64 {
 	return float64(len(data))
 }
 
-// codedBytes is the size of elements of width bytes of which bits lo..lo+n-1 are coded.
+// codedBytes returns the size of elements of width bytes if bits lo..lo+n-1 are coded.
 func codedBytes(data []byte, width int, lo, n uint) float64 {
 	return fieldBytes(data, width, lo, n) + float64(len(data)/width)*planeBytes(data, width, ^(uint32(1<<n-1)<<lo))
 }
 
-// fieldBytes is the entropy, in bytes, of bits lo..lo+n-1 of every element.
+// fieldBytes returns the entropy, in bytes, of bits lo..lo+n-1 over all elements.
 func fieldBytes(data []byte, width int, lo, n uint) float64 {
 	counts := make([]int64, 1<<n)
 	mask := uint32(1<<n - 1)
@@ -62,8 +61,8 @@ func nibbleBytes(data []byte) float64 {
 	return entropyBytes(counts)
 }
 
-// planeBytes is how many bytes of an element the bits of mask take: those that
-// never change are free, as far as whole byte planes of the sample go.
+// planeBytes returns how many bytes the bits of mask take in an element. Byte planes
+// that are constant over the whole sample are free.
 func planeBytes(data []byte, width int, mask uint32) float64 {
 	var or, and uint32 = 0, math.MaxUint32
 	for i := 0; i+width <= len(data); i += width {
@@ -91,7 +90,7 @@ func readElement(p []byte, width int) uint32 {
 	return uint32(p[0]) | uint32(p[1])<<8 | uint32(p[2])<<16 | uint32(p[3])<<24
 }
 
-// entropyBytes is in bytes for the whole sample.
+// entropyBytes is the total for the whole sample, in bytes.
 func entropyBytes(counts []int64) float64 {
 	var sum int64
 	for _, c := range counts {

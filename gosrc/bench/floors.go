@@ -14,7 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Floors are the machine's rates without overwire, in GB/s.
+// Floors are the machine's rates without overwire, in GB/s: the limits for overwire's
+// rates.
 type Floors struct {
 	CopyOne  float64 `json:"memcpy_one_core"`          // memory to memory, both in place
 	CopyAll  float64 `json:"memcpy_all_cores"`         //
@@ -25,11 +26,11 @@ type Floors struct {
 	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache into fresh memory: a load without decoding
 }
 
-// floorBytes is how much memory the floors use: more than every cache, unless the
+// floorBytes is how much memory the measurements use: more than every cache, unless the
 // whole run is tiny.
 func (r *run) floorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
 
-// mapFresh maps memory as the CPU device does, calls fn with it and unmaps it.
+// mapFresh maps memory as the CPU device does, calls fn with it, and unmaps it.
 func mapFresh(n int64, fn func([]byte) error) error {
 	p, length, err := cpu.Map(n)
 	if err != nil {
@@ -105,7 +106,7 @@ func (r *run) measureFloors() error {
 	return nil
 }
 
-// freshSpeed is medianRate over memory that fn is the first to touch; mapping and
+// freshSpeed is medianRate for memory that fn is the first to touch. Mapping and
 // unmapping are not timed.
 func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	s, err := r.medianOf(func() (s float64, err error) {
@@ -121,7 +122,8 @@ func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	return rateOf(r.floorBytes(), s), nil
 }
 
-// writeCachedFile is a file of floorBytes bytes whose pages are in the page cache.
+// writeCachedFile writes a file of floorBytes bytes and leaves its pages in the page
+// cache.
 func (r *run) writeCachedFile() (*os.File, error) {
 	file, err := os.Create(r.pathOf("floor"))
 	if err != nil {
@@ -141,6 +143,49 @@ func (r *run) writeCachedFile() (*os.File, error) {
 	return file, nil
 }
 
+// measureBaseline measures how fast a file's bytes come from the page cache to the GPU's memory: the best of
+// several numbers of threads and sizes of slots.
+func (r *run) measureBaseline(path string, n int64) error {
+	m, err := r.gpu.Alloc([]int64{n})
+	if err != nil {
+		return err
+	}
+	defer m[0].Release()
+	for _, threads := range []int{8, 12} {
+		for _, x := range []Reading{{Step: ReadStep, Each: SlotsEach}, {Step: 2 * ReadStep, Each: 2}} {
+			x.Path, x.Hi, x.GPU, x.Threads = path, n, r.gpu.Index(), min(threads, r.Threads)
+			x.To = uint64(uintptr(m[0].Ptr))
+			rate, err := r.rateOfReading(x)
+			if err != nil {
+				return err
+			}
+			r.baseline = max(r.baseline, rate)
+		}
+	}
+	r.report.Device.Baseline = r.baseline
+	r.addRow(Row{Group: "this machine", Name: "read the page cache and copy it to " + r.report.Device.Name,
+		Value: r.baseline, Unit: "GB/s"})
+	return nil
+}
+
+// rateOfReading is the median rate of a Reading to a GPU, with slots of its own.
+func (r *run) rateOfReading(x Reading) (float64, error) {
+	n := int64(x.Threads*x.Each) * x.Step
+	p, length, err := cpu.Map(n)
+	if err != nil {
+		return 0, err
+	}
+	slots := unsafe.Slice((*byte)(p), n)
+	touchPages(slots)
+	if err := r.gpu.Register(slots); err != nil {
+		cpu.Unmap(p, length)
+		return 0, err
+	}
+	defer r.gpu.Unregister(slots, func() { cpu.Unmap(p, length) })
+	x.Slots = uint64(uintptr(p))
+	return r.medianRate(x.Hi-x.Lo, func() error { return x.Run(r.ctx) })
+}
+
 // readAt fills p.
 func readAt(f *os.File, p []byte, off int64) error {
 	if _, err := f.ReadAt(p, off); err != nil {
@@ -156,8 +201,8 @@ func touchPages(m []byte) {
 	}
 }
 
-// runParallel divides [0, n) into steps, which several workers take. It returns the
-// first error.
+// runParallel divides [0, n) into steps for several workers. It returns the first
+// error.
 func runParallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
 	var next atomic.Int64
 	var first atomic.Pointer[error]

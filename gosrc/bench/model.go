@@ -1,6 +1,6 @@
 package bench
 
-// This file makes weights, loads them back and compares them, and opens devices.
+// This file generates weights, loads them back and compares them, and opens devices.
 
 import (
 	"bytes"
@@ -12,6 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/load"
@@ -19,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// Inputs are generated weights as save takes them, and their bytes.
+// Inputs are generated weights in the form that save accepts, and their bytes.
 func Inputs(all []weights.Tensor) (in []save.Input, total int64) {
 	in = make([]save.Input, len(all))
 	for i, t := range all {
@@ -40,8 +41,8 @@ func (r *run) makeWeights(kind string, size int64, seed uint64) (in []save.Input
 }
 
 // loadFile opens a file, loads all of it into fresh memory of the options' device, calls
-// fn, if not nil, with the bytes by tensor, and frees them. Nothing is mapped. fn must be
-// nil for a GPU.
+// fn, if not nil, with each tensor's bytes, and frees them. Nothing is memory-mapped. fn
+// must be nil for a GPU.
 func (r *run) loadFile(path string, opt load.Options, fn func(*load.Model, [][]byte) error) error {
 	isMapped := false
 	m, err := load.Open(r.ctx, load.Spec{URIs: []string{path}, Map: &isMapped, Storage: r.Storage})
@@ -79,11 +80,11 @@ func (r *run) compareLoaded(path string, in []save.Input) error {
 	}
 	return r.loadFile(path, load.Options{}, func(m *load.Model, data [][]byte) error {
 		if len(data) != len(in) {
-			return errs.New(errs.ErrEngine, "%s: %d tensors came back of %d", path, len(data), len(in))
+			return errs.New(errs.ErrEngine, "%s: loaded %d of %d tensors", path, len(data), len(in))
 		}
 		for i, t := range m.Index().Tensors {
 			if w := want[t.Name]; w == nil || w.DType != t.DType || !bytes.Equal(w.Data, data[i]) {
-				return errs.New(errs.ErrEngine, "%s: tensor %q did not come back bit for bit", path, t.Name)
+				return errs.New(errs.ErrEngine, "%s: loading tensor %q did not restore it bit for bit", path, t.Name)
 			}
 		}
 		return nil
@@ -101,9 +102,9 @@ func (r *run) readTensors(path string) (in []save.Input, err error) {
 	return in, err
 }
 
-// measureRatio saves tensors compressed in a file, loads them back, compares every
-// byte, and returns the row of their size beside the field entropy. Tied tensors
-// are stored once; the entropy counts each.
+// measureRatio saves tensors to a compressed file, loads them back, compares every
+// byte, and returns a row with their size and the field entropy. Tied tensors are
+// stored once; the entropy counts each.
 func (r *run) measureRatio(path string, in []save.Input) (Row, error) {
 	rep, err := save.Write(r.ctx, nil, save.Spec{Path: path, Compress: true, Threads: r.Threads}, in)
 	if err != nil {
@@ -126,13 +127,14 @@ type Device struct {
 	Info []driver.DeviceInfo `json:"info,omitempty"`
 	// Wire is the rate of pinned copies of a slot's size in GB/s.
 	Wire float64 `json:"wire,omitempty"`
-	// Baseline is the best rate at which bytes came from the page cache to the GPU without decoding, in GB/s.
+	// Baseline is the best rate, in GB/s, at which bytes went from the page cache to the GPU without
+	// decoding.
 	Baseline float64 `json:"baseline,omitempty"`
 	Files    string  `json:"files"` // the file system of the models: "tmpfs", "ext4"
 }
 
-// openGPU opens a device by its name, "cpu", "cuda" or "cuda:N", and notes it
-// in the report; nil is the host.
+// openGPU opens the device "cpu", "cuda" or "cuda:N" and records it in the report. The
+// result is nil for the host.
 func (r *run) openGPU(name string) (*cuda.Device, error) {
 	d := &Device{Name: name, Files: fileSystemOf(r.folder)}
 	r.report.Device = d
@@ -156,8 +158,8 @@ func (r *run) openGPU(name string) (*cuda.Device, error) {
 	return gpu, err
 }
 
-// measureWire is the rate of pinned copies to a queue's device, n bytes at a time.
-func (r *run) measureWire(queue *cuda.Queue, n int64) (float64, error) {
+// measureWire returns the rate of pinned copies to a queue's device, n bytes at a time.
+func (r *run) measureWire(queue *queue.Queue, n int64) (float64, error) {
 	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
 	v, err := r.medianOf(func() (float64, error) {
 		took, err := queue.MeasureLink(n, count)
@@ -169,7 +171,7 @@ func (r *run) measureWire(queue *cuda.Queue, n int64) (float64, error) {
 	return rateOf(n*int64(count), v), nil
 }
 
-// fileSystemOf names the kind of file system that a folder lies in.
+// fileSystemOf names the type of the file system of a folder.
 func fileSystemOf(dir string) string {
 	fileSystem, err := regular.IdentifyFolder(dir)
 	if err != nil {
@@ -178,7 +180,7 @@ func fileSystemOf(dir string) string {
 	return fileSystem.Name
 }
 
-// freeBytes is how many bytes fit into the run's folder, -1 if that is not known.
+// freeBytes returns how many bytes fit into the run's folder, or -1 if unknown.
 func (r *run) freeBytes() int64 {
 	var disk unix.Statfs_t
 	if err := unix.Statfs(r.folder, &disk); err != nil {

@@ -1,14 +1,13 @@
 package bench
 
-// This file prints the answers.
+// This file prints the results.
 
 import (
 	"fmt"
 	"io"
 )
 
-// WriteHead prints what is measured, on which machine, and about how long that
-// takes.
+// WriteHead prints what is measured, on which machine, and roughly how long it takes.
 func WriteHead(w io.Writer, rep *Report) {
 	m := rep.Machine
 	fmt.Fprintf(w, "%s, %d cores, %s/%s, decoder %s\n", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder)
@@ -20,7 +19,7 @@ func WriteHead(w io.Writer, rep *Report) {
 	fmt.Fprintf(w, "this takes about %.0f s\n", max(1, rep.Estimate))
 }
 
-// WriteRow prints one row: what was done, the answer, and the floor.
+// WriteRow prints one row: what was done, the result, and the limit.
 func WriteRow(w io.Writer, row Row) {
 	value := numberText(row.Value)
 	switch {

@@ -1,6 +1,7 @@
 package bench
 
-// This file reads a file to a GPU without decoding: the baseline of loads, by one process or several.
+// This file reads a file to a GPU without decoding. That is the baseline for loads, by one process or
+// several.
 
 import (
 	"cmp"
@@ -9,8 +10,8 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -28,17 +29,18 @@ type Reading struct {
 }
 
 const (
-	// ReadStep fits a core's second-level cache. Smaller steps cost more calls than they save: 1 MiB reaches
-	// three quarters of this rate.
+	// ReadStep fits into a core's second-level cache. Smaller steps cost more in calls than they save: 1 MiB
+	// reaches only three quarters of this rate.
 	ReadStep = 2 << 20
-	// SlotsEach lets a thread read while its last steps are copied to the GPU.
+	// SlotsEach lets a thread read while its previous steps are copied to the GPU.
 	SlotsEach = 3
 )
 
 // Run reads once. It returns when all bytes are in To.
 func (r Reading) Run(ctx context.Context) error {
 	if r.Lo < 0 || r.Hi < r.Lo || r.Threads < 1 || r.Threads > 1024 || r.To == 0 || r.GPU >= 0 && r.Slots == 0 {
-		return errs.New(errs.ErrArgument, "baseline: invalid range [%d, %d) or number of threads %d", r.Lo, r.Hi, r.Threads)
+		return errs.New(errs.ErrArgument, "baseline: invalid range [%d, %d) or number of threads %d", r.Lo,
+			r.Hi, r.Threads)
 	}
 	step, each := cmp.Or(r.Step, ReadStep), cmp.Or(r.Each, SlotsEach)
 	file, err := os.Open(r.Path)
@@ -85,7 +87,7 @@ func (r Reading) Run(ctx context.Context) error {
 		if err := readAt(file, unsafe.Slice((*byte)(device.Pointer(uintptr(slot))), hi-lo), r.Lo+lo); err != nil {
 			return err
 		}
-		return gpu.Copy(cuda.Order{Stream: streams[at]}, r.To+uint64(lo), slot, hi-lo, false)
+		return gpu.Copy(stream.Order{Stream: streams[at]}, r.To+uint64(lo), slot, hi-lo, false)
 	})
 	for _, s := range streams {
 		if e := gpu.SyncStream(s); err == nil {
@@ -93,47 +95,4 @@ func (r Reading) Run(ctx context.Context) error {
 		}
 	}
 	return err
-}
-
-// measureBaseline measures how fast a file's bytes come from the page cache to the GPU's memory: the best of
-// several numbers of threads and sizes of slots.
-func (r *run) measureBaseline(path string, n int64) error {
-	m, err := r.gpu.Alloc([]int64{n})
-	if err != nil {
-		return err
-	}
-	defer m[0].Release()
-	for _, threads := range []int{8, 12} {
-		for _, x := range []Reading{{Step: ReadStep, Each: SlotsEach}, {Step: 2 * ReadStep, Each: 2}} {
-			x.Path, x.Hi, x.GPU, x.Threads = path, n, r.gpu.Index(), min(threads, r.Threads)
-			x.To = uint64(uintptr(m[0].Ptr))
-			rate, err := r.rateOfReading(x)
-			if err != nil {
-				return err
-			}
-			r.baseline = max(r.baseline, rate)
-		}
-	}
-	r.report.Device.Baseline = r.baseline
-	r.addRow(Row{Group: "this machine", Name: "read the page cache and copy it to " + r.report.Device.Name,
-		Value: r.baseline, Unit: "GB/s"})
-	return nil
-}
-
-// rateOfReading is the median rate of a Reading to a GPU, with slots of its own.
-func (r *run) rateOfReading(x Reading) (float64, error) {
-	n := int64(x.Threads*x.Each) * x.Step
-	p, length, err := cpu.Map(n)
-	if err != nil {
-		return 0, err
-	}
-	slots := unsafe.Slice((*byte)(p), n)
-	touchPages(slots)
-	if err := r.gpu.Register(slots); err != nil {
-		cpu.Unmap(p, length)
-		return 0, err
-	}
-	defer r.gpu.Unregister(slots, func() { cpu.Unmap(p, length) })
-	x.Slots = uint64(uintptr(p))
-	return r.medianRate(x.Hi-x.Lo, func() error { return x.Run(r.ctx) })
 }

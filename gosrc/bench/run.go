@@ -1,6 +1,6 @@
 package bench
 
-// This file has what a run is made of: its folder, its report, medians, and rows.
+// This file defines the parts of a run: its folder, its report, medians, and rows.
 
 import (
 	"fmt"
@@ -19,19 +19,19 @@ type Row struct {
 	Name  string  `json:"name"`
 	Value float64 `json:"value"`
 	Unit  string  `json:"unit"`
-	// Floor is the rate of the bare operation, in the same unit, and Share is Value
-	// / Floor. Zero when there is none.
+	// Floor is the rate of the bare operation, in the same unit, and Share is Value /
+	// Floor. Both are zero if there is no such operation.
 	Floor     float64 `json:"floor,omitempty"`
 	FloorName string  `json:"floor_name,omitempty"`
 	Share     float64 `json:"share,omitempty"`
 	Note      string  `json:"note,omitempty"`
 }
 
-// A Report is a whole run.
+// A Report is the result of a run.
 type Report struct {
 	Machine Machine `json:"machine"`
 	Floors  Floors  `json:"floors"`
-	// Estimate is how many seconds the run was expected to take; 0: not estimated.
+	// Estimate is the expected duration of the run in seconds; 0 means not estimated.
 	Estimate float64 `json:"estimate,omitempty"`
 	Rows     []Row   `json:"rows"`
 	Seconds  float64 `json:"seconds"`
@@ -39,7 +39,7 @@ type Report struct {
 	Device *Device `json:"device,omitempty"`
 }
 
-// Machine is what the figures were measured on.
+// Machine describes where the figures were measured.
 type Machine struct {
 	OS      string `json:"os"`
 	Arch    string `json:"arch"`
@@ -58,7 +58,7 @@ func ThisMachine() Machine {
 	}
 }
 
-// addRow keeps a row and shows it.
+// addRow adds a row to the report and shows it.
 func (r *run) addRow(row Row) {
 	if row.Floor > 0 {
 		row.Share = row.Value / row.Floor
@@ -69,10 +69,10 @@ func (r *run) addRow(row Row) {
 	}
 }
 
-// pathOf is a file of this run.
+// pathOf returns the path of a file of this run.
 func (r *run) pathOf(name string) string { return filepath.Join(r.folder, name) }
 
-// stopError is the error of a cancelled run.
+// stopError returns the error of a cancelled run.
 func (r *run) stopError() error {
 	if r.ctx.Err() != nil {
 		return errs.New(errs.ErrCancelled, "bench")
@@ -85,7 +85,7 @@ func (r *run) medianTime(fn func() error) (float64, error) {
 	return r.medianOf(func() (float64, error) { return timeOf(fn) })
 }
 
-// medianOf is medianTime for functions that return their own seconds.
+// medianOf is medianTime for functions that measure their own seconds.
 func (r *run) medianOf(fn func() (float64, error)) (float64, error) {
 	all := make([]float64, 0, r.Repeat)
 	for range r.Repeat {
@@ -128,7 +128,7 @@ func timeOf(fn func() error) (float64, error) {
 	return time.Since(start).Seconds(), err
 }
 
-// numberText shows three significant digits, ratios four.
+// numberText shows three significant digits, or four for ratios.
 func numberText(v float64) string {
 	switch {
 	case v < 0, v >= 10:

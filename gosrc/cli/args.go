@@ -1,7 +1,7 @@
 package cli
 
-// This file parses argument lists into verbs, options and arguments, and makes
-// the help texts.
+// This file parses argument lists into commands, options and arguments, and builds the
+// help texts.
 
 import (
 	"fmt"
@@ -16,24 +16,25 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 )
 
-// An option of a verb. An option without a value is a switch.
+// An option of a command. An option without a value is a switch.
 type option struct {
 	name  string // --name
 	short string // -n, or ""
 	value string // what help prints for the value: "N"; "" for a switch
 	doc   string
-	// The value is a whole number from lo to hi; hi 0: it is none. Or it is a size.
+	// The value is a whole number from lo to hi, unless hi is 0. With size it is a size
+	// in bytes.
 	lo, hi int
 	size   bool
 	none   bool // a size may be 0
 }
 
-// A verb is one word after overwire.
+// A verb is a command: the first word after overwire.
 type verb struct {
 	name    string
-	args    string // the arguments as help prints them: "SRC... -o OUT"
-	least   int    // least number of arguments
-	most    int    // most arguments; -1: no limit
+	args    string // the arguments, as printed by help: "SRC... -o OUT"
+	least   int    // minimum number of arguments
+	most    int    // maximum number of arguments; -1: no limit
 	short   string // one line
 	long    string // a paragraph, for --help
 	example string
@@ -46,10 +47,10 @@ var jsonOption = option{name: "json", doc: "print one JSON document for machines
 var threadsOption = option{name: "threads", short: "j", value: "N", lo: 1, hi: 1024, doc: "cores to use (default: all)"}
 
 var storageOption = option{name: "storage", value: "JSON",
-	doc: `options of the stores that URIs name, as {"timeout": 10} (Python's storage_options)`}
+	doc: `options for remote stores, e.g. {"timeout": 10} (storage_options in Python)`}
 
-// access sets how to reach files: the options of stores, from --storage and the
-// environment, and keys.
+// access sets how to reach files: keys, and store options from --storage and the
+// environment.
 func (c *call) access() (err error) {
 	c.storage.Options = c.env.Storage
 	if c.storage.Decrypt, err = c.keys("decrypt"); err != nil {
@@ -72,7 +73,7 @@ func (c *call) access() (err error) {
 	return nil
 }
 
-// storageTexts reads --storage: texts, and numbers and switches as texts.
+// storageTexts parses --storage. Numbers and switches become strings.
 func storageTexts(text string) (map[string]string, error) {
 	var values map[string]any
 	err := rawjson.Unmarshal(text, &values)
@@ -86,17 +87,17 @@ func storageTexts(text string) (map[string]string, error) {
 		case float64:
 			texts[name] = strconv.FormatFloat(v, 'f', -1, 64)
 		default:
-			return nil, usage("--storage: %s: expected a text, a number, true or false", strconv.Quote(name))
+			return nil, usage("--storage: %s: expected a string, a number, true or false", strconv.Quote(name))
 		}
 	}
 	if err != nil || values == nil {
-		return nil, usage(`--storage: expected a JSON object, as {"timeout": 10}`)
+		return nil, usage(`--storage: expected a JSON object, e.g. {"timeout": 10}`)
 	}
 	return texts, nil
 }
 
-// verbGroups are the verbs in the order of help. It is a function because the verbs' code
-// reaches this list again through help.
+// verbGroups lists the commands in the order of help. It is a function because the
+// commands' code refers to this list through help.
 func verbGroups() []verbGroup {
 	return []verbGroup{
 		{"files", []*verb{compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, diffVerb}},
@@ -110,7 +111,7 @@ type verbGroup struct {
 	verbs []*verb
 }
 
-// verbs lists the verbs in the order of help.
+// verbs lists the commands in the order of help.
 func verbs() []*verb {
 	var all []*verb
 	for _, group := range verbGroups() {
@@ -128,24 +129,28 @@ func findVerb(name string) *verb {
 	return nil
 }
 
-// elsewhere says what to write for words that people try as verbs.
+// elsewhere says what to write instead of words that people try as commands.
 var elsewhere = map[string]string{
-	"apply":   "overwire.apply_delta in Python",
-	"delta":   "overwire diff A B, and overwire.save_delta in Python",
-	"digest":  "overwire inspect SRC --digests",
-	"merge":   "overwire.merge_deltas in Python, of deltas",
-	"plan":    "overwire load SRC --plan",
-	"presign": "overwire fetch s3://BUCKET/KEY --presign SECONDS",
-	"split":   "overwire convert SRC -o OUT --shard SIZE",
-	"trace":   "overwire inspect TRACE.json --html PAGE.html",
-	"version": "overwire --version",
+	"apply":     "overwire.apply_delta in Python",
+	"benchmark": "overwire bench",
+	"delta":     "overwire diff A B, or overwire.save_delta in Python",
+	"digest":    "overwire inspect SRC --digests",
+	"download":  "overwire fetch URL -o OUT",
+	"info":      "overwire inspect SRC",
+	"ls":        "overwire inspect SRC",
+	"merge":     "overwire.merge_deltas in Python",
+	"plan":      "overwire load SRC --plan",
+	"presign":   "overwire fetch s3://BUCKET/KEY --presign SECONDS",
+	"split":     "overwire convert SRC -o OUT --shard SIZE",
+	"trace":     "overwire inspect TRACE.json --html PAGE.html",
+	"version":   "overwire --version",
 }
 
 // Help is the text of `overwire --help`.
 func Help() string {
 	var b strings.Builder
 	b.WriteString("overwire compresses model weights without loss and loads them back fast.\n\nusage: overwire " +
-		"VERB ...\n\n")
+		"COMMAND ...\n\n")
 	for _, group := range verbGroups() {
 		fmt.Fprintf(&b, "%s:\n", group.title)
 		for _, v := range group.verbs {
@@ -153,7 +158,8 @@ func Help() string {
 		}
 		b.WriteString("\n")
 	}
-	b.WriteString("`overwire VERB --help` describes a verb, with an example. Put paths that begin with - after --.\n\n")
+	b.WriteString("`overwire COMMAND --help` describes a command, with an example. Use -- before paths that start " +
+		"with a dash.\n\n")
 	return b.String() + exitText
 }
 
@@ -169,15 +175,15 @@ func (v *verb) help() string {
 		doc := strings.ReplaceAll(wrapText(o.doc, helpWidth-width-4), "\n", "\n"+strings.Repeat(" ", width+4))
 		fmt.Fprintf(&b, "  %-*s  %s\n", width, o.spelling(), doc)
 	}
-	fmt.Fprintf(&b, "\nexample:\n  %s\n\nexit status: 0 done; others: overwire --help\n",
+	fmt.Fprintf(&b, "\nexample:\n  %s\n\nexit status: 0 on success; for the others see overwire --help\n",
 		strings.ReplaceAll(strings.TrimSpace(v.example), "\n", "\n  "))
 	return b.String()
 }
 
-// helpWidth is how many columns help takes.
+// helpWidth is the number of columns of the help texts.
 const helpWidth = 88
 
-// spelling is how help writes an option.
+// spelling returns the option as help prints it.
 func (o *option) spelling() string {
 	text := strings.TrimSpace("--" + o.name + " " + o.value)
 	if o.short != "" {
@@ -186,7 +192,7 @@ func (o *option) spelling() string {
 	return text
 }
 
-// paragraphs breaks the paragraphs of a text, but for lists, which are indented.
+// paragraphs wraps the paragraphs of a text. Lists, which are indented, stay unchanged.
 func paragraphs(text string) string {
 	all := strings.Split(strings.TrimSpace(text), "\n\n")
 	for i, one := range all {
@@ -197,7 +203,7 @@ func paragraphs(text string) string {
 	return strings.Join(all, "\n\n")
 }
 
-// wrapText breaks a text into lines of at most n letters, between words.
+// wrapText breaks a text between words into lines of at most n bytes.
 func wrapText(text string, n int) string {
 	var b strings.Builder
 	line := 0
@@ -215,8 +221,8 @@ func wrapText(text string, n int) string {
 	return b.String()
 }
 
-// parse splits argv into options and arguments. Options may stand anywhere
-// before "--"; a value is the next word or follows "=".
+// parse splits argv into options and arguments. Options may appear anywhere before
+// "--". A value is the next word, or follows "=".
 func (c *call) parse(argv []string) error {
 	c.opts = map[string]string{}
 	options := append([]option{jsonOption}, c.verb.options...)
@@ -238,7 +244,7 @@ func (c *call) parse(argv []string) error {
 			return name == "--"+o.name || o.short != "" && name == "-"+o.short
 		})
 		if k < 0 {
-			return usage("%s has no option %s%s; see: overwire %s --help (put paths that begin with - after --)",
+			return usage("%s has no option %s%s; see: overwire %s --help (use -- before paths that start with a dash)",
 				c.verb.name, name, nearName(name, optionNames(options)), c.verb.name)
 		}
 		o := &options[k]
@@ -249,7 +255,7 @@ func (c *call) parse(argv []string) error {
 			value = "yes"
 		case !hasValue:
 			if i++; i == len(argv) || len(argv[i]) > 1 && argv[i][0] == '-' {
-				return usage("--%s needs a value: --%s %s (one that begins with - is written --%s=VALUE)", o.name,
+				return usage("--%s needs a value: --%s %s (write --%s=VALUE if it starts with a dash)", o.name,
 					o.name, o.value, o.name)
 			}
 			value = argv[i]
@@ -259,8 +265,9 @@ func (c *call) parse(argv []string) error {
 		}
 		c.opts[o.name] = value
 	}
-	// Only now: --json, which may be the last word, says how errors are printed. Options come
-	// first: one without its value has taken an argument for it.
+	// Check values only now, because --json, which decides how errors are printed, may be the
+	// last word. Check options before arguments: an option without its value may have taken
+	// an argument as one.
 	for i := range options {
 		if value, isGiven := c.opts[options[i].name]; isGiven {
 			if err := options[i].check(value); err != nil {
@@ -271,26 +278,27 @@ func (c *call) parse(argv []string) error {
 	return c.checkArgs()
 }
 
-// checkArgs refuses a wrong number of arguments, and arguments that name no file.
+// checkArgs refuses a wrong number of arguments, and arguments that cannot be file
+// names.
 func (c *call) checkArgs() error {
 	if n := len(c.args); n < c.verb.least || c.verb.most >= 0 && n > c.verb.most {
 		return usage("wrong number of arguments; write: overwire %s %s", c.verb.name, c.verb.args)
 	}
 	for _, a := range c.args {
 		if a == "" || strings.ContainsRune(a, 0) {
-			return usage("an argument is empty or holds a NUL")
+			return usage("an argument is empty or contains a NUL character")
 		}
 		if a == "-" {
-			return usage("%s cannot read standard input: name a file (a file called - is ./-)", c.verb.name)
+			return usage("%s cannot read standard input: name a file (write ./- for a file called -)", c.verb.name)
 		}
 	}
 	if c.opts["output"] == "-" && c.verb.name != fetchVerb.name {
-		return usage("%s cannot write to standard output: name a file (a file called - is ./-)", c.verb.name)
+		return usage("%s cannot write to standard output: name a file (write ./- for a file called -)", c.verb.name)
 	}
 	return nil
 }
 
-// optionNames lists how the options are written.
+// optionNames lists the options with their dashes.
 func optionNames(known []option) []string {
 	var all []string
 	for _, o := range known {
@@ -299,7 +307,7 @@ func optionNames(known []option) []string {
 	return all
 }
 
-// nearName returns ", did you mean X?" for the name nearest to word, or "".
+// nearName returns ", did you mean X?" with the name closest to word, or "".
 func nearName(word string, names []string) string {
 	if best := near.Best(word, names); best != "" {
 		return ", did you mean " + best + "?"
@@ -309,27 +317,28 @@ func nearName(word string, names []string) string {
 
 func (c *call) is(name string) bool { return c.opts[name] == "yes" }
 
-// check refuses a value that is not what the option takes.
+// check refuses values that the option does not accept.
 func (o *option) check(text string) error {
 	if o.value != "" && text == "" {
-		return usage("--%s is empty: write --%s %s, or leave it out", o.name, o.name, o.value)
+		return usage("--%s is empty: write --%s %s, or omit it", o.name, o.name, o.value)
 	}
 	n, err := strconv.Atoi(text)
 	if o.hi > 0 && (err != nil || n < o.lo || n > o.hi) {
-		return usage("--%s %s: not a number from %d to %d: write --%s %s", o.name, text, o.lo, o.hi, o.name, o.value)
+		return usage("--%s %s: expected a number from %d to %d: write --%s "+
+			"%s", o.name, text, o.lo, o.hi, o.name, o.value)
 	}
 	size, err := humanize.ParseBytes(text)
 	if o.size && (err != nil || size == 0 && !o.none || size > 1<<50) {
-		return usage("--%s %s: not a size; write it as 4GB or 512MiB", o.name, text)
+		return usage("--%s %s: expected a size, such as 4GB or 512MiB", o.name, text)
 	}
 	if _, bare := strconv.ParseFloat(text, 64); o.size && bare == nil && size > 0 && size < 1e6 {
-		return usage("--%s %s: this would be %s bytes; write the unit, as %sGB (or %sB)", o.name, text, text, text,
+		return usage("--%s %s: this would be %s bytes; add the unit: %sGB (or %sB)", o.name, text, text, text,
 			text)
 	}
 	return nil
 }
 
-// number returns an option that is a whole number, or def if it is not given.
+// number returns the value of a numeric option, or def if it is not given.
 func (c *call) number(name string, def int) int {
 	if text, ok := c.opts[name]; ok {
 		def, _ = strconv.Atoi(text) // parse has checked it
@@ -337,7 +346,7 @@ func (c *call) number(name string, def int) int {
 	return def
 }
 
-// size returns an option in bytes, 0 if it is not given.
+// size returns the value of an option in bytes, or 0 if it is not given.
 func (c *call) size(name string) int64 {
 	n, _ := humanize.ParseBytes(c.opts[name]) // parse has checked it
 	return int64(n)

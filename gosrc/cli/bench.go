@@ -1,6 +1,6 @@
 package cli
 
-// This file has the verb bench.
+// This file defines the command bench.
 
 import (
 	"fmt"
@@ -17,21 +17,21 @@ import (
 
 var benchVerb = &verb{
 	name: "bench", args: "[--device DEVICE] | gen KIND OUT", least: 0, most: 3,
-	short: "measure this machine: how small weights become and how fast they load; or make weights",
+	short: "measure compression and load speed on this machine, or generate test weights",
 	long: `
 Measures the size of compressed weights, and how fast they are saved and loaded,
-to host memory or, with --device, to a GPU. Beside each load stands what memory
-or link allow here, measured in the same run. Bytes are compared before anything
+to host memory or, with --device, to a GPU. Next to each load is the limit that memory
+or the link sets here, measured in the same run. Bytes are compared before anything
 is timed. The first line estimates how long it takes. It needs a bit more than
 twice --size in the temporary folder and three times in memory, and loads from
 the page cache.
 
-With --device cuda, and where torch is installed, rows follow of each name to
-load by (load_file, safe_open, bundles, the names of other libraries, and these
-themselves where they are installed): the first and the second load of fresh
-processes, in random order, and device memory beside the tensors. Then rows of
-saving (save_file in one file and in eight, wait=False, compress_pickle, dcp,
-safetensors, torch.save), beside what pwrite does of as many bytes.
+With --device cuda, and if torch is installed, more rows follow: one for each function
+that loads (load_file, safe_open, bundles, the names of other libraries, and those
+libraries themselves if they are installed). They show the first and the second load in
+fresh processes, in random order, and the device memory used in addition to the tensors.
+Then come rows for saving (save_file to one file and to eight, wait=False,
+compress_pickle, dcp, safetensors, torch.save), next to pwrite of as many bytes.
 
 gen writes realistic weights as a plain safetensors file:
 ` + kindsText(),
@@ -43,11 +43,13 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
 		{name: "size", value: "SIZE", size: true, doc: "tensor bytes to save and load (default 2GB), or to generate"},
 		{name: "device", value: "DEVICE", doc: "device to load to: cuda, cuda:1, cpu (default cpu)"},
-		{name: "file", value: "FILE", doc: "your own weights, to see how small they become"},
+		{name: "file", value: "FILE", doc: "also measure how small your own weights become"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
-		{name: "ranks", value: "N", doc: "measure loads by N processes together, one GPU each, or auto; with torch"},
-		{name: "faces", value: "NAMES", doc: "only names to load or save by that contain one of these, by commas"},
+		{name: "ranks", value: "N", doc: "measure loads by N processes at once (or auto), with one GPU each; " +
+			"needs torch"},
+		{name: "faces", value: "NAMES", doc: "measure only functions whose names contain one of these words, " +
+			"separated by commas"},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},
 		{name: "force", short: "f", doc: "gen: replace OUT if it exists"},
 		storageOption,
@@ -59,7 +61,7 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 			return c.generate()
 		case c.opts["ranks"] != "":
 			return errs.New(errs.ErrNotSupported,
-				"bench --ranks is carried out by the command overwire of the Python package")
+				"bench --ranks needs the overwire command of the Python package")
 		case len(c.args) > 0:
 			return usage("bench %s: write overwire bench, or overwire bench gen KIND OUT", c.args[0])
 		}
@@ -75,11 +77,11 @@ func kindsText() string {
 	return b.String()
 }
 
-// measure is bench without gen.
+// measure runs bench without gen.
 func (c *call) measure() error {
 	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"], Dir: c.opts["dir"], Size: c.size("size"),
 		Repeat: c.number("repeat", 0), Threads: c.threads(), Storage: c.storage}
-	if opt.File != "" { // what is wrong with it is said now
+	if opt.File != "" { // invalid options are reported before anything is measured
 		if _, err := verify.Inspect(c.ctx, []string{opt.File}, c.storage); err != nil {
 			return err
 		}
@@ -102,7 +104,7 @@ func (c *call) measure() error {
 	return c.show(rep, func(w io.Writer) { fmt.Fprintf(w, "%.0f s\n", rep.Seconds) })
 }
 
-// generate writes weights of a kind.
+// generate writes weights of one kind.
 func (c *call) generate() error {
 	if len(c.args) != 3 {
 		return usage("write: overwire bench gen KIND OUT [--size SIZE]; kinds:\n%s", kindsText())
@@ -110,7 +112,7 @@ func (c *call) generate() error {
 	opt := weights.Options{Kind: c.args[1], Size: c.size("size"), Threads: c.threads(),
 		Seed: uint64(c.number("seed", 0))}
 	if _, err := weights.Find(opt.Kind); err != nil {
-		return usage("no kind of weights is called %q; kinds:\n%s", opt.Kind, kindsText())
+		return usage("unknown kind of weights %q; kinds:\n%s", opt.Kind, kindsText())
 	}
 	out := c.args[2]
 	if !c.is("force") {

@@ -1,6 +1,7 @@
 package cli
 
-// This file has the verb cache: what the plug-in for vLLM has kept of models.
+// This file defines the command cache, which lists and removes the prepared state that
+// the vLLM plug-in keeps.
 
 import (
 	"errors"
@@ -21,17 +22,18 @@ import (
 
 var cacheVerb = &verb{
 	name: "cache", args: "list|clear [FOLDER]", least: 1, most: 2,
-	short: "list or remove what the plug-in for vLLM keeps of models",
+	short: "list or remove the prepared models that the vLLM plug-in keeps",
 	long: `
 list shows the files of prepared state in FOLDER (default: OVERWIRE_PREPARED, or
-overwire/prepared in the cache folder of the user): size and last use, the latest
-first. clear removes them, and what writers that are gone have left. Engines that
-run are not hurt: they have the files open, and write them anew at a later start.
-What OVERWIRE_CACHE keeps of stores is another folder, which this verb leaves alone.`,
+overwire/prepared in the user's cache folder) with size and last use, the latest
+first. clear removes them, together with unfinished files of writers that have ended.
+Running engines are not affected: they have the files open, and write new ones at a
+later start. The folder OVERWIRE_CACHE, which caches remote files, is a different
+one: this command does not touch it.`,
 	example: "overwire cache list",
 	run: func(c *call) error {
 		if !slices.Contains([]string{"list", "clear"}, c.args[0]) {
-			return usage("cache: %s is neither list nor clear", c.args[0])
+			return usage("cache %s: expected list or clear", c.args[0])
 		}
 		folder, err := preparedFolder(c.args[1:])
 		if err != nil {
@@ -64,16 +66,16 @@ What OVERWIRE_CACHE keeps of stores is another folder, which this verb leaves al
 	},
 }
 
-// A prepared is a file of the folder.
+// A prepared is a file in the folder.
 type prepared struct {
 	Name string    `json:"name"`
 	Size int64     `json:"size"`
 	Used time.Time `json:"used"`
-	// Unfinished: its writer has not ended, or never will.
+	// unfinished: its writer is still at work, or has died.
 	Unfinished bool `json:"unfinished"`
 }
 
-// preparedFolder is the folder asked for, or the one of the settings.
+// preparedFolder returns the given folder, or that of the settings.
 func preparedFolder(asked []string) (string, error) {
 	folder := knob.Prepared.Get()
 	if len(asked) > 0 {
@@ -84,13 +86,13 @@ func preparedFolder(asked []string) (string, error) {
 	}
 	base, err := os.UserCacheDir()
 	if err != nil {
-		return "", usage("cache: name a FOLDER: %v", err)
+		return "", usage("cache: no default folder, give FOLDER: %v", err)
 	}
 	return filepath.Join(base, "overwire", "prepared"), nil
 }
 
-// preparedFiles lists the files of a folder, the last used first; none of one that is not there.
-// The names are those that python/overwire/integrations/shared/prepared.py gives.
+// preparedFiles lists the files of a folder, the last used first, or none if there is no such
+// folder. python/overwire/integrations/shared/prepared.py defines the names.
 func preparedFiles(folder string) ([]prepared, error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -114,7 +116,7 @@ func preparedFiles(folder string) ([]prepared, error) {
 	return files, nil
 }
 
-// isFingerprint tells a file of ours from others, which clear must not remove.
+// isFingerprint tells our files from others, which clear must not remove.
 func isFingerprint(stem string) bool {
 	return len(stem) == 40 && strings.Trim(stem, "0123456789abcdef") == ""
 }

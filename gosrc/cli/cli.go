@@ -1,8 +1,7 @@
-// Package cli turns an argument list into verbs: what `overwire` does on a
-// command line. It needs no Python; the console script of the Python package
-// and tests call Main.
+// Package cli runs the commands of `overwire`. It needs no Python: the console script
+// of the Python package and tests call Main.
 //
-// Results go to stdout, as text or, with --json, as one JSON document; all else
+// Results go to stdout, as text or, with --json, as one JSON document. Everything else
 // goes to stderr. The exit status is the kind of failure (see Help).
 package cli
 
@@ -25,63 +24,63 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Version is the version of everything: the build reads it here, and `make gen` writes
-// it for Python.
+// Version is the version of the engine and of the Python package: the build reads it
+// here, and `make gen` writes it for Python.
 const Version = "0.1.0"
 
 // The exit statuses.
 const (
 	ExitOK           = 0
-	ExitBad          = 1   // the data is corrupt, or not a file of this kind
+	ExitBad          = 1   // the data is corrupt, or not in this format
 	ExitUsage        = 2   // the command line is wrong
 	ExitNotFound     = 3   // no such file or tensor, or no permission
-	ExitIO           = 4   // reading or writing failed: disk full, timed out, out of memory
-	ExitNotSupported = 5   // valid, but not something this build or machine can do
+	ExitIO           = 4   // reading or writing failed: disk full, timeout, out of memory
+	ExitNotSupported = 5   // valid, but not supported by this build or machine
 	ExitEngine       = 6   // a bug of ours
 	ExitInterrupted  = 130 // cancelled, by Ctrl-C
 )
 
 const exitText = `exit status:
-  0  done
-  1  the data is corrupt, or not a file of this kind
+  0  success
+  1  the data is corrupt, or not in this format
   2  the command line is wrong
   3  no such file or tensor, or no permission
-  4  reading or writing failed: disk full, timed out, out of memory
+  4  reading or writing failed: disk full, timeout, out of memory
   5  not supported by this build or machine
   6  a bug in overwire
   130  interrupted
 `
 
-// Env is what the caller knows and the engine cannot know. Every field may be
-// empty.
+// Env is what the caller knows and the engine does not. Every field may be empty.
 type Env struct {
 	Python        string // sys.executable, for doctor
 	PythonVersion string
-	Storage       source.Options // options of stores from the environment; --storage adds to them
-	// Secrets are the variables that arguments of the form env:NAME name.
+	Storage       source.Options // store options from the environment; --storage adds to them
+	// Secrets are the variables that arguments of the form env:NAME refer to.
 	Secrets map[string]string
 }
 
-// A call is one run of one verb.
+// A call is one run of a command.
 type call struct {
 	ctx            context.Context
 	job            *job.Job
 	env            Env
 	stdout, stderr io.Writer
 	verb           *verb
-	verbs          []*verb  // all, for those that describe them
+	verbs          []*verb  // all commands, for help and completion
 	args           []string // the words that are not options
 	opts           map[string]string
 	storage        format.Access // how files are reached
 	clear          func()        // removes the progress line
+	outputChosen   bool          // the command named the output, not the user
 }
 
-// errHelp is parse's answer to --help.
+// errHelp is the result of parse for --help.
 var errHelp = errors.New("help")
 
-// Main runs one command line (without the program's name) and returns the exit
-// status. The job's counters show its progress; j may be nil. Main returns soon
-// after ctx is cancelled, or a reader of what it prints has gone. Call knob.Load first.
+// Main runs one command line (without the program's name) and returns the exit status.
+// The job's counters show its progress; j may be nil. Main returns soon after ctx is
+// cancelled or the reader of its output has gone. Call knob.Load first.
 func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writer, env Env) int {
 	ctx, readers := watchReaders(ctx)
 	defer readers.stop()
@@ -101,7 +100,7 @@ func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.W
 		fmt.Fprint(stderr, Help())
 		return ExitUsage
 	}
-	if first > 0 { // --json before the verb
+	if first > 0 { // --json before the command
 		argv = slices.Insert(slices.Clone(argv[first:]), 1, argv[:first]...)
 	}
 	switch argv[0] {
@@ -136,7 +135,7 @@ func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.W
 	return failed(stderr, stdout, c.is("json"), err)
 }
 
-// takePaths replaces file:// URIs by their paths.
+// takePaths replaces file:// URIs with their paths.
 func (c *call) takePaths() (err error) {
 	words := []*string{}
 	for i := range c.args {
@@ -156,12 +155,12 @@ func (c *call) takePaths() (err error) {
 	return nil
 }
 
-// printVersion is `overwire --version`, which takes nothing but --json.
+// printVersion prints the answer to `overwire --version`, which takes only --json.
 func printVersion(rest []string, stdout, stderr io.Writer) int {
 	asJSON := slices.Contains(rest, "--json")
 	switch {
 	case slices.ContainsFunc(rest, func(word string) bool { return word != "--json" }):
-		return failed(stderr, stdout, asJSON, usage("--version takes nothing but --json"))
+		return failed(stderr, stdout, asJSON, usage("--version takes no option except --json"))
 	case asJSON:
 		return failed(stderr, stdout, true, writeJSON(stdout,
 			map[string]string{"version": Version, "go": runtime.Version()}))
@@ -182,20 +181,20 @@ func help(about []string, stdout, stderr io.Writer) int {
 
 func noVerb(name string) error {
 	if instead := elsewhere[name]; instead != "" {
-		return usage("no verb is called %q: write %s", name, instead)
+		return usage("unknown command %q: write %s", name, instead)
 	}
-	return usage("no verb is called %q%s; see: overwire --help", name, nearName(name, verbNames(verbs())))
+	return usage("unknown command %q%s; see: overwire --help", name, nearName(name, verbNames(verbs())))
 }
 
-// A usageError is a wrong command line; its text says what to write instead.
+// A usageError is a wrong command line. Its text says what to write instead.
 type usageError struct{ text string }
 
 func (e *usageError) Error() string { return e.text }
 
 func (e *usageError) Unwrap() error { return errs.ErrArgument }
 
-// A shownError is an error that the printed result already reports. With --json
-// that result stays the only document.
+// A shownError is an error that the printed result already reports. With --json that
+// result stays the only document.
 type shownError struct{ error }
 
 func (e *shownError) Unwrap() error { return e.error }
@@ -219,15 +218,15 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 	return status(err)
 }
 
-// An interruption is the error of a verb that the user has ended, in words of people.
+// An interruption is the error of a command that the user has cancelled.
 type interruption struct {
 	error
-	left string // what the verb has written
+	left string // what the command has written
 }
 
 func (i *interruption) Unwrap() error { return i.error }
 
-// interrupted says of a cancelled verb what it leaves behind.
+// interrupted adds what a cancelled command leaves on disk.
 func (c *call) interrupted(err error) error {
 	if err == nil || status(err) != ExitInterrupted {
 		return err
@@ -237,13 +236,13 @@ func (c *call) interrupted(err error) error {
 	switch _, writes := c.opts["output"]; {
 	case errors.As(err, &part):
 		remainder = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))
-	case writes && c.verb.name != "fetch": // which says by itself what stays
+	case writes && c.verb.name != "fetch": // fetch says itself what it keeps
 		remainder = "; nothing was written"
 	}
 	return &interruption{err, remainder}
 }
 
-// failure returns an error as --json prints it.
+// failure returns an error in the form that --json prints.
 func failure(err error, text string) map[string]any {
 	f := map[string]any{"class": errs.Class(err), "message": text, "status": status(err)}
 	if at, ok := errors.AsType[*errs.At](err); ok {
@@ -292,8 +291,8 @@ func status(err error) int {
 	return ExitEngine
 }
 
-// show removes the progress line and prints a result: as JSON with --json, else
-// by text.
+// show removes the progress line and prints a result, as JSON with --json, otherwise as
+// text.
 func (c *call) show(v any, text func(w io.Writer)) error {
 	c.clear()
 	if c.is("json") {

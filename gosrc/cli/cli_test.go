@@ -58,27 +58,27 @@ func TestUsage(t *testing.T) {
 		status int
 		says   string
 	}{
-		{nil, ExitUsage, "usage: overwire VERB"},
-		{[]string{"squash"}, ExitUsage, `no verb is called "squash"; see`},
+		{nil, ExitUsage, "usage: overwire COMMAND"},
+		{[]string{"squash"}, ExitUsage, `unknown command "squash"; see`},
 		{[]string{"comprss"}, ExitUsage, "did you mean compress?"},
 		{[]string{"help", "inspct"}, ExitUsage, "did you mean inspect?"},
 		{[]string{"inspect", "--sumary", file}, ExitUsage, "did you mean --summary?"},
 		{[]string{"inspect", "-"}, ExitUsage, "cannot read standard input"},
 		{[]string{"compress", file, "-o", "-"}, ExitUsage, "cannot write to standard output"},
 		{[]string{"fetch", "https://host/x", file}, ExitUsage, "fetch URL -o FILE"},
-		{[]string{"help", "squash"}, ExitUsage, "no verb"},
+		{[]string{"help", "squash"}, ExitUsage, "unknown command"},
 		{[]string{"compress"}, ExitUsage, "write: overwire compress SRC... [-o OUT]"},
 		{[]string{"convert", file}, ExitUsage, "needs -o OUT"},
 		{[]string{"compress", file, "-o"}, ExitUsage, "--output needs a value"},
 		{[]string{"compress", file, "-o", "--json"}, ExitUsage, "--output needs a value"},
 		{[]string{"compress", file, "-o", file}, ExitUsage, "--force"},
 		{[]string{"compress", file, "-o", "y", "-o", "z"}, ExitUsage, "given twice"},
-		{[]string{"compress", file, "-o", "y", "--threads", "none"}, ExitUsage, "not a number"},
-		{[]string{"compress", file, "-o", "y", "--shard", "large"}, ExitUsage, "not a size"},
+		{[]string{"compress", file, "-o", "y", "--threads", "none"}, ExitUsage, "expected a number from 1 to"},
+		{[]string{"compress", file, "-o", "y", "--shard", "large"}, ExitUsage, "expected a size"},
 		{[]string{"compress", file, "-o", "y", "--shard", "5"}, ExitUsage,
-			"this would be 5 bytes; write the unit, as 5GB"},
+			"this would be 5 bytes; add the unit: 5GB"},
 		{[]string{"compress", file, "-o", "y.tensors"}, ExitUsage, "overwire convert"},
-		{[]string{"convert", file, "-o", "y.gguf"}, ExitUsage, ".gguf files are not written"},
+		{[]string{"convert", file, "-o", "y.gguf"}, ExitUsage, "cannot write .gguf files"},
 		{[]string{"compress", "-x", file}, ExitUsage, "no option -x"},
 		{[]string{"convert", file, "-o", "y", "--to", "zip"}, ExitUsage, "overwire or safetensors"},
 		{[]string{"inspect", "--json=yes", file}, ExitUsage, "takes no value"},
@@ -88,14 +88,20 @@ func TestUsage(t *testing.T) {
 		{[]string{"bench", "gen", "gpt", "out"}, ExitUsage, "llama-bf16"},
 		{[]string{"bench", "gen"}, ExitUsage, "moe-bf16"},
 		{[]string{"bench", "--file", filepath.Join(dir, "none")}, ExitNotFound, "none"},
-		{[]string{"--version", "please"}, ExitUsage, "takes nothing but --json"},
+		{[]string{"--version", "please"}, ExitUsage, "no option except --json"},
 		{[]string{"version"}, ExitUsage, "write overwire --version"},
+		{[]string{"info"}, ExitUsage, "write overwire inspect"},
+		{[]string{"ls"}, ExitUsage, "write overwire inspect"},
+		{[]string{"download"}, ExitUsage, "write overwire fetch"},
+		{[]string{"benchmark"}, ExitUsage, "write overwire bench"},
+		{[]string{"compress", filepath.Join(dir, "none")}, ExitNotFound, "not found"},
+		{[]string{"compress", dir}, ExitUsage, "needs -o"},
 		{[]string{"digest", file}, ExitUsage, "write overwire inspect SRC --digests"},
 		{[]string{"help", "presign"}, ExitUsage, "--presign SECONDS"},
 		{[]string{"fetch", "--presign", "s3://b/k"}, ExitUsage, "write --presign SECONDS"},
-		{[]string{"inspect", file, "--filter", "[a"}, ExitUsage, "--filter [a: write"},
-		{[]string{"inspect", file, "--digests", "--html", "y"}, ExitUsage, "neither"},
-		{[]string{"inspect", file, "--estimate", "--filter", "a*"}, ExitUsage, "leave --filter out"},
+		{[]string{"inspect", file, "--filter", "[a"}, ExitUsage, "--filter [a: invalid pattern"},
+		{[]string{"inspect", file, "--digests", "--html", "y"}, ExitUsage, "cannot be combined"},
+		{[]string{"inspect", file, "--estimate", "--filter", "a*"}, ExitUsage, "omit --filter"},
 		{[]string{"fetch", file, "--presign", "60"}, ExitNotSupported, "only s3://"},
 		{[]string{"fetch", file, "--presign", "60", "-o", "y"}, ExitUsage, "takes no -o"},
 		{[]string{"inspect", filepath.Join(dir, "none")}, ExitNotFound, "none"},
@@ -126,7 +132,7 @@ func TestHelp(t *testing.T) {
 		if one != must(t, "help", v.name) {
 			t.Errorf("%s: two help texts", v.name)
 		}
-		for _, want := range []string{"usage: overwire " + v.name, "example:", "overwire " + v.name, "exit status: 0 done"} {
+		for _, want := range []string{"usage: overwire " + v.name, "example:", "overwire " + v.name, "exit status: 0 on success"} {
 			if !strings.Contains(one, want) {
 				t.Errorf("help of %s lacks %q:\n%s", v.name, want, one)
 			}
@@ -324,9 +330,9 @@ func TestAnswers(t *testing.T) {
 		in, out int64
 		want    string
 	}{
-		{0, 300, "0 B of tensors, 300 B written"},
-		{1e6, 1_000_300, "1.0 MB of tensors, 1.0 MB written"},
-		{91e6, 76e6, "91 MB of tensors, 76 MB written: 16.5 % smaller, 15 MB saved"},
+		{0, 300, "0 B -> 300 B"},
+		{1e6, 1_000_300, "1.0 MB -> 1.0 MB (100 %)"},
+		{91e6, 76e6, "91 MB -> 76 MB (84 %)"},
 	} {
 		if got := sizesText(c.in, c.out); got != c.want {
 			t.Errorf("%q, want %q", got, c.want)
@@ -432,11 +438,11 @@ func TestPipeline(t *testing.T) {
 		}
 	}
 	small, back := src+".small", src+".back"
-	said := must(t, "compress", src, "-o", small)
+	said := must(t, "compress", src, "-o", small, "-v")
 	for _, want := range []string{
 		"copied: " + small + "/model_index.json\n", "copied: " + small + "/tokenizer/vocab.txt\n",
 		"copied: " + small + "/unet/config.json\n",
-		"\n" + small + "/vae/diffusion.safetensors\n", "not copied: " + src + "/tokenizer/.hidden\n", " % smaller",
+		"\n" + small + "/vae/diffusion.safetensors\n", "not copied: " + src + "/tokenizer/.hidden\n4.0 MB -> 2.7 MB (67 %), 42 tensors, ",
 	} {
 		if !strings.Contains(said, want) {
 			t.Errorf("compress lacks %q:\n%s", want, said)
@@ -483,8 +489,8 @@ func TestEstimate(t *testing.T) {
 		math.Abs(e.Ratio-after.Ratio) > 0.02 {
 		t.Errorf("%+v, and compress %+v", before, after)
 	}
-	// Of a compressed file it is what is stored already.
-	if out := must(t, "inspect", small, "-e", "--summary"); !strings.Contains(out, "compress would make about ") {
+	// For a compressed file it is what is already stored.
+	if out := must(t, "inspect", small, "-e", "--summary"); !strings.Contains(out, "compress would turn ") {
 		t.Error(out)
 	}
 	html := filepath.Join(t.TempDir(), "model.html")
@@ -511,8 +517,8 @@ func TestDoctorOfPreloads(t *testing.T) {
 		}
 	}
 	for path, want := range map[string]string{
-		plain: "", pickle: "", "https://user:secret@host/m.safetensors": "", archive: "names what cannot be loaded: ",
-		dir:           "names what cannot be loaded: ",
+		plain: "", pickle: "", "https://user:secret@host/m.safetensors": "", archive: "names a source that cannot be loaded: ",
+		dir:           "names a source that cannot be loaded: ",
 		dir + "/none": "which does not exist",
 	} {
 		knob.Load(map[string]string{"OVERWIRE_PRELOAD": path})

@@ -1,7 +1,6 @@
 package cli
 
-// This file writes the scripts by which shells complete command lines of overwire, from
-// the table of verbs.
+// This file generates shell completion scripts from the table of commands.
 
 import (
 	"fmt"
@@ -13,19 +12,19 @@ import (
 
 var completionVerb = &verb{
 	name: "completion", args: "bash|zsh|fish", least: 1, most: 1,
-	short: "print a script by which a shell completes verbs and options",
+	short: "print a script that lets a shell complete commands and options",
 	long: `
-Prints a script for the named shell. Once it is read, the Tab key completes verbs,
-their options, and names of files. The script starts no program.
+Prints a script for the named shell. After it is loaded, the Tab key completes commands,
+their options, and file names. The script starts no program.
 
   bash  add to ~/.bashrc:                    source <(overwire completion bash)
   zsh   add to ~/.zshrc, after compinit:     source <(overwire completion zsh)
   fish  overwire completion fish > ~/.config/fish/completions/overwire.fish`,
 	example: "source <(overwire completion bash)",
 	run: func(c *call) error {
-		script := completions[c.args[0]] // it is given the verbs: this one is among them
+		script := completions[c.args[0]] // c.verbs, because the table of commands contains this one
 		if script == nil {
-			return usage("no completion for %q: write %s", c.args[0],
+			return usage("no completion for the shell %q: write %s", c.args[0],
 				strings.Join(slices.Sorted(maps.Keys(completions)), ", "))
 		}
 		if c.is("json") {
@@ -40,17 +39,18 @@ their options, and names of files. The script starts no program.
 
 var completions = map[string]func(io.Writer, []*verb){"bash": bash, "fish": fish, "zsh": zsh}
 
-// all returns the options that --help of the verb lists.
+// all returns the options that the command's --help lists.
 func (v *verb) all() []option {
 	help := option{name: "help", short: "h", doc: "print this"}
-	if v == runVerb { // what it prints is the program's
+	if v == runVerb { // run passes --json to the program
 		return []option{help}
 	}
 	return slices.Concat(v.options, []option{jsonOption, help})
 }
 
-// choices returns the words that each verb takes as its argument, of those that take no
-// optionNames of files: verbs after help, shells after completion.
+// choices returns the words that each command accepts as its argument, for commands
+// that take none of their own file names: command names after help, shells after
+// completion.
 func choices(verbs []*verb) map[string][]string {
 	words := map[string][]string{"help": verbNames(verbs)}
 	for _, v := range verbs {
@@ -69,7 +69,7 @@ func verbNames(verbs []*verb) []string {
 	return names
 }
 
-// bash completes by a function; where that has no answer, by names of files.
+// bash completes with a function, and with file names where the function has no answer.
 func bash(w io.Writer, verbs []*verb) {
 	fmt.Fprint(w, `# bash completion of overwire
 _overwire() {
@@ -99,13 +99,13 @@ complete -o default -F _overwire overwire
 `)
 }
 
-// zsh describes verbs and options while it completes them.
+// zsh shows descriptions of commands and options while it completes them.
 func zsh(w io.Writer, verbs []*verb) {
 	fmt.Fprint(w, "#compdef overwire\n# zsh completion of overwire\n_overwire() {\n\tlocal -a verbs\n\tverbs=(\n")
 	for _, v := range verbs {
 		fmt.Fprintf(w, "\t\t%s\n", quoteForShell(v.name+":"+v.short))
 	}
-	fmt.Fprint(w, "\t\t'help:describe a verb'\n\t)\n\tif (( CURRENT == 2 )); then\n\t\t_describe verb "+
+	fmt.Fprint(w, "\t\t'help:describe a command'\n\t)\n\tif (( CURRENT == 2 )); then\n\t\t_describe verb "+
 		"verbs\n\t\treturn\n\tfi\n\tlocal verb=$words[2]\n\tshift words\n\t(( CURRENT-- ))\n\tcase $verb in\n")
 	fmt.Fprint(w, "\thelp) _describe verb verbs ;;\n")
 	for _, v := range verbs {
@@ -130,13 +130,13 @@ func zsh(w io.Writer, verbs []*verb) {
 		"_overwire overwire\nfi\n")
 }
 
-// fish has one line for each verb and option.
+// fish has one line for each command and option.
 func fish(w io.Writer, verbs []*verb) {
 	fmt.Fprint(w, "# fish completion of overwire\n")
 	for _, v := range verbs {
 		fmt.Fprintf(w, "complete -c overwire -f -n __fish_use_subcommand -a %s -d %s\n", v.name, quoteForFish(v.short))
 	}
-	fmt.Fprint(w, "complete -c overwire -f -n __fish_use_subcommand -a help -d 'describe a verb'\n")
+	fmt.Fprint(w, "complete -c overwire -f -n __fish_use_subcommand -a help -d 'describe a command'\n")
 	of := choices(verbs)
 	for _, name := range slices.Sorted(maps.Keys(of)) {
 		fmt.Fprintf(w, "complete -c overwire -f -n '__fish_seen_subcommand_from %s' -a '%s'\n", name,
@@ -156,10 +156,11 @@ func fish(w io.Writer, verbs []*verb) {
 	}
 }
 
-// quoteForShell is text as a word of a POSIX shell.
+// quoteForShell quotes text as one word of a POSIX shell.
 func quoteForShell(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
 
-// quoteForFish is text as a word of fish, which reads backslashes within quotes.
+// quoteForFish quotes text as one word of fish, which interprets backslashes within
+// quotes.
 func quoteForFish(text string) string {
 	return "'" + strings.NewReplacer(`\`, `\\`, "'", `\'`).Replace(text) + "'"
 }

@@ -1,6 +1,6 @@
 package cli
 
-// This file has the verb diff, which compares two models.
+// This file defines the command diff, which compares two models.
 
 import (
 	"cmp"
@@ -21,8 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// diffBytes is how much of each model diff has in memory at once, unless a tensor is
-// larger.
+// diffBytes limits how much of each model diff has in memory at once, unless one tensor
+// is larger.
 const diffBytes = 1 << 30
 
 var diffVerb = &verb{
@@ -30,22 +30,23 @@ var diffVerb = &verb{
 	short: "show what changed from model A to model B",
 	long: `
 Compares the tensors of two models (files, folders or index.json, plain or
-compressed), bit by bit, and prints for each that differs how many of its elements
-changed, and what a delta of it would take (Python's save_delta). Tensors that only
-one of the models has, or that have another type or shape, are listed.
-Elements of less than a byte are counted as bytes. At most about 2 GB of both models
-are in memory at once. A key is used for the models that are encrypted. The exit
-status is 0 whether they differ or not; with --exit-code it is 1 if they do.`,
+compressed) bit by bit. For each tensor that differs it prints how many elements
+changed, and the size of its delta (save_delta in Python). It also lists tensors that
+are in only one of the models, or have another type or shape.
+Elements smaller than a byte are counted as bytes. At most about 2 GB of both models
+are in memory at once. A key applies to those models that are encrypted. The exit
+status is 0 even if they differ; with --exit-code it is then 1.`,
 	example: "overwire diff base.safetensors tuned.safetensors",
 	options: append([]option{{name: "exit-code", doc: "exit with 1 if the models differ"},
 		{name: "summary", short: "s", doc: "print totals only, not each tensor"},
 		{name: "limit", value: "N", lo: 1, hi: 1 << 30,
-			doc: "list the N tensors that changed most, and N names of each kind"}, threadsOption, storageOption},
+			doc: "list only the N tensors that changed most, and at most N names in each " +
+				"list"}, threadsOption, storageOption},
 		decryptOptions...),
 	run: (*call).diff,
 }
 
-// diffReport is the document of --json.
+// diffReport is the JSON document.
 type diffReport struct {
 	Tensors  []delta.Row `json:"tensors"` // those that differ
 	Equal    int         `json:"equal"`
@@ -58,7 +59,7 @@ type diffReport struct {
 	Stored   int64       `json:"stored"` // bytes of a delta's chunks
 }
 
-// difference is what --exit-code reports: status 1, as of diff and cmp.
+// difference is the error for --exit-code: status 1, as from diff and cmp.
 type difference struct{}
 
 func (difference) Error() string { return "the models differ" }
@@ -93,8 +94,8 @@ func (c *call) diff() error {
 	return err
 }
 
-// openBoth opens the two models. A key is for those that are encrypted; one that is for
-// neither is refused.
+// openBoth opens the two models. A key applies to those that are encrypted; it is
+// refused if neither is.
 func (c *call) openBoth() (models [2]*load.Model, err error) {
 	keyless := c.storage
 	keyless.Decrypt = nil
@@ -115,7 +116,7 @@ func (c *call) openBoth() (models [2]*load.Model, err error) {
 	return models, nil
 }
 
-// pairTensors pairs the tensors of both models, and notes the others.
+// pairTensors pairs the tensors of both models, and records those without a partner.
 func (r *diffReport) pairTensors(a, b *tensor.Index) (both [][2]int) {
 	at := map[string]int{}
 	for i := range b.Tensors {
@@ -141,7 +142,7 @@ func (r *diffReport) pairTensors(a, b *tensor.Index) (both [][2]int) {
 	return both
 }
 
-// compare loads some tensors of both models, and adds what differs.
+// compare loads a batch of tensors from both models, and records those that differ.
 func (c *call) compare(r *diffReport, models [2]*load.Model, some [][2]int, threads int) error {
 	pairs := make([]delta.Pair, len(some))
 	for side, m := range models {
@@ -180,10 +181,10 @@ func (c *call) compare(r *diffReport, models [2]*load.Model, some [][2]int, thre
 	return nil
 }
 
-// maxNames is how many names of one kind a line has without --limit.
+// maxNames is how many names a line lists without --limit.
 const maxNames = 8
 
-// print prints the report; a limit that is not 0 is the most tensors that it lists.
+// print prints the report. A limit above 0 is the maximum number of tensors to list.
 func (r diffReport) print(w io.Writer, summary bool, limit int) {
 	rows, names := r.Tensors, maxNames
 	if limit > 0 {
@@ -205,7 +206,7 @@ func (r diffReport) print(w io.Writer, summary bool, limit int) {
 	}
 	t.Flush()
 	if n := len(r.Tensors) - len(rows); n > 0 && !summary {
-		fmt.Fprintf(w, "and %s more (without --limit, or by --json, all)\n", humanize.Comma(int64(n)))
+		fmt.Fprintf(w, "and %s more (omit --limit or use --json to list all)\n", humanize.Comma(int64(n)))
 	}
 	for _, list := range []struct {
 		what  string
@@ -219,7 +220,12 @@ func (r diffReport) print(w io.Writer, summary bool, limit int) {
 			fmt.Fprintf(w, "%s: %s%s\n", list.what, safe(strings.Join(list.names[:min(n, names)], ", ")), more)
 		}
 	}
-	fmt.Fprintf(w, "%s of %s changed (%s), in %s; %d %s equal; a delta takes %s, %s of %s\n",
+	if len(r.Tensors)+r.Equal == 0 {
+		fmt.Fprintln(w, plural(min(1, len(r.Other)), "no tensor has the same type and shape in both models",
+			"no tensor is in both models"))
+		return
+	}
+	fmt.Fprintf(w, "%s of %s changed (%s) in %s; %d %s equal; a delta takes %s, %s of %s\n",
 		humanize.Comma(r.Changed),
 		countText(r.Elements, "element"), shareText(r.Changed, r.Elements), countText(len(r.Tensors), "tensor"),
 		r.Equal, plural(r.Equal, "is", "are"), bytesText(r.Stored),

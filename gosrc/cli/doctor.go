@@ -1,6 +1,6 @@
 package cli
 
-// This file has the verb doctor.
+// This file defines the command doctor.
 
 import (
 	"context"
@@ -30,15 +30,14 @@ var doctorVerb = &verb{
 	name: "doctor", args: "[MODEL...]", most: -1,
 	short: "report the machine, the GPUs and the settings in use",
 	long: `
-Prints versions, CPU features and the chosen decoder, cores, huge pages, memory
-and its limit, NUMA nodes where there are several, the GPUs, with the node that each
-is near, or why none can be used, whether GPUDirect Storage works
-here, the preload, and every setting that is not at its default. --env prints
-every setting: environment variable, value, meaning. --measure adds the rate of
-pinned copies to each GPU. Of a model that is named (files, a folder or an
-index.json) it says whether its weights fit on each GPU, and if not, how
-overwire.offload would run it there: what is kept, and what is streamed from host
-memory. A fifth of a GPU is left for what the model computes.`,
+Prints versions, CPU features and the decoder in use, cores, huge pages, memory
+and its limit, NUMA nodes if there are several, the GPUs with their NUMA nodes (or why
+none can be used), whether GPUDirect Storage works here, the preload, and every setting
+that is not at its default. --env prints every setting: environment variable, value,
+meaning. --measure adds the rate of pinned copies to each GPU. If you name a model
+(files, a folder or an index.json), doctor says whether its weights fit on each GPU. If
+not, it shows how overwire.offload would run the model there: what is kept, and what is
+streamed from host memory. A fifth of each GPU is reserved for the model's activations.`,
 	example: "overwire doctor --env",
 	options: append([]option{
 		{name: "env", doc: "print every environment variable that overwire reads"},
@@ -66,10 +65,10 @@ type Diagnosis struct {
 	Features []string      `json:"cpu_features"`
 	Cipher   string        `json:"cipher"` // of encrypted .tensors files
 	Memory   Memory        `json:"memory"`
-	Nodes    []nodes.Node  `json:"nodes"` // with their cores; empty: the system does not tell
+	Nodes    []nodes.Node  `json:"nodes"` // with their cores; empty if the system does not report them
 	GPU      GPU           `json:"gpu"`
 	Preload  Preload       `json:"preload"`
-	Model    *Model        `json:"model,omitempty"` // that is asked about
+	Model    *Model        `json:"model,omitempty"` // the model named on the command line
 	GDS      gds.Report    `json:"gpudirect_storage"`
 	Engine   string        `json:"engine"` // "ok", or the panic that poisoned it
 	Workers  int           `json:"goroutines"`
@@ -77,26 +76,26 @@ type Diagnosis struct {
 	Advice   []string      `json:"advice"`
 }
 
-// Memory is in bytes; Limit is the control group's, 0 without one.
+// Memory is in bytes. Limit is that of the control group, 0 without one.
 type Memory struct {
 	Total     int64 `json:"total"`
 	Available int64 `json:"available"`
 	Limit     int64 `json:"limit"`
 }
 
-// Preload is the load that a new process would start at import.
+// Preload describes the load that a new process would start at import.
 type Preload struct {
 	Path   string `json:"path"`
-	From   string `json:"from"` // the variable that names it
+	From   string `json:"from"` // the variable that names the source
 	Device string `json:"device"`
-	Off    bool   `json:"off"`    // by OVERWIRE_NO_PRELOAD
-	Exists bool   `json:"exists"` // or not looked for: a URL
+	Off    bool   `json:"off"`    // switched off by OVERWIRE_NO_PRELOAD
+	Exists bool   `json:"exists"` // found, or a URL, which is not looked up
 
 	wrong error // why it cannot be loaded
 }
 
-// Diagnose examines the machine and asks NVIDIA's driver, if there is one, for
-// its GPUs. It creates CUDA contexts and copies only if wire is set.
+// Diagnose examines the machine and asks NVIDIA's driver, if there is one, for its
+// GPUs. It creates CUDA contexts and copies only if wire is set.
 func Diagnose(env Env, wire bool) Diagnosis {
 	d := Diagnosis{
 		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python),
@@ -113,7 +112,7 @@ func Diagnose(env Env, wire bool) Diagnosis {
 		if r.Name == knob.Preload.Name() {
 			d.Preload.From = r.From
 		}
-		d.Settings[i].Value = errs.Redact(errs.RedactURI(r.Value)) // people paste all this into issues
+		d.Settings[i].Value = errs.Redact(errs.RedactURI(r.Value)) // users paste this output into issues
 	}
 	if d.Preload.Path != "" {
 		d.Preload.look()
@@ -122,8 +121,7 @@ func Diagnose(env Env, wire bool) Diagnosis {
 	return d
 }
 
-// look finds out whether there is something to preload, and hides what is secret in
-// its name.
+// look checks whether the source exists, and hides secrets in its name.
 func (p *Preload) look() {
 	path := p.Path
 	p.Path = errs.RedactURI(path)
@@ -135,7 +133,7 @@ func (p *Preload) look() {
 	}
 	p.Exists = true
 	if slices.Contains([]string{".pkl", ".pth", ".csv"}, filepath.Ext(path)) {
-		return // Python knows what these name
+		return // only Python can resolve these names
 	}
 	m, err := load.Open(context.Background(), load.Spec{URIs: []string{path}})
 	if p.wrong = err; err == nil {
@@ -146,8 +144,8 @@ func (p *Preload) look() {
 func (d *Diagnosis) advise() {
 	add := func(format string, args ...any) { d.Advice = append(d.Advice, fmt.Sprintf(format, args...)) }
 	if x16.Using() == x16.Scalar {
-		add("the scalar decoder is in use: this CPU has neither AVX2 nor NEON, or the build has no vectors (on " +
-			"x86-64 it needs GOEXPERIMENT=simd)")
+		add("the slow scalar decoder is in use: this CPU has neither AVX2 nor NEON, or the build has no SIMD code " +
+			"(on x86-64, build with GOEXPERIMENT=simd)")
 	}
 	if d.Machine.THP == "never" {
 		add("transparent huge pages are off, so touching new memory takes several times longer: set them to madvise")
@@ -155,11 +153,11 @@ func (d *Diagnosis) advise() {
 	if p := d.Preload; p.Path != "" && !p.Off && !p.Exists {
 		add("%s names %s, which does not exist", p.From, p.Path)
 	} else if p.wrong != nil && !p.Off {
-		add("%s names what cannot be loaded: %s", p.From, errs.Message(p.wrong))
+		add("%s names a source that cannot be loaded: %s", p.From, errs.Message(p.wrong))
 	}
 	d.adviseGPU(add)
 	if d.Machine.Cores == 1 {
-		add("one core: overwire cannot read and decode at the same time")
+		add("with only one core, overwire cannot read and decode at the same time")
 	}
 }
 

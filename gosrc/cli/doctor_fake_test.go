@@ -58,8 +58,8 @@ func TestDoctorFake(t *testing.T) {
 	tables = root
 	defer func() { tables = nodes.System }()
 	out = must(t, "doctor")
-	for _, want := range []string{"node 0 with 1,022 cores, node 1 with 2 cores", "at ffff:01:00.0 near node 1",
-		"cuda:1 is near node 1, but", "may not run on the cores of node 1"} {
+	for _, want := range []string{"node 0 with 1,022 cores, node 1 with 2 cores", "at ffff:01:00.0 on NUMA node 1",
+		"cuda:1 is on NUMA node 1, but", "may not run on the cores of node 1"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
 		}
@@ -81,7 +81,7 @@ func TestDoctorOfModelsFake(t *testing.T) {
 	path := layered(t)
 	for bytes, want := range map[int64]string{
 		1 << 30: "fits\n", 16 << 20: "8 blocks, 8.0 MB together, are streamed from at most",
-		4 << 20: "cannot run it there",
+		4 << 20: "cannot run it here",
 	} {
 		end := cuda.Fake(bytes)
 		if out := must(t, "doctor", path); !strings.Contains(out, want) {

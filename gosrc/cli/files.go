@@ -1,10 +1,9 @@
 package cli
 
-// This file has the verbs that write and check files: compress, decompress, convert,
-// verify.
+// This file defines the commands that write and check files: compress, decompress,
+// convert, verify.
 
 import (
-	"cmp"
 	"fmt"
 	"io"
 	"os"
@@ -28,37 +27,36 @@ var writeOptions = append([]option{
 	{name: "output", short: "o", value: "OUT", doc: "file or folder to write"},
 	{name: "force", short: "f", doc: "replace OUT if it exists"},
 	{name: "shard", value: "SIZE", size: true,
-		doc: "most tensor bytes in one file, e.g. 5GB (default: the shards of the source)"},
+		doc: "maximum bytes of tensors in one file, e.g. 5GB (default: the source's shards)"},
 	{name: "quiet", short: "q", doc: "print nothing but errors"},
-	{name: "verbose", short: "v", doc: "print the SHA-256 of each original, too"},
+	{name: "verbose", short: "v", doc: "also print the files written and copied, hashes and times"},
 	storageOption,
 	threadsOption,
 }, decryptOptions...)
 
 var partsOption = option{name: "parts", value: "P", lo: 1, hi: 8,
-	doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its own"}
+	doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its parts"}
 
 var levelOption = option{name: "level", value: "LEVEL",
-	doc: "default, or smaller: 0.2 to 1.5 % of the original smaller, decoded by the CPU alone, and slowly"}
+	doc: "default, or smaller: saves another 0.2 to 1.5 % of the original size, but decodes slowly and only on the CPU"}
 
 var sumOption = option{name: "no-sha256",
-	doc: "keep no SHA-256 of the original, which bounds each file's speed by one core: " +
-		"decompress still gives that file, and proves header and tensors"}
+	doc: "store no SHA-256 of the original, whose computation limits each file to the speed of one core: " +
+		"decompress still restores that file, and checks its header and tensors"}
 
 var compressVerb = &verb{
 	name: "compress", args: "SRC... [-o OUT]", least: 1, most: -1,
 	short: "compress tensors without loss",
 	long: `
-Reads safetensors files, a folder of shards, an index.json, or what torch.save wrote
-(.bin, .pt, .pth, .ckpt; nothing in it is run), and writes the same tensors
-compressed, where compression makes them smaller. Without -o, model.safetensors becomes
-model.ow.safetensors beside it. decompress gives the same
-safetensors files back, byte for byte; reading OUT needs overwire. OUT is complete or
-absent, whatever happens meanwhile. A folder becomes a folder: it keeps its file names, its
-index.json, its other files (config, tokenizer) and the folders below it, as a
-diffusers pipeline has them. Listed instead of copied are other weights (of 64 MiB
-and more if not safetensors), hidden files, and links that lead out of the folder
-to anything but a Hugging Face cache's own blobs.`,
+Reads safetensors files, a folder of shards, an index.json, or torch.save files
+(.bin, .pt, .pth, .ckpt; no code in them is run), and compresses each tensor that
+becomes smaller. Without -o, model.safetensors becomes model.ow.safetensors in the same
+folder. Reading OUT needs overwire; decompress restores the same safetensors files byte
+for byte. OUT is never visible half written.
+A folder becomes a folder with the same file names, index.json, auxiliary files (config,
+tokenizer) and subfolders, such as those of a diffusers pipeline. Some files are listed
+as not copied: other weights (if not safetensors, from 64 MiB on), hidden files, and
+links that lead out of the folder, except to the blobs of a Hugging Face cache.`,
 	example: "overwire compress model.safetensors -o model.ow.safetensors",
 	options: append(slices.Clone(writeOptions), partsOption, levelOption, sumOption),
 	run:     func(c *call) error { return c.convert(true) },
@@ -69,11 +67,11 @@ var decompressVerb = &verb{
 	short: "turn compressed files back into plain safetensors",
 	long: `
 Reads compressed (or plain) files and writes plain safetensors files that any
-reader can load; without -o, model.ow.safetensors becomes model.safetensors.
-Every tensor is bit for bit what was compressed. A file that compress made from
-one safetensors file becomes that very file again: its SHA-256 is compared before
-OUT appears. A file that keeps no original (it was saved from tensors, or is now
-in other shards) gets a new header; the output says so.`,
+reader can load. Without -o, model.ow.safetensors becomes model.safetensors.
+Tensors are restored bit for bit. If compress made the file from one safetensors
+file, decompress restores that file byte for byte, and compares its SHA-256 before
+OUT appears. A file without a stored original (it was saved from tensors, or its
+shards have changed) gets a new header, and the output says so.`,
 	example: "overwire decompress model.ow.safetensors -o model.safetensors",
 	options: slices.Clone(writeOptions),
 	run:     func(c *call) error { return c.convert(false) },
@@ -85,8 +83,8 @@ var convertVerb = &verb{
 	long: `
 Copies the tensors of any number of files into one file, several shards or a
 folder. --to overwire compresses, --to safetensors does not. If OUT ends in
-.tensors, it becomes a tensorizer file, encrypted if you give a key or password;
-if the source is one too, it keeps its types, modules and dtypes.`,
+.tensors, it becomes a tensorizer file, encrypted if you give a key or password.
+If the source is also a tensorizer file, its types, modules and dtypes are kept.`,
 	example: `overwire convert model-0000*.safetensors -o model.safetensors --to overwire --parts 4
 overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
 	options: slices.Concat(writeOptions, []option{partsOption, levelOption, sumOption,
@@ -105,15 +103,24 @@ overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
 
 // convert runs compress, decompress and convert.
 func (c *call) convert(compress bool) error {
-	out := cmp.Or(c.opts["output"], c.usualOutput())
+	out := c.opts["output"]
 	if out == "" {
+		out = c.usualOutput()
+		c.outputChosen = true
+	}
+	if out == "" {
+		for _, arg := range c.args {
+			if _, err := os.Stat(arg); err != nil && !source.Remote(arg) {
+				return errs.In("open", arg, errs.FromOS(err))
+			}
+		}
 		return usage("%s needs -o OUT, the file or folder to write", c.verb.name)
 	}
 	c.opts["output"] = out
 	spec := save.Spec{Path: out, Compress: compress, Level: c.opts["level"], Storage: c.storage,
 		Threads: c.threads(), Parts: c.number("parts", 0), Shard: c.size("shard"), NoSHA256: c.is("no-sha256")}
 	if c.verb.name == "compress" && strings.HasSuffix(out, ".tensors") {
-		return usage("%s: .tensors files are not compressed: write overwire convert %s -o %s", out, c.args[0], out)
+		return usage("%s: .tensors files cannot be compressed: write overwire convert %s -o %s", out, c.args[0], out)
 	}
 	if !c.is("force") {
 		if err := c.refuseExisting(out); err != nil {
@@ -127,11 +134,12 @@ func (c *call) convert(compress bool) error {
 	return c.show(rep, func(w io.Writer) { c.printWritten(w, rep, compress) })
 }
 
-// marked is how the names of compressed files end, where nothing else is asked for.
+// marked is the default ending of the names of compressed files.
 const marked = ".ow" + modelfiles.Extension
 
-// usualOutput is what compress and decompress write of one local file without -o: of
-// model.safetensors model.ow.safetensors, and the reverse. "": -o is needed.
+// usualOutput returns the output of compress and decompress for one local file without
+// -o: model.ow.safetensors for model.safetensors, and the reverse. "" means that -o is
+// needed.
 func (c *call) usualOutput() string {
 	stem, isModel := strings.CutSuffix(c.args[0], modelfiles.Extension)
 	plain, isMarked := strings.CutSuffix(c.args[0], marked)
@@ -144,8 +152,39 @@ func (c *call) usualOutput() string {
 	return ""
 }
 
-// printWritten prints what was written; of the originals' hashes each with --verbose only.
+// printWritten prints one line for what was written, after a line for each file that could not be
+// copied or made again. --verbose adds files, hashes and times.
 func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
+	if c.is("verbose") {
+		c.printDetails(w, rep, compress)
+	}
+	for _, f := range rep.Left {
+		fmt.Fprintf(w, "not copied: %s\n", place(f))
+	}
+	for _, f := range rep.Anew {
+		fmt.Fprintf(w, "new header, because the source keeps no original: %s\n", errs.OneLine(f))
+	}
+	if c.outputChosen {
+		fmt.Fprintf(w, "%s: ", errs.OneLine(c.opts["output"]))
+	}
+	sizes := bytesText(rep.BytesIn)
+	if compress {
+		sizes = sizesText(rep.BytesIn, rep.BytesOut)
+	}
+	fmt.Fprintf(w, "%s, %s, %.1f s", sizes, countText(rep.Tensors, "tensor"), rep.Seconds)
+	equal := 0
+	for _, o := range rep.Originals {
+		if o.Compared {
+			equal++
+		}
+	}
+	if equal > 0 {
+		fmt.Fprintf(w, ", %s identical to the original (SHA-256)", countText(equal, "file"))
+	}
+	fmt.Fprintln(w)
+}
+
+func (c *call) printDetails(w io.Writer, rep save.Report, compress bool) {
 	copies := map[string]string{}
 	for _, f := range rep.Copied {
 		copies[f] = "copied: "
@@ -153,52 +192,24 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	for _, f := range rep.Files {
 		fmt.Fprintf(w, "%s%s\n", copies[f], errs.OneLine(f))
 	}
-	for _, f := range rep.Left {
-		fmt.Fprintf(w, "not copied: %s\n", place(f))
+	what := "identical to the original, sha256"
+	if compress {
+		what = "sha256 of the original"
 	}
-	equal := 0
 	for _, o := range rep.Originals {
-		if o.Compared {
-			equal++
-		}
-		switch {
-		case !c.is("verbose") || o.SHA256 == "":
-		case compress:
-			fmt.Fprintf(w, "original's sha256: %s  %s\n", o.SHA256, errs.OneLine(o.File))
-		default:
-			fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, errs.OneLine(o.File))
+		if o.SHA256 != "" {
+			fmt.Fprintf(w, "%s: %s  %s\n", what, o.SHA256, errs.OneLine(o.File))
 		}
 	}
-	if equal > 0 {
-		fmt.Fprintf(w, "%s byte for byte what was compressed (sha256 equal)\n", filesText(equal, "is", "are"))
-	}
-	for _, f := range rep.Anew {
-		fmt.Fprintf(w, "new header, since no original is kept of it: %s\n", errs.OneLine(f))
-	}
-	counts := countText(rep.Tensors, "tensor")
-	if rep.Compressed > 0 {
-		counts += fmt.Sprintf(", %s compressed", humanize.Comma(int64(rep.Compressed)))
-	}
-	if rep.Aliases > 0 {
-		counts += fmt.Sprintf(", %s stored once with another", humanize.Comma(int64(rep.Aliases)))
-	}
-	fmt.Fprintf(w, "%s  %s  %.2f s  %s\n", sizesText(rep.BytesIn, rep.BytesOut), counts, rep.Seconds,
-		rateText(rep.BytesIn, rep.Seconds))
-	if c.is("verbose") {
-		fmt.Fprintf(w, "seconds of threads: %s\n", rep.Stages.InSeconds())
-	}
+	fmt.Fprintf(w, "%s compressed, %s, %s\n", countText(rep.Compressed, "tensor"),
+		countText(rep.Aliases, "duplicate"), rateText(rep.BytesIn, rep.Seconds))
+	fmt.Fprintf(w, "thread seconds: %s\n", rep.Stages.InSeconds())
 	if n := len(rep.Copied); n > 0 {
-		fmt.Fprintf(w, "%s of %s copied as %s\n", filesText(n, "", ""), bytesText(rep.BytesCopied),
-			plural(n, "it is", "they are"))
+		fmt.Fprintf(w, "%s copied, %s\n", countText(n, "auxiliary file"), bytesText(rep.BytesCopied))
 	}
 }
 
-// filesText counts files, with a verb for one or for several behind it.
-func filesText(n int, one, several string) string {
-	return strings.TrimSpace(countText(n, "file") + " " + plural(n, one, several))
-}
-
-// countText is a number of things, and their noun.
+// countText returns a number and its noun, in the plural unless the number is 1.
 func countText[N int | int64](n N, noun string) string {
 	return humanize.Comma(int64(n)) + " " + noun + plural(int(n), "", "s")
 }
@@ -210,17 +221,16 @@ func plural(n int, one, several string) string {
 	return several
 }
 
-// sizesText says what tensors of in bytes came to in files of out bytes.
+// sizesText says how many bytes of files tensors became.
 func sizesText(in, out int64) string {
-	text := fmt.Sprintf("%s of tensors, %s written", bytesText(in), bytesText(out))
-	if percent := 100 * (1 - float64(out)/float64(in)); in > 0 && percent >= 0.05 {
-		text += fmt.Sprintf(": %.1f %% smaller, %s saved", percent, bytesText(in-out))
+	text := bytesText(in) + " -> " + bytesText(out)
+	if in > 0 {
+		text += fmt.Sprintf(" (%.0f %%)", 100*float64(out)/float64(in))
 	}
 	return text
 }
 
-// refuseExisting refuses to replace a file or an object, or to write into a folder that is not
-// empty.
+// refuseExisting returns an error if out is an existing file or object, or a non-empty folder.
 func (c *call) refuseExisting(out string) error {
 	if open.Writable(out) {
 		return c.refuseExistingRemote(out)
@@ -233,7 +243,8 @@ func (c *call) refuseExisting(out string) error {
 		if list, err := os.ReadDir(out); err != nil || len(list) == 0 {
 			return errs.In("save", out, errs.FromOS(err))
 		}
-		return usage("%s is a folder with files in it; give --force to write into it, over files of the same names",
+		return usage("%s is a folder with files in it; give --force to write into it and replace files of the "+
+			"same names",
 			out)
 	}
 	return usage("%s exists; give --force to replace it", out)
@@ -241,16 +252,16 @@ func (c *call) refuseExisting(out string) error {
 
 var verifyVerb = &verb{
 	name: "verify", args: "SRC...", least: 1, most: -1,
-	short: "check every byte of files against their checksums",
+	short: "check every byte of files against its checksum",
 	long: `
-Reads every byte of compressed and .tensors files: compares the checksum of each
+Reads every byte of compressed and .tensors files: it compares the checksum of each
 chunk, decodes it, and compares the hash of each tensor. Encrypted files need
 their key. Plain safetensors and GGUF files have no checksums, so only their structure
-is checked, and the report says so. With --original, the file that compress was given is
-made again, written nowhere, and its SHA-256 compared. The first damage ends the command with status 1
+is checked, and the report says so. --original also decompresses in memory, and compares
+the SHA-256 of the original. At the first damage the command ends with status 1
 and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
-	options: append([]option{{name: "original", doc: "compare the SHA-256 of the file that was compressed, too"},
+	options: append([]option{{name: "original", doc: "also compare the SHA-256 of the file that was compressed"},
 		storageOption}, decryptOptions...),
 	run: func(c *call) error {
 		rep, err := verify.Verify(c.ctx, c.job, c.args, c.storage, c.is("original"))
@@ -264,11 +275,11 @@ and names file, tensor, chunk and offset.`,
 				switch o := f.Original; {
 				case !c.is("original"):
 				case o == nil:
-					fmt.Fprint(w, "  keeps no original\n")
+					fmt.Fprint(w, "  original: not stored in this file\n")
 				case o.Compared:
-					fmt.Fprintf(w, "  original: sha256 equal: %s\n", o.SHA256)
+					fmt.Fprintf(w, "  original: identical, sha256 %s\n", o.SHA256)
 				default:
-					fmt.Fprintf(w, "  original: the file keeps no sha256 to compare; made again it has %s\n", o.SHA256)
+					fmt.Fprintf(w, "  original: no sha256 stored to compare with; the restored file has %s\n", o.SHA256)
 				}
 			}
 			if rep.Note != "" {
@@ -296,7 +307,7 @@ func rateText(n int64, seconds float64) string {
 
 func shapeText(shape []int64) string { return strings.ReplaceAll(fmt.Sprint(shape), " ", ",") }
 
-// safe makes text from a file fit for a table: one line, not too long.
+// safe shortens text from a file to one line of at most 200 characters.
 func safe(s string) string {
 	const most = 200
 	clean := errs.OneLine(s)
@@ -306,5 +317,5 @@ func safe(s string) string {
 	return clean
 }
 
-// place is where a file is, as people may see it.
+// place returns a file's location for printing, without secrets.
 func place(uri string) string { return errs.OneLine(errs.RedactURI(uri)) }

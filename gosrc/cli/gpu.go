@@ -1,6 +1,6 @@
 package cli
 
-// This file has what doctor reports of GPUs.
+// This file reports GPUs for doctor.
 
 import (
 	"fmt"
@@ -10,43 +10,44 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
-// GPU is what doctor reports of CUDA.
+// GPU is doctor's report on CUDA.
 type GPU struct {
-	// Reason is why no GPU can be used; "" if one can.
+	// Reason says why no GPU can be used; "" if one can.
 	Reason  string      `json:"reason,omitempty"`
 	Driver  string      `json:"driver,omitempty"` // the kernel module's version: "580.159.03"
 	CUDA    string      `json:"cuda,omitempty"`   // the CUDA version that the driver supports: "13.0"
 	Devices []GPUDevice `json:"devices"`
 }
 
-// A GPUDevice is one GPU, and how overwire would use it.
+// A GPUDevice describes one GPU, and how overwire would use it.
 type GPUDevice struct {
 	driver.DeviceInfo
-	// Kernels is the code that it runs: "sm_90", or "PTX", which the driver
-	// compiles at first use. "" is none, and Unusable says why.
+	// Kernels is the code that runs on it: "sm_90", or "PTX", which the driver compiles
+	// at first use. "" means that there is none, and Unusable says why.
 	Kernels  string `json:"kernels,omitempty"`
 	Unusable string `json:"unusable,omitempty"`
-	// Unplaced is why neither slots nor readers can be put on the node that it is near,
-	// on a host of several; "": they can, or there is nothing to choose.
+	// Unplaced says why slots or readers cannot be placed on the GPU's NUMA node, on a
+	// host with several nodes. "" means that they can, or that there is only one node.
 	Unplaced string `json:"unplaced,omitempty"`
-	// Wire is the measured rate of pinned copies to it in GB/s; 0: not measured.
+	// Wire is the measured rate of pinned copies to it in GB/s; 0 means not measured.
 	Wire float64 `json:"wire,omitempty"`
 }
 
-// tables is where the host's are; tests have others.
+// tables is where the host keeps its tables of nodes; tests set others.
 var tables = nodes.System
 
-// wireTime is about how long the copies to one device are measured.
+// wireTime is roughly how long the copies to one device are measured.
 const wireTime = 200 * time.Millisecond
 
-// diagnoseGPU asks the driver. With measure it also times copies to each GPU,
-// which creates a context there.
+// diagnoseGPU queries the driver. With measure it also times copies to each GPU, which
+// creates a context there.
 func diagnoseGPU(measure bool) GPU {
-	version, _ := os.ReadFile("/sys/module/nvidia/version") // of the kernel module, where it is readable
+	version, _ := os.ReadFile("/sys/module/nvidia/version") // the kernel module's version, where it is readable
 	g := GPU{Driver: strings.TrimSpace(string(version)), Devices: []GPUDevice{}}
 	info, err := driver.Info()
 	if err != nil {
@@ -71,7 +72,7 @@ func diagnoseGPU(measure bool) GPU {
 	return g
 }
 
-// reasonText returns an error's text without its class, which its place implies.
+// reasonText returns an error's text without its class, which is obvious in this place.
 func reasonText(err error) string {
 	return strings.TrimPrefix(errs.Message(err), errs.ErrDevice.Error()+": ")
 }
@@ -82,20 +83,20 @@ func wire(index int) (float64, error) {
 	if err != nil {
 		return 0, err
 	}
-	defer func() { _ = d.Trim() }() // the figure is there; a lost device says so later
-	l, err := d.Queue(cuda.DefaultSlots, cuda.DefaultSlotBytes)
+	defer func() { _ = d.Trim() }() // the rate is known; a lost device shows up later
+	l, err := d.Queue(queue.DefaultSlots, queue.DefaultSlotBytes)
 	if err != nil {
 		return 0, err
 	}
 	defer l.Close()
-	count := cuda.DefaultSlots
+	count := queue.DefaultSlots
 	for {
-		took, err := l.MeasureLink(cuda.DefaultSlotBytes, count)
+		took, err := l.MeasureLink(queue.DefaultSlotBytes, count)
 		if err != nil {
 			return 0, err
 		}
 		if took >= wireTime/2 {
-			return float64(count) * cuda.DefaultSlotBytes / took.Seconds() / 1e9, nil
+			return float64(count) * queue.DefaultSlotBytes / took.Seconds() / 1e9, nil
 		}
 		count *= 4
 	}
@@ -108,11 +109,12 @@ func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
 	}
 	for _, g := range d.GPU.Devices {
 		if g.Unplaced != "" {
-			add("cuda:%d is near node %d, but its slots lie where the threads run that make them: %s", g.Index, g.Node,
+			add("cuda:%d is on NUMA node %d, but its slots cannot be placed there and may be on another node: "+
+				"%s", g.Index, g.Node,
 				g.Unplaced)
 		}
 		if g.LinkWidth > 0 && g.LinkWidth < 16 && !g.Coherent {
-			add("cuda:%d is connected by %s of 16: loads wait for that link", g.Index,
+			add("cuda:%d has only %s of 16: this link limits loads", g.Index,
 				countText(g.LinkWidth, "PCIe lane"))
 		}
 	}
@@ -133,12 +135,12 @@ func (g *GPU) text(several bool, line func(name, format string, args ...any)) {
 		if d.LinkWidth > 0 && d.LinkGen > 0 {
 			link = fmt.Sprintf("PCIe %d x%d", d.LinkGen, d.LinkWidth)
 		}
-		if d.Coherent { // the link of PCI Express is there, too, and not the one that counts
+		if d.Coherent { // it also has a PCIe link, but transfers use NVLink-C2C
 			link = "coherent link"
 		}
 		at := d.PCI
 		if several && d.Node >= 0 {
-			at = fmt.Sprintf("%s near node %d", at, d.Node)
+			at = fmt.Sprintf("%s on NUMA node %d", at, d.Node)
 		}
 		usable := "kernels " + d.Kernels
 		switch {

@@ -1,7 +1,7 @@
 package cli
 
-// This file has the verb inspect: what is in files, digests of it, and pages of models
-// and of traces.
+// This file defines the command inspect, with its digests and its pages of models and
+// traces.
 
 import (
 	"cmp"
@@ -27,47 +27,47 @@ import (
 
 var inspectVerb = &verb{
 	name: "inspect", args: "SRC...", least: 1, most: -1,
-	short: "list tensors with dtypes, shapes, sizes and codecs; or their digests; or make a page",
+	short: "list tensors with dtypes, shapes, sizes and codecs, or their digests, or write an HTML page",
 	long: `
-Reads headers and indexes only, of plain safetensors and GGUF files too; with
---estimate also samples of the tensors, to say what compress would save. "ratio" is
-stored / original bytes. "stored as" is plain; alias, for a tensor that shares
-the bytes of another; or the codec and the element type it was made for. --html
-writes a page, in one file that asks no server, in which the tensors lie as a map.
+Reads only headers and indexes, also of plain safetensors and GGUF files. With
+--estimate it also reads samples of the tensors, to predict what compress would save.
+"ratio" is stored / original bytes. "stored as" is plain; alias, for a tensor that shares
+the bytes of another; or the codec and the element type that it codes. --html
+writes a self-contained page with a map of the tensors.
 
---digests prints 128 bits of each tensor's bytes instead, which a tensor in
-memory has, too, on the CPU and on a GPU: overwire.digest(tensors) in Python. So two
-files, or a file and a running model, are compared, however each is stored. Digests
-find changes and mistakes; they are not cryptographic.
+--digests prints a 128-bit digest of each tensor's bytes instead. overwire.digest(tensors)
+in Python computes the same for tensors in host or GPU memory. So you can compare two
+files, or a file with a running model, however each is stored. Digests find changes and
+mistakes, but they are not cryptographic.
 
-Of a trace, as load --trace and OVERWIRE_TRACE write it, --html makes a page of
-what each worker and each queue of the GPU did, and when.`,
+For a trace, as written by load --trace or OVERWIRE_TRACE, --html writes a page that shows
+what each worker and each GPU queue did, and when.`,
 	example: `overwire inspect model.ow.safetensors --summary
 overwire inspect model.ow.safetensors --filter '*.mlp.*' --top 5
 overwire load m.safetensors --trace t.json && overwire inspect t.json --html t.html`,
 	options: slices.Concat([]option{{name: "summary", short: "s", doc: "print totals only, not each tensor"},
-		{name: "filter", value: "GLOB", doc: "list and count only tensors with such names, as '*.mlp.*'"},
+		{name: "filter", value: "GLOB", doc: "list and count only tensors with matching names, e.g. '*.mlp.*'"},
 		{name: "top", value: "N", lo: 1, hi: 1 << 30, doc: "list the N largest tensors of each file"},
-		{name: "estimate", short: "e", doc: "say what compress would save"},
+		{name: "estimate", short: "e", doc: "predict what compress would save"},
 		{name: "digests", doc: "print a digest of each tensor's bytes"},
 		{name: "html", value: "FILE", doc: "write a page with a map of the tensors instead of listing them"},
 		storageOption}, decryptOptions),
 	run: (*call).inspectFiles,
 }
 
-// inspectFiles runs the verb.
+// inspectFiles runs the command.
 func (c *call) inspectFiles() error {
 	glob := cmp.Or(c.opts["filter"], "*")
 	if _, err := path.Match(glob, ""); err != nil {
-		return usage("--filter %s: write * for any letters, ? for one, [abc] for one of these", glob)
+		return usage("--filter %s: invalid pattern: * matches any characters, ? one, [abc] one of these", glob)
 	}
 	switch out := c.opts["html"]; {
 	case glob != "*" && c.is("estimate"):
-		return usage("--estimate is of whole files: leave --filter out")
+		return usage("--estimate covers whole files: omit --filter")
 	case c.opts["top"] != "" && (c.is("digests") || c.is("summary")):
-		return usage("--top goes with neither --digests nor --summary")
+		return usage("--top cannot be combined with --digests or --summary")
 	case c.is("digests") && (out != "" || c.is("estimate")):
-		return usage("--digests goes with neither --html nor --estimate")
+		return usage("--digests cannot be combined with --html or --estimate")
 	case c.is("digests"):
 		return c.printDigests(glob)
 	case out != "" && len(c.args) == 1 && isTrace(c.args[0]):
@@ -105,13 +105,13 @@ func (c *call) inspectFiles() error {
 			fmt.Fprintf(w, "%s: open it in a browser\n", out)
 		}
 		if sum := answer.Estimate; sum != nil {
-			fmt.Fprintf(w, "compress would make about %s of %s, %.1f %% less\n", bytesText(sum.Stored),
+			fmt.Fprintf(w, "compress would turn %[2]s into about %[1]s, %.1[3]f %% less\n", bytesText(sum.Stored),
 				bytesText(sum.Bytes), 100*(1-sum.Ratio))
 		}
 	})
 }
 
-// shorten leaves out the tensors that --summary, --html and --top do not list.
+// shorten drops the tensors that --summary, --html and --top do not list.
 func (c *call) shorten(in *verify.Inspection) {
 	most := c.number("top", 1<<30)
 	for i := range in.Sources {
@@ -128,16 +128,16 @@ func (c *call) shorten(in *verify.Inspection) {
 	}
 }
 
-// globMatches reports whether a glob stands for a name; * stands for slashes, too.
+// globMatches reports whether a glob matches a name. * also matches slashes.
 func globMatches(glob, name string) bool {
 	noSlash := strings.NewReplacer("/", "\x00")
 	ok, _ := path.Match(noSlash.Replace(glob), noSlash.Replace(name)) // inspect has checked the glob
 	return ok
 }
 
-// printDigests is inspect --digests.
+// printDigests runs inspect --digests.
 func (c *call) printDigests(glob string) error {
-	others := func(name string) bool { return !globMatches(glob, name) } // which nothing is read of
+	others := func(name string) bool { return !globMatches(glob, name) } // no bytes of which are read
 	rep, err := verify.Digests(c.ctx, c.job, c.args, c.storage, others)
 	if err != nil {
 		return err
@@ -150,19 +150,19 @@ func (c *call) printDigests(glob string) error {
 	})
 }
 
-// isTrace reports whether a file is called as a trace is, and not as the index.json of
-// shards.
+// isTrace reports whether a file has the name of a trace, and not that of a shard
+// index.
 func isTrace(file string) bool {
 	name, ok := modelfiles.ParseName(filepath.Base(file))
 	return strings.HasSuffix(file, ".json") && !strings.HasSuffix(file, modelfiles.IndexSuffix) && !(ok && name.Index)
 }
 
-// maxTrace bounds the trace that inspect --html reads.
+// maxTrace is the maximum size of a trace that inspect --html reads.
 const maxTrace = 1 << 28
 
 func (c *call) writeTracePage(file, out string) error {
 	if out == file {
-		return usage("%s is the trace: name another file for the page, by --html", out)
+		return usage("%s is the trace itself: give --html another file name", out)
 	}
 	text, err := regular.Read(file, maxTrace)
 	if err != nil {

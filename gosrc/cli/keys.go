@@ -11,12 +11,12 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// Options name where a key or password is, never the secret itself: other users
-// of the machine can read command lines.
+// Options say where a key or password is, and never contain the secret itself, because
+// other users of the machine can read command lines.
 var (
 	decryptOptions = []option{
 		{name: "decrypt-key", value: "FROM",
-			doc: "key of encrypted .tensors files: file:PATH or env:NAME that holds 32 bytes or 64 hex digits"},
+			doc: "key of encrypted .tensors files (32 bytes or 64 hex digits): file:PATH or env:NAME"},
 		{name: "decrypt-password", value: "FROM", doc: "password of encrypted .tensors files: file:PATH or env:NAME"},
 	}
 	encryptOptions = []option{
@@ -25,14 +25,14 @@ var (
 	}
 )
 
-// keys returns the key or password that the options with a prefix name, in the
-// form that the engine takes.
+// keys returns the key or password that the options with this prefix name, in the
+// engine's form.
 func (c *call) keys(prefix string) (map[string]string, error) {
-	name, wrong, read := prefix+"-key", "must hold 32 bytes or 64 hex digits", tensorizer.KeySettings
+	name, wrong, read := prefix+"-key", "must contain 32 bytes or 64 hex digits", tensorizer.KeySettings
 	from, isGiven := c.opts[name]
 	if password, also := c.opts[prefix+"-password"]; also {
 		if isGiven {
-			return nil, usage("--%s-key and --%s-password exclude each other", prefix, prefix)
+			return nil, usage("--%s-key and --%s-password cannot be combined", prefix, prefix)
 		}
 		name, wrong, read = prefix+"-password", "is empty", tensorizer.PasswordSettings
 		from, isGiven = password, true

@@ -65,7 +65,7 @@ func TestKeys(t *testing.T) {
 		{ExitBad, "another key", []string{"diff", plain, sealed, "--decrypt-key", "env:OTHER"}},
 		{ExitUsage, "list of processes", []string{"verify", sealed, "--decrypt-key", digits}},
 		{ExitUsage, "list of processes", []string{"verify", sealed, "--decrypt-password=planted"}},
-		{ExitUsage, "exclude", []string{"verify", sealed, "--decrypt-key", key, "--decrypt-password", words}},
+		{ExitUsage, "cannot be combined", []string{"verify", sealed, "--decrypt-key", key, "--decrypt-password", words}},
 		{ExitUsage, "32 bytes", []string{"verify", sealed, "--decrypt-key", words}},
 		{ExitUsage, "not set", []string{"verify", sealed, "--decrypt-key", "env:UNSET"}},
 		{ExitUsage, "empty", []string{"verify", sealed, "--decrypt-password", write("nothing", "\n")}},

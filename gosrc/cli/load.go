@@ -1,6 +1,6 @@
 package cli
 
-// This file has the verb load, which measures a load.
+// This file defines the command load, which measures a load.
 
 import (
 	"fmt"
@@ -16,45 +16,45 @@ import (
 )
 
 var traceOption = option{name: "trace", value: "FILE",
-	doc: "write a Chrome trace of the (last) load; overwire inspect --html makes a page of it"}
+	doc: "write a Chrome trace of the (last) load; overwire inspect --html turns it into a page"}
 
 var loadVerb = &verb{
 	name: "load", args: "SRC...", least: 1, most: -1,
 	short: "load a model and report how long it took",
 	long: `
-Loads every tensor of files, a folder or an index.json, as load_file does, into
-host or GPU memory, prints the time and the rate, and frees the memory. Of a
-folder that holds models in folders below it, all of them are loaded. With
+Loads every tensor of files, a folder or an index.json into host or GPU memory, as
+load_file does, prints the time and the rate, and frees the memory. For a
+folder with models in subfolders, it loads all of them. With
 --trace it also prints the time of each stage and, on a GPU, how long the copy
-stream was idle. Plain files for the CPU are mapped, not read, so that their
-rate means nothing and is left out; set OVERWIRE_MMAP=off to have them read. With
---plan it touches no tensor and no GPU, and prints the memory that the load would
-take; with --keep SIZE, also what overwire.offload would keep on the device and
-stream from host memory, as far as names tell the model's blocks.`,
+stream was idle. On the CPU, plain files are memory-mapped, not read: a rate would mean
+nothing and is omitted. Set OVERWIRE_MMAP=off to have them read. With
+--plan it loads nothing and does not touch the GPU, but prints the memory that the load
+would need. With --keep SIZE it also prints what overwire.offload would keep on the device
+and stream from host memory, as far as the model's blocks can be told from tensor names.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
 	options: append([]option{
 		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "number of loads, one after the other (default 1)"},
-		{name: "plan", doc: "say what the load would take, by headers alone, and load nothing"},
+		{name: "plan", doc: "print what the load would need, read only headers, and load nothing"},
 		{
 			name: "keep", value: "SIZE", size: true, none: true,
-			doc: "with --plan: what overwire.offload(keep=SIZE) would keep and stream, too",
+			doc: "with --plan: also print what overwire.offload(keep=SIZE) would keep and stream",
 		},
 		traceOption, threadsOption, storageOption,
 	}, decryptOptions...),
 	run: (*call).load,
 }
 
-// load runs the verb. Its report is a list: one load.Report for each load.
+// load runs the command. Its report is a list with one load.Report for each load.
 func (c *call) load() error {
 	_, keeps := c.opts["keep"]
 	switch {
 	case c.is("plan") && (c.opts["trace"] != "" || c.opts["repeat"] != ""):
-		return usage("--plan loads nothing: leave --trace and --repeat out")
+		return usage("--plan loads nothing: omit --trace and --repeat")
 	case c.is("plan"):
 		return c.planLoad()
 	case keeps:
-		return usage("--keep goes with --plan")
+		return usage("--keep needs --plan")
 	}
 	repeat := c.number("repeat", 1)
 	reports := make([]load.Report, 0, repeat)
@@ -88,7 +88,7 @@ func (c *call) load() error {
 	})
 }
 
-// open opens a model, or those of the folders below the one that is named.
+// open opens a model, or the models in the subfolders of the given folder.
 func (c *call) open(uris []string, storage format.Access) (*load.Model, error) {
 	return stored.ExpandFolders(c.ctx, uris, storage.Options, func(uris []string) (*load.Model, error) {
 		return load.Open(c.ctx, load.Spec{URIs: uris, Storage: storage})

@@ -1,6 +1,6 @@
 package cli
 
-// This file has the verbs fetch and serve.
+// This file defines the commands fetch and serve.
 
 import (
 	"fmt"
@@ -24,27 +24,29 @@ var fetchVerb = &verb{
 	short: "download URLs to a file or to standard output, or a folder to a folder",
 	long: `
 Writes the bodies of the URLs (or files) to OUT, or to standard output, in order
-and nothing else. Ranges are fetched ahead, several at once, resumed where a
-connection breaks, and held in at most 64 MiB. Any failure, a short body or an
-HTTP error among them, gives a status that is not 0. OUT is complete or absent;
+and nothing else. It requests several ranges at once, resumes where a
+connection breaks, and buffers at most 64 MiB. Any failure, such as a short body or an
+HTTP error, gives a nonzero status. OUT is never visible half written;
 if it replaces a file, it keeps that file's mode and owner, and a symbolic link
-is followed. What an interrupted run has fetched stays in a hidden file next to OUT
-(.OUT.partial), and the same command goes on there, unless the object has changed. -o - writes to standard output even if that is a terminal. One folder of
-S3, a repository of the Hub, or a URL that ends in a slash, of a server that lists it as
-overwire serve does, becomes the folder OUT, with all that is in it but
-hidden files; if OUT has something in it, only with --force.
+is followed. An interrupted run keeps what it has fetched in a hidden file next to OUT
+(.OUT.partial), and the same command continues there, unless the object has changed.
+-o - writes to standard output even if that is a terminal.
 
---presign downloads nothing: it prints an https URL, signed with the credentials at
-hand, by which anyone reads the S3 object until it expires. Keep it secret.`,
+A folder of S3, a repository of the Hub, or a URL that ends in a slash, on a server that
+lists its files as overwire serve does, becomes the folder OUT with all files except
+hidden ones. If OUT is not empty, this needs --force.
+
+--presign downloads nothing: it prints an https URL, signed with your credentials,
+that lets anyone read the S3 object until it expires. Keep it secret.`,
 	example: "overwire fetch https://host/model.safetensors -o model.safetensors\n" +
 		"overwire fetch https://host/a.bin https://host/b.bin | consumer\n" +
 		"overwire fetch s3://models/llama -o llama\n" +
 		"overwire fetch s3://models/m.safetensors --presign 3600",
 	options: []option{
 		{name: "output", short: "o", value: "OUT", doc: "file or folder to write (default: standard output)"},
-		{name: "force", short: "f", doc: "bring a folder into one that is not empty"},
+		{name: "force", short: "f", doc: "merge into a non-empty folder"},
 		{name: "quiet", short: "s", doc: "print nothing but errors"},
-		{name: "verbose", short: "v", doc: "report bytes, time and rate on standard error"},
+		{name: "verbose", short: "v", doc: "print bytes, time and rate on standard error"},
 		{name: "presign", value: "SECONDS", lo: 1, hi: 604800,
 			doc: "print a URL that reads the S3 object for up to 604800 seconds"},
 		storageOption,
@@ -52,7 +54,7 @@ hand, by which anyone reads the S3 object until it expires. Keep it secret.`,
 	run: (*call).fetchURLs,
 }
 
-// fetchURLs runs the verb.
+// fetchURLs runs the command.
 func (c *call) fetchURLs() error {
 	out := c.opts["output"]
 	if c.opts["presign"] != "" {
@@ -83,8 +85,8 @@ func (c *call) fetchURLs() error {
 	})
 }
 
-// remoteFolder is the folder of a store that lists its files, if the one argument names
-// one; else "".
+// remoteFolder returns the only argument if it names a folder in a store that lists its
+// files, otherwise "".
 func (c *call) remoteFolder() string {
 	uri := c.args[0]
 	isWebFolder := slices.Contains([]string{"http", "https"}, source.Scheme(uri)) && source.Folder(uri)
@@ -97,7 +99,7 @@ func (c *call) remoteFolder() string {
 
 func (c *call) fetchFolder(dir, out string) error {
 	if out == "" || out == "-" {
-		return usage("%s is a folder: write -o and the folder to bring it to", errs.RedactURI(dir))
+		return usage("%s is a folder: give -o and the folder to write it to", errs.RedactURI(dir))
 	}
 	if !c.is("force") {
 		if err := c.refuseExisting(out); err != nil {
@@ -112,13 +114,13 @@ func (c *call) fetchFolder(dir, out string) error {
 		for _, f := range rep.Files {
 			fmt.Fprintln(w, errs.OneLine(f))
 		}
-		fmt.Fprintf(w, "%s of %s in %.2f s, %s\n", filesText(len(rep.Files), "", ""), bytesText(rep.Bytes), rep.Seconds,
+		fmt.Fprintf(w, "%s of %s in %.2f s, %s\n", countText(len(rep.Files), "file"), bytesText(rep.Bytes), rep.Seconds,
 			rateText(rep.Bytes, rep.Seconds))
 	})
 }
 
-// checkFetch refuses to write the bytes to a terminal, between JSON, or when one
-// of the arguments was probably meant as the output.
+// checkFetch refuses to write the bytes to a terminal or into JSON output, and
+// arguments of which one was probably meant as the output.
 func (c *call) checkFetch(out string) error {
 	if out != "" && out != "-" {
 		return nil
@@ -130,38 +132,38 @@ func (c *call) checkFetch(out string) error {
 	if file := slices.IndexFunc(c.args, func(arg string) bool {
 		return !isURL(arg)
 	}); out == "" && file >= 0 && slices.ContainsFunc(c.args, isURL) {
-		return usage("%s is not a URL: write overwire fetch URL -o FILE to save to a file; -o - to have the bytes "+
-			"of URLs and files on standard output",
+		return usage("%s is not a URL: write overwire fetch URL -o FILE to save to a file, or -o - to write the bytes "+
+			"of URLs and files to standard output",
 			c.args[file])
 	}
 	if out == "" && isTerminal(c.stdout) {
-		return usage("standard output is a terminal: save to a file by -o FILE, or send the bytes to a program by |")
+		return usage("standard output is a terminal: save to a file with -o FILE, or pipe the bytes to a program")
 	}
 	return nil
 }
 
 var serveVerb = &verb{
 	name: "serve", args: "DIR", least: 1, most: 1,
-	short: "serve a folder over HTTP, to try out link speeds, latencies and faults",
+	short: "serve a folder over HTTP, to try link speeds, latencies and faults",
 	long: `
-Serves the files of DIR with ranges and ETags until it is interrupted, and lists its
-folders, so that fetch and compress take them. Hidden files, and links that lead out of
-DIR, are not served. It listens
-on this machine only unless --address says otherwise, and asks for no password.
---faults takes the probability that a response has a fault: ` +
+Serves the files of DIR with ranges and ETags until it is interrupted. It lists
+folders, so that fetch and compress can read them. Hidden files, and links that lead out
+of DIR, are not served. It listens only on this machine unless --address says otherwise,
+and asks for no password. --faults takes the probability of a fault in each response: ` +
 		strings.Join(slices.Sorted(maps.Keys(serve.Kinds())), ", ") + ".",
 	example: "overwire serve models --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
 	options: []option{
-		{name: "address", value: "HOST:PORT", doc: "where to listen (default 127.0.0.1:0, a free port)"},
-		{name: "port", value: "N", hi: 65535, doc: "port of 127.0.0.1 to listen at"},
+		{name: "address", value: "HOST:PORT", doc: "address to listen on (default 127.0.0.1:0, a free port)"},
+		{name: "port", value: "N", hi: 65535, doc: "port of 127.0.0.1 to listen on"},
 		{name: "rate", value: "SIZE", size: true, doc: "bytes per second over all connections, e.g. 1.25GB"},
-		{name: "each", value: "SIZE", size: true, doc: "bytes per second of one connection, as object stores limit it"},
+		{name: "each", value: "SIZE", size: true, doc: "bytes per second of each connection, as object stores " +
+			"limit it"},
 		{name: "latency", value: "MS", hi: 60_000, doc: "milliseconds before each response"},
 		{name: "faults", value: "LIST", doc: "name=probability,..."},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "seed of the random faults"},
-		{name: "retry-after", value: "S", hi: 3600, doc: "seconds that responses 429 and 503 ask to wait"},
+		{name: "retry-after", value: "S", hi: 3600, doc: "seconds in Retry-After of responses 429 and 503"},
 		{name: "no-ranges", doc: "ignore Range headers, as old servers do"},
-		{name: "chunked", doc: "send no Content-Length either"},
+		{name: "chunked", doc: "send chunked responses without Content-Length"},
 		{name: "cert", value: "PEM", doc: "certificate, for TLS"},
 		{name: "key", value: "PEM", doc: "private key of the certificate"},
 	},
@@ -169,7 +171,7 @@ on this machine only unless --address says otherwise, and asks for no password.
 		address := c.opts["address"]
 		if c.opts["port"] != "" {
 			if address != "" {
-				return usage("--port and --address both say where to listen: give one of them")
+				return usage("give either --port or --address, not both")
 			}
 			address = fmt.Sprintf("127.0.0.1:%d", c.number("port", 0))
 		}
@@ -185,7 +187,7 @@ on this machine only unless --address says otherwise, and asks for no password.
 			name, text, _ := strings.Cut(word, "=")
 			var err error
 			if opt.Faults[name], err = strconv.ParseFloat(text, 64); err != nil {
-				return usage("--faults %s: write name=probability,...", word)
+				return usage("--faults %s: expected name=probability,...", word)
 			}
 		}
 		s, err := serve.New(c.args[0], opt)

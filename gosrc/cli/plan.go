@@ -1,6 +1,6 @@
 package cli
 
-// This file says what a load or an offload would take: load --plan, and what doctor reports of a model.
+// This file predicts what a load or an offload would need, for load --plan and doctor.
 
 import (
 	"fmt"
@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// planReport is the document of --json.
+// planReport is the JSON document.
 type planReport struct {
 	Tensors int           `json:"tensors"`
 	Bytes   int64         `json:"bytes"`   // of all tensors, when they are loaded
@@ -40,67 +40,68 @@ func (c *call) planLoad() error {
 		return err
 	}
 	defer m.Close()
-	outlook, err := m.Outlook(nil, q)
+	estimate, err := m.Estimate(nil, q)
 	if err != nil {
 		return err
 	}
 	r := planReport{
-		Tensors: len(outlook.Bytes), Peak: outlook.Peak, Staging: outlook.Staging, Pinned: outlook.Pinned,
-		Offload: outlook.Offload,
+		Tensors: len(estimate.Bytes), Peak: estimate.Peak, Staging: estimate.Staging, Pinned: estimate.Pinned,
+		Offload: estimate.Offload,
 	}
-	for i, n := range outlook.Bytes {
+	for i, n := range estimate.Bytes {
 		r.Bytes += n
 		r.Stored += m.Index().Tensors[i].Stored
 	}
 	return c.show(r, func(w io.Writer) {
 		fmt.Fprintf(w, "%s, %s, read or mapped as %s\n", countText(r.Tensors, "tensor"), bytesText(r.Bytes),
 			bytesText(r.Stored))
-		fmt.Fprintf(w, "load: %s at its peak, slots of %s\n", bytesText(r.Peak), bytesText(r.Staging))
+		fmt.Fprintf(w, "load: %s at peak, slots of %s\n", bytesText(r.Peak), bytesText(r.Staging))
 		if r.Offload != nil {
 			fmt.Fprintf(w, "offload: %s\n", offloadText(r.Offload))
 		}
 	})
 }
 
-// offloadText says what an offload takes of the device and of the host.
+// offloadText describes an offload's memory on the device and the host.
 func offloadText(o *plan.Offload) string {
 	if len(o.Blocks) == 0 {
 		return fmt.Sprintf("nothing is streamed: %s on the device", bytesText(o.DeviceBytes()))
 	}
-	return fmt.Sprintf("%s on the device: %s in no block, %s of blocks that stay, a ring of %s; "+
+	return fmt.Sprintf("%s on the device: %s outside blocks, %s of blocks that stay, a ring of %s; "+
 		"%s, %s together, %s streamed from at most %s of host memory: %s to %s",
 		bytesText(o.DeviceBytes()), bytesText(o.Rest), bytesText(o.Kept), bytesText(o.Ring),
 		countText(len(o.Blocks), "block"), bytesText(o.Streamed), plural(len(o.Blocks), "is", "are"),
 		bytesText(o.Stored), o.Blocks[0], o.Blocks[len(o.Blocks)-1])
 }
 
-// A Model is what doctor reports of one: whether its weights fit on each GPU.
+// A Model is doctor's report on a model: whether its weights fit on each GPU.
 type Model struct {
 	Path  string     `json:"path"`
 	Bytes int64      `json:"bytes"`
 	GPUs  []ModelFit `json:"gpus"`
 }
 
-// A ModelFit is how a model runs on one GPU.
+// A ModelFit says how a model runs on one GPU.
 type ModelFit struct {
 	Index int `json:"index"`
-	// Fits: the weights leave a fifth of the GPU for what the model computes.
+	// Fits means that the weights leave a fifth of the GPU for activations.
 	Fits bool `json:"fits"`
-	// Keep is what overwire.offload may keep so that this stays true, and Offload what
-	// it then does; nil where the weights fit, and where even the ring does not.
+	// Keep is the most that overwire.offload may keep so that a fifth stays free, and
+	// Offload what it then does. Both are nil if the weights fit, or if even the ring
+	// does not.
 	Keep    int64         `json:"keep"`
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
 
-// diagnoseModel asks how the model that the arguments name runs on each GPU.
+// diagnoseModel reports how the model that the arguments name would run on each GPU.
 func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
 	m, err := c.open(c.args, c.storage)
 	if err != nil {
 		return nil, err
 	}
 	defer m.Close()
-	keepOf := func(keep int64) (load.Outlook, error) {
-		return m.Outlook(nil, load.Prospect{Keep: &keep})
+	keepOf := func(keep int64) (load.Estimate, error) {
+		return m.Estimate(nil, load.Prospect{Keep: &keep})
 	}
 	least, err := keepOf(0)
 	if err != nil {
@@ -111,12 +112,12 @@ func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
 		room := d.Memory / 5 * 4
 		fit := ModelFit{Index: d.Index, Fits: r.Bytes <= room}
 		if !fit.Fits && least.Offload.DeviceBytes() <= room {
-			fit.Keep = room - least.Offload.DeviceBytes() // the ring is never larger than with nothing kept
-			outlook, err := keepOf(fit.Keep)
+			fit.Keep = room - least.Offload.DeviceBytes() // a ring is never larger than it is with nothing kept
+			estimate, err := keepOf(fit.Keep)
 			if err != nil {
 				return nil, err
 			}
-			fit.Offload = outlook.Offload
+			fit.Offload = estimate.Offload
 		}
 		r.GPUs = append(r.GPUs, fit)
 	}
@@ -130,7 +131,7 @@ func (m *Model) writeLines(available int64, line func(name, format string, args 
 		if m.Bytes > available {
 			fits = "does not fit"
 		}
-		line("model on the host", "%s in what is available", fits)
+		line("model on the host", "%s in the available memory", fits)
 	}
 	for _, fit := range m.GPUs {
 		text := "fits"
@@ -139,7 +140,7 @@ func (m *Model) writeLines(available int64, line func(name, format string, args 
 			text = fmt.Sprintf(`does not fit: overwire.offload(model, "cuda:%d", keep=%d): `, fit.Index, fit.Keep)
 			text += offloadText(o)
 		case !fit.Fits:
-			text = "does not fit, nor does what an offload has there: overwire.offload cannot run it there"
+			text = "does not fit, and overwire.offload cannot run it here either: its smallest ring does not fit"
 		}
 		line(fmt.Sprintf("model on cuda:%d", fit.Index), "%s", text)
 	}

@@ -45,7 +45,7 @@ func TestPlan(t *testing.T) {
 		}
 	}
 	for _, c := range []struct{ argv, want string }{
-		{"load --plan " + path, "at its peak"},
+		{"load --plan " + path, "at peak"},
 		{"load --plan --keep 0 " + path,
 			"16 blocks, 16 MB together, are streamed from at most 16 MB of host memory: layers.0 to layers.15"},
 		{"load --plan --keep 1TB " + path, "nothing is streamed"}, {"doctor " + path, path},

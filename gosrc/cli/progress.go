@@ -1,6 +1,6 @@
 package cli
 
-// This file shows the progress of a verb on a terminal.
+// This file shows the progress of a command on a terminal.
 
 import (
 	"fmt"
@@ -14,14 +14,14 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// progress shows the job's counters on stderr while a verb runs, if stderr is a
-// terminal. The returned function ends that and removes the line; it may be
-// called more than once.
+// progress shows the job's counters on stderr while a command runs, if stderr is a
+// terminal. The returned function ends that and removes the line. It may be called more
+// than once.
 func (c *call) progress() (clear func()) {
 	if !isTerminal(c.stderr) {
 		return func() {}
 	}
-	stderr := unwrapWriter(c.stderr) // the line is ours, and so is what moves the cursor
+	stderr := unwrapWriter(c.stderr) // we wrote the line and its control characters ourselves
 	end, exit := make(chan struct{}), make(chan struct{})
 	spawn.Go("progress", func() {
 		defer close(exit)

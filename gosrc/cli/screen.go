@@ -1,6 +1,6 @@
 package cli
 
-// This file has what texts are printed to, and what happens when no one reads them any more.
+// This file writes to standard output and standard error, and handles readers that go away.
 
 import (
 	"context"
@@ -14,25 +14,25 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// ExitPipe says that the reader of standard output or standard error has gone, as
-// `overwire ... | head` has it. By default Go, like other programs, ends the process there,
-// with files half written: here the verb ends first, and the caller ends the process.
+// ExitPipe says that the reader of standard output or standard error has gone, as in
+// `overwire ... | head`. Go programs normally end there, possibly with files half written.
+// Here the command ends first, and the caller ends the process.
 const ExitPipe = 128 + int(syscall.SIGPIPE)
 
-// readers are those of the outlets of one command line.
+// readers watches the readers of one command line's outlets.
 type readers struct {
 	gone atomic.Bool
 	stop context.CancelFunc
 }
 
-// watchReaders returns a context that ends when a reader goes.
+// watchReaders returns a context that is cancelled when a reader goes away.
 func watchReaders(ctx context.Context) (context.Context, *readers) {
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := context.WithCancel(ctx)
 	return ctx, &readers{stop: stop}
 }
 
-// An outlet is standard output or standard error. Nothing is printed once a reader has gone.
+// An outlet is standard output or standard error. It prints nothing once a reader has gone.
 type outlet struct {
 	io.Writer
 	readers *readers
@@ -50,9 +50,9 @@ func (o *outlet) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// A screen is standard output or standard error for texts, in which names of files and
-// objects, and what files contain, may not control a terminal. Each Write is whole
-// characters. What is no text goes to the Writer itself.
+// A screen prints texts to standard output or standard error so that names and contents
+// of files cannot control a terminal. Each Write must be whole characters. Binary data
+// goes to the Writer itself.
 type screen struct{ io.Writer }
 
 func (s screen) Write(p []byte) (int, error) {
@@ -62,7 +62,7 @@ func (s screen) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// unwrapWriter is the writer behind a screen, without its locks.
+// unwrapWriter returns the writer of a screen, without its locks.
 func unwrapWriter(w io.Writer) io.Writer {
 	if s, ok := w.(screen); ok {
 		return s.Writer
@@ -70,7 +70,7 @@ func unwrapWriter(w io.Writer) io.Writer {
 	return w
 }
 
-// fileOf is the file behind a screen; nil if there is none.
+// fileOf returns the file of a screen; nil if there is none.
 func fileOf(w io.Writer) *os.File {
 	w = unwrapWriter(w)
 	if o, ok := w.(*outlet); ok {

@@ -26,8 +26,8 @@ func TestStorageTexts(t *testing.T) {
 // One tensor is no several, also in a text that is added later: a number and its noun come from countText.
 func TestCounts(t *testing.T) {
 	for n, want := range map[int]string{0: "0 files", 1: "1 file", 2: "2 files", 12345: "12,345 files"} {
-		if got := countText(n, "file"); got != want || filesText(n, "", "") != want {
-			t.Error(got, filesText(n, "", ""))
+		if got := countText(n, "file"); got != want {
+			t.Error(got)
 		}
 	}
 	sources, err := filepath.Glob("*.go")

@@ -1,6 +1,6 @@
 package cli
 
-// This file has URLs of objects that need no credentials, and checks of objects to be written.
+// This file prints presigned URLs of objects, and checks objects before they are written.
 
 import (
 	"errors"
@@ -32,7 +32,7 @@ func (c *call) printPresigned() error {
 	return c.show(answer, func(w io.Writer) { fmt.Fprintln(w, url) })
 }
 
-// refuseExistingRemote refuses to replace an object, or to write into a folder that is not empty.
+// refuseExistingRemote returns an error if out is an existing object or a non-empty folder.
 func (c *call) refuseExistingRemote(out string) error {
 	exists := usage("%s exists; give --force to replace it", errs.RedactURI(out))
 	if !source.Folder(out) {

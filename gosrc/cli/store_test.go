@@ -75,7 +75,7 @@ func TestStore(t *testing.T) {
 		must(t, "fetch", uri, "-o", brought, storage, "-f")
 	}
 	if status, _, stderr := overwire("fetch", "s3://models/packed", storage); status != ExitUsage ||
-		!strings.Contains(stderr, "is a folder: write -o") {
+		!strings.Contains(stderr, "is a folder: give -o") {
 		t.Errorf("status %d, %s", status, stderr)
 	}
 	r, err := http.Get(strings.TrimSpace(must(t, "fetch", "s3://models/m.safetensors", "--presign", "600", storage)))

@@ -63,7 +63,7 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 
 // Use chooses the decoder by name: "scalar", "neon", "avx2", "avx512". Any other name, or one
 // that the machine lacks, chooses the best that it has. Call it at the start of a
-// process: it is not safe beside Decode.
+// process: it is not safe while Decode runs.
 func Use(name string) {
 	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2,
 		"avx512": x16.AVX512}[name]

@@ -1,6 +1,6 @@
 package codec
 
-// This file encodes chunks, each by the codec that makes it smallest, and names what
+// Encodes chunks, each by the codec that makes it smallest, and names what
 // it chose.
 
 import (

@@ -1,6 +1,6 @@
 package codec
 
-// This file tests which of several ways an encoder takes, and how it is called.
+// Tests which of several ways an encoder takes, and how it is called.
 
 import (
 	"bytes"

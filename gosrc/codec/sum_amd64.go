@@ -2,7 +2,7 @@
 
 package codec
 
-// This file computes CRC-32C with AVX-512 and carry-less multiplication.
+// Computes CRC-32C with AVX-512 and carry-less multiplication.
 
 import (
 	"hash/crc32"

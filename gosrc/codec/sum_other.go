@@ -2,7 +2,7 @@
 
 package codec
 
-// This file computes CRC-32C where there is no AVX-512.
+// Computes CRC-32C where there is no AVX-512.
 
 import "hash/crc32"
 

@@ -1,10 +1,10 @@
-// Package companions finds and copies the auxiliary files of a folder of weights:
-// config.json, a tokenizer, the folders of a pipeline that hold no weights.
+// Package companions finds and copies the auxiliary files of a weights folder:
+// config.json, a tokenizer, subfolders of a pipeline without weights.
 //
-// A link is followed to a file of the folder itself, and from a snapshot of a Hugging
-// Face cache to that cache's blobs; the copy is a plain file. Other links are not
-// copied: a folder from a stranger must not copy files of this machine. Neither are hidden files.
-// The caller gets the names of files that were not copied.
+// A link is followed to a file in the folder itself, or from a snapshot of a Hugging Face cache
+// to that cache's blobs; the copy is a plain file. Other links are not copied, so that a
+// stranger's folder cannot copy files of this machine. Hidden files are not copied. The caller
+// gets the names of files that were not copied.
 package companions
 
 import (
@@ -24,43 +24,45 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// MaxOther is the size up to which weights in other formats are copied along: the
-// small ones are often no weights (training_args.bin).
+// MaxOther is the size up to which files with extensions of other weight formats are
+// copied: small ones often contain no weights (training_args.bin).
 const MaxOther = 64 << 20
 
-// OtherWeights are the extensions of weights in other formats.
+// OtherWeights are the extensions of other weight formats.
 var OtherWeights = []string{
 	".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".nemo", ".npz", ".onnx", ".onnx_data",
 	".ot", ".pb", ".pdparams",
 	".pkl", ".pt", ".pth", ".tensors", ".tflite",
 }
 
-// A Folder says where companions are looked for.
+// A Folder says where to look for auxiliary files.
 type Folder struct {
 	Path string
 	// Root is the folder that links may lead into; "": Path.
 	Root string
-	// Avoid is the folder that is written; it may be Path itself, which then has none.
+	// Avoid is the folder that is written. If it is Path itself, there are no files to
+	// copy.
 	Avoid string
-	// Below says that the caller visits the folders below Path.
+	// Below says that the caller handles the subfolders of Path.
 	Below bool
-	// Open opens the files of a remote folder, and Files are those in it and below it.
+	// Open opens the files of a remote folder. Files are those in it and its
+	// subfolders.
 	Open  func(ctx context.Context, uri string) (source.Source, error)
 	Files []source.Entry
 }
 
-// A File is one companion.
+// A File is one auxiliary file.
 type File struct {
 	Name string
-	Path string // links followed
+	Path string // with links followed
 	Size int64
-	Mode fs.FileMode // of permissions; 0: of a remote one, which has none
+	Mode fs.FileMode // permissions; 0 for a remote file, which has none
 
-	open func(ctx context.Context, uri string) (source.Source, error) // of a remote one
+	open func(ctx context.Context, uri string) (source.Source, error) // of a remote file
 }
 
-// Find lists the companions of a folder, those named in taken left out, and the paths
-// of files that are not copied. Only a folder has any.
+// Find lists the auxiliary files of a folder, except those in taken, and the paths of
+// files that are not copied. Only a folder has any.
 func Find(in Folder, taken map[string]bool) (found []File, left []string, err error) {
 	if source.Remote(in.Path) {
 		found, left = in.remote(taken)
@@ -80,7 +82,7 @@ func Find(in Folder, taken map[string]bool) (found []File, left []string, err er
 		root = in.Path
 	}
 	for _, e := range entries {
-		path := strings.TrimSuffix(in.Path, "/") + "/" + e.Name() // ".." stays, as the system takes it
+		path := strings.TrimSuffix(in.Path, "/") + "/" + e.Name() // ".." stays, as the system resolves it
 		switch {
 		case taken[e.Name()]:
 		case e.IsDir():
@@ -136,8 +138,8 @@ func isWeights(name string) bool {
 	return ok
 }
 
-// OtherFormat is the extension of a name that is one of weights in another format; "" for
-// any other name.
+// OtherFormat returns the extension of a name if it belongs to another weight format,
+// otherwise "".
 func OtherFormat(name string) string {
 	if ext := strings.ToLower(filepath.Ext(name)); slices.Contains(OtherWeights, ext) {
 		return ext
@@ -145,10 +147,10 @@ func OtherFormat(name string) string {
 	return ""
 }
 
-// fits reports whether a file is not too long to be copied along.
+// fits reports whether a file is small enough to be copied.
 func fits(name string, size int64) bool { return size <= MaxOther || OtherFormat(name) == "" }
 
-// findCompanion finds the file that a name in the folder leads to; ok is false if it
+// findCompanion finds the file that a name in the folder leads to. ok is false if it
 // must not be copied.
 func findCompanion(root, path string) (f File, ok bool, err error) {
 	f = File{Name: filepath.Base(path), Path: path}
@@ -171,7 +173,8 @@ func findCompanion(root, path string) (f File, ok bool, err error) {
 	return f, st.Mode().IsRegular() && fits(f.Name, f.Size), nil
 }
 
-// faultOf is the error of a disk or of memory; nil if a file is absent or not readable for this user.
+// faultOf returns the error of a disk or of memory, and nil if a file is merely absent or not
+// readable for this user.
 func faultOf(err error) error {
 	fault := errs.FromOS(err)
 	if _, system := errors.AsType[syscall.Errno](err); system &&
@@ -181,8 +184,8 @@ func faultOf(err error) error {
 	return nil
 }
 
-// followWithin follows a link to a file of the folder root, or of the blobs of the Hugging
-// Face cache that root is a snapshot of.
+// followWithin follows a link to a file in the folder root, or in the blobs of the Hugging
+// Face cache to which the snapshot root belongs.
 func followWithin(root, link string) (real string, ok bool, err error) {
 	if real, err = filepath.EvalSymlinks(link); err != nil {
 		return "", false, err
@@ -204,11 +207,11 @@ func followWithin(root, link string) (real string, ok bool, err error) {
 	return real, isSnapshot && filepath.Dir(real) == cache+"/blobs", nil
 }
 
-// step is how many bytes of a copied file are in memory.
+// step is how many bytes of a copied file are in memory at once.
 const step = 1 << 20
 
-// Copy passes the bytes of f to write. It fails if the size has changed since
-// f was found, or the bytes change while they are read.
+// Copy passes the bytes of f to write. It fails if the size has changed since f was
+// found, or if the bytes change during the copy.
 func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
 	open := f.open
 	if open == nil {

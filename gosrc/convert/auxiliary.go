@@ -16,9 +16,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// addCompanions puts the auxiliary files of source folders before the files of the model, since a file that refers
-// to others comes last, and lists those that are not copied. Weights are opened as every load opens them, through
-// any link: only their tensors are copied.
+// addCompanions puts the auxiliary files of source folders before the files of the model, because files that
+// refer to others come last, and lists those that are not copied. Weights are opened as in every load, through
+// any link, because only their tensors are copied.
 func addCompanions(c *conversion, src []string, to save.Target, files []save.File, in branch) (all []save.File,
 	left []string, err error) {
 	taken := map[string]bool{}
@@ -65,7 +65,7 @@ func listAuxiliary(c *conversion, src []string, in branch) (left []string) {
 	return left
 }
 
-// folderOf is the folder in which the companions of a source are looked for.
+// folderOf returns the folder in which to look for the auxiliary files of a source.
 func folderOf(c *conversion, src, avoid string, in branch) companions.Folder {
 	path := src
 	if at := source.LocationOf(src); !at.Remote {
@@ -75,7 +75,7 @@ func folderOf(c *conversion, src, avoid string, in branch) companions.Folder {
 		Open: open.With(c.spec.Storage.Options).Open}
 }
 
-// copyOf is a file like a companion of the source's.
+// copyOf plans the copy of an auxiliary file.
 func copyOf(f companions.File, path string) publish.File {
 	return publish.File{Path: path, Copied: true, Content: &publish.Prewritten{Bytes: f.Size,
 		Fill: func(ctx context.Context, write func(p []byte, off int64) error) error {

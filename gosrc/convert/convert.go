@@ -1,6 +1,6 @@
-// Package convert rewrites models: plain files become containers and the reverse, in files, folders and stores. It
-// reads with package stored, and writes with package save. It holds the index of the sources and a window of
-// chunks, never a whole model.
+// Package convert rewrites models: plain files become containers and the reverse, in files, folders and stores.
+// It reads with package stored, and writes with package save. It holds only the index of the sources and a
+// window of chunks in memory.
 package convert
 
 import (
@@ -19,31 +19,29 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// Convert reads tensors from anything that can be opened (files, folders, an
-// index.json; plain or compressed) and writes them as spec says, a window of chunks
-// at a time: never the whole model in memory.
+// Convert reads tensors from files, folders or an index.json, plain or compressed, and
+// writes them as spec says. It holds a window of chunks in memory, never the whole
+// model.
 //
-// A container stores what is needed to write the plain file that it was made from
-// again, byte for byte, if that file becomes one container with the same metadata;
-// when such a container becomes one plain file, it is that file.
+// If a plain file becomes one container with the same metadata, the container stores
+// what is needed to restore that file byte for byte. If such a container becomes one
+// plain file, it is that file.
 //
-// If dst is a folder, every file has its old name (if dst has a set of these names already,
-// see modelfiles.Mark), its tensors and its metadata. The
-// index.json and the auxiliary files of a source folder are copied (see package
-// companions); dst must not have other weights. Every model of a folder is converted, with its
-// variants. Otherwise all tensors go into the
-// file dst (or its shards, if spec says so), with the metadata of all sources, the
-// first one's where they differ. dst is a folder if it is one, if it ends in a
-// slash, or if the source is a folder or has several files and dst does not end in
-// .safetensors or .tensors. spec.Path is ignored; spec.Metadata override
-// those of the sources.
+// If dst is a folder, every file keeps its name (if dst already has a set of these names, see
+// modelfiles.Mark), its tensors and its metadata. The index.json and the auxiliary files of a
+// source folder are copied (see package companions); dst must not have other weights. Every
+// model of a folder is converted, with its variants. Otherwise all tensors go into the file
+// dst (or its shards, if spec says so), with the metadata of all sources; where they differ,
+// the first source wins. dst is a folder if it already is one, if it ends in a slash, or if
+// the source is a folder or has several files and dst does not end in .safetensors or
+// .tensors. spec.Path is ignored; spec.Metadata overrides that of the sources.
 //
-// If src is one folder, here or in a store that lists its files, the folders below it are
-// converted and copied in the same way: a diffusers pipeline stays one. The files of the folder itself, which
-// refer to the others, are written last.
+// If src is one folder, local or in a store that lists its files, its subfolders are converted and copied in
+// the same way, so that a diffusers pipeline stays one. The files of the folder itself, which refer to the
+// others, are written last.
 //
-// A new file can be read by no more users than the file that it is made from; one
-// that replaces a file gets that file's mode, as always.
+// A new file can be read by no more users than its source. A file that replaces another
+// gets that file's mode, as always.
 //
 // Converting a file onto itself is safe: it is read until the new one is complete.
 func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec save.Spec) (save.Report, error) {
@@ -62,11 +60,11 @@ func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec sav
 	return rep, nil
 }
 
-// convertAll resolves the target and the source, and converts what lies there.
+// convertAll resolves the target and the source, and converts the models in the source.
 func convertAll(ctx context.Context, c *conversion, src []string, to save.Target) (save.Report, error) {
 	if ext := companions.OtherFormat(to.Path); ext != "" && !to.Named {
 		return save.Report{}, errs.In("save", to.Path, errs.New(errs.ErrArgument,
-			"%s files are not written, only %s and .tensors files, and folders of them", ext, publish.Extension))
+			"cannot write %s files: the output must be a %s or .tensors file, or a folder", ext, publish.Extension))
 	}
 	if to.Remote && !to.Named {
 		stores := open.With(c.spec.Storage.Options)

@@ -1,6 +1,6 @@
 package convert
 
-// This file plans the files of tensors that a conversion of one model writes, and their index.
+// This file plans the files that the conversion of one model writes, and their index.
 
 import (
 	"context"
@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// A modelSet is an opened model, and where its files go.
+// A modelSet is an opened model, and the destination of its files.
 type modelSet struct {
 	*stored.Model
 	spec   *save.Spec
@@ -61,17 +61,17 @@ func (m *modelSet) joinedFiles(ctx context.Context, w *save.Writer) ([]save.File
 	return files, err
 }
 
-// filesIn gives each source a file of its own in a folder, and the index.json of the source, if indexed.
+// filesIn gives each source a separate file in a folder, and adds the source's index.json if indexed.
 func (m *modelSet) filesIn(ctx context.Context, dir save.Target, indexed bool) (files []save.File, err error) {
 	seen := map[string]bool{}
 	for k, s := range m.Sources {
 		at := source.LocationOf(s.URI())
 		name := filepath.Base(at.Path)
 		if filepath.Ext(name) == "" {
-			name += publish.Extension // without it no one who opens the folder would find the file
+			name += publish.Extension // without it, opening the folder would not find the file
 		}
 		if seen[name] {
-			return nil, errs.In("save", dir.Path, errs.New(errs.ErrArgument, "two sources are called %q", name))
+			return nil, errs.In("save", dir.Path, errs.New(errs.ErrArgument, "two sources have the name %q", name))
 		}
 		seen[name] = true
 		f := save.File{File: publish.File{Path: publish.JoinName(dir.Path, name)},
@@ -90,8 +90,8 @@ func (m *modelSet) filesIn(ctx context.Context, dir save.Target, indexed bool) (
 	return m.addIndex(dir, files)
 }
 
-// addIndex adds the index.json of the source to its files. Shards without one get one where
-// files of their names are: together with it they replace those in one step.
+// addIndex adds the index.json of the source to its files. Shards without an index get one
+// if files of their names already exist, because with it they replace those in one step.
 func (m *modelSet) addIndex(dir save.Target, files []save.File) ([]save.File, error) {
 	set := m.Sets[0]
 	mode, err := m.mode()
@@ -131,8 +131,8 @@ func (m *modelSet) addIndex(dir save.Target, files []save.File) ([]save.File, er
 	return files, nil
 }
 
-// original is the plain file that source k is or stores, if the new file is made only from this source and should
-// store it or become it; else nil.
+// original returns the plain file that source k is or stores, if the new file is made only from this source and
+// should store it or become it; otherwise nil.
 func (m *modelSet) original(ctx context.Context, k int) (*original.File, error) {
 	s := &m.Index.Sources[k]
 	if len(m.spec.Metadata) > 0 || s.Unlisted > 0 || !m.target.Coded() || !m.spec.Compress && !s.Overwire() {
@@ -141,7 +141,8 @@ func (m *modelSet) original(ctx context.Context, k int) (*original.File, error) 
 	return original.Of(ctx, m.Sources[k], s, !m.spec.NoSHA256)
 }
 
-// plainFiles lists the plain files made from containers that are not their originals.
+// plainFiles lists the plain files that are made from containers and are not their
+// originals.
 func (m *modelSet) plainFiles(files []save.File, originals []original.Summary) (out []string) {
 	if m.spec.Compress || !m.target.Coded() {
 		return nil
@@ -156,7 +157,7 @@ func (m *modelSet) plainFiles(files []save.File, originals []original.Summary) (
 	return out
 }
 
-// mode is the mode that all local files of the model allow; 0 if none is local.
+// mode returns the mode that all local files of the model allow; 0 if none is local.
 func (m *modelSet) mode() (all fs.FileMode, err error) {
 	for _, s := range m.Sources {
 		mode, err := modeOf(source.LocationOf(s.URI()))
@@ -184,7 +185,7 @@ func modeOf(at source.Location) (fs.FileMode, error) {
 	return st.Mode().Perm() | 0o600, nil
 }
 
-// mergeMetadata are metadata with more entries; nil without both.
+// mergeMetadata returns metadata with more entries; nil if both are nil.
 func mergeMetadata(metadata, more map[string]string) map[string]string {
 	if metadata == nil {
 		return more

@@ -1,6 +1,6 @@
 package convert
 
-// This file makes and checks the folders that models are written to.
+// This file creates and checks the folders to which models are written.
 
 import (
 	"context"
@@ -19,7 +19,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// resolve is save.Resolve. A folder that is there is one even if its name ends as that of a file.
+// resolve is save.Resolve, except that an existing folder is a folder even if its name ends like
+// that of a file.
 func resolve(dst string, spec *save.Spec) (save.Target, error) {
 	if st, err := os.Stat(source.LocationOf(dst).Path); err == nil && st.IsDir() {
 		dst = publish.JoinName(dst, "")
@@ -27,7 +28,7 @@ func resolve(dst string, spec *save.Spec) (save.Target, error) {
 	return save.Resolve(dst, spec)
 }
 
-// isFolder reports whether the target should be a folder: it is one for several files or
+// isFolder reports whether the target should be a folder. It should for several files or
 // for a folder, unless its name is that of a file.
 func isFolder(to save.Target, src []string, files int) bool {
 	if strings.HasSuffix(to.Path, string(filepath.Separator)) {
@@ -49,7 +50,7 @@ func isFolder(to save.Target, src []string, files int) bool {
 	return files > 1 || len(src) == 1 && (from.Folder || namesIndex(from.Path))
 }
 
-// pathIn is the file to write, or the path that shards are named after.
+// pathIn returns the file to write, or the path after which shards are named.
 func pathIn(folder bool, to save.Target, stem string) save.Target {
 	if folder {
 		return to.At(publish.JoinName(to.Path, stem+publish.Extension))
@@ -57,7 +58,7 @@ func pathIn(folder bool, to save.Target, stem string) save.Target {
 	return to
 }
 
-// makeFolder makes the target's folder if it is missing, and returns it if it was made. Stores need no folders.
+// makeFolder makes the target's folder if it is missing, and returns it if it did. Stores need no folders.
 func makeFolder(to save.Target) (made string, err error) {
 	if to.Remote {
 		return "", nil
@@ -69,15 +70,15 @@ func makeFolder(to save.Target) (made string, err error) {
 	return made, err
 }
 
-// refuseOthers refuses a folder that has other weights than ours, by name, since it would then
-// be opened as two models. Files of a folder of src that is converted onto itself are
-// allowed, in a local one if its files are not renamed.
+// refuseOthers refuses a folder that has weights with other names than ours, because it would
+// then be opened as two models. Files of a src folder that is converted onto itself are
+// allowed; in a local folder only if its files are not renamed.
 func refuseOthers(ctx context.Context, to save.Target, src []string, renamed bool, ours map[string]bool,
 	opt source.Options) error {
 	others := func(name string) error {
 		if _, weights := modelfiles.ParseName(name); weights && !ours[name] && !ours[modelfiles.WithMark(name, "")] {
 			return errs.In("save", to.Path, errs.New(errs.ErrArgument,
-				"the folder holds other weights (%s): choose an empty one", name))
+				"the folder contains other weights (%s): choose an empty folder", name))
 		}
 		return nil
 	}

@@ -14,10 +14,10 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// convertModel converts what is opened as one model.
+// convertModel converts everything that is opened as one model.
 func convertModel(ctx context.Context, c *conversion, src []string, to save.Target, in branch) (save.Report, error) {
 	access := readingAccess(c, to)
-	// each file as it is, with the tensors that an index.json does not list
+	// each file unchanged, with the tensors that an index.json does not list
 	asFiles := c.spec.Shard == 0 && isFolder(to, src, 2)
 	m, err := stored.Open(ctx, src, access, asFiles)
 	if err != nil {
@@ -33,7 +33,7 @@ func convertModel(ctx context.Context, c *conversion, src []string, to save.Targ
 	defer m.Close()
 	if isDir && len(c.spec.Storage.Encrypt) > 0 {
 		return save.Report{}, errs.In("save", to.Path,
-			errs.New(errs.ErrArgument, "only single .tensors files are encrypted, not folders"))
+			errs.New(errs.ErrArgument, "only single .tensors files can be encrypted, not folders"))
 	}
 	target := pathIn(isDir, to, "model")
 	w := save.NewWriter(target, c.spec, c.job)
@@ -77,7 +77,7 @@ func convertModel(ctx context.Context, c *conversion, src []string, to save.Targ
 	return rep, err
 }
 
-// readingAccess is how sources are read to become a file of the target's format.
+// readingAccess returns how to read sources that become a file of the target's format.
 func readingAccess(c *conversion, to save.Target) format.Access {
 	access := c.spec.Storage
 	if more := to.Settings(); len(more) > 0 {
@@ -88,8 +88,8 @@ func readingAccess(c *conversion, to save.Target) format.Access {
 	return access
 }
 
-// writeFolder writes files into a folder, which is made, together with the companions of the folders from. The
-// folder may be one of own, and have its weights.
+// writeFolder writes files into a folder, which it creates if needed, together with the auxiliary files of the
+// source folders. If the folder is one of own, it may already have that model's weights.
 func writeFolder(ctx context.Context, c *conversion, w *save.Writer, own, from []string, to save.Target,
 	files []save.File, in branch) (rep save.Report, err error) {
 	made, err := makeFolder(to)

@@ -1,6 +1,6 @@
 package convert
 
-// This file describes what the steps of a conversion share.
+// This file defines the state that the steps of a conversion share.
 
 import (
 	"path/filepath"
@@ -18,17 +18,18 @@ type conversion struct {
 	job  *job.Job
 }
 
-// A branch is the part of a source that is converted next. Its zero value is a source that is not one folder.
+// A branch is the part of a source that is converted next. The zero value stands for sources that are not a
+// single folder.
 type branch struct {
 	root    string          // see companions.Folder
-	files   []source.Entry  // of a remote folder: in it and below it
-	folders bool            // the folders below it are converted by themselves
-	dir     string          // the folder of several models that are converted; "": one is
+	files   []source.Entry  // of a remote folder: files in it and its subfolders
+	folders bool            // the subfolders are converted separately
+	dir     string          // the folder of several models that are converted; "" for one model
 	ours    map[string]bool // the files of all of them
-	last    bool            // this is the last one, with which the auxiliary files are copied
+	last    bool            // this is the last model, with which the auxiliary files are copied
 }
 
-// sourceFolders are the folders that models are converted from.
+// sourceFolders lists the folders from which models are converted.
 func (b branch) sourceFolders(src []string) []string {
 	if b.dir != "" {
 		return []string{b.dir}

@@ -1,6 +1,6 @@
 package convert
 
-// This file writes files with known bytes to the places that a conversion writes to.
+// This file writes files with known bytes to the destinations of a conversion.
 
 import (
 	"context"
@@ -10,9 +10,9 @@ import (
 	"github.com/overwire/overwire/gosrc/save/publish"
 )
 
-// WritePrewritten writes files that belong together, to spec.Path or, if there are several, to shards of that
-// name with an index. Convert's doc says when it is a folder; the files are named after stem there, and
-// companions of the folder src ("": none) are copied.
+// WritePrewritten writes files that belong together to spec.Path or, if there are several, to shards of that
+// name with an index. See Convert for when it is a folder. There the files are named after stem, and the
+// auxiliary files of the folder src ("" for none) are copied.
 func WritePrewritten(ctx context.Context, j *job.Job, src, stem string, contents []publish.Prewritten, spec save.Spec) (
 	rep save.Report, err error) {
 	to, err := resolve(spec.Path, &spec)

@@ -19,7 +19,7 @@ import (
 )
 
 // convertTree converts each model below a folder into the same path below the target, and copies the auxiliary
-// files. If a model fails, a folder that was made is removed.
+// files. If a model fails, it removes the target folder if it created it.
 func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to save.Target, branches []format.Branch) (
 	rep save.Report, err error) {
 	undo, err := beginFolder(ctx, c, to, &rep)
@@ -53,8 +53,8 @@ func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to sa
 	return rep, nil
 }
 
-// A Partial is the error of a conversion that had written some files of several models,
-// whole, before it failed, into a folder that was not empty.
+// A Partial is the error of a conversion that failed after it had written complete
+// files of several models into a folder that was not empty.
 type Partial struct {
 	error
 	Files []string
@@ -65,11 +65,11 @@ func (p *Partial) Error() string {
 	return p.error.Error() + "; written before that: " + strings.Join(p.Files, ", ")
 }
 
-// Unwrap is why it failed.
+// Unwrap returns the reason.
 func (p *Partial) Unwrap() error { return p.error }
 
-// beginFolder makes the target's folder if it is missing. After an error undo removes the folder that was made, or in a
-// store the files of rep. If the folder was not empty, they stay, and the error lists them.
+// beginFolder makes the target's folder if it is missing. After an error, undo removes a folder that was
+// created, or in a store the files of rep. If the folder was not empty, they stay, and the error lists them.
 func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.Report) (undo func(error) error,
 	err error) {
 	made, err := makeFolder(to)
@@ -95,8 +95,8 @@ func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.R
 	}, err
 }
 
-// convertFolder converts the models that lie in a folder itself, last the one that the folder
-// stands for, with the companions of all.
+// convertFolder converts the models in a folder itself. The folder's default model comes
+// last, with the auxiliary files of all.
 func convertFolder(ctx context.Context, c *conversion, dir string, to save.Target, in branch) (rep save.Report,
 	err error) {
 	models, err := format.Models(ctx, dir, urisIn(dir, in.files), open.With(c.spec.Storage.Options).Open)
@@ -112,7 +112,7 @@ func convertFolder(ctx context.Context, c *conversion, dir string, to save.Targe
 			names = append(names, m.Names[0])
 		}
 		return rep, errs.In("save", to.Path, errs.New(errs.ErrArgument,
-			"%s has several models (%s), and only one can be divided into shards: name its file or index.json", dir,
+			"%s has several models (%s), but only one can be divided into shards: name its file or index.json", dir,
 			strings.Join(names, ", ")))
 	}
 	undo, err := beginFolder(ctx, c, to, &rep)
@@ -153,7 +153,7 @@ func copyFolder(ctx context.Context, c *conversion, from string, to save.Target,
 	return rep, err
 }
 
-// filesBelow are those of some files that lie below a folder, by their names in it.
+// filesBelow lists those files that are below a folder, by their names in it.
 func filesBelow(files []source.Entry, folder string) (in []source.Entry) {
 	if folder == "" {
 		return files
@@ -166,7 +166,7 @@ func filesBelow(files []source.Entry, folder string) (in []source.Entry) {
 	return in
 }
 
-// urisIn are the files that lie in a remote folder itself.
+// urisIn lists the files directly in a remote folder.
 func urisIn(dir string, files []source.Entry) (uris []string) {
 	for _, f := range files {
 		if !strings.Contains(f.Name, "/") {

@@ -1,7 +1,7 @@
 package delta
 
-// This file applies chains of deltas to tensors in place. Everything is checked before
-// the first byte changes, and a failure after that is undone.
+// This file applies chains of deltas to tensors in place. It checks everything before
+// the first byte changes, and undoes a change that fails later.
 
 import (
 	"cmp"
@@ -16,14 +16,15 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Target is a tensor in memory, dense, of the host or of the GPU CUDA - 1. It is used
-// by nothing else until Apply returns, but for work that is queued on Stream.
+// A Target is a dense tensor in memory, of the host or of the GPU CUDA - 1. Nothing
+// else may use it until Apply returns, except work that is queued on Stream.
 type Target struct {
 	Name   string
 	DType  tensor.DType
@@ -33,24 +34,24 @@ type Target struct {
 	Stream uintptr
 }
 
-// A Report says what was written or applied. Bytes are those of the tensors, Stored
-// those of the file that was written, or of the chunks that were applied.
+// A Report says what was written or applied. Bytes are those of the tensors. Stored are
+// the bytes of the written file, or of the applied chunks.
 type Report struct {
 	Tensors int      `json:"tensors"`
 	Changed int      `json:"changed"` // tensors that changed
 	Bytes   int64    `json:"bytes"`
 	Stored  int64    `json:"stored"`
 	Stages  []Stage  `json:"stages"`
-	Files   []string `json:"files"` // written, an index.json last
+	Files   []string `json:"files"` // written files, an index last
 }
 
-// A Stage is a part of the work, and how long it took.
+// A Stage is a part of the work, with its duration.
 type Stage struct {
 	Name    string  `json:"name"`
 	Seconds float64 `json:"seconds"`
 }
 
-// Stages times work that has one stage after the other.
+// Stages measures work that has one stage after the other.
 type Stages struct {
 	list []Stage
 	last time.Time
@@ -59,7 +60,7 @@ type Stages struct {
 // Begin starts the first stage.
 func Begin() *Stages { return &Stages{last: time.Now()} }
 
-// End ends a stage and begins the next.
+// End ends a stage and begins the next one.
 func (s *Stages) End(name string) {
 	now := time.Now()
 	s.list = append(s.list, Stage{name, now.Sub(s.last).Seconds()})
@@ -69,12 +70,12 @@ func (s *Stages) End(name string) {
 // List returns the stages that have ended.
 func (s *Stages) List() []Stage { return s.list }
 
-// A Part is what Apply does of its work, for processes that change tensors together: all
-// check before one changes anything.
+// A Part is the part of its work that Apply should do. Processes that change tensors
+// together all check before one of them changes anything.
 type Part string
 
-// The parts. Check compares the digests and changes nothing; Change is the rest of Whole
-// after that; Undo takes back what Change has done.
+// The parts. Check compares the digests and changes nothing. Change is the rest of Whole
+// after Check. Undo reverses what Change has done.
 const (
 	Whole  Part = ""
 	Check  Part = "check"
@@ -82,7 +83,8 @@ const (
 	Undo   Part = "undo"
 )
 
-// A step is a target and its part of the chain; back: the other way round.
+// A step is a target and its part of the chain. back means that the chain is applied in
+// reverse.
 type step struct {
 	*Target
 	bytes int64
@@ -105,26 +107,28 @@ func (s *step) hasChanges() bool {
 
 // An applier applies steps to the memory of one device.
 type applier interface {
-	// digests computes those of the steps' tensors as they are now.
+	// digests computes the digests of the steps' tensors in their present state.
 	digestSteps(ctx context.Context) ([]digest.Sum, error)
-	// prepare brings everything there that apply needs, and changes nothing. It may run
-	// at the same time as digests.
+	// prepare gets everything ready that apply needs, and changes nothing. It may run
+	// concurrently with digests.
 	prepareSteps(ctx context.Context) error
-	// apply XORs. Called again it undoes that. After an error it has undone what it did.
+	// apply XORs. Calling it again reverses that. If it returns an error, it has undone
+	// its changes.
 	apply() error
 }
 
-// Apply applies a chain to targets, by several workers. Targets that no file has are
-// left unchanged; names that no target has are errs.ErrArgument, unless missing is set.
+// Apply applies a chain to targets with several workers. Targets that are in no file
+// are left unchanged. Names without a target are errs.ErrArgument, unless missing is
+// set.
 //
-// The digests of all tensors are compared before the first byte changes: a tensor that is
-// not the chain's base is errs.ErrBase. They are compared again afterwards, and what
-// differs then is undone. An error after the first change says what the tensors are.
-// From the first change on, ctx no longer counts.
+// Before the first byte changes, Apply compares the digests of all tensors: a tensor that
+// is not the chain's base is errs.ErrBase. It compares them again afterwards, and undoes
+// the change if one differs. An error after the first change says what state the tensors
+// are in. From the first change on, ctx no longer has any effect.
 func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, workers int, part Part) (r Report,
 	err error) {
 	if part != Whole && part != Check && part != Change && part != Undo {
-		return r, errs.New(errs.ErrArgument, "delta: no part %q", part)
+		return r, errs.New(errs.ErrArgument, "delta: unknown part %q", part)
 	}
 	stages := Begin()
 	steps, err := planSteps(chain, targets, missing)
@@ -147,7 +151,7 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 	}
 	var appliers []applier
 	var of [][]step
-	for len(steps) > 0 { // those of one device are neighbours
+	for len(steps) > 0 { // steps of one device are adjacent
 		on, n := steps[0].CUDA, 1
 		for n < len(steps) && steps[n].CUDA == on {
 			n++
@@ -158,7 +162,7 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 			if err != nil {
 				return r, err
 			}
-			p = &gpu{d: d, on: cuda.Order{Stream: steps[0].Stream}, steps: steps[:n]}
+			p = &gpu{d: d, on: stream.Order{Stream: steps[0].Stream}, steps: steps[:n]}
 		}
 		appliers, of, steps = append(appliers, p), append(of, steps[:n]), steps[n:]
 	}
@@ -179,7 +183,7 @@ func planSteps(chain []*File, targets []Target, missing bool) ([]step, error) {
 	for i := range targets {
 		g := &targets[i]
 		if names[g.Name] {
-			return nil, errs.New(errs.ErrArgument, "the tensor %q is there twice", g.Name)
+			return nil, errs.New(errs.ErrArgument, "the tensor %q appears twice", g.Name)
 		}
 		names[g.Name] = true
 		all, err := findLinks(chain, g.Name)
@@ -192,7 +196,7 @@ func planSteps(chain []*File, targets []Target, missing bool) ([]step, error) {
 		t := all[0].tensor
 		if t.DType != g.DType || !slices.Equal(t.Shape, g.Shape) {
 			return nil, errs.Locate("delta", all[0].file.URI, g.Name, -1,
-				errs.New(errs.ErrBase, "the delta is of %v %v, the tensor is %v %v", t.DType, t.Shape, g.DType,
+				errs.New(errs.ErrBase, "the delta is for %v %v, but the tensor is %v %v", t.DType, t.Shape, g.DType,
 					g.Shape))
 		}
 		steps = append(steps, step{Target: g, bytes: t.Bytes, links: all})
@@ -203,7 +207,7 @@ func planSteps(chain []*File, targets []Target, missing bool) ([]step, error) {
 	return untieSteps(steps)
 }
 
-// checkComplete refuses a chain with names that no target has.
+// checkComplete refuses a chain with names that have no target.
 func checkComplete(chain []*File, names map[string]bool, missing bool) error {
 	var lost []string
 	for _, f := range chain {
@@ -215,7 +219,7 @@ func checkComplete(chain []*File, names map[string]bool, missing bool) error {
 		}
 	}
 	if len(lost) > 0 {
-		return errs.New(errs.ErrArgument, "the delta has %s, which the tensors lack (missing=True leaves them out)",
+		return errs.New(errs.ErrArgument, "the delta has %s, which the tensors lack (missing=True skips them)",
 			listSome(lost))
 	}
 	return nil
@@ -234,7 +238,8 @@ func listSome(names []string) string {
 	return text
 }
 
-// untieSteps sorts steps, leaves one of those with the same memory, and refuses memory that overlaps.
+// untieSteps sorts steps, keeps one of each group with the same memory, and refuses partly
+// overlapping memory.
 func untieSteps(steps []step) ([]step, error) {
 	order := make([]*step, len(steps))
 	for i := range steps {
@@ -251,7 +256,7 @@ func untieSteps(steps []step) ([]step, error) {
 				continue
 			}
 			return nil, errs.New(errs.ErrArgument,
-				"the tensors %q and %q share memory, and the delta changes them differently", full.Name, s.Name)
+				"the tensors %q and %q share memory, but the delta changes them differently", full.Name, s.Name)
 		}
 		out = append(out, *s)
 		if s.bytes > 0 {
@@ -292,9 +297,9 @@ func compareBase(ctx context.Context, stages *Stages, appliers []applier, of [][
 		}
 	}
 	if len(wrong) > 0 {
-		what := "differ from what the delta was made from"
+		what := "differ from the base of the delta"
 		if count == len(wrong) {
-			what = "have the delta already"
+			what = "already have the delta"
 		}
 		return errs.In("delta", uri, errs.New(errs.ErrBase, "nothing was changed: %s %s", listSome(wrong), what))
 	}
@@ -325,13 +330,13 @@ func applyChange(ctx context.Context, stages *Stages, appliers []applier, of [][
 	}
 	if len(wrong) > 0 {
 		return undoChange(ctx, appliers, len(appliers), of,
-			errs.In("delta", uri, errs.New(errs.ErrCorrupt, "%s did not become what the delta says", listSome(wrong))))
+			errs.In("delta", uri, errs.New(errs.ErrCorrupt, "%s has a wrong digest after the change", listSome(wrong))))
 	}
 	stages.End("new digests")
 	return nil
 }
 
-// undoChange applies again in the first `again` appliers, and says what has become of the tensors.
+// undoChange applies again in the first `again` appliers, and says what state the tensors are in.
 func undoChange(ctx context.Context, appliers []applier, again int, of [][]step, err error) error {
 	var old, now, lost []string
 	for i, p := range appliers {
@@ -356,13 +361,13 @@ func undoChange(ctx context.Context, appliers []applier, again int, of [][]step,
 		}
 	}
 	if len(now) == 0 && len(lost) == 0 {
-		return fmt.Errorf("%w (undone: all tensors are as they were)", err)
+		return fmt.Errorf("%w (undone: all tensors have their old values)", err)
 	}
 	sentences := []string{}
 	for _, kind := range []struct {
 		names []string
 		what  string
-	}{{old, "old"}, {now, "new"}, {lost, "neither old nor new: load them again"}} {
+	}{{old, "old"}, {now, "new"}, {lost, "in an undefined state: load them again"}} {
 		if len(kind.names) > 0 {
 			sentences = append(sentences, listSome(kind.names)+": "+kind.what)
 		}
@@ -370,7 +375,7 @@ func undoChange(ctx context.Context, appliers []applier, again int, of [][]step,
 	return fmt.Errorf("%w (%s)", err, strings.Join(sentences, "; "))
 }
 
-// viewsOf are the tensors of steps.
+// viewsOf returns the tensors of steps.
 func viewsOf(steps []step) []digest.View {
 	all := make([]digest.View, len(steps))
 	for i := range steps {

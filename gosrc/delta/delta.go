@@ -1,5 +1,5 @@
-// Package delta makes, applies and compares deltas: the changes between two models, tensor by
-// tensor, as a file that is small if little has changed.
+// Package delta makes, applies and compares deltas. A delta holds the changes between two
+// models, tensor by tensor, in a file that is small if little has changed.
 //
 //	Encode   two models in memory become a File
 //	Read     a file, or the shards of a folder, become a File, after every byte was checked
@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// ChunkBytes is the size of a chunk of a tensor in files that Encode makes.
+// ChunkBytes is the chunk size in files that Encode makes.
 const ChunkBytes = 256 << 10
 
 // A Tensor is one tensor of a File. Base and New are the digests of its
@@ -31,27 +31,27 @@ type Tensor struct {
 	Shape     []int64
 	Bytes     int64
 	Base, New digest.Sum
-	// Chunks has the stored bytes of each chunk, nil for an unchanged one. It has no
-	// elements if the tensor is unchanged.
+	// Chunks holds the stored bytes of each chunk, nil for an unchanged one. It is
+	// empty if the tensor is unchanged.
 	Chunks [][]byte
 	// Same is the number of an earlier tensor of the file with the same bytes before and
-	// after, which has the same Chunks; -1: none.
+	// after, and so with the same Chunks; -1: none.
 	Same int
 }
 
-// A File is a delta in memory: Tensors in the order of their names. It is immutable and
-// safe for concurrent use.
+// A File is a delta in memory, with Tensors sorted by name. It is immutable and safe
+// for concurrent use.
 type File struct {
 	URI      string
 	Metadata map[string]string
 	Tensors  []Tensor
-	ChunkLen int64 // bytes of a chunk of a tensor
+	ChunkLen int64 // bytes of one chunk of a tensor
 	Size     int64 // bytes of the file, or of its shards
 
 	mark mark
 }
 
-// widthOf is the size of the elements by which the bytes of a type are compared.
+// widthOf returns the size of the elements by which bytes of a type are compared.
 func widthOf(d tensor.DType) int {
 	if d == tensor.C64 {
 		return 4
@@ -59,7 +59,8 @@ func widthOf(d tensor.DType) int {
 	return max(1, d.Bits()/8)
 }
 
-// Stored is how many bytes of chunks a tensor has; those of Same are counted there.
+// Stored returns the bytes of a tensor's chunks. Those of Same are counted at the
+// earlier tensor.
 func (t *Tensor) Stored() (n int64) {
 	if t.Same >= 0 {
 		return 0
@@ -70,13 +71,13 @@ func (t *Tensor) Stored() (n int64) {
 	return n
 }
 
-// Find returns the tensor of a name.
+// Find returns the tensor with a name.
 func (f *File) Find(name string) (int, bool) {
 	i := sort.Search(len(f.Tensors), func(i int) bool { return f.Tensors[i].Name >= name })
 	return i, i < len(f.Tensors) && f.Tensors[i].Name == name
 }
 
-// Report sums a File up.
+// Report summarises a File.
 func (f *File) Report() (r Report) {
 	for i := range f.Tensors {
 		t := &f.Tensors[i]
@@ -90,15 +91,15 @@ func (f *File) Report() (r Report) {
 	return r
 }
 
-// chunkLength is the logical size of chunk k of a tensor.
+// chunkLength returns the logical size of chunk k of a tensor.
 func (f *File) chunkLength(t *Tensor, k int) int {
 	return int(min(f.ChunkLen, t.Bytes-int64(k)*f.ChunkLen))
 }
 
-// name is the URI for messages.
+// name returns the URI for messages.
 func (f *File) name() string {
 	if f.URI == "" {
-		return "the delta before it"
+		return "the previous delta"
 	}
 	return errs.RedactURI(f.URI)
 }

@@ -310,7 +310,7 @@ func TestParts(t *testing.T) {
 func TestUndone(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
-	for times, want := range map[int]string{1: "load them again", 2: "as they were"} {
+	for times, want := range map[int]string{1: "load them again", 2: "have their old values"} {
 		m := base.clone()
 		m.data[len(m.data)-1] = m.data[0]
 		defer runtime.KeepAlive(m)

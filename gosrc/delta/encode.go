@@ -1,6 +1,6 @@
 package delta
 
-// This file makes Files: of two models in memory, and of a chain of Files.
+// This file makes Files from two models in memory, and from chains of Files.
 
 import (
 	"context"
@@ -17,18 +17,19 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Pair is a tensor before and after, dense at two addresses of the host, or of the
-// GPU CUDA - 1. The memory must not change before the verb returns.
+// A Pair is a tensor before and after, dense, at two addresses on the host or on the
+// GPU CUDA - 1. The memory must not change before the call returns.
 type Pair struct {
 	Name      string
 	DType     tensor.DType
 	Shape     []int64
 	New, Base uint64
 	CUDA      int32
-	Stream    uintptr // of the GPU: work that comes first
+	Stream    uintptr // of the GPU: work that must be done first
 }
 
-// orderPairs returns the tensors of pairs by name, without chunks, and the pair of each.
+// orderPairs returns the tensors of pairs sorted by name, without chunks, and the pair
+// of each.
 func orderPairs(pairs []Pair) ([]Tensor, []int, error) {
 	at := make([]int, len(pairs))
 	for i := range at {
@@ -40,7 +41,7 @@ func orderPairs(pairs []Pair) ([]Tensor, []int, error) {
 		p := &pairs[k]
 		n, err := tensor.Size(p.DType, p.Shape)
 		if err == nil && (n > 0 && (p.New == 0 || p.Base == 0) || i > 0 && ts[i-1].Name == p.Name) {
-			err = errs.New(errs.ErrArgument, "no address, or the name is there twice")
+			err = errs.New(errs.ErrArgument, "it has no address, or its name appears twice")
 		}
 		if err != nil {
 			return nil, nil, errs.Locate("delta", "", p.Name, -1, err)
@@ -50,8 +51,9 @@ func orderPairs(pairs []Pair) ([]Tensor, []int, error) {
 	return ts, at, nil
 }
 
-// Encode makes the delta from the base to the new bytes of each tensor, by that many
-// workers. The same bytes give the same delta. progress is called with tensor bytes.
+// Encode makes the delta from the base to the new bytes of each tensor with the given
+// number of workers. The same bytes give the same delta. progress is called with tensor
+// bytes.
 func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, workers int, progress func(n int64)) (*File,
 	error) {
 	ts, at, err := orderPairs(pairs)
@@ -78,7 +80,7 @@ func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, worke
 	return f, nil
 }
 
-// Unite makes one File of some with different tensors, the very one that Encode makes of
+// Unite joins Files with different tensors into the same File that Encode would make of
 // all their pairs.
 func Unite(files []*File, metadata map[string]string) (*File, error) {
 	f, err := mergeFiles("", files)
@@ -93,7 +95,8 @@ func Unite(files []*File, metadata map[string]string) (*File, error) {
 	return f, nil
 }
 
-// dropUnchanged leaves out what did not change, and what another tensor has.
+// dropUnchanged removes tensors that did not change, and chunks that an earlier tensor
+// has.
 func dropUnchanged(f *File) {
 	type key struct {
 		base, now digest.Sum
@@ -118,7 +121,7 @@ func dropUnchanged(f *File) {
 
 type chunkTask struct{ tensor, chunk int }
 
-// chunkTasks are the chunks of some tensors.
+// chunkTasks lists the chunks of some tensors.
 func chunkTasks(f *File, list []int) (all []chunkTask) {
 	for _, i := range list {
 		for k := range sizes.CeilDiv(f.Tensors[i].Bytes, f.ChunkLen) {
@@ -128,7 +131,8 @@ func chunkTasks(f *File, list []int) (all []chunkTask) {
 	return all
 }
 
-// bothStates are the bytes of a task, at byte `from` of its tensor, after and before.
+// bothStates returns the bytes of a task from byte `from` of its tensor on, after and
+// before.
 func bothStates(f *File, task chunkTask, pair *Pair) (now, base []byte, from int64) {
 	from = int64(task.chunk) * f.ChunkLen
 	size := int64(f.chunkLength(&f.Tensors[task.tensor], task.chunk))
@@ -171,14 +175,14 @@ func encodeHost(ctx context.Context, f *File, list []int, pair func(i int) *Pair
 	return nil
 }
 
-// A chain is Files one after the other: of each tensor, where it is in which File.
+// A chain is a sequence of Files, with the position of each tensor in each File.
 type link struct {
 	file   *File
 	tensor *Tensor
 }
 
-// findLinks finds a tensor in the files of a chain, and checks that each begins where the
-// one before it ends. It returns nothing if no file has it.
+// findLinks finds a tensor in the files of a chain, and checks that each link begins
+// where the previous one ends. It returns nothing if no file has the tensor.
 func findLinks(chain []*File, name string) ([]link, error) {
 	var all []link
 	for _, f := range chain {
@@ -191,7 +195,7 @@ func findLinks(chain []*File, name string) ([]link, error) {
 			last := all[len(all)-1]
 			if o := last.tensor; o.DType != t.DType || !slices.Equal(o.Shape, t.Shape) || o.New != t.Base {
 				return nil, errs.Locate("delta", f.URI, name, -1, errs.New(errs.ErrBase,
-					"it does not follow %s: that ends with %v %v of digest %v, this begins with %v %v of %v",
+					"it does not continue %s, which ends with %v %v of digest %v: this delta begins with %v %v of %v",
 					last.file.name(), o.DType, o.Shape, o.New, t.DType, t.Shape, t.Base))
 			}
 		}
@@ -200,7 +204,7 @@ func findLinks(chain []*File, name string) ([]link, error) {
 	return all, nil
 }
 
-// Merge makes one delta of a chain: that which Encode makes of the chain's first base
+// Merge joins a chain into the delta that Encode would make of the chain's first base
 // and last result. The metadata is that of the last file.
 func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
 	if len(chain) == 0 {
@@ -242,7 +246,7 @@ func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
 	return out, nil
 }
 
-// mergeLinks is the delta of bytes [at, at+n) of a tensor over its links.
+// mergeLinks returns the delta of bytes [at, at+n) of a tensor over its links.
 func mergeLinks(all []link, at int64, n int) ([]byte, error) {
 	var x []byte
 	for _, l := range all {
@@ -265,7 +269,7 @@ func mergeLinks(all []link, at int64, n int) ([]byte, error) {
 	return delta.Encode(nil, x, make([]byte, n), widthOf(all[0].tensor.DType))
 }
 
-// applyLink applies bytes [at, at+len(x)) of a delta to x, by the file's own chunks.
+// applyLink applies bytes [at, at+len(x)) of a delta to x, chunk by chunk of its file.
 func applyLink(l link, x []byte, at int64) error {
 	f, t := l.file, l.tensor
 	for end := at + int64(len(x)); at < end; {

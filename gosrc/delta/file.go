@@ -1,6 +1,6 @@
 package delta
 
-// This file lays out and parses a file of deltas:
+// This file lays out and parses delta files:
 //
 //	u64 N | N bytes of JSON | overwire.index | overwire.table | overwire.chunks
 //
@@ -10,8 +10,8 @@ package delta
 // u8[16] new | u32 same | u8[12] 0
 //	chunk: u32 stored | u32 CRC32C
 //
-// The stored chunks are back to back. Specification: docs/format.md 7.1; nothing else
-// writes it.
+// The stored chunks are contiguous. Specification: docs/format.md 7.1; nothing else
+// writes this format.
 
 import (
 	"bytes"
@@ -57,7 +57,8 @@ func encodeTable(f *File) ([]byte, error) {
 			chunks += len(t.Chunks)
 		}
 		if len(t.Name) > math.MaxUint16 || len(t.Shape) > tensor.MaxRank {
-			return nil, errs.New(errs.ErrArgument, "tensor %q: a name of %d bytes, %d dimensions", t.Name, len(t.Name),
+			return nil, errs.New(errs.ErrArgument, "tensor %q cannot be stored: its name has %d bytes, and its "+
+				"shape %d dimensions", t.Name, len(t.Name),
 				len(t.Shape))
 		}
 	}
@@ -65,7 +66,8 @@ func encodeTable(f *File) ([]byte, error) {
 		magic...)
 	for _, v := range []int{version, len(f.Tensors), chunks, dims, names, int(f.ChunkLen), 0} {
 		if v > math.MaxUint32-1 {
-			return nil, errs.New(errs.ErrArgument, "a delta of %d tensors, %d chunks", len(f.Tensors), chunks)
+			return nil, errs.New(errs.ErrArgument, "the delta is too large for one file: %d tensors, %d chunks",
+				len(f.Tensors), chunks)
 		}
 		b = le.AppendUint32(b, uint32(v))
 	}
@@ -98,7 +100,7 @@ func encodeTable(f *File) ([]byte, error) {
 	return append(b, make([]byte, sizes.RoundUp(len(b), tensor.BlobAlign)-len(b))...), nil
 }
 
-// appendEntries appends the entries of n chunks. All cores compute checksums.
+// appendEntries appends the entries of n chunks. It computes checksums on all cores.
 func appendEntries(b []byte, f *File, n int) []byte {
 	all := make([][]byte, 0, n)
 	for i := range f.Tensors {
@@ -120,8 +122,8 @@ func appendEntries(b []byte, f *File, n int) []byte {
 	return b
 }
 
-// layOut returns the file's bytes, in pieces: everything before the chunks first. It
-// sets Size.
+// layOut returns the file's bytes, in pieces, with everything before the chunks first.
+// It sets Size.
 func layOut(f *File, table []byte) ([][]byte, error) {
 	pieces, storedBytes := [][]byte{nil}, int64(0)
 	for i := range f.Tensors {
@@ -162,9 +164,9 @@ func layOut(f *File, table []byte) ([][]byte, error) {
 	return pieces, nil
 }
 
-// Parse reads the bytes of a file, which the File holds, and checks all of them: the
-// header, the table, each chunk's checksum, and that each chunk can be applied. Changed
-// bytes are errs.ErrCorrupt, another kind of file errs.ErrFormat, and a shard without the others errs.ErrNotFound.
+// Parse parses the bytes of a file, which the File keeps, and checks all of them: the header, the table, each
+// chunk's checksum, and that each chunk can be applied. Changed bytes are errs.ErrCorrupt, a file of another
+// kind is errs.ErrFormat, and a shard without the others is errs.ErrNotFound.
 func Parse(ctx context.Context, uri string, b []byte) (*File, error) {
 	f, err := parseFile(ctx, uri, b)
 	if err != nil {
@@ -190,7 +192,8 @@ func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 		return nil, err
 	}
 	if len(h.Tensors) != 3 || h.Tensors[1].Name != tableName || h.Tensors[2].Name != chunksName {
-		return nil, errs.New(errs.ErrFormat, "a delta has the tensors %s, %s and %s", overwire.IndexName, tableName,
+		return nil, errs.New(errs.ErrFormat, "a delta file has exactly the tensors %s, %s and %s",
+			overwire.IndexName, tableName,
 			chunksName)
 	}
 	f := &File{URI: uri, Metadata: h.Metadata, Size: int64(len(b))}
@@ -206,7 +209,7 @@ func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 	return f, p.checkChunks(ctx)
 }
 
-// A parser reads a table. sums has the checksum of each chunk.
+// A parser parses a table. sums has the checksum of each chunk.
 type parser struct {
 	f                           *File
 	b, data                     []byte
@@ -221,16 +224,17 @@ func formatError(format string, args ...any) error { return errs.New(errs.ErrFor
 func (p *parser) table() error {
 	b := p.b
 	if len(b) < headSize+4 || string(b[:4]) != magic {
-		return errs.New(errs.ErrCorrupt, "the table is missing or damaged: it has %d bytes", len(b))
+		return errs.New(errs.ErrCorrupt, "the table is missing or damaged: it has only %d bytes", len(b))
 	}
 	p.tensors, p.chunks, p.dims, p.text = int(le.Uint32(b[8:])), int(le.Uint32(b[12:])), int(le.Uint32(b[16:])),
 		int(le.Uint32(b[20:]))
 	end := headSize + 8*p.dims + recordSize*p.tensors + entrySize*p.chunks + p.text
 	if sizes.RoundUp(end+4, tensor.BlobAlign) != len(b) {
-		return errs.New(errs.ErrCorrupt, "the table has %d bytes, and its head says %d", len(b), end)
+		return errs.New(errs.ErrCorrupt, "the table has %d bytes, but its header says %d", len(b), end)
 	}
 	if sum := codec.Sum(b[:end]); sum != le.Uint32(b[end:]) {
-		return errs.New(errs.ErrCorrupt, "checksum mismatch of the table: %08x, not %08x", le.Uint32(b[end:]), sum)
+		return errs.New(errs.ErrCorrupt, "checksum mismatch of the table: expected %08x, got %08x",
+			le.Uint32(b[end:]), sum)
 	}
 	if len(bytes.Trim(b[end+4:], "\x00")) > 0 {
 		return errs.New(errs.ErrCorrupt, "the padding of the table is not zero")
@@ -255,19 +259,21 @@ func (p *parser) table() error {
 		}
 	}
 	if first != p.chunks || len(names) != 0 || len(b)-len(dims) != headSize+8*p.dims {
-		return formatError("%d chunks, %d bytes of names, %d dims belong to no tensor", p.chunks-first, len(names),
+		return formatError("the table has %d chunks, %d bytes of names and %d dimensions that belong to no tensor",
+			p.chunks-first, len(names),
 			p.dims)
 	}
 	return p.cutChunks(b[end-p.text-entrySize*p.chunks:])
 }
 
-// tensor reads record i, and returns what is left of dims and names. first is its first
+// tensor reads record i, and returns the remaining dims and names. first is its first
 // chunk.
 func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, error) {
 	r := p.b[headSize+8*p.dims+recordSize*i:][:recordSize]
 	rank, text, count := int(r[1]), int(le.Uint16(r[2:])), int(le.Uint32(r[4:]))
 	if len(dims) < 8*rank || len(names) < text || count > p.chunks-first || rank > tensor.MaxRank {
-		return nil, nil, formatError("tensor %d: rank %d, a name of %d bytes, %d chunks", i, rank, text, count)
+		return nil, nil, formatError("tensor %d is invalid: rank %d, a name of %d bytes, %d chunks",
+			i, rank, text, count)
 	}
 	t := &p.f.Tensors[i]
 	*t = Tensor{Name: string(names[:text]), DType: tensor.DType(r[0]), Shape: make([]int64, rank), Same: -1,
@@ -278,28 +284,32 @@ func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, e
 	}
 	bytes, err := tensor.Size(t.DType, t.Shape)
 	if err != nil || uint64(bytes) != le.Uint64(r[8:]) {
-		return nil, nil, formatError("tensor %q: %v %v has not %d bytes", t.Name, t.DType, t.Shape, le.Uint64(r[8:]))
+		return nil, nil, formatError("tensor %q: %v %v does not have %d bytes",
+			t.Name, t.DType, t.Shape, le.Uint64(r[8:]))
 	}
 	if !utf8.ValidString(t.Name) {
-		return nil, nil, formatError("the name %q is not UTF-8", t.Name)
+		return nil, nil, formatError("the name %q is not valid UTF-8", t.Name)
 	}
 	if i > 0 && t.Name <= p.f.Tensors[i-1].Name {
-		return nil, nil, formatError("tensor %q comes after %q", t.Name, p.f.Tensors[i-1].Name)
+		return nil, nil, formatError("tensor %q follows %q: expected unique names in order",
+			t.Name, p.f.Tensors[i-1].Name)
 	}
 	t.Bytes = bytes
 	whole := sizes.CeilDiv(bytes, p.f.ChunkLen)
 	if count != 0 && int64(count) != whole || (count == 0) != (t.Base == t.New) && le.Uint32(r[48:]) == noSame ||
 		string(r[52:]) != string(make([]byte, 12)) {
-		return nil, nil, formatError("tensor %q: %d chunks of %d", t.Name, count, whole)
+		return nil, nil, formatError("tensor %q: invalid record with %d of %d chunks", t.Name, count, whole)
 	}
 	if same := le.Uint32(r[48:]); same != noSame {
 		if int64(same) >= int64(i) || count != 0 {
-			return nil, nil, formatError("tensor %q has the chunks of tensor %d", t.Name, same)
+			return nil, nil, formatError("tensor %q refers to the chunks of tensor %d, which is not an earlier "+
+				"one with chunks", t.Name, same)
 		}
 		o := &p.f.Tensors[same]
 		if o.Same >= 0 || o.Base != t.Base || o.New != t.New || o.Bytes != t.Bytes ||
 			widthOf(o.DType) != widthOf(t.DType) || o.Base == o.New {
-			return nil, nil, formatError("tensor %q has the chunks of %q, which is another one", t.Name, o.Name)
+			return nil, nil, formatError("tensor %q refers to the chunks of %q, but their digests or sizes differ",
+				t.Name, o.Name)
 		}
 		t.Same, t.Chunks = int(same), o.Chunks
 	} else {
@@ -308,7 +318,7 @@ func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, e
 	return dims[8*rank:], names[text:], nil
 }
 
-// cutChunks gives each chunk its bytes.
+// cutChunks assigns each chunk its bytes.
 func (p *parser) cutChunks(entries []byte) error {
 	p.sums, p.of = make([]uint32, p.chunks), make([]int32, p.chunks)
 	rest, n := p.data, 0
@@ -322,7 +332,7 @@ func (p *parser) cutChunks(entries []byte) error {
 			storedBytes := int(le.Uint32(entries[entrySize*n:]))
 			p.sums[n], p.of[n] = le.Uint32(entries[entrySize*n+4:]), int32(i)
 			if storedBytes > len(rest) || storedBytes == 0 && p.sums[n] != 0 {
-				return formatError("tensor %q: chunk %d of %d bytes", t.Name, k, storedBytes)
+				return formatError("tensor %q: invalid size of chunk %d: %d bytes", t.Name, k, storedBytes)
 			}
 			if storedBytes > 0 {
 				t.Chunks[k], rest, some = rest[:storedBytes:storedBytes], rest[storedBytes:], true
@@ -330,7 +340,7 @@ func (p *parser) cutChunks(entries []byte) error {
 			n++
 		}
 		if len(t.Chunks) > 0 && !some {
-			return formatError("tensor %q: no chunk of it changed", t.Name)
+			return formatError("tensor %q has chunks, but none of them changes it", t.Name)
 		}
 	}
 	if len(rest) != 0 {
@@ -339,7 +349,7 @@ func (p *parser) cutChunks(entries []byte) error {
 	return nil
 }
 
-// checkChunks compares the checksum of every chunk, and reads it.
+// checkChunks compares the checksum of every chunk, and decodes it.
 func (p *parser) checkChunks(ctx context.Context) error {
 	const step = 64
 	return spawn.Each(ctx, "delta check", runtime.GOMAXPROCS(0), sizes.CeilDiv(p.chunks, step), func(i int) error {

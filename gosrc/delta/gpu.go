@@ -1,20 +1,22 @@
 package delta
 
-// This file applies deltas to, and makes them of, tensors on a GPU.
+// This file applies and makes deltas on a GPU.
 
 import (
 	"context"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// gpu applies deltas to tensors on a GPU. All of its work is on the stream of the first.
+// gpu applies deltas to tensors on a GPU. All of its work is on the stream of the first
+// tensor.
 type gpu struct {
 	d      *cuda.Device
-	on     cuda.Order
+	on     stream.Order
 	steps  []step
-	chunks [][]cuda.DeltaChunk // of each file of the chain
+	chunks [][]stream.DeltaChunk // for each file of the chain
 }
 
 func (g *gpu) digestSteps(context.Context) ([]digest.Sum, error) {
@@ -33,11 +35,11 @@ func (g *gpu) prepareSteps(context.Context) error {
 				for i := range l.file.Tensors {
 					most += len(l.file.Tensors[i].Chunks)
 				}
-				g.chunks = append(g.chunks, make([]cuda.DeltaChunk, 0, most))
+				g.chunks = append(g.chunks, make([]stream.DeltaChunk, 0, most))
 			}
 			for n, c := range l.tensor.Chunks {
 				if len(c) > 0 {
-					g.chunks[k] = append(g.chunks[k], cuda.DeltaChunk{Now: g.steps[i].At +
+					g.chunks[k] = append(g.chunks[k], stream.DeltaChunk{Now: g.steps[i].At +
 						uint64(n)*uint64(l.file.ChunkLen),
 						Bytes: l.file.chunkLength(l.tensor, n), Width: widthOf(l.tensor.DType), Stored: c})
 				}
@@ -52,7 +54,7 @@ func (g *gpu) prepareSteps(context.Context) error {
 	return nil
 }
 
-// apply applies the files one after the other: XOR does not ask for their order.
+// apply applies the files one after the other, in any order, because XOR commutes.
 func (g *gpu) apply() error {
 	for i, chunks := range g.chunks {
 		if err := g.d.ApplyDelta(g.on, chunks); err != nil {
@@ -74,14 +76,14 @@ func encodeGPU(ctx context.Context, f *File, number int, list []int, pair func(i
 	if err != nil {
 		return err
 	}
-	on := cuda.Order{Stream: pair(list[0]).Stream}
-	var chunks []cuda.DeltaChunk
+	on := stream.Order{Stream: pair(list[0]).Stream}
+	var chunks []stream.DeltaChunk
 	views := make([]digest.View, 0, 2*len(list))
 	for _, i := range list {
 		t, p := &f.Tensors[i], pair(i)
 		for k := range t.Chunks {
 			at := uint64(k) * uint64(f.ChunkLen)
-			chunks = append(chunks, cuda.DeltaChunk{Now: p.New + at, Base: p.Base + at, Bytes: f.chunkLength(t, k),
+			chunks = append(chunks, stream.DeltaChunk{Now: p.New + at, Base: p.Base + at, Bytes: f.chunkLength(t, k),
 				Width: widthOf(t.DType)})
 		}
 		views = append(views, digest.Contiguous(p.New, t.Bytes), digest.Contiguous(p.Base, t.Bytes))

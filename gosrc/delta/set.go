@@ -1,13 +1,13 @@
 package delta
 
-// This file divides a delta into shards, and joins the shards of one.
+// This file divides a delta into shards, and joins its shards.
 //
-// Each shard is a file of its own with the metadata entry
+// Each shard is a separate file with the metadata entry
 //
 //	overwire.delta: "2 of 5 of 00112233445566778899aabbccddeeff"
 //
-// The last word is the digest of the digests of all shards' tables, in their order. All shards of one delta, and
-// no others, have the same.
+// The last word is the digest of the digests of all shards' tables, in order. It is the same in all shards of
+// one delta, and different in other deltas.
 
 import (
 	"fmt"
@@ -21,8 +21,8 @@ import (
 
 const shardKey = "overwire.delta"
 
-// A mark says which shard of how many a file is; of is 0 for a whole delta. table is the
-// digest of its table.
+// A mark says which shard a file is, and of how many. of is 0 for an unsharded delta.
+// table is the digest of its table.
 type mark struct {
 	number, of int
 	set        digest.Sum
@@ -41,16 +41,16 @@ func readMark(f *File) error {
 	m := &f.mark
 	var hex string
 	if _, err := fmt.Sscanf(text, "%d of %d of %32s", &m.number, &m.of, &hex); err != nil {
-		return formatError("the metadata entry %q is %q", shardKey, text)
+		return formatError("invalid metadata entry %q: %q", shardKey, text)
 	}
 	if _, err := fmt.Sscanf(hex, "%16x%16x", &m.set.High, &m.set.Low); err != nil || m.String() != text ||
 		m.number < 1 || m.number > m.of {
-		return formatError("the metadata entry %q is %q", shardKey, text)
+		return formatError("invalid metadata entry %q: %q", shardKey, text)
 	}
 	return nil
 }
 
-// setOf is the digest of a set of shards, by the digests of their tables.
+// setOf returns the digest of a set of shards from the digests of their tables.
 func setOf(tables []digest.Sum) digest.Sum {
 	var b []byte
 	for _, t := range tables {
@@ -59,9 +59,9 @@ func setOf(tables []digest.Sum) digest.Sum {
 	return digest.Of(b)
 }
 
-// splitFile divides a File into shards of at most that many bytes of chunks, in the order of
-// the names; 0: one. A tensor's chunks stay together, and tensors with the same ones. It
-// returns the table of each.
+// splitFile divides a File into shards of at most that many bytes of chunks, sorted by name;
+// 0 means one. A tensor's chunks stay in one shard, together with tensors that share them.
+// It returns the table of each.
 func splitFile(f *File, most int64) (shards []*File, tables [][]byte, err error) {
 	in := make([]int, len(f.Tensors))
 	n, size := 0, int64(0)
@@ -107,13 +107,14 @@ func splitFile(f *File, most int64) (shards []*File, tables [][]byte, err error)
 	return shards, tables, nil
 }
 
-// joinFiles makes one File of those that a name stands for; index is their index.json, or nil.
+// joinFiles makes one File of the files that a name stands for. index is their index.json, or
+// nil.
 func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, error) {
 	if index != nil {
 		for _, w := range index.Weights {
 			if _, ok := files[w.File].Find(w.Name); !ok {
 				return nil, errs.Locate("delta", files[w.File].URI, w.Name, -1,
-					formatError("the shards' index names a tensor that this file does not have"))
+					formatError("the shards' index lists a tensor that is not in this file"))
 			}
 		}
 	}
@@ -129,11 +130,12 @@ func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, err
 		switch m := f.mark; {
 		case m.of == 0:
 			err = errs.New(errs.ErrArgument,
-				"this is a whole delta, and %d files were given: name one, or a list of them as a chain", len(files))
+				"this delta has only one file, but %d files were given: name one, or a list of deltas as a chain",
+				len(files))
 		case m.set != first.set || m.of != first.of || f.ChunkLen != files[0].ChunkLen:
-			err = formatError("this is shard %d of another delta than %s", m.number, files[0].name())
+			err = formatError("this is shard %d of a different delta than %s", m.number, files[0].name())
 		case k > 0 && files[k-1].mark.number == m.number:
-			err = formatError("this is shard %d, and so is %s", m.number, files[k-1].name())
+			err = formatError("this is shard %d, but so is %s", m.number, files[k-1].name())
 		}
 		if err != nil {
 			return nil, errs.Locate("delta", f.URI, "", -1, err)
@@ -142,7 +144,7 @@ func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, err
 	}
 	if len(files) != first.of {
 		return nil, errs.Locate("delta", uri, "", -1,
-			errs.New(errs.ErrNotFound, "%d of the delta's %d shards were given: name their folder or index.json",
+			errs.New(errs.ErrNotFound, "only %d of the delta's %d shards were given: name their folder or index.json",
 				len(files), first.of))
 	}
 	if setOf(sums) != first.set {
@@ -174,7 +176,7 @@ func mergeFiles(uri string, files []*File) (*File, error) {
 		t := files[p.file].Tensors[p.tensor]
 		at[p.file][p.tensor] = i
 		if t.Same >= 0 {
-			t.Same = at[p.file][t.Same] // it comes before, since names are in order
+			t.Same = at[p.file][t.Same] // it comes first, because names are sorted
 		}
 		out.Tensors = append(out.Tensors, t)
 	}

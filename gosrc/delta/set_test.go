@@ -121,19 +121,19 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 			_ = os.Remove(shard(dir, 1))
 			_ = os.Remove(filepath.Join(dir, "delta.safetensors.index.json"))
 		}, errs.ErrFormat, "shards are there, and shard 2 is missing"},
-		{"foreign", func(dir, other string) { move(shard(other, 1), shard(dir, 1)) }, errs.ErrFormat, "another delta"},
-		{"twice", func(dir, _ string) { move(shard(dir, 0), shard(dir, 1)) }, errs.ErrFormat, "this file does not have"},
+		{"foreign", func(dir, other string) { move(shard(other, 1), shard(dir, 1)) }, errs.ErrFormat, "a different delta"},
+		{"twice", func(dir, _ string) { move(shard(dir, 0), shard(dir, 1)) }, errs.ErrFormat, "not in this file"},
 		{"twice without an index", func(dir, _ string) {
 			move(shard(dir, 0), shard(dir, 1))
 			_ = os.Remove(filepath.Join(dir, "delta.safetensors.index.json"))
-		}, errs.ErrFormat, "this is shard 1, and so is"},
+		}, errs.ErrFormat, "this is shard 1, but so is"},
 		{"two deltas", func(dir, _ string) {
 			for _, name := range names(t, dir) {
 				_ = os.Remove(filepath.Join(dir, name))
 			}
 			write(t, one, filepath.Join(dir, "a.safetensors"), 0)
 			write(t, two, filepath.Join(dir, "b.safetensors"), 0)
-		}, errs.ErrArgument, "a whole delta"},
+		}, errs.ErrArgument, "only one file"},
 		{"damaged", func(dir, _ string) {
 			b, _ := os.ReadFile(shard(dir, 2))
 			b[len(b)-1] ^= 1

@@ -26,7 +26,7 @@ const (
 	KindMap    = 0 // munmap(base, length) when the last holder is gone
 	KindRegion = 1 // as KindMap, and each holder that goes also returns its own whole pages at once
 	KindCUDA   = 2 // a Listed: put on its list, and freed by the list's owner
-	KindSlab   = 3 // a Listed: put on its FreeList for the next use, or, if that is full, as KindMap
+	KindArena  = 3 // a Listed: put on its FreeList for the next use, or, if that is full, as KindMap
 )
 
 // Hold adds a holder. The caller must be one.
@@ -36,16 +36,16 @@ func (b *Block) Hold() { atomic.AddInt64(&b.refs, 1) }
 func (b *Block) Alone() bool { return atomic.LoadInt64(&b.refs) == 1 }
 
 // A Listed is a Block that its last holder puts on a list, without a lock: memory that cannot
-// be freed on any thread at any time (KindCUDA), whose header lies outside it, or that is kept
-// for the next use (KindSlab), whose header lies inside. The C deleter knows the layout.
+// be freed on any thread at any time (KindCUDA) and has its header outside, or that is kept
+// for the next use (KindArena) and has its header inside. The C deleter knows the layout.
 type Listed struct {
 	Block
 	next *Listed
-	list **Listed // the head of the list; of KindSlab it is the first field of a FreeList
+	list **Listed // the head of the list; of KindArena it is the first field of a FreeList
 }
 
-// NewListed writes a Listed of KindCUDA or KindSlab with n holders at p, which is C memory of
-// unsafe.Sizeof(Listed{}) bytes; list, the head or the FreeList, is C memory, too.
+// NewListed writes a Listed of KindCUDA or KindArena with n holders at p, which is C memory of
+// unsafe.Sizeof(Listed{}) bytes; list, the head or the FreeList, is also C memory.
 func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, kind int64,
 	list unsafe.Pointer) *Listed {
 	b := (*Listed)(p)
@@ -53,7 +53,7 @@ func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, ki
 	return b
 }
 
-// A FreeList has blocks of KindSlab without a holder. It lies in C memory; the C deleter knows the layout.
+// A FreeList has blocks of KindArena without a holder. It lies in C memory; the C deleter knows the layout.
 type FreeList struct {
 	head *Listed // first: Listed.list points to it
 	Room int64   // how many bytes more it takes
@@ -117,7 +117,7 @@ type Memory struct {
 	Ptr   unsafe.Pointer
 	Bytes int64
 	Block *Block
-	CUDA  int32 // 1 + the CUDA device whose address Ptr is; 0: host memory
+	CUDA  int32 // 1 + the CUDA device that Ptr is an address of; 0: host memory
 }
 
 // Pointer is the pointer of an address outside Go's heap, which its collector ignores.
@@ -146,7 +146,7 @@ func (m Memory) Release() {
 		case b.kind == KindCUDA:
 			l.push()
 			return
-		case b.kind == KindSlab && l.keepBlock():
+		case b.kind == KindArena && l.keepBlock():
 			return
 		}
 		base, length := b.base, uintptr(b.length)
@@ -171,7 +171,7 @@ func ReturnPages(p unsafe.Pointer, n int64) {
 
 // A View says which bytes of a chunk land where, unless all of them land
 // contiguously. The chunk contains bytes [At, At+logical) of a matrix with rows of
-// Row bytes (its column part), whose first column is column Col of the tensor's
+// Row bytes (its column part). Its first column is column Col of the tensor's
 // rows. Wanted are rows [Row0, Row1) and byte columns [Col0, Col1) of the tensor,
 // packed.
 type View struct {

@@ -1,6 +1,6 @@
 package device
 
-// This file reads the names of devices.
+// Names of devices.
 
 import (
 	"strconv"

@@ -1,6 +1,6 @@
 package device
 
-// This file defines the queue of a device: slots, and the pieces submitted in them.
+// The queue of a device: slots, and the pieces submitted in them.
 
 import (
 	"context"
@@ -44,13 +44,13 @@ type TraceFunc = func(verb string, stream int, begin, end time.Time, bytes int64
 type Queue interface {
 	// Get waits for a free slot, or for the end of ctx.
 	Get(ctx context.Context) (Slot, error)
-	// GetFor is Get for one of several readers, 0 and up, that each fill slots alone: it
-	// prefers a slot that the same reader has filled, whose memory is near its core.
+	// GetFor is Get for one of several readers, 0 and up, that each fill slots of their own: it
+	// prefers a slot that the same reader has filled and has near its core.
 	GetFor(ctx context.Context, reader int) (Slot, error)
 	// Put returns a slot that was not submitted. Returning one twice is a bug, and
 	// panics.
 	Put(s Slot)
-	// Submit decodes the tasks, whose Src lie in the first n bytes of the slot, to
+	// Submit decodes the tasks, with Src in the first n bytes of the slot, to
 	// their destinations, and takes the slot back by itself. done is called once
 	// for each task, perhaps later and by another goroutine, when the task's bytes
 	// are in place or its error is known; it must not wait for the queue. If Submit

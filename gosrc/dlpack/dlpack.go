@@ -1,8 +1,8 @@
-// Package dlpack exports tensors: it describes our element types in DLPack's terms,
-// and makes the C structures that live as long as the tensors.
+// Package dlpack exports tensors: it describes our element types in DLPack's terms, and
+// creates C structures that live as long as the tensors.
 //
-// The structures are in C memory, because any thread of the Python process may drop
-// the last reference, at any time: see managed.c.
+// The structures are in C memory because any thread of the Python process may drop the
+// last reference at any time; see managed.c.
 package dlpack
 
 import (
@@ -49,10 +49,10 @@ var types = map[tensor.DType]Type{
 // are exported.
 //
 // Sub-byte types have no layout that all consumers share. F4 with an even last
-// dimension is exported as pairs (two lanes of four bits, as torch's
-// float4_e2m1fn_x2, the last dimension halved); other F4 and all F6 are exported
-// as their bytes, flat. With raw, every type is exported as the unsigned integer
-// of its width, for consumers that know fewer types: pairs of F4 as U8.
+// dimension is exported as pairs (two lanes of four bits, as torch's float4_e2m1fn_x2,
+// with the last dimension halved). Other F4 and all F6 tensors are exported as their
+// bytes, flat. With raw, every type is exported as the unsigned integer of its width,
+// for consumers that know fewer types: pairs of F4 become U8.
 func Describe(d tensor.DType, shape []int64, n int64, raw bool) (Type, []int64) {
 	if t, ok := types[d]; ok {
 		if raw {

@@ -216,9 +216,9 @@ func TestNothingToFree(t *testing.T) {
 	}
 }
 
-// A slab goes to its list when its last holder goes, whether that is C or Go, and back to the system where
+// A arena goes to its list when its last holder goes, whether that is C or Go, and back to the system where
 // the list has enough.
-func TestSlabs(t *testing.T) {
+func TestArenas(t *testing.T) {
 	const size = 4096
 	p, err := unix.MmapPtr(-1, 0, nil, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
@@ -230,10 +230,10 @@ func TestSlabs(t *testing.T) {
 		device.Memory.Release,
 		func(mem device.Memory) { Delete(exported(t, mem, Type{codeUInt, 8, 1}, []int64{mem.Bytes})) },
 	}
-	var slabs []*device.Listed
+	var arenas []*device.Listed
 	for i := range 6 {
-		base, _ := mapped(t, 1, 1, device.KindSlab)
-		b := device.NewListed(unsafe.Add(base, size-64), 2, base, size, device.KindSlab, p)
+		base, _ := mapped(t, 1, 1, device.KindArena)
+		b := device.NewListed(unsafe.Add(base, size-64), 2, base, size, device.KindArena, p)
 		mem := device.Memory{Ptr: base, Bytes: 100, Block: &b.Block}
 		ways[i/3](mem)
 		if !isMapped(base) || list.Room != int64(3-min(i, 3))*size {
@@ -243,14 +243,14 @@ func TestSlabs(t *testing.T) {
 		if isMapped(base) != (i < 3) {
 			t.Errorf("number %d is mapped: %v", i, i >= 3)
 		}
-		slabs = append(slabs, b)
+		arenas = append(arenas, b)
 	}
 	for i := range 3 {
-		if b := list.TakeBlock(); b != slabs[2-i] || list.Room != int64(i+1)*size {
-			t.Errorf("number %d comes, and there is room for %d bytes", slices.Index(slabs, b), list.Room)
+		if b := list.TakeBlock(); b != arenas[2-i] || list.Room != int64(i+1)*size {
+			t.Errorf("number %d comes, and there is room for %d bytes", slices.Index(arenas, b), list.Room)
 		}
 	}
 	if list.TakeBlock() != nil {
-		t.Error("a slab that was not left")
+		t.Error("an arena that was not left")
 	}
 }

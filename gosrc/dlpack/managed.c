@@ -54,7 +54,7 @@ void ow_block_release(struct ow_block *block, void *data, int64_t n)
 		}
 		void *base = block->base; // the block lies inside what goes away
 		int64_t length = (int64_t)block->length;
-		if (block->kind == OW_KIND_SLAB) {
+		if (block->kind == OW_KIND_ARENA) {
 			int64_t *room = &((struct ow_free_list *)l->list)->room;
 			if (__atomic_sub_fetch(room, length, __ATOMIC_RELAXED) >= 0) {
 				push_listed(l);

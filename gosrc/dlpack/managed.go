@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Batch makes DLManagedTensors in C memory, each of which describes a tensor and takes
-// over its reference: the deleter releases it. One call of C makes them all: a call for
+// A Batch creates DLManagedTensors in C memory. Each describes a tensor and takes over
+// its reference, which the deleter releases. One C call creates all, because one call
 // each would cost as much as the work.
 type Batch struct {
 	all  []C.struct_ow_wanted
@@ -26,7 +26,7 @@ func NewBatch(n int) *Batch {
 	return &Batch{make([]C.struct_ow_wanted, 0, n), make([]int64, 0, 2*n)}
 }
 
-// Add adds a tensor of which Make makes one.
+// Add adds a tensor, for which Make will create one DLManagedTensor.
 func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 	b.all = append(b.all, C.struct_ow_wanted{
 		data: C.uint64_t(uintptr(mem.Ptr)), block: C.uint64_t(uintptr(unsafe.Pointer(mem.Block))),
@@ -37,8 +37,8 @@ func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 	b.dims = append(b.dims, shape...)
 }
 
-// Make calls fn with each DLManagedTensor, in order. If Make fails, it has freed
-// them all, and every reference is still the caller's.
+// Make calls fn with each DLManagedTensor, in order. If Make fails, it has freed all of
+// them, and every reference still belongs to the caller.
 func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
 	count := int(C.ow_managed_many(unsafe.SliceData(b.all), C.int64_t(len(b.all)),
 		(*C.int64_t)(unsafe.SliceData(b.dims))))
@@ -46,7 +46,7 @@ func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
 		for _, w := range b.all[:count] {
 			C.ow_managed_forget(w.managed)
 		}
-		return errs.New(errs.ErrMemory, "the descriptions of %d tensors", len(b.all))
+		return errs.New(errs.ErrMemory, "descriptions of %d tensors", len(b.all))
 	}
 	for i := range b.all {
 		fn(i, *(*unsafe.Pointer)(unsafe.Pointer(&b.all[i].managed)))

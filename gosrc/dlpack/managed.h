@@ -38,9 +38,9 @@ struct ow_block {
 	int64_t kind;
 };
 
-enum { OW_KIND_MAP = 0, OW_KIND_REGION = 1, OW_KIND_CUDA = 2, OW_KIND_SLAB = 3 };
+enum { OW_KIND_MAP = 0, OW_KIND_REGION = 1, OW_KIND_CUDA = 2, OW_KIND_ARENA = 3 };
 
-// Layout of device.Listed: a block of OW_KIND_CUDA or OW_KIND_SLAB.
+// Layout of device.Listed: a block of OW_KIND_CUDA or OW_KIND_ARENA.
 struct ow_listed {
 	struct ow_block block;
 	struct ow_listed *next, **list;

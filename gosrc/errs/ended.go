@@ -1,6 +1,6 @@
 package errs
 
-// This file gives the errors of ended contexts their class.
+// This file adds a class to the errors of ended contexts.
 
 import (
 	"context"
@@ -8,7 +8,7 @@ import (
 	"fmt"
 )
 
-// Ended adds a class to the bare errors of an ended context.
+// Ended gives the bare errors of ended contexts a class.
 func Ended(ctx context.Context, err error) error {
 	if err != nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)) &&
 		!errors.Is(err, ErrCancelled) && !errors.Is(err, ErrTimeout) {
@@ -17,7 +17,7 @@ func Ended(ctx context.Context, err error) error {
 	return err
 }
 
-// Cause is the reason why ctx ended, with a class.
+// Cause returns the reason why ctx ended, with a class.
 func Cause(ctx context.Context) error {
 	err := context.Cause(ctx)
 	switch {

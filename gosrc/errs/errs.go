@@ -1,6 +1,6 @@
-// Package errs has the error classes of overwire: one sentinel and one Python
-// exception for each class, one typed error that says where it happened, and
-// the redaction of secrets in texts that people see.
+// Package errs defines the error classes of overwire. Each class is one sentinel and
+// one Python exception. An At adds where an error happened. Redact removes secrets from
+// texts that people see.
 package errs
 
 import (
@@ -17,7 +17,7 @@ import (
 // The classes. Every error that leaves a package wraps exactly one of them, so
 // that errors.Is finds its class through any wrapping.
 var (
-	ErrFormat       = errors.New("bad format")        // bytes that were never a valid file of this kind
+	ErrFormat       = errors.New("bad format")        // bytes that never were a valid file of this format
 	ErrCorrupt      = errors.New("corrupt data")      // a valid file whose bytes have changed
 	ErrNotFound     = errors.New("not found")         // no such file, object or tensor file
 	ErrPermission   = errors.New("permission denied") //
@@ -35,45 +35,46 @@ var (
 	ErrEngine       = errors.New("engine failure")    // a bug of ours: a recovered panic
 )
 
-// A ClassOf is an error class, and the Python exception that it becomes: its name,
-// the built-in that a user would catch without knowing us, and its documentation. Own:
-// it has fields of its own.
+// A ClassOf is an error class and its Python exception: its name, the built-in
+// exception that a caller without knowledge of overwire would catch, and its
+// documentation. Own means that it has fields of its own.
 type ClassOf struct {
 	Err               error
 	Python, Base, Doc string
 	Own               bool
 }
 
-// classes are in the order in which they are looked for.
+// classes are in the order in which Class tries them.
 var classes = []ClassOf{
 	{ErrCancelled, "CancelledError", "RuntimeError",
 		"The work was cancelled: by the caller, or because the process ends.", false},
 	{ErrForked, "ForkedError", "RuntimeError", "The engine was started before `fork`, and this is the child.", false},
-	{ErrEngine, "EngineError", "RuntimeError", "A bug in overwire. The engine refuses further work; please report it.",
+	{ErrEngine, "EngineError", "RuntimeError", "A bug in overwire. The engine refuses further work; please report " +
+		"the bug.",
 		false},
 	{ErrCorrupt, "CorruptError", "ValueError", "A valid file whose bytes have changed.", false},
-	{ErrFormat, "FormatError", "ValueError", "The bytes were never a valid file of this kind.", false},
+	{ErrFormat, "FormatError", "ValueError", "The bytes never were a valid file of this format.", false},
 	{ErrNotFound, "NotFoundError", "FileNotFoundError", "No such file or object.", false},
 	{ErrPermission, "AccessError", "PermissionError", "The file is there, but may not be read or written.", false},
 	{ErrTimeout, "DeadlineError", "TimeoutError", "The time limit has passed.", false},
 	{ErrMemory, "OutOfMemoryError", "MemoryError",
-		"Host or device memory was not enough. What had been allocated is freed.", true},
-	{ErrArgument, "ArgumentError", "ValueError", "An invalid argument, which the message names.", false},
-	{ErrKey, "TensorNotFoundError", "KeyError", "No tensor of that name.", false},
-	{ErrNotSupported, "NotSupportedError", "NotImplementedError", "Valid, but not something this build can do.", false},
+		"Not enough host or device memory. Everything allocated so far is freed.", true},
+	{ErrArgument, "ArgumentError", "ValueError", "An argument is invalid; the message names it.", false},
+	{ErrKey, "TensorNotFoundError", "KeyError", "There is no tensor with that name.", false},
+	{ErrNotSupported, "NotSupportedError", "NotImplementedError", "Valid, but not supported by this build.", false},
 	{ErrDevice, "DeviceError", "RuntimeError", "The device or its driver failed.", false},
 	{ErrCrypto, "CryptographyError", "ValueError", "A key is missing or wrong, or encrypted bytes have changed.",
 		false},
 	{ErrBase, "DeltaBaseError", "ValueError",
-		"A delta was made from other tensors than those that it should change. Nothing was changed.", false},
+		"The delta was made from different tensors than those it was applied to. Nothing was changed.", false},
 	{ErrIO, "IOFailure", "OSError", "The medium failed: an I/O error, a full disk, a short read.", false},
 }
 
-// Classes lists them.
+// Classes lists the classes.
 func Classes() []ClassOf { return slices.Clone(classes) }
 
-// Class returns the name of the Python exception for err. An error without a
-// class is an EngineError, since each of ours should have one.
+// Class returns the name of the Python exception for err. An error without a class is
+// an EngineError, because each of ours should have one.
 func Class(err error) string {
 	for _, c := range classes {
 		if errors.Is(err, c.Err) {
@@ -83,10 +84,10 @@ func Class(err error) string {
 	return "EngineError"
 }
 
-// An At says where something went wrong. The text leaves zero fields out; Chunk
-// and Offset are -1 when they are not known.
+// An At says where something went wrong. Its text omits zero fields. Chunk and Offset
+// are -1 if unknown.
 type At struct {
-	Verb   string // one of the ten verbs of ARCHITECTURE.md, or the caller's: "decode", "save"
+	Verb   string // an operation of ARCHITECTURE.md, or the caller's: "decode", "save"
 	Source string
 	Tensor string
 	Chunk  int64
@@ -94,8 +95,9 @@ type At struct {
 	Err    error // wraps one class
 }
 
-// Error returns: decode model.safetensors tensor "x" chunk 17 @4096: checksum mismatch.
-// A system error names the path only if it is not Source, and no refusal twice.
+// Error returns text like: decode model.safetensors tensor "x" chunk 17 @4096: checksum
+// mismatch. The path of a system error appears only if it differs from Source, and a
+// refusal appears only once.
 func (a *At) Error() string { return a.placeText() + ": " + a.reasonText() }
 
 func (a *At) placeText() string {
@@ -122,22 +124,23 @@ func (a *At) reasonText() string {
 		reason = strings.Replace(reason, sys.Error(), sys.Err.Error(), 1)
 	}
 	refusal := ErrPermission.Error()
-	return strings.Replace(reason, refusal+": "+refusal, refusal+": look at its mode, and at those of its folders", 1)
+	return strings.Replace(reason, refusal+": "+refusal, refusal+": check its permissions and those of its folders", 1)
 }
 
 // Unwrap returns the cause.
 func (a *At) Unwrap() error { return a.Err }
 
-// RuleChecksum is the rule of stored bytes, an index or a header that have another checksum.
+// RuleChecksum is the rule that stored bytes, an index or a header break if their checksum
+// differs.
 const RuleChecksum = "Checksum"
 
-// NewMismatch says which checksum was stored, and which the bytes have.
+// NewMismatch names the stored and the computed checksum.
 func NewMismatch(stored, computed uint32) error {
 	return WithRule(RuleChecksum, New(ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", stored, computed))
 }
 
-// A rule names what an error is about beside its class, for callers that answer by it: a rule
-// of a format that the bytes break, or what is lacking.
+// A rule names the cause of an error more exactly than its class, for callers that react to
+// it: a format rule that the bytes break, or what is missing.
 type rule struct {
 	error
 	name string
@@ -146,15 +149,15 @@ type rule struct {
 // Unwrap returns the error.
 func (r *rule) Unwrap() error { return r.error }
 
-// WithRule adds the name of a rule to an error, whose text stays.
+// WithRule adds the name of a rule to an error. The text stays the same.
 func WithRule(name string, err error) error { return &rule{err, name} }
 
-// OfRule is New for a rule, whose name is a fact of the error and not of its text.
+// OfRule is New with a rule. Its name is a field of the error and not part of the text.
 func OfRule(name string, class error, format string, args ...any) error {
 	return WithRule(name, New(class, format, args...))
 }
 
-// RuleOf is the name of the rule that an error is about; "": it names none.
+// RuleOf returns the name of the error's rule, or "".
 func RuleOf(err error) string {
 	if r, ok := errors.AsType[*rule](err); ok {
 		return r.name
@@ -168,11 +171,11 @@ func New(class error, format string, args ...any) error {
 	return fmt.Errorf("%w: %s", class, fmt.Sprintf(format, args...))
 }
 
-// In is Locate for an error of a whole file.
+// In is Locate for an error that concerns a whole file.
 func In(verb, source string, err error) error { return Locate(verb, source, "", -1, err) }
 
-// Place adds the file, the tensor ("": none) and the offset (-1: none) to err, unless
-// err, or one that it wraps, has a place. It returns nil for nil.
+// Place adds the file, the tensor ("" for none) and the offset (-1 for none) to err,
+// unless err or an error that it wraps has a place. It returns nil for nil.
 func Place(verb, source, tensor string, off int64, err error) error {
 	var at *At
 	if err == nil || errors.As(err, &at) {
@@ -181,8 +184,8 @@ func Place(verb, source, tensor string, off int64, err error) error {
 	return &At{Verb: verb, Source: source, Tensor: tensor, Chunk: -1, Offset: off, Err: err}
 }
 
-// Locate adds the file, the tensor ("": none) and the chunk (-1: none) to err, as far
-// as err has none of its own. It returns nil for nil.
+// Locate adds the file, the tensor ("" for none) and the chunk (-1 for none) to err if
+// err lacks them. It returns nil for nil.
 func Locate(verb, source, tensor string, chunk int64, err error) error {
 	if err == nil {
 		return nil
@@ -203,7 +206,7 @@ func Locate(verb, source, tensor string, chunk int64, err error) error {
 	return &At{Verb: verb, Source: source, Tensor: tensor, Chunk: chunk, Offset: -1, Err: err}
 }
 
-// Classed reports whether err has a class already.
+// Classed reports whether err already has a class.
 func Classed(err error) bool {
 	for _, c := range classes {
 		if errors.Is(err, c.Err) {
@@ -213,8 +216,8 @@ func Classed(err error) bool {
 	return false
 }
 
-// system maps the errors of the system to classes, in the order in which they
-// are looked for. What is not here is ErrIO.
+// system maps system errors to classes, in the order in which they are tried. All
+// others are ErrIO.
 var system = []struct{ from, class error }{
 	{context.Canceled, ErrCancelled},
 	{context.DeadlineExceeded, ErrTimeout},
@@ -237,9 +240,9 @@ var system = []struct{ from, class error }{
 	{os.ErrPermission, ErrPermission},
 }
 
-// FromOS gives an error of the system its class and keeps it: errors.Is finds
-// both. EIO, ENOSPC, EMFILE and whatever else the medium says is ErrIO. An
-// error that has a class, and nil, come back as they are.
+// FromOS gives a system error its class and keeps it: errors.Is finds both. EIO,
+// ENOSPC, EMFILE and all other errors of the medium are ErrIO. Errors with a class, and
+// nil, are returned unchanged.
 func FromOS(err error) error {
 	if err == nil || Classed(err) {
 		return err
@@ -252,8 +255,8 @@ func FromOS(err error) error {
 	return fmt.Errorf("%w: %w", ErrIO, err)
 }
 
-// FromFile is FromOS for a call on an open file, of which no caller chose an argument: EINVAL, a file system's answer
-// to what it lacks, is ErrIO.
+// FromFile is FromOS for a call on an open file without arguments chosen by a caller. There EINVAL, which file
+// systems return for operations they lack, is ErrIO.
 func FromFile(err error) error {
 	if errors.Is(err, syscall.EINVAL) && !Classed(err) {
 		return fmt.Errorf("%w: %w", ErrIO, err)

@@ -51,7 +51,7 @@ func TestAtText(t *testing.T) {
 		}
 	}
 	err = &At{"open", "a", "", -1, -1, FromOS(&os.PathError{Op: "open", Path: "a", Err: syscall.EACCES})}
-	if err.Error() != "open a: permission denied: look at its mode, and at those of its folders" {
+	if err.Error() != "open a: permission denied: check its permissions and those of its folders" {
 		t.Errorf("got %s", err)
 	}
 }

@@ -1,19 +1,20 @@
 package errs
 
-// This file has the error of an allocation that failed.
+// This file defines the error of a failed allocation.
 
 import "fmt"
 
-// A Memory is an ErrMemory with its sizes in bytes, each -1 where it is not
-// known: the size of the allocation, the free memory and all memory.
+// A Memory is an ErrMemory with sizes in bytes, each -1 if unknown: of the allocation,
+// of the free memory, and of all memory.
 type Memory struct {
 	Where              string // "cuda:0", "host"
 	Asked, Free, Total int64
 	For                string // the purpose: "3 tensors"
-	Err                string // the text of the system or the driver
+	Err                string // the text from the system or the driver
 }
 
-// Error returns: out of memory: cuda:0: 4096 bytes for 3 tensors: 100 are free of 9000 (cuMemAlloc_v2: ...)
+// Error returns text like: out of memory: cuda:0: 4096 bytes for 3 tensors: 100 of 9000 are free
+// (cuMemAlloc_v2: ...)
 func (m *Memory) Error() string {
 	s := ErrMemory.Error() + ": " + m.Where
 	if m.Asked >= 0 {
@@ -23,7 +24,7 @@ func (m *Memory) Error() string {
 		s += " for " + m.For
 	}
 	if m.Total >= 0 {
-		s += fmt.Sprintf(": %d are free of %d", m.Free, m.Total)
+		s += fmt.Sprintf(": %d of %d are free", m.Free, m.Total)
 	}
 	if m.Err != "" {
 		s += " (" + m.Err + ")"

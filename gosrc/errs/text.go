@@ -1,6 +1,6 @@
 package errs
 
-// This file describes errors for other languages.
+// Describes errors for other languages.
 
 import (
 	"errors"
@@ -9,9 +9,9 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 )
 
-// A Description is an error in the form that crosses to another language: its
-// class, the redacted message, where it happened, which rule was broken, and the number that the system gave for it;
-// for a lack of memory also where that is, and Asked, Free and Total, in bytes. Unknown fields are left out.
+// A Description is an error in the form that crosses to another language: its class, the redacted message,
+// where it happened, the broken rule, and the system's error number. For a lack of memory it also has the
+// device, and Asked, Free and Total in bytes. Unknown fields are omitted.
 type Description struct {
 	Class   string `json:"class"`
 	Message string `json:"message"`
@@ -52,7 +52,7 @@ func knownOrNil(n int64) *int64 {
 // Prefix begins every text of Text.
 const Prefix = "overwire-fault:"
 
-// Text is Describe as one line: Prefix and JSON.
+// Text returns Describe as one line: Prefix and JSON.
 func Text(err error) string {
 	b, jsonErr := rawjson.Marshal(Describe(err))
 	if jsonErr != nil { // strings and integers always marshal
@@ -61,8 +61,8 @@ func Text(err error) string {
 	return Prefix + string(b)
 }
 
-// mergePlaces merges every At around the cause: an outer one wins, an inner one fills
-// what is missing.
+// mergePlaces merges every At around the cause: outer fields win, inner ones fill what
+// is missing.
 func mergePlaces(err error) At {
 	out := At{Chunk: -1, Offset: -1}
 	for {

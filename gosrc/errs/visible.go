@@ -1,6 +1,6 @@
 package errs
 
-// This file makes characters visible that a terminal would obey instead of showing.
+// Makes characters visible that a terminal would obey instead of showing.
 
 import (
 	"fmt"
@@ -8,13 +8,12 @@ import (
 	"unicode/utf8"
 )
 
-// Visible writes as \u and their number the characters that control a terminal (C0, DEL,
-// C1), and those that change the order in which a text is read (bidirectional controls); a
-// byte of C1 that is part of no character as \x and its number. Line ends and tabs stay. In
-// JSON the strings stay the same.
+// Visible escapes characters that control a terminal (C0, DEL, C1) or change the reading
+// order (bidirectional controls) as \u and their number, and stray C1 bytes as \x and their
+// number. Line ends and tabs stay. Strings in JSON keep their meaning.
 func Visible(text string) string { return visibleText(text, false) }
 
-// OneLine is Visible for a name, in which a line end or a tab is no layout.
+// OneLine is Visible for a name, and also escapes line ends and tabs.
 func OneLine(text string) string { return visibleText(text, true) }
 
 func visibleText(text string, line bool) string {
@@ -48,7 +47,7 @@ func visibleText(text string, line bool) string {
 	return b.String()
 }
 
-// plainByte is whether a byte is a visible character of ASCII.
+// plainByte reports whether a byte is a visible ASCII character.
 func plainByte(c byte) bool { return c >= ' ' && c < 0x7f }
 
 func isControl(r rune) bool {

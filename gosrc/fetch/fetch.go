@@ -1,7 +1,6 @@
-// Package fetch writes the bytes of URIs, one after the other, to
-// one writer. It reads parts ahead, several at once: two at first, and one more
-// for each that was written, up to a fixed window. So a caller that stops at the
-// beginning has not fetched the rest.
+// Package fetch writes the bytes of URIs, one after the other, to one writer. It reads
+// parts ahead: two at first, and one more for each part written, up to a fixed window.
+// So a caller that stops early has not fetched the rest.
 package fetch
 
 import (
@@ -22,38 +21,38 @@ import (
 const (
 	part   = 4 << 20
 	window = 16 // most parts in memory
-	begin  = 2  // parts that are read before any was written
+	begin  = 2  // parts read ahead before any was written
 )
 
 // A Spec says what to fetch.
 type Spec struct {
 	URIs    []string       `json:"uris"`
 	Storage source.Options `json:"storage"`
-	// Sizes are the sizes of the objects in bytes; nil: unknown. If an object has
+	// Sizes are the sizes of the objects in bytes; nil if unknown. If an object has
 	// another size, Fetch fails before its first byte. With sizes, an external
-	// downloader is started once for all objects.
+	// downloader is started only once for all objects.
 	Sizes []int64 `json:"sizes"`
-	// Own never uses the external downloader, which may be this program.
+	// Own disables the external downloader, which may be this very program.
 	Own bool `json:"own"`
-	// Most is a limit of the bytes of all objects together; 0: no limit.
+	// Most limits the total bytes of all objects; 0 means no limit.
 	Most int64 `json:"most"`
-	// From and To (exclusive) are the bytes to fetch of the one URI; To 0: to its
-	// end. An object that ends earlier is not an error.
+	// From and To (exclusive) select bytes of the one URI; To 0 means up to its end. An
+	// object that ends earlier is not an error.
 	From int64 `json:"from"`
 	To   int64 `json:"to"`
 	// Pin identifies the one object as an earlier fetch found it. If the object has
 	// changed, Fetch returns errs.ErrCorrupt before the first byte.
 	Pin *Pin `json:"pin"`
 
-	counted bool          // the job knows the bytes already
-	first   source.Source // of the first URI, opened; Fetch closes it
+	counted bool          // the job already counts the bytes
+	first   source.Source // the first URI, already opened; Fetch closes it
 }
 
-// A Pin identifies an object as it was, by what its store reports.
+// A Pin identifies a state of an object by what its store reports.
 type Pin struct {
 	Size int64 `json:"size"`
-	// Identity is an ETag, a date, or a file's inode and time; nil if the store
-	// reports none. It is bytes, since an ETag need not be UTF-8.
+	// Identity is an ETag, a date, or a file's inode and time; nil if the store reports
+	// none. It is bytes, because an ETag need not be UTF-8.
 	Identity []byte `json:"identity"`
 }
 
@@ -61,9 +60,9 @@ type Pin struct {
 type Report struct {
 	Bytes   int64   `json:"bytes"`
 	Seconds float64 `json:"seconds"`
-	// Pin is set once the source is open, if there is one URI.
+	// Pin is set once the source is open, if there is only one URI.
 	Pin *Pin `json:"pin"`
-	// Headers are those of its server's first answer; nil: there were none.
+	// Headers are those of the server's first response; nil if there were none.
 	Headers map[string][]string `json:"headers"`
 }
 
@@ -72,24 +71,26 @@ type piece struct {
 	buf  []byte
 	err  error
 	done chan struct{}
-	last source.Source // the source to close after this piece
+	last source.Source // a source to close after this piece
 }
 
-// Fetch writes the bytes of every URI to w. After an error w has a prefix of
-// them. j may be nil.
+// Fetch writes the bytes of every URI to w. After an error, w has a prefix of them. j
+// may be nil.
 func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, error) {
 	start := time.Now()
 	if len(spec.URIs) == 0 {
 		return Report{}, errs.New(errs.ErrArgument, "nothing to fetch")
 	}
 	if spec.From < 0 || spec.To < 0 || (spec.From > 0 || spec.To > 0) && len(spec.URIs) != 1 {
-		return Report{}, errs.New(errs.ErrArgument, "bytes %d to %d of %d URIs", spec.From, spec.To, len(spec.URIs))
+		return Report{}, errs.New(errs.ErrArgument, "a range (bytes %d to %d) needs exactly one URI, got "+
+			"%d", spec.From, spec.To, len(spec.URIs))
 	}
 	if spec.Pin != nil && len(spec.URIs) != 1 {
-		return Report{}, errs.New(errs.ErrArgument, "one pin of %d URIs", len(spec.URIs))
+		return Report{}, errs.New(errs.ErrArgument, "a pin needs exactly one URI, got %d", len(spec.URIs))
 	}
 	if spec.Sizes != nil && len(spec.Sizes) != len(spec.URIs) {
-		return Report{}, errs.New(errs.ErrArgument, "%d sizes of %d URIs", len(spec.Sizes), len(spec.URIs))
+		return Report{}, errs.New(errs.ErrArgument, "got %d sizes for %d URIs: expected one for "+
+			"each", len(spec.Sizes), len(spec.URIs))
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	var wg sync.WaitGroup
@@ -98,7 +99,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	pieces := make(chan *piece, window)
 	free := make(chan []byte, window)
 	ready := begin
-	if spec.Own { // another program reads the output: fetch ahead however fast it reads
+	if spec.Own { // another program reads the output, so fetch ahead at any rate
 		ready = window
 	}
 	for range ready {
@@ -156,11 +157,11 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	return rep, nil
 }
 
-// identity returns what the store reports to distinguish this state of a source
-// from others, or nil.
+// identity returns what the store reports to tell this state of a source from others,
+// or nil.
 func identity(s source.Source) []byte {
 	switch f := s.Facts(); {
-	case f.File != nil: // one that may miss a change still finds most
+	case f.File != nil: // a tag that may miss a change still finds most
 		return fmt.Append(nil, f.Identity.Device, f.Identity.Inode, f.Identity.Modified)
 	case f.Identity.Known():
 		return []byte(f.Identity.Pin)
@@ -173,11 +174,11 @@ func (p *Pin) same(now *Pin, uri string) error {
 	if p == nil || p.Size == now.Size && bytes.Equal(p.Identity, now.Identity) {
 		return nil
 	}
-	what := "its ETag or date is another one"
+	what := "its ETag or date differs"
 	if p.Size != now.Size {
-		what = fmt.Sprintf("it had %d bytes and has %d", p.Size, now.Size)
+		what = fmt.Sprintf("it had %d bytes and now has %d", p.Size, now.Size)
 	}
-	return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "changed since it was opened: %s", what))
+	return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "the object changed since it was opened: %s", what))
 }
 
 // readAhead opens the sources and starts reads while there are free buffers. It calls
@@ -209,7 +210,8 @@ func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.So
 		size := s.Size()
 		if spec.Sizes != nil && size != spec.Sizes[i] {
 			_ = s.Close()
-			return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "%d bytes, %d wanted", size, spec.Sizes[i]))
+			return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "the object has %d bytes, expected "+
+				"%d", size, spec.Sizes[i]))
 		}
 		if spec.To > 0 {
 			size = min(size, spec.To)
@@ -217,7 +219,8 @@ func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.So
 		from := min(spec.From, size)
 		if total += size - from; spec.Most > 0 && total > spec.Most {
 			_ = s.Close()
-			return errs.In("fetch", uri, errs.New(errs.ErrFormat, "%d bytes, where %d is the most", total, spec.Most))
+			return errs.In("fetch", uri, errs.New(errs.ErrFormat, "the object brings the total to %d bytes, over "+
+				"the limit of %d", total, spec.Most))
 		}
 		if j != nil && !spec.counted {
 			j.TotalBytes.Add(size - from)

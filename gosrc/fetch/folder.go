@@ -1,6 +1,6 @@
 package fetch
 
-// This file brings whole folders.
+// This file fetches whole folders.
 
 import (
 	"context"
@@ -19,17 +19,17 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// A FolderReport says what of a folder was fetched.
+// A FolderReport describes a fetched folder.
 type FolderReport struct {
 	Bytes   int64    `json:"bytes"`
 	Seconds float64  `json:"seconds"`
 	Files   []string `json:"files"`
 }
 
-// Folder brings the files of a remote folder, and of those below it, into the folder dst,
-// weights first; hidden ones are left out. Of the Hub they are those of one commit. A new dst appears when all is there;
-// until then it is hidden, and a later run goes on with what an interrupted one has brought, as File does. Names that lead out of dst
-// are refused before anything is written.
+// Folder fetches the files of a remote folder and its subfolders into the folder dst, weights first. It omits
+// hidden files. From the Hub, all files come from one commit. A new dst appears when it is complete; until then
+// it is hidden, and a later run continues what an interrupted one has fetched, as File does. Names that lead
+// out of dst are refused before anything is written.
 func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options) (rep FolderReport, err error) {
 	start := time.Now()
 	dir, files, err := filesOf(ctx, uri, opt)
@@ -42,7 +42,7 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 		}
 	}
 	work, some := dst, false
-	var partial *atomicfile.PartialFolder // nil: dst is there
+	var partial *atomicfile.PartialFolder // nil: dst exists
 	if st, statErr := os.Stat(dst); statErr != nil || !st.IsDir() {
 		if err := atomicfile.CheckFolder(dst); err != nil {
 			return rep, err
@@ -60,7 +60,7 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 	}
 	defer func() {
 		if err != nil && some {
-			source.Notice(dst + ": what was fetched stays: fetch it again to go on there")
+			source.Notice(dst + ": the fetched part is kept: run fetch again to continue")
 		}
 	}()
 	paths := make([]string, len(files))
@@ -91,7 +91,7 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 	return rep, nil
 }
 
-// filesOf lists the files of a remote folder in the order in which they are brought.
+// filesOf lists the files of a remote folder in the order in which they are fetched.
 func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, files []source.Entry, err error) {
 	dir, files, err = open.Walk(ctx, uri, opt)
 	if err != nil {
@@ -102,7 +102,7 @@ func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, f
 	})
 	for _, f := range files {
 		if !filepath.IsLocal(f.Name) || path.Clean(f.Name) != f.Name || strings.ContainsRune(f.Name, 0) {
-			return "", nil, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is not a valid name of a file in a folder",
+			return "", nil, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is not a valid file name in a folder",
 				f.Name))
 		}
 	}

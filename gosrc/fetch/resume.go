@@ -1,6 +1,6 @@
 package fetch
 
-// This file brings objects to files, and goes on where an earlier run has stopped.
+// This file fetches objects to files, and continues where an earlier run stopped.
 
 import (
 	"context"
@@ -16,9 +16,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// File writes the bytes of the URIs to a file, which is complete or absent. What an interrupted run has brought of a single object stays,
-// hidden, next to its state at the store (ETag, size): the next run compares its hash, and goes on behind it, unless
-// the object has changed.
+// File writes the bytes of the URIs to a file, which is complete or absent. If it fetches a single object and
+// is interrupted, a hidden file keeps the bytes together with the object's state at the store (ETag, size). The
+// next run compares their hash and continues after them, unless the object has changed.
 func File(ctx context.Context, j *job.Job, spec Spec, out string) (Report, error) {
 	if len(spec.URIs) != 1 || spec.From > 0 || spec.To > 0 {
 		return fetchAnew(ctx, j, spec, out)
@@ -35,8 +35,8 @@ func fetchAnew(ctx context.Context, j *job.Job, spec Spec, out string) (rep Repo
 	return rep, err
 }
 
-// bringObject is File for one URI. inFolder: the note of what was brought stays, and a file that an earlier run has completed is not
-// brought again. some: bytes of it, or of an earlier run, are there.
+// bringObject is File for one URI. With inFolder, the note about what was fetched stays, and a file that an
+// earlier run completed is not fetched again. some reports that bytes of this or an earlier run are kept.
 func bringObject(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool) (rep Report, some bool, err error) {
 	s, err := open.Own(spec.Storage).Open(ctx, spec.URIs[0])
 	if err != nil {
@@ -70,13 +70,13 @@ func bringObject(ctx context.Context, j *job.Job, spec Spec, out string, inFolde
 	}
 	rep, err = Fetch(ctx, j, spec, p)
 	if err == nil && p.Done != s.Size() {
-		err = errs.In("fetch", s.URI(), errs.New(errs.ErrEngine, "%d bytes came of %d", p.Done, s.Size()))
+		err = errs.In("fetch", s.URI(), errs.New(errs.ErrEngine, "got %d bytes, expected %d", p.Done, s.Size()))
 	}
 	if err == nil {
 		err = p.Publish(inFolder)
 	}
 	if err != nil && p.Done > 0 && !inFolder {
-		source.Notice(fmt.Sprintf("%d of %d bytes of %s stay: fetch it again to go on there", p.Done, s.Size(), out))
+		source.Notice(fmt.Sprintf("%d of %d bytes of %s are kept: run fetch again to continue", p.Done, s.Size(), out))
 	}
 	return rep, p.Done > 0, err
 }
@@ -87,7 +87,8 @@ func countBytes(j *job.Job, n int64) {
 	}
 }
 
-// objectState names an object in its state at its store; "": nothing identifies it, or it is a local file, which is copied as fast.
+// objectState names an object in its state at its store. "" means that nothing identifies the state, or that it
+// is a local file, which is copied just as fast.
 func objectState(s source.Source, opt source.Options) string {
 	f := s.Facts()
 	if f.File != nil || f.Identity.Pin == "" {

@@ -1,6 +1,6 @@
 package format
 
-// This file keeps the indexes of files that were opened before.
+// This file caches the indexes of files that were opened before.
 
 import (
 	"container/list"
@@ -10,18 +10,17 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// cacheBytes bounds what a Cache holds, about 400,000 tensors.
+// cacheBytes limits the memory of a Cache to about 400,000 tensors.
 const cacheBytes = 64 << 20
 
-// A Cache keeps the indexes of the files opened last, up to a bound, so that opening
-// such a file again reads and parses nothing. An index from the cache is that of
-// the file's present state: the cache does not keep sources without an Identity, or
-// files that changed a moment ago. The zero value is ready to use. A Cache is safe
-// for concurrent use.
+// A Cache keeps the indexes of recently opened files, up to a limit, so that opening
+// them again reads and parses nothing. A cached index always describes the file's
+// present state: the cache skips sources without an Identity, and files that changed a
+// moment ago. The zero value is ready to use. A Cache is safe for concurrent use.
 type Cache struct {
 	mu    sync.Mutex
 	by    map[cacheKey]*list.Element // of *cached
-	order list.List                  // the last used first
+	order list.List                  // most recently used first
 	bytes int64
 }
 
@@ -36,7 +35,7 @@ type cached struct {
 	bytes int64
 }
 
-// key returns the key of a source's index; ok is false if it may not be kept.
+// key returns the key of a source's index. ok is false if it must not be cached.
 func (c *Cache) key(src source.Source, lenient bool) (k cacheKey, ok bool) {
 	if c == nil {
 		return k, false
@@ -45,7 +44,7 @@ func (c *Cache) key(src source.Source, lenient bool) (k cacheKey, ok bool) {
 	return cacheKey{f.Identity, lenient}, f.File != nil && f.Settled
 }
 
-// getIndex returns the index of a file, with the name that the file has now, or nil.
+// getIndex returns the index of a file under its present name, or nil.
 func (c *Cache) getIndex(k cacheKey, uri string) *tensor.Index {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -60,7 +59,7 @@ func (c *Cache) getIndex(k cacheKey, uri string) *tensor.Index {
 	return &tensor.Index{Sources: []tensor.Source{s}, Tensors: was.Tensors, Chunks: was.Chunks}
 }
 
-// put keeps the index of one source, and drops old ones to make space.
+// put stores the index of one source, and drops old ones to make space.
 func (c *Cache) put(k cacheKey, ix *tensor.Index) {
 	e := &cached{k, ix, footprintOf(ix)}
 	c.mu.Lock()

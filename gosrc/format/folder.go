@@ -1,6 +1,6 @@
 package format
 
-// This file chooses the model among the files of a folder: docs/folders.md has the rules.
+// This file selects the model among the files of a folder; docs/folders.md has the rules.
 
 import (
 	"context"
@@ -21,8 +21,8 @@ type family struct {
 	numbers         []int // of the shards
 }
 
-// divideFamilies divides the files of a folder. What a save has marked and no index lists is no
-// model: unlisted are those.
+// divideFamilies divides the files of a folder into families. unlisted are files that a save
+// has marked and no index lists: they are not models.
 func divideFamilies(paths []string) (all []*family, unlisted []string) {
 	by := map[modelfiles.Name]*family{}
 	for _, path := range paths {
@@ -37,7 +37,7 @@ func divideFamilies(paths []string) (all []*family, unlisted []string) {
 		key := n
 		key.Number = 0
 		f := by[key]
-		if f == nil || n.Index { // of several indexes each is a model
+		if f == nil || n.Index { // with several indexes, each is a model
 			f = &family{Name: n}
 			by[key] = f
 			all = append(all, f)
@@ -47,14 +47,14 @@ func divideFamilies(paths []string) (all []*family, unlisted []string) {
 	return all, unlisted
 }
 
-// lackingShards names the shards that a family without an index does not have; "" if it is whole.
+// lackingShards names the missing shards of a family without an index; "" if it is complete.
 func (f *family) lackingShards() string {
 	if f.Index || f.Of == 0 {
 		return ""
 	}
 	from := 1
 	if slices.Contains(f.numbers, 0) {
-		from = 0 // some count from 0
+		from = 0 // some writers count from 0
 	}
 	var numbers []string
 	for n := from; n < from+f.Of && len(numbers) < 5; n++ {
@@ -66,18 +66,18 @@ func (f *family) lackingShards() string {
 		return ""
 	}
 	if len(numbers) == 0 {
-		return fmt.Sprintf("%d shards are there under numbers of %d", len(f.numbers), f.Of)
+		return fmt.Sprintf("the folder has %d shards with numbers out of %d", len(f.numbers), f.Of)
 	}
 	noun, verb := "shard", "is"
 	if len(numbers) > 1 {
 		noun, verb = "shards", "are"
 	}
-	return fmt.Sprintf("%d of %d shards are there, and %s %s %s missing", len(f.numbers), f.Of, noun,
+	return fmt.Sprintf("only %d of %d shards are there: %s %s %s missing", len(f.numbers), f.Of, noun,
 		strings.Join(numbers, ", "), verb)
 }
 
-// preferDefaults leaves out variants that have a default beside them, shards without an index
-// beside one file, and consolidated weights beside a model's.
+// preferDefaults drops variants if their default is present, shards without an index if a
+// single file is present, and consolidated weights if another model is present.
 func preferDefaults(all []*family) []*family {
 	has := func(of func(f *family) bool) bool { return slices.ContainsFunc(all, of) }
 	return slices.DeleteFunc(slices.Clone(all), func(f *family) bool {
@@ -89,8 +89,8 @@ func preferDefaults(all []*family) []*family {
 	})
 }
 
-// chooseModel chooses the model among the files of a folder: an index.json, which is to be read,
-// or Files.URIs.
+// chooseModel selects the model among the files of a folder: an index.json, which the caller
+// must read, or Files.URIs.
 func chooseModel(dir string, names []string) (Files, error) {
 	all, unlisted := divideFamilies(names)
 	some := preferDefaults(all)
@@ -122,13 +122,14 @@ func chooseModel(dir string, names []string) (Files, error) {
 		for _, f := range some {
 			names = append(names, f.paths[0])
 		}
-		return Files{}, placeError(dir, errs.New(errs.ErrArgument, "several models in one folder, name one of them: %s",
+		return Files{}, placeError(dir, errs.New(errs.ErrArgument, "the folder contains several models, name one "+
+			"of them: %s",
 			strings.Join(names, ", ")))
 	case len(indexes) == 1:
 		return Files{Index: indexes[0].paths[0]}, nil
 	case len(files) == 0 && len(unlisted) > 0:
 		return Files{}, placeError(dir, errs.New(errs.ErrFormat,
-			"%s is a shard of a save that did not end, or the index.json that lists it is missing: save or fetch "+
+			"%s is a shard of an unfinished save, or its index.json is missing: save or fetch "+
 				"the model again",
 			filepath.Base(unlisted[0])))
 	case len(files) == 0:
@@ -145,15 +146,17 @@ func chooseModel(dir string, names []string) (Files, error) {
 	return Files{URIs: files, listed: true}, nil
 }
 
-// A Model is one of a local folder's: Names open it, and Paths are its files and index.
+// A Model is one model of a local folder: Names open it, and Paths are its files and
+// index.
 type Model struct{ Names, Paths []string }
 
-// ofLibraries are the stems that libraries look for by name, whatever else lies in a folder.
+// ofLibraries are the base names that libraries look for, regardless of other files in the
+// folder.
 var ofLibraries = []string{"model", "diffusion_pytorch_model", "consolidated"}
 
-// Models returns the models of a folder, last the one that the folder stands for: those of
-// other indexes, variants, and those that another library would take instead. names are
-// the files of a remote folder; nil: it is a local one.
+// Models returns the models of a folder, and last the folder's default model. The others
+// have other indexes, are variants, or are what another library would choose. names are
+// the files of a remote folder; nil means that the folder is local.
 func Models(ctx context.Context, dir string, names []string, open Opener) (_ []Model, err error) {
 	if names == nil {
 		if names, err = namesOf(dir); err != nil {

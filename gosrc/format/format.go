@@ -1,6 +1,6 @@
-// Package format turns sources into an Index: it finds out which kind of file each
-// source is, reads its header and index, and validates them before a byte of data
-// is read. Each kind of file has a package of its own.
+// Package format turns sources into an Index: it detects the format of each source,
+// reads its header and index, and validates them before it reads any data. Each format
+// has a package of its own.
 package format
 
 import (
@@ -24,48 +24,48 @@ import (
 type Options struct {
 	// Lenient is for plain safetensors files; see safetensors.Options.
 	Lenient bool
-	// Keys are the tensors that the caller will use; nil: all. OpenAll does not
-	// open shards that have none of them according to an index.json.
+	// Keys are the tensors that the caller will use; nil means all. OpenAll does not
+	// open shards that, according to an index.json, have none of them.
 	Keys []string
-	// Known reports which codecs can be decoded: codec.Known.
+	// Known reports which codecs can be decoded; see codec.Known.
 	Known tensor.Known
-	// Cache, if not nil, keeps the indexes that are read. Always use it with the
-	// same Known.
+	// Cache, if not nil, caches the indexes that are read. Always use it with the same
+	// Known.
 	Cache *Cache
-	// List returns the files in a remote folder, sorted; errs.ErrNotSupported
-	// if the store cannot list them. nil: no store can.
+	// List returns the files in a remote folder, sorted; errs.ErrNotSupported if the
+	// store cannot list them. nil means that no store can.
 	List func(ctx context.Context, uri string) ([]string, error)
-	// Parts opens files whose tensors are parts of tensors, too: see refuseParts.
+	// Parts also opens files that hold parts of tensors: see refuseParts.
 	Parts bool
-	// Unlisted has OpenAll return the tensors, too, that lie in the files of an index.json
-	// and that it does not list: for verbs of files, not of models.
+	// Unlisted makes OpenAll also return tensors that are in the files of an index.json
+	// but not listed by it. Operations on files use it, operations on models do not.
 	Unlisted bool
 	// Settings are Access.Decrypt.
 	Settings map[string]string
 }
 
-// Access says how to reach files, and has the settings of their formats.
+// Access says how to reach files, and holds the settings of their formats.
 type Access struct {
 	source.Options
-	// Decrypt has the settings of formats that are read: the key or the password of
-	// an encrypted file, and what else the package tensorizer knows. A key for a
-	// file that is not encrypted is errs.ErrCrypto.
+	// Decrypt holds the settings of formats that are read: the key or the password of
+	// an encrypted file, and other settings of the package tensorizer. A key for a file
+	// that is not encrypted is errs.ErrCrypto.
 	Decrypt map[string]string `json:"decrypt"`
-	// Encrypt has the key or the password of a file that is written.
+	// Encrypt holds the key or the password of a file that is written.
 	Encrypt map[string]string `json:"encrypt"`
 }
 
-// Key returns a text that is equal for equal Storage and Decrypt: a caller may only
-// share what was opened with the same Key. It contains secrets.
+// Key returns a text that is equal for equal Storage and Decrypt. A caller may only
+// share opened files with the same Key. The text contains secrets.
 func (a Access) Key() string {
 	return a.Options.Key() + "\x01" + source.Options{Storage: a.Decrypt}.Key()
 }
 
-// A reader reads the index of one kind of file.
+// A reader reads the index of one format.
 type reader struct {
 	is func(head []byte) bool
-	// index returns the validated index and the source of the tensors' bytes. If
-	// that is not src, it owns src.
+	// index returns the validated index and the source of the tensors' bytes. If that
+	// differs from src, it owns src.
 	index func(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error)
 }
 
@@ -78,16 +78,15 @@ var readers = []reader{
 	{func([]byte) bool { return true }, readSafetensors},
 }
 
-// Open reads the index of every source and joins them into one, in the order
-// given: source i of the result is srcs[i]. Each costs one read, two if
-// header and index take more than 256 KiB, three if each of them does, and none if
-// the cache has it. Several are read at once. Open replaces encrypted sources in
-// srcs with sources that decrypt them.
+// Open reads the index of every source and joins them into one, in the given order:
+// source i of the result is srcs[i]. Each costs one read, two if header and index
+// together take more than 256 KiB, three if each of them does, and none if the cache
+// has it. Several are read at once. Open replaces encrypted sources in srcs with
+// sources that decrypt them.
 //
-// The error is a errs.At: errs.ErrFormat for bytes that are no such file,
-// errs.ErrCorrupt for a file that has changed or was cut short,
-// errs.ErrNotSupported for one of a newer version, or the error of a source. Two
-// sources may have tensors of the same name.
+// The error is an errs.At: errs.ErrFormat for bytes in another format, errs.ErrCorrupt
+// for a file that has changed or is truncated, errs.ErrNotSupported for a newer
+// version, or the error of a source. Two sources may have tensors of the same name.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
 	err := spawn.Each(ctx, "open", together, len(srcs), func(i int) (err error) {
@@ -188,7 +187,7 @@ func readSafetensors(ctx context.Context, src source.Source, head []byte, opt Op
 }
 
 // readContainerIndex returns the bytes of a container's index, its first tensor. It reads only
-// those that were not read with the header.
+// what was not read with the header.
 func readContainerIndex(ctx context.Context, src source.Source, h *safetensors.Header) ([]byte, error) {
 	t := &h.Tensors[0]
 	if t.Name != overwire.IndexName {
@@ -200,7 +199,7 @@ func readContainerIndex(ctx context.Context, src source.Source, h *safetensors.H
 	}
 	if t.Bytes > tensor.MaxIndex {
 		return nil, errs.Place("index", src.URI(), t.Name, t.Off,
-			errs.New(errs.ErrFormat, "an index of %d bytes is over %d", t.Bytes, tensor.MaxIndex))
+			errs.New(errs.ErrFormat, "the index has %d bytes, but at most %d are allowed", t.Bytes, tensor.MaxIndex))
 	}
 	blob := make([]byte, t.Bytes)
 	count := copy(blob, h.Ahead)
@@ -210,7 +209,7 @@ func readContainerIndex(ctx context.Context, src source.Source, h *safetensors.H
 	return blob, nil
 }
 
-// Join joins several valid indexes into one, and reuses their memory: it renumbers
+// Join joins several valid indexes into one, and reuses their memory. It renumbers
 // sources, chunks and aliases. A single index is returned unchanged.
 func Join(parts []*tensor.Index) (*tensor.Index, error) {
 	if len(parts) == 1 {
@@ -221,7 +220,8 @@ func Join(parts []*tensor.Index) (*tensor.Index, error) {
 		sources, tensors, chunks = sources+len(p.Sources), tensors+len(p.Tensors), chunks+len(p.Chunks)
 	}
 	if max(sources, tensors, chunks) >= math.MaxInt32 {
-		return nil, errs.New(errs.ErrNotSupported, "%d files with %d tensors and %d chunks", sources, tensors, chunks)
+		return nil, errs.New(errs.ErrNotSupported, "the model is too large: %d files with %d tensors and %d chunks",
+			sources, tensors, chunks)
 	}
 	out := &tensor.Index{
 		Sources: make([]tensor.Source, 0, sources),

@@ -1,7 +1,7 @@
 package format
 
-// This file says what a user may have meant by a path that is not there, or by a folder without
-// a model.
+// This file suggests what a user may have meant by a missing path, or by a folder without a
+// model.
 
 import (
 	"errors"
@@ -17,11 +17,11 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// siblings is how many names of a folder are looked at.
+// siblings limits how many names of a folder are examined.
 const siblings = 4096
 
-// missingPath is the error of a local path at which there is nothing, with what may help;
-// nil if there is something.
+// missingPath returns the error for a local path that does not exist, with a suggestion;
+// nil if it exists.
 func missingPath(path string) error {
 	if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -29,16 +29,16 @@ func missingPath(path string) error {
 	hint := ""
 	switch dir := filepath.Dir(path); {
 	case strings.HasPrefix(path, "~") || strings.Contains(path, "/~"):
-		hint = "; ~ is a word of the shell's: write the folder itself, or os.path.expanduser(path)"
+		hint = "; ~ is not expanded here: write the folder itself, or use os.path.expanduser(path)"
 	case strings.ContainsAny(path, "*?["):
-		hint = "; it is read as a name, not as a pattern: list the files"
+		hint = "; patterns are not expanded here: list the files"
 	case !isDir(dir):
 		for !isDir(filepath.Dir(dir)) {
 			dir = filepath.Dir(dir)
 		}
 		hint = "; there is no folder " + dir
 		if mayBeRepository(path) {
-			hint += "; a model of the Hugging Face hub is hf://" + filepath.Base(dir) + "/" + filepath.Base(path)
+			hint += "; write a model of the Hugging Face Hub as hf://" + filepath.Base(dir) + "/" + filepath.Base(path)
 		}
 	case isFile(path + modelfiles.IndexSuffix):
 		hint = "; it was saved in shards: name " + path + modelfiles.IndexSuffix + ", or the folder"
@@ -60,8 +60,8 @@ func isDir(path string) bool {
 	return err == nil && st.IsDir()
 }
 
-// mayBeRepository reports whether a path, written from the working folder, looks like a
-// repository of the hub: owner/name.
+// mayBeRepository reports whether a path, relative to the working folder, looks like a
+// repository of the Hub: owner/name.
 func mayBeRepository(path string) bool {
 	if filepath.IsAbs(path) {
 		here, err := os.Getwd()
@@ -75,19 +75,19 @@ func mayBeRepository(path string) bool {
 	return strings.Count(path, "/") == 1 && !strings.HasPrefix(path, ".") && !strings.HasSuffix(path, suffix)
 }
 
-// namesIn are some names of a folder.
+// namesIn returns some names of a folder.
 func namesIn(dir string) []string {
 	d, err := os.Open(dir)
 	if err != nil {
 		return nil
 	}
 	defer d.Close()
-	names, _ := d.Readdirnames(siblings) // as many as it could read
+	names, _ := d.Readdirnames(siblings) // as many as could be read
 	return names
 }
 
-// foldersBelow says what else a folder with these names holds: files of another program, or
-// folders with weights, as a diffusers pipeline does.
+// foldersBelow says what else a folder with these names contains: files of another program, or
+// direct subfolders with weights, such as those of a diffusers pipeline.
 func foldersBelow(dir string, names []string) string {
 	if hint := nameSnapshots(dir); hint != "" {
 		return ": it is " + hint
@@ -105,7 +105,7 @@ func foldersBelow(dir string, names []string) string {
 	if len(below) == 0 {
 		return ofTorch(dir)
 	}
-	return ": open a folder below it (" + strings.Join(below[:min(len(below), 8)], ", ") + ")"
+	return ": open one of its subfolders (" + strings.Join(below[:min(len(below), 8)], ", ") + ")"
 }
 
 // ofTorch names a file in a folder that torch.save may have written.
@@ -114,20 +114,20 @@ func ofTorch(dir string) string {
 	slices.Sort(names)
 	for _, name := range names {
 		if slices.Contains([]string{".bin", ".pt", ".pth", ".ckpt"}, filepath.Ext(name)) {
-			return "; it has " + name + ": if torch.save wrote that, `overwire compress` and `convert` " +
-				"(overwire.convert) read it"
+			return "; it has " + name + ": if it is a torch.save file, `overwire compress` and `convert` " +
+				"(overwire.convert) can read it"
 		}
 	}
 	return ""
 }
 
-// nameSnapshots says what to name instead of a model's whole folder in a Hugging Face
-// cache; "" for other folders.
+// nameSnapshots says which path to use instead of a model's top folder in a Hugging
+// Face cache; "" for other folders.
 func nameSnapshots(dir string) string {
 	if !isDir(filepath.Join(dir, "blobs")) || !isDir(filepath.Join(dir, "snapshots")) {
 		return ""
 	}
-	hint := "a model's folder in a Hugging Face cache: name one of its snapshots"
+	hint := "this is a model's top folder in a Hugging Face cache: name one of its snapshots"
 	if names := namesIn(filepath.Join(dir, "snapshots")); len(names) > 0 {
 		hint += ", as " + filepath.Join(dir, "snapshots", names[0])
 	}

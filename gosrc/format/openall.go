@@ -12,11 +12,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// OpenAll resolves names, opens every file with open, and indexes them. Where an
-// index.json decides, the model's tensors are those that it lists, each of the file that it
-// names. The files of a name are those of one moment: if its index.json was replaced
-// meanwhile, they are opened again, once; so are all files where some of one checkpoint turn out to be of several
-// saves. sets are the files of each name. The caller closes the sources; if OpenAll fails, it has closed them.
+// OpenAll resolves names, opens every file with open, and indexes them. If an index.json decides, the model's
+// tensors are those that it lists, each from the file that it names. The files of a name are from one moment:
+// if its index.json was replaced meanwhile, they are opened again, once. The same happens to all files if those
+// of one checkpoint turn out to be from several saves. sets are the files of each name. The caller closes the
+// sources; if OpenAll fails, it has closed them.
 func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	sets []Files, err error) {
 	if len(uris) == 0 {
@@ -34,7 +34,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 	return nil, nil, nil, err
 }
 
-// openOnce is OpenAll without a second try for all.
+// openOnce is OpenAll without the second attempt for all files.
 func openOnce(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	sets []Files, err error) {
 	var parts []*tensor.Index
@@ -75,15 +75,15 @@ func closeAll(srcs []source.Source) {
 	}
 }
 
-// openSet opens the files of one name. changed says that what decided about the files was
-// replaced meanwhile. The caller closes the sources, after an error, too.
+// openSet opens the files of one name. changed says that the file or listing that decided
+// was replaced meanwhile. The caller closes the sources, even after an error.
 func openSet(ctx context.Context, at source.Location, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	set Files, changed bool, err error) {
 	set, srcs, err = openFiles(ctx, at, open, opt)
 	if err != nil {
 		return nil, srcs, set, set.wasReplaced(ctx, open, err), err
 	}
-	// A store is asked about the index while the headers are read.
+	// The store is asked about the index while the headers are read.
 	seen := make(chan bool, 1)
 	if set.Index == "" {
 		seen <- false
@@ -120,11 +120,11 @@ func Names(ctx context.Context, uris []string, open Opener, opt Options) (names 
 	return names, true, nil
 }
 
-// withoutStale decides which of several files of a folder has a tensor that more than one of
-// them has: the folder's index.json says so, also where the files were named one by one, as
-// engines name them. It leaves out of the parts, each of one local file of the same folder, such
-// a tensor where the index.json of that folder names another of the files that have it.
-// Everything else stays: the reader of the parts refuses twins that no index decides about.
+// withoutStale decides which of several files of a folder provides a tensor that more than one
+// of them has. The folder's index.json decides, even if the files were named one by one, as
+// inference engines do. Each part has one local file of the same folder. withoutStale removes
+// such a tensor from a part if the index.json names another of the files that have it.
+// Everything else stays: the reader of the parts refuses duplicates that no index resolves.
 func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open Opener, opt Options) []*tensor.Index {
 	folder := ""
 	for i, set := range sets {
@@ -142,7 +142,8 @@ func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open
 	if err != nil || model.Shards == nil {
 		return parts
 	}
-	// Of each twin that one of the files here has to give: the number of that file's part.
+	// For each duplicate that one of these files must provide: the number of that file's
+	// part.
 	owners := make(map[string]int, len(twins))
 	for _, w := range model.Shards.Weights {
 		for _, i := range twins[w.Name] {

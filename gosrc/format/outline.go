@@ -1,6 +1,6 @@
 package format
 
-// This file tells from the first bytes of a model's file how many it has.
+// This file determines a model file's outline from its first bytes.
 
 import (
 	"math"
@@ -11,15 +11,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// first is how many bytes tell which kind of file one is, and what else it is.
+// first is how many bytes determine a file's format and the rest of its outline.
 const first = 512
 
-// outlineOf is that of a model's files.
+// outlineOf returns the outline of a model's files.
 func outlineOf(opt Options) source.Outline {
 	return source.Outline{Size: sizeOf, Longer: opt.Lenient}
 }
 
-// sizeOf is Outline.Size. A .tensors file does not say where it ends.
+// sizeOf returns Outline.Size. A .tensors file does not say where it ends.
 func sizeOf(uri string, head []byte) (size, need int64, err error) {
 	switch {
 	case len(head) < first:

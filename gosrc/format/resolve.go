@@ -1,7 +1,7 @@
 package format
 
-// This file finds the files of a model that a user names, and says when they are no longer
-// that model's.
+// This file finds the files of a model that a user names, and detects when they have been
+// replaced.
 
 import (
 	"bytes"
@@ -29,22 +29,22 @@ const (
 // An Opener opens one URI.
 type Opener = func(ctx context.Context, uri string) (source.Source, error)
 
-// Files are those that a name stands for, in order.
+// Files are the files that a name stands for, in order.
 type Files struct {
 	URIs []string
-	// Index is the index.json that decided, Text its bytes, and Shards what it says:
-	// URIs[i] is Shards.Files[i]. "", nil, nil: none did.
+	// Index is the index.json that decided, Text its bytes, and Shards its content:
+	// URIs[i] is Shards.Files[i]. They are "", nil, nil if there was none.
 	Index  string
 	Text   []byte
 	Shards *safetensors.Shards
 
 	index    source.Location // of Index
-	identity source.Identity // of the index, when it was read
+	identity source.Identity // of the index when it was read
 	listed   bool            // a folder's listing decided
 }
 
-// openFiles opens the files that a name stands for, which also may be a remote folder without
-// the slash. The caller closes the sources, after an error, too.
+// openFiles opens the files that a name stands for. It may also be a remote folder without
+// the final slash. The caller closes the sources, even after an error.
 func openFiles(ctx context.Context, at source.Location, open Opener, opt Options) (set Files, srcs []source.Source,
 	err error) {
 	set, err = Resolve(ctx, at, open, opt)
@@ -63,11 +63,11 @@ func openFiles(ctx context.Context, at source.Location, open Opener, opt Options
 	return set, srcs, set.explainMissing(err)
 }
 
-// keepOnly leaves those files that have one of the named tensors; see safetensors.Shards.Only.
+// keepOnly keeps those files that have one of the named tensors; see safetensors.Shards.Only.
 func (f *Files) keepOnly(names []string) {
 	few := f.Shards.Only(names)
 	kept := make([]string, 0, len(few.Files))
-	for i, name := range f.Shards.Files { // f.URIs[i] is where name lies
+	for i, name := range f.Shards.Files { // f.URIs[i] has the tensor
 		if len(kept) < len(few.Files) && few.Files[len(kept)] == name {
 			kept = append(kept, f.URIs[i])
 		}
@@ -75,12 +75,12 @@ func (f *Files) keepOnly(names []string) {
 	f.URIs, f.Shards = kept, &few
 }
 
-// together is how many files are opened, or indexed, at once. A remote file
-// costs round trips, a local one a core.
+// together is how many files are opened, or indexed, at once. A remote file costs round
+// trips, a local one a core.
 const together = 16
 
-// openSources opens files. The caller closes them, even after an error, which is that of the
-// first file that cannot be opened; those behind it are not waited for.
+// openSources opens files. The caller closes them, even after an error. The error is that of
+// the first file that cannot be opened; later files are not awaited.
 func openSources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
 	srcs := make([]source.Source, len(files))
 	each, stop := make([]context.Context, len(files)), make([]context.CancelFunc, len(files))
@@ -105,17 +105,17 @@ func openSources(ctx context.Context, files []string, open Opener) ([]source.Sou
 	return srcs, nil
 }
 
-// Resolve returns the files to open for a name: a file stands for itself, an index.json
-// for its shards, a folder for the model in it (docs/folders.md).
+// Resolve returns the files to open for a name. A file stands for itself, an index.json
+// for its shards, a folder for its model (docs/folders.md).
 //
-// A remote folder is a repository of hf://, a bucket, or a URI that ends in a slash: see
+// A remote folder is a repository of hf://, a bucket, or a URI that ends in a slash; see
 // RemoteFolder for others. If the store does not list it, the usual names of models are
 // tried.
 func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) (Files, error) {
 	switch {
 	case at.Remote && at.Folder:
 		return openRemoteFolder(ctx, at, open, opt)
-	case !at.Remote && at.Path == at.URI && at.Scheme != "": // opening it reports what is wrong
+	case !at.Remote && at.Path == at.URI && at.Scheme != "": // opening it reports the error
 		return Files{URIs: []string{at.URI}}, nil
 	case !at.Remote:
 		at = source.LocationOf(at.Path)
@@ -143,19 +143,20 @@ func isIndex(path string) bool {
 	return ok && n.Index || strings.HasSuffix(path, indexSuffix)
 }
 
-// namesOf are the paths of a folder's entries, sorted.
+// namesOf returns the paths of a folder's entries, sorted.
 func namesOf(dir string) (paths []string, err error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return nil, placeError(dir, errs.FromOS(err))
 	}
 	for _, e := range entries {
-		paths = append(paths, strings.TrimSuffix(dir, "/")+"/"+e.Name()) // ".." in dir stays, as the system takes it
+		paths = append(paths, strings.TrimSuffix(dir, "/")+"/"+e.Name()) // ".." in dir stays, as the system resolves it
 	}
 	return paths, nil
 }
 
-// chooseFiles are the files of the model in a folder, by its index.json where it has one.
+// chooseFiles selects the files of the model in a folder, by its index.json if it has
+// one.
 func chooseFiles(ctx context.Context, dir string, names []string, open Opener) (Files, error) {
 	set, err := chooseModel(dir, names)
 	if err != nil || set.Index == "" {
@@ -164,7 +165,7 @@ func chooseFiles(ctx context.Context, dir string, names []string, open Opener) (
 	return readShards(ctx, source.LocationOf(set.Index), open)
 }
 
-// usual are the names of models in folders that cannot be listed.
+// usual lists the names of models to try in folders that cannot be listed.
 var usual = []string{
 	"model" + suffix + indexSuffix, "model" + suffix,
 	"diffusion_pytorch_model" + suffix + indexSuffix, "diffusion_pytorch_model" + suffix,
@@ -174,13 +175,13 @@ var usual = []string{
 
 func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt Options) (Files, error) {
 	uri := at.Directory
-	var unsure error // a name may be there, but could not be asked for
+	var unsure error // a name may exist, but could not be requested
 	if opt.List != nil {
 		names, err := opt.List(ctx, uri)
 		if err == nil {
 			return chooseFiles(ctx, uri, names, open)
 		}
-		// Who may read a store's objects may not be allowed to list them.
+		// Some users may read a store's objects, but not list them.
 		if unsure = err; errors.Is(err, errs.ErrNotSupported) {
 			unsure = nil
 		} else if !errors.Is(err, errs.ErrPermission) || at.Scheme == "hf" {
@@ -218,14 +219,15 @@ func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt 
 		why))
 }
 
-// isRefusal reports whether a store refused to say whether a file is there: many answer 403, 401 or 400 for what is not.
+// isRefusal reports whether a store refused to say whether a file exists: many answer 403, 401 or 400 for
+// missing files.
 func isRefusal(err error) bool {
 	return errors.Is(err, errs.ErrPermission) || errs.RuleOf(err) == source.RuleRefused
 }
 
-// RemoteFolder is the URI of a remote folder, with its last slash; "" for all else. A folder
-// is a repository of hf://, a bucket, what ends in a slash, and what the store lists as one
-// unless an object has that very name.
+// RemoteFolder returns the URI of a remote folder with a final slash, and "" for everything
+// else. A folder is a repository of hf://, a bucket, a URI that ends in a slash, or what the
+// store lists as a folder unless an object has exactly that name.
 func RemoteFolder(ctx context.Context, at source.Location, open Opener, opt Options) string {
 	switch {
 	case at.Folder:
@@ -235,7 +237,7 @@ func RemoteFolder(ctx context.Context, at source.Location, open Opener, opt Opti
 		return ""
 	}
 	if _, err := opt.List(ctx, at.Directory); err != nil {
-		return "" // opening it reports what is wrong
+		return "" // opening it reports the error
 	}
 	if s, err := open(outlineOf(opt).In(ctx), at.URI); err == nil {
 		_ = s.Close()
@@ -258,9 +260,9 @@ func readShards(ctx context.Context, at source.Location, open Opener) (Files, er
 	if err != nil {
 		return Files{}, err
 	}
-	if len(shards.Weights) == 0 { // or the folder's model would be one without tensors
+	if len(shards.Weights) == 0 { // otherwise the folder's model would have no tensors
 		return Files{}, placeError(at.URI, errs.New(errs.ErrFormat,
-			"an index that lists no tensor: fetch it again, or remove it if the files beside it are the model"))
+			"the index lists no tensors: fetch it again, or remove it if the files next to it are the model"))
 	}
 	set := Files{Index: at.URI, Text: text, Shards: &shards, index: at, identity: id}
 	for _, name := range shards.Files {
@@ -269,10 +271,10 @@ func readShards(ctx context.Context, at source.Location, open Opener) (Files, er
 	return set, nil
 }
 
-// readContent is all of an index.json, and the state in which it was read.
+// readContent returns the whole index.json, and its state when it was read.
 func readContent(ctx context.Context, at source.Location, open Opener) ([]byte, source.Identity, error) {
 	if !at.Remote {
-		id, _ := stampOf(at.Path) // before it is read, which reports errors
+		id, _ := stampOf(at.Path) // before it is read; the read reports errors
 		b, err := regular.Read(at.Path, tensor.MaxHeader)
 		return b, id, errs.In("open", at.URI, err)
 	}
@@ -282,20 +284,21 @@ func readContent(ctx context.Context, at source.Location, open Opener) ([]byte, 
 	}
 	defer s.Close()
 	if s.Size() > tensor.MaxHeader {
-		return nil, source.Identity{}, placeError(at.URI, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
+		return nil, source.Identity{}, placeError(at.URI, errs.New(errs.ErrFormat, "the index is too large: %d bytes",
+			s.Size()))
 	}
 	b := make([]byte, s.Size())
 	return b, s.Facts().Identity, s.ReadAt(ctx, b, 0)
 }
 
-// wasReplaced reports whether what decided about the files is no longer what it was, after
-// they were opened or after err: a saver may have published others. What the store cannot
-// tell has not changed.
+// wasReplaced reports whether the file or listing that decided has changed since the files
+// were opened or failed with err: a writer may have published others. What the store
+// cannot tell counts as unchanged.
 func (f *Files) wasReplaced(ctx context.Context, open Opener, err error) bool {
 	switch {
 	case f.Index == "":
 		return f.listed && errors.Is(err, errs.ErrNotFound)
-	case f.index.Scheme == "hf": // all files are of one commit
+	case f.index.Scheme == "hf": // all files are from one commit
 		return false
 	case !f.index.Remote:
 		now, serr := stampOf(f.index.Path)
@@ -313,11 +316,12 @@ func (f *Files) explainMissing(err error) error {
 		return err
 	}
 	missing := *where
-	missing.Err = errs.New(errs.ErrNotFound, "it is missing, and %s lists it%s", errs.RedactURI(f.Index), f.loneFile())
+	missing.Err = errs.New(errs.ErrNotFound, "the file is missing, but %s lists it%s",
+		errs.RedactURI(f.Index), f.loneFile())
 	return &missing
 }
 
-// loneFile names the single file that lies beside an index, if there is one.
+// loneFile names the single file next to an index, if there is one.
 func (f *Files) loneFile() string {
 	i := strings.LastIndex(f.Index, suffix+".")
 	if i < 0 || f.index.Remote {
@@ -327,10 +331,10 @@ func (f *Files) loneFile() string {
 	if _, err := os.Stat(single); err != nil || slices.Contains(f.URIs, single) {
 		return ": fetch the model again"
 	}
-	return "; beside it is " + single + ", a model by itself: remove the one that is old"
+	return "; next to it is " + single + ", a complete model: remove the older of the two"
 }
 
-// stampOf is the present state of a local file.
+// stampOf returns the present state of a local file.
 func stampOf(path string) (id source.Identity, err error) {
 	st, err := os.Stat(path)
 	if err != nil {

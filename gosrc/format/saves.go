@@ -1,7 +1,7 @@
 package format
 
-// This file tells the files of one save of a checkpoint from those of another: a folder that is replaced, file by file
-// or at once, must not give a model of both.
+// This file tells the files of different saves of a checkpoint apart: a folder that is replaced, file by file
+// or at once, must not give a mixture of both.
 
 import (
 	"cmp"
@@ -13,14 +13,14 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// SaveKey is the entry of the metadata of a checkpoint's files that all files of one save have alike: its id. Other
-// files have none. Python writes it (checkpoints/manifest.py).
+// SaveKey is the metadata entry with the id of a save, which is the same in all files of one save of a
+// checkpoint. Other files do not have it. Python writes it (checkpoints/manifest.py).
 const SaveKey = "overwire.checkpoint"
 
-// checkpointParts are the folders of a checkpoint in which files of one save lie.
+// checkpointParts are the folders of a checkpoint that contain files of one save.
 var checkpointParts = []string{"/training/", "/"}
 
-// refuseMixture refuses files of one checkpoint, by their folders and names, that are of several saves.
+// refuseMixture refuses files of one checkpoint, by folders and names, that are from several saves.
 func refuseMixture(ix *tensor.Index) error {
 	saves := map[string]*tensor.Source{}
 	for i := range ix.Sources {
@@ -42,7 +42,7 @@ func refuseMixture(ix *tensor.Index) error {
 		}
 		first := cmp.Or(saves[folder], s)
 		if saves[folder] = first; first.Metadata[SaveKey] != s.Metadata[SaveKey] {
-			return placeError(s.URI, errs.New(errs.ErrCorrupt, "it is of another save of the checkpoint than %s: "+
+			return placeError(s.URI, errs.New(errs.ErrCorrupt, "it is from another save of the checkpoint than %s: "+
 				"it was replaced meanwhile, or parts of two were mixed", errs.RedactURI(first.URI)))
 		}
 	}

@@ -1,6 +1,6 @@
 package format
 
-// This file finds the models of a folder and of the folders below it.
+// This file finds the models of a folder and its subfolders.
 
 import (
 	"os"
@@ -15,22 +15,21 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// maxDepth is how far below a model's folder others are looked for.
+// maxDepth is how many levels of subfolders are searched.
 const maxDepth = 8
 
-// A Branch is a folder of a tree of models: a diffusers pipeline has one for
-// each of its parts.
+// A Branch is a folder in a tree of models: a diffusers pipeline has one for each part.
 type Branch struct {
-	Path    string // below the tree's own folder; "": that folder itself
-	Weights bool   // whether a model lies there
-	// Parts says that files are there from which torch made the weights of the folder above it.
+	Path    string // relative to the tree's top folder; "" is that folder itself
+	Weights bool   // whether a model is in it
+	// Parts means that it holds the files from which torch made the weights in its parent folder.
 	Parts bool
 }
 
-// Tree returns the folders below dir that hold files, and dir itself last: what
-// names the others (model_index.json) is written last. Hidden folders, links and
-// avoid, the folder that is written, are left out. Folders more than maxDepth below
-// dir are refused. dir may be anything; what is no local folder has no branches.
+// Tree returns the subfolders of dir that contain files, and dir itself last, because
+// what names the others (model_index.json) is written last. Hidden folders, links and
+// avoid, the folder that is written, are omitted. Folders more than maxDepth below dir
+// are refused. If dir is not a local folder, there are no branches.
 func Tree(dir, avoid string) ([]Branch, error) {
 	if source.Remote(dir) {
 		return nil, nil
@@ -77,7 +76,8 @@ func Tree(dir, avoid string) ([]Branch, error) {
 	return markParts(out), err
 }
 
-// RemoteTree is Tree for a remote folder, dir, with these files in it and below it.
+// RemoteTree is Tree for the remote folder dir, with these files in it and its
+// subfolders.
 func RemoteTree(dir, avoid string, files []source.Entry) (out []Branch, err error) {
 	by := map[string]int{}
 	add := func(rel string) *Branch {
@@ -127,6 +127,6 @@ func markParts(branches []Branch) []Branch {
 }
 
 func tooDeep(dir string, depth int) error {
-	return errs.New(errs.ErrNotSupported, "this folder lies %d below %s, and at most %d are followed", depth,
+	return errs.New(errs.ErrNotSupported, "this folder is %d levels below %s, but at most %d are searched", depth,
 		errs.RedactURI(dir), maxDepth)
 }

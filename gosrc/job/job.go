@@ -1,5 +1,5 @@
-// Package job runs a verb in the background: callers watch it, wait for it, cancel
-// it, and take its result.
+// Package job runs operations in the background: callers observe, await and cancel
+// them, and take their results.
 //
 // A Job is safe for concurrent use. Its counters only rise.
 package job
@@ -17,19 +17,19 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Job is one running verb.
+// A Job is one running operation.
 type Job struct {
 	Name string
 
-	// The progress: bytes and tensors done, and their totals. Bytes are tensor
-	// bytes, not stored bytes.
+	// Progress: bytes and tensors done, and their totals. Bytes are tensor bytes, not
+	// stored bytes.
 	Bytes, TotalBytes     atomic.Int64
 	Tensors, TotalTensors atomic.Int64
 
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	done   chan struct{} // closed when the job has ended, for those that wait
-	gone   chan struct{} // closed when its verb has returned, after its clean-up
+	done   chan struct{} // closed when the job has ended for its callers
+	gone   chan struct{} // closed when the operation has returned, after its cleanup
 	end    sync.Once     // of done
 	err    error         // set before done is closed
 
@@ -48,8 +48,8 @@ func New(name string) *Job {
 	return j
 }
 
-// Go runs the verb in the background; call it once. If the job is cancelled, run's
-// context ends, and run must release what it holds and return soon. A panic in run
+// Go runs the operation in the background. Call it once. If the job is cancelled, run's
+// context ends, and run must release its resources and return soon. A panic in run
 // becomes the job's error (errs.ErrEngine).
 func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
 	live.Store(j, nil)
@@ -59,8 +59,8 @@ func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
 	})
 }
 
-// RunHere is Go for a verb that is short: the caller's goroutine runs it, and the job has ended when
-// RunHere returns. Waking another thread takes longer than such a verb.
+// RunHere is Go for a short operation: it runs on the caller's goroutine, and the job has ended when
+// RunHere returns. Waking another thread would take longer than the operation.
 func (j *Job) RunHere(run func(ctx context.Context, j *Job) error) {
 	live.Store(j, nil)
 	j.runVerb(run)
@@ -78,8 +78,8 @@ func (j *Job) runVerb(run func(ctx context.Context, j *Job) error) {
 	j.finish(spawn.Guard(j.Name, func() error { return run(j.ctx, j) }))
 }
 
-// growStack makes space for a verb while the goroutine's stack is empty: grown step by step by the
-// verb's calls, it would be copied several times, frame by frame.
+// growStack reserves stack for an operation while the goroutine's stack is still empty. If calls
+// grew it step by step, it would be copied several times, frame by frame.
 //
 //go:noinline
 func growStack() {
@@ -89,7 +89,7 @@ func growStack() {
 
 func (j *Job) finish(err error) {
 	j.end.Do(func() {
-		// A cancelled job reports that, whichever worker noticed first.
+		// A cancelled job reports the cancellation, whichever worker noticed it first.
 		if err != nil && errors.Is(err, context.Canceled) {
 			if err = spawn.Poisoned(); err == nil {
 				err = errCancelled
@@ -100,10 +100,10 @@ func (j *Job) finish(err error) {
 	})
 }
 
-// Failed ends a cancelled job for those that wait, while its verb still cleans up:
-// requests to a server may take long. letGo comes first: after it the verb may no longer
-// use the caller's memory. CancelAll waits for the verb itself. Failed does nothing to a
-// job that is not cancelled.
+// Failed ends a cancelled job for its callers while the operation still cleans up,
+// because requests to a server may take long. letGo is called first: after it the
+// operation may no longer use the caller's memory. CancelAll still waits for the
+// operation itself. Failed does nothing to a job that is not cancelled.
 func (j *Job) Failed(err error, letGo func()) {
 	if err != nil && j.ctx.Err() != nil {
 		letGo()
@@ -118,15 +118,16 @@ func Start(name string, run func(ctx context.Context, j *Job) error) *Job {
 	return j
 }
 
-// Cancel asks the job to stop. It does not wait, and does nothing to a job
-// that has ended.
+// Cancel asks the job to stop. It does not wait, and has no effect on a job that has
+// ended.
 func (j *Job) Cancel() { j.cancel(errCancelled) }
 
-// RunContext ends when the job is asked to stop, and at its end.
+// RunContext returns a context that ends when the job is asked to stop, and at the
+// job's end.
 func (j *Job) RunContext() context.Context { return j.ctx }
 
-// Wait waits for the end of the job, at most for d (for ever if d is
-// negative). It reports whether the job has ended, and if so its error.
+// Wait waits for the job to end, at most for d, or for ever if d is negative. It
+// reports whether the job has ended, and if so its error.
 func (j *Job) Wait(d time.Duration) (bool, error) {
 	if !Within(j.done, d) {
 		return false, nil
@@ -134,11 +135,11 @@ func (j *Job) Wait(d time.Duration) (bool, error) {
 	return true, j.err
 }
 
-// Within waits up to d, for ever if that is negative, until done is closed, and reports
-// whether it is.
+// Within waits until done is closed, at most for d, or for ever if d is negative. It
+// reports whether done is closed.
 func Within(done <-chan struct{}, d time.Duration) bool {
 	switch {
-	case IsClosed(done): // a timer might win against it
+	case IsClosed(done): // a timer could win against done
 		return true
 	case d == 0:
 		return false
@@ -170,7 +171,7 @@ func IsClosed(done <-chan struct{}) bool {
 // Done is closed when the job has ended.
 func (j *Job) Done() <-chan struct{} { return j.done }
 
-// Err is the job's error; it is valid once Done is closed.
+// Err returns the job's error. It is valid once Done is closed.
 func (j *Job) Err() error { return j.err }
 
 // Progress returns the four counters.
@@ -178,7 +179,7 @@ func (j *Job) Progress() (bytes, totalBytes, tensors, totalTensors int64) {
 	return j.Bytes.Load(), j.TotalBytes.Load(), j.Tensors.Load(), j.TotalTensors.Load()
 }
 
-// SetReport keeps a value for Report; the last one stays.
+// SetReport sets the value for Report. The last one counts.
 func (j *Job) SetReport(v any) {
 	j.mu.Lock()
 	j.report = v
@@ -203,10 +204,10 @@ func (j *Job) Report() ([]byte, error) {
 	return b, nil
 }
 
-// live has the running jobs, for CancelAll.
+// live holds the running jobs, for CancelAll.
 var live sync.Map
 
-// CancelAll cancels every running job and waits for their end, at most for d. It
+// CancelAll cancels every running job and waits for them to end, at most for d. It
 // reports whether all have ended. A process calls it before it exits.
 func CancelAll(d time.Duration) bool {
 	var jobs []*Job

@@ -1,26 +1,27 @@
 package job
 
-// This file tells the caller which requests have landed, in the order of their arrival.
+// This file tells the caller which requests are ready, in order of arrival.
 
 import (
 	"sync"
 	"time"
 )
 
-// Landings are the requests of a job that have landed. It is safe for concurrent use.
+// Landings collects the requests of a job that have landed (are ready). It is safe for
+// concurrent use.
 type Landings struct {
 	mu     sync.Mutex
 	ready  []int         // landed, not yet returned
-	wake   chan struct{} // closed and renewed when ready grows and Next waits
+	wake   chan struct{} // closed and replaced when ready grows while Next waits
 	asleep bool          // Next waits on wake
 }
 
-// NewLandings is room for a number of requests, without a limit.
+// NewLandings makes Landings for a number of requests, without a limit.
 func NewLandings(requests int) *Landings {
 	return &Landings{ready: make([]int, 0, requests), wake: make(chan struct{})}
 }
 
-// Add says that a request has landed.
+// Add records that a request has landed.
 func (l *Landings) Add(i int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -32,15 +33,15 @@ func (l *Landings) Add(i int) {
 }
 
 // Next returns the requests that have landed since the last call, in order of arrival,
-// at most limit of them; it waits up to d for the first. more is false when the job,
-// which ends with done, has ended and everything was returned.
+// at most limit of them. It waits up to d for the first. more is false once the job,
+// whose end closes done, has ended and everything was returned.
 func (l *Landings) Next(done <-chan struct{}, limit int, d time.Duration) (reqs []int, more bool) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	for {
 		hasEnded := false
 		select {
-		case <-done: // all have landed that will
+		case <-done: // everything that will land has landed
 			hasEnded = true
 		default:
 		}

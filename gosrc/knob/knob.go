@@ -1,10 +1,10 @@
-// Package knob has every environment variable of overwire in one table: name,
-// type, default, one sentence, and the older names that are honoured.
+// Package knob holds every environment variable of overwire in one table: name, type,
+// default, one sentence, and older names that still work.
 //
-// Nothing else reads the environment. Inside Python, Go does not see changes of
-// os.environ, so Python passes its own variables to Load; the command line and
-// Go tests pass Environ. An argument of a call wins over its knob. A bad value
-// causes a warning and the default, never an abort.
+// No other package reads the environment. Inside Python, Go does not see changes of
+// os.environ, so Python passes its variables to Load; the command line and Go tests
+// pass Environ. An argument of a call overrides its knob. A bad value causes a warning
+// and the default, never an abort.
 //
 // Load and the getters are safe for concurrent use.
 package knob
@@ -31,19 +31,19 @@ type Knob[T any] struct {
 
 type setting[T any] struct {
 	val  T
-	from string // the variable that set it, "" for the default
+	from string // the variable that set it; "" for the default
 }
 
 // An entry is one line of the table.
 type entry struct {
 	name, kind string
-	page, doc  string // page: of docs/, where more is said
+	page, doc  string // page: in docs/, for details
 	aliases    []alias
 }
 
-// An alias is another name of a knob. to translates its value ("" means not
-// set); nil keeps the value. A name that unrelated programs use too (DEBUG) is
-// shared: a value that we cannot parse causes no warning.
+// An alias is another name of a knob. to translates its value ("" means not set); nil
+// keeps the value. A shared alias is also used by unrelated programs (DEBUG), so a
+// value that we cannot parse causes no warning.
 type alias struct {
 	name   string
 	to     func(string) string
@@ -58,8 +58,8 @@ func (k *Knob[T]) Get() T {
 	return k.def
 }
 
-// Check returns why a call may not use text as the knob's value, or nil. The
-// empty text stands for the knob's own value.
+// Check says why a call may not use text as the knob's value, or returns nil. The empty
+// text stands for the knob's own value.
 func (k *Knob[T]) Check(text string) error {
 	if text == "" {
 		return nil
@@ -115,7 +115,7 @@ type Row struct {
 	From    string   `json:"from,omitempty"` // the variable that set the value
 	Aliases []string `json:"aliases,omitempty"`
 	Doc     string   `json:"doc"`
-	Page    string   `json:"page"` // of docs/, with the heading, where more is said
+	Page    string   `json:"page"` // in docs/, with the heading, for details
 }
 
 // Load sets every knob from env and returns warnings for the user: values that
@@ -142,7 +142,7 @@ func Load(env map[string]string) []string {
 	return warnings
 }
 
-// settingNames are the settings' names without what all begin with, sorted.
+// settingNames lists the settings' names without their common prefix, sorted.
 func settingNames(names map[string]bool) (short []string) {
 	for _, name := range slices.Sorted(maps.Keys(names)) {
 		short = append(short, strings.TrimPrefix(name, prefix))
@@ -221,8 +221,8 @@ func truth(s string) (bool, error) {
 	return false, fmt.Errorf("neither yes nor no")
 }
 
-// whenTrue translates yes to value and no to "". It keeps any other text, which
-// the knob then refuses.
+// whenTrue translates yes to value and no to "". Any other text stays, and the knob
+// refuses it.
 func whenTrue(value string) func(string) string {
 	return func(s string) string {
 		yes, err := truth(s)

@@ -1,6 +1,6 @@
 package knob
 
-// This file is the table of every environment variable.
+// The table of every environment variable.
 
 import (
 	"os"
@@ -9,10 +9,10 @@ import (
 
 const prefix = "OVERWIRE_"
 
-// The settings. Each has a line for doctor --env and docs/settings.md, and the page that
-// says more. The aliases are nyacomp's names, so that its scripts and images go on
-// working; our name wins where both are set. Python passes them on only where
-// nyacomp's drop-in is imported, since other programs have such names, too.
+// The settings. Each has a line for doctor --env and docs/settings.md, and the page with
+// details. The aliases are nyacomp's names, so that its scripts and images still work;
+// our name wins if both are set. Python passes aliases on only if nyacomp's drop-in is
+// imported, because other programs also use such names.
 var (
 	Preload = text("OVERWIRE_PRELOAD", "", "preload.md",
 		"Start loading this file, folder, index.json, pickle or meta.csv when overwire is imported.",

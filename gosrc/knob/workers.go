@@ -1,10 +1,10 @@
 package knob
 
-// This file sets the number of workers.
+// Sets the number of workers.
 
 import "runtime"
 
-// Workers is the number of workers: asked, or if that is 0 the setting, or one per
+// Workers returns the number of workers: asked, or if that is 0 the setting, or one per
 // core.
 func Workers(asked int) int {
 	if asked <= 0 {

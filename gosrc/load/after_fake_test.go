@@ -38,28 +38,28 @@ func TestAfterTakesTheQueueFake(t *testing.T) {
 		over := make(chan struct{})
 		first := newLoading(m, target, nil)
 		first.machine = m.Machine(true, 0, true)
-		if first.queue, err = target.Queue(0, first.machine); err != nil {
+		if first.queue.queue, err = target.Queue(0, first.machine); err != nil {
 			t.Fatal(err)
 		}
-		queue := first.queue
+		queue := first.queue.queue
 		first.job.Go(func(context.Context, *job.Job) error { <-over; return nil })
-		close(first.submitted)
+		close(first.queue.submitted)
 		opt.Device, opt.After = "cuda:0", first
 		l, err := m.Start(nil, opt)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if waits := opt.Trace != "" || opt.Cast != ""; waits {
-			if ended, _ := l.Job().Wait(20 * time.Millisecond); ended || first.queue != queue {
+			if ended, _ := l.Job().Wait(20 * time.Millisecond); ended || first.queue.queue != queue {
 				t.Errorf("%+v: has begun before the first load's end", opt)
 			}
 			close(over)
-			first.giveQueue().Close()
+			first.queue.give().Close()
 			takeAll(t, l, want, false)
 			continue
 		}
 		takeAll(t, l, want, false)
-		if again, err := target.Queue(0, first.machine); err != nil || first.giveQueue() != nil || again != queue {
+		if again, err := target.Queue(0, first.machine); err != nil || first.queue.give() != nil || again != queue {
 			t.Errorf("the queue was not taken, or not given back: %v", err)
 		} else {
 			again.Close()

@@ -41,7 +41,7 @@ func follows(t *testing.T, m *Model, want [][]byte, device string) {
 				t.Errorf("request %d has landed before the first load's end", i)
 			}
 		}
-		if !more || l.queue != nil {
+		if !more || l.queue.queue != nil {
 			t.Error("has begun before the first load's end")
 		}
 		close(end)

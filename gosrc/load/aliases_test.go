@@ -251,15 +251,14 @@ func TestUnplanned(t *testing.T) {
 		t.Fatal(err)
 	}
 	l := newLoading(m, Target{}, wants)
-	l.mapped = []bool{false}
-	if l.mem, err = cpu.Alloc([]int64{160}); err != nil {
+	if l.out.mem, err = cpu.Alloc([]int64{160}); err != nil {
 		t.Fatal(err)
 	}
-	defer cpu.Release(l.mem)
-	s := l.planLoad(reqs)
+	defer cpu.Release(l.out.mem)
+	s := newExecution(l, reqs, Options{})
 	s.plan.Left[0] = 0
 	var at *errs.At
-	if err := l.landMapped(l.job, s); !errors.Is(err, errs.ErrEngine) || !errors.As(err, &at) || at.Tensor != "a.t0" ||
+	if err := s.landMapped(l.job); !errors.Is(err, errs.ErrEngine) || !errors.As(err, &at) || at.Tensor != "a.t0" ||
 		l.job.Tensors.Load() != 0 {
 		t.Errorf("%v, %d landed", err, l.job.Tensors.Load())
 	}

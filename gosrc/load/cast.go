@@ -1,6 +1,6 @@
 package load
 
-// This file converts floats to another dtype as they land on a GPU.
+// Casts of floats to another dtype as they land on a GPU.
 
 import (
 	"context"
@@ -8,14 +8,14 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// castsOf says which requests become another dtype as they land: those for whose
-// pair of dtypes the GPU has a kernel.
+// castsOf says which requests become another dtype as they land: those with a
+// pair of dtypes that the GPU has a kernel for.
 func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]device.Cast, error) {
 	if to == "" {
 		return nil, nil
@@ -27,20 +27,11 @@ func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]devi
 	casts := make([]device.Cast, len(wants))
 	for i := range wants {
 		c := device.Cast{From: ix.Tensors[wants[i].Tensor].DType, To: d}
-		if c.From != c.To && cuda.CanCast(c) {
+		if c.From != c.To && queue.CanCast(c) {
 			casts[i] = c
 		}
 	}
 	return casts, nil
-}
-
-// landingBytes is how many bytes a request occupies at its destination.
-func (l *Loading) landingBytes(i int) int64 {
-	n := l.wants[i].Bytes
-	if l.casts != nil && l.casts[i].To != 0 {
-		n = castBytes(n, l.casts[i])
-	}
-	return n
 }
 
 // castBytes is how many bytes n bytes of whole elements occupy after a cast.
@@ -61,7 +52,7 @@ type wholeCasts struct {
 }
 
 // plantCasts adds casts and their destinations to the tasks of a plan.
-func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, error) {
+func plantCasts(l *Loading, p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, error) {
 	t := &wholeCasts{l: l, dest: dest}
 	if l.casts == nil {
 		return t, nil
@@ -82,7 +73,7 @@ func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, 
 	if any {
 		mem, err := l.target.allocateFor(sizes)
 		if err != nil {
-			return nil, l.model.PlaceError("land", err)
+			return nil, l.model.LocateError("land", err)
 		}
 		t.mem = mem
 	}
@@ -118,7 +109,7 @@ func (t *wholeCasts) wrapLand(land func(int32)) func(int32) {
 	}
 }
 
-func (t *wholeCasts) castLanded(ctx context.Context, queue *cuda.Queue, land func(int32)) error {
+func (t *wholeCasts) castLanded(ctx context.Context, queue *queue.Queue, land func(int32)) error {
 	for _, i := range t.landed {
 		c := t.l.casts[i]
 		dst := device.Memory{Ptr: t.dest[i], Bytes: t.l.landingBytes(int(i))}

@@ -1,6 +1,6 @@
 package load
 
-// This file has destinations that become known while a load runs.
+// Destinations that become known while a load runs.
 
 import (
 	"context"
@@ -10,7 +10,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -19,8 +18,8 @@ import (
 // placeholder plus an offset for a destination, until pipeline.Task.Destination
 // resolves it.
 const (
-	// SettleLater as the Dest of a Request says that Loading.Settle will set it.
-	SettleLater = 1
+	// BindLater as the Dest of a Request says that Loading.Bind will set it.
+	BindLater = 1
 	// pending is the placeholder; no memory has this address.
 	pending = uintptr(1) << 62
 )
@@ -32,6 +31,8 @@ var spare, allotment int64 = 1 << 30, 256 << 20
 
 // destinations are those of a load that become known while it runs.
 type destinations struct {
+	later []int64          // by request: bytes that allocatePostponed allocates for it; nil: none
+	bound []bool           // by request: the caller binds it; nil: none
 	known []atomic.Uintptr // by request; 0: not yet
 
 	mu    sync.Mutex
@@ -42,6 +43,14 @@ type destinations struct {
 func newDestinations(n int) *destinations {
 	return &destinations{known: make([]atomic.Uintptr, n), moved: make(chan struct{})}
 }
+
+// isPending reports whether a request's destination becomes known later; p may be nil.
+func (p *destinations) isPending(i int) bool {
+	return p != nil && (p.isBound(i) || p.later != nil && p.later[i] > 0)
+}
+
+// isBound reports whether the caller binds a request's destination.
+func (p *destinations) isBound(i int) bool { return p.bound != nil && p.bound[i] }
 
 // wake wakes the waiting workers; err, if not nil, says why no more destinations
 // will become known.
@@ -101,28 +110,28 @@ func isPostponed(gpu *cuda.Device, sizes []int64) bool {
 // allocatePostponed allocates the postponed memory of the load, allotment by allotment in the
 // order of the requests, until all is there or the load ends. It closes ended when
 // it stops.
-func (l *Loading) allocatePostponed(ctx context.Context) (ended chan struct{}) {
+func allocatePostponed(ctx context.Context, l *Loading) (ended chan struct{}) {
 	ended = make(chan struct{})
 	spawn.Go("load memory", func() {
 		defer close(ended)
 		err := spawn.Guard("load memory", func() error {
-			for from := 0; from < len(l.later) && ctx.Err() == nil; {
+			for from := 0; from < len(l.dests.later) && ctx.Err() == nil; {
 				to, n := from, int64(0)
-				for ; to < len(l.later) && n < allotment; to++ {
-					n += l.later[to]
+				for ; to < len(l.dests.later) && n < allotment; to++ {
+					n += l.dests.later[to]
 				}
-				mem, err := l.target.allocateFor(l.later[from:to])
+				mem, err := l.target.allocateFor(l.dests.later[from:to])
 				if err != nil {
-					return l.model.PlaceError("land", err)
+					return l.model.LocateError("land", err)
 				}
-				l.mu.Lock()
+				l.out.mu.Lock()
 				for i, m := range mem {
 					if m.Bytes > 0 {
-						l.mem[from+i] = m
+						l.out.mem[from+i] = m
 						l.dests.known[from+i].Store(uintptr(m.Ptr))
 					}
 				}
-				l.mu.Unlock()
+				l.out.mu.Unlock()
 				l.dests.wake(nil)
 				from = to
 			}
@@ -133,43 +142,4 @@ func (l *Loading) allocatePostponed(ctx context.Context) (ended chan struct{}) {
 		}
 	})
 	return ended
-}
-
-// settlesMeanwhile reports whether the job should wait for the load's queue, and not Start:
-// one is being made, the caller can make destinations meanwhile, and enough memory is free
-// that the queue's is no question.
-func (l *Loading) settlesMeanwhile() bool {
-	if l.settles == nil || !l.target.GPU.IsMakingQueue() {
-		return false
-	}
-	room, _, err := l.target.GPU.MemoryInfo()
-	return err == nil && room >= spare
-}
-
-// Settle sets destinations of requests with SettleLater: request, address, request,
-// address. Work that is queued on the stream now precedes what lands there; 0 is no
-// stream. It may be called while the load runs and after it.
-func (l *Loading) Settle(pairs []int64, stream uint64) error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.over {
-		return nil
-	}
-	if l.dests == nil || len(pairs)%2 != 0 {
-		return errs.New(errs.ErrArgument, "settle: no request waits for a destination, or half a pair")
-	}
-	if l.queue != nil && stream != 0 {
-		if err := l.queue.FollowStream(uintptr(stream)); err != nil {
-			return l.model.PlaceError("stage", err)
-		}
-	}
-	for i := 0; i < len(pairs); i += 2 {
-		at, dst := pairs[i], uintptr(pairs[i+1])
-		if at < 0 || at >= int64(len(l.wants)) || !l.settles[at] || dst == 0 ||
-			!l.dests.known[at].CompareAndSwap(0, dst) {
-			return errs.New(errs.ErrArgument, "settle: request %d waits for no destination, or %#x is none", at, dst)
-		}
-	}
-	l.dests.wake(nil)
-	return nil
 }

@@ -2,7 +2,7 @@
 
 package load
 
-// This file lets tests postpone small allocations.
+// Tests postpone small allocations.
 
 // FakeAllotment lets a test postpone memory of few bytes, until it calls restore.
 func FakeAllotment(part, left int64) (restore func()) {

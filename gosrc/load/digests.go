@@ -1,6 +1,6 @@
 package load
 
-// This file computes the digests of a model's tensors on a GPU.
+// Digests of a model's tensors, computed on a GPU.
 
 import (
 	"context"
@@ -9,6 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
 // digestBytes is how much of a model Digests has on the GPU at once, unless a tensor is
@@ -66,5 +67,5 @@ func (m *Model) digestBatch(ctx context.Context, d *cuda.Device, gpu int, tensor
 	for k, i := range tensors {
 		views[k] = digest.Contiguous(uint64(uintptr(mem[k].Ptr)), m.ix.Tensors[i].Bytes)
 	}
-	return d.Digest(cuda.Order{}, views)
+	return d.Digest(stream.Order{}, views)
 }

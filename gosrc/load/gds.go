@@ -1,6 +1,6 @@
 package load
 
-// This file reads a load's local files by GPUDirect Storage.
+// Reads of a load's local files by GPUDirect Storage.
 
 import (
 	"context"
@@ -9,6 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
@@ -25,10 +26,10 @@ type gdsReads struct {
 	why   string         // why some sources are read through the host; "": none is
 }
 
-// byGDS prepares the load's local files for GPUDirect Storage. What it cannot reach
+// openGDS prepares the load's local files for GPUDirect Storage. What it cannot reach
 // is read through the host.
-func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
-	base, n, err := queue.StagingMemory()
+func openGDS(l *Loading, q *queue.Queue) (*gdsReads, error) {
+	base, n, err := q.StagingMemory()
 	if err != nil {
 		return nil, err
 	}
@@ -40,7 +41,7 @@ func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
 			case facts.View != nil:
 				continue
 			case facts.File == nil:
-				d.why = errs.RedactURI(s.URI()) + " is no local file"
+				d.why = errs.RedactURI(s.URI()) + " is not a local file"
 				continue
 			case l.model.ix.Sources[i].Overwire():
 				d.why = errs.RedactURI(s.URI()) + " has checksums, which are compared on the host"

@@ -13,6 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/load/loadtest"
@@ -51,7 +52,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	for i := range tensors {
 		reqs[i] = load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
 		if i%2 == 0 && tensors[i].Bytes > 0 {
-			reqs[i].Dest = load.SettleLater
+			reqs[i].Dest = load.BindLater
 			mine, sizes = append(mine, i), append(sizes, tensors[i].Bytes)
 		}
 	}
@@ -61,7 +62,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	}
 	end := func() {}
 	if making {
-		end = cuda.FakeMakingQueue(d)
+		end = queue.FakeMaking(d.Pool)
 	}
 	l, err := m.Start(reqs, load.Options{Device: "cuda:0", Stream: 1})
 	if err != nil {
@@ -70,13 +71,13 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	if making {
 		time.Sleep(50 * time.Millisecond) // by then the job waits for its queue
 	}
-	if err := l.Settle([]int64{int64(mine[0]) + 1, 4096}, 0); !errors.Is(err, errs.ErrArgument) {
+	if err := l.Bind([]int64{int64(mine[0]) + 1, 4096}, 0); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a place for a request that waits for none: %v", err)
 	}
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	for _, k := range rand.New(rand.NewPCG(seed, 0)).Perm(len(mine)) {
-		if err := l.Settle([]int64{int64(mine[k]), int64(uintptr(own[k].Ptr))}, uint64(k%2)); err != nil {
+		if err := l.Bind([]int64{int64(mine[k]), int64(uintptr(own[k].Ptr))}, uint64(k%2)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -84,7 +85,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	if err := loadtest.Finish(t, l); err != nil {
 		t.Fatal(err)
 	}
-	if err := l.Settle([]int64{int64(mine[0]), 4096}, 1); err != nil {
+	if err := l.Bind([]int64{int64(mine[0]), 4096}, 1); err != nil {
 		t.Errorf("after the end: %v", err)
 	}
 	for k, i := range mine {
@@ -111,7 +112,7 @@ func TestDestinationsNeverSettled(t *testing.T) {
 	loadtest.UseEngine(t)
 	reqs := make([]load.Request, len(m.Index().Tensors))
 	for i := range reqs {
-		reqs[i] = load.Request{Tensor: int64(i), Dest: load.SettleLater, Hi0: plan.Whole, Hi1: plan.Whole}
+		reqs[i] = load.Request{Tensor: int64(i), Dest: load.BindLater, Hi0: plan.Whole, Hi1: plan.Whole}
 	}
 	if _, err := m.Start(reqs, load.Options{}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("late destinations on the host: %v", err)

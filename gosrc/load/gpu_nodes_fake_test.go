@@ -2,7 +2,7 @@
 
 package load_test
 
-// This file loads on a host that seems to have several NUMA nodes.
+// Loads on a host that seems to have several NUMA nodes.
 
 import (
 	"bytes"

@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/job"
@@ -325,7 +326,7 @@ func TestCastWhileLanding(t *testing.T) {
 					return l
 				}
 				plainly, fused := loaded(load.Options{}), loaded(load.Options{Cast: to.String()})
-				queue, err := d.Queue(0, 0)
+				q, err := d.Queue(0, 0)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -337,13 +338,13 @@ func TestCastWhileLanding(t *testing.T) {
 					if err := d.Read(want, a); err != nil {
 						t.Fatal(err)
 					}
-					if c := (device.Cast{From: from, To: to}); from != to && cuda.CanCast(c) {
+					if c := (device.Cast{From: from, To: to}); from != to && queue.CanCast(c) {
 						casts++
 						mem, err := d.Alloc([]int64{a.Bytes / int64(from.Bits()/8) * int64(to.Bits()/8)})
 						if err != nil {
 							t.Fatal(err)
 						}
-						if err := queue.CastAndWait(t.Context(), mem[0], a, from, to); err != nil {
+						if err := q.CastAndWait(t.Context(), mem[0], a, from, to); err != nil {
 							t.Fatal(err)
 						}
 						want = make([]byte, mem[0].Bytes)
@@ -364,7 +365,7 @@ func TestCastWhileLanding(t *testing.T) {
 					a.Release()
 					b.Release()
 				}
-				queue.Close()
+				q.Close()
 				plainly.Close()
 				fused.Close()
 				if casts == 0 {

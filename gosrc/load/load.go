@@ -1,6 +1,6 @@
 package load
 
-// This file runs a load of tensors and slices, and gives out what has landed.
+// Loads of tensors and slices, and what has landed.
 
 import (
 	"context"
@@ -10,10 +10,8 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
-	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
@@ -26,7 +24,7 @@ type Request = plan.Request
 // Options of one load. The zero value is the best default.
 type Options struct {
 	Device string `json:"device"` // "" or "cpu", "cuda", "cuda:1"
-	Stream uint64 `json:"stream"` // CUDA: the caller's, whose queued work precedes the load; 0: none
+	Stream uint64 `json:"stream"` // CUDA: the caller's; work that is queued there precedes the load; 0: none
 	// CUDA: the dtype that floats become as they land, where there is a kernel for it; "": none
 	Cast    string `json:"cast"`
 	Threads int    `json:"threads"`  // 0: one per core
@@ -66,19 +64,15 @@ type Loading struct {
 	wants   []plan.Want
 	casts   []device.Cast // by request; nil: none
 	machine plan.Machine
-	queue   *cuda.Queue // nil: the host, not there yet, or the following load's; mu guards it while the job runs
-	mapped  []bool      // by request: it lies in a mapped file
-	copies  []run       // requests that the job copies out of their files, before all else
-
-	// Of requests whose destination becomes known during the load; nil: none.
-	dests   *destinations
-	later   []int64 // by request: bytes that provide allocates for it
-	settles []bool  // by request: the caller settles it
-
+	queue   queueHandoff
+	files   fileViews
+	dests   *destinations // that become known during the load; nil: none
 	arrived *job.Landings
+	out     results
+}
 
-	submitted chan struct{} // closed when the load that follows may take the queue
-
+// results are the memory of the requests.
+type results struct {
 	mu    sync.Mutex
 	mem   []device.Memory // by request; zero once taken
 	taken []bool
@@ -86,82 +80,17 @@ type Loading struct {
 	shut  bool // Close was called: nothing is exported any more
 }
 
-// Start checks the requests, allocates their memory and begins to load; nil asks
-// for every tensor. Destinations named by a request must stay valid until the job
-// has ended.
-func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
-	if reqs == nil {
-		reqs = make([]Request, len(m.ix.Tensors))
-		for i := range reqs {
-			reqs[i] = Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
-		}
-	}
-	wants, err := plan.Check(m.ix, reqs)
-	if err != nil {
-		return nil, err
-	}
-	tgt, err := TargetOf(opt.Device)
-	if err != nil {
-		return nil, m.PlaceError("open", err)
-	}
-	tgt.inPlace = opt.InPlace
-	if err := knob.Read.Check(opt.Read); err != nil {
-		return nil, errs.New(errs.ErrArgument, "read %q: %v", opt.Read, err)
-	}
-	if all := m.servedByStocks(reqs, wants, tgt, opt); all != nil {
-		return m.fromStocks(reqs, wants, tgt, opt, all)
-	}
-	return m.startRequests(reqs, wants, tgt, opt)
-}
-
 func newLoading(m *Model, tgt Target, wants []plan.Want) *Loading {
-	return &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)),
-		taken:   make([]bool, len(wants)),
-		arrived: job.NewLandings(len(wants)), submitted: make(chan struct{})}
-}
-
-// startRequests is Start without the requests that a stock serves.
-func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt Options) (_ *Loading, err error) {
-	if err := m.Hold(); err != nil {
-		return nil, err
-	}
-	l := newLoading(m, tgt, wants)
-	defer func() {
-		if err != nil {
-			cpu.Release(l.mem)
-			m.Drop()
-		}
-	}()
-	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
-		return nil, err
-	}
-	if err = l.allocateRequests(reqs); err != nil {
-		return nil, err
-	}
-	// Allocate here and not in the job: a caller that is out of memory may be able
-	// to free some and try again.
-	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
-	if opt.After == nil && !l.settlesMeanwhile() {
-		if l.queue, err = tgt.Queue(0, l.machine); err != nil {
-			return nil, m.PlaceError("stage", err)
-		}
-	}
-	begin := l.job.Go
-	if opt.After == nil && l.isShort() {
-		begin = l.job.RunHere
-	}
-	begin(func(ctx context.Context, j *job.Job) error {
-		defer l.afterWorkers()
-		return l.runLoad(ctx, j, reqs, opt)
-	})
-	return l, nil
+	return &Loading{target: tgt, job: job.New("load"), model: m, wants: wants,
+		queue: queueHandoff{submitted: make(chan struct{})}, arrived: job.NewLandings(len(wants)),
+		files: fileViews{mapped: make([]bool, len(wants))},
+		out:   results{mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants))}}
 }
 
 // allocateRequests gives every request without a destination its memory: a view of a mapped
 // file where that is possible, fresh memory otherwise.
 func (l *Loading) allocateRequests(reqs []Request) error {
 	ix := l.model.ix
-	l.mapped = make([]bool, len(reqs))
 	sizes := make([]int64, len(reqs))
 	maps := l.model.mapped()
 	inFile := make([][]run, len(ix.Sources))
@@ -184,7 +113,7 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 		if len(runs) == 0 {
 			continue
 		}
-		copies, err := l.mapFile(s, runs)
+		copies, err := l.files.mapFile(l.model, s, runs, l.out.mem)
 		if err != nil {
 			return err
 		}
@@ -192,23 +121,23 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 			sizes[r.request] = r.n
 		}
 		if totalBytes(copies) < little { // else as what is not mapped
-			l.copies = append(l.copies, copies...)
+			l.files.copies = append(l.files.copies, copies...)
 		}
 	}
 	if isPostponed(l.target.GPU, sizes) {
-		l.later = sizes
 		if l.dests == nil {
 			l.dests = newDestinations(len(reqs))
 		}
+		l.dests.later = sizes
 		return nil
 	}
 	mem, err := l.target.allocateFor(sizes)
 	if err != nil {
-		return l.model.PlaceError("land", err)
+		return l.model.LocateError("land", err)
 	}
 	for i := range mem {
 		if sizes[i] > 0 {
-			l.mem[i] = mem[i]
+			l.out.mem[i] = mem[i]
 		}
 	}
 	return nil
@@ -238,21 +167,79 @@ func (l *Loading) isShort() bool {
 	})
 }
 
-// noteWaiting notes the requests whose destination the caller settles later.
+// noteWaiting notes the requests with a destination that the caller binds later.
 func (l *Loading) noteWaiting(reqs []Request) error {
 	for i := range reqs {
-		if reqs[i].Dest != SettleLater || l.wants[i].Bytes == 0 {
+		if reqs[i].Dest != BindLater || l.wants[i].Bytes == 0 {
 			continue
 		}
 		if l.target.GPU == nil {
 			return errs.New(errs.ErrArgument, "request %d: a destination on the host must be known when a load begins",
 				i)
 		}
-		if l.settles == nil {
-			l.settles, l.dests = make([]bool, len(reqs)), newDestinations(len(reqs))
+		if l.dests == nil {
+			l.dests = newDestinations(len(reqs))
+			l.dests.bound = make([]bool, len(reqs))
 		}
-		l.settles[i] = true
+		l.dests.bound[i] = true
 	}
+	return nil
+}
+
+// landForeign is land for memory that another load allocated.
+func (l *Loading) landForeign(i int, mem device.Memory) {
+	l.out.mu.Lock()
+	l.out.mem[i] = mem
+	l.out.mu.Unlock()
+	l.job.Bytes.Add(l.wants[i].Bytes)
+	l.landRequest(int32(i))
+}
+
+// landingBytes is how many bytes a request occupies at its destination.
+func (l *Loading) landingBytes(i int) int64 {
+	n := l.wants[i].Bytes
+	if l.casts != nil && l.casts[i].To != 0 {
+		n = castBytes(n, l.casts[i])
+	}
+	return n
+}
+
+// bindsMeanwhile reports whether the job should wait for the load's queue, and not Start:
+// one is being made, the caller can make destinations meanwhile, and enough memory is free
+// for the queue.
+func (l *Loading) bindsMeanwhile() bool {
+	if l.dests == nil || l.dests.bound == nil || !l.target.GPU.IsMakingQueue() {
+		return false
+	}
+	room, _, err := l.target.GPU.MemoryInfo()
+	return err == nil && room >= spare
+}
+
+// Bind sets destinations of requests with BindLater: request, address, request, address. Work that is queued on the
+// stream now precedes what lands there; 0: none. It may be called while the load runs and after it.
+func (l *Loading) Bind(pairs []int64, stream uint64) error {
+	l.out.mu.Lock()
+	defer l.out.mu.Unlock()
+	if l.out.over {
+		return nil
+	}
+	if l.dests == nil || len(pairs)%2 != 0 {
+		return errs.New(errs.ErrArgument, "bind: no request waits for a destination, or half a pair was given")
+	}
+	if stream != 0 {
+		if err := l.queue.follow(uintptr(stream)); err != nil {
+			return l.model.LocateError("stage", err)
+		}
+	}
+	for i := 0; i < len(pairs); i += 2 {
+		at, dst := pairs[i], uintptr(pairs[i+1])
+		if at < 0 || at >= int64(len(l.wants)) || !l.dests.isBound(int(at)) || dst == 0 ||
+			!l.dests.known[at].CompareAndSwap(0, dst) {
+			return errs.New(errs.ErrArgument, "bind: request %d does not wait for a destination, or %#x is not one",
+				at, dst)
+		}
+	}
+	l.dests.wake(nil)
 	return nil
 }
 
@@ -263,14 +250,14 @@ func (l *Loading) landRequest(i int32) {
 
 // afterWorkers runs after the last worker: nothing writes to the memory any more.
 func (l *Loading) afterWorkers() {
-	l.mu.Lock()
-	l.over = true // no one may use the queue after this
-	if l.shut {
-		cpu.Release(l.mem)
+	l.out.mu.Lock()
+	l.out.over = true // no one may use the queue after this
+	if l.out.shut {
+		cpu.Release(l.out.mem)
 	}
-	l.mu.Unlock()
-	if queue := l.giveQueue(); queue != nil {
-		queue.Close()
+	l.out.mu.Unlock()
+	if q := l.queue.give(); q != nil {
+		q.Close()
 	}
 	l.model.Drop()
 }
@@ -300,13 +287,13 @@ func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DT
 	if l.casts != nil && l.casts[i].To != 0 {
 		dtype = l.casts[i].To
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.taken[i] || l.shut || (w.Bytes > 0 && l.mem[i].Block == nil) {
+	l.out.mu.Lock()
+	defer l.out.mu.Unlock()
+	if l.out.taken[i] || l.out.shut || (w.Bytes > 0 && l.out.mem[i].Block == nil) {
 		return mem, w.Shape, dtype, false
 	}
-	l.taken[i] = true
-	mem, l.mem[i] = l.mem[i], device.Memory{}
+	l.out.taken[i] = true
+	mem, l.out.mem[i] = l.out.mem[i], device.Memory{}
 	return mem, w.Shape, dtype, true
 }
 
@@ -320,40 +307,14 @@ func (l *Loading) AwaitEnd(ctx context.Context) error {
 	return errs.Cause(ctx)
 }
 
-// LoadWhole loads whole tensors, by their numbers, nil: all, and returns the memory of each, which is
-// the caller's to release.
-func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]device.Memory, error) {
-	var reqs []Request
-	for _, i := range tensors {
-		reqs = append(reqs, Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
-	}
-	l, err := m.Start(reqs, opt)
-	if err != nil {
-		return nil, err
-	}
-	defer l.Close()
-	if err := l.AwaitEnd(ctx); err != nil {
-		return nil, err
-	}
-	mem := make([]device.Memory, l.Len())
-	for k := range mem {
-		var ok bool
-		if mem[k], _, _, ok = l.Take(k); !ok {
-			cpu.Release(mem)
-			return nil, errs.New(errs.ErrEngine, "request %d of %d did not land", k, l.Len())
-		}
-	}
-	return mem, nil
-}
-
 // Close cancels a running load, and frees what was not taken as soon as nothing
 // writes to it. It does not wait.
 func (l *Loading) Close() {
 	l.job.Cancel()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if !l.shut && l.over {
-		cpu.Release(l.mem)
+	l.out.mu.Lock()
+	defer l.out.mu.Unlock()
+	if !l.out.shut && l.out.over {
+		cpu.Release(l.out.mem)
 	}
-	l.shut = true
+	l.out.shut = true
 }

@@ -1,6 +1,6 @@
 package load
 
-// This file maps plain files, and decides which loads share a mapping.
+// Mappings of plain files, and the loads that share one.
 //
 // A process may have only some 65,000 mappings, and a model may have more tensors, and
 // rows that are taken one by one. So one mapping of a file serves all loads of a model:
@@ -23,7 +23,7 @@ import (
 
 const (
 	// little is what a load rather copies than maps a file for, which takes longer. A
-	// model whose loads do so again and again is mapped after all: from then on nothing
+	// model is mapped after all if its loads do so again and again: from then on nothing
 	// is to be done for a tensor.
 	little, littleLoads = 64 << 10, 16
 	// ownMappings is how many mappings loads of a model may have for themselves.
@@ -122,21 +122,28 @@ func (m *Model) divideRuns(source int, runs []run) (shared, own, copies []run) {
 	return shared, own, copies
 }
 
+// fileViews are the requests of a load that the pipeline does not read.
+type fileViews struct {
+	mapped []bool // by request: it lies in a mapped file
+	copies []run  // requests that the job copies out of their files, before all else
+}
+
 // mapFile gives requests of one source their memory in mappings, and returns those that
 // are copied.
-func (l *Loading) mapFile(source int, runs []run) (copies []run, err error) {
-	m := l.model
+func (v *fileViews) mapFile(m *Model, source int, runs []run, mem []device.Memory) (copies []run, err error) {
 	shared, own, copies := m.divideRuns(source, runs)
-	if err := l.view(shared, func(holders int64) (mapped, error) {
+	if err := v.view(shared, mem, func(holders int64) (mapped, error) {
 		return m.sharedMapping(source, holders)
 	}); err != nil {
 		return nil, err
 	}
-	return copies, l.view(own, func(holders int64) (mapped, error) { return mapSource(m.srcs[source], holders, false) })
+	return copies, v.view(own, mem, func(holders int64) (mapped, error) {
+		return mapSource(m.srcs[source], holders, false)
+	})
 }
 
 // view gives requests their memory in one mapping.
-func (l *Loading) view(runs []run, mapping func(holders int64) (mapped, error)) error {
+func (v *fileViews) view(runs []run, mem []device.Memory, mapping func(holders int64) (mapped, error)) error {
 	if len(runs) == 0 {
 		return nil
 	}
@@ -145,17 +152,17 @@ func (l *Loading) view(runs []run, mapping func(holders int64) (mapped, error)) 
 		return err
 	}
 	for _, r := range runs {
-		l.mapped[r.request] = true
-		l.mem[r.request] = device.Memory{Ptr: unsafe.Add(mp.base, r.off), Bytes: r.n, Block: mp.block}
+		v.mapped[r.request] = true
+		mem[r.request] = device.Memory{Ptr: unsafe.Add(mp.base, r.off), Bytes: r.n, Block: mp.block}
 	}
 	return nil
 }
 
 // copyLittle reads the requests that are copied by the job itself.
-func (l *Loading) copyLittle(ctx context.Context) error {
-	for _, r := range l.copies {
+func (v *fileViews) copyLittle(ctx context.Context, l *Loading) error {
+	for _, r := range v.copies {
 		t := &l.model.ix.Tensors[l.wants[r.request].Data]
-		if err := l.model.srcs[t.Source].ReadAt(ctx, l.mem[r.request].Slice(), r.off); err != nil {
+		if err := l.model.srcs[t.Source].ReadAt(ctx, l.out.mem[r.request].Slice(), r.off); err != nil {
 			if at, ok := errors.AsType[*errs.At](err); ok && at.Tensor == "" {
 				at.Tensor = t.Name
 			}

@@ -29,7 +29,7 @@ type Spec struct {
 	// Map says whether plain tensors of files are mapped instead of read; nil:
 	// except on network file systems.
 	Map *bool `json:"map"`
-	// Lenient accepts headers that other safetensors parsers accept, too.
+	// Lenient accepts headers that only other safetensors parsers accept.
 	Lenient bool `json:"lenient"`
 	// Parts opens files whose tensors are parts of tensors, too.
 	Parts bool `json:"parts"`
@@ -50,7 +50,7 @@ type Model struct {
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
 	key  string // of how its files were reached: format.Access.Key
-	// The models whose sources these are, which it holds; nil: the sources are its own.
+	// The models that own these sources, which it holds; nil: the sources are its own.
 	parts []*Model
 	// When Open began and ended, for traces.
 	opened [2]time.Time
@@ -61,7 +61,7 @@ type Model struct {
 
 	mappings []fileMapping // by source; nil: none yet
 
-	stocks []joined // by file: a stock that has its tensors already; nil: none
+	preloaded []attached // by file: what was preloaded of it; nil: nothing
 
 	pinning bool    // Pin runs: no load may start
 	pin     *pinned // nil: not pinned
@@ -136,9 +136,9 @@ func (m *Model) Close() {
 	}
 }
 
-// PlaceError adds the model, by its first source, to an error that is not about one
+// LocateError adds the model, by its first source, to an error that is not about one
 // tensor.
-func (m *Model) PlaceError(verb string, err error) error {
+func (m *Model) LocateError(verb string, err error) error {
 	at := &errs.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
 	if len(m.ix.Sources) > 0 {
 		at.Source = m.ix.Sources[0].URI
@@ -167,7 +167,7 @@ func (m *Model) Drop() {
 	last := m.refs == 0
 	m.mu.Unlock()
 	if last {
-		m.leaveStocks()
+		m.detachPreloaded()
 		for _, one := range m.parts {
 			one.Drop()
 		}

@@ -1,6 +1,6 @@
 package load
 
-// This file keeps a model's stored bytes in host memory: Pin.
+// A model's stored bytes, kept in host memory: Pin.
 
 import (
 	"cmp"
@@ -46,7 +46,7 @@ type PinReport struct {
 func (m *Model) Pin(opt Options) (*job.Job, error) {
 	tgt, err := TargetOf(opt.Device)
 	if err != nil {
-		return nil, m.PlaceError("open", err)
+		return nil, m.LocateError("open", err)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -99,7 +99,7 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 		size := s.Size()
 		base, length, err := cpu.Map(size)
 		if err != nil {
-			return m.PlaceError("stage", err)
+			return m.LocateError("stage", err)
 		}
 		p.bytes = append(p.bytes, unsafe.Slice((*byte)(base), length)[:size]) // its capacity is what is mapped
 		for off := int64(0); off < size; off += step {
@@ -155,7 +155,7 @@ func (m *Model) registerPinned(p *pinned, gpu *cuda.Device) error {
 	p.gpu = cmp.Or(p.gpu, gpu)
 	for ; p.registered < len(p.bytes); p.registered++ {
 		if err := p.gpu.Register(p.bytes[p.registered]); err != nil {
-			return m.PlaceError("stage", err)
+			return m.LocateError("stage", err)
 		}
 	}
 	return nil

@@ -1,6 +1,6 @@
 package load
 
-// This file brings in the pages of mapped tensors before they are touched.
+// Pages of mapped tensors, brought in before they are touched.
 
 import (
 	"runtime"
@@ -17,12 +17,12 @@ const populateStep = 32 << 20 // what is populated at once
 // prefaultPages populates the pages of mapped tensors while their owner is already at
 // work; the job does not wait for it. Neighbours in one mapping are populated by one
 // call. It only takes cores that the process leaves unused: an owner that reads at once,
-// on all of them, is faster alone. It holds a mapping until its pages are populated, the
+// on all of them, is faster without it. It holds a mapping until its pages are populated, the
 // owner has released it, or no core was free for a second.
-func (l *Loading) prefaultPages(maps []int) {
+func prefaultPages(mem []device.Memory, maps []int) {
 	runs := make([]device.Memory, 0, len(maps))
 	for _, i := range maps {
-		m := l.mem[i]
+		m := mem[i]
 		if k := len(runs) - 1; k >= 0 && runs[k].Block == m.Block {
 			r := &runs[k]
 			at := int64(uintptr(m.Ptr)) - int64(uintptr(r.Ptr))

@@ -1,6 +1,6 @@
 package load
 
-// This file plans a load and runs its job.
+// A load from its start to its end: plan, run, report.
 
 import (
 	"cmp"
@@ -12,7 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -41,8 +41,101 @@ func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
 	return mc
 }
 
-// A shape is what a load will do: which bytes are read, and where they go.
-type shape struct {
+// Start checks the requests, allocates their memory and begins to load; nil asks
+// for every tensor. Destinations named by a request must stay valid until the job
+// has ended.
+func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
+	if reqs == nil {
+		reqs = make([]Request, len(m.ix.Tensors))
+		for i := range reqs {
+			reqs[i] = Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
+		}
+	}
+	wants, err := plan.Check(m.ix, reqs)
+	if err != nil {
+		return nil, err
+	}
+	tgt, err := TargetOf(opt.Device)
+	if err != nil {
+		return nil, m.LocateError("open", err)
+	}
+	tgt.inPlace = opt.InPlace
+	if err := knob.Read.Check(opt.Read); err != nil {
+		return nil, errs.New(errs.ErrArgument, "read %q: %v", opt.Read, err)
+	}
+	if all := m.servedByPreloaded(reqs, wants, tgt, opt); all != nil {
+		return m.startFromPreloaded(reqs, wants, tgt, opt, all)
+	}
+	return m.startRequests(reqs, wants, tgt, opt)
+}
+
+// startRequests is Start without the requests that preloaded tensors serve.
+func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt Options) (_ *Loading, err error) {
+	if err := m.Hold(); err != nil {
+		return nil, err
+	}
+	l := newLoading(m, tgt, wants)
+	defer func() {
+		if err != nil {
+			cpu.Release(l.out.mem)
+			m.Drop()
+		}
+	}()
+	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
+		return nil, err
+	}
+	if err = l.allocateRequests(reqs); err != nil {
+		return nil, err
+	}
+	// Allocate here and not in the job: a caller that is out of memory may be able
+	// to free some and try again.
+	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
+	if opt.After == nil && !l.bindsMeanwhile() {
+		if l.queue.queue, err = tgt.Queue(0, l.machine); err != nil {
+			return nil, m.LocateError("stage", err)
+		}
+	}
+	begin := l.job.Go
+	if opt.After == nil && l.isShort() {
+		begin = l.job.RunHere
+	}
+	begin(func(ctx context.Context, j *job.Job) error {
+		defer l.afterWorkers()
+		return runLoad(ctx, j, l, reqs, opt)
+	})
+	return l, nil
+}
+
+// LoadWhole loads whole tensors, by their numbers, nil: all, and returns the memory of each, which is
+// the caller's to release.
+func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]device.Memory, error) {
+	var reqs []Request
+	for _, i := range tensors {
+		reqs = append(reqs, Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
+	}
+	l, err := m.Start(reqs, opt)
+	if err != nil {
+		return nil, err
+	}
+	defer l.Close()
+	if err := l.AwaitEnd(ctx); err != nil {
+		return nil, err
+	}
+	mem := make([]device.Memory, l.Len())
+	for k := range mem {
+		var ok bool
+		if mem[k], _, _, ok = l.Take(k); !ok {
+			cpu.Release(mem)
+			return nil, errs.New(errs.ErrEngine, "request %d of %d did not land", k, l.Len())
+		}
+	}
+	return mem, nil
+}
+
+// An execution is what a load does: which bytes are read, and where they go.
+type execution struct {
+	l              *Loading
+	opt            Options
 	dest           []unsafe.Pointer // by request
 	maps           []int            // requests that are mapped
 	bytes, mapped  int64
@@ -50,26 +143,25 @@ type shape struct {
 	begun, planned time.Time
 }
 
-// planLoad gives every request its destination and plans the reads of what is not
-// mapped. It reads nothing.
-func (l *Loading) planLoad(reqs []Request) *shape {
-	s := &shape{dest: make([]unsafe.Pointer, len(reqs))}
+// newExecution gives every request its destination and plans the reads of what is not mapped. It reads nothing.
+func newExecution(l *Loading, reqs []Request, opt Options) *execution {
+	s := &execution{l: l, opt: opt, dest: make([]unsafe.Pointer, len(reqs))}
 	for i := range reqs {
 		n := l.wants[i].Bytes
 		s.bytes += n
 		switch {
-		case l.mapped[i]:
+		case l.files.mapped[i]:
 			s.maps = append(s.maps, i)
 			s.mapped += n
-		case l.settles != nil && l.settles[i], l.later != nil && l.later[i] > 0:
+		case l.dests.isPending(i):
 			s.dest[i] = device.Pointer(pending)
 		case reqs[i].Dest != 0:
 			s.dest[i] = device.Pointer(reqs[i].Dest)
 		default:
-			s.dest[i] = l.mem[i].Ptr
+			s.dest[i] = l.out.mem[i].Ptr
 		}
 	}
-	for _, r := range l.copies {
+	for _, r := range l.files.copies {
 		s.dest[r.request] = nil
 	}
 	s.begun = time.Now()
@@ -79,53 +171,53 @@ func (l *Loading) planLoad(reqs []Request) *shape {
 }
 
 // runLoad is the job: plan, run, report.
-func (l *Loading) runLoad(ctx context.Context, j *job.Job, reqs []Request, opt Options) error {
+func runLoad(ctx context.Context, j *job.Job, l *Loading, reqs []Request, opt Options) error {
 	start := time.Now()
-	if l.later != nil {
+	if l.dests != nil && l.dests.later != nil {
 		ctx, cancel := context.WithCancel(ctx)
-		provided := l.allocatePostponed(ctx)
+		provided := allocatePostponed(ctx, l)
 		defer func() {
 			cancel()
 			<-provided
 		}()
 	}
-	s := l.planLoad(reqs)
+	s := newExecution(l, reqs, opt)
 	j.TotalBytes.Store(s.bytes)
 	j.TotalTensors.Store(int64(len(reqs)))
 	how := cmp.Or(opt.Read, knob.Read.Get())
 	files, depth := AnnouncePlan(l.model.srcs, s.plan, l.target.GPU == nil, how)
-	late, err := l.plantCasts(s.plan, s.dest)
+	late, err := plantCasts(l, s.plan, s.dest)
 	if err != nil {
 		return err
 	}
 	defer cpu.Release(late.mem) // what is never cast
-	if err := l.copyLittle(ctx); err != nil {
+	if err := l.files.copyLittle(ctx, l); err != nil {
 		return err
 	}
-	if err := l.landMapped(j, s); err != nil {
+	if err := s.landMapped(j); err != nil {
 		return err
 	}
 	tracing := traceFile(opt) != ""
 	if opt.After != nil {
-		if err := l.followLoad(ctx, opt.After, s.plan, how, tracing); err != nil {
+		if err := followLoad(ctx, l, opt.After, s.plan, how, tracing); err != nil {
 			return err
 		}
 	}
-	queue, err := l.prepareQueue(s.plan, opt.Stream)
+	queue, err := s.prepareQueue()
 	if err != nil {
 		return err
 	}
-	task := l.pipelineTask(s, queue, depth, opt)
+	task := s.pipelineTask(queue, depth)
 	var ways *gdsReads
 	if queue != nil && how == "gds" {
-		if ways, err = l.byGDS(queue); err != nil {
-			return l.model.PlaceError("stage", err)
+		if ways, err = openGDS(l, queue); err != nil {
+			return l.model.LocateError("stage", err)
 		}
 		task.GDS = ways.by
 	}
 	task.Landed = late.wrapLand(l.landRequest)
-	if l.passesQueue(s.plan, how, tracing) {
-		task.Submitted = func() { close(l.submitted) }
+	if handsOffQueue(l, s.plan, how, tracing) {
+		task.Submitted = func() { close(l.queue.submitted) }
 	}
 	task.Progress = func(n int64) { j.Bytes.Add(n) }
 	rep := Report{Bytes: s.bytes, Tensors: int64(len(reqs)), Mapped: s.mapped}
@@ -158,9 +250,10 @@ func traceFile(opt Options) string { return cmp.Or(opt.Trace, knob.Trace.Get()) 
 // landMapped lands the requests that the pipeline does not read: those without bytes, and
 // those that are mapped or were copied. That another one has no decode task is a mistake of
 // the plan.
-func (l *Loading) landMapped(j *job.Job, s *shape) error {
-	apart := slices.Clone(l.mapped)
-	for _, r := range l.copies {
+func (s *execution) landMapped(j *job.Job) error {
+	l := s.l
+	apart := slices.Clone(l.files.mapped)
+	for _, r := range l.files.copies {
 		apart[r.request] = true
 	}
 	for i, n := range s.plan.Left {
@@ -175,14 +268,14 @@ func (l *Loading) landMapped(j *job.Job, s *shape) error {
 			l.landRequest(int32(i))
 		}
 	}
-	for _, r := range l.copies {
+	for _, r := range l.files.copies {
 		l.landRequest(int32(r.request))
 	}
 	if s.mapped > plan.StepPiece {
-		l.prefaultPages(s.maps)
+		prefaultPages(l.out.mem, s.maps)
 	}
 	for _, i := range s.maps {
-		j.Bytes.Add(l.mem[i].Bytes)
+		j.Bytes.Add(l.out.mem[i].Bytes)
 		l.landRequest(int32(i))
 	}
 	return nil
@@ -190,7 +283,8 @@ func (l *Loading) landMapped(j *job.Job, s *shape) error {
 
 // prepareQueue makes the GPU's queue fit the plan, after the work of the caller's
 // stream; nil: the host.
-func (l *Loading) prepareQueue(p *plan.Plan, stream uint64) (*cuda.Queue, error) {
+func (s *execution) prepareQueue() (*queue.Queue, error) {
+	l := s.l
 	if l.target.GPU == nil {
 		return nil, nil
 	}
@@ -199,25 +293,26 @@ func (l *Loading) prepareQueue(p *plan.Plan, stream uint64) (*cuda.Queue, error)
 			return nil, err
 		}
 	}
-	queue, err := l.queueFor(p)
-	if err == nil && stream != 0 {
-		err = queue.FollowStream(uintptr(stream))
+	queue, err := s.chooseQueue()
+	if err == nil && s.opt.Stream != 0 {
+		err = queue.FollowStream(uintptr(s.opt.Stream))
 	}
 	if err != nil {
-		return nil, l.model.PlaceError("stage", err)
+		return nil, l.model.LocateError("stage", err)
 	}
 	return queue, nil
 }
 
-// queueFor is the load's queue: one whose slots have room for the largest piece of the
-// plan takes the place of another. Settle need not wait while it is made.
-func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
-	queue, room := l.giveQueue(), int64(0)
-	if p.Slot > l.machine.SlotBytes {
+// chooseQueue returns the load's queue: one with slots for the largest piece of the plan takes the place of another.
+// Bind need not wait while it is made.
+func (s *execution) chooseQueue() (*queue.Queue, error) {
+	l := s.l
+	queue, room := l.queue.give(), int64(0)
+	if s.plan.Slot > l.machine.SlotBytes {
 		if queue != nil {
 			queue.Close()
 		}
-		queue, room = nil, p.Slot
+		queue, room = nil, s.plan.Slot
 	}
 	if queue == nil {
 		var err error
@@ -225,14 +320,13 @@ func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
 			return nil, err
 		}
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.queue = queue
+	l.queue.set(queue)
 	return queue, nil
 }
 
-// pipelineTask is the pipeline's task of a shape.
-func (l *Loading) pipelineTask(s *shape, queue *cuda.Queue, depth int, opt Options) *pipeline.Task {
+// pipelineTask is the pipeline's task.
+func (s *execution) pipelineTask(queue *queue.Queue, depth int) *pipeline.Task {
+	l := s.l
 	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan,
 		Workers: l.machine.Workers(depth)}
 	if queue != nil {
@@ -241,7 +335,7 @@ func (l *Loading) pipelineTask(s *shape, queue *cuda.Queue, depth int, opt Optio
 	if l.dests != nil {
 		t.Destination = l.dests.resolveTask
 	}
-	if traceFile(opt) != "" {
+	if traceFile(s.opt) != "" {
 		t.Trace = pipeline.NewTrace()
 		t.Trace.Verb("open", l.model.opened[0], l.model.opened[1], 0)
 		t.Trace.Verb("plan", s.begun, s.planned, s.bytes)

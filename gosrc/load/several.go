@@ -1,6 +1,6 @@
 package load
 
-// This file makes one model of several that are open.
+// One model made of several that are open.
 
 import (
 	"github.com/overwire/overwire/gosrc/format"
@@ -21,7 +21,7 @@ func Several(models []*Model) (_ *Model, err error) {
 	var seen, held []*tensor.Index
 	for _, one := range models {
 		if err := one.Hold(); err != nil {
-			return nil, one.PlaceError("open", err)
+			return nil, one.LocateError("open", err)
 		}
 		m.parts = append(m.parts, one)
 		m.srcs = append(m.srcs, one.srcs...)

@@ -1,6 +1,6 @@
 package load
 
-// This file has what tells the files of a model from others, for ranks that open them
+// File identities: they tell the files of a model from others, for ranks that open them
 // at different times.
 
 import (
@@ -21,7 +21,7 @@ type State struct {
 	Modified int64  `json:"modified"`
 	Changed  int64  `json:"changed"`
 	Pin      string `json:"pin"`
-	// Network: it lies on a file system of several hosts, whose inodes may be made up.
+	// Network: it lies on a file system of several hosts, where inodes may be made up.
 	Network bool `json:"network"`
 	// Layout is a digest of where the file has which bytes, and of their checksums.
 	Layout string `json:"layout"`

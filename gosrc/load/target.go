@@ -1,6 +1,6 @@
 package load
 
-// This file opens the device that a load lands on, and makes its queue.
+// The device that a load lands on, and its queue.
 
 import (
 	"cmp"
@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
 )
@@ -41,7 +42,7 @@ func AwaitPreparations() { preparing.Wait() }
 // ExchangeBatches is how many batches of shares a GPU decodes or sums at a time where ranks exchange.
 const ExchangeBatches = 10
 
-// Prepare prepares a device, in the background, for a load whose files are being
+// Prepare prepares a device, in the background, for a load while its files are being
 // opened, by one process or by ranks that exchange what they read. It reports no error:
 // the load will.
 func Prepare(name string, exchange bool) {
@@ -51,7 +52,7 @@ func Prepare(name string, exchange bool) {
 			if err == nil && t.GPU != nil {
 				t.GPU.PrepareQueue(Ring(plan.Machine{InGroup: exchange}))
 				if exchange {
-					t.GPU.PrepareQueue(ExchangeBatches, cuda.TablesOnly)
+					t.GPU.PrepareQueue(ExchangeBatches, queue.TablesOnly)
 				}
 			}
 			return err
@@ -75,16 +76,16 @@ func Ring(m plan.Machine) (slots int, bytes int64) {
 		if m.Cores > 0 {
 			readers = m.Workers(1)
 		}
-		return cuda.ExchangeRing(readers)
+		return queue.ExchangeRing(readers)
 	case m.RangeBytes > 0 || m.InGroup:
-		return cuda.RemoteRing()
+		return queue.RemoteRing()
 	}
-	return cuda.DefaultRing()
+	return queue.DefaultRing()
 }
 
 // Queue makes the GPU's queue for pieces of at most `largest` bytes. On the host it
 // returns nil: the pipeline makes its own.
-func (t Target) Queue(largest int64, m plan.Machine) (*cuda.Queue, error) {
+func (t Target) Queue(largest int64, m plan.Machine) (*queue.Queue, error) {
 	if t.GPU == nil {
 		return nil, nil
 	}

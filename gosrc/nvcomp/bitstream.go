@@ -157,7 +157,7 @@ func byID(id Algorithm) (*algorithm, error) {
 	return checkSupported(&algorithms[i])
 }
 
-// checkSupported refuses an algorithm of which only the name is known here.
+// checkSupported refuses an algorithm that is only known by name here.
 func checkSupported(a *algorithm) (*algorithm, error) {
 	if a.decode == nil {
 		return nil, errs.New(errs.ErrNotSupported, "%s streams are not decoded or made here", a.name)

@@ -1,6 +1,6 @@
 package nvcomp
 
-// This file tests streams that are damaged, or claim what they cannot have.
+// Tests streams that are damaged, or claim what they cannot have.
 
 import (
 	"bytes"

@@ -1,18 +1,19 @@
 package nvcomp
 
-// This file decodes and encodes bitstreams on a GPU.
+// Decodes and encodes bitstreams on a GPU.
 
 import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// GPUNames lists the algorithms whose streams kernels decode.
+// GPUNames lists the algorithms that kernels decode.
 func GPUNames() []string {
 	var names []string
 	for _, a := range algorithms {
-		if cuda.CanDecode(uint32(a.id)) {
+		if stream.CanDecode(uint32(a.id)) {
 			names = append(names, a.name)
 		}
 	}
@@ -21,7 +22,7 @@ func GPUNames() []string {
 
 // GPUDecode queues the decoding of streams of one algorithm on a GPU: see
 // cuda.Device.Decode.
-func GPUDecode(index int, on cuda.Order, name string, streams []cuda.Bitstream) (*cuda.Batch, error) {
+func GPUDecode(index int, on stream.Order, name string, streams []stream.Bitstream) (*stream.Batch, error) {
 	a, err := byName(name)
 	if err != nil {
 		return nil, err
@@ -52,8 +53,9 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 
 // GPUEncode queues the encoding of contents on a GPU to X16 streams: see
 // cuda.Device.Encode. scratch has room bytes.
-func GPUEncode(index int, on cuda.Order, streams []cuda.Bitstream, scratch uint64, room int64) (*cuda.Batch, error) {
-	if need := cuda.EncodeScratchSize(streams); need > room || scratch%16 != 0 {
+func GPUEncode(index int, on stream.Order, streams []stream.Bitstream, scratch uint64,
+	room int64) (*stream.Batch, error) {
+	if need := stream.EncodeScratchSize(streams); need > room || scratch%16 != 0 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
 	}
 	d, err := cuda.Open(index)
@@ -73,7 +75,7 @@ type Glance struct {
 // GPUPeek inspects streams on a GPU, and waits for the answer. name "" is for
 // native streams, which state it. A length that only decoding could find is
 // errs.ErrNotSupported.
-func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.Bitstream) ([]Glance, error) {
+func GPUPeek(index int, on stream.Order, kind Kind, name string, streams []stream.Bitstream) ([]Glance, error) {
 	var id uint32
 	if name != "" || kind != Native {
 		a, err := byName(name)
@@ -89,7 +91,7 @@ func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.Bi
 	if err != nil {
 		return nil, err
 	}
-	heads, err := d.Peek(on, cuda.Kind(kind), id, streams)
+	heads, err := d.Peek(on, stream.Kind(kind), id, streams)
 	if err != nil {
 		return nil, err
 	}

@@ -1,6 +1,6 @@
 package nvcomp
 
-// This file lays out the native stream, nvCOMP's container of chunks.
+// Lays out the native stream, nvCOMP's container of chunks.
 
 import (
 	"encoding/binary"
@@ -33,7 +33,7 @@ import (
 //
 // The fields are those of nvCOMP's last open release, 2.2 (BSD-3:
 // CommonHeader of hlif_shared_types.hpp, BatchManager.hpp, github.com/NVIDIA/nvcomp
-// branch-2.2), whose streams are read, too. They have 0 as magic, the writer's version at
+// branch-2.2). Those streams are also read. They have 0 as magic, the writer's version at
 // 4, the algorithm's own header behind the common one, tables at the next multiple
 // of 8, room for two checksums a chunk behind them whether they were computed or
 // not, and chunks in any order without gaps. How nvCOMP computes its checksums, and
@@ -73,7 +73,7 @@ func parseHeader(src []byte) (h header, err error) {
 		h.open = true
 	default:
 		return h, errs.New(errs.ErrFormat, "no native stream of overwire or nvCOMP 2.2: it begins with %x; "+
-			"what a later nvCOMP wrote is read by nvCOMP alone: overwire.compat.nvcomp asks it where "+
+			"what a later nvCOMP wrote is only read by nvCOMP: overwire.compat.nvcomp asks it where "+
 			"nvidia-nvcomp-cu13 or -cu12 is installed", src[:5])
 	}
 	return h, nil

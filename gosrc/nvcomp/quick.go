@@ -1,6 +1,6 @@
 package nvcomp
 
-// This file predicts which batches end quickly.
+// Predicts which batches end quickly.
 
 // quickBytes is the most content of a quick Run: some tens of milliseconds of the
 // slowest decoder.

@@ -1,6 +1,6 @@
 package nvcomp
 
-// This file runs a batch of buffers through one algorithm, on all cores.
+// Runs a batch of buffers through one algorithm, on all cores.
 
 import (
 	"context"
@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// What Run does with each buffer.
+// The directions of Run.
 const (
 	OpEncode = "encode"
 	OpDecode = "decode"
@@ -147,7 +147,7 @@ func contentBytes(in []Buffer) (n int64) {
 // maxWhole is the longest content of one block: LZ4's own limit.
 const maxWhole = 0x7E000000
 
-// alone is the work, in bytes, below which starting goroutines costs more than
+// alone is the work, in bytes, under which starting goroutines costs more than
 // it saves.
 const alone = 256 << 10
 

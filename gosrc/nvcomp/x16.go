@@ -1,6 +1,6 @@
 package nvcomp
 
-// This file makes one block of the weight codec, with its header.
+// Makes one block of the weight codec, with its header.
 
 import (
 	"encoding/binary"

@@ -1,5 +1,5 @@
-// Package page makes one-file HTML pages of what the command line reports:
-// they ask no server, and a text of a model is nowhere mark-up or script.
+// Package page renders what the command line reports as self-contained HTML pages.
+// Texts from a model are never treated as markup or script.
 package page
 
 import (
@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// Every page is the frame with the style of all, and a body that has the script of
-// all, and in it the data.
+// Every page consists of the frame with the common style, and a body with the common
+// script and the data.
 var (
 	//go:embed frame.html
 	frame string
@@ -27,25 +27,25 @@ var (
 	modelBody string
 )
 
-// assemblePage makes a page of a body, in which @data@ is the place of the data.
+// assemblePage renders a page from a body in which @data@ marks the place of the data.
 func assemblePage(body string, data any) ([]byte, error) {
-	// Marshal writes <, > and & as \u003c ..., so that no name ends the element.
+	// Marshal escapes <, > and & as \u003c ..., so that no name can end the element.
 	text, err := json.Marshal(data)
 	if err != nil {
 		return nil, errs.New(errs.ErrEngine, "page: %v", err)
 	}
-	// The data come last: nothing in them is replaced.
+	// Insert the data last, so that nothing inside them is replaced.
 	before, after, _ := strings.Cut(staticPage(body), "@data@")
 	return bytes.Join([][]byte{[]byte(before), text, []byte(after)}, nil), nil
 }
 
-// staticPage is a page without its data.
+// staticPage returns a page without its data.
 func staticPage(body string) string {
 	return strings.NewReplacer("@style@", style, "@body@", strings.Replace(body, "@script@", script, 1)).Replace(frame)
 }
 
-// columns are the tensors of a model as the page reads them: a list for each
-// property, with repeated texts as numbers.
+// columns holds the tensors of a model in the page's form: a list for each property, in
+// which numbers stand for repeated texts.
 type columns struct {
 	Files   []string `json:"files"`
 	Names   []string `json:"names"`
@@ -79,7 +79,7 @@ func Model(in *verify.Inspection) ([]byte, error) {
 	return assemblePage(modelBody, c)
 }
 
-// numberOf is a text's place in a list, where it is added at its first use.
+// numberOf returns a text's index in a list, and appends it at its first use.
 func numberOf(list *[]string, known map[string]int, text string) int {
 	at, ok := known[text]
 	if !ok {
@@ -89,7 +89,7 @@ func numberOf(list *[]string, known map[string]int, text string) int {
 	return at
 }
 
-// shapeText is a shape as "3,4".
+// shapeText formats a shape as "3,4".
 func shapeText(shape []int64) string {
 	return strings.ReplaceAll(strings.Trim(fmt.Sprint(shape), "[]"), " ", ",")
 }

@@ -1,6 +1,6 @@
 package page
 
-// This file makes the page of a trace: when each worker and each queue of a device
+// This file renders the page of a trace: when each worker and each queue of a device
 // did what.
 
 import (
@@ -19,7 +19,7 @@ import (
 //go:embed trace.html
 var traceBody string
 
-// Limits of a trace. A load of a terabyte has some hundred thousand spans.
+// Limits of a trace. A load of a terabyte has a few hundred thousand spans.
 const (
 	maxSpans  = 1 << 20
 	maxRows   = 4096
@@ -27,8 +27,8 @@ const (
 	maxTime   = 1e13 // microseconds: four months
 )
 
-// event is one of Chrome's trace event format, as overwire writes it. X is a span, M
-// names a row.
+// event is one event of Chrome's trace event format, as overwire writes it. X is a
+// span, M names a row.
 type event struct {
 	Name string  `json:"name"`
 	Kind string  `json:"ph"`
@@ -42,11 +42,11 @@ type event struct {
 	} `json:"args"`
 }
 
-// line is where an event happened, as the trace numbers it.
+// line says where an event happened, by the trace's numbers.
 type line struct{ pid, tid int }
 
-// row is what one worker or queue did, in the order of begins. Times are in
-// nanoseconds; a begin is the distance from the one before.
+// row is what one worker or queue did, sorted by start. Times are in nanoseconds, and
+// each start is relative to the previous one.
 type row struct {
 	Name   string  `json:"name"`
 	Device bool    `json:"device"`
@@ -56,7 +56,7 @@ type row struct {
 	Bytes  []int64 `json:"bytes"`
 }
 
-// A Timeline is a trace as the page reads it.
+// A Timeline is a trace in the page's form.
 type Timeline struct {
 	Title  string   `json:"title"`
 	Stages []string `json:"stages"` // in the order of their first use
@@ -65,7 +65,7 @@ type Timeline struct {
 	End    int64    `json:"end"` // nanoseconds, of the last span
 }
 
-// ReadTrace reads a trace that overwire wrote. Anything else is errs.ErrFormat; one
+// ReadTrace reads a trace that overwire wrote. Anything else is errs.ErrFormat; a trace
 // beyond the limits is errs.ErrNotSupported.
 func ReadTrace(title string, text []byte) (*Timeline, error) {
 	t := &Timeline{Title: title, Stages: []string{}, Rows: []*row{}}
@@ -78,14 +78,16 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 			names[at] = e.Args.Name
 		case e.Kind != "X":
 		case !(e.At >= 0 && e.Took >= 0 && e.At+e.Took <= maxTime) || e.Args.Bytes < 0:
-			return errs.New(errs.ErrFormat, "not a trace of overwire: a span of %q at %g us, %g us long", e.Name, e.At,
+			return errs.New(errs.ErrFormat, "this is not an overwire trace: invalid span %q at %g us, %g us "+
+				"long", e.Name, e.At,
 				e.Took)
 		default:
 			rows[at] = append(rows[at], e)
 			t.Spans++
 		}
 		if count++; count > maxSpans+maxRows || len(rows) > maxRows {
-			return errs.New(errs.ErrNotSupported, "a trace of more than %d spans or %d rows has no page", maxSpans,
+			return errs.New(errs.ErrNotSupported, "the trace is too large for a page: over %d spans or %d "+
+				"rows", maxSpans,
 				maxRows)
 		}
 		return nil
@@ -94,7 +96,7 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 		return nil, err
 	}
 	if t.Spans == 0 {
-		return nil, errs.New(errs.ErrFormat, "not a trace of overwire: it has no spans")
+		return nil, errs.New(errs.ErrFormat, "this is not an overwire trace: it has no spans")
 	}
 	lines := slices.SortedFunc(maps.Keys(rows), func(a, b line) int {
 		return cmp.Or(cmp.Compare(a.pid, b.pid), cmp.Compare(a.tid, b.tid))
@@ -106,19 +108,20 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 		t.Rows = append(t.Rows, r)
 	}
 	if len(t.Stages) > maxStages {
-		return nil, errs.New(errs.ErrNotSupported, "a trace of %d stages has no page: the most are %d", len(t.Stages),
+		return nil, errs.New(errs.ErrNotSupported, "the trace is too large for a page: %d stages, at most "+
+			"%d", len(t.Stages),
 			maxStages)
 	}
 	return t, nil
 }
 
-// eachEvent calls take with each event of a trace, one after the other, so that their
-// number is known before memory is taken for them. take may keep them.
+// eachEvent calls take with each event of a trace in turn, so that they can be counted
+// before memory is allocated for them. take may keep them.
 func eachEvent(text []byte, take func(*event) error) error {
-	bad := func(err error) error { return errs.New(errs.ErrFormat, "not a trace of overwire: %v", err) }
+	bad := func(err error) error { return errs.New(errs.ErrFormat, "this is not an overwire trace: %v", err) }
 	d := json.NewDecoder(bytes.NewReader(text))
 	if at, err := d.Token(); err != nil || at != json.Delim('{') {
-		return bad(errors.New("it is no JSON object"))
+		return bad(errors.New("it is not a JSON object"))
 	}
 	for d.More() {
 		key, err := d.Token()
@@ -133,7 +136,7 @@ func eachEvent(text []byte, take func(*event) error) error {
 			continue
 		}
 		if at, err := d.Token(); err != nil || at != json.Delim('[') {
-			return bad(errors.New("traceEvents is no list"))
+			return bad(errors.New("traceEvents is not a list"))
 		}
 		for d.More() {
 			var e event
@@ -165,6 +168,5 @@ func (r *row) takeSpans(t *Timeline, events []*event, stages map[string]int) {
 	}
 }
 
-// HTML returns the page: rows by worker and queue, which zoom and pan, and tables of
-// the same.
+// HTML returns the page: zoomable rows by worker and queue, and the same as tables.
 func (t *Timeline) HTML() ([]byte, error) { return assemblePage(traceBody, t) }

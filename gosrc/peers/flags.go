@@ -1,12 +1,14 @@
 package peers
 
-// This file has the flags, and what waits for them.
+// The flags by which processes tell each other how far they are, and how to wait for them.
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -20,7 +22,7 @@ import (
 // lineBytes is the space of a process's flags: no two share a line of a cache.
 const lineBytes = 128
 
-// A processFlags is a process's flags. It alone writes them, and its numbers only rise. It rings
+// A processFlags is a process's flags. Only it writes them, and its numbers only rise. It rings
 // the bell after those that others sleep for: joined, trouble, ended.
 type processFlags struct {
 	bell      atomic.Uint32
@@ -29,6 +31,23 @@ type processFlags struct {
 	trouble   atomic.Uint64 // it has failed
 	ended     atomic.Uint64 // it uses no memory of the others any more
 	alive     atomic.Uint64 // a sign of life
+}
+
+// A Board is the flags of all processes, in memory that they share, and how this one watches the others.
+type Board struct {
+	rank, ranks int
+	flags       *sharedMemory
+	lines       []*processFlags // nil: not joined
+	processes   []*process      // by rank; nil: this one, or not joined
+
+	stop chan struct{} // ends the signs of life
+	beat sync.WaitGroup
+
+	mu     sync.Mutex
+	seen   []uint64 // the last sign of life of each
+	since  []time.Time
+	lost   []int
+	looked time.Time // for life, by CheckOthers; not guarded
 }
 
 // lifeEvery is how often those that wait ask for a process's life, and look for what rings
@@ -41,6 +60,36 @@ const (
 	futexWake = 1 // FUTEX_WAKE
 )
 
+// connect connects this process with those that have made these offers.
+func (b *Board) connect(offers []Offer) error {
+	if b.flags == nil {
+		f, err := openShared(&offers[0], offers[0].Flags, flagBytes(b.ranks))
+		if err != nil {
+			return err
+		}
+		b.flags = f
+	}
+	for rank := range offers {
+		b.lines = append(b.lines, (*processFlags)(unsafe.Add(b.flags.base, rank*lineBytes)))
+		b.since[rank] = time.Now()
+	}
+	for rank := range offers {
+		if rank == b.rank {
+			continue
+		}
+		var err error
+		if b.processes[rank], err = watchProcess(offers[rank].Process); err != nil {
+			b.lines = nil // it says nothing to anyone
+			return err
+		}
+	}
+	own := b.lines[b.rank]
+	own.joined.Store(1)
+	ringBell(&own.bell)
+	b.showLife(own)
+	return nil
+}
+
 // ringBell wakes those that wait for a bell.
 func ringBell(bell *atomic.Uint32) {
 	bell.Add(1)
@@ -48,7 +97,7 @@ func ringBell(bell *atomic.Uint32) {
 }
 
 // waitForBell waits until a bell is not `heard`, or for lifeEvery. time.Sleep would be
-// late by up to a millisecond: in a process whose goroutines all wait, Go's timers are as
+// late by up to a millisecond: in a process where all goroutines wait, Go's timers are as
 // coarse as epoll_wait's.
 func waitForBell(bell *atomic.Uint32, heard uint32) {
 	most := unix.NsecToTimespec(lifeEvery.Nanoseconds())
@@ -57,15 +106,15 @@ func waitForBell(bell *atomic.Uint32, heard uint32) {
 }
 
 // showLife gives signs of life until Close.
-func (p *Peers) showLife(own *processFlags) {
-	spawn.GoFor(&p.beat, "peers", func() {
+func (b *Board) showLife(own *processFlags) {
+	spawn.GoFor(&b.beat, "peers", func() {
 		tick := time.NewTicker(beat)
 		defer tick.Stop()
 		for {
 			own.alive.Add(1)
 			select {
 			case <-tick.C:
-			case <-p.stop:
+			case <-b.stop:
 				return
 			}
 		}
@@ -74,10 +123,10 @@ func (p *Peers) showLife(own *processFlags) {
 
 // Publish says that the first pieces of this process's memory are complete. It rings no bell: the
 // others ask again and again.
-func (p *Peers) Publish(pieces int) { p.lines[p.mine.Rank].published.Store(uint64(pieces)) }
+func (b *Board) Publish(pieces int) { b.lines[b.rank].published.Store(uint64(pieces)) }
 
 // CountPublished is how many pieces of a process's memory are complete.
-func (p *Peers) CountPublished(rank int) int { return int(p.lines[rank].published.Load()) }
+func (b *Board) CountPublished(rank int) int { return int(b.lines[rank].published.Load()) }
 
 // takenBytes is the space for what one process has taken of each.
 func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * lineBytes }
@@ -85,20 +134,20 @@ func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * 
 // flagBytes is the space of all flags: the lines, and behind them what each takes of each.
 func flagBytes(ranks int) int64 { return int64(ranks) * int64(lineBytes+takenBytes(ranks)) }
 
-// takenOf is how many pieces of an owner's memory a process needs no more. That process alone writes it.
-func (p *Peers) takenOf(owner, by int) *atomic.Uint64 {
-	return (*atomic.Uint64)(unsafe.Add(p.flags.base, p.ranks*lineBytes+by*takenBytes(p.ranks)+8*owner))
+// takenOf is how many pieces of an owner's memory a process needs no more. Only that process writes it.
+func (b *Board) takenOf(owner, by int) *atomic.Uint64 {
+	return (*atomic.Uint64)(unsafe.Add(b.flags.base, b.ranks*lineBytes+by*takenBytes(b.ranks)+8*owner))
 }
 
 // ReleasePieces says that this process needs the first pieces of another's memory no more.
-func (p *Peers) ReleasePieces(owner, pieces int) { p.takenOf(owner, p.mine.Rank).Store(uint64(pieces)) }
+func (b *Board) ReleasePieces(owner, pieces int) { b.takenOf(owner, b.rank).Store(uint64(pieces)) }
 
 // CountTaken is how many pieces of this process's memory no other needs.
-func (p *Peers) CountTaken() int {
+func (b *Board) CountTaken() int {
 	least := uint64(math.MaxInt)
-	for rank := range p.lines {
-		if rank != p.mine.Rank {
-			least = min(least, p.takenOf(p.mine.Rank, rank).Load())
+	for rank := range b.lines {
+		if rank != b.rank {
+			least = min(least, b.takenOf(b.rank, rank).Load())
 		}
 	}
 	return int(least)
@@ -106,27 +155,27 @@ func (p *Peers) CountTaken() int {
 
 // CheckOthers returns an error if another process has failed, or is gone, for which it looks every
 // lifeEvery.
-func (p *Peers) CheckOthers() error {
+func (b *Board) CheckOthers() error {
 	now := time.Now()
-	if now.Sub(p.looked) < lifeEvery {
-		return p.findTrouble()
+	if now.Sub(b.looked) < lifeEvery {
+		return b.findTrouble()
 	}
-	p.looked = now
-	return p.checkAll()
+	b.looked = now
+	return b.checkAll()
 }
 
 // checkAll returns an error if another process has failed or is gone.
-func (p *Peers) checkAll() error {
-	err := p.findTrouble()
-	for rank := 0; rank < p.ranks && err == nil; rank++ {
-		err = p.checkLife(rank)
+func (b *Board) checkAll() error {
+	err := b.findTrouble()
+	for rank := 0; rank < b.ranks && err == nil; rank++ {
+		err = b.checkLife(rank)
 	}
 	return err
 }
 
 // findTrouble returns the error of a process that has failed.
-func (p *Peers) findTrouble() error {
-	for rank, l := range p.lines {
+func (b *Board) findTrouble() error {
+	for rank, l := range b.lines {
 		if l.trouble.Load() != 0 {
 			return fmt.Errorf("%w: %w", errs.New(errs.ErrIO, "rank %d of this host", rank), ErrOther)
 		}
@@ -135,9 +184,9 @@ func (p *Peers) findTrouble() error {
 }
 
 // ReportFailure says that this process has failed: those that wait for it stop.
-func (p *Peers) ReportFailure() {
-	if p.lines != nil {
-		own := p.lines[p.mine.Rank]
+func (b *Board) ReportFailure() {
+	if b.lines != nil {
+		own := b.lines[b.rank]
 		own.trouble.Store(1)
 		ringBell(&own.bell)
 	}
@@ -145,9 +194,9 @@ func (p *Peers) ReportFailure() {
 
 // AwaitJoined waits until every process has begun to map the others: from then on End of
 // one waits for it.
-func (p *Peers) AwaitJoined(ctx context.Context) error {
-	for _, l := range p.lines {
-		if err := l.awaitReady(ctx, func() bool { return l.joined.Load() > 0 }, p.checkAll); err != nil {
+func (b *Board) AwaitJoined(ctx context.Context) error {
+	for _, l := range b.lines {
+		if err := l.awaitReady(ctx, func() bool { return l.joined.Load() > 0 }, b.checkAll); err != nil {
 			return err
 		}
 	}
@@ -155,18 +204,18 @@ func (p *Peers) AwaitJoined(ctx context.Context) error {
 }
 
 // AwaitMapTurn waits until the process before this one has ended its turn to map the memory of others.
-// The driver lets one process map at a time, and while another waits for that, its copies wait, too.
-func (p *Peers) AwaitMapTurn(ctx context.Context) error {
-	if p.mine.Rank == 0 {
+// The driver lets one process map at a time, and while another waits for that, its copies also wait.
+func (b *Board) AwaitMapTurn(ctx context.Context) error {
+	if b.rank == 0 {
 		return nil
 	}
-	l := p.lines[p.mine.Rank-1]
-	return l.awaitReady(ctx, func() bool { return l.joined.Load() > 1 }, p.checkAll)
+	l := b.lines[b.rank-1]
+	return l.awaitReady(ctx, func() bool { return l.joined.Load() > 1 }, b.checkAll)
 }
 
 // EndMapTurn says that this process has mapped the memory of the others.
-func (p *Peers) EndMapTurn() {
-	own := p.lines[p.mine.Rank]
+func (b *Board) EndMapTurn() {
+	own := b.lines[b.rank]
 	own.joined.Store(2)
 	ringBell(&own.bell)
 }
@@ -194,27 +243,45 @@ func (l *processFlags) awaitReady(ctx context.Context, ready func() bool, check 
 
 // checkLife returns an error if a process is gone, or has shown no sign of life for too long. One that has
 // not joined, or has ended, is not missed.
-func (p *Peers) checkLife(rank int) error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	l, now, why := p.lines[rank], time.Now(), ""
-	if rank == p.mine.Rank || l.joined.Load() == 0 {
+func (b *Board) checkLife(rank int) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	l, now, why := b.lines[rank], time.Now(), ""
+	if rank == b.rank || l.joined.Load() == 0 {
 		return nil
 	}
-	if n := l.alive.Load(); n != p.seen[rank] {
-		p.seen[rank], p.since[rank] = n, now
+	if n := l.alive.Load(); n != b.seen[rank] {
+		b.seen[rank], b.since[rank] = n, now
 	}
 	switch {
-	case !p.processes[rank].isAlive():
+	case !b.processes[rank].isAlive():
 		why = "its process has ended"
-	case now.Sub(p.since[rank]) > silence:
+	case now.Sub(b.since[rank]) > silence:
 		why = fmt.Sprintf("it gave no sign of life for %v", silence)
 	}
 	if why == "" || l.ended.Load() != 0 {
 		return nil
 	}
-	if !slices.Contains(p.lost, rank) {
-		p.lost = append(p.lost, rank)
+	if !slices.Contains(b.lost, rank) {
+		b.lost = append(b.lost, rank)
 	}
 	return errs.New(errs.ErrIO, "rank %d of this host is gone: %s", rank, why)
+}
+
+// awaitEnded waits until all others have ended; it returns the error of the first that is
+// gone.
+func (b *Board) awaitEnded(ctx context.Context) (first error) {
+	for rank, l := range b.lines {
+		hasEnded := func() bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }
+		err := l.awaitReady(ctx, hasEnded, func() error { return b.checkLife(rank) })
+		first = cmp.Or(first, err)
+	}
+	return first
+}
+
+// Lost lists those that are gone without having ended.
+func (b *Board) Lost() []int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.lost
 }

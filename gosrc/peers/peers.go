@@ -10,8 +10,8 @@
 // cancelled, soon; the rest then goes on in the background. Nothing of it has a name in a
 // file system, so a process that dies leaves nothing behind.
 //
-// The methods are safe for concurrent use, except New, Join, End and Close, which no other runs
-// beside, and MapMemoryOf of one process, and CheckOthers, each for one caller at a time.
+// The methods are safe for concurrent use, except New, Join, End and Close, which never run
+// along with another, and MapMemoryOf of one process, and CheckOthers, each for one caller at a time.
 package peers
 
 import (
@@ -20,7 +20,6 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
-	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -36,7 +35,7 @@ type Offer struct {
 	Rank    int    `json:"rank"`
 	Process int    `json:"process"`
 	Token   string `json:"token"` // what its files begin with
-	Flags   int    `json:"flags"` // descriptor of the flags; rank 0 alone has them
+	Flags   int    `json:"flags"` // descriptor of the flags; only rank 0 has them
 	File    int    `json:"file"`  // descriptor of memory of the host; -1: it is a GPU's
 	Memory  string `json:"memory"`
 	Bytes   int64  `json:"bytes"`
@@ -55,32 +54,17 @@ const grace = 500 * time.Millisecond
 
 // A Peers is one process's part.
 type Peers struct {
-	gpu   *cuda.Device // nil: the host
-	mine  Offer
-	ranks int
-
+	Board  Board
+	gpu    *cuda.Device // nil: the host
+	mine   Offer
 	offers []Offer
 
-	memory device.Memory // of the GPU
-	file   *sharedMemory // memory of the host
-	flags  *sharedMemory
-	lines  []*processFlags
+	memory device.Memory    // of the GPU
+	file   *sharedMemory    // memory of the host
 	at     []unsafe.Pointer // by rank: its memory, mapped here; atomic
 	files  []*sharedMemory
 	ended  bool
-
-	processes []*process // by rank; nil: this one, or not joined
-	late      bool       // End has returned before the others have ended
-
-	stop chan struct{} // ends the signs of life
-	beat sync.WaitGroup
-
-	mu    sync.Mutex
-	seen  []uint64 // the last sign of life of each
-	since []time.Time
-	lost  []int
-
-	looked time.Time // for life, by CheckOthers
+	late   bool // End has returned before the others have ended
 }
 
 // New makes this process's part: n bytes of memory, on a GPU or, if that is nil, of
@@ -89,10 +73,10 @@ func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	if rank < 0 || rank >= ranks || n <= 0 {
 		return nil, errs.New(errs.ErrArgument, "peer %d of %d, with %d bytes", rank, ranks, n)
 	}
-	p := &Peers{gpu: gpu, ranks: ranks, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n},
-		stop: make(chan struct{}),
-		at:   make([]unsafe.Pointer, ranks), files: make([]*sharedMemory, ranks), processes: make([]*process, ranks),
-		seen: make([]uint64, ranks), since: make([]time.Time, ranks)}
+	p := &Peers{gpu: gpu, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n},
+		at: make([]unsafe.Pointer, ranks), files: make([]*sharedMemory, ranks),
+		Board: Board{rank: rank, ranks: ranks, stop: make(chan struct{}), processes: make([]*process, ranks),
+			seen: make([]uint64, ranks), since: make([]time.Time, ranks)}}
 	if err := p.makeOffer(n); err != nil {
 		p.Close()
 		return nil, err
@@ -106,10 +90,10 @@ func (p *Peers) makeOffer(n int64) (err error) {
 	_, _ = rand.Read(token) // never fails
 	p.mine.Token = hex.EncodeToString(token)
 	if p.mine.Rank == 0 {
-		if p.flags, err = newShared(flagBytes(p.ranks), token); err != nil {
+		if p.Board.flags, err = newShared(flagBytes(p.Board.ranks), token); err != nil {
 			return err
 		}
-		p.mine.Flags = p.flags.fd
+		p.mine.Flags = p.Board.flags.fd
 	}
 	if p.gpu == nil {
 		if p.file, err = newShared(n, token); err != nil {
@@ -137,8 +121,8 @@ func (p *Peers) Memory(rank int) unsafe.Pointer { return atomic.LoadPointer(&p.a
 // Join connects this process with those that have made these offers: from then on each hears
 // of what the others publish. An error of ErrNotSupported says that they cannot reach each other.
 func (p *Peers) Join(offers []Offer) error {
-	if len(offers) != p.ranks {
-		return errs.New(errs.ErrArgument, "%d offers to one of %d peers", len(offers), p.ranks)
+	if len(offers) != p.Board.ranks {
+		return errs.New(errs.ErrArgument, "%d offers to one of %d peers", len(offers), p.Board.ranks)
 	}
 	for rank, o := range offers {
 		if o.Rank != rank || o.Bytes != p.mine.Bytes || (o.File < 0) != (p.gpu != nil) {
@@ -149,31 +133,9 @@ func (p *Peers) Join(offers []Offer) error {
 	if offers[p.mine.Rank] != p.mine {
 		return errs.New(errs.ErrArgument, "the offer of peer %d is not its own", p.mine.Rank)
 	}
-	if p.flags == nil {
-		f, err := openShared(&offers[0], offers[0].Flags, flagBytes(p.ranks))
-		if err != nil {
-			return err
-		}
-		p.flags = f
+	if err := p.Board.connect(offers); err != nil {
+		return err
 	}
-	for rank := range offers {
-		p.lines = append(p.lines, (*processFlags)(unsafe.Add(p.flags.base, rank*lineBytes)))
-		p.since[rank] = time.Now()
-	}
-	for rank := range offers {
-		if rank == p.mine.Rank {
-			continue
-		}
-		var err error
-		if p.processes[rank], err = watchProcess(offers[rank].Process); err != nil {
-			p.lines = nil // it says nothing to anyone
-			return err
-		}
-	}
-	own := p.lines[p.mine.Rank]
-	own.joined.Store(1)
-	ringBell(&own.bell)
-	p.showLife(own)
 	p.offers = offers
 	return nil
 }
@@ -192,7 +154,7 @@ func (p *Peers) MapMemoryOf(rank int) (err error) {
 		at = p.files[rank].base
 	}
 	if err != nil {
-		return cmp.Or(p.checkLife(rank), err)
+		return cmp.Or(p.Board.checkLife(rank), err)
 	}
 	atomic.StorePointer(&p.at[rank], at)
 	return nil
@@ -203,13 +165,13 @@ func (p *Peers) MapMemoryOf(rank int) (err error) {
 // error of one that is gone without having said so. good: it has got what it wanted.
 // If not, or if ctx ends, it waits no longer than grace: others may be stopped, or hang.
 func (p *Peers) End(ctx context.Context, good bool) error {
-	if p.lines == nil || p.ended {
+	if p.Board.lines == nil || p.ended {
 		return nil
 	}
 	p.ended = true
-	own := p.lines[p.mine.Rank]
+	own := p.Board.lines[p.mine.Rank]
 	if !good {
-		p.ReportFailure()
+		p.Board.ReportFailure()
 	}
 	p.unmapOthers()
 	own.ended.Store(1)
@@ -224,23 +186,12 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 	} else {
 		beginGrace()
 	}
-	err := p.awaitEnded(soon)
+	err := p.Board.awaitEnded(soon)
 	p.late = soon.Err() != nil
 	if p.late && ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
 	return err
-}
-
-// awaitEnded waits until all others have ended; it returns the error of the first that is
-// gone.
-func (p *Peers) awaitEnded(ctx context.Context) (first error) {
-	for rank, l := range p.lines {
-		hasEnded := func() bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }
-		err := l.awaitReady(ctx, hasEnded, func() error { return p.checkLife(rank) })
-		first = cmp.Or(first, err)
-	}
-	return first
 }
 
 func (p *Peers) unmapOthers() {
@@ -266,25 +217,18 @@ func (p *Peers) Close() {
 		return
 	}
 	spawn.Go("peers late", func() {
-		_ = p.awaitEnded(context.Background())
+		_ = p.Board.awaitEnded(context.Background())
 		p.free()
 	})
 }
 
 func (p *Peers) free() {
-	close(p.stop)
-	p.beat.Wait()
+	close(p.Board.stop)
+	p.Board.beat.Wait()
 	p.memory.Release()
 	p.file.close()
-	p.flags.close()
-	for _, other := range p.processes {
+	p.Board.flags.close()
+	for _, other := range p.Board.processes {
 		other.close()
 	}
-}
-
-// Lost lists those that are gone without having ended.
-func (p *Peers) Lost() []int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.lost
 }

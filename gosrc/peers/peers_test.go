@@ -81,11 +81,11 @@ func TestTogether(t *testing.T) {
 	all := together(t, 3)
 	for from, p := range all {
 		unsafe.Slice((*byte)(p.Memory(from)), 8192)[8191] = byte(from + 1)
-		p.Publish(1)
+		p.Board.Publish(1)
 	}
 	for _, p := range all {
 		for from := range all {
-			if n := p.CountPublished(from); n != 1 {
+			if n := p.Board.CountPublished(from); n != 1 {
 				t.Fatalf("rank %d has published %d", from, n)
 			}
 			if got := unsafe.Slice((*byte)(p.Memory(from)), 8192)[8191]; got != byte(from+1) {
@@ -93,13 +93,13 @@ func TestTogether(t *testing.T) {
 			}
 		}
 	}
-	all[1].ReleasePieces(0, 1)
-	all[2].ReleasePieces(1, 1) // another's
-	if n := all[0].CountTaken(); n != 0 {
+	all[1].Board.ReleasePieces(0, 1)
+	all[2].Board.ReleasePieces(1, 1) // another's
+	if n := all[0].Board.CountTaken(); n != 0 {
 		t.Errorf("%d taken by rank 1 alone", n)
 	}
-	all[2].ReleasePieces(0, 2)
-	if n := all[0].CountTaken(); n != 1 {
+	all[2].Board.ReleasePieces(0, 2)
+	if n := all[0].Board.CountTaken(); n != 1 {
 		t.Errorf("%d taken, not 1", n)
 	}
 	over(t, all)
@@ -116,7 +116,7 @@ func TestBell(t *testing.T) {
 		wait func() error
 		then func()
 	}{
-		"turn": {func() error { return all[1].AwaitMapTurn(t.Context()) }, func() { all[0].EndMapTurn() }},
+		"turn": {func() error { return all[1].Board.AwaitMapTurn(t.Context()) }, func() { all[0].Board.EndMapTurn() }},
 	} {
 		go func() { woken <- step.wait() }()
 		time.Sleep(20 * time.Millisecond) // it waits, most likely
@@ -126,9 +126,9 @@ func TestBell(t *testing.T) {
 		}
 	}
 	all = append(all, together(t, 2)...)
-	go func() { woken <- all[3].AwaitMapTurn(t.Context()) }()
+	go func() { woken <- all[3].Board.AwaitMapTurn(t.Context()) }()
 	time.Sleep(20 * time.Millisecond)
-	all[2].ReportFailure()
+	all[2].Board.ReportFailure()
 	if err := <-woken; !errors.Is(err, ErrOther) {
 		t.Error(err)
 	}
@@ -139,9 +139,9 @@ func TestBell(t *testing.T) {
 // Trouble of one ends the waiting of all, by an error of its own class.
 func TestTrouble(t *testing.T) {
 	all := together(t, 3)
-	all[2].ReportFailure()
+	all[2].Board.ReportFailure()
 	for _, p := range all[:2] {
-		if err := p.CheckOthers(); !errors.Is(err, ErrOther) || !errors.Is(err, errs.ErrIO) {
+		if err := p.Board.CheckOthers(); !errors.Is(err, ErrOther) || !errors.Is(err, errs.ErrIO) {
 			t.Error(err)
 		}
 	}
@@ -154,20 +154,20 @@ func TestSilence(t *testing.T) {
 	silence = 300 * time.Millisecond
 	defer func() { silence = usual }()
 	all := together(t, 2)
-	close(all[1].stop) // it lives, but does nothing any more
-	all[1].beat.Wait()
-	err := all[0].CheckOthers()
+	close(all[1].Board.stop) // it lives, but does nothing any more
+	all[1].Board.beat.Wait()
+	err := all[0].Board.CheckOthers()
 	for deadline := time.Now().Add(time.Minute); err == nil && time.Now().Before(deadline); {
-		err = all[0].CheckOthers()
+		err = all[0].Board.CheckOthers()
 	}
-	if !errors.Is(err, errs.ErrIO) || errors.Is(err, ErrOther) || len(all[0].Lost()) != 1 {
-		t.Errorf("%v, lost %v", err, all[0].Lost())
+	if !errors.Is(err, errs.ErrIO) || errors.Is(err, ErrOther) || len(all[0].Board.Lost()) != 1 {
+		t.Errorf("%v, lost %v", err, all[0].Board.Lost())
 	}
 	if err := all[0].End(t.Context(), true); err == nil {
 		t.Error("it ended as if all were well")
 	}
 	all[0].Close()
-	all[1].stop = make(chan struct{})
+	all[1].Board.stop = make(chan struct{})
 	all[1].Close()
 }
 

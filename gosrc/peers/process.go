@@ -1,6 +1,6 @@
 package peers
 
-// This file watches the processes of the others. A child that one of them has forked does
+// A watch on the processes of the others. A child that one of them has forked does
 // not count: it has the memory and the descriptors of its parent, and outlives it.
 
 import (

@@ -1,6 +1,6 @@
 package peers
 
-// This file has memory that processes share: files without a name, which others open
+// Memory that processes share: files without a name, which others open
 // by their descriptor.
 
 import (

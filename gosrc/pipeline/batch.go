@@ -1,6 +1,6 @@
 package pipeline
 
-// This file gives workers their next pieces, as reads or as ranges.
+// The next pieces of workers, as reads or as ranges.
 
 import (
 	"context"
@@ -23,7 +23,7 @@ const gap = 256 << 10
 
 // A feed gives out the worker shares in order.
 type feed struct {
-	*Task
+	task    *Task
 	facts   []source.Facts  // by source
 	permits context.Context // ends when none are left
 	empty   context.CancelFunc
@@ -33,7 +33,7 @@ type feed struct {
 	skipped int64 // bytes of gaps in ranges
 }
 
-// takeBatch returns the next work: one share, or, for a source whose ranges are read in
+// takeBatch returns the next work: one share, or, for a source with ranges that are read in
 // steps, as many pieces as fit one range. For the latter, permit must be one of
 // that source; if it is nil or another's, the batch is empty and from says where to
 // get a permit. ok is false when no shares are left.
@@ -43,13 +43,13 @@ type feed struct {
 func (q *feed) takeBatch(permit source.Ranges) (b batch, from source.Ranges, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	shares, pieces := q.Plan.Shares, q.Plan.Pieces
+	shares, pieces := q.task.Plan.Shares, q.task.Plan.Pieces
 	if q.next == len(shares) {
 		return batch{}, nil, false
 	}
 	first := &shares[q.next]
 	b = batch{first: int32(q.next), end: int32(q.next)}
-	if q.Range != nil {
+	if q.task.Range != nil {
 		from = q.facts[pieces[first.Piece].Source].Ranges
 	}
 	if from != permit {
@@ -57,7 +57,7 @@ func (q *feed) takeBatch(permit source.Ranges) (b batch, from source.Ranges, ok 
 	}
 	q.next++
 	if from != nil {
-		most := q.Range()
+		most := q.task.Range()
 		b.n = first.To - first.From
 		for ; q.next < len(shares); q.next++ {
 			last, share := &shares[q.next-1], &shares[q.next]

@@ -368,7 +368,7 @@ func rangesWithFewSlots(t *testing.T, slots, permits int, steps int64, ranges in
 	if !bytes.Equal(got[0], data) {
 		t.Error("other bytes")
 	}
-	if all, open := src.Ranges(); int(all) != ranges || open != 0 {
+	if all, open := src.Steps.Ranges(); int(all) != ranges || open != 0 {
 		t.Errorf("%d ranges, %d open", all, open)
 	}
 	if n := int64(ranges); m.stages.PermitNS != n*3 || m.stages.AnswerNS != n*5 {

@@ -1,6 +1,6 @@
 package pipeline
 
-// This file records when each stage of each piece ran, and writes traces.
+// Traces: when each stage of each piece ran.
 
 import (
 	"bufio"
@@ -29,7 +29,7 @@ type Trace struct {
 	spans []span
 }
 
-// Where a span happened: on a worker or a stream of the device, by number, or in
+// The place of a span: on a worker or a stream of the device, by number, or in
 // the verb itself.
 type place uint8
 
@@ -65,25 +65,6 @@ func (t *Trace) addSpans(spans []span) {
 	t.mu.Lock()
 	t.spans = append(t.spans, spans...)
 	t.mu.Unlock()
-}
-
-// subtractWaits moves a range's waiting times out of the time since *t.
-func (w *worker) subtractWaits(t *time.Time) {
-	if w.steps == nil {
-		return
-	}
-	permit, answer := w.steps.Waited()
-	w.st.PermitNS += permit.Nanoseconds()
-	w.st.AnswerNS += answer.Nanoseconds()
-	for _, x := range []struct {
-		verb string
-		took time.Duration
-	}{{"permit", permit}, {"answer", answer}} {
-		if w.Trace != nil && x.took > 0 {
-			w.spans = append(w.spans, span{x.verb, onWorker, w.n, *t, t.Add(x.took), 0})
-		}
-		*t = t.Add(x.took)
-	}
 }
 
 // A Summary is a trace in a few numbers. Seconds of a stage are summed over

@@ -1,6 +1,6 @@
 package plan
 
-// This file counts the memory that tensors take, and divides it into windows.
+// The memory that tensors take, and its windows.
 
 import (
 	"math"
@@ -70,7 +70,7 @@ func costOf(d tensor.DType, n int64, then Conversion) Cost {
 	return Cost{n, cast, true}
 }
 
-// Peak is the most that tensors take at any moment, all of which land before the
+// Peak is the most that tensors take at any moment, if all land before the
 // first becomes another.
 func Peak(costs []Cost) int64 {
 	var now int64
@@ -94,7 +94,7 @@ type Window struct {
 }
 
 // Windows divides tensors into windows of half a budget each, so that one loads
-// while another is taken; a larger tensor is alone. No tensor may take more than the
+// while another is taken; a larger tensor has a window of its own. No tensor may take more than the
 // budget: over is the first that does, -1 if none.
 func Windows(costs []Cost, budget int64) (ws []Window, over int) {
 	for i := range costs {

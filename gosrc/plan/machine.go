@@ -1,6 +1,6 @@
 package plan
 
-// This file chooses sizes of pieces, ranges and slots for a machine.
+// Sizes of pieces, ranges and slots for a machine.
 
 // A Machine describes what a load runs on and reads from, which decides the size of
 // reads and the number of workers.
@@ -37,7 +37,7 @@ const (
 	directAlign = 4096
 	// Feeders is how many readers keep a fast disk, or a device, busy.
 	Feeders = 16
-	// spareCores is how many cores of a process that loads alone stay free of readers.
+	// spareCores is how many cores of a process without other ranks stay free of readers.
 	spareCores = 2
 	// fewFeeders is the fewest readers of a rank that shares its host: one reads while one waits for a slot.
 	fewFeeders = 2
@@ -78,7 +78,7 @@ func (m Machine) Limits() Limits {
 // two cores stay free for the threads that submit to the device and hear from it: 16 readers on 16 cores loaded
 // plain bytes at 44.5 GB/s, 14 at 49.2. With fewer cores more readers than cores are faster: 8 cores lose 3 % with
 // 7 readers, 4 cores 5 % with 4. depth is how many reads in flight suit the disks. Ranks that share the cores share the
-// readers, too: as many as there are cores, from Feeders in all to Feeders each, and at least
+// readers as well: as many as there are cores, from Feeders in all to Feeders each, and at least
 // fewFeeders each. If they exchange what they read, some cores are spared for the threads that
 // move it: a piece is as late as its last reader, and a reader that shares its core with another
 // thread is late by milliseconds. Two ranks on 32 cores load fastest with 13 readers each (with 11

@@ -1,7 +1,7 @@
 package plan
 
-// This file says which blocks of a model an offload keeps on a device and which it
-// streams, by names and sizes alone.
+// Blocks of a model that an offload keeps on a device, and those that it
+// streams, chosen only by names and sizes.
 
 import (
 	"slices"
@@ -40,7 +40,7 @@ type module struct {
 }
 
 // OffloadOf plans the offload of a model that has these parts, of nbytes each, with at
-// most keep bytes of blocks on the device. A name whose children are all numbered
+// most keep bytes of blocks on the device. A name with only numbered children
 // stands for a list of modules.
 func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offload {
 	root := &module{}

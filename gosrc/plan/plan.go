@@ -50,7 +50,7 @@ type Limits struct {
 	// InPlace allows raw runs to be read straight to their destination, which must
 	// be host memory.
 	InPlace bool
-	// Cut lets pieces of PlanStored end anywhere in a stored chunk, whose checksum the caller
+	// Cut lets pieces of PlanStored end anywhere in a stored chunk; the caller
 	// compares where its bytes have come together.
 	Cut bool
 }
@@ -194,7 +194,7 @@ func (w *Want) SourceRange(ix *tensor.Index) (off int64, ok bool) {
 	return t.Off + w.row0*w.rowBytes + w.col0, true
 }
 
-// Make plans how to read wants into their destinations. It leaves out a want whose
+// Make plans how to read wants into their destinations. It leaves out a want if its
 // destination is nil.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
 	m := newMaker(ix, wants, tasksOf(ix, wants, dest), lim)
@@ -272,7 +272,7 @@ func (m *maker) addChunkTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe
 }
 
 // Tasks is a plan without pieces, for bytes that are read by another plan: the decode tasks
-// of wants whose tensors are stored in chunks, in the order of the wants.
+// of wants of tensors that are stored in chunks, in the order of the wants.
 func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
 	m := newMaker(ix, wants, tasksOf(ix, wants, dest), Limits{})
 	for i := range wants {

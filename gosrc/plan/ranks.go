@@ -1,6 +1,6 @@
 package plan
 
-// This file divides stored chunks among the ranks of a group: from what each rank needs
+// Stored chunks, divided among the ranks of a group: from what each rank needs
 // follows which rank reads what, and in which piece it travels.
 
 import (
@@ -11,7 +11,7 @@ import (
 // A ChunkOf names a chunk: the tensor that contains it, and its number there.
 type ChunkOf struct{ Data, N int32 }
 
-// Who needs a chunk; other numbers are a rank that alone does.
+// Ranks that need a chunk; other numbers are the only rank that does.
 const (
 	NoRank  = -1
 	Several = -2
@@ -47,8 +47,8 @@ func NeededBy(ix *tensor.Index, ranks int, needs []Request) ([]int32, error) {
 	return by, nil
 }
 
-// A RankShare is what one rank reads of a piece: first what several ranks need, then what it
-// alone does. Bytes: the most that it takes of a buffer.
+// A RankShare is what one rank reads of a piece: first what several ranks need, then what
+// only it needs. Bytes: the most that it takes of a buffer.
 type RankShare struct {
 	Chunks []ChunkOf
 	Common int
@@ -56,10 +56,10 @@ type RankShare struct {
 }
 
 // Divide divides chunks, in the order of the files, into pieces in which each rank reads as
-// much as every other: what several need is read by any of them, what one alone needs by that
+// much as every other: what several need is read by any of them, what only one needs by that
 // rank, and what no rank needs by none. needed and room say who needs a chunk, and how many
 // bytes it takes of a share at most. A share has full bytes at most; a sixteenth stays free,
-// unless a chunk needs it: shares then fill slots whose size is a power of two.
+// unless a chunk needs it: shares then fill slots of a power of two in size.
 func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 	room func(ChunkOf) int64) (pieces [][]RankShare, err error) {
 	stacks := make([]stack, ranks+1) // the last is of all

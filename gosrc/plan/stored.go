@@ -1,6 +1,6 @@
 package plan
 
-// This file plans reads of stored bytes.
+// Plans of reads of stored bytes.
 
 import (
 	"unsafe"
@@ -9,26 +9,26 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Spot is where a stored chunk goes. Data is the tensor that contains it, N its
-// number there; Bare: it has no checksum. A piece has spots of one group only.
-type Spot struct {
+// A ChunkRead is a stored chunk to read, and its destination. Data is the tensor that contains it, N its
+// number there; Bare: it has no checksum. A piece has reads of one group only.
+type ChunkRead struct {
 	Data, N int32
 	Group   int32
 	Bare    bool
 	Dst     unsafe.Pointer
 }
 
-// PlanStored plans how to read chunks to their spots as they are stored: checksums are
-// compared, unless lim.Cut leaves them to the caller, and nothing is decoded. Each spot has
-// a want of its own. Spots are in the order of their groups, and in each of sources and offsets.
-func PlanStored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
-	wants := make([]Want, len(spots))
-	m := newMaker(ix, wants, len(spots), lim)
-	m.p.Pieces = make([]Piece, 0, len(spots))
+// PlanStored plans how to read chunks to their destinations as they are stored: checksums are
+// compared, unless lim.Cut leaves them to the caller, and nothing is decoded. Each read has
+// a want of its own. Reads are in the order of their groups, and in each of sources and offsets.
+func PlanStored(ix *tensor.Index, reads []ChunkRead, lim Limits) (*Plan, []Want) {
+	wants := make([]Want, len(reads))
+	m := newMaker(ix, wants, len(reads), lim)
+	m.p.Pieces = make([]Piece, 0, len(reads))
 	group, begin := int32(0), 0
 	var growing Piece
-	for i := range spots {
-		s := &spots[i]
+	for i := range reads {
+		s := &reads[i]
 		if s.Group != group {
 			m.joinIntoPieces(begin, len(m.pos))
 			group, begin, growing = s.Group, len(m.pos), Piece{}
@@ -82,7 +82,7 @@ func (m *maker) endOfPiece(growing *Piece, source int32, off int64) int64 {
 	return m.endOf(p)
 }
 
-// endOf is where a piece ends at the latest, whose end may cut a chunk.
+// endOf is where a piece ends at the latest; that may be inside a chunk.
 func (m *maker) endOf(p *Piece) int64 {
 	end := p.Off + m.lim.Piece
 	if pages := end &^ (pageBytes - 1); pages > p.Off {

@@ -8,7 +8,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// With Cut every stored byte comes to its spot once, no piece is larger than was asked, and pieces of a run
+// With Cut every stored byte comes to its read once, no piece is larger than was asked, and pieces of a run
 // without gaps are full, whatever the size of its chunks; no checksum of a part is compared.
 func TestPiecesThatCutChunks(t *testing.T) {
 	seed := rand.Uint64()
@@ -19,33 +19,33 @@ func TestPiecesThatCutChunks(t *testing.T) {
 			lim.Align = 4096
 		}
 		ix := &tensor.Index{Sources: []tensor.Source{{Size: 1 << 30}}, Tensors: make([]tensor.Tensor, 1)}
-		var spots []Spot
+		var reads []ChunkRead
 		memory := make([]byte, 4<<20)
 		at, to, dense := r.Int64N(5000), int64(0), true
 		for n := range 1 + r.IntN(40) {
 			stored := 1 + r.Int64N(60_000)
 			ix.Chunks = append(ix.Chunks, tensor.Chunk{Off: at, Stored: uint32(stored), Codec: tensor.CodecX16})
-			spots = append(spots, Spot{N: int32(n), Group: int32(n / 15), Bare: r.IntN(3) == 0,
+			reads = append(reads, ChunkRead{N: int32(n), Group: int32(n / 15), Bare: r.IntN(3) == 0,
 				Dst: unsafe.Pointer(&memory[to])})
 			at, to = at+stored, to+stored
 			if r.IntN(10) == 0 {
 				at, dense = at+r.Int64N(400), false
 			}
 		}
-		p, wants := PlanStored(ix, spots, lim)
+		p, wants := PlanStored(ix, reads, lim)
 		came, left := make([]int, to), make([]int32, len(wants))
 		last := map[int32]int{} // by group: its last piece
 		for i := range p.Pieces {
-			last[spots[p.Refs[p.Pieces[i].First].Want].Group] = i
+			last[reads[p.Refs[p.Pieces[i].First].Want].Group] = i
 		}
 		for i, piece := range p.Pieces {
-			group := spots[p.Refs[piece.First].Want].Group
+			group := reads[p.Refs[piece.First].Want].Group
 			if piece.Len > lim.Piece || dense && i < last[group] && piece.Len < lim.Piece-2*pageBytes {
 				t.Fatalf("seed %d: piece %d of %+v has %d bytes", seed, i, lim, piece.Len)
 			}
 			for k := piece.First; k < piece.First+piece.Count; k++ {
 				task, want := &p.Tasks[k], p.Refs[k].Want
-				s, c := &spots[want], &ix.Chunks[spots[want].N]
+				s, c := &reads[want], &ix.Chunks[reads[want].N]
 				in := int64(uintptr(task.Dst) - uintptr(s.Dst)) // of the chunk
 				switch {
 				case task.Summed, task.Chunk.Logical != task.Chunk.Stored, (p.Refs[k].N < 0) != s.Bare,

@@ -3,7 +3,7 @@
 // read and decode while the interpreter imports other modules.
 //
 // A load joins a preload file by file, and only for the very bytes that it would
-// read itself: it opens its files, and does not read those whose identity is that
+// read itself: it opens its files, and does not read those with an identity that is that
 // of a preloaded file (device, inode, size, times; of a store's object its ETag or
 // date). Each tensor is given once. A preload is dropped if its file was replaced
 // or written to, or if its tensors differ from what the load asks for. A preload
@@ -43,7 +43,7 @@ type Preload struct {
 	paused chan struct{} // closed when it waits for a file that is being written
 	pauses sync.Once     // of paused
 	opened chan struct{} // closed when the fields below are set
-	stock  *load.Stock
+	model  *load.Preloaded
 	files  []preloaded
 	err    error
 }
@@ -106,7 +106,7 @@ func Start(spec load.Spec, opt load.Options) *Preload {
 	return p
 }
 
-// openFiles opens the files and starts to fill the stock.
+// openFiles opens the files and starts to preload their tensors.
 func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Options) error {
 	if at := slices.IndexFunc(spec.URIs, open.Downloaded); at >= 0 {
 		return unknownState(spec.URIs[at], "an external downloader gives")
@@ -118,7 +118,7 @@ func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Option
 	for i, s := range m.Index().Sources {
 		p.files = append(p.files, preloaded{ids[i], s.URI, namesOf(s.URI)})
 	}
-	if p.stock, err = load.NewStock(m, opt); err != nil {
+	if p.model, err = load.NewPreloaded(m, opt); err != nil {
 		m.Close()
 	}
 	return err
@@ -129,7 +129,7 @@ func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Option
 func unknownState(uri, who string) error {
 	return &errs.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
 		Err: errs.New(errs.ErrNotSupported,
-			"%s neither an ETag nor a date that a load could compare: it is read by the load alone", who)}
+			"%s neither an ETag nor a date that a load could compare: only the load reads it", who)}
 }
 
 // Times of a file system are as coarse as a tick of the kernel's clock; without
@@ -140,7 +140,7 @@ const (
 	looks  = 50
 )
 
-// whenSettled opens files whose last change is so old that the next one will show
+// whenSettled opens files with a last change so old that the next one will show
 // in their times. For a file that was saved just now it waits until then.
 func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
 	var before []source.Identity
@@ -207,8 +207,8 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 	p.cancel()
 	end := func() {
 		<-p.opened
-		if p.stock != nil {
-			p.stock.Drop()
+		if p.model != nil {
+			p.model.Drop()
 		}
 	}
 	if job.IsClosed(p.opened) {
@@ -218,10 +218,10 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 	}
 }
 
-// pruneEmpty forgets preloads whose tensors were all given. mu is held.
+// pruneEmpty forgets preloads that have given all their tensors. mu is held.
 func pruneEmpty() {
 	live = slices.DeleteFunc(live, func(p *Preload) bool {
-		return job.IsClosed(p.opened) && (p.stock == nil || p.stock.Spent())
+		return job.IsClosed(p.opened) && (p.model == nil || p.model.Spent())
 	})
 }
 
@@ -330,7 +330,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 			continue
 		}
 		for _, at := range pairs {
-			if m.Join(at[0], p.stock, at[1], p.files[at[1]].id) {
+			if m.Attach(at[0], p.model, at[1], p.files[at[1]].id) {
 				a.Device = &p.device
 			} else {
 				p.dropWithNote(errs.RedactURI(srcs[at[0]].URI)+" was written to since", false)
@@ -350,7 +350,7 @@ func (p *Preload) matchFiles(srcs []tensor.Source, ids []source.Identity) (pairs
 		}
 		k := slices.IndexFunc(p.files, func(f preloaded) bool { return f.id == id })
 		if k >= 0 {
-			if !p.stock.Gone(k) {
+			if !p.model.Gone(k) {
 				pairs = append(pairs, [2]int{i, k})
 			}
 			continue
@@ -375,10 +375,10 @@ func (p *Preload) reasonUnfit(m *load.Model, pairs [][2]int, device, read string
 		return fmt.Sprintf("it was read in the way %q, and the load says %q", p.read, read), false
 	}
 	for _, at := range pairs {
-		switch mapped := p.stock.Mapped(at[1]); {
+		switch mapped := p.model.Mapped(at[1]); {
 		case mapped && device != "":
 			return "its tensors are mapped files, which a load to a GPU reads, now out of the page cache", true
-		case device == "" && !m.MapsAs(at[0], p.stock.Model(), at[1]):
+		case device == "" && !m.MapsAs(at[0], p.model.Model(), at[1]):
 			return "one maps the file, and the other reads it", false
 		}
 	}
@@ -449,7 +449,7 @@ func namesOf(uri string) []string {
 }
 
 // names reports whether the preload was asked for one of a model's files, by its
-// own name, its folder's, or that of an index.json beside it.
+// own name, its folder's, or that of an index.json in the same folder.
 func (p *Preload) names(srcs []tensor.Source) bool {
 	for _, s := range srcs {
 		for _, n := range namesOf(s.URI) {
@@ -479,10 +479,10 @@ func deviceName(device string) string {
 func readingMode(read string) string { return cmp.Or(read, knob.Read.Get()) }
 
 // Opened waits up to d (for ever if negative) until the files are open and the load
-// runs, and returns its stock. done is false if d has passed first.
-func (p *Preload) Opened(d time.Duration) (s *load.Stock, done bool, err error) {
+// runs, and returns what it preloads. done is false if d has passed first.
+func (p *Preload) Opened(d time.Duration) (s *load.Preloaded, done bool, err error) {
 	if !job.Within(p.opened, d) {
 		return nil, false, nil
 	}
-	return p.stock, true, p.err
+	return p.model, true, p.err
 }

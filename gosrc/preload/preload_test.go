@@ -110,7 +110,7 @@ func TestJoin(t *testing.T) {
 	}
 	again.Close()
 	m.Close()
-	if !p.stock.Spent() {
+	if !p.model.Spent() {
 		t.Error("tensors that were given are held")
 	}
 	if ok, notes := joins(t, opening(t, load.Spec{URIs: []string{path}}), load.Options{}); ok || notes != "[]" {
@@ -127,7 +127,7 @@ func TestLook(t *testing.T) {
 		t.Fatal("not joined")
 	}
 	m.Close()
-	if p.stock.Spent() {
+	if p.model.Spent() {
 		t.Fatal("a model that took nothing has ended the preload")
 	}
 	m = opening(t, load.Spec{URIs: []string{path}})
@@ -169,7 +169,7 @@ func TestReplaced(t *testing.T) {
 				if _, done, err := p.Opened(time.Minute); err != nil || !done {
 					t.Fatal(done, err)
 				}
-				if _, err := p.stock.Job().Wait(time.Minute); err != nil {
+				if _, err := p.model.Job().Wait(time.Minute); err != nil {
 					t.Fatal(err)
 				}
 				change(path)
@@ -181,7 +181,7 @@ func TestReplaced(t *testing.T) {
 				if got := bytes(t, m); got != "5678" {
 					t.Errorf("%q: the bytes of before", got)
 				}
-				if !p.stock.Spent() {
+				if !p.model.Spent() {
 					t.Error("tensors that no load can take are held")
 				}
 				if _, notes := joins(t, m, load.Options{}); notes != "[]" {
@@ -273,7 +273,7 @@ func TestWrittenAfterItWasJoined(t *testing.T) {
 	later(t, path, "5678")
 	refused(t, m)
 	m.Close()
-	if !p.stock.Spent() {
+	if !p.model.Spent() {
 		t.Error("it is held")
 	}
 }
@@ -299,7 +299,7 @@ func TestShards(t *testing.T) {
 		}
 		m.Close()
 	}
-	if p.stock.Spent() {
+	if p.model.Spent() {
 		t.Error("a file that was not loaded is gone")
 	}
 	m := opening(t, load.Spec{URIs: []string{dir}})
@@ -319,7 +319,7 @@ func TestShards(t *testing.T) {
 	if ok, notes := joins(t, m, load.Options{}); ok || strings.Count(notes, "dropped") != 1 {
 		t.Error("joined though a shard was replaced:", notes)
 	}
-	if bytes(t, m) != "aaaacccccccc" || !p.stock.Spent() {
+	if bytes(t, m) != "aaaacccccccc" || !p.model.Spent() {
 		t.Error("wrong bytes, or held")
 	}
 }
@@ -354,7 +354,7 @@ func TestOtherSettings(t *testing.T) {
 		if ok, notes := joins(t, m, c.opt); ok || strings.Count(notes, "dropped") != 1 {
 			t.Errorf("%s: joined %v, %s", name, ok, notes)
 		}
-		if got := bytes(t, m); got != data || !p.stock.Spent() {
+		if got := bytes(t, m); got != data || !p.model.Spent() {
 			t.Errorf("%s: other bytes, or some are left", name)
 		}
 	}
@@ -401,7 +401,7 @@ func TestDrop(t *testing.T) {
 		t.Error("wrong bytes")
 	}
 	m.Close()
-	if !p.stock.Spent() {
+	if !p.model.Spent() {
 		t.Error("it is held")
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -59,8 +60,11 @@ func startOnFake(t *testing.T, size int64) (r *Relay, end func(class error)) {
 // the job waits for the call.
 func TestDecodePieceEndsWithJob(t *testing.T) {
 	r, end := startOnFake(t, 4<<20)
-	var slots []*cuda.Slot
-	for s := r.queue.TryGet(); s != nil; s = r.queue.TryGet() {
+	var slots []*queue.Slot
+	if err := r.dec.queue.Drain(t.Context()); err != nil { // slots of sums may be on their way back
+		t.Fatal(err)
+	}
+	for s := r.dec.queue.TryGet(); s != nil; s = r.dec.queue.TryGet() {
 		slots = append(slots, s)
 	}
 	decoded := make(chan error, 1)
@@ -80,7 +84,7 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 		t.Error("DecodePiece waits for a slot of a job that is cancelled")
 	}
 	for _, s := range slots {
-		r.queue.Put(s)
+		r.dec.queue.Put(s)
 	}
 	end(errs.ErrCancelled)
 }
@@ -89,13 +93,13 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 // that wait for slots do its work: a piece that is decoded meanwhile is counted.
 func TestReadersMovePieces(t *testing.T) {
 	r, end := startOnFake(t, 40<<20)
-	var slot *cuda.Slot
+	var slot *queue.Slot
 	for slot == nil {
-		slot = r.feed.TryGet()
+		slot = r.move.feed.TryGet()
 	}
 	stands, goesOn := make(chan struct{}), make(chan struct{})
-	n := int64(r.fetch.Tasks[0].Src) + int64(r.fetch.Tasks[0].Chunk.Stored)
-	err := r.feed.Submit(slot, n, r.fetch.Tasks[:1], func(int, error) { close(stands); <-goesOn })
+	n := int64(r.lay.fetch.Tasks[0].Src) + int64(r.lay.fetch.Tasks[0].Chunk.Stored)
+	err := r.move.feed.Submit(slot, n, r.lay.fetch.Tasks[:1], func(int, error) { close(stands); <-goesOn })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -117,13 +121,13 @@ func TestReadersMovePieces(t *testing.T) {
 // Once the job has failed, a reader that was about to move takes no step again.
 func TestNoStepAfterFailure(t *testing.T) {
 	r, end := startOnFake(t, 4<<20)
-	r.mu.Lock()
+	r.prog.mu.Lock()
 	r.busy.Add(1) // the queues stay open
-	r.mu.Unlock()
+	r.prog.mu.Unlock()
 	r.job.Cancel()
-	r.movers.Wait()
-	r.arrivals <- 0
-	if r.moveOnce() || len(r.arrivals) != 1 {
+	r.move.running.Wait()
+	r.sums.arrivals <- 0
+	if r.move.moveOnce() || len(r.sums.arrivals) != 1 {
 		t.Error("a share was summed after the end")
 	}
 	r.busy.Done()
@@ -132,22 +136,22 @@ func TestNoStepAfterFailure(t *testing.T) {
 
 // After a panic in a step of moveOnce the job ends, which waits for every slot, and nothing is left.
 func TestPanicsWhileMoving(t *testing.T) {
-	for _, panics := range map[string]func(r *Relay, slot *cuda.Slot, done func(int, error)) error{
-		"a sum": func(r *Relay, slot *cuda.Slot, _ func(int, error)) error {
-			r.feed.Put(slot)
-			r.arrivals <- -1
+	for _, panics := range map[string]func(r *Relay, slot *queue.Slot, done func(int, error)) error{
+		"a sum": func(r *Relay, slot *queue.Slot, _ func(int, error)) error {
+			r.move.feed.Put(slot)
+			r.sums.arrivals <- -1
 			return nil
 		},
-		"more than the slot": func(r *Relay, slot *cuda.Slot, done func(int, error)) error {
-			return r.feed.Submit(slot, 1<<40, r.fetch.Tasks[:1], done)
+		"more than the slot": func(r *Relay, slot *queue.Slot, done func(int, error)) error {
+			return r.move.feed.Submit(slot, 1<<40, r.lay.fetch.Tasks[:1], done)
 		},
-		"done": func(r *Relay, slot *cuda.Slot, _ func(int, error)) error {
-			n := int64(r.fetch.Tasks[0].Src) + int64(r.fetch.Tasks[0].Chunk.Stored)
-			return r.feed.Submit(slot, n, r.fetch.Tasks[:1], func(int, error) { panic("planted") })
+		"done": func(r *Relay, slot *queue.Slot, _ func(int, error)) error {
+			n := int64(r.lay.fetch.Tasks[0].Src) + int64(r.lay.fetch.Tasks[0].Chunk.Stored)
+			return r.move.feed.Submit(slot, n, r.lay.fetch.Tasks[:1], func(int, error) { panic("planted") })
 		},
 	} {
 		r, end := startOnFake(t, 4<<20)
-		slot := r.feed.TryGet()
+		slot := r.move.feed.TryGet()
 		if slot == nil {
 			t.Fatal("no slot is free")
 		}
@@ -174,7 +178,7 @@ func TestAwaitWhileQueuesAreMade(t *testing.T) {
 	}
 	spec := &Spec{Tensors: []int64{0}, Ring: []uint64{uint64(uintptr(ring[0].Ptr))}, Size: 2 << 20, Ranks: 1}
 	spec.Device = "cuda:0"
-	makeNoMore := cuda.FakeMakingQueue(gpu)
+	makeNoMore := queue.FakeMaking(gpu.Pool)
 	r, err := Start(m, spec)
 	if err != nil {
 		t.Fatal(err)

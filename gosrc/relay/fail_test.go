@@ -37,14 +37,14 @@ func TestLayoutFails(t *testing.T) {
 			t.Fatal(err)
 		}
 		for hasEnded := false; !hasEnded; {
-			r.mu.Lock()
+			r.prog.mu.Lock()
 			for n := 0; n < 1000 && !hasEnded; n++ {
 				hasEnded = job.IsClosed(r.layoutEnd)
 			}
-			if hasEnded && r.err == nil {
+			if hasEnded && r.prog.err == nil {
 				t.Error("the layout has ended without its error")
 			}
-			r.mu.Unlock()
+			r.prog.mu.Unlock()
 		}
 		for i, err := range callAll(r) {
 			if !errors.Is(err, want) {
@@ -121,7 +121,7 @@ func TestUnmappedIsOfJoin(t *testing.T) {
 			t.Fatal(err)
 		}
 		if earlier {
-			r.failWith(errs.New(errs.ErrNotSupported, "something else"), true)
+			r.prog.failWith(errs.New(errs.ErrNotSupported, "something else"), true)
 		}
 		own, err := r.Offer()
 		if err != nil {

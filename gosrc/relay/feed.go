@@ -1,6 +1,6 @@
 package relay
 
-// This file has the queue through which this rank's shares go to its GPU. moveOnce feeds it.
+// The queue through which this rank's shares go to its GPU. moveOnce feeds it.
 
 import (
 	"cmp"
@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
@@ -24,24 +24,27 @@ const mostGroups = 2
 // decoding of the piece that the buffer had before. The readers do not wait for the driver, which serves one
 // thread at a time: moveOnce submits all slots that wait as one group, and asks for its end.
 type feedQueue struct {
-	*cuda.Queue
-	r       *Relay
-	todo    chan submission // has space for all slots: no reader waits
-	waiting atomic.Int64    // filled slots that were not submitted to the driver
-	mu      sync.Mutex      // held in submitAndFinish
-	all     []submission    // those that submitAndFinish submits; mu guards it
+	*queue.Queue
+	lay     *layout
+	prog    *progress
+	counts  *profile
+	ask     func(ctx context.Context, ready func() bool) error // mover.askUntil
+	todo    chan submission                                    // has space for all slots: no reader waits
+	waiting atomic.Int64                                       // filled slots that were not submitted to the driver
+	mu      sync.Mutex                                         // held in submitAndFinish
+	all     []submission                                       // those that submitAndFinish submits; mu guards it
 }
 
-// A submission is a filled slot, and the piece whose buffer it goes to.
+// A submission is a filled slot, and the piece that has the buffer it goes to.
 type submission struct {
-	cuda.FilledSlot
+	queue.FilledSlot
 	piece int
 }
 
 // GetFor waits for a slot by asking: moveOnce, which frees them, has no time to wake readers.
 func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
-	var slot *cuda.Slot
-	err := q.r.askUntil(ctx, func() bool {
+	var slot *queue.Slot
+	err := q.ask(ctx, func() bool {
 		slot = q.TryGetFor(reader)
 		return slot != nil
 	})
@@ -81,32 +84,32 @@ func (q *feedQueue) submitSafely(all []submission) {
 }
 
 // Submit leaves a filled slot to moveOnce, and returns at once; what goes wrong later is an error of each task.
-// The tasks are some of r.fetch.Tasks, in place: their position there says which piece they are of.
+// The tasks are some of lay.fetch.Tasks, in place: their position there says which piece they are of.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
-	all := q.r.fetch.Tasks
+	all := q.lay.fetch.Tasks
 	first := cap(all) - cap(tasks) // of those in all
 	if len(tasks) == 0 || first < 0 || first >= len(all) || &all[first] != &tasks[0] {
 		q.Put(s)
 		return errs.New(errs.ErrEngine, "relay: tasks that are not the fetch's")
 	}
 	q.waiting.Add(1)
-	q.r.countFlight(n)
+	q.counts.countFlight(n)
 	left := len(tasks)
 	finish := func(task int, err error) {
 		if left--; left == 0 {
-			q.r.countFlight(-n)
+			q.counts.countFlight(-n)
 		}
 		done(task, err)
 	}
-	slot := cuda.FilledSlot{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}
-	q.todo <- submission{slot, q.r.pieceOfTask(int32(first))}
+	slot := queue.FilledSlot{Slot: s.(*queue.Slot), N: n, Tasks: tasks, Done: finish}
+	q.todo <- submission{slot, q.lay.pieceOfTask(int32(first))}
 	return nil
 }
 
 // submitSlots submits slots together, those of the first pieces first: the other ranks wait for these.
 func (q *feedQueue) submitSlots(all []submission) {
-	r, isSubmitted := q.r, false
-	defer r.countDriverTime(time.Now())
+	isSubmitted := false
+	defer q.counts.countDriverTime(time.Now())
 	defer func() {
 		for i := 0; i < len(all) && !isSubmitted; i++ { // a panic: Close waits for every slot
 			q.Put(all[i].Slot)
@@ -114,11 +117,11 @@ func (q *feedQueue) submitSlots(all []submission) {
 	}()
 	for i := range all {
 		s := &all[i]
-		s.Slot.FollowEvent(r.eventBeforeFill(s.piece, r.spec.Rank))
-		s.Slot.AllowGapWrites() // chunks lie in a share as in the file, and what is between them is no one's
+		s.Slot.FollowEvent(q.prog.eventBeforeFill(s.piece, q.lay.spec.Rank))
+		s.Slot.AllowGapWrites() // chunks lie in a share as in the file, and what is between them belongs to no rank
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.piece, b.piece) })
-	slots := make([]cuda.FilledSlot, len(all))
+	slots := make([]queue.FilledSlot, len(all))
 	for i := range all {
 		slots[i] = all[i].FilledSlot
 	}

@@ -83,11 +83,11 @@ func TestManyRanks(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := make([]byte, len(want))
-	if err := r.Aim([]plan.Request{{Tensor: int64(r.spots[0].Data), Dest: uintptr(unsafe.Pointer(&got[0])),
+	if err := r.Aim([]plan.Request{{Tensor: int64(r.lay.reads[0].Data), Dest: uintptr(unsafe.Pointer(&got[0])),
 		Hi0: plan.Whole, Hi1: plan.Whole}}); err != nil {
 		t.Fatal(err)
 	}
-	for k := range r.pieces {
+	for k := range r.lay.pieces {
 		for ok := false; !ok; {
 			if ok, err = r.AwaitOwnShare(k, time.Minute); err != nil {
 				t.Fatal(err)
@@ -100,7 +100,7 @@ func TestManyRanks(t *testing.T) {
 	if _, err := r.Job().Wait(-1); err != nil || !bytes.Equal(got, want) {
 		t.Errorf("wrong bytes, %v", err)
 	}
-	if j := r.tasks[0]; int64(j.Src) < 1<<31 {
+	if j := r.dec.tasks[0]; int64(j.Src) < 1<<31 {
 		t.Errorf("the chunk lies at %d", j.Src)
 	}
 }

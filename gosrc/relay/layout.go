@@ -1,39 +1,43 @@
 package relay
 
-// This file lays out a group's load in buffers.
+// The layout of a group's load in buffers.
 
 import (
 	"cmp"
-	"math"
 	"slices"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// exchangeLayout is what travels in which piece, and where in its buffer.
-type exchangeLayout struct {
+// A layout is what travels in which piece, and where in its buffer. Once it is made only the arrivals and decodings in
+// it change.
+type layout struct {
+	spec      *Spec
+	seen      *tensor.Index // the model's
+	onGPU     bool
+	transport *transport // nil: the caller exchanges the shares
+
 	ix         *tensor.Index // an index in which all shared tensors have chunks
 	bare       []bool        // by tensor: it has chunks there only, without checksums
-	places     []chunkPlace  // by number of a chunk in ix
+	offsets    []chunkOffset // by number of a chunk in ix
 	pieces     []loadPiece
-	parts      []rankPart  // by piece, and in that by rank
-	spots      []plan.Spot // what this rank reads: chunks, and where in its buffers they go; by piece
-	fetch      *plan.Plan  // of reading the spots
-	fetchWants []plan.Want // of fetch: a spot each
+	parts      []rankPart       // by piece, and in that by rank
+	reads      []plan.ChunkRead // what this rank reads: chunks, and where in its buffers they go; by piece
+	fetch      *plan.Plan       // of these reads
+	fetchWants []plan.Want      // of fetch: a read each
 }
 
 // A loadPiece is what the ranks read at about the same time: a share each. In this package a piece is one of
 // these; a plan's pieces are smaller: each fills one slot, with bytes of one of these.
 type loadPiece struct {
 	share              int64 // the space that a buffer has for each rank's share
-	firstSpot, endSpot int   // what this rank reads: spots[firstSpot:endSpot]
+	firstRead, endRead int   // what this rank reads: reads[firstRead:endRead]
 	arrival
 }
 
@@ -46,67 +50,24 @@ type arrival struct {
 // A rankPart is a rank's share of a piece, and this rank's decode tasks of it: tasks[firstTask:endTask].
 type rankPart struct {
 	firstTask, endTask int
-	used               int64 // bytes that other ranks copy: behind them is what its reader alone needs
+	used               int64 // bytes that other ranks copy: behind them is what only its reader needs
 	decoding
 }
 
 // A decoding is how far that of a share is on this rank. The relay's mu guards it.
 type decoding struct {
-	isQueued  bool        // true, too, if nothing is to be decoded
-	decodeEnd *cuda.Event // once it is queued; nil: there is nothing to wait for
+	isQueued  bool         // also true if nothing is to be decoded
+	decodeEnd *queue.Event // once it is queued; nil: there is nothing to wait for
 	isDecoded bool
 }
 
-// localRequests are this rank's requests, and their decode tasks.
-type localRequests struct {
-	tasks  []device.DecodeTask // by piece, and in that by the rank that reads the chunk
-	refs   []plan.Ref          // of each task
-	wants  []plan.Want
-	coming []int32 // by request: decode tasks that have not ended
-}
-
 // partOf is a rank's share of a piece.
-func (r *Relay) partOf(piece, rank int) *rankPart { return &r.parts[piece*r.spec.Ranks+rank] }
+func (l *layout) partOf(piece, rank int) *rankPart { return &l.parts[piece*l.spec.Ranks+rank] }
 
-// chunkPlace is where a chunk travels: in which of the parts, -1 if it is not shared, and where in that.
-type chunkPlace struct {
+// chunkOffset is where a chunk travels: in which of the parts, -1 if it is not shared, and where in that.
+type chunkOffset struct {
 	part int
 	off  int64
-}
-
-const (
-	// shareAlign is the alignment of shares in a buffer.
-	shareAlign = 256
-	// chunkAlign is the alignment of chunks that are aligned in the file: X16 needs
-	// it.
-	chunkAlign = 16
-	// plainChunkBytes is the size of the chunks of plain tensors, which have none in the file.
-	plainChunkBytes = 1<<20 - 8<<10
-	// maxRanks is more GPUs than any host has. Where the caller exchanges, also between hosts, there may be more.
-	maxRanks = 256
-	// mostBatches is how many batches of shares a GPU decodes at a time, or waits for the copies of. What is
-	// ready meanwhile is the next batch: the decoding of a few chunks takes as long as that of many.
-	mostBatches = load.ExchangeBatches - slotsForSums
-	// mostReads is how many shares a batch may have: a slot can wait for a stream of each.
-	mostReads = 8
-	// maxSize is the largest buffer: a decode task has 32 bits for where its chunk lies.
-	maxSize = math.MaxUint32
-	// maxBuffers is more than any ring has.
-	maxBuffers = 64
-)
-
-// checkSize checks the size of the buffers, in which each rank has a share, before there is
-// memory for them.
-func (s *Spec) checkSize() error {
-	most := s.Size // in which a decode task finds its chunk
-	if s.Mapped {
-		most = max(s.Size/int64(s.Ranks)*int64(s.Buffers), s.Size*int64(s.Stages))
-	}
-	if s.Size > maxSize || most > maxSize || s.Size/shareAlign < int64(s.Ranks) {
-		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d each, and at most %d",
-			s.Size, s.Ranks, shareAlign, maxSize)
-	}
-	return nil
 }
 
 // RoomForChunk is the most that one chunk of a model takes of a buffer for each rank: a smaller
@@ -121,12 +82,12 @@ func RoomForChunk(m *load.Model) int64 {
 	return most + 2*chunkAlign + shareAlign
 }
 
-// indexWithPlainChunks is the model's index with chunks for plain tensors, too: raw ones without
+// indexWithPlainChunks is the model's index with chunks also for plain tensors: raw ones without
 // a checksum.
-func (r *Relay) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
-	ix := r.model.Seen()
+func (l *layout) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
+	ix := l.seen
 	out := &tensor.Index{Sources: ix.Sources, Tensors: slices.Clone(ix.Tensors)}
-	r.bare = make([]bool, len(ix.Tensors))
+	l.bare = make([]bool, len(ix.Tensors))
 	most := len(wants) // chunks of plain tensors, about
 	for i := range wants {
 		if t := &ix.Tensors[wants[i].Data]; t.Count == 0 && t.Bytes > 0 {
@@ -136,7 +97,7 @@ func (r *Relay) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 	out.Chunks = slices.Grow(slices.Clip(ix.Chunks), most)
 	for i := range wants {
 		if t := &out.Tensors[wants[i].Data]; t.Count == 0 && t.Bytes > 0 {
-			r.bare[wants[i].Data] = true
+			l.bare[wants[i].Data] = true
 			out.Chunks = chunkPlainTensor(out.Chunks, t)
 		}
 	}
@@ -145,70 +106,65 @@ func (r *Relay) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 
 // layOut divides the stored chunks of the tensors into pieces and shares, in the
 // order of the files. All ranks that exchange compute the same pieces and shares.
-func (r *Relay) layOut() error {
-	spec := r.spec
+func (l *layout) layOut(limits plan.Limits) error {
+	spec := l.spec
 	reqs := make([]plan.Request, len(spec.Tensors))
 	for i, t := range spec.Tensors {
 		reqs[i] = plan.Request{Tensor: t, Hi0: plan.Whole, Hi1: plan.Whole}
 	}
-	wants, err := plan.Check(r.model.Seen(), reqs)
+	wants, err := plan.Check(l.seen, reqs)
 	if err != nil {
 		return err
 	}
-	r.ix = r.indexWithPlainChunks(wants)
-	r.places = make([]chunkPlace, len(r.ix.Chunks))
-	for i := range r.places {
-		r.places[i].part = -1
+	l.ix = l.indexWithPlainChunks(wants)
+	l.offsets = make([]chunkOffset, len(l.ix.Chunks))
+	for i := range l.offsets {
+		l.offsets[i].part = -1
 	}
-	all := make([]plan.ChunkOf, 0, len(r.ix.Chunks))
+	all := make([]plan.ChunkOf, 0, len(l.ix.Chunks))
 	for i := range wants {
-		for n := range r.ix.Tensors[wants[i].Data].Count {
+		for n := range l.ix.Tensors[wants[i].Data].Count {
 			all = append(all, plan.ChunkOf{Data: wants[i].Data, N: n})
 		}
 	}
-	slices.SortFunc(all, r.compareInFile)
+	slices.SortFunc(all, l.compareInFile)
 	all = slices.Compact(all) // tied tensors share their chunks
 	needed := func(plan.ChunkOf) int32 { return plan.Several }
 	if len(spec.Needs) > 0 {
-		by, err := plan.NeededBy(r.ix, spec.Ranks, spec.Needs)
+		by, err := plan.NeededBy(l.ix, spec.Ranks, spec.Needs)
 		if err != nil {
 			return err
 		}
-		needed = func(c plan.ChunkOf) int32 { return by[r.ix.Tensors[c.Data].First+c.N] }
+		needed = func(c plan.ChunkOf) int32 { return by[l.ix.Tensors[c.Data].First+c.N] }
 	}
-	pieces, err := plan.Divide(all, spec.Ranks, r.shareSpace()-shareAlign, needed, func(c plan.ChunkOf) int64 {
-		return int64(r.chunkAt(c).Stored) + 2*chunkAlign // the most that it takes of a share
+	pieces, err := plan.Divide(all, spec.Ranks, l.spec.shareSpace()-shareAlign, needed, func(c plan.ChunkOf) int64 {
+		return int64(l.chunkAt(c).Stored) + 2*chunkAlign // the most that it takes of a share
 	})
 	if err != nil {
 		return err
 	}
-	r.spots = make([]plan.Spot, 0, len(all)/spec.Ranks+len(all)/16)
+	l.reads = make([]plan.ChunkRead, 0, len(all)/spec.Ranks+len(all)/16)
 	for _, rankShares := range pieces {
-		r.addPiece(rankShares)
+		l.addPiece(rankShares)
 	}
-	r.sharesLeft, r.decoded, r.queued = len(r.parts), make([]int, spec.Ranks), make([]int, spec.Ranks)
-	if r.sharesLeft == 0 {
-		close(r.lastDecode)
-	}
-	r.fetch, r.fetchWants = plan.PlanStored(r.ix, r.spots, r.machine.Limits())
+	l.fetch, l.fetchWants = plan.PlanStored(l.ix, l.reads, limits)
 	return nil
 }
 
-// shareSpace is what a buffer has for each rank.
-func (r *Relay) shareSpace() int64 { return r.spec.Size / int64(r.spec.Ranks) &^ (shareAlign - 1) }
-
-func (r *Relay) compareInFile(a, b plan.ChunkOf) int {
-	if by := cmp.Compare(r.ix.Tensors[a.Data].Source, r.ix.Tensors[b.Data].Source); by != 0 {
+func (l *layout) compareInFile(a, b plan.ChunkOf) int {
+	if by := cmp.Compare(l.ix.Tensors[a.Data].Source, l.ix.Tensors[b.Data].Source); by != 0 {
 		return by
 	}
-	return cmp.Or(cmp.Compare(r.chunkAt(a).Off, r.chunkAt(b).Off), cmp.Compare(a.Data, b.Data), cmp.Compare(a.N, b.N))
+	return cmp.Or(cmp.Compare(l.chunkAt(a).Off, l.chunkAt(b).Off), cmp.Compare(a.Data, b.Data), cmp.Compare(a.N, b.N))
 }
 
-func (r *Relay) chunkAt(c plan.ChunkOf) *tensor.Chunk {
-	return &r.ix.Chunks[r.ix.Tensors[c.Data].First+c.N]
+func (l *layout) chunkAt(c plan.ChunkOf) *tensor.Chunk {
+	return &l.ix.Chunks[l.ix.Tensors[c.Data].First+c.N]
 }
 
-func (r *Relay) placeOf(c plan.ChunkOf) *chunkPlace { return &r.places[r.ix.Tensors[c.Data].First+c.N] }
+func (l *layout) offsetInPart(c plan.ChunkOf) *chunkOffset {
+	return &l.offsets[l.ix.Tensors[c.Data].First+c.N]
+}
 
 // gapBefore is the space before a chunk in a share, behind the last one, which ends at
 // pos; nil: there is none.
@@ -227,34 +183,34 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 // the buffer. All shares have the same space: where the caller exchanges, that of the largest,
 // so that one collective gathers them; else all that there is, since those of several pieces
 // are in their buffers at the same time.
-func (r *Relay) addPiece(rankShares []plan.RankShare) {
-	number, own := len(r.pieces), rankShares[r.spec.Rank].Chunks
-	piece := loadPiece{firstSpot: len(r.spots), endSpot: len(r.spots) + len(own),
+func (l *layout) addPiece(rankShares []plan.RankShare) {
+	number, own := len(l.pieces), rankShares[l.spec.Rank].Chunks
+	piece := loadPiece{firstRead: len(l.reads), endRead: len(l.reads) + len(own),
 		arrival: arrival{chunksLeft: int32(len(own)), checked: make(chan struct{})}}
 	for rank := range rankShares {
 		part, pos, last := rankPart{}, int64(0), (*tensor.Chunk)(nil)
 		for i, c := range rankShares[rank].Chunks {
-			chunk := r.chunkAt(c)
+			chunk := l.chunkAt(c)
 			pos += gapBefore(pos, last, chunk)
-			*r.placeOf(c) = chunkPlace{len(r.parts), pos}
+			*l.offsetInPart(c) = chunkOffset{len(l.parts), pos}
 			pos, last = pos+int64(chunk.Stored), chunk
 			if i < rankShares[rank].Common {
 				part.used = pos
 			}
 		}
 		piece.share = max(piece.share, pos)
-		r.parts = append(r.parts, part)
+		l.parts = append(l.parts, part)
 	}
 	piece.share = (piece.share + shareAlign - 1) &^ (shareAlign - 1)
-	if r.carrier != nil {
-		piece.share = r.shareSpace()
+	if l.transport != nil {
+		piece.share = l.spec.shareSpace()
 	}
-	r.pieces = append(r.pieces, piece)
-	slices.SortFunc(own, r.compareInFile)
-	base := r.ringOf(number, r.spec.Rank).addressOf(number)
+	l.pieces = append(l.pieces, piece)
+	slices.SortFunc(own, l.compareInFile)
+	base := l.ringOf(number, l.spec.Rank).addressOf(number)
 	for _, c := range own {
-		r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data],
-			Dst: unsafe.Add(base, r.placeOf(c).off)})
+		l.reads = append(l.reads, plan.ChunkRead{Data: c.Data, N: c.N, Group: int32(number), Bare: l.bare[c.Data],
+			Dst: unsafe.Add(base, l.offsetInPart(c).off)})
 	}
 	if len(own) == 0 {
 		close(piece.checked)
@@ -274,16 +230,16 @@ func chunkPlainTensor(chunks []tensor.Chunk, t *tensor.Tensor) []tensor.Chunk {
 	return chunks
 }
 
-// sortTasksByPart sorts a plan's tasks by the parts that they are in, whose numbers are `where`.
-func (r *Relay) sortTasksByPart(p *plan.Plan, where []int) {
+// sortTasksByPart sorts a plan's tasks by the parts that they are in; `where` has the number of each.
+func (l *layout) sortTasksByPart(p *plan.Plan, where []int) {
 	if slices.IsSorted(where) {
 		return
 	}
-	next := make([]int, len(r.parts)+1) // by part: where its next task goes
+	next := make([]int, len(l.parts)+1) // by part: where its next task goes
 	for _, k := range where {
 		next[k+1]++
 	}
-	for k := range r.parts {
+	for k := range l.parts {
 		next[k+1] += next[k]
 	}
 	tasks, refs, parts := slices.Clone(p.Tasks), slices.Clone(p.Refs), slices.Clone(where)
@@ -294,81 +250,112 @@ func (r *Relay) sortTasksByPart(p *plan.Plan, where []int) {
 	}
 }
 
-// Aim sets what this rank wants: requests as those of a load, of shared tensors,
-// each with a destination. It is called once, before anything is decoded; an error
-// leaves the relay as it was.
-func (r *Relay) Aim(reqs []plan.Request) error {
-	if err := r.awaitLayout(); err != nil {
-		return err
+// A shareRing is memory in which this rank has shares of a rank, of a piece each, until they are decoded.
+type shareRing struct {
+	base  unsafe.Pointer
+	bytes int64
+	first int64 // where the first share begins
+	step  int64 // from share to share
+	count int   // of shares
+}
+
+// ringOf is where this rank finds a rank's share of a piece.
+func (l *layout) ringOf(piece, rank int) shareRing {
+	s, share := l.spec, l.spec.shareSpace()
+	switch {
+	case l.transport == nil: // a buffer for all ranks
+		b := shareRing{base: device.Pointer(uintptr(s.Ring[piece%len(s.Ring)])), bytes: s.Size, count: len(s.Ring)}
+		if piece < len(l.pieces) {
+			b.first = int64(rank) * l.pieces[piece].share
+		}
+		return b
+	case rank == s.Rank || !l.onGPU:
+		return l.ownersRing(rank)
 	}
+	staging := l.transport.staging
+	return shareRing{staging.Ptr, staging.Bytes, int64((rank+s.Ranks-s.Rank-1)%s.Ranks*s.Stages) * share, share,
+		s.Stages}
+}
+
+// ownersRing is where a rank itself has its shares, if the engine exchanges them.
+func (l *layout) ownersRing(rank int) shareRing {
+	share, n := l.spec.shareSpace(), l.spec.Buffers
+	return shareRing{l.transport.Memory(rank), int64(n) * share, 0, share, n}
+}
+
+// offsetOf is where the share of a piece begins, from base.
+func (b shareRing) offsetOf(piece int) int64 { return b.first + int64(piece%b.count)*b.step }
+
+// addressOf is the address of the share of a piece.
+func (b shareRing) addressOf(piece int) unsafe.Pointer { return unsafe.Add(b.base, b.offsetOf(piece)) }
+
+// pieceOfTask is the piece that a task of the fetch is for.
+func (l *layout) pieceOfTask(task int32) int { return int(l.reads[l.fetch.Refs[task].Want].Group) }
+
+// countBuffers is how many pieces have a buffer for this rank's share at a time.
+func (l *layout) countBuffers() int {
+	if l.transport != nil {
+		return l.spec.Buffers
+	}
+	return len(l.spec.Ring)
+}
+
+// planRequests plans what this rank wants: requests of shared tensors, each with a destination. where has the part of
+// each task.
+func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.Want, where []int, err error) {
 	dest := make([]unsafe.Pointer, len(reqs))
 	for i := range reqs {
 		dest[i] = device.Pointer(reqs[i].Dest)
 	}
-	wants, err := plan.Check(r.ix, reqs)
-	if err != nil {
-		return err
+	if wants, err = plan.Check(l.ix, reqs); err != nil {
+		return nil, nil, nil, err
 	}
-	shared := make([]bool, len(r.ix.Tensors))
-	for _, t := range r.spec.Tensors {
+	shared := make([]bool, len(l.ix.Tensors))
+	for _, t := range l.spec.Tensors {
 		shared[t] = true
 	}
 	for i := range wants { // the chunks of an alias travel as the rows of its tensor want it
 		if !shared[wants[i].Tensor] {
-			return errNotShared(i)
+			return nil, nil, nil, errNotShared(i)
 		}
 	}
-	tasksPlan := plan.Tasks(r.ix, wants, dest)
-	where := make([]int, len(tasksPlan.Tasks))
-	for i := range tasksPlan.Tasks {
-		at := r.placeOf(plan.ChunkOf{Data: wants[tasksPlan.Refs[i].Want].Data, N: tasksPlan.Refs[i].N})
+	p = plan.Tasks(l.ix, wants, dest)
+	where = make([]int, len(p.Tasks))
+	for i := range p.Tasks {
+		want := int(p.Refs[i].Want)
+		at := l.offsetInPart(plan.ChunkOf{Data: wants[want].Data, N: p.Refs[i].N})
 		if at.part < 0 {
-			return errNotShared(int(tasksPlan.Refs[i].Want))
+			return nil, nil, nil, errNotShared(want)
 		}
-		piece, rank := at.part/r.spec.Ranks, at.part%r.spec.Ranks
-		stored := int64(tasksPlan.Tasks[i].Chunk.Stored)
-		if r.carrier != nil && rank != r.spec.Rank && at.off+stored > r.parts[at.part].used { // it does not travel
-			return errNotShared(int(tasksPlan.Refs[i].Want))
+		piece, rank := at.part/l.spec.Ranks, at.part%l.spec.Ranks
+		stored := int64(p.Tasks[i].Chunk.Stored)
+		if l.transport != nil && rank != l.spec.Rank && at.off+stored > l.parts[at.part].used { // it does not travel
+			return nil, nil, nil, errNotShared(want)
 		}
-		off := r.ringOf(piece, rank).offsetOf(piece) + at.off
+		off := l.ringOf(piece, rank).offsetOf(piece) + at.off
 		if off > maxSize-stored {
-			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer",
-				tasksPlan.Refs[i].Want, off)
+			return nil, nil, nil, errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", want, off)
 		}
-		tasksPlan.Tasks[i].Src = uint32(off)
+		p.Tasks[i].Src = uint32(off)
 		where[i] = at.part
 	}
-	for i, n := range tasksPlan.Left {
+	for i, n := range p.Left {
 		if n == 0 && wants[i].Bytes > 0 { // plain, so without chunks
-			return errNotShared(i)
+			return nil, nil, nil, errNotShared(i)
 		}
 	}
-	r.sortTasksByPart(tasksPlan, where)
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if job.IsClosed(r.aimed) {
-		return errs.New(errs.ErrArgument, "relay: it has its requests")
-	}
+	l.sortTasksByPart(p, where)
+	return p, wants, where, nil
+}
+
+// assignTasks gives each part its tasks, also where those are none: pieces are decoded as a whole. progress.mu is held.
+func (l *layout) assignTasks(where []int) {
 	next := 0
-	for k := range r.parts { // also of those that have none: pieces are decoded as a whole, too
-		for r.parts[k].firstTask = next; next < len(where) && where[next] == k; next++ {
+	for k := range l.parts {
+		for l.parts[k].firstTask = next; next < len(where) && where[next] == k; next++ {
 		}
-		r.parts[k].endTask = next
+		l.parts[k].endTask = next
 	}
-	r.tasks, r.refs, r.coming = tasksPlan.Tasks, tasksPlan.Refs, tasksPlan.Left
-	for i, n := range tasksPlan.Left {
-		if n == 0 { // it has no bytes
-			r.job.Tensors.Add(1)
-			r.landings.Add(i)
-		}
-	}
-	for i := range wants {
-		r.job.TotalBytes.Add(wants[i].Bytes)
-	}
-	r.job.TotalTensors.Store(int64(len(wants)))
-	r.wants = wants
-	close(r.aimed)
-	return nil
 }
 
 func errNotShared(request int) error {

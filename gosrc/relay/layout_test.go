@@ -94,15 +94,15 @@ func TestCuts(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, spot := range r.spots {
-			c := plan.ChunkOf{Data: spot.Data, N: spot.N}
+		for _, one := range r.lay.reads {
+			c := plan.ChunkOf{Data: one.Data, N: one.N}
 			if by, twice := readers[c]; twice {
 				t.Errorf("chunk %v is read by ranks %d and %d", c, by, rank)
 			}
 			readers[c] = rank
-			read[rank] += int64(r.chunkAt(c).Stored)
-			at := r.placeOf(c)
-			travels := at.off < r.parts[at.part].used
+			read[rank] += int64(r.lay.chunkAt(c).Stored)
+			at := r.lay.offsetInPart(c)
+			travels := at.off < r.lay.parts[at.part].used
 			if first := c.Data == 1 || c.Data == 2; first && !travels {
 				t.Errorf("rank %d keeps chunk %v, which all need", rank, c)
 			}
@@ -112,7 +112,7 @@ func TestCuts(t *testing.T) {
 				t.Errorf("chunk %v travels", c)
 			}
 		}
-		if all, pieces = len(r.ix.Chunks), r.pieces; len(pieces) < 3 {
+		if all, pieces = len(r.lay.ix.Chunks), r.lay.pieces; len(pieces) < 3 {
 			t.Errorf("%d pieces", len(pieces))
 		}
 		r.Job().Cancel()

@@ -1,17 +1,16 @@
 package relay
 
-// This file paces goroutines that ask again and again for what comes every few microseconds, from
+// The pace of goroutines that ask again and again for what comes every few microseconds, from
 // readers, the device and other ranks. One that sleeps until it is woken is late by some hundred
 // microseconds in a virtual machine, and to wake one costs the waker as much: if
 // movePieces woke the readers, it would not feed the GPU meanwhile.
 
 import (
-	"context"
 	"time"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 )
 
 // A pacer rests between two looks for work, longer the longer there was none. The zero value is ready for use.
@@ -40,22 +39,9 @@ func (p *pacer) restUnless(worked bool) {
 	}
 	idle := now.Sub(p.idle)
 	if idle < spinTime {
-		cuda.PauseBriefly()
+		queue.PauseBriefly()
 		return
 	}
 	nap := unix.NsecToTimespec(min(idle/8, longestRest).Nanoseconds())
 	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be late by a millisecond
-}
-
-// askUntil calls ready again and again until it is true, or until ctx has ended. Meanwhile it moves pieces where
-// movePieces is late.
-func (r *Relay) askUntil(ctx context.Context, ready func() bool) error {
-	var pace pacer
-	for !ready() {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		pace.restUnless(r.moveIfLate())
-	}
-	return nil
 }

@@ -2,7 +2,7 @@
 
 package relay_test
 
-// This file runs the ranks of a group as processes of their own, which exchange the
+// Runs the ranks of a group as processes of their own, which exchange the
 // pieces of a relay by the fake driver's shared memory, or by that of the host.
 
 import (
@@ -186,9 +186,12 @@ func TestRank(t *testing.T) {
 		if c.Rank != rank {
 			c.Wrong = ""
 		}
+		// Opened anew: the file may have been damaged since the last trial.
+		now := loadtest.OpenModel(t, path)
 		end := cuda.Fake(512 << 20)
-		s := ranking(t, m, c, travel, reqs[c.Cut], want[c.Cut], rank, ranks, tell)
+		s := ranking(t, now, c, travel, reqs[c.Cut], want[c.Cut], rank, ranks, tell)
 		s.Left = end()
+		now.Close()
 		tell(s)
 	}
 }

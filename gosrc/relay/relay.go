@@ -7,52 +7,28 @@ import (
 	"context"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Spec says what the ranks of a group load together. Tensors and Size are the same on all
-// ranks that exchange.
-type Spec struct {
-	Tensors []int64 `json:"tensors"` // whose stored bytes are shared, each one whole
-	// buffers of Size bytes on the device; the caller keeps them valid until the job has ended
-	Ring []uint64 `json:"ring"`
-	Size int64    `json:"size"`
-	// Mapped: the engine brings the pieces from rank to rank itself, once it has joined the
-	// others. It makes memory for this number of shares that this rank has read, which the
-	// others map, and on a GPU for Stages shares that each other rank has. The caller then
-	// only sets the requests (Aim).
-	Mapped  bool `json:"exchange"`
-	Buffers int  `json:"buffers"`
-	Stages  int  `json:"stages"`
-	// Needs, with Mapped: the blocks that each rank of this host needs, as requests with
-	// the rank in the place of the address. They may overlap; without them every rank needs
-	// all. What a rank alone needs is read by that rank.
-	Needs []plan.Request `json:"-"`
-	Ranks int            `json:"ranks"` // that exchange
-	Here  int            `json:"here"`  // how many of them this host has; 0: all
-	Rank  int            `json:"rank"`  // this one, of [0, Ranks)
-	load.Options
-}
-
 // A Relay is one rank's part in a group's load: each rank reads a share of the
-// stored bytes, and these travel. The bytes come in pieces, of which each rank has a
-// share; reading begins before the destinations are known (Aim). The job ends when every
+// stored bytes, and these travel. The bytes come in pieces, and each rank has a
+// share of each; reading begins before the destinations are known (Aim). The job ends when every
 // piece was decoded, or with the first error; after that nothing writes to its memory or
 // the destinations.
 //
-// A carrier brings the shares of mapped ranks. Else the caller does: a piece occupies one
+// A transport brings the shares of mapped ranks. Else the caller does: a piece occupies one
 // buffer of the ring, which has equal space for each rank's share, one after the other. The
 // caller waits for this rank's share, which was checked then (AwaitOwnShare), exchanges it
 // for the others', and has the whole piece decoded to where the requests want it
@@ -64,68 +40,23 @@ type Relay struct {
 	job       *job.Job
 	model     *load.Model
 	target    load.Target
-	spec      *Spec
 	machine   plan.Machine
 	start     time.Time
-	landings  *job.Landings
-	carrier   *carrier      // nil: the caller exchanges the shares
 	layoutEnd chan struct{} // closed when the layout and the queues are there, or the job has an error
-	profile
-	exchangeLayout
-	localRequests
-	gpuState
-	state
-}
-
-// gpuState is what a relay has of a GPU.
-type gpuState struct {
-	queue    *cuda.Queue // decodes, and sums; nil: the host does
-	feed     *feedQueue  // copies what this rank reads to the GPU; nil: the host reads into place
-	arrivals chan int    // pieces whose share of this rank has arrived, to be summed
-}
-
-// profile is what a relay counts of its own work.
-type profile struct {
-	pulled     atomic.Int64 // bytes copied from other ranks
-	driver     atomic.Int64 // nanoseconds in calls of the driver that submit fetches, copies and decodes
-	flight     atomic.Int64 // bytes submitted for fetching that have not arrived
-	mostFlight atomic.Int64
-}
-
-// countDriverTime counts the time of calls of the driver since began.
-func (p *profile) countDriverTime(began time.Time) { p.driver.Add(int64(time.Since(began))) }
-
-// countFlight counts bytes that are submitted for fetching, or have arrived if n is negative.
-func (p *profile) countFlight(n int64) {
-	now := p.flight.Add(n)
-	for most := p.mostFlight.Load(); now > most && !p.mostFlight.CompareAndSwap(most, now); most = p.mostFlight.Load() {
-	}
-}
-
-// state is how far a relay is. mu guards what is not safe by itself.
-type state struct {
-	mu         sync.Mutex
-	recycled   atomic.Int64  // pieces whose buffer may be filled again: [0, recycled); readers ask without mu
-	queued     []int         // by rank: pieces of which the decoding of that rank's share is queued: [0, queued)
-	decoded    []int         // by rank: pieces whose share of that rank was decoded: [0, decoded)
-	sharesLeft int           // that were not decoded
-	lastDecode chan struct{} // closed when sharesLeft is 0
-	err        error         // the first
-	ours       bool          // err is not about bytes that another rank has read
-	aimed      chan struct{} // closed when the requests are set
-	shut       bool
-	busy       sync.WaitGroup // calls of DecodePiece and Join
-	movers     sync.WaitGroup // goroutines of beginMoving
-	turn       sync.Mutex     // held in moveOnce
-	lastRound  atomic.Int64   // when movePieces began its last round, in nanoseconds; 0: it has not begun
-
-	unmapped atomic.Bool // err is that another rank's memory cannot be mapped
+	lay       *layout
+	prog      *progress
+	dec       *decoder
+	sums      *summer
+	move      *mover
+	counts    profile
+	shut      bool           // guarded by prog.mu
+	busy      sync.WaitGroup // calls of DecodePiece and Join
 }
 
 // A Report says what a relay did and what it cost.
 type Report struct {
 	load.Report
-	// Ours: the error is not about bytes of another rank, whose own error may say
+	// Ours: the error is not about bytes of another rank. Its own error may say
 	// more.
 	Ours   bool      `json:"ours"`
 	Pulled int64     `json:"pulled,omitempty"` // bytes copied from other ranks' memory
@@ -137,7 +68,7 @@ type Report struct {
 	Unmapped bool `json:"unmapped,omitempty"`
 }
 
-// Start starts a relay of a model, whose layout and reading begin in the background.
+// Start starts a relay of a model. Its layout and reading begin in the background.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if spec.Ranks < 1 || spec.Mapped && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
 		len(spec.Ring) == 0 && !spec.Mapped ||
@@ -147,35 +78,33 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	tgt, err := load.TargetOf(spec.Device)
 	if err != nil {
-		return nil, m.PlaceError("open", err)
+		return nil, m.LocateError("open", err)
 	}
-	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, start: time.Now(),
-		landings: job.NewLandings(0)}
-	r.lastDecode, r.layoutEnd, r.aimed = make(chan struct{}), make(chan struct{}), make(chan struct{})
-	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
-	r.machine.InGroup = true
+	machine := m.Machine(tgt.GPU != nil, spec.Threads, false)
+	machine.InGroup = true
 	if tgt.GPU != nil {
-		_, r.machine.SlotBytes = load.Ring(r.machine)
-		r.machine.SumsShares = !tgt.GPU.ReadsInPlace()
+		_, machine.SlotBytes = load.Ring(machine)
+		machine.SumsShares = !tgt.GPU.ReadsInPlace()
 	}
-	cores, with := r.coresAndRanks()
-	r.machine.Cores, r.machine.Ranks = min(r.machine.Cores, cores), with
+	cores, with := coresAndRanks(tgt.GPU, spec)
+	machine.Cores, machine.Ranks = min(machine.Cores, cores), with
 	for _, n := range spec.Needs {
 		if !spec.Mapped || n.Dest >= uintptr(spec.Ranks) {
 			return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block", int64(n.Dest), spec.Ranks)
 		}
 	}
+	r := newRelay(m, tgt, machine, spec)
 	defer func() {
 		if err != nil {
-			r.closeCarrier(context.Background())
+			r.endTransport(context.Background())
 		}
 	}()
 	if err := spec.checkSize(); err != nil {
 		return nil, err
 	}
 	if spec.Mapped {
-		if err := r.makeCarrier(); err != nil {
-			return nil, m.PlaceError("stage", err)
+		if r.lay.transport, err = newTransport(spec, tgt.GPU); err != nil {
+			return nil, m.LocateError("stage", err)
 		}
 	}
 	if err := m.Hold(); err != nil {
@@ -185,18 +114,39 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	return r, nil
 }
 
+// newRelay makes the parts of a relay, which know each other.
+func newRelay(m *load.Model, tgt load.Target, machine plan.Machine, spec *Spec) *Relay {
+	r := &Relay{job: job.New("relay"), model: m, target: tgt, machine: machine, start: time.Now(),
+		layoutEnd: make(chan struct{})}
+	r.lay = &layout{spec: spec, seen: m.Seen(), onGPU: tgt.GPU != nil}
+	r.prog = &progress{job: r.job, lay: r.lay, lastDecode: make(chan struct{})}
+	threads := cmp.Or(machine.Threads, max(1, machine.Cores/max(1, machine.Ranks)))
+	r.dec = &decoder{job: r.job, model: m, lay: r.lay, prog: r.prog, counts: &r.counts, threads: threads,
+		landings: job.NewLandings(0), aimed: make(chan struct{})}
+	r.sums = &summer{model: m, lay: r.lay, prog: r.prog, sums: machine.SumsShares}
+	r.move = &mover{lay: r.lay, prog: r.prog, dec: r.dec, sums: r.sums, counts: &r.counts,
+		next: make([]int, spec.Ranks), waits: make([]time.Duration, spec.Ranks)}
+	return r
+}
+
 // makeLayoutAndQueues lays out the load and makes its queues, while the ranks exchange their offers. Its error is the
 // job's, also that of a panic, before those that wait for the layout go on.
 func (r *Relay) makeLayoutAndQueues() error {
 	defer close(r.layoutEnd)
-	err := spawn.Guard("relay layout", r.layOut)
+	err := spawn.Guard("relay layout", func() error {
+		err := r.lay.layOut(r.machine.Limits())
+		if err == nil {
+			r.prog.begin()
+		}
+		return err
+	})
 	if err == nil {
 		if err = spawn.Guard("relay queues", r.makeQueues); err != nil {
-			err = r.model.PlaceError("stage", err)
+			err = r.model.LocateError("stage", err)
 		}
 	}
 	if err != nil {
-		r.failWith(err, true)
+		r.prog.failWith(err, true)
 	}
 	return err
 }
@@ -204,16 +154,14 @@ func (r *Relay) makeLayoutAndQueues() error {
 // awaitLayout waits for makeLayoutAndQueues, and returns the error of a job that has failed.
 func (r *Relay) awaitLayout() error {
 	<-r.layoutEnd
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.err
+	return r.prog.firstError()
 }
 
 // awaitPiece is awaitLayout; it refuses a number that no piece has.
 func (r *Relay) awaitPiece(piece int) error {
 	err := r.awaitLayout()
-	if err == nil && (piece < 0 || piece >= len(r.pieces)) {
-		err = errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.pieces))
+	if err == nil && (piece < 0 || piece >= len(r.lay.pieces)) {
+		err = errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.lay.pieces))
 	}
 	return err
 }
@@ -224,24 +172,27 @@ func (r *Relay) makeQueues() error {
 	if gpu == nil {
 		return nil
 	}
-	batches := len(r.spec.Ring)
-	if r.carrier != nil {
+	batches := len(r.lay.spec.Ring)
+	if r.lay.transport != nil {
 		batches = mostBatches
 	}
-	feed, err := r.target.Queue(r.fetch.Slot, r.machine)
+	feed, err := r.target.Queue(r.lay.fetch.Slot, r.machine)
 	if err != nil {
 		return err
 	}
 	slots, _ := load.Ring(r.machine)
-	r.feed = &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots)}
+	r.move.feed = &feedQueue{Queue: feed, lay: r.lay, prog: r.prog, counts: &r.counts, ask: r.move.askUntil,
+		todo: make(chan submission, slots)}
 	feed.UsePolling()
-	r.arrivals = make(chan int, len(r.pieces))
-	if r.queue, err = gpu.Queue(batches+slotsForSums, cuda.TablesOnly); err != nil {
+	r.sums.arrivals = make(chan int, len(r.lay.pieces))
+	q, err := gpu.Queue(batches+slotsForSums, queue.TablesOnly)
+	if err != nil {
 		return err
 	}
-	r.queue.UsePolling()
-	if r.spec.Stream != 0 { // the ring may still be in use there
-		return feed.FollowStream(uintptr(r.spec.Stream))
+	q.UsePolling()
+	r.dec.queue, r.sums.queue = q, q
+	if r.lay.spec.Stream != 0 { // the ring may still be in use there
+		return feed.FollowStream(uintptr(r.lay.spec.Stream))
 	}
 	return nil
 }
@@ -251,68 +202,70 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	isLeaving := false
 	defer func() {
 		if !isLeaving { // a panic: the other ranks wait
-			r.failWith(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
+			r.prog.failWith(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
 			r.closeExchange(ctx)
 		}
 	}()
-	if r.carrier != nil {
-		r.beginMoving(ctx, r.mapOthers)
+	if r.lay.transport != nil {
+		r.move.begin(ctx, func(ctx context.Context) error {
+			return r.lay.transport.mapOthers(ctx, r.lay.spec.Rank, r.lay.spec.Ranks)
+		})
 	}
 	var files []source.File
 	var st pipeline.Stages
 	err := r.makeLayoutAndQueues()
 	if err == nil {
-		if r.carrier != nil || r.queue != nil {
-			r.beginMoving(ctx, r.movePieces)
+		if r.lay.transport != nil || r.dec.queue != nil {
+			r.move.begin(ctx, r.move.movePieces)
 		}
 		files, st, err = r.readShares(ctx)
 	}
 	if err == nil {
-		err = awaitChannel(ctx, r.lastDecode)
+		err = awaitChannel(ctx, r.prog.lastDecode)
 	}
 	if err != nil {
-		r.failWith(err, true)
+		r.prog.failWith(err, true)
 	}
 	isLeaving = true
 	r.closeExchange(ctx)
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	rep := Report{Ours: r.ours, Pulled: r.pulled.Load(),
-		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.mostFlight.Load(), Unmapped: r.unmapped.Load()}
-	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)),
+	r.prog.mu.Lock()
+	defer r.prog.mu.Unlock()
+	rep := Report{Ours: r.prog.ours, Pulled: r.counts.pulled.Load(),
+		Driver: time.Duration(r.counts.driver.Load()).Seconds(), Flight: r.counts.mostFlight.Load()}
+	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.dec.wants)),
 		Seconds: time.Since(r.start).Seconds(), Stages: st}
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
 	}
-	if c := r.carrier; c != nil {
-		for _, d := range c.waits {
+	if t := r.lay.transport; t != nil {
+		for _, d := range r.move.waits {
 			rep.Waited = append(rep.Waited, d.Seconds())
 		}
-		rep.Lost = slices.Sorted(slices.Values(c.Lost()))
+		rep.Lost, rep.Unmapped = slices.Sorted(slices.Values(t.Board.Lost())), t.unmapped.Load()
 	}
 	j.SetReport(rep)
-	return r.err
+	return r.prog.err
 }
 
 // readShares reads this rank's shares, and has what it reads copied to the GPU.
 func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline.Stages, _ error) {
-	files, depth := load.AnnouncePlan(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
-	ahead, buffers := r.piecesAhead(), r.countBuffers()
+	files, depth := load.AnnouncePlan(r.model.Sources(), r.lay.fetch, false, cmp.Or(r.lay.spec.Read, knob.Read.Get()))
+	ahead, buffers := r.piecesAhead(), r.lay.countBuffers()
 	task := &pipeline.Task{
-		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.fetchWants, Plan: r.fetch,
+		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.lay.fetchWants, Plan: r.lay.fetch,
 		Workers: r.machine.Workers(depth),
 		Gate: func(ctx context.Context, task int32) error {
-			return r.awaitBuffersUpTo(ctx, r.pieceOfTask(task)+1-buffers-ahead)
+			return r.move.awaitBuffersUpTo(ctx, r.lay.pieceOfTask(task)+1-buffers-ahead)
 		},
-		Landed: func(spot int32) { r.countArrival(int(r.spots[spot].Group)) },
+		Landed: func(read int32) { r.sums.countArrival(int(r.lay.reads[read].Group)) },
 	}
 	if ahead > 0 {
-		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.awaitBuffersUpTo(ctx, int(r.spots[spot].Group)+1-buffers)
+		task.Destination = func(ctx context.Context, read int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
+			return dst, r.move.awaitBuffersUpTo(ctx, int(r.lay.reads[read].Group)+1-buffers)
 		}
 	}
-	if r.feed != nil {
-		task.Queue, task.Near = r.feed, r.target.GPU.NearNode()
+	if r.move.feed != nil {
+		task.Queue, task.Near = r.move.feed, r.target.GPU.NearNode()
 	}
 	st, err := pipeline.Run(ctx, task)
 	if err == nil {
@@ -321,128 +274,49 @@ func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline
 	return files, st, err
 }
 
-// pieceOfTask is the piece that a task of the fetch is for.
-func (r *Relay) pieceOfTask(task int32) int { return int(r.spots[r.fetch.Refs[task].Want].Group) }
-
-// countBuffers is how many pieces' shares of this rank have a buffer at a time.
-func (r *Relay) countBuffers() int {
-	if r.carrier != nil {
-		return r.spec.Buffers
-	}
-	return len(r.spec.Ring)
-}
-
 // piecesAhead is how many pieces beyond the buffers may be read into slots of the queue,
 // where they wait for a buffer. They leave one slot free, for a piece that has its buffer: it must
 // be read before the others get theirs.
 func (r *Relay) piecesAhead() int {
 	slots, size := load.Ring(r.machine)
-	if r.feed == nil || r.fetch.Slot > size {
+	if r.move.feed == nil || r.lay.fetch.Slot > size {
 		return 0
 	}
-	counts := make([]int, len(r.pieces)) // of slots that a piece fills
-	for i := range r.fetch.Pieces {
-		counts[r.pieceOfTask(r.fetch.Pieces[i].First)]++
+	counts := make([]int, len(r.lay.pieces)) // of slots that a piece fills
+	for i := range r.lay.fetch.Pieces {
+		counts[r.lay.pieceOfTask(r.lay.fetch.Pieces[i].First)]++
 	}
-	return min(r.countBuffers(), (slots-1)/slices.Max(append(counts, 1)))
+	return min(r.lay.countBuffers(), (slots-1)/slices.Max(append(counts, 1)))
 }
 
-// closeExchange waits until nothing moves any more, and closes the queues and the carrier.
+// closeExchange waits until nothing moves any more, and closes the queues and the transport.
 func (r *Relay) closeExchange(ctx context.Context) {
-	r.movers.Wait() // first: mapOthers may wait for Join, which refuses once shut is set
-	r.mu.Lock()
+	r.move.running.Wait() // first: mapOthers may wait for Join, which refuses once shut is set
+	r.prog.mu.Lock()
 	r.shut = true
-	r.mu.Unlock()
+	r.prog.mu.Unlock()
 	r.busy.Wait()
-	if r.feed != nil {
-		r.feed.Close() // first: its copies wait for events of queue's slots
+	if r.move.feed != nil {
+		r.move.feed.Close() // first: its copies wait for events of queue's slots
 	}
-	if r.queue != nil {
-		r.queue.Close()
+	if r.dec.queue != nil {
+		r.dec.queue.Close()
 	}
-	r.closeCarrier(ctx)
+	r.endTransport(ctx)
 }
 
-// failWith records the first error and ends the job. ours: it is not about bytes that another rank has read.
-func (r *Relay) failWith(err error, ours bool) {
-	r.mu.Lock()
-	if r.err == nil {
-		r.err, r.ours = err, ours
-		if c := r.carrier; c != nil && job.IsClosed(c.joined) {
-			c.ReportFailure()
-		}
-	}
-	r.mu.Unlock()
-	r.job.Cancel()
-}
-
-// awaitBuffersUpTo waits, by asking, until the buffers of the pieces [0, pieces) may be filled again.
-func (r *Relay) awaitBuffersUpTo(ctx context.Context, pieces int) error {
-	return r.askUntil(ctx, func() bool { return r.recycled.Load() >= int64(pieces) })
-}
-
-// markQueued says that the decoding of shares, which ends with the event, is queued; nil: there is nothing
-// to wait for. If this rank's share is among them, its buffer may be filled again unless other ranks need it.
-func (r *Relay) markQueued(of shares, end *cuda.Event) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for rank := of.firstRank; rank < of.endRank; rank++ {
-		part := r.partOf(of.piece, rank)
-		part.isQueued, part.decodeEnd = true, end
-		for r.queued[rank] < len(r.pieces) && r.partOf(r.queued[rank], rank).isQueued {
-			r.queued[rank]++
-		}
-	}
-	r.recycleOwnBuffers()
-}
-
-// recycleOwnBuffers lets the readers fill again those of this rank's buffers whose decoding is queued and that no
-// other rank needs. r.mu is held.
-func (r *Relay) recycleOwnBuffers() {
-	free := r.queued[r.spec.Rank]
-	if r.carrier != nil {
-		free = min(free, r.carrier.taken)
-	}
-	r.recycled.Store(int64(free))
-}
-
-// markDecoded says that the decoding of shares has ended, and tells their owners that this rank needs them no more.
-func (r *Relay) markDecoded(of shares) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for rank := of.firstRank; rank < of.endRank; rank++ {
-		r.partOf(of.piece, rank).isDecoded = true
-		r.sharesLeft--
-		for r.decoded[rank] < len(r.pieces) && r.partOf(r.decoded[rank], rank).isDecoded {
-			r.decoded[rank]++
-		}
-		if r.carrier != nil && rank != r.spec.Rank {
-			r.carrier.ReleasePieces(rank, r.decoded[rank])
-		}
-	}
-	if r.sharesLeft == 0 {
-		close(r.lastDecode)
-	}
-}
-
-// countTask counts a decode task that has ended. A request lands with its last task.
-func (r *Relay) countTask(task int) {
-	if task == noTask {
-		return
-	}
-	want := r.refs[task].Want
-	r.job.Bytes.Add(int64(r.tasks[task].Chunk.Logical))
-	if atomic.AddInt32(&r.coming[want], -1) == 0 {
-		r.job.Tensors.Add(1)
-		r.landings.Add(int(want))
-	}
+// endTransport ends the transport, if there is one.
+func (r *Relay) endTransport(ctx context.Context) {
+	r.lay.transport.end(ctx, func() bool { return r.prog.firstError() == nil }, func(err error) {
+		r.prog.failWith(r.model.LocateError("stage", err), true)
+	})
 }
 
 // Ready returns at most limit requests that have landed since the last call, and whether more may follow. It
 // waits up to d for the first of them, and looks every landingPause: what lands them wakes no one.
 func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	for until := time.Now().Add(d); ; job.Within(r.job.Done(), landingPause) {
-		reqs, more = r.landings.Next(r.job.Done(), limit, 0)
+		reqs, more = r.dec.landings.Next(r.job.Done(), limit, 0)
 		if len(reqs) > 0 || !more || !time.Now().Before(until) {
 			return reqs, more
 		}
@@ -458,9 +332,9 @@ func (r *Relay) ShareSizes() ([]int64, error) {
 	if err := r.awaitLayout(); err != nil {
 		return nil, err
 	}
-	out := make([]int64, len(r.pieces))
-	for i := range r.pieces {
-		out[i] = r.pieces[i].share
+	out := make([]int64, len(r.lay.pieces))
+	for i := range r.lay.pieces {
+		out[i] = r.lay.pieces[i].share
 	}
 	return out, nil
 }
@@ -475,7 +349,7 @@ func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
 	if err := r.awaitPiece(piece); err != nil {
 		return false, err
 	}
-	checked := r.pieces[piece].checked
+	checked := r.lay.pieces[piece].checked
 	timer := time.NewTimer(time.Until(until))
 	defer timer.Stop()
 	select {
@@ -487,4 +361,102 @@ func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
 		return false, r.job.Err()
 	}
 	return job.IsClosed(checked), nil
+}
+
+// Aim sets what this rank wants: requests as those of a load, of shared tensors, each with a destination. It is called
+// once, before anything is decoded; an error leaves the relay as it was.
+func (r *Relay) Aim(reqs []plan.Request) error {
+	if err := r.awaitLayout(); err != nil {
+		return err
+	}
+	p, wants, where, err := r.lay.planRequests(reqs)
+	if err != nil {
+		return err
+	}
+	r.prog.mu.Lock()
+	defer r.prog.mu.Unlock()
+	if job.IsClosed(r.dec.aimed) {
+		return errs.New(errs.ErrArgument, "relay: the requests are set already")
+	}
+	r.lay.assignTasks(where)
+	r.dec.setRequests(p, wants)
+	return nil
+}
+
+// Offer is what the other ranks need to reach this one's memory; see Join.
+func (r *Relay) Offer() (peers.Offer, error) {
+	if r.lay.transport == nil {
+		return peers.Offer{}, errs.New(errs.ErrArgument, "relay: the caller exchanges the shares, and gets no offer")
+	}
+	return r.lay.transport.Offer(), nil
+}
+
+// Join connects the relay with those of the other ranks, by their offers in order; it then maps
+// their memory in the background. An error of either ends the job. Report.Unmapped says whether it is that the ranks
+// cannot reach each other's memory.
+func (r *Relay) Join(offers []peers.Offer) error {
+	t := r.lay.transport
+	r.prog.mu.Lock()
+	if t == nil || t.asked || r.shut || r.prog.err != nil {
+		defer r.prog.mu.Unlock()
+		return cmp.Or(r.prog.err, errs.New(errs.ErrArgument,
+			"relay: it cannot join: the caller exchanges the shares, or it has joined or ended already"))
+	}
+	t.asked = true
+	r.busy.Add(1)
+	r.prog.mu.Unlock()
+	defer r.busy.Done()
+	if err := t.join(offers); err != nil {
+		err = r.model.LocateError("stage", err)
+		r.prog.failWith(err, true)
+		return err
+	}
+	r.prog.markJoined()
+	return nil
+}
+
+// DecodePiece decodes a piece with every rank's share in its buffer, and then frees the
+// buffer, for a caller that exchanges the shares. On a GPU it queues the decoding after the
+// work that is on a stream now (0: none); errors end the job. Each piece is
+// decoded once, in their order, and not before AwaitOwnShare has reported this rank's share.
+func (r *Relay) DecodePiece(piece int, stream uintptr) error {
+	if err := r.awaitPiece(piece); err != nil {
+		return err
+	}
+	if err := r.beginDecoding(piece); err != nil {
+		return err
+	}
+	defer r.busy.Done()
+	of := shares{piece, 0, r.lay.spec.Ranks}
+	if r.dec.queue == nil {
+		return r.dec.decodeOnHost(of)
+	}
+	slot, err := r.dec.queue.Get(r.job.RunContext()) // while this context lives, moveOnce brings slots back
+	if err != nil {
+		return err
+	}
+	var behind []uintptr
+	if stream != 0 {
+		behind = append(behind, stream)
+	}
+	return r.dec.queueDecoding(slot.(*queue.Slot), []shares{of}, behind)
+}
+
+// beginDecoding keeps the relay from ending, until busy is done, while the caller has a piece decoded that is next.
+func (r *Relay) beginDecoding(piece int) error {
+	p := r.prog
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.err != nil:
+		return p.err
+	case r.lay.transport != nil || piece != p.queued[0]:
+		return errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", piece, p.queued[0])
+	case r.shut || !job.IsClosed(r.dec.aimed):
+		return errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet")
+	case !job.IsClosed(r.lay.pieces[piece].checked): // its buffer would be read while it is filled
+		return errs.New(errs.ErrArgument, "relay: piece %d cannot be decoded: this rank has not read its share", piece)
+	}
+	r.busy.Add(1)
+	return nil
 }

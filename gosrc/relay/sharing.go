@@ -1,6 +1,6 @@
 package relay
 
-// This file says how many cores a rank reads on, and how many ranks share them.
+// The cores that a rank reads on, and the ranks that share them.
 
 import (
 	"cmp"
@@ -8,18 +8,19 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
 // coresAndRanks says on how many cores this rank reads, and with how many ranks it shares them.
 // On a host of several nodes these are cores near its GPU.
-func (r *Relay) coresAndRanks() (cores, ranks int) {
+func coresAndRanks(gpu *cuda.Device, spec *Spec) (cores, ranks int) {
 	var may unix.CPUSet
 	var place *nodes.Place
-	if gpu := r.target.GPU; gpu != nil && gpu.NearNode() != nil && unix.SchedGetaffinity(0, &may) == nil {
+	if gpu != nil && gpu.NearNode() != nil && unix.SchedGetaffinity(0, &may) == nil {
 		place = gpu.NearNode()
 	}
-	return countCores(cmp.Or(r.spec.Here, r.spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
+	return countCores(cmp.Or(spec.Here, spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
 }
 
 // countCores is coresAndRanks for that number of ranks, and of cores of the process, or for those

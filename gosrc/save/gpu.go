@@ -1,6 +1,6 @@
 package save
 
-// This file encodes tensors where they are, on GPUs. Chunks go in batches through the slots of a cuda.Packer. Its
+// This file encodes tensors where they are, on GPUs. Chunks go in batches through the slots of a stream.Packer. Its
 // kernels encode them and compute the sums of their hashes. Only stored bytes come down, into pinned memory, and
 // are written from there. The file is the one that the host would write.
 
@@ -16,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
@@ -39,7 +40,8 @@ var leastOnGPU int64 = 32 << 20
 
 // A gpu encodes the tensors of a save that lie on one.
 type gpu struct {
-	*cuda.Packer
+	*stream.Packer
+	on   *cuda.Device
 	ring *pinned.Memory // of a save that is not staged: the stored bytes of each slot
 	room int64          // bytes of a slot there
 }
@@ -86,7 +88,7 @@ func (p *gpuGroup) open(spec *Spec, items []*Item) error {
 			packer.Close()
 			continue
 		}
-		g := &gpu{Packer: packer,
+		g := &gpu{Packer: packer, on: d,
 			room: sizes.RoundUp(packer.SlotBytes()+batchRows*(tensor.StoredAlign+tensor.BlobAlign), 4096)}
 		p.all = append(p.all, g)
 		for _, t := range on {
@@ -112,7 +114,7 @@ func digestOn(d *cuda.Device, items []*Item) error {
 	for i, t := range items {
 		views[i] = digest.Contiguous(uint64(t.body.(*deviceBody).Addr), t.bytes)
 	}
-	sums, err := d.Digest(cuda.Order{}, views)
+	sums, err := d.Digest(stream.Order{}, views)
 	for i := range sums {
 		items[i].sums.digested = &sums[i]
 	}
@@ -164,7 +166,7 @@ func (p *gpuGroup) takeRings() error {
 	for _, g := range p.all {
 		n := int64(g.SlotCount()) * g.room
 		var err error
-		if g.ring, err = pinned.Take(n, max(n, pinned.Ready(g.Device())), g.Device()); err != nil {
+		if g.ring, err = pinned.Take(n, max(n, pinned.Ready(g.on)), g.on); err != nil {
 			return err
 		}
 		g.ring.Want(n)
@@ -188,7 +190,7 @@ type pack struct {
 	bytes  int64 // of the rows, each rounded up to 16
 	slot   int
 	before *pack // the one that has the slot before it; nil: none
-	packed []cuda.PackedRange
+	packed []stream.PackedRange
 	at     []int64       // places of the rows in the file
 	out    []byte        // stored bytes, with the gaps between chunks
 	over   chan struct{} // closed when the slot is free again
@@ -227,7 +229,7 @@ func (p *pack) encode(ctx context.Context, lay *overwire.Layout, clock *clock) e
 		p.before = nil
 	}
 	defer addLap(&clock.encode, time.Now())
-	p.packed = make([]cuda.PackedRange, len(p.rows))
+	p.packed = make([]stream.PackedRange, len(p.rows))
 	for i := range p.rows {
 		r, to := &p.rows[i], &p.packed[i]
 		to.Src, to.N = uint64(r.t.body.(*deviceBody).Addr)+uint64(r.off), int64(r.n)
@@ -296,7 +298,7 @@ func (p *pack) place(ctx context.Context, lay *overwire.Layout, stage *publish.S
 }
 
 // addSums adds a chunk to the hash of its tensor.
-func (r *row) addSums(from *cuda.PackedRange) error {
+func (r *row) addSums(from *stream.PackedRange) error {
 	t := r.t
 	if r.begins {
 		t.sums.blocks = blocksum.New(t.bytes)

@@ -291,7 +291,7 @@ func (w *Writer) takeStage(files []File) (err error) {
 	}
 	var on *cuda.Device
 	if len(w.gpus.all) > 0 {
-		on = w.gpus.all[0].Device()
+		on = w.gpus.all[0].on
 	}
 	w.stage, err = publish.TakeStaged(w.target.Path, most, int64(expected*1.01), w.spec.Staging.MaxMemory, on)
 	return err

@@ -1,6 +1,6 @@
 package serve
 
-// This file makes the server fail in the ways that real servers do.
+// This file makes the server fail as real servers do.
 
 import (
 	"bufio"
@@ -23,11 +23,11 @@ import (
 )
 
 type fault struct {
-	says   string // what the client sees
-	ranged bool   // it suits answers to ranges only
-	// send answers by net/http. Where it is nil, the answer is written to the
+	says   string // what the client observes
+	ranged bool   // applies only to range responses
+	// send answers with net/http. If it is nil, the response is written to the
 	// connection itself: head changes its first lines, cut ends the body at a random
-	// byte, and rest goes on from there; head and rest may be nil.
+	// byte, and rest continues from there. head and rest may be nil.
 	send func(*reply)
 	head func(*reply)
 	cut  bool
@@ -41,12 +41,12 @@ var faults = map[string]fault{
 		}},
 	"short":   {says: "the connection ends within the body", cut: true},
 	"stall":   {says: "the body stops, the connection stays", cut: true, rest: stallBody},
-	"trickle": {says: "the body goes on with a byte now and then", cut: true, rest: trickleBody},
-	"range":   {says: "206 with another range than was asked for", ranged: true, head: sendOtherRange},
+	"trickle": {says: "the body continues with single bytes now and then", cut: true, rest: trickleBody},
+	"range":   {says: "206 with a different range than requested", ranged: true, head: sendOtherRange},
 	"whole":   {says: "200 with the whole file for a range", ranged: true, send: sendWhole},
-	"length":  {says: "a Content-Length that is not that of the range", ranged: true, head: claimOtherLength},
+	"length":  {says: "a Content-Length that differs from the range's length", ranged: true, head: claimOtherLength},
 	"etag":    {says: "the right bytes under another ETag", ranged: true, head: func(p *reply) { p.tag = `"another"` }},
-	"gzip":    {says: "a body encoded with gzip, though identity was asked for", send: sendZipped},
+	"gzip":    {says: "a body encoded with gzip, although identity was requested", send: sendZipped},
 	"loop": {says: "a redirect to the same address", send: func(p *reply) {
 		http.Redirect(p.w, p.r, p.r.URL.Path, http.StatusFound)
 	}},
@@ -55,7 +55,7 @@ var faults = map[string]fault{
 	"429": {says: "429 with Retry-After", send: func(p *reply) { p.askForRetry(http.StatusTooManyRequests) }},
 }
 
-// Kinds returns what the client sees of each fault.
+// Kinds returns what the client observes for each fault.
 func Kinds() map[string]string {
 	says := map[string]string{}
 	for name, f := range faults {
@@ -76,18 +76,18 @@ func newDice(p map[string]float64, seed uint64) (*dice, error) {
 	sum := 0.0
 	for name, v := range p {
 		if _, ok := faults[name]; !ok {
-			return nil, errs.New(errs.ErrArgument, "no fault is called %q; there are %s", name,
+			return nil, errs.New(errs.ErrArgument, "unknown fault %q; known faults are %s", name,
 				strings.Join(slices.Sorted(maps.Keys(faults)), ", "))
 		}
 		if sum += v; v < 0 || sum > 1 {
-			return nil, errs.New(errs.ErrArgument, "faults: probabilities from 0 to 1, together at most 1")
+			return nil, errs.New(errs.ErrArgument, "faults: expected probabilities from 0 to 1 that sum to at most 1")
 		}
 	}
 	return &dice{r: rand.New(rand.NewPCG(seed, 0)), names: slices.Sorted(maps.Keys(p)), p: p, seen: map[string]int64{}},
 		nil
 }
 
-// nextFault returns the fault of one response, "" for none.
+// nextFault returns the fault of one response, or "" for none.
 func (d *dice) nextFault() string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -112,8 +112,8 @@ func (d *dice) countFault(kind string) {
 	d.mu.Unlock()
 }
 
-// A reply is the answer that a fault spoils: length bytes of f from a byte on. Most
-// of it may become another than the request's.
+// A reply is the response that a fault changes: length bytes of f from an offset on, in
+// total most.
 type reply struct {
 	s            *Server
 	w            http.ResponseWriter
@@ -147,7 +147,7 @@ func (s *Server) sendFault(kind string, w http.ResponseWriter, r *http.Request, 
 	}
 }
 
-// spoilConnection writes the answer to the connection itself.
+// spoilConnection writes the response to the connection itself.
 func (p *reply) spoilConnection(how fault) bool {
 	c, _, err := http.NewResponseController(p.w).Hijack()
 	if err != nil {
@@ -182,7 +182,7 @@ func claimOtherLength(p *reply) { p.length += 1 + p.s.dice.randomBelow(1000) }
 
 func sendInternalError(p *reply) { p.sendStatus(http.StatusInternalServerError) }
 
-func (p *reply) sendStatus(code int) { http.Error(p.w, "a fault that was asked for", code) }
+func (p *reply) sendStatus(code int) { http.Error(p.w, "a requested fault", code) }
 
 func (p *reply) askForRetry(code int) {
 	p.w.Header().Set("Retry-After", fmt.Sprint(int(p.s.opt.RetryAfter.Seconds())))
@@ -203,7 +203,7 @@ func sendZipped(p *reply) {
 	_, _ = p.w.Write(b.Bytes())
 }
 
-// sendOtherRange moves the range by a byte, or cuts it where it is the whole file.
+// sendOtherRange moves the range by a byte, or shortens it if it is the whole file.
 func sendOtherRange(p *reply) {
 	switch {
 	case p.from+1+p.length <= p.size:
@@ -252,8 +252,8 @@ func (s *Server) tickUntil(c net.Conn, tick time.Duration, fn func() bool) {
 	}
 }
 
-// resetConnection closes a connection with RST instead of FIN, below TLS if there is TLS:
-// the client sees a cut TLS stream.
+// resetConnection closes a connection with RST instead of FIN, below any TLS: the client
+// sees a truncated TLS stream.
 func resetConnection(c net.Conn) {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()

@@ -1,6 +1,6 @@
 package serve
 
-// This file lists folders: as JSON, of the shape that nginx has for it (autoindex_format json), and as a page for people.
+// This file lists folders, as JSON in nginx's form (autoindex_format json) or as a page for people.
 
 import (
 	"encoding/json"
@@ -28,8 +28,8 @@ type entry struct {
 // isHidden reports whether a path has a hidden element.
 func isHidden(name string) bool { return strings.HasPrefix(name, ".") || strings.Contains(name, "/.") }
 
-// entriesOf are what an open folder has, sorted: regular files, also by links that stay below the served folder, and folders, but
-// not by links, which could lead in a circle. Hidden names are left out.
+// entriesOf lists an open folder, sorted: its folders, and its regular files, including links to files below
+// the served folder. Links to folders are omitted because they could form a loop. Hidden names are omitted.
 func (s *Server) entriesOf(name string, dir *os.File) (all []entry, err error) {
 	list, err := dir.ReadDir(-1)
 	if err != nil {
@@ -58,11 +58,12 @@ func (s *Server) entriesOf(name string, dir *os.File) (all []entry, err error) {
 	return all, nil
 }
 
-// answerFolder answers with the listing of an open folder: with a page to browsers, which ask for one.
+// answerFolder answers with the listing of an open folder, as a page if the client asks for HTML, as
+// browsers do.
 func (s *Server) answerFolder(w http.ResponseWriter, r *http.Request, name string, dir *os.File) {
 	isPage := strings.Contains(r.Header.Get("Accept"), "text/html")
 	if !strings.HasSuffix(r.URL.Path, "/") {
-		if !isPage { // a program would take the listing for a file
+		if !isPage { // a program would mistake the listing for a file
 			http.NotFound(w, r)
 			return
 		}
@@ -72,7 +73,7 @@ func (s *Server) answerFolder(w http.ResponseWriter, r *http.Request, name strin
 	}
 	all, err := s.entriesOf(name, dir)
 	if err != nil {
-		http.Error(w, "the folder cannot be read", http.StatusInternalServerError)
+		http.Error(w, "cannot read the folder", http.StatusInternalServerError)
 		return
 	}
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(s.opt.Patience))
@@ -87,13 +88,13 @@ func (s *Server) answerFolder(w http.ResponseWriter, r *http.Request, name strin
 		return
 	}
 	h.Set("Content-Type", "application/json")
-	all = slices.DeleteFunc(all, func(e entry) bool { return !utf8.ValidString(e.Name) }) // which JSON cannot name
+	all = slices.DeleteFunc(all, func(e entry) bool { return !utf8.ValidString(e.Name) }) // JSON cannot represent the name
 	text, _ := json.Marshal(append([]entry{}, all...))                                    // cannot fail
 	_, _ = w.Write(text)
 }
 
-// pageOf is a listing for people. Names are of strangers: they are escaped, and each link begins with ./, so that none is
-// another scheme or host.
+// pageOf renders a listing for people. Names are untrusted: they are escaped, and each link begins with ./, so
+// that it cannot name another scheme or host.
 func pageOf(at string, all []entry) []byte {
 	var b strings.Builder
 	title := html.EscapeString(strings.ToValidUTF8(at, "\ufffd"))

@@ -1,12 +1,12 @@
-// Package serve is a small HTTP server of the files below one folder. It lists folders, has ranges,
-// strong ETags and If-Match, simulates a link of any speed and latency, and makes,
-// by probability and seed, the faults of networks and stores. It is for tests and
-// experiments, not for the internet: it has no passwords, and binds to this
-// machine unless Options name another address.
+// Package serve is a small HTTP server for the files in one folder. It lists folders, supports
+// ranges, strong ETags and If-Match, simulates a link of any speed and latency, and produces the
+// faults of networks and stores, by probability and seed. It is for tests and experiments, not for
+// the internet: it has no passwords, and listens only on this machine unless Options name another
+// address.
 //
-// A client holds a connection while it takes bytes, however slowly: each step of them has
-// Options.Patience, and so have a handshake, a request's header, its body and the pause before the
-// next request. Connections are limited, too; further clients wait until one ends.
+// A client may hold a connection as long as it makes progress. Options.Patience limits each step
+// of a body, a handshake, a request's header and body, and the pause before the next request. The
+// number of connections is limited; further clients wait until one ends.
 package serve
 
 import (
@@ -38,25 +38,26 @@ type Options struct {
 	Rate    int64         // bytes per second over all connections; 0: no limit
 	Each    int64         // bytes per second of one connection; 0: no limit
 	Latency time.Duration // before every response
-	// NoRanges ignores Range headers, as HTTP/1.0 servers do; Chunked sends no
-	// Content-Length either.
+	// NoRanges ignores Range headers, as HTTP/1.0 servers do. Chunked sends no
+	// Content-Length.
 	NoRanges, Chunked bool
 	Cert, Key         string // PEM files; both for TLS
-	// Faults are the probabilities that a response has a fault, by the names of
-	// Kinds.
+	// Faults are the probabilities of each fault of Kinds in a response.
 	Faults map[string]float64
 	Seed   uint64
-	// RetryAfter is the pause that responses 429 and 503 ask for.
+	// RetryAfter is the Retry-After of responses 429 and 503.
 	RetryAfter time.Duration
-	// Header, if not nil, is called before each response; false refuses with 401.
+	// Header, if not nil, is called before each response. If it returns false, the
+	// request is refused with 401.
 	Header func(http.Header) bool
-	// Patience is how long a client may take for one step, 256 KiB of a body; 0: a minute.
+	// Patience is how long a client may take for one step, 256 KiB of a body; 0 means a
+	// minute.
 	Patience time.Duration
-	// Connections is how many there may be at once; 0: 1,024.
+	// Connections limits simultaneous connections; 0 means 1,024.
 	Connections int
 }
 
-// maxHeader bounds a request's header; net/http adds 4 KiB.
+// maxHeader limits a request's header; net/http adds 4 KiB.
 const maxHeader = 32 << 10
 
 // A Server is a running server.
@@ -68,8 +69,8 @@ type Server struct {
 	dice *dice
 	addr string
 	done chan struct{}
-	end  chan struct{} // closed by Close: ends stalled responses
-	open chan struct{} // has one for each connection
+	end  chan struct{} // closed by Close; ends stalled responses
+	open chan struct{} // holds one element for each connection
 
 	once sync.Once
 	Sent atomic.Int64 // bytes of bodies and headers that the kernel accepted
@@ -123,7 +124,7 @@ func (s *Server) URL() string {
 	return "http://" + s.addr + "/"
 }
 
-// Faults returns the number of faults until now, by kind.
+// Faults returns the number of faults so far, by kind.
 func (s *Server) Faults() map[string]int64 {
 	s.dice.mu.Lock()
 	defer s.dice.mu.Unlock()
@@ -151,7 +152,7 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 	if s.opt.Latency > 0 {
 		time.Sleep(s.opt.Latency)
 	}
-	if r.ContentLength != 0 { // of no use here; net/http reads it before it answers
+	if r.ContentLength != 0 { // bodies are unused, but net/http reads them before it answers
 		w.Header().Set("Connection", "close")
 		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(s.opt.Patience))
 	}
@@ -168,7 +169,8 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 		http.NotFound(w, r)
 		return
 	}
-	// Never out of the folder, links included; and a pipe does not wait for its writer.
+	// The root keeps paths and links inside the folder, and opening a pipe must not
+	// wait for its writer.
 	f, err := s.root.OpenFile(name, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	switch {
 	case errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE):
@@ -193,7 +195,7 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 func (s *Server) answerFile(w http.ResponseWriter, r *http.Request, f *os.File) {
 	now, isSettled, err := settledState(f)
 	if err != nil {
-		http.Error(w, "the file cannot be read", http.StatusInternalServerError)
+		http.Error(w, "cannot read the file", http.StatusInternalServerError)
 		return
 	}
 	tag := now.entityTag(isSettled)
@@ -230,7 +232,7 @@ type link struct {
 	free time.Time // when it will have sent its bytes
 }
 
-// step is the most bytes that a shaped link takes at once.
+// step is the most bytes that a shaped link accepts at once.
 const step = 256 << 10
 
 // waitForLink waits until the link can send n bytes.
@@ -246,7 +248,7 @@ func (l *link) waitForLink(n int) {
 	l.free = l.free.Add(time.Duration(float64(n) / float64(l.rate) * 1e9))
 	wait := l.free.Sub(now)
 	l.mu.Unlock()
-	if wait > 2*time.Millisecond { // shorter sleeps take longer than asked
+	if wait > 2*time.Millisecond { // shorter sleeps take longer than requested
 		time.Sleep(wait - time.Millisecond)
 	}
 }
@@ -256,11 +258,11 @@ type listener struct {
 	s *Server
 }
 
-// The pauses after a connection that could not be accepted.
+// Pauses after a connection that could not be accepted.
 const minPause, maxPause = 5 * time.Millisecond, time.Second
 
-// Accept passes on no error of one connection, nor of a machine that lacks memory or descriptors: net/http would end
-// the server for some.
+// Accept does not return errors of single connections, or of a machine short of memory or descriptors: net/http
+// would end the server for some of them.
 func (l *listener) Accept() (net.Conn, error) {
 	select {
 	case l.s.open <- struct{}{}:
@@ -283,7 +285,7 @@ func (l *listener) Accept() (net.Conn, error) {
 	return &conn{TCPConn: c.(*net.TCPConn), s: l.s, own: link{rate: l.s.opt.Each}}, nil
 }
 
-// A conn counts, shapes and bounds writes.
+// A conn counts, delays and limits writes.
 type conn struct {
 	*net.TCPConn
 	s    *Server
@@ -296,7 +298,8 @@ func (c *conn) Close() error {
 	return c.TCPConn.Close()
 }
 
-// beginStep waits until n bytes may be sent, and gives the client the time for them.
+// beginStep waits until n bytes may be sent, and extends the client's deadline for
+// them.
 func (c *conn) beginStep(n int) error {
 	c.waitForLinks(n)
 	return c.SetWriteDeadline(time.Now().Add(c.s.opt.Patience))
@@ -322,7 +325,8 @@ func (c *conn) Write(p []byte) (done int, err error) {
 	return done, err
 }
 
-// ReadFrom copies: pages that sendfile passes on would show a change of the file until the client has them.
+// ReadFrom copies. With sendfile a change of the file would show in pages that the client has not received
+// yet.
 func (c *conn) ReadFrom(r io.Reader) (int64, error) {
 	return io.CopyBuffer(struct{ io.Writer }{c}, struct{ io.Reader }{r}, make([]byte, step))
 }

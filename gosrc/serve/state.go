@@ -1,6 +1,7 @@
 package serve
 
-// This file tells the states of a file apart, so that no answer has bytes of two.
+// This file tells states of a file apart, so that no response mixes bytes of two
+// states.
 
 import (
 	"errors"
@@ -15,8 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
-// A state identifies the bytes of a file. A program may set size and time of modification to
-// those of another file, but not the inode together with the time of the last change.
+// A state identifies the bytes of a file. A program can set size and modification time to
+// those of another file, but not both the inode and the change time.
 type state struct {
 	device, inode uint64
 	size          int64
@@ -33,12 +34,12 @@ func stateOf(f *os.File) (state, error) {
 	return state{uint64(st.Dev), st.Ino, st.Size, st.Mtim.Nano(), st.Ctim.Nano(), st.Mode & unix.S_IFMT}, nil
 }
 
-// Ticks of the clocks by which file systems note changes: two changes within one tick leave one time. The kernel's
-// own have some milliseconds; those of servers, and of formats like FAT, up to two seconds.
+// Ticks of the clocks with which file systems record changes: two changes within one tick have the same time.
+// The kernel's ticks last some milliseconds; those of servers, and of formats like FAT, up to two seconds.
 const fineTick, coarseTick = 50 * time.Millisecond, 3 * time.Second
 
-// settledState is the state of a file, and whether a later change is certain to change it. It waits for that where a tick of
-// the kernel's clock is enough.
+// settledState returns the state of a file, and whether every later change will alter it. If one tick of the
+// kernel's clock is enough for that, it waits.
 func settledState(f *os.File) (s state, settled bool, err error) {
 	tick := coarseTick
 	kind, kindErr := regular.IdentifyFile(int(f.Fd()))
@@ -58,7 +59,8 @@ func settledState(f *os.File) (s state, settled bool, err error) {
 	}
 }
 
-// entityTag is the ETag of a state: weak where the file could change without a change of it.
+// entityTag returns the ETag of a state. It is weak if the file could change while the state
+// stays the same.
 func (s state) entityTag(settled bool) string {
 	tag := fmt.Sprintf(`"%x-%x-%x-%x-%x"`, s.size, s.modified, s.changed, s.inode, s.device)
 	if !settled {
@@ -67,9 +69,9 @@ func (s state) entityTag(settled bool) string {
 	return tag
 }
 
-var errChanged = errors.New("the file is no longer the one that its ETag names")
+var errChanged = errors.New("the file has changed since its ETag was sent")
 
-// A content reads a file that is in one state. Its reads fail once the file has another one.
+// A content reads a file in one state. Its reads fail once the file is in another one.
 type content struct {
 	*os.File
 	opened state
@@ -97,8 +99,8 @@ func (c *content) checkRead(n int, err error) (int, error) {
 	return n, err
 }
 
-// endSpoiled cuts the connection of an answer that has begun and cannot go on: its length alone does not show
-// that in an answer in chunks.
+// endSpoiled cuts the connection of a response that cannot be completed, because a chunked response does not
+// reveal that by its length.
 func (c *content) endSpoiled() {
 	if c.err != nil {
 		panic(http.ErrAbortHandler) // net/http recovers it, and closes the connection

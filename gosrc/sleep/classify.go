@@ -1,6 +1,6 @@
 package sleep
 
-// This file chooses from samples how each tensor is stored, and estimates its size.
+// This file decides from samples how each tensor is stored, and estimates its size.
 
 import (
 	"cmp"
@@ -13,27 +13,27 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// chunkBytes is that of files; tests make it smaller.
+// chunkBytes is the chunk size of files; tests use a smaller one.
 var chunkBytes int64 = 1 << 20
 
 const (
-	// minCoded: smaller tensors are stored as they are, since their tables cost as
-	// much as coding gains.
+	// minCoded: smaller tensors are stored uncompressed, because their tables cost as
+	// much as coding saves.
 	minCoded = 8 << 10
-	// minGain: a tensor with a sample that shrinks less is stored as it is.
+	// minGain: a tensor with a sample that shrinks less is stored uncompressed.
 	minGain = 0.99
 
 	sampleRuns  = 4
 	sampleBytes = 16 << 10
-	// sampled is how many tensors, the largest ones, are sampled to estimate the memory,
-	// besides those that have several transforms to choose from.
+	// sampled is how many of the largest tensors are sampled to estimate the memory, in
+	// addition to those with several possible transforms.
 	sampled = 96
 )
 
 type item struct {
 	Tensor
 	transform uint8
-	alias     int     // 1 + the item that has the same memory; 0: none
+	alias     int     // 1 + the item with the same memory; 0: none
 	expect    float64 // stored / logical
 	known     bool    // expect comes from a sample
 	sums      blocksum.State
@@ -54,7 +54,7 @@ func classifyTensors(in []Tensor, samples sampler, rep *Report) ([]item, error) 
 		*t = item{Tensor: in[i], expect: 1}
 		n, err := tensor.Size(t.DType, t.Shape)
 		if err == nil && n != int64(len(t.Data)) {
-			err = errs.New(errs.ErrArgument, "shape %v as %v is %d bytes, but %d were given", t.Shape, t.DType, n,
+			err = errs.New(errs.ErrArgument, "shape %v of %v takes %d bytes, but got %d", t.Shape, t.DType, n,
 				len(t.Data))
 		}
 		if err != nil {
@@ -87,7 +87,7 @@ func classifyTensors(in []Tensor, samples sampler, rep *Report) ([]item, error) 
 	return items, nil
 }
 
-// transformsOf are the transforms that may shrink a dtype.
+// transformsOf returns the transforms that may shrink a dtype.
 func transformsOf(d tensor.DType) []uint8 {
 	all := x16.TransformsFor(d)
 	if i := slices.Index(all, 0); i >= 0 {
@@ -96,8 +96,8 @@ func transformsOf(d tensor.DType) []uint8 {
 	return all
 }
 
-// estimateSizes chooses transforms, and estimates the stored size of tensors: without a sample, from the others of
-// their dtype.
+// estimateSizes chooses transforms and estimates the stored size of tensors. For a tensor without a sample it
+// uses the others of its dtype.
 func estimateSizes(items []item, samples sampler) error {
 	var sample, rest []*item
 	for i := range items {

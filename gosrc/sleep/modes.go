@@ -1,6 +1,6 @@
 package sleep
 
-// This file makes the stored bytes of a container from tensors, on the host's cores or on a GPU.
+// This file compresses tensors for the in-memory container, on the host's cores or on a GPU.
 
 import (
 	"cmp"
@@ -11,20 +11,21 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/load"
 )
 
-// batchRows is the most chunks of a batch.
+// batchRows is the maximum number of chunks in a batch.
 const batchRows = 1024
 
-// A mode makes stored bytes in slots. The calls of a slot come in the order encode, fetch, wait.
+// A mode compresses chunks in slots. The calls for a slot come in the order encode, fetch, wait.
 type mode struct {
-	window, workers     int   // batches that may be under way, and goroutines that make them
+	window, workers     int   // batches in flight, and goroutines that make them
 	bytes               int64 // of a batch, each range rounded up to 16
 	staging             int64 // of the device
 	gpu                 bool
 	samples             sampler
-	encode, fetch, wait func(slot int, rows []cuda.PackedRange) error
+	encode, fetch, wait func(slot int, rows []stream.PackedRange) error
 	close               func() // waits for the last copies
 }
 
@@ -48,7 +49,7 @@ func hostMode(threads int) mode {
 	h := &host{encoders: sync.Pool{New: func() any { return new(x16.Encoder) }}, out: make([][]byte, 2*threads+2)}
 	return mode{
 		window: len(h.out), workers: threads, bytes: chunkBytes, encode: h.encode, wait: h.wait, close: func() {},
-		fetch: func(int, []cuda.PackedRange) error { return nil },
+		fetch: func(int, []stream.PackedRange) error { return nil },
 		samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
 			for i, a := range at {
 				got(i, device.Bytes(a, n))
@@ -58,7 +59,7 @@ func hostMode(threads int) mode {
 	}
 }
 
-func (h *host) encode(slot int, rows []cuda.PackedRange) error {
+func (h *host) encode(slot int, rows []stream.PackedRange) error {
 	e := h.encoders.Get().(*x16.Encoder)
 	defer h.encoders.Put(e)
 	out := h.out[slot][:0]
@@ -78,7 +79,7 @@ func (h *host) encode(slot int, rows []cuda.PackedRange) error {
 	return nil
 }
 
-func (h *host) wait(slot int, rows []cuda.PackedRange) error {
+func (h *host) wait(slot int, rows []stream.PackedRange) error {
 	out := h.out[slot]
 	for i := range rows {
 		r := &rows[i]
@@ -92,14 +93,14 @@ func (h *host) wait(slot int, rows []cuda.PackedRange) error {
 	return nil
 }
 
-// gpuMode encodes on a GPU, which also computes sums if asked to.
-func gpuMode(p *cuda.Packer, sums bool) mode {
+// gpuMode encodes on a GPU, which also computes hash sums if requested.
+func gpuMode(p *stream.Packer, sums bool) mode {
 	return mode{
 		window: p.SlotCount(), workers: p.SlotCount(), bytes: p.SlotBytes(), staging: p.DeviceBytes(), gpu: true,
 		samples: p.CopySamples,
 		fetch:   p.QueueFetches,
-		wait:    func(slot int, _ []cuda.PackedRange) error { return p.Wait(slot) }, close: p.Close,
-		encode: func(slot int, rows []cuda.PackedRange) error {
+		wait:    func(slot int, _ []stream.PackedRange) error { return p.Wait(slot) }, close: p.Close,
+		encode: func(slot int, rows []stream.PackedRange) error {
 			if sums {
 				if err := p.QueueSums(slot, rows); err != nil {
 					return err

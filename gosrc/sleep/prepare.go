@@ -1,31 +1,31 @@
 package sleep
 
-// This file gets the host memory of a sleep before the tensors sleep.
+// This file allocates the host memory of a sleep before the tensors sleep.
 
 import (
 	"context"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// A Preparation gets host memory in the background.
+// A Preparation allocates host memory in the background.
 type Preparation struct {
-	// Bytes is what a sleep is expected to take; 0 on the host, where nothing is prepared.
+	// Bytes is the expected size of a sleep; 0 on the host, where nothing is prepared.
 	Bytes int64
 	job   *job.Job // nil: nothing to do
 	ready int64    // set before the job ends
 }
 
-// Prepare begins to get the host memory that a sleep of these tensors of a GPU will take,
-// or, without tensors, `bytes` of it. It refuses at once to take more than there is, and
-// reads the tensors only until it returns; it takes no memory of the GPU. The next sleep
-// uses the memory that is ready, and does not wait for the rest. The growth ends with the process, or
-// by Drop or empty_cache.
+// Prepare begins to allocate the host memory that a sleep of these GPU tensors will take, or `bytes`
+// of it if there are no tensors. It immediately refuses to allocate more than is available. It reads
+// the tensors only until it returns, and takes no GPU memory. The next sleep uses the memory that is
+// ready, and does not wait for the rest. Growth ends with the process, with Drop or with empty_cache.
 func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	gpu, err := gpuOf(spec.Device)
 	if err != nil {
@@ -49,13 +49,14 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 		most, need = s.estimateRoom()
 	}
 	if need <= 0 || need > 1<<43 {
-		return nil, errs.New(errs.ErrArgument, "sleep: %d bytes of host memory: expected 1 to %d", need, int64(1)<<43)
+		return nil, errs.New(errs.ErrArgument, "sleep: invalid amount of host memory, %d bytes: expected 1 to "+
+			"%d", need, int64(1)<<43)
 	}
 	if err := spec.refuseRoom(need, gpu); err != nil {
 		return nil, err
 	}
 	want := aheadOf(need)
-	if unit := cuda.RegisterAlignment(); spec.Budget > 0 && sizes.RoundUp(want, unit) > spec.Budget {
+	if unit := memory.RegisterAlignment(); spec.Budget > 0 && sizes.RoundUp(want, unit) > spec.Budget {
 		if want = spec.Budget / unit * unit; want == 0 {
 			return &Preparation{Bytes: need}, nil // the sleep takes as much at once
 		}
@@ -72,7 +73,7 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	return p, nil
 }
 
-// Wait waits for the end, and returns how many bytes were made ready.
+// Wait waits for the end, and returns how many bytes are ready.
 func (p *Preparation) Wait(ctx context.Context) (int64, error) {
 	if p.job == nil {
 		return 0, nil
@@ -85,7 +86,7 @@ func (p *Preparation) Wait(ctx context.Context) (int64, error) {
 	}
 }
 
-// Return gives back the host memory that is cached for sleeps of a device.
+// Return releases the host memory that is cached for sleeps of a device.
 func Return(name string) error {
 	gpu, err := gpuOf(name)
 	if gpu != nil {
@@ -94,7 +95,7 @@ func Return(name string) error {
 	return err
 }
 
-// readSamples reads n bytes at each address of a GPU, and takes no memory of the GPU.
+// readSamples reads n bytes at each GPU address, without allocating GPU memory.
 func readSamples(gpu *cuda.Device, at []uint64, n int64, got func(i int, b []byte)) error {
 	b := make([]byte, n)
 	for i, a := range at {

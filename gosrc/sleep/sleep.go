@@ -1,10 +1,11 @@
-// Package sleep compresses tensors where they are, on the host or on a GPU, into host memory. Any load of the engine
-// brings them back. Their own memory is only read.
+// Package sleep compresses tensors where they are, on the host or on a GPU, into host memory. Any load of the
+// engine restores them. It only reads the tensors' own memory.
 //
-// The host memory is an in-memory container (docs/format.md). It has all that a file has, except the hashes of
-// whole tensors: these take another pass, which is made when a file is wanted. The memory is bounded, estimated
-// from samples before it is taken, and made ready while the first chunks arrive. A GPU encodes a ring of slots and
-// copies the stored bytes in the order of the file; the host computes checksums meanwhile.
+// The host memory is an in-memory container (docs/format.md). It contains everything that a file does, except
+// the hashes of whole tensors: these need another pass, which is made if a file is requested. The memory is
+// bounded, estimated from samples before it is allocated, and faulted in while the first chunks arrive. A GPU
+// encodes a ring of slots and copies the stored bytes in the order of the file, while the host computes
+// checksums.
 package sleep
 
 import (
@@ -17,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
@@ -32,11 +34,11 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// name is that of the in-memory container in errors.
+// name is the in-memory container's name in errors.
 const name = "memory of sleeping tensors"
 
-// A Tensor is put to sleep. Data is its memory, dense, on the Spec's device;
-// it must stay valid and unchanged until the job has ended.
+// A Tensor is to be put to sleep. Data is its memory, dense, on the Spec's device. It
+// must stay valid and unchanged until the job has ended.
 type Tensor struct {
 	Name  string
 	DType tensor.DType
@@ -44,19 +46,20 @@ type Tensor struct {
 	Data  []byte
 }
 
-// A Spec says how tensors are put to sleep.
+// A Spec says how to put tensors to sleep.
 type Spec struct {
-	// Device has all the tensors: "cpu", "cuda:1".
+	// Device is the device of all the tensors: "cpu", "cuda:1".
 	Device string `json:"device"`
-	// Budget is the most host memory that the stored bytes may take; 0: what there is.
+	// Budget is the most host memory for the stored bytes; 0 means all that is
+	// available.
 	Budget int64 `json:"max_memory"`
-	// Path is a local file that is also written; "": none.
+	// Path is a local file that is also written; "" for none.
 	Path    string `json:"path"`
 	Threads int    `json:"threads"` // 0: one per core
 }
 
-// A Report says what sleeping cost. Bytes are those of the tensors, and shared memory counts
-// once; Stored is what they take in host memory; Staging is the memory that the GPU
+// A Report describes the cost of a sleep. Bytes are those of the tensors, counting shared
+// memory once. Stored is what they take in host memory. Staging is the memory that the GPU
 // needed meanwhile.
 type Report struct {
 	Bytes      int64    `json:"bytes"`
@@ -82,15 +85,15 @@ type sleeper struct {
 	report  Report
 }
 
-// A batch is a range of the layout's chunks that are made together.
+// A batch is a range of the layout's chunks that are compressed together.
 type batch struct {
 	first, end int
-	rows       []cuda.PackedRange // until it is finished
+	rows       []stream.PackedRange // until it is finished
 }
 
-// Sleep compresses tensors. The model that it returns is the caller's; each load of it
-// compares all checksums, and closing it gives the memory back. The job's bytes are
-// those of the tensors.
+// Sleep compresses tensors. The caller owns the returned model. Each load of it
+// compares all checksums, and closing it releases the memory. The job's bytes are those
+// of the tensors.
 func Sleep(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (*load.Model, Report, error) {
 	start := time.Now()
 	s := &sleeper{Spec: spec, job: j}
@@ -117,7 +120,7 @@ func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err
 		s.mode = gpuMode(p, s.Path != "")
 	}
 	defer func() {
-		s.mode.close() // nothing is copied any more
+		s.mode.close() // no more copies
 		if err != nil && s.mem != nil {
 			s.mem.Keep()
 		}
@@ -193,7 +196,8 @@ func (s *sleeper) divideChunks() {
 	}
 }
 
-// estimateRoom is the most host memory that the container can take, and the estimate from samples.
+// estimateRoom returns the most host memory that the container can take, and the estimate from
+// samples.
 func (s *sleeper) estimateRoom() (most, need int64) {
 	most, estimate := s.lay.Start()+tensor.BlobAlign, float64(s.lay.Start())
 	for i := range s.lay.Tensors {
@@ -207,7 +211,7 @@ func (s *sleeper) estimateRoom() (most, need int64) {
 	return most, int64(estimate)
 }
 
-// refuseRoom refuses to take more host memory than there is, or than the budget.
+// refuseRoom refuses to take more host memory than is available, or than the budget.
 func (s *Spec) refuseRoom(need int64, gpu *cuda.Device) error {
 	no := func(left int64, why string) error {
 		return &errs.Memory{Where: "host", Asked: need, Free: left, Total: left, For: "sleeping tensors", Err: why}
@@ -221,10 +225,10 @@ func (s *Spec) refuseRoom(need int64, gpu *cuda.Device) error {
 	return nil
 }
 
-// aheadOf is how much memory is made ready for an estimate from samples, which may be too low.
+// aheadOf is how much memory to prepare for an estimate from samples, which may be too low.
 func aheadOf(need int64) int64 { return need + need/100 }
 
-// reserveMemory takes the host memory, or refuses to.
+// reserveMemory reserves the host memory, or returns an error.
 func (s *sleeper) reserveMemory(gpu *cuda.Device) error {
 	most, need := s.estimateRoom()
 	if err := s.refuseRoom(need, gpu); err != nil {
@@ -267,10 +271,10 @@ func (s *sleeper) fillMemory(ctx context.Context) error {
 	return nil
 }
 
-// encode makes the stored bytes of batch k, in a slot.
+// encode compresses batch k in a slot.
 func (s *sleeper) encode(k, slot int) error {
 	b := &s.batches[k]
-	b.rows = make([]cuda.PackedRange, 0, b.end-b.first)
+	b.rows = make([]stream.PackedRange, 0, b.end-b.first)
 	t := s.tensorOf(b.first)
 	for c := b.first; c < b.end; c++ {
 		for c >= int(s.lay.Tensors[t].First+s.lay.Tensors[t].Count) {
@@ -278,7 +282,7 @@ func (s *sleeper) encode(k, slot int) error {
 		}
 		it := &s.items[s.lay.Items[t]]
 		at := (int64(c) - int64(s.lay.Tensors[t].First)) * chunkBytes
-		row := cuda.PackedRange{Src: it.addressOf() + uint64(at), N: int64(s.lay.Chunks[c].Logical),
+		row := stream.PackedRange{Src: it.addressOf() + uint64(at), N: int64(s.lay.Chunks[c].Logical),
 			Transform: it.transform}
 		if row.Hash = s.hashesOnGPU(it); row.Hash && c == int(s.lay.Tensors[t].First+s.lay.Tensors[t].Count)-1 {
 			row.Tail = blocksum.Tail(s.lay.Tensors[t].Bytes)
@@ -296,13 +300,13 @@ func (s *sleeper) encode(k, slot int) error {
 	return nil
 }
 
-// tensorOf is the tensor, in the order of the layout, that has a chunk.
+// tensorOf returns the tensor, in the order of the layout, to which a chunk belongs.
 func (s *sleeper) tensorOf(c int) int {
 	return sort.Search(len(s.lay.Tensors), func(t int) bool { return int(s.lay.Tensors[t].First) > c }) - 1
 }
 
-// placeBatch gives the chunks of batch k their offsets in the container and begins to copy them
-// there. Memory that was used before is cleared between them.
+// placeBatch assigns the chunks of batch k their offsets in the container and begins to copy
+// them there. It clears reused memory between them.
 func (s *sleeper) placeBatch(ctx context.Context, k, slot int) error {
 	b := &s.batches[k]
 	if err := s.addSums(b); err != nil {
@@ -328,7 +332,7 @@ func (s *sleeper) placeBatch(ctx context.Context, k, slot int) error {
 	return s.mode.fetch(slot, b.rows)
 }
 
-// finishBatch waits for the copies of batch k and sums them.
+// finishBatch waits for the copies of batch k and computes its checksums.
 func (s *sleeper) finishBatch(k, slot int) error {
 	b := &s.batches[k]
 	if err := s.mode.wait(slot, b.rows); err != nil {
@@ -343,12 +347,14 @@ func (s *sleeper) finishBatch(k, slot int) error {
 	return nil
 }
 
-// hashesOnGPU reports whether a GPU computes the sums of a tensor's hash, as it does if it encodes the tensor.
+// hashesOnGPU reports whether a GPU computes the sums of a tensor's hash, as it does for tensors that it
+// encodes.
 func (s *sleeper) hashesOnGPU(t *item) bool {
 	return s.mode.gpu && s.Path != "" && t.transform != 0
 }
 
-// addSums adds the sums of a batch that a GPU has made to the hashes of its tensors.
+// addSums adds the sums that a GPU has computed for a batch to the hashes of its
+// tensors.
 func (s *sleeper) addSums(b *batch) error {
 	at := s.tensorOf(b.first)
 	for i := range b.rows {
@@ -371,16 +377,16 @@ func (s *sleeper) addSums(b *batch) error {
 		}
 		high, low, ok := it.sums.Finish(tail)
 		if !ok {
-			return errs.New(errs.ErrEngine, "tensor %q: the GPU made too few sums of its hash", t.Name)
+			return errs.New(errs.ErrEngine, "tensor %q: the GPU computed too few sums for its hash", t.Name)
 		}
 		t.Hash = codec.HashOf(xxh3.Uint128{Hi: high, Lo: low})
 	}
 	return nil
 }
 
-// writeFile hashes the tensors that no GPU has hashed, and writes the file. Tensors of the host are hashed where they
-// are, and those of a GPU in the container, where they are stored unchanged. The memory then has the bytes of the
-// file.
+// writeFile hashes the tensors that no GPU has hashed, and writes the file. Host tensors are hashed where they
+// are; GPU tensors are hashed in the container, where they are stored uncompressed. Afterwards the memory has
+// the bytes of the file.
 func (s *sleeper) writeFile(ctx context.Context) error {
 	all := s.lay.Tensors
 	err := spawn.Each(ctx, "sleep hash", runtime.GOMAXPROCS(0), len(all), func(i int) error {

@@ -17,11 +17,11 @@ import (
 // A Model is an opened model. Its tensors can be read in any order. The caller closes it.
 type Model struct {
 	Index   *tensor.Index
-	Sources []source.Source // by the numbers that the index has
-	Sets    []format.Files  // of each name that was opened
+	Sources []source.Source // indexed as in the index
+	Sets    []format.Files  // for each name that was opened
 }
 
-// Open opens a model. With unlisted it also has the tensors in the files of an index.json that the
+// Open opens a model. With unlisted it includes the tensors in an index.json's files that the
 // index.json does not list.
 func Open(ctx context.Context, uris []string, access format.Access, unlisted bool) (*Model, error) {
 	stores := open.With(access.Options)
@@ -48,7 +48,8 @@ func (m *Model) Close() {
 	}
 }
 
-// RefuseWritten refuses a model if one of its files was written to after it was opened.
+// RefuseWritten returns an error if one of the model's files was changed after it was
+// opened.
 func (m *Model) RefuseWritten() error {
 	for _, s := range m.Sources {
 		if err := source.Unwritten(s); err != nil {
@@ -58,15 +59,16 @@ func (m *Model) RefuseWritten() error {
 	return nil
 }
 
-// Metadata is the metadata of source k, nil if it has none. It leaves out the key of containers, which
-// another program may also use.
+// Metadata returns the metadata of source k, nil if it has none, without the key that containers use
+// and that other programs may also use.
 func (m *Model) Metadata(k int) map[string]string {
 	out := maps.Clone(m.Index.Sources[k].Metadata)
 	delete(out, overwire.MetadataKey)
 	return out
 }
 
-// Holder is the number of the tensor that has the bytes of tensor i: i, unless that is an alias.
+// Holder returns the number of the tensor with the bytes of tensor i: i itself, unless that is
+// an alias.
 func (m *Model) Holder(i int) int {
 	if a := m.Index.Tensors[i].Alias; a >= 0 {
 		return int(a)
@@ -88,7 +90,8 @@ func (m *Model) Readers(c *Cache) []*Tensor {
 	return readers
 }
 
-// A Total sums tensors up. Aliases count in Tensors and Bytes. The zero value sums none.
+// A Total sums up tensors. Aliases count in Tensors and Bytes. The zero value is an
+// empty sum.
 type Total struct {
 	Tensors int     `json:"tensors"`
 	Bytes   int64   `json:"bytes"`

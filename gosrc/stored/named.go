@@ -14,15 +14,15 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// A Folder is a folder of models, and what lies in it.
+// A Folder is a folder of models, with a list of its contents.
 type Folder struct {
 	Path   string // on this host, or a URI
 	Remote bool
-	Files  []source.Entry // of a remote one: in it and below it; nil if its store lists no files
+	Files  []source.Entry // of a remote folder: files in it and its subfolders; nil if its store lists no files
 }
 
-// FolderAt is the folder that a name stands for. A remote one is listed, and pinned to a commit if it is one
-// of hf://; ok is false if the name is a remote file. A local name is not looked at.
+// FolderAt returns the folder for a name. It lists a remote folder, and pins one of hf:// to a commit. ok is
+// false if the name is a remote file. It does not look up local names.
 func FolderAt(ctx context.Context, at source.Location, opt source.Options) (f Folder, ok bool, err error) {
 	if !at.Remote {
 		return Folder{Path: at.Path}, true, nil
@@ -41,8 +41,8 @@ func FolderAt(ctx context.Context, at source.Location, opt source.Options) (f Fo
 	return Folder{Path: pinned, Remote: true, Files: files}, true, err
 }
 
-// Branches are the folders at and below f that hold files, without the folder avoid, which is written. There
-// are none if f is not a folder or its store does not list it.
+// Branches lists f and its subfolders that contain files, except the folder avoid, which is being written.
+// There are none if f is not a folder or its store cannot list it.
 func (f Folder) Branches(avoid string) ([]format.Branch, error) {
 	switch {
 	case !f.Remote:
@@ -55,7 +55,8 @@ func (f Folder) Branches(avoid string) ([]format.Branch, error) {
 	return format.RemoteTree(f.Path, "", f.Files)
 }
 
-// PathBelow is the path or URI of a folder below another; "" names that folder itself.
+// PathBelow returns the path or URI of a folder below another; "" stands for the folder
+// itself.
 func PathBelow(dir, name string) string {
 	switch {
 	case name == "":
@@ -66,8 +67,8 @@ func PathBelow(dir, name string) string {
 	return filepath.Join(dir, name)
 }
 
-// ExpandFolders opens what users name. A folder without weights of its own stands for the folders below it that
-// have some. A store is only asked for these if the folder itself has no model.
+// ExpandFolders resolves the names that users give. A folder without weights of its own stands for its
+// subfolders with weights. A store is asked for these only if the folder itself has no model.
 func ExpandFolders[T any](ctx context.Context, uris []string, opt source.Options,
 	openAll func(uris []string) (T, error)) (T, error) {
 	uris = expandAll(ctx, uris, opt, false)
@@ -84,7 +85,7 @@ func ExpandFolders[T any](ctx context.Context, uris []string, opt source.Options
 
 func expandAll(ctx context.Context, uris []string, opt source.Options, remote bool) (out []string) {
 	for _, uri := range uris {
-		below := []string{uri} // opening it reports what is wrong
+		below := []string{uri} // opening it reports the error
 		if at := source.LocationOf(uri); !at.Remote || remote {
 			below = weightsBelow(ctx, at, opt, below)
 		}
@@ -93,7 +94,8 @@ func expandAll(ctx context.Context, uris []string, opt source.Options, remote bo
 	return out
 }
 
-// weightsBelow lists the folders with weights below one that has none; otherwise usual.
+// weightsBelow lists the subfolders with weights of a folder that has none itself;
+// otherwise it returns usual.
 func weightsBelow(ctx context.Context, at source.Location, opt source.Options, usual []string) (below []string) {
 	f, ok, err := FolderAt(ctx, at, opt)
 	if err != nil || !ok {

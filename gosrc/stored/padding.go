@@ -1,6 +1,6 @@
 package stored
 
-// This file checks what lies between the chunks of a container.
+// This file checks the bytes between the chunks of a container.
 
 import (
 	"context"
@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// CheckPadding checks the bytes of source k of ix between the chunks and after them, which
-// the writer leaves zero: anything else is errs.ErrCorrupt, with its offset.
+// CheckPadding checks that the bytes of source k of ix between and after the chunks are
+// zero, as the writer leaves them. Anything else is errs.ErrCorrupt, with its offset.
 func CheckPadding(ctx context.Context, src source.Source, ix *tensor.Index, k int) error {
 	var pad [64]byte
 	gap := func(i int, from, to int64) error {
@@ -26,7 +26,7 @@ func CheckPadding(ctx context.Context, src source.Source, ix *tensor.Index, k in
 			for n, b := range p {
 				if b != 0 {
 					return errs.Place("verify", ix.Sources[k].URI, ix.Tensors[i].Name, from+int64(n),
-						errs.New(errs.ErrCorrupt, "the bytes between chunks are not zero: the file is damaged"))
+						errs.New(errs.ErrCorrupt, "bytes between chunks are not zero: the file is damaged"))
 				}
 			}
 			from += int64(len(p))

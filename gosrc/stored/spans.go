@@ -12,12 +12,13 @@ import (
 // A Span is a run of a tensor's bytes in plain order.
 type Span struct {
 	Reader *Tensor
-	Number int // of the tensor, for the caller
+	Number int // tensor number, for the caller
 	Off, N int64
 	Last   bool
 }
 
-// AppendSpans appends the spans of a tensor of bytes bytes. No chunk is decoded twice for them.
+// AppendSpans appends the spans of a tensor of bytes bytes. Spans are cut so that no chunk is
+// decoded twice.
 func AppendSpans(spans []Span, r *Tensor, number int, bytes int64) []Span {
 	step := r.Step()
 	for off := int64(0); off < bytes; off += step {
@@ -33,11 +34,11 @@ func (s *Span) Read(ctx context.Context, buf *[]byte) ([]byte, error) {
 	return *buf, s.Reader.Fill(ctx, *buf, s.Off)
 }
 
-// Window is how many spans ReadInOrder has in memory for some workers.
+// Window returns how many spans ReadInOrder keeps in memory for some workers.
 func Window(workers int) int { return 3*workers + 2 }
 
-// ReadInOrder reads spans by several workers. work is called with the number of a span and its bytes, in parallel; turn
-// then in order, by one goroutine at a time. Bytes stay until turn returns. work may be nil.
+// ReadInOrder reads spans with several workers. It calls work with a span's number and bytes, in parallel, and
+// then turn in order, from one goroutine at a time. The bytes are valid until turn returns. work may be nil.
 func ReadInOrder(ctx context.Context, name string, workers int, spans []Span, work func(k int, b []byte),
 	turn func(k int, b []byte) error) error {
 	bufs := make([][]byte, Window(workers))

@@ -1,5 +1,5 @@
-// Package stored opens models and reads their tensors in blocks, which it checks and decodes. Saves, conversions,
-// verification and digests read files with it, and loads of tensors that only the host decodes.
+// Package stored opens models and reads their tensors in blocks, which it checks and decodes. Saves,
+// conversions, verification and digests use it, and loads of tensors that only the host can decode.
 package stored
 
 import (
@@ -15,15 +15,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// plainBlock is the block in which tensors without chunks are read; those of
-// encrypted files are read by whole boxes.
+// plainBlock is the block size for tensors without chunks. Tensors of encrypted files
+// are read in whole boxes.
 const plainBlock = 1 << 20
 
-// A Tensor is one tensor of a source: its chunks are read, checked and
-// decoded when their bytes are needed. A request for exactly one whole chunk, the
-// common case, is decoded to its destination; others go through a cache of decoded
-// chunks, so that requests for small pieces (column parts, another chunk size)
-// decode a chunk about once.
+// A Tensor is one tensor of a source. Its chunks are read, checked and decoded when
+// their bytes are needed. A request for exactly one whole chunk, the common case, is
+// decoded directly to its destination. Other requests go through a cache of decoded
+// chunks, so that small pieces (column parts, another chunk size) decode each chunk
+// about once.
 type Tensor struct {
 	src   source.Source
 	idx   *tensor.Index
@@ -34,7 +34,7 @@ type Tensor struct {
 	plain int64 // block size of a tensor without chunks
 }
 
-// New makes the tensor t of idx, which must not be an alias, readable.
+// New makes tensor t of idx readable. It must not be an alias.
 func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tensor {
 	s := &Tensor{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
 	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {
@@ -51,7 +51,7 @@ func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tens
 
 func (s *Tensor) partCount() int64 { return max(1, int64(s.t.Parts)) }
 
-// Block is the size of a chunk, or of the block that is read of a plain file.
+// Block returns the size of a chunk, or of the block that is read from a plain file.
 func (s *Tensor) Block() int64 {
 	if s.t.Count == 0 {
 		return s.plain
@@ -59,8 +59,8 @@ func (s *Tensor) Block() int64 {
 	return int64(s.t.ChunkBytes)
 }
 
-// Step is how many bytes to read at once, from a multiple of it on, of a tensor that is
-// read whole: no chunk is decoded twice.
+// Step returns how many bytes to read at once, from a multiple of it, so that reading
+// the whole tensor decodes no chunk twice.
 func (s *Tensor) Step() int64 {
 	if s.partCount() > 1 {
 		return plainBlock
@@ -82,16 +82,16 @@ func (s *Tensor) Fill(ctx context.Context, buf []byte, off int64) error {
 	return nil
 }
 
-// spreadPart writes into buf, which stands for plain bytes from off on, those that
-// belong to part p: block by block of the part, and in each row by row.
+// spreadPart writes those bytes of part p into buf, which stands for plain bytes from
+// off on: block by block of the part, and row by row.
 func (s *Tensor) spreadPart(ctx context.Context, buf []byte, p, off int64) error {
 	end := off + int64(len(buf))
-	// The part's bytes of every row that is touched, even of rows that end before
-	// its columns begin: they are clipped below.
+	// Take the part's bytes of every row that the request touches, even of rows that
+	// end before the part's columns begin: they are clipped below.
 	lo, hi := off/s.row*s.width, sizes.CeilDiv(end, s.row)*s.width
 	for b := lo / s.Block(); b*s.Block() < hi; b++ {
 		from, to := max(lo, b*s.Block()), min(hi, (b+1)*s.Block())
-		// plain is where byte i of the part is in plain order.
+		// plain returns the position of byte i of the part in plain order.
 		plain := func(i int64) int64 { return i/s.width*s.row + p*s.width + i%s.width }
 		if plain(from) >= end || plain(to-1) < off {
 			continue
@@ -188,7 +188,7 @@ func (s *Tensor) readBlock(ctx context.Context, dst []byte, k, whole int64) erro
 	return nil
 }
 
-// key is block k of a tensor.
+// key identifies block k of a tensor.
 type key struct {
 	s *Tensor
 	k int64

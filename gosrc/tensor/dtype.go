@@ -1,5 +1,5 @@
-// Package tensor has the types that every other package uses (DType, Tensor, Chunk,
-// Index), their one validator, and every limit. It does no I/O.
+// Package tensor defines the types that every other package uses (DType, Tensor, Chunk,
+// Index), their only validator, and every limit. It does no I/O.
 package tensor
 
 // A DType is an element type of the safetensors format. The values are the
@@ -69,8 +69,9 @@ func (d DType) Bits() int {
 	return int(dtypes[d].bits)
 }
 
-// Floating reports whether a model's floats of this type may become another float:
-// not packed types and exponents alone, which are parts of a quantisation scheme.
+// Floating reports whether elements are floats of a model that may be cast to another
+// float type. It excludes packed types and pure exponents, which belong to quantisation
+// schemes.
 func (d DType) Floating() bool {
 	switch d {
 	case F8E5M2, F8E4M3, F8E4M3FNUZ, F8E5M2FNUZ, F16, BF16, F32, F64:
@@ -92,7 +93,7 @@ func (d DType) Wide() bool {
 // C64 is two F32 and aligned to 8, as safetensors writers order it.
 func (d DType) Align() int { return max(1, d.Bits()/8) }
 
-// ParseDType returns the type of a safetensors name.
+// ParseDType returns the type for a safetensors name.
 func ParseDType(name string) (DType, bool) {
 	d, ok := byName[name]
 	return d, ok

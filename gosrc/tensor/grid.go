@@ -7,9 +7,9 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
-// Size returns the bytes of a tensor: the product of its shape times the bits
-// of an element, every step checked. Names of errors and order of steps are
-// those of safetensors: after a dimension of zero, any dimension is accepted.
+// Size returns the bytes of a tensor: the product of its shape times the bits of an
+// element, with every step checked. The names of errors and the order of steps follow
+// safetensors: after a zero dimension, any dimension is accepted.
 func Size(d DType, shape []int64) (int64, error) {
 	if !d.Valid() {
 		return 0, errs.New(errs.ErrFormat, "unknown dtype code %d", uint8(d))
@@ -34,7 +34,8 @@ func Size(d DType, shape []int64) (int64, error) {
 	return int64(total / 8), nil // at most 2^61
 }
 
-// Rows returns the rows of a tensor as a matrix: dimension 0, or 1 for rank 0.
+// Rows returns the number of rows of a tensor seen as a matrix: dimension 0, or 1 for
+// rank 0.
 func (t *Tensor) Rows() int64 {
 	if len(t.Shape) == 0 {
 		return 1
@@ -42,9 +43,9 @@ func (t *Tensor) Rows() int64 {
 	return t.Shape[0]
 }
 
-// RowBits returns the bits of one row, 0 for a tensor without bytes. Rows of
-// sub-byte dtypes may end inside a byte; such a tensor can neither be divided into
-// column parts nor be sliced by rows.
+// RowBits returns the bits of one row, 0 for a tensor without bytes. Rows of sub-byte
+// dtypes may end inside a byte; such a tensor can neither be divided into column parts
+// nor be sliced by rows.
 func (t *Tensor) RowBits() int64 {
 	rows := t.Rows()
 	if rows == 0 || t.Bytes == 0 {
@@ -63,10 +64,10 @@ func (t *Tensor) Splits(p int) bool {
 	return row > 0 && row%int64(p*t.DType.Bits()) == 0 && row/int64(p)%8 == 0
 }
 
-// A Grid divides a tensor's bytes into chunks (docs/format.md 2). Column part p
-// has the columns [p, p+1) x RowBytes / Parts of every row, row after row; its
-// bytes are divided into chunks of ChunkBytes, the last one shorter. Chunks are
-// numbered part by part. A single part is the tensor's bytes in their order.
+// A Grid divides a tensor's bytes into chunks (docs/format.md 2). Column part p has the
+// columns [p, p+1) x RowBytes / Parts of every row, row after row. Its bytes are
+// divided into chunks of ChunkBytes, of which the last may be shorter. Chunks are
+// numbered part by part. With a single part, the part is the tensor's bytes in order.
 type Grid struct {
 	Parts      int64
 	PartBytes  int64 // of one part
@@ -75,8 +76,8 @@ type Grid struct {
 	PerPart    int64 // chunks of one part
 }
 
-// Grid returns the tensor's chunk grid; the zero Grid for a tensor without
-// chunks. The tensor is valid, or its Shape, Bytes, Parts and ChunkBytes are.
+// Grid returns the tensor's chunk grid, or the zero Grid for a tensor without chunks.
+// The tensor must be valid, or at least its Shape, Bytes, Parts and ChunkBytes.
 func (t *Tensor) Grid() Grid {
 	if t.ChunkBytes == 0 || t.Parts == 0 {
 		return Grid{}
@@ -90,7 +91,7 @@ func (t *Tensor) Grid() Grid {
 	return g
 }
 
-// Chunks returns how many chunks there are.
+// Chunks returns the number of chunks.
 func (g Grid) Chunks() int64 { return g.Parts * g.PerPart }
 
 // Chunk returns the position of chunk i of the tensor: its part, and the bytes

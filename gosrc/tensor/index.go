@@ -1,10 +1,10 @@
 package tensor
 
-// This file has the types that describe a model, and the limits of readers.
+// This file defines the types that describe a model, and the limits of readers.
 
 // The limits of every reader.
 const (
-	MaxHeader     = 100_000_000 // bytes of a safetensors header, reading and writing
+	MaxHeader     = 100_000_000 // bytes of a safetensors header, for reading and writing
 	MaxIndex      = 1 << 30     // bytes of a container's index
 	MaxRank       = 64
 	MaxChunkBytes = 16 << 20 // logical bytes of one chunk
@@ -34,8 +34,8 @@ func (c Codec) String() string {
 	return "unknown"
 }
 
-// A Chunk is a run of a tensor's bytes that is stored, checked and decoded by
-// itself. Its number gives its position in the tensor (see Tensor.Grid).
+// A Chunk is a run of a tensor's bytes that is stored, checked and decoded separately.
+// Its number determines its position in the tensor (see Tensor.Grid).
 type Chunk struct {
 	Off       int64  // offset of the stored bytes in the source
 	Stored    uint32 // stored bytes
@@ -48,9 +48,9 @@ type Chunk struct {
 
 // A Tensor describes a tensor and where its bytes are.
 //
-// A tensor of a plain safetensors file has Count 0: its bytes are at
-// [Off, Off+Bytes) of its source, without checksums. Every tensor of an overwire
-// file has chunks, except aliases and tensors without bytes.
+// A tensor of a plain safetensors file has Count 0: its bytes are at [Off, Off+Bytes)
+// of its source, without checksums. Every tensor of an overwire file has chunks, except
+// aliases and tensors without bytes.
 type Tensor struct {
 	Name   string
 	Shape  []int64 // often a slice of one array that the whole Index shares
@@ -65,25 +65,25 @@ type Tensor struct {
 	Alias        int32 // Index.Tensors[Alias] has the bytes; -1: not an alias
 	DType        DType
 	Parts        uint8
-	// Plain: the file has the tensor's bytes, dtype and shape as any safetensors
-	// reader expects them. True for every tensor of a plain file.
+	// Plain: the file has the tensor's bytes, dtype and shape as any safetensors reader
+	// expects them. True for every tensor of a plain file.
 	Plain bool
-	// Block, if not 0, is the size of the encrypted blocks that the plain bytes
-	// consist of, from Off on. A block can only be read whole.
+	// Block, if not 0, is the size of the encrypted blocks of the plain bytes, from Off
+	// on. A block can only be read whole.
 	Block int64
 }
 
-// A Source is one file or object of an Index, and what its header has beside the
+// A Source is one file or object of an Index, and the contents of its header other than
 // tensors.
 type Source struct {
 	URI      string
 	Size     int64
 	Data     int64             // offset of the data section
 	Metadata map[string]string // of the user; nil: none
-	Format   string            // the name of its format: see FormatOverwire
-	Mark     string            // of a container: the metadata entry that says that it is one
-	Gaps     bool              // other bytes may lie between those of tensors
-	Unlisted int               // how many of its tensors are left out, since an index.json does not list them
+	Format   string            // the name of its format, see FormatOverwire
+	Mark     string            // of a container: the metadata entry that marks it as one
+	Gaps     bool              // other bytes may lie between the tensors
+	Unlisted int               // number of tensors left out because an index.json does not list them
 }
 
 // The formats that the engine has rules for. Files of other formats have plain
@@ -96,8 +96,8 @@ const (
 // Overwire says whether the file has an overwire index.
 func (s *Source) Overwire() bool { return s.Format == FormatOverwire }
 
-// An Index is all that is known of a model before its data is read. It is
-// validated as a whole, immutable, and safe for concurrent use.
+// An Index is everything known about a model before its data is read. It is validated
+// as a whole, immutable, and safe for concurrent use.
 type Index struct {
 	Sources []Source
 	Tensors []Tensor // in source order, then file order

@@ -1,6 +1,6 @@
 package tensor
 
-// This file takes some of an index's tensors.
+// This file selects some of an index's tensors.
 
 import (
 	"slices"
@@ -9,10 +9,11 @@ import (
 )
 
 // Select returns an index of the tensors for which kept is true. It shares the memory of
-// ix, which stays as it is. An alias whose tensor goes takes its bytes over.
+// ix, which does not change. If a tensor is dropped, one of its aliases takes over its
+// bytes.
 func (ix *Index) Select(kept []bool) (*Index, error) {
 	out := &Index{Sources: slices.Clone(ix.Sources), Chunks: ix.Chunks}
-	place := make([]int32, len(ix.Tensors)) // in out; of a tensor that goes, that of its heir
+	place := make([]int32, len(ix.Tensors)) // in out; for a dropped tensor, the number of its heir
 	n := int32(0)
 	for i := range ix.Tensors {
 		place[i] = -1
@@ -37,7 +38,8 @@ func (ix *Index) Select(kept []bool) (*Index, error) {
 			} else if to.Parts > 1 && !slices.Equal(to.Shape, t.Shape) {
 				return nil, errs.Locate("index", ix.Sources[t.Source].URI, t.Name, -1,
 					errs.New(errs.ErrNotSupported,
-						"its bytes are those of %q, which has another shape and no place in the index.json", to.Name))
+						"it shares the bytes of %q, which has another shape and is not listed in the "+
+							"index.json", to.Name))
 			} else {
 				place[t.Alias] = place[i]
 				t.Off, t.Stored, t.First, t.Count = to.Off, to.Stored, to.First, to.Count

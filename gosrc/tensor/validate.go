@@ -16,15 +16,15 @@ const (
 	StoredAlign  = 16   // stored chunks of a tensor that is not plain start on it
 	BlobAlign    = 64   // the stored bytes of such a tensor are a multiple of it
 	MaxSegTiles  = 256
-	maxTransform = 8 // of X16
+	maxTransform = 8 // for X16
 	maxPlanes    = 7 // transforms of planes
 )
 
-// A Known func reports whether a reader can decode chunks of a codec and a
-// transform for a dtype.
+// A Known func reports whether a reader can decode chunks of a codec and a transform
+// for a dtype.
 type Known func(c Codec, transform uint8, d DType) bool
 
-// Validate is the one validator of an Index. It holds for every source:
+// Validate is the only validator of an Index. For every source it checks:
 //
 //   - tensors come source by source, in the order of their bytes, which follow
 //     each other from the data section on, inside the file, without overlaps and
@@ -37,9 +37,9 @@ type Known func(c Codec, transform uint8, d DType) bool
 //     is not an alias;
 //   - codec and transform are known (if known is nil: those of docs/format.md).
 //
-// The package of each format checks the bytes after the last tensor. The error is
-// a errs.At of class errs.ErrFormat, or errs.ErrNotSupported for an unknown
-// codec. Validate allocates one table of names.
+// The package of each format checks the bytes after the last tensor. The error is an
+// errs.At of class errs.ErrFormat, or errs.ErrNotSupported for an unknown codec.
+// Validate allocates one table of names.
 func (ix *Index) Validate(known Known) error {
 	if known == nil {
 		known = documented
@@ -76,10 +76,10 @@ type validator struct {
 	ix    *Index
 	known Known
 	names names
-	src   int   // the source of the tensor before
-	began bool  // it had one
+	src   int   // the source of the previous tensor
+	began bool  // the previous tensor had one
 	next  int64 // where the next tensor's bytes begin
-	chunk int   // the next chunk that belongs to no tensor yet
+	chunk int   // the first chunk that belongs to no tensor so far
 }
 
 func (v *validator) bad(i, chunk int, off int64, format string, args ...any) error {
@@ -102,12 +102,12 @@ func (v *validator) tensor(i int) error {
 	t := &v.ix.Tensors[i]
 	s := int(t.Source)
 	if s < 0 || s >= len(v.ix.Sources) || v.began && s < v.src {
-		return v.bad(i, -1, -1, "source %d out of order", s)
+		return v.bad(i, -1, -1, "its source %d is out of order", s)
 	}
 	src := &v.ix.Sources[s]
 	if !v.began || s != v.src {
 		if src.Data < 0 || src.Data > src.Size {
-			return v.bad(i, -1, -1, "data section outside the file")
+			return v.bad(i, -1, -1, "the data section is outside the file")
 		}
 		v.began, v.src, v.next = true, s, src.Data
 		if src.Overwire() && t.Off > src.Data {
@@ -115,13 +115,13 @@ func (v *validator) tensor(i int) error {
 		}
 	}
 	if !utf8.ValidString(t.Name) {
-		return v.bad(i, -1, -1, "name is not UTF-8")
+		return v.bad(i, -1, -1, "the name is not valid UTF-8")
 	}
 	if !v.names.put(v.ix.Tensors, i) {
 		return v.bad(i, -1, t.Off, "two tensors have this name")
 	}
 	if len(t.Shape) > MaxRank {
-		return v.bad(i, -1, t.Off, "rank %d is over %d", len(t.Shape), MaxRank)
+		return v.bad(i, -1, t.Off, "rank %d exceeds the maximum %d", len(t.Shape), MaxRank)
 	}
 	size, err := Size(t.DType, t.Shape)
 	if err != nil {
@@ -129,25 +129,25 @@ func (v *validator) tensor(i int) error {
 	}
 	if size != t.Bytes {
 		return v.wrap(i, -1, t.Off, errs.OfRule("TensorInvalidInfo", errs.ErrFormat,
-			"%d bytes for shape %v of %v, which take %d", t.Bytes, t.Shape, t.DType, size))
+			"the header gives it %d bytes, but shape %v of %v takes %d", t.Bytes, t.Shape, t.DType, size))
 	}
 	if t.Off != v.next && !(src.Gaps && t.Off > v.next) || t.Stored < 0 {
 		return v.wrap(i, -1, t.Off, errs.OfRule("InvalidOffset", errs.ErrFormat,
-			"bytes begin at %d, not at %d", t.Off, v.next))
+			"its bytes begin at %d, expected %d", t.Off, v.next))
 	}
 	if t.Stored > src.Size-t.Off {
-		return v.bad(i, -1, t.Off, "bytes end after the file's %d", src.Size)
+		return v.bad(i, -1, t.Off, "its bytes end after the end of the file at %d", src.Size)
 	}
 	v.next = t.Off + t.Stored
 	if t.Count == 0 && (t.First < 0 || int(t.First) > v.chunk) {
-		return v.bad(i, -1, t.Off, "first chunk %d after %d", t.First, v.chunk)
+		return v.bad(i, -1, t.Off, "its first chunk is %d, expected %d", t.First, v.chunk)
 	}
 	if t.Alias != -1 {
 		return v.alias(i)
 	}
 	if !src.Overwire() || t.Bytes == 0 {
 		if t.Stored != t.Bytes || !t.Plain || t.Count != 0 || t.Parts != 0 || t.ChunkBytes != 0 {
-			return v.bad(i, -1, t.Off, "a tensor without chunks has to be plain")
+			return v.bad(i, -1, t.Off, "it has no chunks, but is not plain")
 		}
 		return nil
 	}
@@ -157,16 +157,16 @@ func (v *validator) tensor(i int) error {
 func (v *validator) alias(i int) error {
 	t := &v.ix.Tensors[i]
 	if t.Alias < 0 || int(t.Alias) >= len(v.ix.Tensors) || !v.ix.Sources[t.Source].Overwire() {
-		return v.bad(i, -1, -1, "alias of tensor %d, which does not exist", t.Alias)
+		return v.bad(i, -1, -1, "it is an alias of tensor %d, which does not exist", t.Alias)
 	}
 	to := &v.ix.Tensors[t.Alias]
 	switch {
 	case to.Alias != -1 || to.Source != t.Source:
-		return v.bad(i, -1, -1, "alias of %q, which holds no bytes itself", to.Name)
+		return v.bad(i, -1, -1, "it is an alias of %q, which has no bytes itself", to.Name)
 	case to.DType != t.DType || to.Bytes != t.Bytes || to.Hash != t.Hash:
-		return v.bad(i, -1, -1, "alias of %q, which differs", to.Name)
+		return v.bad(i, -1, -1, "it is an alias of %q, which differs in dtype, size or content", to.Name)
 	case t.Bytes == 0 || t.Stored != 0 || t.Count != 0 || t.Plain || t.Parts != 0 || t.ChunkBytes != 0:
-		return v.bad(i, -1, -1, "alias with bytes or chunks of its own, or of nothing")
+		return v.bad(i, -1, -1, "an alias must have no bytes or chunks of its own, and refer to a non-empty tensor")
 	}
 	return nil
 }
@@ -176,21 +176,22 @@ func (v *validator) chunks(i int) error {
 	switch t.Parts {
 	case 1, 2, 4, MaxColParts:
 	default:
-		return v.bad(i, -1, t.Off, "%d column parts", t.Parts)
+		return v.bad(i, -1, t.Off, "invalid number of column parts: %d", t.Parts)
 	}
 	if t.ChunkBytes == 0 || t.ChunkBytes%ChunkAlign != 0 || t.ChunkBytes > MaxChunkBytes {
-		return v.bad(i, -1, t.Off, "chunks of %d bytes", t.ChunkBytes)
+		return v.bad(i, -1, t.Off, "invalid chunk size: %d bytes", t.ChunkBytes)
 	}
 	if !t.Splits(int(t.Parts)) || t.Plain && t.Parts != 1 {
-		return v.bad(i, -1, t.Off, "rows of shape %v do not split into %d parts", t.Shape, t.Parts)
+		return v.bad(i, -1, t.Off, "rows of shape %v cannot be divided into %d parts", t.Shape, t.Parts)
 	}
 	if t.Plain && t.Stored != t.Bytes || !t.Plain && t.Stored%BlobAlign != 0 {
-		return v.bad(i, -1, t.Off, "%d bytes stored", t.Stored)
+		return v.bad(i, -1, t.Off, "invalid stored size: %d bytes", t.Stored)
 	}
 	g := t.Grid()
 	n := g.Chunks()
 	if int64(t.Count) != n || int(t.First) != v.chunk || n > int64(len(v.ix.Chunks)-v.chunk) {
-		return v.bad(i, -1, t.Off, "chunks %d + %d, not %d + %d", t.First, t.Count, v.chunk, n)
+		return v.bad(i, -1, t.Off, "it has %[2]d chunks from number %[1]d, expected %[4]d from %[3]d",
+			t.First, t.Count, v.chunk, n)
 	}
 	cs := v.ix.Chunks[v.chunk : v.chunk+int(n)]
 	v.chunk += int(n)
@@ -201,26 +202,27 @@ func (v *validator) chunks(i int) error {
 		var why string
 		switch {
 		case int64(c.Logical) != hi-lo:
-			why = fmt.Sprintf("%d logical bytes, not %d", c.Logical, hi-lo)
+			why = fmt.Sprintf("the chunk has %d logical bytes, expected %d", c.Logical, hi-lo)
 		case c.Off < pos || c.Off > end || int64(c.Stored) > end-c.Off:
-			why = fmt.Sprintf("stored at %d + %d, outside [%d, %d)", c.Off, c.Stored, pos, end)
+			why = fmt.Sprintf("the chunk is stored at %d + %d, outside [%d, %d)", c.Off, c.Stored, pos, end)
 		case c.Stored == 0 || c.Stored > c.Logical || c.SegTiles > MaxSegTiles,
 			c.Codec == CodecX16 && c.SegTiles == 0,
 			c.Codec == CodecPlanes && (c.SegTiles != 0 || t.Parts != 1),
 			c.Codec == CodecRaw && (c.Stored != c.Logical || c.SegTiles != 0 || c.Transform != 0):
-			why = fmt.Sprintf("%d of %d bytes stored as %v %d/%d", c.Stored, c.Logical, c.Codec, c.Transform,
+			why = fmt.Sprintf("invalid coding of the chunk: %d of %d bytes as %v %d/%d", c.Stored, c.Logical, c.Codec, c.Transform,
 				c.SegTiles)
 		case t.Plain && (c.Off != pos || c.Codec != CodecRaw):
-			why = "a plain tensor's chunk is not raw and back to back"
+			why = "chunks of a plain tensor must be raw and contiguous"
 		case !t.Plain && c.Off%StoredAlign != 0:
-			why = fmt.Sprintf("stored at %d, not on a multiple of %d", c.Off, StoredAlign)
+			why = fmt.Sprintf("the chunk is stored at %d, which is not a multiple of %d", c.Off, StoredAlign)
 		}
 		if why != "" {
 			return v.bad(i, k, c.Off, "%s", why)
 		}
 		if !v.known(c.Codec, c.Transform, t.DType) {
 			return v.wrap(i, k, c.Off, errs.New(errs.ErrNotSupported,
-				"codec %d with transform %d for %v: a newer overwire may know it", c.Codec, c.Transform, t.DType))
+				"unknown codec %d with transform %d for %v: a newer overwire may know "+
+					"it", c.Codec, c.Transform, t.DType))
 		}
 		pos = c.Off + int64(c.Stored)
 	}

@@ -6,7 +6,8 @@ import (
 	"crypto/subtle"
 	"sync"
 
-	//lint:ignore SA1019 the format's own authenticator, with a key for each box
+	// lint:ignore SA1019 the format's own authenticator, with a separate key for each
+	// box
 	"golang.org/x/crypto/poly1305"
 	//lint:ignore SA1019 the format's own cipher
 	"golang.org/x/crypto/salsa20/salsa"
@@ -14,11 +15,10 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/sodium"
 )
 
-// A box is libsodium's secretbox with a separate MAC: XSalsa20-Poly1305. The
-// system's libsodium encrypts and decrypts it, if installed: tensorizer needs it,
-// too, and it is three times as fast as x/crypto, which does it otherwise.
-// x/crypto's own secretbox needs a second buffer of the box's size; its two parts,
-// used here, work in place.
+// A box is libsodium's secretbox with a separate MAC: XSalsa20-Poly1305. The system's
+// libsodium encrypts and decrypts it if installed (tensorizer also needs it), three
+// times as fast as x/crypto, the fallback. x/crypto's own secretbox needs a second
+// buffer of the box's size; its two parts, used here, work in place.
 
 // cipher encrypts and decrypts boxes.
 type cipher struct {
@@ -37,8 +37,8 @@ var boxes = sync.OnceValue(func() cipher {
 // Cipher names the library that encrypts and decrypts.
 func Cipher() string { return boxes().name }
 
-// keystream is that of a box: its first 32 bytes are the authenticator's key, and
-// the data use the rest.
+// keystream is the key stream of a box: its first 32 bytes are the authenticator's key,
+// and the rest encrypts the data.
 type keystream struct {
 	key     [32]byte
 	counter [16]byte // nonce, number of the block

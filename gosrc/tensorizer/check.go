@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file compares the CRC32 of tensors while they are read.
+// This file compares the CRC32 of tensors as they are read.
 
 import (
 	"context"
@@ -13,11 +13,11 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// checked is a source that compares the CRC32 of its plain tensors while they are
-// read, by any reader and in any order: each piece is summed, and the sums of a
-// tensor's pieces are combined when the last of them was read. The read that
-// completes a tensor with a wrong sum fails. A tensor that is read in overlapping
-// pieces, or never completely, is not compared.
+// checked is a source that compares the CRC32 of its plain tensors as they are read, by
+// any reader and in any order. It sums each piece, and combines the sums of a tensor's
+// pieces when the last of them was read. The read that completes a tensor with a wrong
+// sum fails. A tensor that is read in overlapping pieces, or never completely, is not
+// compared.
 type checked struct {
 	source.Source
 	tensors []partial // by offset
@@ -27,12 +27,12 @@ type checked struct {
 type partial struct {
 	off, end int64
 	name     string
-	start    uint32 // the sum of what precedes the data
+	start    uint32 // the sum of the bytes before the data
 	want     uint32
 
 	mu     sync.Mutex
 	left   int64
-	pieces []summed // by offset; neighbours are one
+	pieces []summed // by offset; neighbours are joined
 }
 
 type summed struct {
@@ -40,8 +40,8 @@ type summed struct {
 	crc    uint32
 }
 
-// checkSource wraps src in a source that compares the CRC32 of every plain tensor. The records of the file must have
-// been read. Encrypted ones have a MAC for each box.
+// checkSource wraps src in a source that compares the CRC32 of every plain tensor. The records of the file must
+// have been read. Encrypted tensors have a MAC for each box.
 func checkSource(f *File, src source.Source) (source.Source, error) {
 	c := &checked{Source: src, tensors: make([]partial, 0, len(f.Entries))}
 	for i := range f.Entries {
@@ -50,7 +50,7 @@ func checkSource(f *File, src source.Source) (source.Source, error) {
 			continue
 		}
 		if r.CRC32 == nil {
-			return nil, f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "the tensor has no CRC32"))
+			return nil, f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "the file has no CRC32 for this tensor"))
 		}
 		c.tensors = append(c.tensors, partial{off: e.Data, end: e.Data + e.Bytes, name: e.Name, left: e.Bytes,
 			start: crc32.ChecksumIEEE(r.Prefix), want: le.Uint32(r.CRC32)})
@@ -58,10 +58,11 @@ func checkSource(f *File, src source.Source) (source.Source, error) {
 	return c, nil
 }
 
-// Facts are those of the source below, without a view: ReadAt compares the bytes.
+// Facts are those of the wrapped source, without a view, because ReadAt compares the
+// bytes.
 func (c *checked) Facts() source.Facts { return c.Source.Facts().ReadAtOnly() }
 
-// ReadAt is that of the source below; see source.Source.
+// ReadAt reads from the wrapped source; see source.Source.
 func (c *checked) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if err := c.Source.ReadAt(ctx, p, off); err != nil {
 		return err
@@ -93,12 +94,13 @@ func (t *partial) passPiece(p []byte, off int64) error {
 	t.left, t.pieces = t.end-t.off, nil
 	if sum != t.want {
 		return errs.WithRule(errs.RuleChecksum, errs.New(errs.ErrCorrupt,
-			"checksum mismatch: CRC32 %08x, not %08x", sum, t.want))
+			"checksum mismatch: CRC32 %08x computed, %08x stored", sum, t.want))
 	}
 	return nil
 }
 
-// addPiece adds a piece and joins it with its neighbours; false: some of it was read before.
+// addPiece adds a piece and joins it with its neighbours. It returns false if part of it was
+// read before.
 func (t *partial) addPiece(p summed) bool {
 	all := t.pieces
 	i := sort.Search(len(all), func(i int) bool { return all[i].off >= p.off })

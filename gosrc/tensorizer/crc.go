@@ -7,10 +7,10 @@ import (
 	"sync"
 )
 
-// The arithmetic of CRC-32 (IEEE): polynomials modulo its own, their bits reversed
-// as in its sums, so that 1<<31 is one.
+// The arithmetic of CRC-32 (IEEE): polynomials modulo its own, with bits reversed as in
+// its sums, so that 1<<31 is one.
 
-// multiplyCRC is the product of two polynomials.
+// multiplyCRC returns the product of two polynomials.
 func multiplyCRC(a, b uint32) uint32 {
 	var p uint32
 	for m := uint32(1) << 31; m != 0; m >>= 1 {
@@ -22,7 +22,7 @@ func multiplyCRC(a, b uint32) uint32 {
 	return p
 }
 
-// crcPower is x to the n: the factor of a sum when n bits follow.
+// crcPower returns x to the n: the factor of a sum that n bits follow.
 func crcPower(n uint64) uint32 {
 	p := uint32(1) << 31
 	for k := 0; n != 0; k, n = k+1, n>>1 {
@@ -33,8 +33,8 @@ func crcPower(n uint64) uint32 {
 	return p
 }
 
-// crcJoin is the CRC-32 of two consecutive pieces with the sums a and b; the second
-// has n bytes.
+// crcJoin returns the CRC-32 of two consecutive pieces with the sums a and b; the
+// second has n bytes.
 func crcJoin(a, b uint32, n int64) uint32 { return multiplyCRC(crcPower(uint64(n)*8), a) ^ b }
 
 // crcSquares are x to the powers of two, which repeat after 32.

@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// ChunkBytes is how much one box encrypts: each has the tensor's nonce plus its
+// ChunkBytes is how much one box encrypts. Each box has the tensor's nonce plus its
 // number.
 const ChunkBytes = 2 << 20
 
@@ -36,7 +36,7 @@ const (
 	moderatePasses, moderateMemory = 3, 256 << 20
 )
 
-// A Derivation says how a key is derived from a password: Argon2id 1.3, one lane.
+// A Derivation says how a key is derived from a password: Argon2id 1.3, with one lane.
 type Derivation struct {
 	Passes uint64 `json:"passes"` // opslimit
 	Memory uint64 `json:"memory"` // memlimit, in bytes
@@ -44,19 +44,21 @@ type Derivation struct {
 }
 
 // Check checks a derivation against the limits of libsodium and of this package, so
-// that a file cannot demand all memory.
+// that a file cannot demand unlimited memory.
 func (d Derivation) Check() error {
 	if d.Passes < 1 || d.Memory < minKeyMemory || len(d.Salt) != saltBytes {
-		return errs.New(errs.ErrCrypto, "a key derivation of %d passes over %d bytes with a salt of %d", d.Passes,
+		return errs.New(errs.ErrCrypto, "invalid key derivation: %d passes over %d bytes with a salt of %d "+
+			"bytes", d.Passes,
 			d.Memory, len(d.Salt))
 	}
 	if d.Passes > maxKeyPasses || d.Memory > maxKeyMemory {
-		return errs.New(errs.ErrNotSupported, "a key derivation of %d passes over %d bytes is above %d over %d",
+		return errs.New(errs.ErrNotSupported, "the key derivation takes %d passes over %d bytes: expected at most "+
+			"%d over %d",
 			d.Passes, d.Memory, maxKeyPasses, int64(maxKeyMemory))
 	}
 	if d.Passes*d.Memory > maxKeyWork {
 		return errs.New(errs.ErrNotSupported,
-			"a key derivation of %d passes over %d bytes passes over more than %d bytes in all", d.Passes, d.Memory,
+			"the key derivation takes %d passes over %d bytes: expected at most %d bytes in total", d.Passes, d.Memory,
 			int64(maxKeyWork))
 	}
 	return nil
@@ -70,22 +72,23 @@ func (d *Derivation) identityOf() string {
 	return string(le.AppendUint64(le.AppendUint64(nil, d.Passes), d.Memory)) + string(d.Salt)
 }
 
-// deriving is taken by the running derivation. There is one at a time, so that
-// abandoned ones do not add up their memory.
+// deriving is held by the running derivation. Only one runs at a time, so that the
+// memory of abandoned ones does not add up.
 var deriving = make(chan struct{}, 1)
 
-// available is how much memory a derivation may take.
+// available returns how much memory a derivation may take.
 var available = hostmem.Available
 
-// Key derives the key from a password. It takes d.Memory bytes, or is errs.ErrMemory where
-// the host has less, and about a second for 256 MiB. The end of ctx ends the wait at once;
-// the derivation itself cannot be stopped, and ends in the background.
+// Key derives the key from a password. It takes d.Memory bytes, or returns errs.ErrMemory
+// if the host has less, and about a second for 256 MiB. When ctx ends, Key returns at
+// once; the derivation itself cannot be stopped, and ends in the background.
 func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 	if err := d.Check(); err != nil {
 		return nil, err
 	}
 	if most := available(); int64(d.Memory) > most {
-		return nil, errs.New(errs.ErrMemory, "a key of a password takes %d bytes of memory here, and %d are free",
+		return nil, errs.New(errs.ErrMemory, "deriving the key from the password takes %d bytes of memory, but "+
+			"only %d are free",
 			d.Memory, most)
 	}
 	if ctx.Err() != nil {
@@ -115,14 +118,14 @@ func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 
 // A Crypt says how a tensor's data are encrypted.
 type Crypt struct {
-	Derive *Derivation // nil: the key has no password
+	Derive *Derivation // nil: the key was not derived from a password
 	Chunk  int64       // bytes of a box
-	Said   int64       // the same as the file states; meaningless if there is a single box
+	Said   int64       // as stated in the file; meaningless if there is a single box
 	Nonce  [nonceBytes]byte
 	MACs   [][macBytes]byte
 }
 
-// parseCrypt parses the encryption of a record with the given bytes of data; nil: it
+// parseCrypt parses the encryption of a record with the given bytes of data; nil if it
 // is not encrypted.
 func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 	early := errs.New(errs.ErrFormat, "the encryption of the record ends early")
@@ -142,11 +145,11 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 		switch kind {
 		case chunkKey:
 			if method := body.readUint(2); method != methodPassword && !body.short {
-				return nil, errs.New(errs.ErrNotSupported, "key derivation method %d", method)
+				return nil, errs.New(errs.ErrNotSupported, "unsupported key derivation method %d", method)
 			}
 			d := Derivation{Passes: body.readUint(8), Memory: body.readUint(8)}
 			if alg := body.readUint(4); alg != argon2id13 && !body.short {
-				return nil, errs.New(errs.ErrNotSupported, "password hash %d", alg)
+				return nil, errs.New(errs.ErrNotSupported, "unsupported password hash %d", alg)
 			}
 			d.Salt = append([]byte(nil), body.takeBytes(int(body.readUint(2)))...)
 			c.Derive = &d
@@ -167,7 +170,8 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 			}
 			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || count == 0 ||
 				sizes.CeilDiv(bytes, c.Chunk) != int64(count) {
-				return nil, errs.New(errs.ErrFormat, "%d chunks of %d for %d encrypted bytes", count, size, bytes)
+				return nil, errs.New(errs.ErrFormat, "%d chunks of %d bytes do not fit %d encrypted "+
+					"bytes", count, size, bytes)
 			}
 			boxes = true
 		case chunkSequential:
@@ -177,7 +181,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 			c.Chunk = bytes
 			boxes = true
 		default:
-			return nil, errs.New(errs.ErrNotSupported, "encryption of kind %d", kind)
+			return nil, errs.New(errs.ErrNotSupported, "unsupported encryption kind %d", kind)
 		}
 		if body.short {
 			return nil, early
@@ -192,7 +196,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 	return &c, nil
 }
 
-// nonceOf is that of box i: the first plus i, as one number of 24 bytes.
+// nonceOf returns the nonce of box i: the first one plus i, as one number of 24 bytes.
 func (c *Crypt) nonceOf(i int64) *[nonceBytes]byte {
 	n := c.Nonce
 	carry := uint64(i)
@@ -204,16 +208,16 @@ func (c *Crypt) nonceOf(i int64) *[nonceBytes]byte {
 	return &n
 }
 
-// open decrypts box i of the data in place; after an error p is undefined.
+// open decrypts box i of the data in place. After an error p is undefined.
 func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
 	if !boxes().open(p, &c.MACs[i], c.nonceOf(i), key) {
-		return errs.New(errs.ErrCrypto, "decryption failed: another key, or the data have changed")
+		return errs.New(errs.ErrCrypto, "decryption failed: the key is wrong, or the data have changed")
 	}
 	return nil
 }
 
-// NewCrypt returns the encryption of that number of bytes, with a new nonce. Its
-// boxes are not encrypted yet.
+// NewCrypt returns the encryption of that many bytes, with a new nonce. Its boxes are
+// not encrypted yet.
 func NewCrypt(bytes int64, derive *Derivation) *Crypt {
 	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes,
 		MACs: make([][macBytes]byte, sizes.CeilDiv(bytes, ChunkBytes))}
@@ -221,8 +225,8 @@ func NewCrypt(bytes int64, derive *Derivation) *Crypt {
 	return c
 }
 
-// Seal encrypts box i of the data in place. It is safe for concurrent use, once for
-// each box.
+// Seal encrypts box i of the data in place. It is safe for concurrent use; call it once
+// for each box.
 func (c *Crypt) Seal(p []byte, i int64, key *[keyBytes]byte) {
 	c.MACs[i] = boxes().seal(p, c.nonceOf(i), key)
 }
@@ -233,9 +237,9 @@ type Key struct {
 	Derive *Derivation // how it was derived; nil: it was not
 }
 
-// KeyOf returns the key of a file to write: from OptionKey, or from OptionPassword
-// with a new salt and libsodium's moderate limits (256 MiB, about a second). It is
-// nil if the options have neither.
+// KeyOf returns the key for a file to be written: from OptionKey, or from
+// OptionPassword with a new salt and libsodium's moderate limits (256 MiB, about a
+// second). It is nil if the options have neither.
 func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
 	var d *Derivation
 	if _, ok := opt[OptionKey]; !ok {
@@ -249,8 +253,8 @@ func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
 	return &Key{Bytes: k, Derive: d}, nil
 }
 
-// appendBox writes the encryption of a record, its length first; a nil Crypt means
-// none.
+// appendBox appends the encryption of a record, preceded by its length. A nil Crypt
+// means none.
 func (c *Crypt) appendBox(dst []byte) []byte {
 	start := len(dst)
 	dst = le.AppendUint64(dst, 0)

@@ -10,11 +10,11 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Exact checks what every writer writes although no reader needs it. The records of the file must have
-// been read: nothing is between head, index, records and end,
-// unused bytes are zero, and repeated values agree. With it and the hashes of the
-// tensors every byte of a file is verified, except the parameters of a password's
-// key if the file is read with the key itself.
+// Exact checks bytes that every writer writes although no reader needs them. The records of the file
+// must have been read. It checks that nothing is between head, index, records and end, that unused
+// bytes are zero, and that repeated values agree. Together with the hashes of the tensors this
+// verifies every byte of a file, except the parameters of a password's key if the file is read with
+// the key itself.
 func Exact(ctx context.Context, f *File, src source.Source) error {
 	bad := func(name string, off int64, format string, args ...any) error {
 		return f.at(name, off, errs.New(errs.ErrCorrupt, format, args...))
@@ -43,10 +43,10 @@ func Exact(ctx context.Context, f *File, src source.Source) error {
 	for i := range f.Entries {
 		e, r := &f.Entries[i], &f.Records[i]
 		if e.Record != next {
-			return bad(e.Name, e.Record, "the record begins at %d, not at %d", e.Record, next)
+			return bad(e.Name, e.Record, "the record begins at %d, expected %d", e.Record, next)
 		}
 		if c := r.Crypt; c != nil && len(c.MACs) == 1 && c.Said != 0 && c.Said != ChunkBytes {
-			return bad(e.Name, e.Record, "a box of %d bytes in chunks of %d", e.Bytes, c.Said)
+			return bad(e.Name, e.Record, "the box has %d bytes, which does not fit chunks of %d", e.Bytes, c.Said)
 		}
 		it := Item{Text: e.Text, Dims: e.Dims, Bytes: e.Bytes, Sealed: f.Encrypted}
 		version = max(version, it.Version())
@@ -55,11 +55,11 @@ func Exact(ctx context.Context, f *File, src source.Source) error {
 	}
 	switch {
 	case total != f.Total:
-		return bad("", 41, "%d bytes of data by the head, %d by the index", f.Total, total)
+		return bad("", 41, "the head says %d bytes of data, but the index %d", f.Total, total)
 	case f.Version < version:
-		return bad("", 5, "version %d with what came with version %d", f.Version, version)
+		return bad("", 5, "the file says version %d, but uses features of version %d", f.Version, version)
 	case f.Size-next > math.MaxUint16:
-		return bad("", next, "%d bytes after the last tensor", f.Size-next)
+		return bad("", next, "the file has %d bytes after the last tensor", f.Size-next)
 	}
 	tail := make([]byte, f.Size-next)
 	if err := src.ReadAt(ctx, tail, next); err != nil {

@@ -14,36 +14,36 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Flow is the data of one tensor while it is hashed. One worker at a time calls
-// its functions.
+// A Flow is the data of one tensor as it is hashed. Only one worker at a time calls its
+// functions.
 type Flow struct {
 	Sum   *Summer
 	Bytes int64
-	// Next returns bytes [off, off+len(buf)): either buf, filled, or others that
-	// stay valid until the next call.
+	// Next returns bytes [off, off+len(buf)): either buf, filled, or others that stay
+	// valid until the next call.
 	Next func(ctx context.Context, buf []byte, off int64) ([]byte, error)
-	// Step: calls of Next ask for multiples of it; 0: any size.
+	// Step: requests to Next are multiples of it; 0 means any size.
 	Step int64
-	// Memory, if not nil, is all of the data, in place of Next.
+	// Memory, if not nil, is all of the data, and replaces Next.
 	Memory []byte
-	// Pass, if not nil, gets every piece after it was hashed, in order.
+	// Pass, if not nil, receives every piece after it was hashed, in order.
 	Pass func(p []byte) error
 	// Done is called when all bytes have passed.
 	Done func() error
-	// Busy, if not nil, gets the nanoseconds that hashing takes.
+	// Busy, if not nil, receives the nanoseconds that hashing takes.
 	Busy *atomic.Int64
 }
 
 // Pieces of memory stay in the second-level cache from hashing to Pass, and are long enough that
-// two writers of a file seldom wait for each other; other bodies are read in blocks.
+// two writers of a file rarely wait for each other. Other data is read in blocks.
 const (
 	memoryPiece = 512 << 10
 	readPiece   = 1 << 20
 )
 
-// Run hashes all flows, each on one of several workers: the largest first, so that
-// no worker waits for it at the end, or in their order if inOrder is set. The first
-// error ends everything.
+// Run hashes all flows, each on one of several workers. The largest comes first, so
+// that no worker waits for it at the end, unless inOrder is set. The first error ends
+// everything.
 func Run(ctx context.Context, name string, workers int, inOrder bool, flows []Flow) error {
 	order := make([]*Flow, len(flows))
 	for i := range flows {

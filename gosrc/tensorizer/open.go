@@ -10,12 +10,13 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// ruleKind is the rule that a file breaks if it is not a .tensors file, or too short for one.
+// ruleKind is the rule that a file breaks if it is not a .tensors file, or is too short for
+// one.
 const ruleKind = "NotTensors"
 
-// Open reads the head and the index of a file, and its records if requested or if
-// the file is encrypted. The error is errs.ErrFormat for another kind of file, and
-// else that of Read.
+// Open reads the head and the index of a file, and its records if requested or if the
+// file is encrypted. The error is errs.ErrFormat for other formats, otherwise that of
+// Read.
 func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	head, err := source.Head(ctx, src)
 	if err != nil {
@@ -23,7 +24,7 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	}
 	if !Is(head) {
 		return nil, errs.Place("index", src.URI(), "", 0, errs.WithRule(ruleKind, errs.New(errs.ErrFormat,
-			"not a .tensors file")))
+			"this is not a .tensors file")))
 	}
 	f, err := Read(ctx, src, head)
 	if err == nil && records {
@@ -32,8 +33,8 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	return f, err
 }
 
-// An Opened is a source whose head, index and records were read: it is indexed without
-// reading these again.
+// An Opened is a source from which head, index and records were read. Indexing it does
+// not read them again.
 type Opened struct {
 	source.Source
 	File *File
@@ -45,8 +46,8 @@ func (o *Opened) ReadIndex(ctx context.Context, settings map[string]string, know
 	return indexOn(ctx, o.File, o.Source, settings, known)
 }
 
-// Index reads the file that starts with head: it returns its validated index, with the names that
-// state_dict() has, which is compared with the records (see compareRecords), and the source of its tensors (see
+// Index reads the file that starts with head. It returns the validated index, with the tensors'
+// names in state_dict(), which it compares with the records (see compareRecords), and the source of the tensors (see
 // SourceOf), according to the settings. known reports which codecs can be decoded.
 func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string,
 	known tensor.Known) (*tensor.Index, source.Source, error) {
@@ -88,7 +89,7 @@ func indexOn(ctx context.Context, f *File, src source.Source, settings map[strin
 	return ix, plain, nil
 }
 
-// RefuseSettings checks settings for a file of another format: a key is a NotEncryptedError, and
+// RefuseSettings checks settings for a file in another format: a key is a NotEncryptedError, and
 // comparing CRC32 is errs.ErrArgument if the file has no checksums.
 func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 	at := func(class error, format string, args ...any) error {
@@ -97,11 +98,12 @@ func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 	for _, secret := range []string{OptionKey, OptionPassword} {
 		if _, isGiven := settings[secret]; isGiven {
 			return &NotEncryptedError{at(errs.ErrCrypto,
-				"a %s was given, and the file is not encrypted: it is not a .tensors file", secret)}
+				"a %s was given, but the file is not encrypted: it is not a .tensors file", secret)}
 		}
 	}
 	if _, isAsked := settings[OptionCRC32]; isAsked && !sums {
-		return at(errs.ErrArgument, "verify_crc32 was asked for, and a plain safetensors file has no sums to compare")
+		return at(errs.ErrArgument, "verify_crc32 was requested, but a plain safetensors file has no checksums to "+
+			"compare")
 	}
 	return nil
 }
@@ -116,7 +118,7 @@ type Description struct {
 	Entries   []EntryDescription `json:"entries"`
 }
 
-// An EntryDescription is one of a file's tensors. Fields of the record are set only
+// An EntryDescription describes one tensor of a file. Fields of the record are set only
 // if the records were read.
 type EntryDescription struct {
 	Entry

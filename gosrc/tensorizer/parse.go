@@ -16,7 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Entry is a tensor as the file's index describes it.
+// An Entry is a tensor as described by the file's index.
 type Entry struct {
 	Name   string  `json:"name"`
 	Type   uint8   `json:"type"`
@@ -25,12 +25,12 @@ type Entry struct {
 	Dims   []int64 `json:"dims"`
 	Record int64   `json:"record"` // offset of its record
 	Data   int64   `json:"data"`   // offset of its data
-	Bytes  int64   `json:"bytes"`  // of the data; 0 with dims that are not: zeros ("meta")
+	Bytes  int64   `json:"bytes"`  // of the data; 0 with nonzero dims means zeros ("meta")
 
 	dtype tensor.DType
 	shape []int64
 	full  int64 // bytes by dtype and shape
-	other error // an unknown dtype: dtype and shape are those of its bytes
+	other error // an unknown dtype: Dtype and Shape describe its bytes
 }
 
 // A Record is what precedes a tensor's data.
@@ -58,20 +58,20 @@ type File struct {
 	rest []byte // of the index, after the entries
 }
 
-// maxTogether is how many records are read at once: each may cost a round trip.
+// maxTogether is how many records are read at once, because each may cost a round trip.
 const maxTogether = 16
 
-// Read reads the head and the index of a file that begins with head, and
-// also the records if it is encrypted. It does not allocate what only the file
-// claims. The error is an errs.At of class errs.ErrFormat, errs.ErrCorrupt if the
-// file was truncated, or errs.ErrNotSupported for versions, flags, layouts and
-// dtypes that this build does not know.
+// Read reads the head and the index of a file that begins with head, and also the
+// records if it is encrypted. It does not allocate memory on the file's word alone. The
+// error is an errs.At of class errs.ErrFormat, errs.ErrCorrupt if the file was
+// truncated, or errs.ErrNotSupported for versions, flags, layouts and dtypes that this
+// build does not know.
 func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	f := &File{URI: src.URI(), Size: src.Size()}
 	r := reader{b: head}
 	if !Is(head) || f.Size < headSize || len(head) < headSize {
 		return nil, f.at("", 0, errs.WithRule(ruleKind, errs.New(errs.ErrCorrupt,
-			"truncated: a .tensors file of %d bytes", f.Size)))
+			"truncated: the .tensors file has only %d bytes", f.Size)))
 	}
 	r.p = len(Magic)
 	f.Version = uint32(r.readUint(4))
@@ -82,7 +82,7 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	switch {
 	case f.Version == 0 || f.Version > maxVersion:
 		return nil, f.at("", 5, errs.New(errs.ErrNotSupported,
-			"version %d of .tensors files, this overwire reads 1 to %d", f.Version, maxVersion))
+			"unsupported version %d of .tensors files: this overwire reads 1 to %d", f.Version, maxVersion))
 	case f.Version >= 4:
 		f.Encrypted, f.tagged = flags[0]&encrypted != 0, flags[0]&tagged != 0
 		for i, b := range flags {
@@ -96,7 +96,7 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 		}
 		switch {
 		case f.tagged && f.Version < 5:
-			return nil, f.at("", 9, errs.New(errs.ErrFormat, "feature flag 1 in version %d", f.Version))
+			return nil, f.at("", 9, errs.New(errs.ErrFormat, "feature flag 1 is not allowed in version %d", f.Version))
 		case !f.tagged && f.Version == 5:
 			return nil, f.at("", 9, errDev)
 		}
@@ -105,14 +105,17 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	}
 	switch {
 	case f.Total < 0:
-		return nil, f.at("", 41, errs.New(errs.ErrFormat, "%d bytes of data", f.Total))
+		return nil, f.at("", 41, errs.New(errs.ErrFormat, "invalid size of the data: %d bytes", f.Total))
 	case length > tensor.MaxIndex:
-		return nil, f.at("", 65, errs.New(errs.ErrFormat, "an index of %d bytes is over %d", length, tensor.MaxIndex))
+		return nil, f.at("", 65, errs.New(errs.ErrFormat, "the index has %d bytes: expected at most "+
+			"%d", length, tensor.MaxIndex))
 	case int64(length) > f.Size-headSize:
-		return nil, f.at("", 65, errs.New(errs.ErrCorrupt, "truncated: an index of %d bytes in a file of %d", length,
+		return nil, f.at("", 65, errs.New(errs.ErrCorrupt, "truncated: the index has %d bytes, but the file only "+
+			"%d", length,
 			f.Size))
 	case count > length/25: // the least that an entry takes
-		return nil, f.at("", 57, errs.New(errs.ErrFormat, "%d tensors in an index of %d bytes", count, length))
+		return nil, f.at("", 57, errs.New(errs.ErrFormat, "%d tensors do not fit into an index of %d "+
+			"bytes", count, length))
 	}
 	end := headSize + int64(length)
 	if int64(len(head)) < end {
@@ -149,7 +152,7 @@ func (f *File) readEntries(r *reader, count int) error {
 				e.Wide = tag == 5
 			default:
 				if !r.short {
-					return f.at("", at, errs.New(errs.ErrNotSupported, "version %d of an index entry", tag))
+					return f.at("", at, errs.New(errs.ErrNotSupported, "unsupported version %d of an index entry", tag))
 				}
 			}
 		}
@@ -174,9 +177,9 @@ func (f *File) readEntries(r *reader, count int) error {
 		case e.Type > StateDict:
 			return bad(errs.ErrNotSupported, "type %d", e.Type)
 		case rank > tensor.MaxRank:
-			return bad(errs.ErrFormat, "rank %d is over %d", rank, tensor.MaxRank)
+			return bad(errs.ErrFormat, "rank %d exceeds the maximum %d", rank, tensor.MaxRank)
 		case record > math.MaxInt64 || data > math.MaxInt64 || bytes > math.MaxInt64:
-			return bad(errs.ErrFormat, "record at %d, %d bytes of data at %d", record, bytes, data)
+			return bad(errs.ErrFormat, "invalid offsets: record at %d, %d bytes of data at %d", record, bytes, data)
 		}
 		if hasNegative(e.Dims) {
 			return bad(errs.ErrFormat, "shape %v", e.Dims)
@@ -197,15 +200,19 @@ func (f *File) readEntries(r *reader, count int) error {
 		case e.Record < end && len(f.Entries) > 0 && e.Record >= headSize:
 			return f.at(e.Name, at, errDev)
 		case e.Record < end || e.Data-e.Record < 8 || e.Data < e.Record:
-			return bad(errs.ErrFormat, "record at %d, data at %d, after %d", e.Record, e.Data, end)
+			return bad(errs.ErrFormat, "offsets out of order: record at %d, data at %d, after "+
+				"%d", e.Record, e.Data, end)
 		case e.Data > f.Size || e.Bytes > f.Size-e.Data:
-			return bad(errs.ErrCorrupt, "truncated: data at %d + %d in a file of %d", e.Data, e.Bytes, f.Size)
+			return bad(errs.ErrCorrupt, "truncated: data at %d + %d, but the file has %d "+
+				"bytes", e.Data, e.Bytes, f.Size)
 		case e.Bytes != e.full && e.Bytes != 0:
-			return bad(errs.ErrFormat, "%d bytes for shape %v of %q, which take %d", e.Bytes, e.Dims, e.Text, e.full)
+			return bad(errs.ErrFormat, "the index says %d bytes, but shape %v of %q takes "+
+				"%d", e.Bytes, e.Dims, e.Text, e.full)
 		}
 		if e.Bytes == 0 {
 			if zeros += e.full; e.full > maxMeta || zeros > maxMeta {
-				return bad(errs.ErrNotSupported, "tensors without data of more than %d bytes", int64(maxMeta))
+				return bad(errs.ErrNotSupported, "tensors without data take more than %d bytes in "+
+					"total", int64(maxMeta))
 			}
 		}
 		end = e.Data + e.Bytes
@@ -214,8 +221,7 @@ func (f *File) readEntries(r *reader, count int) error {
 	return nil
 }
 
-// ReadRecords reads what precedes each tensor's data and compares it with the
-// index.
+// ReadRecords reads what precedes each tensor's data and compares it with the index.
 func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 	if f.Records != nil {
 		return nil
@@ -227,9 +233,9 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 	return err
 }
 
-// compareRecords compares the index with the records as far as that costs little: all of a source
-// on this machine; elsewhere, where each may cost a round trip, those of tensors that the index
-// leaves without data, which would read as zeros.
+// compareRecords compares the index with the records as far as that is cheap. For a source on
+// this machine it compares all. Elsewhere each may cost a round trip, so it compares those of
+// tensors without data in the index, which would read as zeros.
 func (f *File) compareRecords(ctx context.Context, src source.Source) error {
 	if facts := src.Facts(); !facts.Remote && (facts.File != nil || facts.View != nil) {
 		return f.ReadRecords(ctx, src)
@@ -258,7 +264,7 @@ func (f *File) readRecords(ctx context.Context, src source.Source, wants func(e 
 		}
 		n := e.Data - e.Record
 		if n > tensor.MaxHeader {
-			return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, "a record of %d bytes before the data", n))
+			return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, "invalid record: %d bytes before the data", n))
 		}
 		b := make([]byte, n)
 		if err := src.ReadAt(ctx, b, e.Record); err != nil {
@@ -274,7 +280,7 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 		return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, format, args...))
 	}
 	if n := le.Uint64(b); n != uint64(len(b)) {
-		return bad("a record of %d bytes where the index leaves %d", n, len(b))
+		return bad("the record has %d bytes, but the index leaves %d", n, len(b))
 	}
 	r := reader{b: b[:len(b)-8], p: 8}
 	if len(b) < 16 {
@@ -286,10 +292,10 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 	text := string(r.takeBytes(int(r.readUint(1))))
 	dims := r.readDims(int(r.readUint(1)), e.Wide)
 	if r.short || kind != e.Type || name != e.Name || text != e.Text || !slices.Equal(dims, e.Dims) {
-		return bad("the record says other things than the index")
+		return bad("the record differs from the index")
 	}
 	if n := int64(le.Uint64(b[len(b)-8:])); n != e.Bytes {
-		return bad("%d bytes of data by the record, %d by the index", n, e.Bytes)
+		return bad("the record says %d bytes of data, but the index %d", n, e.Bytes)
 	}
 	sums := int(r.readUint(2))
 	from := r.p
@@ -308,7 +314,8 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 		case kind == 1 && n == 32:
 			out.SHA256 = sum
 		default:
-			return f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "a sum of kind %d and %d bytes", kind, n))
+			return f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "invalid hash of kind %d with %d "+
+				"bytes", kind, n))
 		}
 	}
 	if r.short || block.short {
@@ -333,7 +340,7 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 		return f.at(e.Name, e.Record, err)
 	}
 	if c == nil && e.Bytes > 0 {
-		return bad("data that are not encrypted in an encrypted file")
+		return bad("the data are not encrypted, but the file says it is encrypted")
 	}
 	out.Crypt = c
 	return nil
@@ -344,7 +351,7 @@ func (f *File) at(name string, off int64, err error) error {
 	return errs.Place("index", f.URI, name, off, err)
 }
 
-// A reader takes numbers and bytes from a buffer; short: there were too few, and
+// A reader reads numbers and bytes from a buffer. short means that there were too few;
 // everything after that is zero.
 type reader struct {
 	b     []byte
@@ -385,7 +392,7 @@ func (r *reader) readDims(rank int, wide bool) []int64 {
 	return d
 }
 
-// Describe describes head, index and the records that were read; it reads no data.
+// Describe describes head, index and the records that were read. It reads no data.
 func (f *File) Describe() *Description {
 	out := &Description{URI: errs.RedactURI(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total,
 		Size:    f.Size,
@@ -405,7 +412,7 @@ func (f *File) Describe() *Description {
 	return out
 }
 
-// Items returns the tensors by the names that Index gives, as they would be written again; the
+// Items returns the tensors by the names that Index gives, in the form for writing them again. The
 // records must have been read.
 func (f *File) Items() map[string]Item {
 	items, names := make(map[string]Item, len(f.Entries)), f.stateNames()

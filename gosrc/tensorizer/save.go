@@ -11,15 +11,15 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 )
 
-// An Output takes the bytes of one file.
+// An Output receives the bytes of one file.
 type Output interface {
 	// Write writes bytes at an offset; it is safe for concurrent use.
 	Write(p []byte, off int64) error
 }
 
 // A Tensor is a tensor to write: its description and its bytes. Write sets Sum and
-// Bytes of Data, calls Pass before a piece is encrypted and written, and Done
-// before the record is.
+// Bytes of Data, calls Pass before a piece is encrypted and written, and Done before
+// the record is written.
 type Tensor struct {
 	Item Item
 	Data Flow
@@ -28,14 +28,14 @@ type Tensor struct {
 // How says how a file is written.
 type How struct {
 	Path    string            // its name in errors
-	Encrypt map[string]string // OptionKey or OptionPassword; neither: not encrypted
+	Encrypt map[string]string // OptionKey or OptionPassword; without them not encrypted
 	Workers int
-	InOrder bool // the output is fastest in the order of the bytes
+	InOrder bool // the output is fastest if written in order
 }
 
-// Write writes a whole file: an index of exactly the necessary size, the data of
-// each tensor on a page. One worker hashes, encrypts if necessary, and writes each
-// tensor. It returns the size of the file.
+// Write writes a whole file: an index of exactly the necessary size, and the data of
+// each tensor at a page boundary. For each tensor, one worker hashes, encrypts if
+// necessary, and writes. It returns the size of the file.
 func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error) {
 	fail := func(name string, err error) error { return errs.Locate("save", how.Path, name, -1, err) }
 	key, err := KeyOf(ctx, how.Encrypt)
@@ -80,10 +80,10 @@ func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error)
 }
 
 // Records writes the records of a file and their data, one after the other from an
-// offset of an open file, and sets the Record of every item; the caller writes head
-// and index. data has the bytes of each item, which are not changed; key, if not
-// nil, encrypts the items that are Sealed. It returns the end of the last one. The
-// file must not be open with O_APPEND.
+// offset of an open file, and sets the Record of every item. The caller writes head and
+// index. data holds the bytes of each item, which are not changed. key, if not nil,
+// encrypts the items that are Sealed. It returns the end of the last record. The file
+// must not be open with O_APPEND.
 func Records(ctx context.Context, fd int, path string, at int64, items []Item, data [][]byte, key *Key,
 	workers int) (int64, error) {
 	to := descriptor{fd, path, make(chan struct{}, writers)}
@@ -100,8 +100,8 @@ func Records(ctx context.Context, fd int, path string, at int64, items []Item, d
 	return at, Run(ctx, "tensorizer.save", workers, false, flows)
 }
 
-// writtenFlow is a flow of data that goes to its offset in the file, encrypted
-// if the item is, followed by the record.
+// writtenFlow returns a flow of data that goes to its offset in the file, encrypted if
+// the item is, followed by the record.
 func writtenFlow(to Output, path string, it *Item, key *Key, data Flow) Flow {
 	at, end := it.Data(), it.Data()+it.Bytes
 	fail := func(err error) error { return errs.Locate("save", path, it.Name, -1, err) }
@@ -110,7 +110,7 @@ func writtenFlow(to Output, path string, it *Item, key *Key, data Flow) Flow {
 		at += int64(len(p))
 		return err
 	}
-	var box []byte // what is encrypted, until it is a whole box
+	var box []byte // to be encrypted, until a whole box is collected
 	seal := func(p []byte) error {
 		for len(p) > 0 {
 			if box == nil {
@@ -159,15 +159,15 @@ func writtenFlow(to Output, path string, it *Item, key *Key, data Flow) Flow {
 	return f
 }
 
-// descriptor is an output to the caller's open file.
+// descriptor writes to the caller's open file.
 type descriptor struct {
 	fd   int
 	path string
-	gate chan struct{} // has one for each writer that is in the file
+	gate chan struct{} // holds one element for each active writer
 }
 
-// writers is how many write to the file at once: file systems let one after the other in, and more
-// than two would only spin.
+// writers is how many write to the file at once: file systems admit one at a time, and more than
+// two would only spin.
 const writers = 2
 
 func (d descriptor) Write(p []byte, off int64) error {

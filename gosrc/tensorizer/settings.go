@@ -1,13 +1,13 @@
 package tensorizer
 
-// This file lists the settings by which callers read and write .tensors files.
+// This file lists the settings for reading and writing .tensors files.
 
 import (
 	"bytes"
 	"encoding/hex"
 )
 
-// The settings of .tensors files, by which callers say how they are read and
+// The settings of .tensors files. Callers use them to say how files are read and
 // written.
 const (
 	OptionKey      = "key"      // 64 hex digits
@@ -16,7 +16,7 @@ const (
 	OptionCRC32    = "crc32"    // compare the CRC32 of plain tensors while they are read
 )
 
-// KeySettings are the settings for a key from a file: its bytes, or their hex
+// KeySettings returns the settings for a key from a file: its bytes, or their hex
 // digits with white space around them. ok is false for anything else.
 func KeySettings(b []byte) (settings map[string]string, ok bool) {
 	if len(b) != keyBytes {
@@ -29,8 +29,8 @@ func KeySettings(b []byte) (settings map[string]string, ok bool) {
 	return map[string]string{OptionKey: hex.EncodeToString(b)}, true
 }
 
-// PasswordSettings are the settings for a password from a file. The last end of
-// line does not count. ok is false for an empty one.
+// PasswordSettings returns the settings for a password from a file. A final line end
+// does not count. ok is false for an empty password.
 func PasswordSettings(b []byte) (settings map[string]string, ok bool) {
 	b = bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r"))
 	return map[string]string{OptionPassword: hex.EncodeToString(b)}, len(b) > 0

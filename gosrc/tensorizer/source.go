@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file reads the plain bytes of a file, decrypting where necessary.
+// This file reads the plain bytes of a file, and decrypts them if necessary.
 
 import (
 	"context"
@@ -14,10 +14,10 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// IndexOf is the file as other packages see it: plain tensors at offsets of the
-// Source that SourceOf returns. Tensors without data come last there. A tensor
-// of a dtype that safetensors lacks is errs.ErrNotSupported, unless opt has
-// OptionBytes: then it becomes one of bytes, with one more dimension.
+// IndexOf returns the file's index for other packages: plain tensors at offsets of the
+// Source that SourceOf returns. Tensors without data come last there. A dtype that
+// safetensors lacks is errs.ErrNotSupported, unless opt has OptionBytes: then the
+// tensor becomes one of bytes, with one more dimension.
 func IndexOf(f *File, opt map[string]string) (*tensor.Index, error) {
 	if _, ok := opt[OptionBytes]; !ok {
 		for i := range f.Entries {
@@ -58,12 +58,12 @@ type NotEncryptedError struct{ error }
 // Unwrap returns the error with its class and place.
 func (e *NotEncryptedError) Unwrap() error { return e.error }
 
-// SourceOf returns the source that IndexOf refers to: src itself if the file has plain
-// bytes, or else a source that wraps and owns it. That source decrypts chunks on
-// the caller's core, caches the last ones, and returns zeros for tensors without
-// data. Without a key everything but encrypted data can be read. A key for a file
-// that is not encrypted is a NotEncryptedError, as is a password if the file was not
-// encrypted with one. With OptionCRC32 the records must have been read.
+// SourceOf returns the source to which IndexOf refers: src itself if the file has plain
+// bytes, otherwise a source that wraps and owns it. That source decrypts chunks on the
+// caller's core, caches the last ones, and returns zeros for tensors without data.
+// Without a key, everything except encrypted data can be read. A key for a file that is
+// not encrypted is a NotEncryptedError, as is a password if the file was not encrypted
+// with one. With OptionCRC32 the records must have been read.
 func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[string]string) (source.Source, error) {
 	wrong := func(format string, args ...any) error {
 		return f.at("", -1, errs.New(errs.ErrCrypto, format, args...))
@@ -71,7 +71,7 @@ func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[strin
 	_, key := decrypt[OptionKey]
 	_, password := decrypt[OptionPassword]
 	if (key || password) && !f.Encrypted {
-		return nil, &NotEncryptedError{wrong("a key was given, and the file is not encrypted")}
+		return nil, &NotEncryptedError{wrong("a key was given, but the file is not encrypted")}
 	}
 	if _, ok := decrypt[OptionCRC32]; ok {
 		var err error
@@ -104,7 +104,7 @@ func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[strin
 			keys[id] = sp.key
 		}
 		s.spans = append(s.spans, sp)
-		s.boxes.Need(min(c.Chunk, e.Bytes)) // a box that is larger is not decrypted for each of its pieces
+		s.boxes.Need(min(c.Chunk, e.Bytes)) // larger boxes are not decrypted again for each piece
 	}
 	if s.zeros == 0 && len(s.spans) == 0 {
 		return src, nil
@@ -112,8 +112,8 @@ func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[strin
 	return s, nil
 }
 
-// checkKeyWork refuses a file that asks for more than one key's work to make all its keys: known
-// writers have one for all tensors.
+// checkKeyWork refuses a file for which deriving all keys would take more than the work allowed
+// for one. Known writers use one key for all tensors.
 func checkKeyWork(f *File) error {
 	work, derivations := uint64(0), map[string]bool{}
 	for i := range f.Records {
@@ -124,7 +124,7 @@ func checkKeyWork(f *File) error {
 		derivations[c.Derive.identityOf()] = true
 		err := c.Derive.Check()
 		if work += c.Derive.Passes * c.Derive.Memory; err == nil && work > maxKeyWork {
-			err = errs.New(errs.ErrNotSupported, "its %d keys are derived in passes over more than %d bytes in all",
+			err = errs.New(errs.ErrNotSupported, "deriving its %d keys takes passes over more than %d bytes in total",
 				len(derivations), int64(maxKeyWork))
 		}
 		if err != nil {
@@ -134,13 +134,13 @@ func checkKeyWork(f *File) error {
 	return nil
 }
 
-// keyOf is the key that settings give for data with a key that was derived so (nil: it was
-// not); nil if they give none.
+// keyOf returns the key that settings give for data with this key derivation (nil for
+// none); nil if they give none.
 func keyOf(ctx context.Context, derive *Derivation, settings map[string]string) (*[keyBytes]byte, error) {
 	if text, ok := settings[OptionKey]; ok {
 		b, err := hex.DecodeString(text)
 		if err != nil || len(b) != keyBytes {
-			return nil, errs.New(errs.ErrArgument, "a key has %d bytes", keyBytes)
+			return nil, errs.New(errs.ErrArgument, "invalid key: expected %d bytes", keyBytes)
 		}
 		return (*[keyBytes]byte)(b), nil
 	}
@@ -150,7 +150,7 @@ func keyOf(ctx context.Context, derive *Derivation, settings map[string]string) 
 	}
 	if derive == nil {
 		return nil, errs.New(errs.ErrCrypto,
-			"a password was given, and the file was encrypted with a key of no password's")
+			"a password was given, but the file was encrypted with a key that does not come from a password")
 	}
 	password, err := hex.DecodeString(text)
 	if err != nil || len(password) == 0 {
@@ -171,9 +171,9 @@ type span struct {
 	key      *[keyBytes]byte
 }
 
-// sealed is a source with encrypted data, followed by zeros. Whole boxes are
-// decrypted in place; of others the latest are kept, so that reads of small pieces
-// decrypt each box once.
+// sealed is a source with encrypted data, followed by zeros. Whole boxes are decrypted
+// in place. Of other boxes the latest are cached, so that reads of small pieces decrypt
+// each box once.
 type sealed struct {
 	source.Source
 	size, zeros int64
@@ -188,7 +188,8 @@ type boxKey struct {
 
 func (s *sealed) Size() int64 { return s.size + s.zeros }
 
-// Facts are those of the source below, without a view: ReadAt decrypts the bytes.
+// Facts are those of the wrapped source, without a view, because ReadAt decrypts the
+// bytes.
 func (s *sealed) Facts() source.Facts {
 	f := s.Source.Facts().ReadAtOnly()
 	f.Coding = s.codingAt
@@ -213,7 +214,8 @@ func (s *sealed) codingAt(off int64) string {
 	return "plain"
 }
 
-// spanAt is the first span that ends after an offset, and whether the offset is within.
+// spanAt returns the first span that ends after an offset, and whether the offset is
+// within it.
 func (s *sealed) spanAt(off int64) (i int, encrypted bool) {
 	i = sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
 	return i, i < len(s.spans) && s.spans[i].off <= off
@@ -286,7 +288,7 @@ func (s *sealed) decryptBox(ctx context.Context, dst []byte, i int, k int64) err
 		return &errs.At{Verb: "decrypt", Source: s.URI(), Tensor: sp.name, Chunk: k, Offset: at, Err: err}
 	}
 	if sp.key == nil {
-		return fail(errs.New(errs.ErrCrypto, "the tensor is encrypted, and no key was given"))
+		return fail(errs.New(errs.ErrCrypto, "the tensor is encrypted, but no key was given"))
 	}
 	if err := s.Source.ReadAt(ctx, dst, at); err != nil {
 		return err

@@ -1,5 +1,5 @@
-// Package tensorizer reads and writes the .tensors files of CoreWeave's
-// tensorizer. All integers are little-endian, nothing is aligned:
+// Package tensorizer reads and writes the .tensors files of CoreWeave's tensorizer. All
+// integers are little-endian, and nothing is aligned:
 //
 //	"|TZR|" | u32 version | 32 bytes of flags | u64 data bytes | 8 zero bytes | u64 tensors | u64 L
 //
@@ -17,19 +17,19 @@
 //
 //	encryption:  u16 count, each: u64 n, u16 kind, body
 //
-// Versions: 1; 2 has dtypes of torch's own; 3 is encrypted; 4 has flags and
-// tensors without data ("meta"), which read as zeros; 5 has dims of 2^32 and
-// more, where the entry's version is 5. Flags: 1 encrypted, 2 index entries have
-// versions. Sums are over the record up to its data, with the sums as zeros and
-// without encryption, and over the data before encryption.
+// Versions: 1; 2 has torch's own dtypes; 3 is encrypted; 4 has flags and tensors
+// without data ("meta"), which read as zeros; 5 has dims of 2^32 and more in entries of
+// version 5. Flags: 1 encrypted, 2 index entries have versions. Sums cover the record
+// up to its data, with the sums as zeros and without encryption, and the data before
+// encryption.
 //
-// Specification: the code of tensorizer 2.11 and 2.12; tests compare this package
-// with it in both directions. The unreleased layout of 3.0-dev, which calls itself 5
-// too but lacks the second flag, is refused.
+// Specification: the code of tensorizer 2.11 and 2.12; tests compare this package with
+// it in both directions. The unreleased layout of 3.0-dev, which also calls itself 5
+// but lacks the second flag, is refused.
 //
-// A file becomes a tensor.Index like any other. For what cannot be read directly
-// (encrypted data, tensors without data) a Source of this package returns plain
-// bytes: see File.Source.
+// A file becomes a tensor.Index like any other. Encrypted data and tensors without data
+// cannot be read directly: for them a Source of this package returns plain bytes. See
+// SourceOf.
 package tensorizer
 
 import (
@@ -75,8 +75,8 @@ var le = binary.LittleEndian
 // Is reports whether a file that starts with head is a .tensors file.
 func Is(head []byte) bool { return len(head) >= len(Magic) && string(head[:len(Magic)]) == Magic }
 
-// numpy maps the dtypes that numpy has to its names; torch has the others, as
-// tensorizer writes them: a numpy type of their size, NUL, torch's name.
+// numpy maps the dtypes that numpy has to its names. torch has the others, in the form
+// that tensorizer writes: a numpy type of the same size, NUL, torch's name.
 var (
 	numpy = map[string]tensor.DType{
 		"|b1": tensor.Bool, "|u1": tensor.U8, "|i1": tensor.I8,
@@ -91,7 +91,7 @@ var (
 	}
 )
 
-// dtypeOf reads a dtype, and the shape in elements: torch counts F4 in pairs.
+// dtypeOf returns a dtype, and the shape in elements, because torch counts F4 in pairs.
 func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 	if d, ok := numpy[text]; ok {
 		return d, dims, nil
@@ -103,12 +103,13 @@ func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 		}
 		if d, ok := torch[name]; ok {
 			if want := opaqueForm(d); form != want {
-				return 0, nil, errs.New(errs.ErrFormat, "dtype %q: %s takes the place of %s, not of %s", text, name,
+				return 0, nil, errs.New(errs.ErrFormat, "invalid dtype %q: %s must be stored as %s, not as "+
+					"%s", text, name,
 					want, form)
 			}
 			if d == tensor.F4 {
 				if len(dims) == 0 {
-					return 0, nil, errs.New(errs.ErrNotSupported, "a single pair of F4")
+					return 0, nil, errs.New(errs.ErrNotSupported, "invalid shape: a single pair of F4")
 				}
 				dims = append([]int64(nil), dims...)
 				if dims[len(dims)-1] > 1<<62 {
@@ -119,10 +120,10 @@ func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 			return d, dims, nil
 		}
 	}
-	return 0, nil, errs.New(errs.ErrNotSupported, "dtype %q, which safetensors has no name for", text)
+	return 0, nil, errs.New(errs.ErrNotSupported, "dtype %q does not exist in safetensors", text)
 }
 
-// itemSize is the bytes of an element of a dtype that only numpy or torch has.
+// itemSize returns the bytes of an element of a dtype that only numpy or torch has.
 func itemSize(text string) (int64, bool) {
 	form, _, _ := strings.Cut(text, "\x00")
 	if len(form) < 3 || form[0] != '<' && form[0] != '|' || !strings.Contains("Vc", form[1:2]) {
@@ -152,29 +153,30 @@ func dtypeText(d tensor.DType, shape []int64) (text string, dims []int64, err er
 		}
 		if d == tensor.F4 {
 			if len(shape) == 0 || shape[len(shape)-1]%2 != 0 {
-				return "", nil, errs.New(errs.ErrNotSupported, "F4 of shape %v: .tensors files hold pairs", shape)
+				return "", nil, errs.New(errs.ErrNotSupported, "F4 of shape %v cannot be stored: .tensors files "+
+					"hold pairs, so the last dimension must be even", shape)
 			}
 			shape = append([]int64(nil), shape...)
 			shape[len(shape)-1] /= 2
 		}
 		return opaqueForm(d) + "\x00" + name, shape, nil
 	}
-	return "", nil, errs.New(errs.ErrNotSupported, ".tensors files have no %v", d)
+	return "", nil, errs.New(errs.ErrNotSupported, ".tensors files do not support %v", d)
 }
 
 // checkName checks a name: UTF-8, and a path only if a state dict was saved.
 func checkName(name string, kind uint8) error {
 	if !utf8.ValidString(name) {
-		return errs.New(errs.ErrFormat, "name is not UTF-8")
+		return errs.New(errs.ErrFormat, "the name is not valid UTF-8")
 	}
 	path, is := strings.CutPrefix(name, PathMark)
 	if !is {
 		return nil
 	}
 	if kind != StateDict {
-		return errs.New(errs.ErrFormat, "the path is not that of a state dict: expected texts and numbers")
+		return errs.New(errs.ErrFormat, "the path is not from a state dict: expected strings and numbers")
 	}
-	bad := errs.New(errs.ErrFormat, "the path is not a list of texts and numbers")
+	bad := errs.New(errs.ErrFormat, "the path is not a list of strings and numbers")
 	if !strings.HasPrefix(path, "[") || !strings.HasSuffix(path, "]") || strings.ContainsAny(path, "\r\n") {
 		return bad
 	}

@@ -15,14 +15,15 @@ import (
 type Proof struct {
 	Workers int
 	InOrder bool // the tensors are read in the order of the file
-	// Passed is called with the number of bytes that were read, Proven with that of
-	// each tensor that was verified. Several workers call both at once.
+	// Passed is called with the number of bytes read, and Proven with the bytes of each
+	// verified tensor. Several workers call both concurrently.
 	Passed, Proven func(bytes int64)
 }
 
-// Verify verifies a file; src is what SourceOf returns for it. Every record
-// equals its index entry, the hashes of every tensor match its bytes, the tags of
-// encrypted ones match the key, and there is nothing else. The first error ends it.
+// Verify verifies a file; src is the result of SourceOf for it. It checks that every
+// record equals its index entry, that the hashes of every tensor match its bytes, that
+// the tags of encrypted ones match the key, and that there is nothing else. The first
+// error ends it.
 func Verify(ctx context.Context, src source.Source, p Proof) error {
 	f, err := Open(ctx, src, true)
 	if err != nil {
@@ -38,7 +39,7 @@ func Verify(ctx context.Context, src source.Source, p Proof) error {
 	return Run(ctx, "tensorizer.verify", p.Workers, p.InOrder, flows)
 }
 
-// proofFlow is the flow of tensor i through its hashes.
+// proofFlow returns the flow of tensor i through its hashes.
 func proofFlow(f *File, src source.Source, i int, p Proof) Flow {
 	e, r := &f.Entries[i], &f.Records[i]
 	bad := func(class error, format string, args ...any) error {
@@ -60,11 +61,11 @@ func proofFlow(f *File, src source.Source, i int, p Proof) Flow {
 		crc, sha := sum.Sums()
 		switch {
 		case r.CRC32 == nil && r.SHA256 == nil:
-			return bad(errs.ErrNotSupported, "the tensor has no sum that could be compared")
+			return bad(errs.ErrNotSupported, "the file has no hash of this tensor to compare")
 		case r.CRC32 != nil && !bytes.Equal(crc, r.CRC32):
-			return bad(errs.ErrCorrupt, "checksum mismatch: CRC32 %x, not %x", crc, r.CRC32)
+			return bad(errs.ErrCorrupt, "checksum mismatch: CRC32 %x computed, %x stored", crc, r.CRC32)
 		case r.SHA256 != nil && !bytes.Equal(sha, r.SHA256):
-			return bad(errs.ErrCorrupt, "checksum mismatch: SHA-256 %x, not %x", sha, r.SHA256)
+			return bad(errs.ErrCorrupt, "checksum mismatch: SHA-256 %x computed, %x stored", sha, r.SHA256)
 		}
 		p.Proven(e.Bytes)
 		return nil

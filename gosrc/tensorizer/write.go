@@ -15,11 +15,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Align is the alignment of the data in files that are written with padding: direct
-// reads of disks and GPUs begin on a page.
+// Align is the alignment of the data in files written with padding: direct reads by
+// disks and GPUs begin at a page.
 const Align = 4096
 
-// An Item is a tensor to write: its position and, once its bytes were seen, its
+// An Item is a tensor to write: its position and, once its bytes were hashed, its
 // hashes.
 type Item struct {
 	Module uint16  `json:"module"`
@@ -27,13 +27,12 @@ type Item struct {
 	Name   string  `json:"name"`
 	Text   string  `json:"dtype"`  // see dtypeText
 	Dims   []int64 `json:"dims"`   // as they are written
-	Bytes  int64   `json:"bytes"`  // of the data; 0 with dims that are not: without data
+	Bytes  int64   `json:"bytes"`  // of the data; 0 with nonzero dims: without data
 	Crypt  *Crypt  `json:"-"`      // nil: plain
 	Record int64   `json:"record"` // where the record begins
 	Pad    int64   `json:"-"`      // bytes between the record's last field and its length of data
 
-	// Sealed: the file is encrypted, so that every record has space for the
-	// encryption.
+	// Sealed: the file is encrypted, so that every record has space for the encryption.
 	Sealed bool `json:"sealed"`
 }
 
@@ -56,9 +55,9 @@ func (it *Item) Check() error {
 	case it.Type > StateDict:
 		return errs.New(errs.ErrArgument, "type %d", it.Type)
 	case len(it.Name) > math.MaxUint16:
-		return errs.New(errs.ErrArgument, "a name of %d bytes", len(it.Name))
+		return errs.New(errs.ErrArgument, "the name is too long: %d bytes", len(it.Name))
 	case len(it.Text) > math.MaxUint8 || len(it.Dims) > math.MaxUint8:
-		return errs.New(errs.ErrArgument, "dtype %q, rank %d", it.Text, len(it.Dims))
+		return errs.New(errs.ErrArgument, "dtype %q or rank %d is too large", it.Text, len(it.Dims))
 	case it.Bytes < 0:
 		return errs.New(errs.ErrArgument, "%d bytes", it.Bytes)
 	}
@@ -72,7 +71,7 @@ func hasNegative(dims []int64) bool {
 	return slices.ContainsFunc(dims, func(d int64) bool { return d < 0 })
 }
 
-// Version is the least version of a file with this item.
+// Version returns the lowest version of a file with this item.
 func (it *Item) Version() uint32 {
 	switch {
 	case it.hasWideDims():
@@ -91,19 +90,19 @@ func (it *Item) hasWideDims() bool {
 	return slices.ContainsFunc(it.Dims, func(d int64) bool { return d > math.MaxUint32 })
 }
 
-// Data is the offset of the data.
+// Data returns the offset of the data.
 func (it *Item) Data() int64 {
 	b, _, _ := it.recordFront()
 	return it.Record + int64(len(b)) + it.Pad
 }
 
-// PadTo aligns the data to align; it is for items with complete records only.
+// PadTo aligns the data to align. It is only for items with complete records.
 func (it *Item) PadTo(align int64) {
 	it.Pad = 0
 	it.Pad = (align - it.Data()%align) % align
 }
 
-// appendShape appends what records and entries of the index have in common.
+// appendShape appends what records and index entries have in common.
 func (it *Item) appendShape(dst []byte) []byte {
 	dst = append(dst, byte(len(it.Text)))
 	dst = append(dst, it.Text...)
@@ -124,8 +123,8 @@ func (it *Item) appendWords(dst []byte) []byte {
 	return it.appendShape(append(dst, it.Type))
 }
 
-// recordFront is the record without its padding, with zero hashes, and their offsets; that
-// of the CRC32 is 0 for an encrypted item, which has none.
+// recordFront returns the record without its padding, with zero hashes, and their offsets.
+// The CRC32's offset is 0 for an encrypted item, which has none.
 func (it *Item) recordFront() (dst []byte, crc, sha int) {
 	dst = le.AppendUint64(nil, 0) // length: see record
 	dst = le.AppendUint16(dst, it.Module)
@@ -151,7 +150,7 @@ func (it *Item) recordFront() (dst []byte, crc, sha int) {
 	return le.AppendUint64(dst, uint64(it.Bytes)), crc, sha
 }
 
-// recordBytes is the record with its padding and zero hashes, and their offsets.
+// recordBytes returns the record with its padding and zero hashes, and their offsets.
 func (it *Item) recordBytes() (b []byte, crc, sha int) {
 	b, crc, sha = it.recordFront()
 	last := len(b) - 8
@@ -175,14 +174,14 @@ func NewSummer(prefix []byte) *Summer {
 	return s
 }
 
-// Write takes the next bytes of the data, before they are encrypted.
+// Write adds the next bytes of the data, before they are encrypted.
 func (s *Summer) Write(p []byte) {
 	avx.Clear()
 	s.crc = crc32.Update(s.crc, crc32.IEEETable, p)
 	_, _ = s.sha.Write(p)
 }
 
-// Sums returns the hashes as they are written.
+// Sums returns the hashes in the written form.
 func (s *Summer) Sums() (crc, sha []byte) {
 	return le.AppendUint32(nil, s.crc), s.sha.Sum(nil)
 }
@@ -209,7 +208,7 @@ func (it *Item) Finish(s *Summer) []byte {
 	return b
 }
 
-// IndexBytes is the size of the index of items; each has space for the tag of
+// IndexBytes returns the size of the index of items. Each has space for the tag of
 // version 5, which any of them may make necessary.
 func IndexBytes(items []Item) int64 {
 	n := int64(0)
@@ -219,8 +218,8 @@ func IndexBytes(items []Item) int64 {
 	return n
 }
 
-// Front is the head and the index of a file; the index is length bytes long:
-// tensorizer's own has 262,144. version is the least version.
+// Front returns the head and the index of a file. The index has length bytes;
+// tensorizer's own has 262,144. version is the lowest version.
 func Front(items []Item, version uint32, length int64) ([]byte, error) {
 	version = max(version, 1)
 	var total uint64
@@ -261,13 +260,13 @@ func Front(items []Item, version uint32, length int64) ([]byte, error) {
 		b = le.AppendUint64(b, uint64(it.Bytes))
 	}
 	if over := int64(len(b)) - headSize - length; over > 0 {
-		return nil, errs.New(errs.ErrArgument, "the index takes %d bytes more than its %d", over, length)
+		return nil, errs.New(errs.ErrArgument, "the index needs %d bytes more than its %d", over, length)
 	}
 	return append(b, make([]byte, headSize+length-int64(len(b)))...), nil
 }
 
-// Start is the offset of the first record.
+// Start returns the offset of the first record.
 func Start(length int64) int64 { return headSize + length }
 
-// Tail is the bytes after the last record: zeros.
+// Tail returns the bytes after the last record: zeros.
 const Tail = 8

@@ -1,7 +1,7 @@
-// Package unpack presents tensors that only the host can bring into the order of their
-// bytes as plain ones, so that every load, also to a GPU, reads them without
-// knowing how they are stored: those with chunks of codec 6, and those in column parts
-// that have an alias with rows of another size.
+// Package unpack presents tensors that only the host can decode as plain ones, so that
+// every load, also to a GPU, can read them without knowing how they are stored. These
+// are tensors with chunks of codec 6, and tensors in column parts that have an alias
+// with rows of another size.
 package unpack
 
 import (
@@ -21,17 +21,17 @@ import (
 
 const (
 	// beyond is the offset from which decoded tensors appear in their source: so far
-	// from its end that no read covers both.
+	// after its end that no read covers both.
 	beyond = 1 << 61
-	// mostStored is how many stored bytes one read brings.
+	// mostStored is how many stored bytes one read covers.
 	mostStored = 8 << 20
-	// cutChunks is the memory for chunks that are asked for in parts.
+	// cutChunks is the memory for chunks that are requested in parts.
 	cutChunks = 64 << 20
 )
 
-// Model returns the index of a model as its loads see it: tensors that only the host
-// can bring into order are plain, and their bytes lie beyond the end of their source. If
-// there are none, it returns ix itself, and the sources as they are.
+// Model returns the index of a model as loads see it: tensors that only the host can
+// decode are plain, and their bytes are beyond the end of their source. If there are
+// none, it returns ix itself and the sources unchanged.
 func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Source) {
 	out := ix
 	var cache *blocks.Cache[cut]
@@ -56,7 +56,7 @@ func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Sour
 		s.tensors, s.at = append(s.tensors, int32(i)), append(s.at, s.end)
 		u := &out.Tensors[i]
 		u.Off, u.Stored, u.Plain = s.end, t.Bytes, true
-		if t.Parts == 1 { // a block is a chunk: reads end with one where they can
+		if t.Parts == 1 { // a block is a chunk; reads end at a block's end where they can
 			u.Block = int64(t.ChunkBytes)
 		}
 		u.First, u.Count, u.ChunkBytes, u.Parts = 0, 0, 0, 0
@@ -70,8 +70,8 @@ func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Sour
 	return out, srcs
 }
 
-// otherRows are the tensors in column parts that have an alias with rows of another size:
-// the parts do not fit the columns of the alias. nil if there are none.
+// otherRows returns the tensors in column parts that have an alias with rows of another
+// size, whose columns the parts do not fit; nil if there are none.
 func otherRows(ix *tensor.Index) (holders map[int32]bool) {
 	for i := range ix.Tensors {
 		t := &ix.Tensors[i]
@@ -86,8 +86,8 @@ func otherRows(ix *tensor.Index) (holders map[int32]bool) {
 	return holders
 }
 
-// Over puts a decoding source over other bytes of the same file; if src decodes
-// nothing, that is the new one itself.
+// Over places the decoding of src over another source of the same file. If src decodes
+// nothing, it returns that source itself.
 func Over(src, bytes source.Source) source.Source {
 	s, ok := src.(*unpacker)
 	if !ok {
@@ -99,8 +99,8 @@ func Over(src, bytes source.Source) source.Source {
 	return &over
 }
 
-// An unpacker is a source and, beyond its end, the bytes of its tensors that are
-// decoded as they are read. Their checksums are compared.
+// An unpacker is a source with the bytes of decoded tensors beyond its end. They are
+// decoded and their checksums compared as they are read.
 type unpacker struct {
 	source.Source
 	ix      *tensor.Index // as stored
@@ -122,10 +122,11 @@ func (s *unpacker) openParts() {
 	}
 }
 
-// cut is a chunk that was asked for in part, by its number in the index.
+// cut is a chunk that was requested in part, by its number in the index.
 type cut int32
 
-// Facts are those of the source, without a view: it has no bytes beyond its end.
+// Facts are those of the source, without a view, because a view has no bytes beyond the
+// end.
 func (s *unpacker) Facts() source.Facts {
 	f := s.Source.Facts()
 	file, prefetch := f.File, f.Prefetch
@@ -175,12 +176,13 @@ func (s *unpacker) ReadAt(ctx context.Context, p []byte, off int64) error {
 
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
 
-// tensor fills p with bytes from off on of a tensor, which has one column part.
+// tensor fills p with the bytes of a tensor from off on. The tensor has one column
+// part.
 func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off int64) error {
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
 	for len(p) > 0 {
-		// As many chunks as one read brings.
+		// As many chunks as one read covers.
 		first := int32(off / int64(t.ChunkBytes))
 		last := int32((off + int64(len(p)) - 1) / int64(t.ChunkBytes))
 		c := s.ix.Chunks[t.First+first:]
@@ -207,8 +209,8 @@ func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off i
 	return nil
 }
 
-// chunk decodes chunk k of a tensor, as far as p, which begins at off in the tensor,
-// has space for it, and returns how far that is.
+// chunk decodes chunk k of a tensor into p, which begins at off in the tensor, as far
+// as p has space, and returns where it stopped.
 func (s *unpacker) chunk(ctx context.Context, p, stored []byte, t *tensor.Tensor, k int32, off int64) (int, error) {
 	c := s.ix.Chunks[t.First+k]
 	decode := func(dst []byte) error {

@@ -17,12 +17,12 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// A DigestReport has the digest of every tensor of a model, in the model's order.
+// A DigestReport holds the digest of every tensor of a model, in the model's order.
 type DigestReport struct {
 	Tensors []TensorDigest `json:"tensors"`
-	Bytes   int64          `json:"bytes"`  // that were read for it, decoded
-	Kept    int            `json:"kept"`   // digests that the files have: nothing was read for them
-	OnGPU   int64          `json:"on_gpu"` // of Bytes, those that a GPU has decoded: 0 by Digests
+	Bytes   int64          `json:"bytes"`  // read and decoded to compute digests
+	Kept    int            `json:"kept"`   // digests stored in the files, which needed no reading
+	OnGPU   int64          `json:"on_gpu"` // the part of Bytes that a GPU decoded; 0 from Digests
 	Seconds float64        `json:"seconds"`
 }
 
@@ -31,12 +31,12 @@ type TensorDigest struct {
 	Name   string  `json:"name"`
 	DType  string  `json:"dtype"`
 	Shape  []int64 `json:"shape"`
-	Digest string  `json:"digest"` // 32 hex digits: docs/format.md 6; "" if it is computed elsewhere
+	Digest string  `json:"digest"` // 32 hex digits, see docs/format.md 6; "" if it is computed elsewhere
 }
 
-// Digests returns the digests of a model's tensors. It takes those that containers have, and computes the others: it
-// reads and decodes them block by block on all cores, in bounded memory, and compares the checksums of all chunks.
-// It does not compute those of tensors that are elsewhere by name; nil: it computes all.
+// Digests returns the digests of a model's tensors. It uses those that containers store, and computes the
+// others: it reads and decodes tensors block by block on all cores, in bounded memory, and compares the
+// checksums of all chunks. It skips tensors whose digests are computed elsewhere, by name; nil skips none.
 func Digests(ctx context.Context, j *job.Job, uris []string, access format.Access,
 	elsewhere func(name string) bool) (DigestReport, error) {
 	start := time.Now()
@@ -63,7 +63,7 @@ func digestAll(ctx context.Context, j *job.Job, m *stored.Model, elsewhere func(
 	if err != nil {
 		return DigestReport{}, err
 	}
-	here := make([]bool, len(tensors)) // tensors that are read
+	here := make([]bool, len(tensors)) // tensors to read
 	for i := range tensors {
 		if have[i] == nil && (elsewhere == nil || !elsewhere(tensors[i].Name)) {
 			here[m.Holder(i)] = true
@@ -116,7 +116,8 @@ func digestAll(ctx context.Context, j *job.Job, m *stored.Model, elsewhere func(
 	return rep, nil
 }
 
-// storedDigests returns the digests that containers have, by tensor; nil: none.
+// storedDigests returns the digests that containers store, by tensor; nil if there are
+// none.
 func storedDigests(m *stored.Model) ([]*digest.Sum, error) {
 	out := make([]*digest.Sum, len(m.Index.Tensors))
 	own := make([][]int, len(m.Index.Sources)) // the tensors of each source
@@ -125,7 +126,7 @@ func storedDigests(m *stored.Model) ([]*digest.Sum, error) {
 	}
 	for k := range m.Index.Sources {
 		s := &m.Index.Sources[k]
-		if !s.Overwire() || s.Unlisted > 0 { // a file has the digests of all its tensors, in their order
+		if !s.Overwire() || s.Unlisted > 0 { // a file has the digests of all its tensors, in their order, or none
 			continue
 		}
 		sums, err := overwire.ReadDigests(s.Mark, len(own[k]))

@@ -15,18 +15,18 @@ import (
 
 // A check verifies the files of one format.
 type check struct {
-	// sums checks the sums of source k that opening it did not. Files of a format without one have no checksums.
+	// sums compares the checksums of source k that opening it did not. It is nil for formats without checksums.
 	sums   func(ctx context.Context, j *job.Job, m *stored.Model, k int, rep *Report) error
 	counts bool // it also checks and counts the tensors
 }
 
-// checks are by the name of the format.
+// checks are keyed by the name of the format.
 var checks = map[string]check{
 	tensorizer.Format:     {sums: verifyTensors, counts: true},
 	tensor.FormatOverwire: {sums: checkZeros},
 }
 
-// checkZeros checks the bytes of source k that belong to no chunk.
+// checkZeros checks that the bytes of source k outside chunks are zero.
 func checkZeros(ctx context.Context, _ *job.Job, m *stored.Model, k int, _ *Report) error {
 	return stored.CheckPadding(ctx, m.Sources[k], m.Index, k)
 }

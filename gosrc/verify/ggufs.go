@@ -1,6 +1,6 @@
 package verify
 
-// This file lists GGUF files by their headers.
+// This file describes GGUF files by their headers.
 
 import (
 	"context"
@@ -17,8 +17,8 @@ import (
 
 const formatGGUF = "gguf"
 
-// openOrList opens the model of some files, and lists those that are GGUF. Files with the extension are tried first,
-// so that each is opened once. The model is nil if all are GGUF.
+// openOrList opens the model of some files, and lists those that are GGUF. It tries files with the GGUF
+// extension first, so that each file is opened once. The model is nil if all files are GGUF.
 func openOrList(
 	ctx context.Context, uris []string, access format.Access, unlisted bool,
 ) (*stored.Model, []InspectedFile, error) {
@@ -45,8 +45,8 @@ func openOrList(
 	return m, files, err
 }
 
-// listGGUFs describes the files that are GGUF, of those that may allows, and lists the others. Unreadable files are
-// among the others.
+// listGGUFs describes those files that are GGUF and that may allows, and lists the others, including unreadable
+// files.
 func listGGUFs(
 	ctx context.Context, uris []string, dial format.Opener, may func(uri string) bool,
 ) (files []InspectedFile, others []string, err error) {
@@ -64,7 +64,7 @@ func listGGUFs(
 	return files, others, nil
 }
 
-// inspectGGUF describes a file, if it begins as GGUF files do; is reports that.
+// inspectGGUF describes a file if it begins as GGUF files do; is reports that.
 func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file InspectedFile, is bool, err error) {
 	src, err := dial(ctx, uri)
 	if err != nil {
@@ -99,5 +99,5 @@ func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file Insp
 	return file, true, err
 }
 
-// IsUnknown reports whether a dtype is a type of GGUF that is not known: its tensors are listed without sizes.
+// IsUnknown reports whether a dtype is an unknown GGUF type. Its tensors are listed without sizes.
 func IsUnknown(dtype string) bool { return strings.HasSuffix(dtype, gguf.NotKnown) }

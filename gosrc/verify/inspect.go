@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 )
 
-// Inspect reads headers and indexes, and no tensor bytes.
+// Inspect reads headers and indexes, but no tensor bytes.
 func Inspect(ctx context.Context, uris []string, access format.Access) (*Inspection, error) {
 	m, others, err := openOrList(ctx, uris, access, false)
 	if err != nil {

@@ -1,6 +1,6 @@
 package verify
 
-// This file describes the reports of Verify and Inspect.
+// This file defines the reports of Verify and Inspect.
 
 import (
 	"fmt"
@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Report says what was verified. With an error, its counts say how far
+// A Report says what was verified. If there was an error, its counts say how far
 // verification came.
 type Report struct {
 	OK      bool           `json:"ok"`
@@ -23,7 +23,7 @@ type Report struct {
 	Stored  int64          `json:"stored"`  // bytes of the files
 	Seconds float64        `json:"seconds"`
 	Files   []VerifiedFile `json:"files"`
-	Note    string         `json:"note,omitempty"` // says what could not be verified
+	Note    string         `json:"note,omitempty"` // what could not be verified
 }
 
 // A VerifiedFile is one file of a Report.
@@ -34,11 +34,12 @@ type VerifiedFile struct {
 	Tensors int    `json:"tensors"`
 	Bytes   int64  `json:"bytes"`
 	Stored  int64  `json:"stored"`
-	// Original is the plain file that a container was made from, if that was asked for.
+	// Original is the plain file from which the container was made, if that was
+	// requested.
 	Original *original.Summary `json:"original,omitempty"`
 }
 
-// addFile adds a file after only its structure was checked.
+// addFile adds a file of which only the structure was checked.
 func (rep *Report) addFile(file InspectedFile) {
 	const note = "GGUF files hold no checksums: only their structure was verified"
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
@@ -58,19 +59,19 @@ func (rep *Report) addFile(file InspectedFile) {
 		rep.Note = strings.TrimPrefix(rep.Note+"; "+note, "; ")
 	}
 	if n := len(unknown); n > 0 {
-		rep.Note += fmt.Sprintf("; %s: %d of %d tensors have types that this version does not know, and were not "+
+		rep.Note += fmt.Sprintf("; %s: %d of %d tensors have types that are unknown to this version, and were not "+
 			"verified, as %s", file.URI, n, len(file.Tensors), unknown[0])
 	}
 }
 
-// An Inspection is the result of Inspect: everything that headers and indexes say.
+// An Inspection is the result of Inspect: the contents of headers and indexes.
 type Inspection struct {
 	Sources []InspectedFile `json:"sources"`
-	// Totals are by dtype name, and "all" for all together.
+	// Totals are by dtype, and "all" for the sum.
 	Totals map[string]*stored.Total `json:"totals"`
 }
 
-// KeepTensors leaves out the tensors with other names than wanted, and sums the rest up.
+// KeepTensors drops all tensors except those with wanted names, and recomputes the sums.
 func (in *Inspection) KeepTensors(wanted func(name string) bool) {
 	for i := range in.Sources {
 		f := &in.Sources[i]
@@ -103,7 +104,7 @@ type InspectedFile struct {
 	Tensors  []InspectedTensor `json:"tensors"`
 }
 
-// CodingUnknown is the coding of a tensor whose type is not known: its bytes are 0 here.
+// CodingUnknown is the coding of a tensor of unknown type. Its bytes are reported as 0.
 const CodingUnknown = "unknown"
 
 // An InspectedTensor is one tensor. Coding is how its bytes are stored: "plain",

@@ -1,5 +1,5 @@
-// Package verify reads models to tell what they are: Verify compares every checksum, Inspect describes files by their
-// headers, Digests computes a digest of each tensor. It writes nothing.
+// Package verify examines models: Verify compares every checksum, Inspect describes files by their headers,
+// Digests computes a digest of each tensor. It writes nothing.
 package verify
 
 import (
@@ -17,14 +17,14 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// Verify verifies files. In an overwire file every byte is checked: header and
-// index are exactly what the writer makes of their content, every chunk has its CRC
-// and decodes, every tensor has its XXH3-128, padding is zero. In a plain
-// safetensors or GGUF file only the structure can be checked, since it has no checksums,
-// and the report says so. In a .tensors file every tensor's hashes are compared, and the
-// tags of encrypted ones with the key. With originals, the file that a container was made from
-// is made again, and its SHA-256 is compared. The first error ends it, with file, tensor, chunk
-// and offset where they are known.
+// Verify verifies files. In an overwire file it checks every byte: header and index must be
+// exactly what the writer makes from their content, every chunk must match its CRC and decode,
+// every tensor must match its XXH3-128, and padding must be zero. In a plain safetensors or
+// GGUF file it can check only the structure, because there are no checksums, and the report
+// says so. In a .tensors file it compares every tensor's hashes, and with the key also the tags
+// of encrypted ones. With originals, it also rebuilds the file from which a container was made,
+// and compares its SHA-256. It ends at the first error, with file, tensor, chunk and offset if
+// known.
 func Verify(ctx context.Context, j *job.Job, uris []string, access format.Access, originals bool) (Report, error) {
 	start := time.Now()
 	var rep Report
@@ -119,7 +119,8 @@ func verifyOriginals(ctx context.Context, j *job.Job, m *stored.Model, rep *Repo
 	return nil
 }
 
-// verifyContents decodes and hashes every tensor of a container that has bytes of its own, in spans on all cores.
+// verifyContents decodes and hashes every tensor of a container that has bytes of its own, in spans, on all
+// cores.
 func verifyContents(ctx context.Context, j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Report) error {
 	workers := knob.Workers(0)
 	var spans []stored.Span
@@ -154,10 +155,11 @@ func verifyContents(ctx context.Context, j *job.Job, m *stored.Model, digests []
 			}
 			t := &m.Index.Tensors[s.Number]
 			if codec.HashOf(h.Sum128()) != t.Hash {
-				return corruptTensor(m, s.Number, "the tensor has other bytes than were saved (XXH3-128 differs)")
+				return corruptTensor(m, s.Number, "the tensor's bytes differ from those that were saved (XXH3-128 "+
+					"mismatch)")
 			}
 			if d := digests[s.Number]; d != nil && *d != sum.Sum(t.Bytes) {
-				return corruptTensor(m, s.Number, "the stored digest is not that of the decoded bytes")
+				return corruptTensor(m, s.Number, "the stored digest does not match the decoded bytes")
 			}
 			rep.Tensors++
 			j.Tensors.Add(1)
@@ -165,14 +167,15 @@ func verifyContents(ctx context.Context, j *job.Job, m *stored.Model, digests []
 		})
 }
 
-// verifyAliases verifies tensors without bytes of their own: an alias with the tensor that it refers to.
+// verifyAliases verifies tensors without bytes of their own. It compares an alias with the tensor to
+// which it refers.
 func verifyAliases(j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Report) error {
 	for i := range m.Index.Tensors {
 		t := &m.Index.Tensors[i]
 		s := &m.Index.Sources[t.Source]
 		if d := digests[i]; d != nil &&
 			(t.Alias >= 0 && *d != *digests[t.Alias] || t.Bytes == 0 && *d != digest.Of(nil)) {
-			return corruptTensor(m, i, "the stored digest is not that of its bytes")
+			return corruptTensor(m, i, "the stored digest does not match its bytes")
 		}
 		switch {
 		case checks[s.Format].counts:
@@ -181,14 +184,14 @@ func verifyAliases(j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Repo
 			rep.Tensors++
 		case t.Alias >= 0:
 			if t.Hash != m.Index.Tensors[t.Alias].Hash {
-				return corruptTensor(m, i, "the hash of this alias is not that of the tensor that has its bytes")
+				return corruptTensor(m, i, "the hash of this alias differs from that of the tensor with its bytes")
 			}
 			rep.Tensors++
 			rep.Bytes += t.Bytes
 			j.Bytes.Add(t.Bytes)
 		case t.Bytes == 0:
 			if t.Hash != codec.HashOf(xxh3.Hash128(nil)) {
-				return corruptTensor(m, i, "the hash of this tensor without bytes is not that of no bytes")
+				return corruptTensor(m, i, "the hash of this empty tensor is not the hash of zero bytes")
 			}
 			rep.Tensors++
 		default:

@@ -1,9 +1,9 @@
 """overwire: compresses model weights without loss and loads them back fast.
 
-Importing this does no work: no engine, no thread, no torch, no numpy. Each name
-below is fetched from its module when it is first used. The exceptions are what an
-environment variable asks for: a preload (`OVERWIRE_PRELOAD`), which starts here, in
-the engine's own threads; and `patch_safetensors` (`OVERWIRE_PATCH`).
+Importing the package does no work: it loads no engine, no thread, no torch and no numpy.
+Each name below is imported from its module on first use. Two environment variables change
+that: `OVERWIRE_PRELOAD` starts a preload here, on the engine's own threads, and
+`OVERWIRE_PATCH` runs `patch_safetensors`.
 """
 
 import os as _os
@@ -11,13 +11,13 @@ import sys as _sys
 
 from ._imports import lazy_names as _lazy_names
 
-if "t" in _sys.abiflags:  # there the engine's file, of the stable ABI, is not even looked for
+if "t" in _sys.abiflags:  # a free-threaded CPython does not even look for the engine's stable-ABI file
     raise ImportError(
         "overwire does not run in a free-threaded CPython, which has no stable ABI: use the usual build of CPython"
     )
 
-# A name of our own instead of typing's: importing typing would cost more than
-# everything else here. Type checkers take both.
+# Our own name instead of typing's: importing typing would cost more than everything else here.
+# Type checkers accept both.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ if TYPE_CHECKING:
     from .verbs.sleeping import sleep as sleep
     from .verbs.stream import stream as stream
 
-# Module -> its names; "": modules of their own.
+# Maps each module to its names. The entry "" lists names that are modules themselves.
 _HOMES = {
     "": ("codecs", "compat", "distributed", "errors"),
     "_tables": ("__version__",),
@@ -154,7 +154,7 @@ if not TYPE_CHECKING:
     __all__ = sorted(name for names in _HOMES.values() for name in names)
 
     def _nearest_name(name):
-        if name.startswith("_"):  # also a module that is being imported
+        if name.startswith("_"):  # importing a submodule also asks for such names
             return ""
         from .errors import did_you_mean
 

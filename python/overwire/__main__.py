@@ -1,4 +1,4 @@
-"""`python -m overwire`: the command line, which is the engine's."""
+"""Runs the engine's command line as `python -m overwire`."""
 
 from __future__ import annotations
 

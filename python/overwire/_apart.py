@@ -1,4 +1,4 @@
-"""Checks that written memory overlaps no other: for every codec."""
+"""Checks that output memory does not overlap other memory. All codecs use it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from .errors import ArgumentError
 
-Place = Sequence[Any]  # address, bytes, and what else there may be
+Place = Sequence[Any]  # address, number of bytes, then anything
 
 
 def apart(sources: Iterable[Place], outs: Iterable[Place]) -> None:
-    """Refuses outputs that overlap one another or any source; sources may overlap.
+    """Refuses outputs that overlap one another or a source. Sources may overlap one another.
 
-    Each is an address and a number of bytes, of which none overlaps anything.
-    Raises ArgumentError. Takes n log n steps.
+    Each item is an address and a number of bytes; an empty one overlaps nothing.
+    Raises ArgumentError. Takes O(n log n) steps.
     """
     ranges = [(out[0], out[0] + out[1]) for out in outs if out[1] > 0]
     if not ranges:

@@ -1,8 +1,8 @@
-"""`overwire bench --ranks N`: loads by several processes together, beside what the machine allows.
+"""Implements `overwire bench --ranks N`: several processes load together, compared with the machine's limits.
 
-This process makes a model, starts the ranks (`_bench_rank`), one GPU each as far as there
-are as many, and prints their rows. Each way of exchange has ranks of its own, so that its
-first load is one. If a rank fails, all end.
+This process makes a model, starts the ranks (`_bench_rank`) on one GPU each while there are
+enough, and prints their rows. Each transport gets its own ranks, so that its first load
+really is the first. If a rank fails, all end.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .plumbing import module_command, parse_size
 
 _WAYS = ("mapped", "collective", "none")
 
-_DOC = """Loads a model by several processes of a torch.distributed group together: whole on each, and
-in tensor-parallel slices, compressed and plain, by each way of OVERWIRE_EXCHANGE (or by the one
-that it names). Beside them stand the floors of the machine, and other libraries that are installed. A
-row's time is the slowest rank's, of the best of --repeat loads behind the first, and its processor
-time that of all ranks together; every tensor of every rank is compared before. It needs torch, and
-twice --size in the folder."""
+_DOC = """Loads a model in several processes of a torch.distributed group: whole on each rank, and
+in tensor-parallel slices, compressed and plain, over each transport of OVERWIRE_EXCHANGE (or only over
+the one that it names). The rows also show the limits of the machine, and other libraries that are
+installed. A row's time is the slowest rank's, for the best of --repeat loads after the first. Its
+processor time is the sum over all ranks. Every tensor of every rank is compared first. It needs torch,
+and twice --size of space in the folder."""
 
 
 def _parse_arguments(words: list[str]) -> argparse.Namespace:
@@ -37,7 +37,7 @@ def _parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", required=True, help="processes, or auto: one for each GPU, two without one")
     parser.add_argument("--size", help="bytes of the model's tensors (default: 2GB, 256MB without a GPU)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.add_argument("--repeat", type=int, default=3, help="loads behind the first")
+    parser.add_argument("--repeat", type=int, default=3, help="loads after the first")
     parser.add_argument("--dir", help="folder for temporary files; one in memory shows what reading allows")
     parser.add_argument("--json", action="store_true", help="print one JSON document for machines")
     args = parser.parse_args(words)
@@ -46,12 +46,12 @@ def _parse_arguments(words: list[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if args.repeat < 1 or args.ranks != "auto" and not (args.ranks.isdigit() and 1 <= int(args.ranks) <= 64):
-        parser.error("--ranks is auto or 1 to 64, and --repeat at least 1")
+        parser.error("expected --ranks auto or 1 to 64, and --repeat 1 or more")
     return args
 
 
 def run_overwire(*words: str) -> None:
-    """Runs the command line in a process of its own; exits where it fails."""
+    """Runs the command line in its own process. Exits if it fails."""
     process = subprocess.run(
         module_command("overwire", *words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -70,15 +70,15 @@ def _show_row(row: dict[str, Any]) -> str:
     rates = [f"{row[key]:8.2f} {unit}" for key, unit in units.items() if key in row]
     text = f"{row['row']:<58}" + " ".join(rates)
     if "floor" in row:
-        text += f"   {row['floor']:.2f} of the floor"
+        text += f"   {row['floor']:.2f} of the limit"
     return text + (f"left out: {row['left_out']}" if "left_out" in row else "")
 
 
 def _run_ranks(
     ranks: int, folder: Path, way: str, args: argparse.Namespace, floors: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Runs the ranks of one way, and returns their rows, which it prints meanwhile. floors:
-    GB/s by kind of file; the first way, which finds none, measures them."""
+    """Runs the ranks of one transport, prints their rows as they come, and returns them.
+    floors: the limit in GB/s for each kind of file. If it is empty, this first run measures it."""
     task = {"folder": str(folder), "ranks": ranks, "way": way, "device": args.device, "repeat": args.repeat}
     task |= {"first": not floors, "floors": floors}
     environ = {**os.environ, "OVERWIRE_EXCHANGE": way, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -118,7 +118,7 @@ def _run_ranks(
 
 
 def main(words: list[str]) -> None:
-    """The command, without `bench`. Exits with 2 for wrong arguments, 1 where a rank fails."""
+    """Runs the command; words exclude `bench`. Exits with 2 for wrong arguments, 1 if a rank fails."""
     args = _parse_arguments(words)
     if importlib.util.find_spec("torch") is None:
         sys.exit("overwire: bench: --ranks needs torch")

@@ -1,11 +1,11 @@
-"""`overwire bench --device cuda`: the engine's rows, and behind them loads by each name, in fresh processes,
-and saves (`_bench_saves`).
+"""Implements `overwire bench --device cuda`: the engine's rows, then loads through each entry point, then
+saves (`_bench_saves`).
 
-Every row is a fresh process, a fork of one that has imported torch alone, in which two loads
-run one after the other: what a program imports before it loads is imported before, what is
-imported by the first call counts. Rows run in random order, one round after the other; the
-first compares all bytes of first loads with the plain file, read without overwire, and the
-second those of second loads.
+Each row is a fresh process, forked from one that has only imported torch, which loads twice in a
+row. Modules that a program imports before it loads are imported before; what the first call
+imports counts. Rows run in random order, round after round. All bytes are compared with the plain
+file, read without overwire: those of first loads in the first round, those of second loads in the
+second.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ._bench import print_line, run_overwire
 from ._bench_saves import find_difference, measure_saves, show_save
 from .plumbing import code_command, parse_size
 
-Case = tuple[str, str]  # of a name to load by, and a file
+Case = tuple[str, str]  # an entry point and a file
 
 _ENGINE = "import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:]))"
 
 
 class _Face(NamedTuple):
-    """A name to load by: the module that a program imports for it, a load by that of a file to a
-    device, and the files. package: what has to be there; gpu: only for a GPU; into: the load also
-    takes a model, which is made before: it is none of the load's time."""
+    """One entry point: the module that a program imports for it, its function that loads a file to a
+    device, and the files. package: what must be installed. gpu: it only works on a GPU. into: the load
+    also takes a model, which is built before and not timed."""
 
     module: str
     load: Callable[..., dict[str, Any]]
@@ -52,7 +52,7 @@ class _Face(NamedTuple):
     into: bool = False
 
 
-# -- loads, by what a program has imported
+# -- loads: each takes the module that a program has imported
 
 
 def _load_file(names: Any, file: str, device: str) -> Any:
@@ -70,7 +70,7 @@ def _get_slices(names: Any, file: str, device: str) -> dict[str, Any]:
 
 
 def _load_bundle(names: Any, file: str, device: str) -> Any:
-    return names.load_bundle(file, trust=True)  # tensors come back to where they were
+    return names.load_bundle(file, trust=True)  # tensors return to the device they were saved from
 
 
 def _load_pickle(names: Any, file: str, device: str) -> Any:
@@ -121,7 +121,7 @@ _FACES = {
 
 
 def _build_module(shapes: dict[str, list[int]]) -> Any:
-    """A module on the meta device whose parameters have the names of a file's tensors."""
+    """A module on the meta device. Its parameters have the names of a file's tensors."""
     import torch
 
     module = torch.nn.Module()
@@ -138,7 +138,7 @@ def _build_module(shapes: dict[str, list[int]]) -> Any:
 
 
 def _write_files(folder: Path, device: str) -> dict[str, int]:
-    """Makes the other files out of the plain one; returns the tensors' bytes."""
+    """Makes the other files from the plain one; returns the bytes of the tensors."""
     import overwire as ow
 
     from .compat.tensorizer import TensorSerializer
@@ -157,7 +157,7 @@ def _write_files(folder: Path, device: str) -> dict[str, int]:
 
 
 def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, Any]:
-    """Loads twice in this process, and compares the load with the number `compared`, 0 or 1; with another, none."""
+    """Loads twice in this process. compared: 0 or 1 compares that load's tensors; any other number, none."""
     import torch
 
     gpu, one = device != "cpu", _FACES[face]
@@ -177,7 +177,7 @@ def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, 
         if gpu:
             torch.cuda.synchronize(device)
         row[which] = time.perf_counter() - began
-        if gpu and not number:  # later, torch keeps what the comparison has taken
+        if gpu and not number:  # from here on torch caches memory that the comparison used
             total = sum(tensor.nbytes for tensor in tensors.values())
             row["beside"] = unused - torch.cuda.mem_get_info(device)[0] - total
         if number == compared and (wrong := find_difference(tensors, file.parent / "plain")):
@@ -187,13 +187,13 @@ def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, 
 
 
 def _run_in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a fork of this process returns; "failed" says why it returned nothing."""
+    """Returns what `work` returns in a fork of this process. If it fails, "failed" says why."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             text = json.dumps(work())
-        except BaseException as error:  # a peer that fails is a row
+        except BaseException as error:  # a library that fails becomes a row
             text = json.dumps({"failed": f"{type(error).__name__}: {error}"[:300]})
         with os.fdopen(writer, "w") as pipe:
             pipe.write(text)
@@ -214,7 +214,7 @@ def _list_cases(device: str, names: str) -> Iterator[Case]:
 
 
 def _sum_up(cases: list[Case], runs: dict[Case, list[dict[str, Any]]], nbytes: int) -> list[dict[str, Any]]:
-    """Medians of the rounds, beside load_file's of the same bytes."""
+    """Medians of the rounds, compared with load_file for the same bytes."""
     rows: dict[Case, dict[str, Any]] = {}
     for case in cases:
         row: dict[str, Any] = {"face": case[0], "file": case[1], "runs": len(runs[case])}
@@ -242,15 +242,15 @@ def _show_row(row: dict[str, Any]) -> str:
     if "first" not in row:
         return title + (f"WRONG: {row['wrong']}" if "wrong" in row else f"left out: {row['failed']}")
     share = f"   {row['first_share']:.2f} / {row['second_share']:.2f} of load_file" if "first_share" in row else ""
-    return f"{title}{row['first']:7.1f} / {row['second']:.1f} GB/s{share}   {row['beside'] / 1e6:.0f} MB beside"
+    return f"{title}{row['first']:7.1f} / {row['second']:.1f} GB/s{share}   {row['beside'] / 1e6:.0f} MB extra"
 
 
 def _measure_faces(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The rows of all names. Leaves the plain file."""
+    """Measures the rows of all entry points. Keeps the plain file."""
     run_overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain"))
     import torch  # noqa: F401  what the processes below have in common
 
-    sys.dont_write_bytecode = False  # modules are compiled once, as those of an installed package are
+    sys.dont_write_bytecode = False  # compile modules once, as for an installed package
     report = _run_in_fork(lambda: _write_files(folder, args.device))
     if "failed" in report:
         sys.exit(f"overwire: bench: {report['failed']}")
@@ -279,9 +279,9 @@ def _read_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    """The command, without `bench`; its exit status: the engine's, or 1 where bytes are wrong."""
+    """Runs the command; words exclude `bench`. Returns the engine's exit status, or 1 if bytes are wrong."""
     as_json = "--json" in words
-    engine = code_command(_ENGINE, "bench", *words)  # its own part, in a process of its own
+    engine = code_command(_ENGINE, "bench", *words)  # the engine's rows, in their own process
     result = subprocess.run(engine, text=True, stdout=subprocess.PIPE if as_json else None)
     if result.returncode or importlib.util.find_spec("torch") is None or "-h" in words or "--help" in words:
         sys.stdout.write(result.stdout or "")

@@ -1,7 +1,7 @@
-"""One rank of `overwire bench --ranks`: floors, loads over a group, other libraries.
+"""Runs one rank of `overwire bench --ranks`: machine limits, loads over a group, other libraries.
 
 Rank 0 prints a JSON document for each row on standard output. Tensors are compared with
-the bytes of the plain file, read here without overwire; a wrong one ends all ranks.
+the bytes of the plain file, which is read here without overwire. A wrong tensor ends all ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ._bench_saves import read_plain
 from .distributed import shard_range
 from .plumbing import read_floor
 
-dist: Any = torch.distributed  # its types hide half of it
+dist: Any = torch.distributed  # its stubs lack half of its names
 
-_SLOTS = 6 << 20  # pinned bytes of each thread of a floor: SlotsEach steps of gosrc/bench/reading.go
-_THREADS = 16  # that read, of all ranks together at least
+_SLOTS = 6 << 20  # pinned bytes for each reading thread: SlotsEach steps of gosrc/bench/reading.go
+_THREADS = 16  # least number of reading threads, over all ranks
 
 
 def _cut_of_llama(name: str, shape: tuple[int, ...]) -> int | None:
-    """How Megatron cuts a Llama: outputs of the first layers, inputs of the second."""
+    """The dimension in which Megatron slices a Llama tensor: outputs of the first layers, inputs of the second."""
     if len(shape) < 2:
         return None
     return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
@@ -54,7 +54,7 @@ def _load_fastsafetensors(file: str, device: str) -> dict[str, Any]:
     loader.add_filenames({rank: [file] if rank == 0 else [] for rank in range(dist.get_world_size())})
     buffer = loader.copy_files_to_device()
     tensors = {name: buffer.get_tensor(name) for name in loader.get_keys()}
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # the caller's own, as of the others
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # owned by the caller, as in the other rows
     buffer.close()
     loader.close()
     return tensors
@@ -70,7 +70,7 @@ class _Rank:
         self.floors: dict[str, float] = {}
 
     def join(self) -> None:
-        """Collective: makes the group. Ranks of one GPU cannot use NCCL, and use gloo."""
+        """Collective: makes the group. Ranks that share a GPU cannot use NCCL, and use gloo."""
         if self.cuda:
             torch.cuda.set_device(self.device)
         backend = "nccl" if self.cuda and not self.shares_gpus else "gloo"
@@ -88,7 +88,7 @@ class _Rank:
         return max(maxima)
 
     def time_work(self, work: Callable[[], Any]) -> tuple[float, float, Any]:
-        """Collective: the slowest rank's seconds, and all ranks' seconds of processor time."""
+        """Collective: the slowest rank's seconds, and the sum of all ranks' processor seconds."""
         dist.barrier()
         self.wait()
         began, cpu = time.perf_counter(), time.process_time()
@@ -104,8 +104,8 @@ class _Rank:
             sys.stdout.flush()
 
     def load_reference(self) -> None:
-        """The plain file, by nothing of overwire's: its bytes as the file's mapping has them,
-        or a copy of them on the GPU where that takes a third of its memory at most."""
+        """Loads the plain file without overwire: its mapped bytes, or a copy of them on the GPU if
+        that takes at most a third of the GPU's memory."""
         self.whole = read_plain(self.folder / "plain.safetensors")
         self.bytes = sum(plain.numel() for plain, _, _ in self.whole.values())
         if self.cuda:
@@ -114,11 +114,11 @@ class _Rank:
                 self.whole = {name: (plain.to(self.device), *rest) for name, (plain, *rest) in self.whole.items()}
 
     def check_shard(self, title: str, got: dict[str, Any], shard: Any) -> int:
-        """Collective: every byte, on every rank; returns the bytes of this one."""
+        """Collective: compares every byte on every rank; returns this rank's bytes."""
         wrong = "" if got.keys() == self.whole.keys() else "names"
         for name, (plain, dtype, shape) in self.whole.items() if not wrong else ():
             own_tensor, want = got[name], list(shape)
-            bytes_of = plain.view(*shape[:-1], -1) if shape else plain  # an element's bytes lie behind each other
+            bytes_of = plain.view(*shape[:-1], -1) if shape else plain  # the bytes of each element are contiguous
             dim = shard(name, tuple(shape)) if shard else None
             if dim is not None:
                 low, high = shard_range(shape[dim], self.ranks, self.rank)
@@ -135,10 +135,9 @@ class _Rank:
         return sum(tensor.nbytes for tensor in got.values())
 
     def read_floor(self, path: Path, mine: bool) -> tuple[float, float, int]:
-        """Collective: every rank reads its part of a file, or rank 0 all of it, by threads
-        that know nothing of tensors, into pinned memory, from which it is copied to the GPU
-        meanwhile; on the host, into memory that was written before. Seconds, those of processor
-        time, and bytes in all."""
+        """Collective: threads that know nothing of tensors read a file into pinned memory, and copy it
+        to the GPU as they go. On the host they read into memory that was written before. Every rank reads
+        its part, or rank 0 reads all. Returns the seconds, the processor seconds, and the total bytes."""
         size = path.stat().st_size
         low, high = (
             (size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
@@ -156,14 +155,14 @@ class _Rank:
         return (*min(self.time_work(read_chunk)[:2] for _ in range(self.repeat + 1)), size)
 
     def measure_floors(self) -> None:
-        """What the machine allows: each rank its part, and one rank all."""
+        """Measures what the machine allows: each rank reads its part, then one rank reads all."""
         for name in ("packed", "plain"):
             for is_own, who in ((True, "each rank reads its part"), (False, "rank 0 reads all")):
                 seconds, cpu, size = self.read_floor(self.folder / f"{name}.safetensors", is_own)
-                # All ranks together get the file once; its tensors are more than its bytes.
+                # Together the ranks receive the file once. Its tensors have more bytes than the file.
                 rate = self.bytes / seconds / 1e9
                 self.say(row=f"floor: {_title_of(name)}, {who}", all=rate, stored=size / seconds / 1e9, cpu=cpu)
-                self.floors.setdefault(name, rate)  # of the first
+                self.floors.setdefault(name, rate)  # each rank reads its part
 
     def add_row(self, title: str, load: Callable[[], dict[str, Any]], shard: Any, floor: float) -> None:
         """Collective: compares a load, then times it."""
@@ -182,12 +181,12 @@ class _Rank:
             "row": title, "rank": max(everywhere) / seconds / 1e9, "all": sum(everywhere) / seconds / 1e9
         }
         row["first"], row["cpu"] = max(everywhere) / first / 1e9, cpu
-        if floor:  # of reading: every byte is read once, on however many ranks it ends
+        if floor:  # reading is the limit: every byte is read once, however many ranks receive it
             row["floor"] = self.bytes / seconds / 1e9 / floor
         self.say(**row, verified=True)
 
     def ways_to_load(self) -> None:
-        """Collective: overwire's, by one way of exchange."""
+        """Collective: overwire's loads over one transport."""
         for name in ("packed", "plain"):
             path = self.folder / f"{name}.safetensors"
             for mode, shard in (("whole", None), ("tensor-parallel", _cut_of_llama)):
@@ -195,7 +194,7 @@ class _Rank:
                 self.add_row(f"{_title_of(name)}, {mode}, {self.way}", load, shard, self.floors.get(name, 0.0))
 
     def other_libraries(self) -> None:
-        """Collective: libraries that load over a group; what fails, or is not there, is named and left out."""
+        """Collective: libraries that load over a group. One that fails or is missing gets a row that says so."""
         for name, peer in {"instanttensor": _load_instanttensor, "fastsafetensors": _load_fastsafetensors}.items():
             title = f"{name}, plain, whole"
             absent = "" if importlib.util.find_spec(name) else "it is not installed"
@@ -220,8 +219,8 @@ def _title_of(name: str) -> str:
 
 
 def main(task: dict[str, Any]) -> None:
-    """One rank's part of one way of exchange."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the command
+    """Runs one rank's part of one transport."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends with the command
     torch.set_num_threads(1)
     rank = _Rank(task)
     rank.join()
@@ -240,7 +239,7 @@ def main(task: dict[str, Any]) -> None:
 if __name__ == "__main__":
     try:
         main(json.loads(sys.argv[1]))
-    except SystemExit as wrong:  # gloo may abort an interpreter that ends while its group is open
+    except SystemExit as wrong:  # gloo may abort an interpreter that exits while its group is open
         sys.stderr.write(f"{wrong}\n")
         sys.stderr.flush()
         os._exit(1)

@@ -1,8 +1,8 @@
-"""`overwire bench --device cuda`: what saving gives on this machine, beside its floors and other libraries.
+"""Measures saving for `overwire bench --device cuda`, compared with machine limits and other libraries.
 
-Every row is a fork of a process that has imported torch alone. It has the model on the
-device, saves it twice, and loads and compares what the first save wrote. A floor is the
-rate at which os.pwrite takes as many bytes as the save stores, in as many files.
+Each row is a fork of a process that has only imported torch. It has the model on the
+device, saves it twice, and loads and compares what the first save wrote. The limit of a row is
+the rate at which os.pwrite writes as many bytes into as many files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 Tensors = dict[str, Any]
 Wait = Callable[[], Any]
-Save = Callable[[Tensors, str], Wait | None]  # returns when the tensors may change; the rest is waited for
+Save = Callable[[Tensors, str], Wait | None]  # returns once the tensors may change, with a wait for the rest
 Run = Callable[[Callable[[], Any]], Any]
 
 _KINDS = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
@@ -33,7 +33,7 @@ _PIECE = 8 << 20
 _THREADS = 16
 
 
-# -- ways to save: of tensors and a folder
+# -- ways to save: each takes tensors and a folder
 
 
 def _save_file(tensors: Tensors, folder: str, files: int = 1, wait: bool = True, **how: Any) -> Wait | None:
@@ -83,7 +83,7 @@ def _save_by(module: str, name: str, file: str) -> Save:
 
 
 def _read_back(folder: str) -> Tensors:
-    """The tensors of the files that a way to save has left in the folder."""
+    """The tensors of the files that a save has left in the folder."""
     import torch
 
     import overwire as ow
@@ -104,7 +104,7 @@ def _read_back(folder: str) -> Tensors:
     return ow.load_file(at / "checkpoint" if (at / "checkpoint").exists() else at)
 
 
-#: By name: the way, its files (0: no floor), the package that has to be there.
+#: By name: the function, its number of files (0: no limit is measured), the package that it needs.
 _WAYS: dict[str, tuple[Save, int, str]] = {
     "save_file": (_save_file, 1, ""),
     "save_file, 8 files": (partial(_save_file, files=_FILES), _FILES, ""),
@@ -122,7 +122,7 @@ _WAYS: dict[str, tuple[Save, int, str]] = {
 
 
 def read_plain(path: Path) -> dict[str, tuple[Any, Any, list[int]]]:
-    """The tensors of a plain file, read without overwire: the bytes, as its mapping has them, dtype and shape."""
+    """The tensors of a plain file, read without overwire: mapped bytes, dtype and shape."""
     import torch
 
     with open(path, "rb") as file:
@@ -138,7 +138,7 @@ def read_plain(path: Path) -> dict[str, tuple[Any, Any, list[int]]]:
 
 
 def find_difference(tensors: Tensors, plain: Path) -> str:
-    """The first name whose tensor is not that of a plain file; "" if there is none."""
+    """The first name with a tensor that differs from the plain file's; "" if all are equal."""
     import torch
 
     file = read_plain(plain)
@@ -178,7 +178,7 @@ def _seconds_of_pwrite(folder: Path, nbytes: int, files: int) -> float:
 
 
 def _save_twice(name: str, plain: Path, device: str, folder: Path) -> dict[str, Any]:
-    """Two saves of a model in this process, of which the first is compared."""
+    """Saves a model twice in this process, and compares what the first save wrote."""
     import torch
 
     import overwire as ow
@@ -211,7 +211,7 @@ def _save_twice(name: str, plain: Path, device: str, folder: Path) -> dict[str, 
 
 
 def measure_saves(plain: Path, device: str, folder: Path, names: str, run: Run) -> list[dict[str, Any]]:
-    """The rows of ways whose names have one of `names`, by commas. run: runs work in a fork."""
+    """Measures the rows that match one of `names`, separated by commas. run: runs a function in a fork."""
     rows = []
     for name, (_, _, package) in _WAYS.items():
         if package and importlib.util.find_spec(package) is None:
@@ -224,7 +224,7 @@ def measure_saves(plain: Path, device: str, folder: Path, names: str, run: Run) 
 
 
 def show_save(row: dict[str, Any]) -> str:
-    """A row as people read it: of the second save."""
+    """Formats a row for people. Its figures are those of the second save."""
     title = f"  {row['way']:<32}"
     if "second" not in row:
         return title + (f"WRONG: {row['wrong']}" if "wrong" in row else f"left out: {row['failed']}")

@@ -1,17 +1,17 @@
-"""Commands of processes that run code of overwire, and import from nowhere else than this one does."""
+"""Builds commands for child processes that run overwire's code and import from the same places as this process."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Both -c and -m put the working folder before all else, where files of others may lie: a model's, a stranger's.
+# -c and -m put the working folder first on sys.path, and it may hold someone else's files, such as a model's.
 _LEAVE_FOLDER = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
 
 
 def code_command(code: str, *words: str) -> list[str]:
     """The command that runs code with arguments."""
-    begins_here = "" in sys.path or os.getcwd() in sys.path  # so does this process
+    begins_here = "" in sys.path or os.getcwd() in sys.path  # this process imports from there as well
     return [sys.executable, "-c", code if begins_here else _LEAVE_FOLDER + code, *words]
 
 

@@ -1,13 +1,13 @@
-"""The engine's module `_core`: loaded at the first call, refused after fork, ended at
-exit; and the handles of what runs in it. The verbs are in `_verbs`.
+"""Loads the engine's module `_core` on the first call, refuses it after fork, ends it at
+exit, and owns the handles of its jobs and models. The engine's calls are in `_verbs`.
 
 Loading starts Go's runtime and its threads; importing this module does not. Every call
-is safe from any thread, runs without the GIL while it works or waits, and raises what
-`overwire.errors` has for the engine's error classes.
+is safe from any thread, releases the GIL while it works or waits, and raises the class of
+`overwire.errors` that belongs to the engine's error.
 
-After `fork` in a process that has loaded the engine, every call in the child
-raises `ForkedError` at once; tensors that were there stay readable. When the
-interpreter exits, running jobs are cancelled and given a moment to end.
+After `fork` in a process that has loaded the engine, every call in the child raises
+`ForkedError` at once; existing tensors stay readable. When the interpreter exits, running
+jobs are cancelled and given a moment to end.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ if TYPE_CHECKING:
 
     from ._requests import Program
 
-# How a job is taken from, and a handle is freed: see gosrc/bind/binding.
+# How to take from a job and how to free a handle: see gosrc/bind/binding.
 TAKE_ALL, TAKE_NEXT, TAKE_RAW, TAKE_LAST = 0, 1, 2, 4
 FREE_NOW, FREE_ENDED = 0, 1
 
-_EXIT_MS = 2000  # how long the exit of the process waits for cancelled jobs
+_EXIT_MS = 2000  # how long process exit waits for cancelled jobs
 
-# The address space that must be free when the engine is loaded, besides the stacks of its threads: Go reserves 1.2 GiB of it
-# for its tables, of which it uses little, and takes its heap in steps of 64 MiB.
+# The address space that must be free to load the engine, besides its threads' stacks. Go reserves 1.2 GiB
+# for its tables, most of it unused, and grows its heap in steps of 64 MiB.
 _START_SPACE = 1344 << 20
 
-# What the C library reserves for a thread that allocates, and its option for how many threads get that.
+# The C library reserves this much for each thread that allocates, up to a number of threads that the option sets.
 _ARENA, _M_ARENA_MAX = 128 << 20, -8
 
-# A limit of threads above this one is taken for none: finding out how many are left takes time.
+# A thread limit above this counts as no limit: finding out how many are left takes time.
 _MANY_THREADS = 16384
 
-# The status of a command line that no one reads any more: cli.ExitPipe.
+# The exit status when no one reads the output any more: cli.ExitPipe.
 _READER_GONE = 141
 
-# OVERWIRE_LOG, as levels of logging.
+# Maps OVERWIRE_LOG to levels of logging.
 _LEVELS = {"debug": 10, "info": 20, "json": 20, "warning": 30, "error": 40, "silent": 100}
 
 _lock = new_lock()
-_library: Any = None  # the raw module, whose runtime may still be starting
-_loaded: Any = None  # the same once it has answered, or what stands in for it
+_library: Any = None  # the raw module; its runtime may still be starting
+_loaded: Any = None  # the same module once it has answered, or its stand-in at exit
 
 
 class _Exiting:
     """Stands in for the module while the interpreter exits."""
 
     def __init__(self) -> None:
-        from . import errors  # later nothing can be imported
+        from . import errors  # import it now: at exit nothing can be imported
 
         self._thread, self._refusal = _thread.get_ident(), errors.CancelledError
         errors.hold_daemon = self.hold_daemon
 
     def hold_daemon(self) -> None:
         if _thread.get_ident() != self._thread:
-            # An exception would be printed while stderr is torn down, which
-            # CPython answers with abort: the thread waits for the end.
+            # An exception would be printed while stderr is torn down, and CPython answers
+            # that with abort. So this thread waits for the end.
             lock = _thread.allocate_lock()
             lock.acquire()
             lock.acquire()
@@ -76,7 +76,7 @@ class _Exiting:
     def __getattr__(self, name: str) -> Any:
         self.hold_daemon()
         if name == "free":
-            return lambda *args: None  # finalizers: it is all going away
+            return lambda *args: None  # finalizers have nothing left to free
         if name == "forked":
             return bool  # False
 
@@ -95,8 +95,8 @@ def core() -> Any:
 
 def open_library() -> Any:
     """Opens the engine's library, for a caller that imports more before its first call: Go's
-    runtime starts on threads of its own. What enters no Go may be called of it in forked
-    children and at exit, too."""
+    runtime starts on its own threads meanwhile. Functions that do not enter Go also work in
+    forked children and at exit."""
     global _library
     if _library is not None:
         return _library
@@ -105,7 +105,7 @@ def open_library() -> Any:
             import atexit
 
             _refuse_few_descriptors()
-            threads = 2 * len(os.sched_getaffinity(0)) + 8  # that the engine starts with, and some more
+            threads = 2 * len(os.sched_getaffinity(0)) + 8  # the number that the engine starts with, and some spare
             _refuse_small_address_space(threads)
             _refuse_few_threads(threads)
             from . import _core as raw
@@ -117,12 +117,12 @@ def open_library() -> Any:
 
 
 def _refuse_small_address_space(threads: int) -> None:
-    # Go's runtime ends the process where it cannot reserve what it starts with, or the stack of a thread.
+    # Go's runtime ends the process if it cannot reserve its first memory or a thread's stack.
     import resource
 
     try:
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    except OSError:  # a sandbox refuses to tell
+    except OSError:  # a sandbox hides it
         return
     if limit == resource.RLIM_INFINITY:
         return
@@ -130,7 +130,7 @@ def _refuse_small_address_space(threads: int) -> None:
     asked = _START_SPACE + threads * (stack if 0 < stack < 64 << 20 else 8 << 20)
     if _is_space_free(asked + threads * _ARENA):
         return
-    # The C library takes an arena for each thread where there is room, and leaves none for the stack of the next.
+    # The C library gives each thread an arena while there is room, and then no stack fits for the next thread.
     import ctypes
 
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):  # not every C library has arenas
@@ -140,7 +140,7 @@ def _refuse_small_address_space(threads: int) -> None:
 
         raise errors.OutOfMemoryError(
             f"overwire: start the engine: out of memory: host: it reserves {asked} bytes of address space, and "
-            f"the process may have {limit} in all: raise `ulimit -v`",
+            f"this process is limited to {limit}: raise `ulimit -v`",
             asked=asked,
             total=limit,
             device="host",
@@ -158,38 +158,38 @@ def _is_space_free(size: int) -> bool:
 
 
 def _refuse_few_threads(threads: int) -> None:
-    # Go's runtime ends the process where it cannot start a thread.
+    # Go's runtime ends the process if it cannot start a thread.
     import resource
 
     left, limit = threads, "`ulimit -u`"
     try:
         if 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[0] <= _MANY_THREADS:
             left = _startable_threads(threads)
-    except OSError:  # a sandbox refuses to tell
+    except OSError:  # a sandbox hides it
         pass
-    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):  # as a container sees its own, in the versions 2 and 1
+    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):  # cgroup v2 and v1, as a container sees its own
         try:
             with open(f"{folder}/pids.max") as most, open(f"{folder}/pids.current") as now:
                 if (room := int(most.read()) - int(now.read())) < left:
-                    left, limit = max(0, room), "the limit of processes (pids) of the container"
-        except (OSError, ValueError):  # there is no such limit
+                    left, limit = max(0, room), "the process limit (pids) of the container"
+        except (OSError, ValueError):  # no such limit is set
             pass
     if left < threads:
         from . import errors
 
         raise errors.OutOfMemoryError(
-            f"overwire: start the engine: out of memory: host: it needs {threads} threads, and the process may start "
-            f"{left}: raise {limit}",
+            f"overwire: start the engine: out of memory: host: it needs {threads} threads, and this process can only "
+            f"start {left}: raise {limit}",
             device="host",
         )
 
 
 def _startable_threads(most: int) -> int:
-    """How many threads can be started now, of `most`."""
+    """How many threads can be started now, up to `most`."""
     import time
     from types import BuiltinFunctionType
 
-    if not isinstance(_thread.start_new_thread, BuiltinFunctionType):  # what stands in for it starts none
+    if not isinstance(_thread.start_new_thread, BuiltinFunctionType):  # a replacement such as gevent's starts none
         return most
     gate, started = _thread.allocate_lock(), 0
     ended: list[None] = []
@@ -213,7 +213,7 @@ def _startable_threads(most: int) -> int:
 
 
 def _refuse_few_descriptors() -> None:
-    # An extension module for which no descriptor is left is an ImportError.
+    # Without a free descriptor, importing an extension module fails with ImportError.
     try:
         os.close(os.open(os.path.dirname(__file__), os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
@@ -230,7 +230,7 @@ def _load_library() -> Any:
             return _loaded
         import json
 
-        # Go sees the environment that the process started with, not os.environ.
+        # Go sees the environment of the process start, not os.environ.
         facts = json.loads(raw.setup(json.dumps(settings()), JobNumber, ModelNumber)[0])
         if facts["warnings"] or facts["log"]:
             import logging
@@ -246,9 +246,9 @@ def _load_library() -> Any:
 
 
 def _stderr_writer(log: Any, as_json: bool) -> Any:
-    """What writes to stderr where OVERWIRE_LOG is set and the program has not said where
-    logs go; once it has, at any time, this is silent. as_json: an object a line, with the
-    counters of a verb that has ended as `report`."""
+    """A handler that writes to stderr if OVERWIRE_LOG is set and the program has not configured
+    logging. Once the program does, the handler is silent. as_json: one JSON object a line; a
+    finished call's counters are in its `report`."""
     import json
     import logging
 
@@ -280,8 +280,8 @@ def _at_exit() -> None:
 
 
 class HandleOwner:
-    """What holds a handle of the engine can be neither copied nor pickled: its copy would free
-    what it still uses, and in another process the number is that of something else."""
+    """An owner of an engine handle, which cannot be copied or pickled: a copy would free
+    what the original still uses, and in another process the number means something else."""
 
     __slots__ = ()
 
@@ -293,12 +293,12 @@ class HandleOwner:
 
 
 class Freed(int):
-    """The number of what the engine has freed. It has no `__del__`: Python drops a Ctrl-C
-    that comes when one begins."""
+    """The number of something that the engine has freed. It has no `__del__`: Python drops a
+    Ctrl-C that arrives as a finalizer begins."""
 
 
 class _Number(Freed):
-    """What the engine frees when the last reference goes."""
+    """A number that the engine frees when its last reference goes."""
 
     how = FREE_NOW
     __reduce_ex__ = HandleOwner.__reduce_ex__
@@ -308,7 +308,7 @@ class _Number(Freed):
             try:
                 _loaded.free(self, self.how)
             except RuntimeError:
-                pass  # an engine that has failed
+                pass  # the engine has failed
 
 
 class JobNumber(_Number):
@@ -316,7 +316,7 @@ class JobNumber(_Number):
     longer uses the caller's memory."""
 
     how = FREE_ENDED
-    #: What is kept until then.
+    #: Kept alive until then.
     memory: object = None
 
 
@@ -325,7 +325,7 @@ class ModelNumber(_Number):
 
 
 def handle(number: int) -> int:
-    """A handle, checked: Go would take True for 1."""
+    """Checks a handle: Go would take True for 1."""
     if type(number) in (int, JobNumber, ModelNumber, Freed) and 0 < number < 1 << 63:
         return number
     from . import errors
@@ -334,23 +334,23 @@ def handle(number: int) -> int:
 
 
 def forget(number: int) -> None:
-    """Called when the engine has freed what a number names."""
+    """Marks a number as freed, after the engine has freed it."""
     if isinstance(number, _Number):
         number.__class__ = Freed  # type: ignore[assignment]
 
 
 def release(number: int) -> None:
-    """Frees what a number names now: a job that runs is cancelled. In a forked child it
-    does nothing: all is the parent's."""
+    """Frees what a number names now; a running job is cancelled. Does nothing in a forked
+    child: everything belongs to the parent."""
     if not forked():
         core().free(number, FREE_NOW)
     forget(number)
 
 
 def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
-    """The memory of a C-contiguous buffer: (address, bytes, holder).
+    """Returns the memory of a C-contiguous buffer: (address, bytes, holder).
 
-    It stays while the holder lives. Raises what the object raises: TypeError,
+    The memory stays while the holder lives. Raises what the object raises: TypeError,
     BufferError.
     """
     buffer: tuple[int, int, Any] = open_library().buffer_of(source, writable)
@@ -358,7 +358,7 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
 
 
 def program(argv: Sequence[str], names: dict[str, str] | None = None) -> Program:
-    """What the command line of the engine must know of this process. names: what people call some paths."""
+    """Collects what the engine's command line must know about this process. names: what people call some paths."""
     version = "%d.%d.%d" % sys.version_info[:3]
     about: Program = {"argv": [engine_text(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
@@ -373,9 +373,9 @@ def program(argv: Sequence[str], names: dict[str, str] | None = None) -> Program
 def cli(argv: Sequence[str], names: dict[str, str] | None = None) -> int:
     """Run the command line, without the program's name; return the exit code. names: as for `program`.
 
-    The engine writes to the descriptors 1 and 2. Ctrl-C, SIGTERM, SIGHUP and the end of
-    what reads there (`| head`) cancel and wait for the clean-up, so that no temporary file
-    stays. Ctrl-C returns 130; the others then end the process as they do by default.
+    The engine writes to descriptors 1 and 2. Ctrl-C, SIGTERM, SIGHUP and a closed output
+    (`| head`) cancel the work and wait for the clean-up, so that no temporary file stays.
+    Ctrl-C returns 130; the others then end the process as they do by default.
     """
     import json
     import signal
@@ -389,13 +389,13 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None) -> int:
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         if stream is not None:
             stream.flush()
-        else:  # closed: writing to it must fail, and reach no file that is opened next
+        else:  # the output is closed: writes must fail, and must not reach the next file that is opened
             nowhere = os.open(os.devnull, os.O_RDONLY)
             if nowhere != number:
                 os.dup2(nowhere, number)
                 os.close(nowhere)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+        if signal.getsignal(number) is signal.SIG_DFL:  # under nohup SIGHUP is ignored
             signal.signal(number, stop_on_signal)
     job = core().start("cli", json.dumps(program(argv, names)), b"")
     try:
@@ -409,9 +409,9 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None) -> int:
         from . import errors
 
         try:
-            core().wait(job, 30.0)  # of a busy machine; a second Ctrl-C ends it
+            core().wait(job, 30.0)  # enough on a busy machine; a second Ctrl-C ends the wait
         except (errors.OverwireError, KeyboardInterrupt):
-            pass  # the error of a cancelled job, or a second signal
+            pass  # the cancelled job's error, or a second signal
         if signals:
             signal.signal(signals[0], signal.SIG_DFL)
             os.kill(os.getpid(), signals[0])
@@ -425,7 +425,7 @@ _READING = ("compress", "convert", "inspect", "verify", "load", "diff")
 
 
 def main() -> None:
-    """The command `overwire`."""
+    """Runs the command `overwire`."""
     if sys.argv[1:2] == ["run"] and sys.argv[2:3] not in (["-h"], ["--help"]):
         from ._run import run
 
@@ -442,18 +442,18 @@ def main() -> None:
     try:
         sys.exit(cli(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit(130)  # while the engine was being loaded
+        sys.exit(130)  # Ctrl-C while the engine was being loaded
 
 
 def _replace_process(module: str, words: list[str]) -> NoReturn:
-    # Another program takes the place of this one.
+    # Runs another program in place of this one.
     from ._children import module_command
 
     os.execv(sys.executable, module_command(module, *words))
 
 
 def is_loaded() -> bool:
-    """Whether the engine is loaded, and answers: the interpreter is not exiting."""
+    """Whether the engine is loaded and the interpreter is not exiting."""
     return _loaded is not None and not isinstance(_loaded, _Exiting)
 
 
@@ -463,8 +463,8 @@ def forked() -> bool:
 
 
 def refuse_child(what: str) -> None:
-    """Raises ForkedError in a forked child. what: what runs in its parent, as a sentence without its end."""
-    if forked():  # before any lock: a thread of the parent may have it
+    """Raises ForkedError in a forked child. what: the start of a sentence that says what runs in the parent."""
+    if forked():  # check before taking a lock: a thread of the parent may hold it
         from .errors import ForkedError
 
         raise ForkedError(f"{what} the process that this one was forked from")

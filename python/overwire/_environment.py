@@ -1,4 +1,4 @@
-"""What the engine learns of the environment: words as it has them, and what stores read."""
+"""Passes environment variables to the engine: settings, and variables that stores read."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from ._tables import SETTINGS, STORES
 
 _adopted = False
 
-# Variables that a store may need, by their names and by the beginnings of names.
+# Variables that a store may need: whole names, and prefixes of names.
 _NAMES = {name for name in STORES if not name.endswith("*")}
 _NAMES |= {name.lower() for name in _NAMES if name.endswith("_PROXY")}
-# Those of huggingface_hub in which it replaces ~ and $NAME.
+# Variables of huggingface_hub in which it expands ~ and $NAME.
 _PATHS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "XDG_CACHE_HOME")
 _PREFIXES = tuple(name[:-1] for name in STORES if name.endswith("*"))
 
 
 def engine_text(text: str) -> str:
-    """A word of the command line or the environment in the engine's encoding: UTF-8,
+    """Converts a word of the command line or environment to the engine's encoding: UTF-8,
     with other bytes as surrogates."""
     return os.fsencode(text).decode("utf-8", "surrogateescape")
 
 
 def adopt_nyacomp() -> None:
-    """From now on nyacomp's variables (DEBUG, NUM_THREADS ...) are settings, too. Other
-    programs use such names for themselves, so only its drop-in may say that."""
+    """Makes nyacomp's variables (DEBUG, NUM_THREADS ...) settings from now on. Other programs
+    use such names for themselves, so only nyacomp's drop-in calls this."""
     global _adopted
     _adopted = True
 
 
 def truth(name: str) -> bool:
-    """Whether a variable says yes, in one of the engine's spellings; it warns about what is
-    neither yes nor no."""
+    """Whether a variable says yes, in one of the engine's spellings. Warns about a value that
+    is neither yes nor no."""
     return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def settings() -> dict[str, str]:
-    """The variables of `os.environ` that are settings of the engine, as they are now."""
+    """The variables of `os.environ` that are engine settings, as they are now."""
     return {
         name: engine_text(value)
         for name, value in os.environ.items()

@@ -1,7 +1,7 @@
-"""Modules that are imported meanwhile: by another thread, or under a signal handler; and process
-groups that a forked child has of its parent.
+"""Handles imports that another thread or a signal handler may interrupt, pauses the cycle
+collector and signal handlers, and remembers process groups of a forked process's parent.
 
-Imported with the package itself, so it imports nothing that is not there already.
+The package imports this module first, so it only imports modules that Python has already loaded.
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -20,16 +20,16 @@ _whole: "dict[str, Any]" = {}
 
 
 def imported(name: str) -> "Any":
-    """A module that the program has imported, whole: while another thread imports it, this
-    waits. None where it was not imported, and in the thread that is about to, as in a
-    signal handler: no object of the module can be there yet."""
+    """Returns a module that the program has fully imported; waits while another thread imports
+    it. None if it was not imported, and in the thread that is importing it, for instance in a
+    signal handler: no object of the module can exist there yet."""
     module = sys.modules.get(name)
     if module is None or _whole.get(name) is module:
         return module
     if _is_initializing(module):
         try:
             __import__(name)
-        except ImportError:  # the other thread's failed
+        except ImportError:  # the other thread's import failed
             return None
         module = sys.modules.get(name)
         if module is None or _is_initializing(module):
@@ -45,17 +45,17 @@ def _is_initializing(module: "Any") -> bool:
 def skip_at_exit(
     finalizer: "Callable[[T], None]", is_exiting: "Callable[[], bool]" = sys.is_finalizing
 ) -> "Callable[[T], None]":
-    """A `__del__` that does nothing while the interpreter exits: the engine has ended all, and
-    names of modules, which the interpreter takes apart, may be None."""
+    """Turns a `__del__` into one that does nothing while the interpreter exits: by then the engine
+    has ended everything, and module globals may already be None."""
 
     return lambda self: None if is_exiting() else finalizer(self)
 
 
-_pauses: "list[None]" = []  # of the cycle collector: one for each that lasts
+_pauses: "list[None]" = []  # one item for each active pause of the cycle collector
 
 
 def pause_collector() -> bool:
-    """Stops Python's cycle collector, for all threads. Whether it ran: then `resume_collector` must follow."""
+    """Stops Python's cycle collector for all threads. If it ran, returns True: then call `resume_collector`."""
     import gc
 
     if not gc.isenabled():
@@ -66,7 +66,7 @@ def pause_collector() -> bool:
 
 
 def resume_collector() -> None:
-    """Ends a pause. In a child of a fork all have ended: the threads that would do it are not there."""
+    """Ends a pause. In a forked child all pauses have ended, since the threads that would end them are not there."""
     import gc
 
     gc.enable()
@@ -84,10 +84,10 @@ os.register_at_fork(after_in_child=_resume_in_child)
 def lazy_names(
     homes: "dict[str, tuple[str, ...]]", names: "dict[str, Any]", hint: "Callable[[str], str]" = lambda name: ""
 ) -> "Callable[[str], Any]":
-    """A module's `__getattr__`: fetches a name from its home in the same package when it is first used.
+    """A module's `__getattr__`, which imports a name from its module in the same package on first use.
 
-    homes: module -> its names; "": modules of their own. names: the globals of the module.
-    hint: what the error of another name adds.
+    homes: maps modules to their names; "" lists names that are modules themselves. names: the
+    module's globals. hint: returns what the error adds for an unknown name.
     """
     home_of = {name: module for module, own in homes.items() for name in own}
 
@@ -106,7 +106,7 @@ def lazy_names(
     return find_name
 
 
-_groups: "list[_weakref.ReferenceType[Any]]" = []  # that the parents of this process had when they forked
+_groups: "list[_weakref.ReferenceType[Any]]" = []  # process groups of this process's parents, from when they forked
 
 
 def _note_groups() -> None:
@@ -118,22 +118,22 @@ os.register_at_fork(after_in_child=_note_groups)
 
 
 def is_of_parent(group: "Any") -> bool:
-    """Whether a process group was made before this process was forked: its connections, and the threads
-    that serve them, are the parent's."""
+    """Whether a process group was made before this process was forked. Its connections, and the threads
+    that serve them, then belong to the parent."""
     return any(reference() is group for reference in _groups)
 
 
 class Undisturbed:
-    """A context manager: while it lasts, handlers that the program has for signals wait.
+    """A context manager that delays the program's signal handlers and the cycle collector.
 
-    They run in the main thread, between any two steps of it. One that came in the middle of
-    an import, or while the engine is being loaded, and called overwire would meet half a
-    module. Only for what takes milliseconds. Ctrl-C's own handler, which only raises
-    KeyboardInterrupt, waits with `ctrl_c` alone, as the start of a thread needs it: the
-    thread waits for ever where its starter was interrupted. In other threads nothing waits.
+    Handlers run in the main thread, between any two steps. A handler that calls overwire in the
+    middle of an import, or while the engine is being loaded, would find half a module. Only use
+    it for work that takes milliseconds. Ctrl-C's default handler, which raises
+    KeyboardInterrupt, only waits with `ctrl_c`. Starting a thread needs that: a thread waits
+    for ever if its starter is interrupted. In other threads no signal is delayed.
 
-    Nor does the cycle collector run, on any thread: it would run finalizers there, and look
-    at all of torch's objects because an import has made a thousand.
+    The cycle collector stops on all threads: it would run finalizers, and scan
+    all of torch's objects because an import has created a thousand.
     """
 
     def __init__(self, ctrl_c: bool = False) -> None:
@@ -169,19 +169,19 @@ class Undisturbed:
                 resume_collector()
                 self._collects = False
             if self._handlers:
-                self.__exit__()  # Ctrl-C came
+                self.__exit__()  # Ctrl-C interrupted it
         while self._came:
             try:
                 _signal.raise_signal(self._came.pop(0))
             except BaseException:
-                self.__exit__()  # the handlers of the others
+                self.__exit__()  # after the remaining handlers
                 raise
 
 
 def start_thread(start: "Callable[..., Any]", *args: "Any") -> "Any":
-    """Calls what starts a thread (a thread's `start`, a pool's `submit` or `map`), and returns what that returns.
+    """Calls a function that starts threads (a thread's `start`, a pool's `submit` or `map`), and returns its result.
 
-    Ctrl-C waits meanwhile, and is raised when the thread runs: interrupted within, Python's own code leaves
-    a thread that waits for ever, for which the end of a pool and that of the process wait."""
+    Ctrl-C is delayed until the thread runs. If it interrupted Python's own code here, it would leave a thread
+    that waits for ever, and the end of the pool and of the process would wait for that thread."""
     with Undisturbed(ctrl_c=True):
         return start(*args)

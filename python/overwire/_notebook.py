@@ -1,7 +1,7 @@
-"""What reports, plans and opened files show in a notebook: a line, and tables in HTML.
+"""Formats reports, plans and opened files for a notebook: a line, and HTML tables.
 
-Every text of a file is escaped here, and stands in an element of its own, so that names
-can neither become mark-up nor turn the direction of the text around them.
+All text from files is escaped here and gets its own element, so that a name cannot
+become mark-up or change the direction of the text around it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: Rows of a table; more would make a notebook slow.
+#: Most rows of a table; more would slow the notebook down.
 MOST = 200
 
 _MARKUP = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
-# Controls, and bytes of file names that are no characters.
+# Control characters, and bytes of file names that are not text.
 _BAD = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF], "\ufffd")
-# Colours are the notebook's own, in dark and light.
+# The colours come from the notebook, in dark and light mode.
 _STYLE = (
     ".overwire{overflow-x:auto}.overwire table{border-collapse:collapse;margin:4px 0 8px}"
     ".overwire caption{text-align:left;opacity:.75}.overwire th,.overwire "
@@ -38,7 +38,7 @@ def _cell_text(value: object) -> str:
 
 
 def size(number: int) -> str:
-    """Bytes as people read them: 16.1 GB."""
+    """Formats a number of bytes for people: 16.1 GB."""
     value, unit = float(number), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -46,7 +46,7 @@ def size(number: int) -> str:
 
 
 def largest(rows: Iterable[T], bytes_of: Callable[[T], int]) -> list[T]:
-    """As many of the largest as a table shows, by their bytes, the first of equals first."""
+    """The rows with the most bytes, as many as a table shows. Among equals the first comes first."""
     return sorted(rows, key=bytes_of, reverse=True)[:MOST]
 
 
@@ -58,11 +58,11 @@ def table(
     *,
     folded: bool = False,
 ) -> str:
-    """A table.
+    """Makes an HTML table.
 
-    head, rows: texts, of which the first in each row names it.
-    count: how many rows there are, where not all are shown.
-    folded: a click opens it.
+    head, rows: texts; the first cell of a row is its name.
+    count: the number of rows, if not all are shown.
+    folded: the table opens on a click.
     """
     body = []
     for row in islice(rows, MOST):
@@ -78,7 +78,7 @@ def table(
 
 
 def tensors(order: str, rows: Iterable[tuple[str, str, Iterable[int], int, int]], count: int, *, folded: bool) -> str:
-    """A table of tensors: of each its name, dtype, shape, and its bytes in memory and in the file."""
+    """A table of tensors. Each row has its name, dtype, shape, and bytes in memory and in the file."""
     cells = ((name, dtype, list(shape), size(nbytes), size(stored)) for name, dtype, shape, nbytes, stored in rows)
     return table(
         f"{count:,} tensor{'' if count == 1 else 's'}, {order}",
@@ -90,14 +90,14 @@ def tensors(order: str, rows: Iterable[tuple[str, str, Iterable[int], int, int]]
 
 
 def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:
-    """A title, facts in one line, and tables."""
+    """A title, a line of facts, and tables."""
     line = " \u00b7 ".join(f"{_cell_text(name)} {_cell_text(value)}" for name, value in facts)
     head = f"<style>{_STYLE}</style><strong>{_cell_text(title)}</strong>"
     return f'<div class="overwire">{head}<div>{line}</div>{"".join(tables)}</div>'
 
 
 class Facts(dict[str, Any]):
-    """A dict that a notebook shows as facts and tables. Pickles and copies of it are plain dicts."""
+    """A dict that a notebook shows as facts and tables. It pickles and copies as a plain dict."""
 
     def __init__(self, title: str, values: Mapping[str, Any]) -> None:
         super().__init__(values)

@@ -1,8 +1,8 @@
-"""`overwire run PROGRAM ...`: an unmodified program that reads safetensors through overwire.
+"""Implements `overwire run PROGRAM ...`: an unmodified program reads safetensors files through overwire.
 
-The program takes the place of this process, with a folder before all others on
-PYTHONPATH in which the package safetensors is found patched (see `compat.path`); the
-processes that it starts inherit that. Nothing is written, and no other program notices.
+The program replaces this process. A folder at the front of PYTHONPATH holds a patched
+package safetensors (see `compat.path`), and processes that the program starts inherit it.
+Nothing is written, and other programs are not affected.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import os
 import sys
 from typing import NoReturn
 
-# The exit statuses of the command line.
+# Exit statuses of the command line.
 _USAGE, _NOT_FOUND = 2, 3
 
 
 def run(words: list[str]) -> NoReturn:
-    """Replace this process by a program and its arguments; "--" may stand before them.
-    Exits with 2 where no program is named, or it cannot be reached by PYTHONPATH, and
-    with 3 where there is none of that name."""
+    """Replaces this process by a program and its arguments, which may follow "--". Exits with 2 if
+    no program is named or PYTHONPATH cannot reach it, and with 3 if the program does not exist."""
     if words[:1] == ["--"]:
         words = words[1:]
     elif words and words[0].startswith("-"):
         _exit_with(
             _USAGE,
-            f"run has no option {words[0]}; see: overwire run --help (a program that begins with - goes after --)",
+            f"run has no option {words[0]}; see: overwire run --help (put -- before a program that begins with -)",
         )
     if not words or not words[0]:
         _exit_with(_USAGE, "run needs a program; write: overwire run PROGRAM ARGUMENTS")
@@ -43,7 +42,7 @@ def run(words: list[str]) -> NoReturn:
     try:
         os.execvpe(words[0], words, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     except (FileNotFoundError, NotADirectoryError):
-        _exit_with(_NOT_FOUND, f"run: no program is called {words[0]}")
+        _exit_with(_NOT_FOUND, f"run: program not found: {words[0]}")
     except (OSError, ValueError) as error:
         _exit_with(_NOT_FOUND, f"run: {words[0]}: {getattr(error, 'strerror', None) or error}")
 

@@ -12,12 +12,12 @@ BITS = dict(
     U64=64,
 )
 
-# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.
+# Dtypes that dtype= casts. Packed types and F8_E8M0 are parts of a quantisation scheme and stay.
 FLOATS = frozenset("""
     F8_E5M2 F8_E4M3 F8_E4M3FNUZ F8_E5M2FNUZ F16 BF16 F32 F64
 """.split())
 
-# What the engine casts on a GPU, from and to.
+# Dtypes that the engine casts on a GPU, from and to.
 CAST_FROM = frozenset("""
     F8_E5M2 F8_E4M3 F16 BF16 F32
 """.split())
@@ -26,7 +26,7 @@ CAST_TO = frozenset("""
     F16 BF16 F32
 """.split())
 
-# Variables that a store may need; * ends the beginning of some.
+# Variables that a store may need; a name that ends with * is a prefix.
 STORES = frozenset("""
     AWS_* HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH
     HF_HUB_DISABLE_IMPLICIT_TOKEN HF_ENDPOINT HF_HOME HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
@@ -43,7 +43,7 @@ SETTINGS = frozenset("""
     OVERWIRE_DOWNLOADER_LOG DOWNLOAD_LOG
 """.split())
 
-# Endings of weights in formats that are not read, which are copied along up to a size in bytes.
+# Endings of weight files in formats that are not read. They are copied, up to a size in bytes.
 OTHER_WEIGHTS = tuple("""
     .bin .ckpt .gguf .ggml .h5 .keras .mlmodel .msgpack .nemo .npz .onnx .onnx_data .ot .pb .pdparams
     .pkl .pt .pth .tensors .tflite
@@ -51,8 +51,8 @@ OTHER_WEIGHTS = tuple("""
 
 MOST_OTHER = 67108864
 
-# Kinds of files that are found where weights were expected: offset and what is there, or nothing,
-# globs for the name, or none, what such a file is, what to do with it, and whether a folder of other
+# Kinds of files that may be found instead of weights: offset and the bytes there (none: any), globs
+# for the name (none: any), what such a file is, what to do with it, and whether a folder of other
 # weights may hold it.
 HEAD_BYTES = 512
 
@@ -67,13 +67,13 @@ FILE_KINDS = (
         "`overwire convert` (overwire.convert) reads local ones", False,
     ),
     (
-        0, (b"PK\x03\x04",), (), "a zip archive, as torch.save and numpy.savez write",
-        "`overwire convert` (overwire.convert) reads those of torch.save (.pt, .pth, .bin, .ckpt) and .npz "
+        0, (b"PK\x03\x04",), (), "a zip archive, as written by torch.save and numpy.savez",
+        "`overwire convert` (overwire.convert) reads torch.save files (.pt, .pth, .bin, .ckpt) and .npz "
         "files; load others with the library that wrote them", False,
     ),
     (
-        257, (b"ustar",), (), "a tar archive, as NeMo writes, and torch.save did before torch 0.2",
-        "`overwire convert` (overwire.convert) reads .nemo files; unpack others by tar -xf", False,
+        257, (b"ustar",), (), "a tar archive, as written by NeMo, and by torch.save before torch 0.2",
+        "`overwire convert` (overwire.convert) reads .nemo files; unpack others with tar -xf", False,
     ),
     (
         0, (), ("*.pdparams", "*.pdopt",), "a PaddlePaddle file",
@@ -96,16 +96,16 @@ FILE_KINDS = (
     ),
     (
         0, (b"ftrt",), (), "a TensorRT engine",
-        "its weights cannot be taken out: convert the model that it was built from", False,
+        "its weights cannot be extracted: convert the model that it was built from", False,
     ),
     (
         0, (), ("*.engine", "*.plan", "*.trt",), "a TensorRT engine",
-        "its weights cannot be taken out: convert the model that it was built from", False,
+        "its weights cannot be extracted: convert the model that it was built from", False,
     ),
     (
         6, (b"Transformer",
          b"Whisper", b"Wav2Vec2",), (), "a CTranslate2 model",
-        "its weights are of CTranslate2's own layout: convert the model that it was made from", False,
+        "its weights have CTranslate2's own layout: convert the model that it was made from", False,
     ),
     (
         0, (), ("*.distcp",), "a part of a torch.distributed.checkpoint",
@@ -116,7 +116,7 @@ FILE_KINDS = (
          b"\x80\x03\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
          b"\x80\x04\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
          b"\x80\x05\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-         b"L119547037146038801333356L\n.",), (), "a torch.save file of before torch 1.6",
+         b"L119547037146038801333356L\n.",), (), "a torch.save file from before torch 1.6",
         "`torch.save(torch.load(f), f)` makes a newer one, which overwire.convert reads", False,
     ),
     (
@@ -125,45 +125,45 @@ FILE_KINDS = (
     ),
     (
         0, (b"GGUF",), (), "a GGUF file",
-        "overwire lists and verifies GGUF files and reads no tensors of them, since coding would take off 5 "
-        "to 13 % of their quantised blocks: keep it as it is", True,
+        "overwire lists and verifies GGUF files, but does not load or compress them, because compression "
+        "would save only 5 to 13 %: keep the file unchanged", True,
     ),
     (
-        0, (b"lmgg", b"fmgg", b"tjgg", b"algg",), (), "a GGML file of before GGUF",
-        "keep it as it is, or convert the model that it was made from", True,
+        0, (b"lmgg", b"fmgg", b"tjgg", b"algg",), (), "a GGML file from before GGUF",
+        "keep the file unchanged, or convert the model that it was made from", True,
     ),
     (
         0, (b"\x93NUMPY",), (), "a .npy file",
         "`overwire convert` (overwire.convert) reads local ones", True,
     ),
     (
-        0, (b"\x89HDF",), (), "an HDF5 file, as Keras writes",
+        0, (b"\x89HDF",), (), "an HDF5 file, as written by Keras",
         "d = {}; h5py.File(FILE).visititems(lambda n, o: d.update({n: o[()]}) if isinstance(o, h5py.Dataset) "
         "else None); overwire.save_file(d, OUT)", True,
     ),
     (
         4, (b"TFL3",), (), "a TensorFlow Lite model",
-        "its weights cannot be taken out: convert the model that it was built from", False,
+        "its weights cannot be extracted: convert the model that it was built from", False,
     ),
     (
         4, (b"ET",), ("*.pte",), "an ExecuTorch program",
-        "its weights cannot be taken out: convert the model that it was built from", False,
+        "its weights cannot be extracted: convert the model that it was built from", False,
     ),
     (
         0, (b"\x1f\x8b",), (), "a gzip file",
-        "gunzip it first", False,
+        "decompress it with gunzip first", False,
     ),
     (
         0, (b"version ",), (), "a Git LFS pointer",
-        "get the file itself by git lfs pull", False,
+        "get the file itself with git lfs pull", False,
     ),
     (
         0, (b"<!DOCTYP", b"<!doctyp", b"<html",), (), "a web page",
-        "check the URL that it came from", False,
+        "check the URL of the download", False,
     ),
     (
         0, (b"{",), (), "JSON",
-        "name the .safetensors file; an index of shards must be called *.index.json, and a trace is shown by "
-        "overwire inspect TRACE.json --html PAGE.html", False,
+        "name the .safetensors file; an index of shards must be named *.index.json, and overwire inspect "
+        "TRACE.json --html PAGE.html shows a trace", False,
     ),
 )

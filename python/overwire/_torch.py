@@ -1,7 +1,8 @@
-"""The commands that take files and folders of other libraries, as torch.save and torch.distributed.checkpoint write.
+"""Implements the commands that take files and folders of other libraries.
 
-The sources become plain files for as long as the command runs, which is the engine's, in a
-process of its own: for `compress` and `convert` in a temporary folder, else in memory.
+It writes the sources as temporary plain files, and then runs the engine's command on them in
+another process. The plain files are in a temporary folder for `compress` and `convert`, and in
+memory for other commands.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .errors import OverwireError
 from .paths import without_scheme
 from .plumbing import code_command, is_torch_model, local, plain_models, read_foreign
 
-# The exit statuses of the command line.
+# Exit statuses of the command line.
 _STATUSES = {
     "FormatError": 1,
     "CorruptError": 1,
@@ -27,7 +28,7 @@ _FAILED, _INTERRUPTED = 4, 130
 
 
 def main(words: list[str]) -> int:
-    """Runs a command line, and returns its exit status."""
+    """Runs a command line and returns its exit status."""
     words = [without_scheme(word) for word in words]
     try:
         return _read_only(words) if words[:1] not in (["compress"], ["convert"]) else _rewrite(words)
@@ -53,7 +54,7 @@ def _rewrite(words: list[str]) -> int:
     ]
     outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
     outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
-    if not sources or not outputs:  # the engine says what is missing
+    if not sources or not outputs:  # the engine reports what is missing
         return _run_engine(words, [])
     with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, remainder):
         for at, path in zip(sources, plain, strict=True):
@@ -62,7 +63,7 @@ def _rewrite(words: list[str]) -> int:
 
 
 def _run_engine(words: list[str], left: list[str], names: dict[str, str] | None = None) -> int:
-    # names: of files in memory, by their paths in /proc. Ctrl-C goes to both processes: this one waits for what the
+    # names: of files in memory, by their paths in /proc. Ctrl-C reaches both processes: this one waits while the
     # other cleans up.
     engine = f"import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:], {names!r}))"
     numbers = [int(path.rpartition("/")[2]) for path in names or ()]

@@ -1,4 +1,4 @@
-"""Compressed buffers: open algorithms, and X16, on all cores, many at a time.
+"""Encodes and decodes buffers with open algorithms and X16, on all cores, many at a time.
 
     from overwire import codecs
 
@@ -6,16 +6,16 @@
     plain = codecs.decode(stored)                       # bytes of the same length
     many = codecs.encode([a, b, c], "Zstd", bitstream="raw")
 
-`bitstream` is how a block is framed: "native", a container of independent
-chunks, which says algorithm and length; "raw", one block of the algorithm and
-nothing else, as lz4, zstandard, zlib, python-snappy or nvCOMP read it;
-"with_size", the length of the content (little-endian in 8 bytes, for LZ4 in 4, as
-numcodecs writes it) and a raw block. Native streams are overwire's own;
-those of nvCOMP 2.2 are read too (docs/nvcomp.md).
+`bitstream` is the framing of a block. "native" is a container of independent chunks
+that names its algorithm and length. "raw" is one block of the algorithm and nothing
+else, as lz4, zstandard, zlib, python-snappy and nvCOMP read it. "with_size" is the
+content length (little-endian in 8 bytes; for LZ4 in 4, as numcodecs writes it) and a
+raw block. Native streams are overwire's own format; nvCOMP 2.2's are also read
+(docs/nvcomp.md).
 
-Bytes need not be trusted: a length is compared with what the stored bytes can give
-before memory is allocated for it, and every decoder fills exactly that or raises
-CorruptError. Work releases the GIL and can be interrupted by Ctrl-C.
+Streams need not be trusted. A stated length is compared with what the stored bytes can
+decode to before memory is allocated for it, and a decoder fills exactly that length or
+raises CorruptError. Work releases the GIL, and Ctrl-C interrupts it.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ __all__ = [
 Bitstream = Literal["native", "raw", "with_size"]
 Verify = Literal[True, False, "always"]
 
-#: The kinds of bitstream, in the order of nvCOMP's BitstreamKind.
+#: The bitstream kinds, in the order of nvCOMP's BitstreamKind.
 BITSTREAMS: tuple[Bitstream, ...] = ("native", "raw", "with_size")
 
 _VERIFY = {False: "", True: "present", "always": "always"}
 
 
 class Span(NamedTuple):
-    """Memory by its place: `nbytes` bytes of the host at `address`. `keep` holds
-    it and must live as long as it is used."""
+    """Host memory: `nbytes` bytes at `address`. `keep` owns the memory and must live as long
+    as it is used."""
 
     address: int
     nbytes: int
@@ -76,12 +76,12 @@ class Span(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """The result for one buffer: see `run`.
+    """The result for one buffer; see `run`.
 
-    `memory` is a DLPack capsule of uint8 that owns `nbytes` bytes at `address`;
-    None if the caller gave an output, if there are no bytes, or if it failed
-    before memory was allocated. `error` is what `encode` or `decode` would raise;
-    with one, the bytes are invalid. `summed`: checksums were compared.
+    `memory` is a DLPack capsule of uint8 that owns `nbytes` bytes at `address`. It is None
+    if the caller gave an output, if there are no bytes, or if the buffer failed before
+    memory was allocated. `error` is what `encode` or `decode` would raise; if it is set,
+    the bytes are invalid. `summed`: checksums were compared.
     """
 
     memory: Any
@@ -92,9 +92,9 @@ class Coded(NamedTuple):
 
 
 class TensorView(NamedTuple):
-    """The memory of a DLPack tensor: see `tensor_view`. `strides` count elements, None
-    for a dense tensor; `kind` is (code, bits, lanes); `device` is (type, number),
-    where type 1 is the host and 2 CUDA."""
+    """The memory of a DLPack tensor; see `tensor_view`. `strides` count elements and are None
+    for a dense tensor. `kind` is (code, bits, lanes). `device` is (type, number);
+    type 1 is the host and 2 is CUDA."""
 
     address: int
     shape: tuple[int, ...]
@@ -105,39 +105,39 @@ class TensorView(NamedTuple):
 
 
 def algorithms() -> tuple[str, ...]:
-    """The names that `encode` and `decode` take; their case does not matter."""
+    """The algorithm names that `encode` and `decode` take, in any case."""
     return tuple(codec_names())
 
 
 def default_chunk(algorithm: str) -> int:
-    """Content bytes of a native chunk, unless `chunk_size` sets them."""
+    """The content bytes of a native chunk if `chunk_size` is not given."""
     return 1 << 20 if algorithm == "X16" else 64 << 10
 
 
 def span(source: Any, *, writable: bool = False) -> Span:
-    """The memory of a buffer, without a copy: of anything with Python's buffer
-    protocol or DLPack on the host, dense in C order; a Span is itself.
+    """Returns the memory of a host buffer without a copy. The source has Python's buffer
+    protocol or DLPack, dense in C order. A Span is returned as it is.
 
-    Raises ArgumentError for what has neither, is not dense, or is read-only
-    where `writable` asks; NotSupportedError for memory of a GPU.
+    Raises ArgumentError for a source that has neither, is not dense, or is read-only
+    although `writable` is set; NotSupportedError for GPU memory.
     """
     if isinstance(source, Span):
         return source
     try:
         return Span(*_engine.buffer_of(source, writable))
     except TypeError:
-        pass  # no buffer
-    except (BufferError, ValueError) as error:  # ValueError: numpy, of what is not dense
+        pass  # it does not have the buffer protocol
+    except (BufferError, ValueError) as error:  # numpy raises ValueError if it is not dense
         raise ArgumentError(f"overwire: {type(source).__name__}: {error}") from error
     is_dlpack = hasattr(source, "__dlpack__")
-    # DLPack's 1 and 3 are the host, and pinned memory of it.
+    # DLPack's device types 1 and 3: host memory, and pinned host memory.
     if source.__dlpack_device__()[0] not in (1, 3) if is_dlpack else hasattr(source, "__cuda_array_interface__"):
         raise NotSupportedError(
-            f"overwire: {type(source).__name__} is on a GPU, and codecs work on host memory: move it there, "
+            f"overwire: {type(source).__name__} is on a GPU, and codecs work on host memory: move it to the host, "
             "or see overwire.gpu and overwire.compat.nvcomp"
         )
     if not is_dlpack:
-        raise ArgumentError(f"overwire: {type(source).__name__} is no buffer and no DLPack tensor")
+        raise ArgumentError(f"overwire: {type(source).__name__} is not a buffer or a DLPack tensor")
     tensor = tensor_view(source)
     size = tensor.kind[1] * tensor.kind[2]
     dense = 1
@@ -149,11 +149,11 @@ def span(source: Any, *, writable: bool = False) -> Span:
 
 
 def tensor_view(source: Any, stream: int = 1) -> TensorView:
-    """Takes over a DLPack tensor: a new capsule, or an object with `__dlpack__`.
+    """Takes ownership of a DLPack tensor: a new capsule, or an object with `__dlpack__`.
 
-    stream: the CUDA stream that will use a tensor of a GPU (1: the default one).
+    stream: the CUDA stream that will use a GPU tensor (1: the default stream).
 
-    Raises ArgumentError for a capsule that was taken before.
+    Raises ArgumentError for a capsule that was already taken.
     """
     if not hasattr(source, "__dlpack__"):
         capsule = source
@@ -175,21 +175,21 @@ def dlpack(
     kind: tuple[int, int, int],
     device: tuple[int, int],
 ) -> Any:
-    """A new DLPack capsule ("dltensor") of memory that `owner` keeps; it keeps
-    owner. Fields as those of `TensorView`."""
+    """Makes a DLPack capsule ("dltensor") for memory that `owner` owns. The capsule keeps the
+    owner alive. The other arguments are the fields of `TensorView`."""
     return _engine.open_library().dlpack_give(owner, address, shape, strides, kind, device)
 
 
 def exporter() -> type:
-    """A base class whose instances have the buffer protocol, on every version
-    of Python: each is the buffer that its method `_buffer()` returns."""
+    """Returns a base class with the buffer protocol, on every version of Python. The buffer
+    of an instance is what its method `_buffer()` returns."""
     kind: type = _engine.open_library().Exporter
     return kind
 
 
 @lru_cache(64)
 def _spec_text(cascaded: tuple[Any, ...] | None, **spec: Any) -> str:
-    """The JSON of a request, a NvcompSpec."""
+    """The JSON of a request (NvcompSpec)."""
     layers = None if cascaded is None else dict(zip(("rles", "deltas", "pack"), cascaded, strict=True))
     return json.dumps({**spec, "cascaded": layers})
 
@@ -209,13 +209,13 @@ def run(
     out: Sequence[Span | None] | None = None,
     sizes: Sequence[int] = (),
 ) -> list[Coded]:
-    """What `encode`, `decode`, `content_size` and `max_size` stand on: one
-    `Coded` for each source, whose errors are values.
+    """Does the work of `encode`, `decode`, `content_size` and `max_size`: returns one `Coded`
+    for each source, with its error as a value.
 
-    `op` is "encode", "decode", "size" or "bound"; `out` has for each source its
-    own output, or None for new memory. "bound" takes `sizes` and no sources. Raises
-    what concerns all of them, before anything is written: ArgumentError, also where
-    an output overlaps another or a source, OutOfMemoryError.
+    `op` is "encode", "decode", "size" or "bound". `out` has an output for each source,
+    or None for new memory. "bound" takes `sizes` and no sources. Errors that concern all
+    sources are raised before anything is written: ArgumentError (also if an output
+    overlaps another output or a source), OutOfMemoryError.
     """
     if bitstream not in BITSTREAMS:
         raise ArgumentError(f"overwire: bitstream {bitstream!r}: expected one of {', '.join(BITSTREAMS)}")
@@ -258,7 +258,7 @@ def run(
     try:
         return _coded_of(job.result())
     except BaseException:
-        job.cancel()  # nothing writes to the buffers any more
+        job.cancel()  # then nothing writes to the buffers any more
         raise
     finally:
         job.free()
@@ -280,12 +280,12 @@ def _bytes_at(address: int, nbytes: int, keep: Any) -> memoryview:
     if not nbytes:
         return memoryview(bytearray())
     block = (ctypes.c_ubyte * nbytes).from_address(address)
-    vars(block)["memory"] = keep  # lives as long as a view of it
+    vars(block)["memory"] = keep  # keep it alive as long as any view of the block
     return memoryview(block).cast("B")
 
 
 def _written_part(out: Any, place: Span, nbytes: int) -> memoryview:
-    """The part of an output that was written: of a DLPack tensor or a Span too."""
+    """The written part of an output, which may also be a DLPack tensor or a Span."""
     try:
         return memoryview(out).cast("B")[:nbytes]
     except TypeError:
@@ -342,22 +342,21 @@ def encode(
     checksums: bool = False,
     out: Any = None,
 ) -> Any:
-    """Compresses a buffer, or each of a list: see `span` for what is one.
+    """Compresses a buffer, or each buffer of a list. See `span` for what counts as a buffer.
 
-    `algorithm` is one of `algorithms()`. `chunk_size` is the content of a native
-    chunk, in bytes (default 64 KiB; X16: 1 MiB; at most 16 MiB). `level` is for
-    Deflate, Gzip and GDeflate: 0 (entropy coding alone) to 5 (smallest). `dtype`
-    tells X16 what the bytes are, by safetensors' name ("BF16"), which finds out
-    otherwise, and Cascaded how long its elements are and whether they have a sign
-    ("I32"), which takes single bytes otherwise. `cascaded` is how many layers of run
-    lengths and of differences Cascaded makes, up to 7, and whether it packs bits:
-    None is (2, 1, True). `checksums` puts CRC-32 of header, stored and plain bytes
-    into native streams.
+    `algorithm` is one of `algorithms()`. `chunk_size` is the content of a native chunk in
+    bytes (default 64 KiB; X16: 1 MiB; at most 16 MiB). `level` applies to Deflate, Gzip
+    and GDeflate: 0 (only entropy coding) to 5 (smallest). `dtype` is a safetensors dtype
+    name. It tells X16 what the bytes are ("BF16"; without it X16 finds out), and Cascaded
+    the length and sign of its elements ("I32"; without it they are single bytes).
+    `cascaded` is how many run-length and difference layers Cascaded makes, up to 7, and
+    whether it packs bits; None means (2, 1, True). `checksums` puts CRC-32 sums of the
+    header, the stored bytes and the plain bytes into native streams.
 
-    Returns a memoryview that owns its memory, or, with `out` (a writable buffer,
-    or a list with one or None for each source), the part of `out` that was
-    written. Raises ArgumentError, also where `out` is too small (`max_size` tells
-    what is enough) or overlaps another output or a source: nothing is written then.
+    Returns a memoryview that owns its memory. With `out` (a writable buffer, or a list
+    with a buffer or None for each source) it returns the written part of `out`. Raises
+    ArgumentError, also if `out` is too small (`max_size` returns a sufficient size) or
+    overlaps another output or a source; then nothing is written.
     """
     how = {"algorithm": algorithm, "bitstream": bitstream, "chunk_size": chunk_size, "level": level, "dtype": dtype}
     return _results_of(source, out, "encode", cascaded=cascaded, checksums=checksums, **how)
@@ -384,29 +383,29 @@ def decode(
     verify: Verify = True,
     out: Any = None,
 ) -> Any:
-    """Decompresses a stream, or each of a list; `out` and result as in `encode`.
+    """Decompresses a stream, or each stream of a list. `out` and the result are as in `encode`.
 
-    A native stream says what it is; for the others `algorithm` is needed.
-    Streams with checksums are verified: `verify=False` leaves that out,
-    "always" refuses those without. A raw stream of Deflate, Gzip or GDeflate does
-    not tell its length and is decoded twice.
+    A native stream names its algorithm; others need `algorithm`. Checksums in a stream
+    are verified. `verify=False` skips that, and "always" refuses streams without
+    checksums. A raw Deflate, Gzip or GDeflate stream does not state its length and is
+    decoded twice.
 
-    Raises CorruptError and FormatError for bad bytes, and for streams that only
-    nvCOMP reads, NotSupportedError for algorithms that only nvCOMP decodes and for
-    nvCOMP's checksums, and ArgumentError. For a list, the first error is raised after all are done.
+    Raises CorruptError and FormatError for bad bytes, also for streams that only nvCOMP
+    reads; NotSupportedError for algorithms that only nvCOMP decodes and for nvCOMP's
+    checksums; and ArgumentError. For a list, the first error is raised after all streams are done.
     """
     return _results_of(source, out, "decode", algorithm=algorithm, bitstream=bitstream, verify=verify)
 
 
 def is_native(source: Any) -> bool:
-    """Whether a stream is a native one as `encode` makes them, by how it begins. Raises
-    as `span`."""
+    """Whether a stream begins like the native ones that `encode` makes. Raises what `span`
+    raises."""
     place = span(source)
     return place.nbytes >= 64 and ctypes.string_at(place.address, 4) == b"OWBS"
 
 
 def content_size(source: Any, algorithm: str | None = None, *, bitstream: Bitstream = "native") -> Any:
-    """How many bytes a stream, or each of a list, decodes to. Raises as `decode`."""
+    """The number of bytes that a stream, or each stream of a list, decodes to. Raises what `decode` raises."""
     return _results_of(source, None, "size", algorithm=algorithm, bitstream=bitstream)
 
 
@@ -418,8 +417,8 @@ def max_size(
     chunk_size: int | None = None,
     checksums: bool = False,
 ) -> Any:
-    """The most bytes that `encode` gives for a buffer of `nbytes`, or a list of
-    them. Raises ArgumentError."""
+    """The most bytes that `encode` can produce for a buffer of `nbytes`, or for each of a
+    list of sizes. Raises ArgumentError."""
     one = isinstance(nbytes, int)
     sizes = [nbytes] if isinstance(nbytes, int) else list(nbytes)
     if any(n < 0 for n in sizes):

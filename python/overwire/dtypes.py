@@ -1,6 +1,6 @@
-"""The element types of safetensors: their names and sizes, nothing else.
+"""Lists the element types of safetensors with their names and sizes.
 
-The tables are the engine's.
+The tables come from the engine.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 from ._imports import imported
 from ._tables import BITS
 
-# Types with several elements in a byte: no framework indexes them by element.
+# Types with several elements in a byte. No framework can index them by element.
 PACKED = frozenset(name for name, bits in BITS.items() if bits < 8)
 
 
-# What torch calls the types, and numpy with ml_dtypes, but for F4, which that has unpacked.
+# The names in torch, and in numpy with ml_dtypes. F4 is a name of torch only: ml_dtypes has it unpacked.
 CALLED = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -39,7 +39,7 @@ CALLED = {
     "U64": "uint64",
 }
 
-# What people call the types that `dtype=` casts to, beside the names of safetensors.
+# Other names that people use for the types that `dtype=` casts to, besides the safetensors names.
 _NAMES = {
     "F16": "float16 half fp16 f16",
     "BF16": "bfloat16 bf16",
@@ -54,8 +54,8 @@ _NAMED = {text: name for name, texts in _NAMES.items() for text in texts.split()
 
 
 def named(dtype: Any) -> Any:
-    """The safetensors name of a floating dtype that is given by a name ("bf16",
-    "torch.float16", "BF16") or by another framework's type. Others stay as they are."""
+    """Returns the safetensors name of a floating dtype, given as a name ("bf16",
+    "torch.float16", "BF16") or as a framework's type. Returns others as they are."""
     numpy = imported("numpy")
     if numpy is not None and isinstance(dtype, (numpy.dtype, type)):
         try:
@@ -71,15 +71,15 @@ def named(dtype: Any) -> Any:
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The bytes of a tensor; a packed one must fill its last byte."""
+    """The bytes of a tensor. A packed tensor must fill its last byte."""
     return BITS[dtype] * math.prod(shape) // 8
 
 
 def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape, in bytes, that a packed tensor has as U8.
+    """The shape of a packed tensor viewed as U8.
 
-    The last dimension shrinks to its bytes; where it does not fill whole
-    bytes, the result is flat.
+    The last dimension shrinks to its number of bytes. If its elements do not fill whole
+    bytes, the result is one-dimensional.
     """
     if shape and (shape[-1] * BITS[dtype]) % 8 == 0:
         return (*shape[:-1], shape[-1] * BITS[dtype] // 8)
@@ -87,5 +87,5 @@ def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that torch has of a tensor of a file: `packed_shape` of those whose elements share bytes."""
+    """The shape that torch gives to a file's tensor: `packed_shape` if elements share bytes."""
     return packed_shape(dtype, shape) if dtype in PACKED else shape

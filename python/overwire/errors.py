@@ -1,11 +1,11 @@
-"""The exceptions of overwire: one class for each error class of the engine.
+"""Defines overwire's exceptions, one class for each error class of the engine.
 
-Every one derives from `OverwireError` and from the built-in that a user would
-catch without knowing us (`FileNotFoundError`, `TimeoutError`, `KeyError` ...).
-All carry `source`, `tensor`, `chunk`, `offset` and `rule`, None where it is not known, those that are
-an OSError also `errno`, None for an IOFailure without a number of the system's, and `filename`, which is
-`source` unless the system named another file, and survive pickling. Messages are made by the engine,
-with secrets redacted.
+Every class derives from `OverwireError` and from the built-in that a user would catch
+without knowing overwire (`FileNotFoundError`, `TimeoutError`, `KeyError` ...). Every
+exception has `source`, `tensor`, `chunk`, `offset` and `rule`, which are None if unknown,
+and survives pickling. Those that are an OSError also have `errno` (None if an IOFailure has
+no number of the operating system) and `filename`, which is `source` unless the system named
+another file. The engine writes the messages and redacts secrets in them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
-# What the engine's texts begin with.
+# The prefix of the engine's messages.
 _PREFIX = "overwire-fault:"
 
-# Characters that control a terminal, but for line ends and tabs, and those that change the
-# order in which a text is read, and how they are shown: as in gosrc/errs.
+# Control characters of a terminal, except line ends and tabs, and characters that change the direction
+# of text, with their escapes: as in gosrc/errs.
 _CONTROLS = {
     code: f"\\u{code:04x}"
     for codes in (range(0x20), range(0x7F, 0xA0), (0x61C, 0x200E, 0x200F), range(0x202A, 0x202F), range(0x2066, 0x206A))
@@ -30,16 +30,16 @@ _CONTROLS = {
     if chr(code) not in "\n\t"
 }
 
-# What programs that know us not look at, beside the class.
+# Attributes that programs look at if they do not know overwire's classes.
 _NUMBERS = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES), (TimeoutError, errno.ETIMEDOUT))
 
 
 class OverwireError(Exception):
-    """The base of every error that overwire raises on purpose.
+    """The base class of every error that overwire raises on purpose.
 
-    `source` is the file or URI, `tensor` the name, `chunk` its number in the
-    tensor, `offset` the byte offset in the source. `rule` names what the error is about
-    beside its class, as "InvalidOffset" or "Checksum".
+    `source` is the file or URI, `tensor` the tensor's name, `chunk` the chunk's number in the
+    tensor, `offset` the byte offset in the source. `rule` says more precisely than the class
+    what went wrong, such as "InvalidOffset" or "Checksum".
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class OverwireError(Exception):
         offset: int | None = None,
         rule: str | None = None,
     ) -> None:
-        # A name of a file may hold bytes that are no text, and characters that a terminal
-        # obeys (`source` has it whole); a message can always be printed.
+        # A file name may hold bytes that are not text, or terminal control characters. `source`
+        # has it unchanged; the message can always be printed.
         super().__init__(message.encode("utf-8", "backslashreplace").decode().translate(_CONTROLS))
         self.source = source
         self.tensor = tensor
@@ -66,12 +66,12 @@ class OverwireError(Exception):
         _set_filename(self, source)
 
     def __str__(self) -> str:
-        # KeyError would show its argument in quotes, OSError an errno tuple.
+        # KeyError would quote its argument, and OSError would show an errno tuple.
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = self.__dict__
-        if isinstance(self, OSError):  # which keeps these beside its other attributes
+        if isinstance(self, OSError):  # OSError does not keep these in __dict__
             state = state | {"errno": self.errno, "filename": self.filename}
         return type(self), self.args, state
 
@@ -87,10 +87,10 @@ def _set_filename(error: BaseException, name: str | None) -> None:
 
 
 class OutOfMemoryError(OverwireError, MemoryError):
-    """Host or device memory was not enough. What had been allocated is freed.
+    """Not enough host or device memory. What had been allocated is freed.
 
-    `asked`, `free`, `total` are bytes: the size of the allocation, the free memory at
-    that time, and all memory; `device` is where: "cuda:0", or "host". None where unknown.
+    `asked`, `free` and `total` are bytes: the allocation's size, the memory that was free
+    then, and all memory. `device` is "cuda:0" or "host". They are None if unknown.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ForkedError(OverwireError, RuntimeError):
 
 
 class EngineError(OverwireError, RuntimeError):
-    """A bug in overwire. The engine refuses further work; please report it."""
+    """A bug in overwire. The engine refuses further work; please report the bug."""
 
 
 class CorruptError(OverwireError, ValueError):
@@ -130,7 +130,7 @@ class CorruptError(OverwireError, ValueError):
 
 
 class FormatError(OverwireError, ValueError):
-    """The bytes were never a valid file of this kind."""
+    """The bytes never were a valid file of this format."""
 
 
 class NotFoundError(OverwireError, FileNotFoundError):
@@ -146,15 +146,15 @@ class DeadlineError(OverwireError, TimeoutError):
 
 
 class ArgumentError(OverwireError, ValueError):
-    """An invalid argument, which the message names."""
+    """An argument is invalid; the message names it."""
 
 
 class TensorNotFoundError(OverwireError, KeyError):
-    """No tensor of that name."""
+    """There is no tensor with that name."""
 
 
 class NotSupportedError(OverwireError, NotImplementedError):
-    """Valid, but not something this build can do."""
+    """Valid, but not supported by this build."""
 
 
 class DeviceError(OverwireError, RuntimeError):
@@ -166,7 +166,7 @@ class CryptographyError(OverwireError, ValueError):
 
 
 class DeltaBaseError(OverwireError, ValueError):
-    """A delta was made from other tensors than those that it should change. Nothing was changed."""
+    """The delta was made from different tensors than those it was applied to. Nothing was changed."""
 
 
 class IOFailure(OverwireError, OSError):
@@ -176,7 +176,7 @@ class IOFailure(OverwireError, OSError):
 # End of what is generated.
 
 
-# Classes of the Python side alone.
+# Classes that only Python raises.
 
 
 class SliceError(ArgumentError, IndexError):
@@ -184,31 +184,31 @@ class SliceError(ArgumentError, IndexError):
 
 
 class ModelMismatchError(OverwireError, RuntimeError):
-    """A module and a file that do not fit: missing, unexpected or misshapen
-    tensors, all of them named."""
+    """A module and a file do not fit together. The message names all missing, unexpected and
+    misshapen tensors."""
 
 
 class MissingPackageError(OverwireError, ImportError):
-    """A Python package that this needs is not installed; the text names it."""
+    """A Python package that this needs is not installed. The message names it."""
 
 
 class UntrustedPickleError(OverwireError, pickle.UnpicklingError):
-    """A pickle asks for something outside the allow-list: see `trust=True`."""
+    """A pickle asks for something outside the allow-list; see `trust=True`."""
 
 
 __all__ = sorted(name for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, OverwireError))
 
 
-# What the engine raises: called by the C files of gosrc/bind/core.
+# Functions that make the engine's exceptions. The C files of gosrc/bind/core call them.
 
 
 def hold_daemon() -> None:
-    """Replaced while the interpreter exits: then it does not return in a daemon thread."""
+    """Does nothing. While the interpreter exits it is replaced by a function that never returns in daemon threads."""
 
 
 def of_engine(error: BaseException) -> BaseException:
-    """The exception that an error text of the engine names; other errors as they are. In a daemon thread, whose
-    work the exit of the interpreter has ended, it does not return."""
+    """Converts an engine error to the exception that its text names; returns other errors as they are. Does not
+    return in a daemon thread, because interpreter exit has ended that thread's work."""
     text = str(error)
     if not text.startswith(_PREFIX):
         return error
@@ -219,7 +219,7 @@ def of_engine(error: BaseException) -> BaseException:
 
 
 def error_of(fields: dict[str, Any]) -> BaseException:
-    """The exception that the engine describes."""
+    """Makes the exception that the engine describes."""
     fields = dict(fields)
     kind, number = globals().get(fields.pop("class"), EngineError), fields.pop("errno", None)
     error: BaseException = kind(fields.pop("message"), **fields)
@@ -228,7 +228,7 @@ def error_of(fields: dict[str, Any]) -> BaseException:
     return error
 
 
-# The classes of the system's numbers, and the words that stand for its own. Others are an IOFailure.
+# Maps errno values to classes and to our wording. Others become an IOFailure.
 _OF_SYSTEM = {
     errno.ENOENT: (NotFoundError, "not found"),
     errno.EACCES: (AccessError, "permission denied"),
@@ -239,8 +239,8 @@ _OF_SYSTEM = {
 
 
 def error_of_system(error: OSError, verb: str, source: str) -> OverwireError:
-    """The exception for what the operating system says while a verb works on a source, with its number. Where the
-    system names another file, the text and `filename` name that one."""
+    """Makes the exception for an operating system error of a verb on a source, with its errno. If the system names
+    another file, the text and `filename` name that file."""
     number = error.errno or next((number for kind, number in _NUMBERS if isinstance(error, kind)), 0)
     kind, reason = _OF_SYSTEM.get(number, (IOFailure, ""))
     place = error.filename if isinstance(error.filename, str) else source
@@ -252,27 +252,27 @@ def error_of_system(error: OSError, verb: str, source: str) -> OverwireError:
 
 
 def name_tensor(error: OverwireError, name: str) -> None:
-    """Adds the name of a tensor to an error that was raised for one without a name."""
+    """Adds a tensor's name to an error that was raised without one."""
     error.tensor = name
     error.args = (f"{error} (tensor {name!r})",)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What a message adds about a name that is like a known one."""
-    import difflib  # costs a millisecond, and only mistakes need it
+    """Returns what a message adds if a name resembles a known one."""
+    import difflib  # takes a millisecond, and only errors need it
 
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def not_a_handle(number: object) -> BaseException:
-    """What is raised for what is no handle."""
+    """Makes the error for something that is not a handle."""
     return ArgumentError(f"overwire: {number!r} is not a handle")
 
 
 def forked(what: str = "this call") -> BaseException:
-    """What every call raises in a child of a process that had loaded the engine, but those that read local files.
-    what: what needs the engine."""
+    """Makes the error that calls raise in a child of a process that had loaded the engine. Calls that only read local
+    files do not raise it. what: the call that needs the engine."""
     return ForkedError(
         f"overwire: this process was forked from one that had started the engine, and cannot use it; {what} needs it: "
         "use the spawn or forkserver start method, or fork before the first call"

@@ -1,9 +1,9 @@
-"""Opens and reads regular files, and nothing that waits for a writer or has no end.
+"""Opens and reads regular files, and refuses pipes, sockets and devices.
 
-A pipe, a socket or a device under a file's name is refused at once: the file is
-opened without waiting, and looked at by its descriptor, so that nothing can take
-its place in between. Whatever reads a file by a name that it was given, or that it
-found in another file, reads it by this module or through the engine.
+A pipe, socket or device under a file's name is refused at once instead of waited for: the
+file is opened without waiting and checked by its descriptor, so that nothing can replace it
+in between. All code that reads a file by a name, given or found in another file, uses this
+module or the engine.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from .errors import (
     error_of_system,
 )
 
-# Bytes read at once: a moment, between which Ctrl-C is heard.
+# Bytes per read. A read of this size takes a moment, and Ctrl-C is handled between reads.
 _STEP = 8 << 20
 
 
 def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY | os.O_CLOEXEC) -> int:
-    """A descriptor of a regular file; `opener=regular` makes `open` take no other.
+    """Opens a regular file and returns its descriptor. With `opener=regular`, `open` takes only such files.
 
-    flags: those of `os.open`, for reading. Raises ArgumentError for what is no regular
-    file, and what `os.open` raises.
+    flags: as for `os.open`, for reading. Raises ArgumentError if the file is not a regular
+    file, and whatever `os.open` raises.
     """
     try:
         number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # a socket, or a device that is not there
+        if error.errno != errno.ENXIO:  # a socket, or a device that does not exist
             raise
         raise _refuse_special(path) from None
     try:
@@ -60,13 +60,13 @@ def _refuse_special(path: str | os.PathLike[str]) -> ArgumentError:
     return ArgumentError(f"overwire: open {name}: not a regular file", source=name)
 
 
-# What the system says where files cannot be locked: by their file system, or by a sandbox. Not EACCES, by which some
-# servers say that another has the lock.
+# The errors of the system if files cannot be locked, because of the file system or a sandbox. EACCES is not among
+# them: some servers use it to say that someone else has the lock.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 
 
 def lock_file(number: int, path: str, kind: int) -> None:
-    """`fcntl.flock`; where there are no locks, one line in the log: there the caller alone must write."""
+    """Runs `fcntl.flock`. If locks are not available it logs one line; then the caller must be the only writer."""
     import fcntl
 
     try:
@@ -81,8 +81,8 @@ def lock_file(number: int, path: str, kind: int) -> None:
 
 
 def state_of_file(place: Any) -> tuple[int, ...] | None:
-    """What tells a local file, by its path or descriptor, from one that has taken its name since, or from what it was
-    before a write; None of what is no such file."""
+    """The identity of a local file, given by path or descriptor. It changes if another file takes the name or if
+    the file is written. None if it is not such a file."""
     try:
         state = os.stat(place)
     except (OSError, TypeError, ValueError):
@@ -102,9 +102,8 @@ class AnonymousMemory:
 
 
 def number_of(file: Any) -> int | None:
-    """The descriptor of an open file that reads its very bytes. None for others,
-    whatever their `fileno` says: it may be that of the bytes that they decompress
-    or decrypt."""
+    """The descriptor of an open file that reads its bytes unchanged. None for other files, whatever
+    their `fileno` says: it may belong to the compressed or encrypted bytes underneath."""
     plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
     raw = (
         getattr(plain, "raw", None)
@@ -119,13 +118,13 @@ def number_of(file: Any) -> int | None:
 def read_file(path: str, limit: int | None = None, name: str | None = None) -> bytes:
     """The whole content of a regular file.
 
-    limit: the most bytes that are read; FormatError for a file that has more, before
-        anything is read where its size says so. None: what the machine's memory holds,
+    limit: the most bytes to read. A larger file is a FormatError, before anything is read if
+        its size already shows it. None: as much as the machine's memory holds, and
         OutOfMemoryError above that.
     name: what errors call it; None: its path.
 
-    Raises NotFoundError, AccessError, FormatError for a folder, ArgumentError for what is
-    no regular file, IOFailure.
+    Raises NotFoundError, AccessError, FormatError for a folder, ArgumentError if it is not a
+    regular file, IOFailure.
     """
     name = path if name is None else name
     try:
@@ -133,7 +132,7 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
             size = os.fstat(file.fileno()).st_size
             most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if limit is None else limit
             content = io.BytesIO()
-            # To the end, whatever the size: that of files in /proc is 0.
+            # Read to the end whatever the size says: files in /proc have size 0.
             while max(size, content.tell()) <= most:
                 block = file.read(min(_STEP, max(size, content.tell()) - content.tell() + (64 << 10)))
                 if block is None:
@@ -161,7 +160,7 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
 
 
 class FileKind(NamedTuple):
-    """A row of the engine's table of kinds of files. foreign: a folder of other weights may hold it."""
+    """A row of the engine's table of file kinds. foreign: a folder of other weights may hold such a file."""
 
     what: str
     do: str
@@ -169,7 +168,7 @@ class FileKind(NamedTuple):
 
 
 def kind_of_file(path: str, head: bytes) -> FileKind | None:
-    """The kind of the file that begins so, with HEAD_BYTES where it has them; None for no kind that is known."""
+    """The kind of a file from its name and first bytes (HEAD_BYTES of them, if it has as many); None if unknown."""
     name = os.path.basename(path)
     for offset, magics, globs, what, do, foreign in FILE_KINDS:
         is_named = not globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
@@ -178,30 +177,30 @@ def kind_of_file(path: str, head: bytes) -> FileKind | None:
     return None
 
 
-#: How the names of what torch.save writes end, and of all files of other libraries that are read.
+#: Endings of torch.save file names, and of all files of other libraries that are read.
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 FOREIGN_ENDINGS = (*TORCH_ENDINGS, ".nemo", ".npz", ".npy")
 
-# How far below a model's folder others are looked for.
+# How many levels below a model's folder are searched.
 _DEPTH = 8
 
 
 def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
-    """A folder and those below it, without hidden ones and links, each with its path from it on. NotSupportedError
-    for folders that lie deeper than they are followed."""
+    """Yields a folder and the folders in it, except hidden ones and links, each with its relative path.
+    NotSupportedError if folders are nested deeper than the search goes."""
     yield path, ""
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
             if not depth:
-                text = f"this folder lies {_DEPTH + 1} below the model's, and at most {_DEPTH} are followed"
+                text = f"this folder is {_DEPTH + 1} levels below the model's folder; at most {_DEPTH} are searched"
                 raise NotSupportedError(f"overwire: open {entry.path}: {text}", source=entry.path)
             for folder, below in folders_of(entry.path, depth - 1):
                 yield folder, os.path.join(entry.name, below)
 
 
 def may_be_foreign(path: str, is_tree: bool = True) -> bool:
-    """Whether a local path has the name of a file of another library that is read, or is a folder with such
-    names, in it or, of a tree, below it. Opens none of them."""
+    """Whether a local path has the name of a file of another library that is read, or is a folder with such names.
+    is_tree: names in its subfolders count as well. Opens no file."""
     if os.path.isfile(path):
         return path.endswith(FOREIGN_ENDINGS)
     if not os.path.isdir(path):
@@ -211,7 +210,7 @@ def may_be_foreign(path: str, is_tree: bool = True) -> bool:
             name for folder, _ in (folders_of(path) if is_tree else [(path, "")]) for name in os.listdir(folder)
         ]
     except (OSError, NotSupportedError):
-        return False  # what reads it reports why
+        return False  # opening it reports why
     if any(name.endswith((".distcp", ".metadata")) or name.startswith("shard-") for name in names):
         return True
     return any(name.endswith(TORCH_ENDINGS) for name in names) and not has_weights(names)

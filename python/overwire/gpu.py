@@ -1,16 +1,16 @@
-"""Memory of GPUs, streams, and decoding there: what `overwire.codecs` is on the host.
+"""Allocates GPU memory, manages streams, and decodes on GPUs, as `overwire.codecs` does on the host.
 
     from overwire import gpu
 
     memory = gpu.alloc(nbytes, device=0)
     batch = gpu.decode(0, stream, [(address, stored, memory.address, nbytes, chunk)], "X16")
     ...                                     # more work on that stream, nothing has waited
-    for error in batch.wait(): ...          # what became of each stream
+    for error in batch.wait(): ...          # the result of each stream
 
-A stream is a number as DLPack and the CUDA array interface count them: 0 and 1
-are the legacy default stream, 2 the thread's own, others are handles. NVIDIA's
-driver is looked for at the first call; nothing here needs torch, but where it is
-imported memory comes out of its allocator.
+CUDA streams are numbers, as in DLPack and the CUDA array interface: 0 and 1 are the legacy
+default stream, 2 is the per-thread default stream, others are handles. NVIDIA's driver is
+loaded at the first call. Nothing here needs torch, but if torch is imported, memory comes
+from its allocator.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _five = struct.Struct("=5q").pack
 
 
 class Memory(NamedTuple):
-    """`nbytes` bytes at `address` of GPU number `device`, which `keep` holds."""
+    """`nbytes` bytes at `address` on GPU number `device`. `keep` owns them."""
 
     address: int
     nbytes: int
@@ -71,8 +71,8 @@ class Memory(NamedTuple):
 
 
 class Glance(NamedTuple):
-    """What a stream says about itself: bytes of content and of a chunk (native
-    streams), its algorithm; or the error that decoding would raise."""
+    """A stream's description of itself: its content bytes, chunk bytes (native streams) and
+    algorithm, or the error that decoding would raise."""
 
     size: int
     chunk: int
@@ -82,7 +82,7 @@ class Glance(NamedTuple):
 
 @cache
 def count() -> int:
-    """How many GPUs there are; 0 where there is no driver. Asked once."""
+    """The number of GPUs; 0 without a driver. The driver is asked once."""
     return _verbs.gpu_count()
 
 
@@ -93,7 +93,7 @@ def algorithms() -> tuple[str, ...]:
 
 
 def torch_of() -> Any:
-    """torch, where the program has imported it and it finds a GPU; else None."""
+    """Returns torch if the program has imported it and it finds a GPU; else None."""
     torch = imported("torch")
     return (
         torch if torch is not None and getattr(torch, "cuda", None) is not None and torch.cuda.is_available() else None
@@ -101,14 +101,14 @@ def torch_of() -> Any:
 
 
 def current_stream(device: int) -> int:
-    """torch's current stream of a device, where it is imported; else the default one, 1."""
+    """torch's current stream on a device if torch is imported; else the default stream, 1."""
     torch = torch_of()
     return 1 if torch is None else int(torch.cuda.current_stream(device).cuda_stream) or 1
 
 
 def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
-    """Memory of a GPU for work on a stream: from torch's allocator if torch is imported,
-    else from the driver. Its contents are undefined.
+    """Allocates GPU memory for work on a stream: from torch's allocator if torch is imported,
+    else from the driver. The contents are undefined.
 
     Raises OutOfMemoryError, DeviceError.
     """
@@ -128,8 +128,8 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """For calls of torch: within it they cannot destroy a CUDA graph that another thread
-    captures in torch's default mode, as growing its allocator otherwise does."""
+    """A context for calls of torch, which then cannot destroy a CUDA graph that another thread
+    captures in torch's default mode. Otherwise growing torch's allocator destroys it."""
     before = _verbs.gpu_mode(_RELAXED)
     try:
         yield
@@ -138,12 +138,12 @@ def beside_captures() -> Iterator[None]:
 
 
 def refuse_capture(torch: Any) -> None:
-    """Raises NotSupportedError where torch's current stream is being captured into a
-    CUDA graph: what waits for that stream destroys the graph."""
+    """Raises NotSupportedError if torch's current stream is being captured into a CUDA graph:
+    waiting for that stream would destroy the graph."""
     if torch.cuda.is_current_stream_capturing():
         raise NotSupportedError(
-            "overwire: the current stream is being captured into a CUDA graph, of which this cannot be a part: "
-            "do it before the capture, or on another stream"
+            "overwire: the current stream is being captured into a CUDA graph, and this call cannot be captured: "
+            "make it before the capture, or on another stream"
         )
 
 
@@ -161,11 +161,11 @@ def _empty_tensor(torch: Any, nbytes: int, device: int) -> Any:
 def copy(
     dst: int, src: int, nbytes: int, *, device: int, stream: int = 1, after: Sequence[int] = (), wait: bool = True
 ) -> None:
-    """Copies between any two places, of a GPU or the host, on a stream, after what is
-    queued now on those of `after`. Without `wait` the bytes are there when the
-    stream has come so far; memory of the host that is not pinned waits anyway.
+    """Copies between host and GPU memory in any direction, on a stream, after the work that is
+    queued now on the streams of `after`. Without `wait` the copy is done when the stream has
+    reached it; but a copy of host memory that is not pinned always waits.
 
-    Raises ArgumentError where the two overlap, DeviceError.
+    Raises ArgumentError if source and destination overlap, DeviceError.
     """
     apart([(src, nbytes)], [(dst, nbytes)])
     _verbs.gpu_copy(device, stream, dst, src, nbytes, wait, len(after), _pack_streams(after))
@@ -176,41 +176,41 @@ def _pack_streams(after: Sequence[int]) -> bytes:
 
 
 def device_of(address: int) -> int:
-    """The number of the GPU that an address is of; -1 for the host's."""
+    """The number of the GPU that an address belongs to; -1 for host memory."""
     return _verbs.gpu_of(address)
 
 
 def follow(stream: int, after: int, *, device: int) -> None:
-    """Lets a stream wait for what is queued on another now; the caller does not wait."""
+    """Makes a stream wait for the work that is queued on another now. The caller does not wait."""
     if (stream or 1) != (after or 1):
         _verbs.gpu_follow(device, stream, after)
 
 
 def stream_new(device: int) -> int:
-    """A new stream of a device, which `stream_free` ends."""
+    """Makes a stream on a device. Free it with `stream_free`."""
     return _verbs.gpu_stream_new(device)
 
 
 def stream_free(stream: int, device: int) -> None:
-    """Ends a stream when its work is done, without waiting for that. In a forked
-    child it does nothing: the stream is the parent's."""
+    """Frees a stream once its work is done, without waiting for it. Does nothing in a forked
+    child: the stream belongs to the parent."""
     with contextlib.suppress(ForkedError):
         _verbs.gpu_stream_free(device, stream)
 
 
 def stream_sync(stream: int, device: int) -> None:
-    """Waits for what is queued on a stream."""
+    """Waits for the work that is queued on a stream."""
     _verbs.gpu_stream_sync(device, stream)
 
 
 def stream_check(stream: int, device: int) -> None:
-    """Raises ArgumentError for a stream of another device."""
+    """Raises ArgumentError if a stream belongs to another device."""
     _verbs.gpu_stream_check(device, stream)
 
 
 class Batch:
-    """Work that was queued. Sources and destinations must stay valid and unchanged until
-    it is done; dropping the Batch does not stop it. Threads may share it."""
+    """Queued work. Sources and destinations must stay valid and unchanged until it is
+    done. Dropping the Batch does not stop the work. Threads may share it."""
 
     __slots__ = ("_errors", "_keep", "_number")
 
@@ -220,14 +220,14 @@ class Batch:
         self._keep = keep
 
     def poll(self) -> list[BaseException | int | None] | None:
-        """As `wait`, but None while the work is under way."""
+        """Returns what `wait` does, or None while the work is running."""
         return self._results_of(False)
 
     def wait(self) -> list[BaseException | int | None]:
-        """Waits until all is done, and gives for each stream its error; else None, or,
-        where streams were made, how many bytes it has.
+        """Waits until all work is done. Returns an item for each stream: its error, or None after
+        decoding, or its number of bytes after encoding.
 
-        Raises DeviceError where the device failed.
+        Raises DeviceError if the device failed.
         """
         errors = self._results_of(True)
         assert errors is not None
@@ -238,7 +238,7 @@ class Batch:
             try:
                 results = _decode_results(_verbs.gpu_wait(self._number, wait))
             except ArgumentError:
-                if self._errors is None:  # another thread got the errors meanwhile
+                if self._errors is None:  # otherwise another thread has fetched the errors
                     raise
                 return self._errors
             if results is None:
@@ -272,22 +272,21 @@ def decode(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> Batch:
-    """Queues the decoding of bitstreams on a GPU, on one of its streams, after what is
-    queued now on those of `after`. It does not wait.
+    """Queues the decoding of bitstreams on a GPU stream, after the work that is queued now on
+    the streams of `after`. Does not wait.
 
-    streams: of each its address and bytes, the address and exact bytes of its
-        content, and the content bytes of a chunk (native; else those of all).
-        Stored bytes are aligned to 8, for X16 to 16 (raw: 8 before a multiple of 16), the
-        content of X16 to 16. What is decoded again and again can be packed once, by
-        `pack_streams`.
+    streams: for each bitstream, its address and bytes, the address and exact bytes of its
+        content, and the content bytes of a chunk (for native streams; else of the whole
+        content). Stored bytes are aligned to 8 bytes; for X16 to 16 (raw X16: 8 bytes before
+        a multiple of 16). X16 content is aligned to 16. If you decode the same streams often,
+        pack them once with `pack_streams`.
     algorithm: one of `algorithms()`. bitstream: as in `codecs.encode`.
 
-    Bytes need not be trusted: a stream that differs from its description becomes an
-    error in the Batch, and nothing outside source and destination is touched.
-    Checksums are not compared.
+    Streams need not be trusted: one that differs from its description becomes an error in the
+    Batch, and nothing outside source and destination is touched. Checksums are not compared.
 
-    Raises ArgumentError, also where a content overlaps another or a stream,
-    NotSupportedError, DeviceError, OutOfMemoryError.
+    Raises ArgumentError (also if a content overlaps another or a stream), NotSupportedError,
+    DeviceError, OutOfMemoryError.
     """
     rows = streams if isinstance(streams, bytes) else pack_streams(streams)
     return Batch(
@@ -296,7 +295,7 @@ def decode(
 
 
 def pack_streams(streams: Iterable[tuple[int, int, int, int, int]]) -> bytes:
-    """The streams of `decode`, checked and packed."""
+    """Checks and packs the streams of `decode`."""
     streams = list(streams)
     apart(streams, [one[2:4] for one in streams])
     return b"".join([_five(*one) for one in streams])
@@ -311,11 +310,11 @@ def glance(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> list[Glance]:
-    """What bitstreams on a GPU, given by address and bytes, say of themselves; waits
-    for what comes first on the stream.
+    """Reads what bitstreams on a GPU, given by address and bytes, say about themselves. Waits
+    for earlier work on the stream.
 
-    Raises NotSupportedError where that stands at no fixed place: raw blocks of
-    others than X16 and Snappy.
+    Raises NotSupportedError if this has no fixed place in the stream: raw blocks of
+    algorithms other than X16 and Snappy.
     """
     rows = b"".join([_five(*one, 0, 0, 1) for one in streams])
     text, numbers, _, _, _ = _verbs.gpu_peek(
@@ -330,9 +329,9 @@ def glance(
 
 
 def transform(dtype: str | None, sample: Any = None) -> int | None:
-    """The transform of X16 for contents of a dtype (safetensors' name; None: not
-    known), of which `sample` (a buffer) is some; 0: none gains anything. None: it
-    takes a sample to say."""
+    """Chooses the X16 transform for contents of a dtype (a safetensors name, or None if unknown).
+    `sample` is a buffer with some of the content. Returns 0 if no transform gains anything,
+    and None if it needs a sample to decide."""
     from .codecs import span
 
     place = span(sample) if sample is not None else None
@@ -350,16 +349,16 @@ def encode(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> Batch:
-    """Queues the encoding of contents on a GPU to X16 streams, on one of its streams. It
-    does not wait; the Batch has their lengths.
+    """Queues the encoding of GPU contents to X16 streams, on a GPU stream. Does not wait; the
+    Batch returns the lengths.
 
-    contents: of each its address and bytes, address and bytes of the space for the
+    contents: for each, its address and bytes, the address and bytes of the space for the
         stream (`codecs.max_size` is enough), the content bytes of a chunk, and the
-        `transform`. Addresses, and chunks where there are several, are multiples
-        of 16. Other bitstreams than native have one block of at most 16 MiB.
+        `transform`. Addresses are multiples of 16, and so are chunks if there are several.
+        Bitstreams other than native have one block of at most 16 MiB.
 
-    Takes as much memory of the device as the contents have, until it is done.
-    Raises as `decode`.
+    Needs extra device memory of the size of the contents until it is done.
+    Raises what `decode` raises.
     """
     apart(contents, [one[2:4] for one in contents])
     slot = (max((min(c[1], c[4]) for c in contents), default=0) + 15) & ~15

@@ -1,8 +1,8 @@
-"""Running verbs of the engine: waiting, progress, cancelling, the last report, and steps that threads share.
+"""Runs jobs of the engine: waiting, progress, cancelling, the last report, and steps that threads share.
 
-A `Job` owns one engine job. Used as a context manager it leaves nothing behind:
-an exception inside cancels the job, waits until the engine no longer uses any
-buffer of the caller's, and frees the job.
+A `Job` owns one engine job. As a context manager it leaves nothing running: an exception
+inside cancels the job, waits until the engine no longer uses the caller's buffers, and
+frees the job.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ._requests import PipelineStages
 
     class WorkStages(PipelineStages, total=False):
-        """The stages of loads, and those of saves."""
+        """The stages of loads and saves."""
 
         plan_ns: int
         encode_ns: int
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overwire")
 
-# Seconds between two readings for a watcher.
+# Seconds between two progress readings.
 _TICK = 0.1
 
-# Bytes of a single tensor whose load is worth a line at INFO.
+# A load of a single tensor is logged at INFO from this many bytes on.
 _LARGE = 256 << 20
 
-# What a report is about, in the past.
+# How the log names finished work.
 _DONE = {
     "load": "loaded",
     "stream": "streamed",
@@ -71,11 +71,11 @@ _DONE = {
 
 _lock = new_lock()
 _last = "null"
-_has_warned = False  # of GPUDirect Storage
+_has_warned = False  # about GPUDirect Storage
 
 
 def _say_once(reason: str) -> None:
-    """One line for GPUDirect Storage that was asked for and is not to be had."""
+    """Logs once that GPUDirect Storage was asked for and is not available."""
     global _has_warned
     with _lock:
         is_first, _has_warned = not _has_warned, True
@@ -84,17 +84,17 @@ def _say_once(reason: str) -> None:
 
 
 class LastReport(TypedDict, total=False):
-    """What a verb did, by its counters; each verb has some of them.
+    """Counters of the last load, save or other call. Each function sets some of them.
 
-    bytes: of tensors.
-    mapped, direct, gds: those of them that were mapped, read by direct I/O, and by
+    bytes: bytes of tensors.
+    mapped, direct, gds: those bytes that were mapped, read by direct I/O, and read by
         GPUDirect Storage.
-    bytes_in, bytes_out: of tensors and of the files that were written with them.
-    bytes_copied: of other files of a folder, which were copied.
-    stored: of the files that were verified.
-    on_gpu: bytes of tensors that the GPU encoded that they were on, in a save.
-    staged: seconds after which the tensors could change, in a save in the background.
-    stages: where the time of a load or save went, in nanoseconds of its threads.
+    bytes_in, bytes_out: bytes of tensors, and of the files written with them.
+    bytes_copied: bytes of other files of a folder, which were copied.
+    stored: bytes of the files that were verified.
+    on_gpu: bytes of tensors that a save encoded on their GPU.
+    staged: seconds until the tensors could change, for a save in the background.
+    stages: where a load or save spent its time, in nanoseconds summed over its threads.
     """
 
     seconds: float
@@ -117,10 +117,10 @@ class LastReport(TypedDict, total=False):
 
 
 def last_report() -> LastReport | None:
-    """Returns what the verb that finished last in this process did.
+    """Returns the report of the call that finished last in this process.
 
-    A dict of the engine's counters (stages with their bytes, seconds and
-    waits), None before the first verb. With several threads, "last" is
+    The report is a dict of the engine's counters (stages with their bytes, seconds and
+    waits), or None before the first call. If several threads make calls, the last one is
     the one that ended last. Raises nothing.
     """
     with _lock:
@@ -130,8 +130,8 @@ def last_report() -> LastReport | None:
 
 
 def sentence(verb: str, report: dict[str, Any]) -> str:
-    """A report in a line for people: what was done, how fast, and where the time went.
-    "" for reports of nothing that takes time."""
+    """Describes a report in one line: what was done, how fast, and where the time went.
+    "" if it does not say how long the work took."""
     seconds, nbytes = report.get("seconds"), report.get("bytes", report.get("bytes_in"))
     if seconds is None or nbytes is None:
         return ""
@@ -165,13 +165,13 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
 
 
 def progress_of(number: int) -> Progress:
-    """How far a job is."""
+    """The progress of a job."""
     return Progress(*memoryview(_verbs.progress(number)[1]).cast("q"))
 
 
 def time_limit(timeout: float | None) -> float | None:
-    """When a call that begins now has to end, on the monotonic clock. ArgumentError for
-    what is no positive number of seconds."""
+    """The monotonic time at which a call that begins now must end. ArgumentError unless the
+    timeout is a positive number of seconds."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
@@ -180,7 +180,7 @@ def time_limit(timeout: float | None) -> float | None:
 
 
 def check_wait(timeout: float | None) -> None:
-    """ArgumentError for what is no number of seconds to wait; 0 and less ask without waiting."""
+    """Raises ArgumentError unless the timeout is a number of seconds; 0 or less asks without waiting."""
     if timeout is None or not isinstance(timeout, bool) and isinstance(timeout, (int, float)) and timeout == timeout:
         return
     raise ArgumentError(f"overwire: timeout {timeout!r}: expected seconds, or None to wait for the end")
@@ -189,9 +189,9 @@ def check_wait(timeout: float | None) -> None:
 class Landed:
     """Tensors that have landed, in columns.
 
-    capsules: "dltensor" each, owned by the caller; None for a tensor that has a
-    destination, or was returned before. addresses: of each, 0 without memory or bytes. missing: how
-    many of these there are. positions: of `next`, the requests.
+    capsules: a "dltensor" each, owned by the caller; None if the tensor has a destination or
+    was returned before. addresses: one each, 0 without memory or bytes. missing: how many
+    addresses are 0. positions: the numbers of the requests, for `next`.
     """
 
     __slots__ = ("addresses", "capsules", "missing", "positions")
@@ -205,11 +205,11 @@ class Landed:
         self.addresses = flat[-count:].tolist() if count else []
 
     def pairs(self) -> list[tuple[Any, int]]:
-        """(capsule, address) of each."""
+        """(capsule, address) of each tensor."""
         return list(zip(self.capsules, self.addresses, strict=True))
 
     def usable(self) -> Iterator[tuple[int, Any]]:
-        """(position, capsule) of what has memory and bytes."""
+        """(position, capsule) of each tensor that has memory and bytes."""
         if not self.missing:
             return zip(self.positions, self.capsules, strict=True)
         rows = zip(self.positions, self.capsules, self.addresses, strict=True)
@@ -217,38 +217,38 @@ class Landed:
 
 
 def heed(uris: Iterable[str]) -> None:
-    """Logs what people should know of how these were opened, such as a model of a store
-    that was taken from the cache since the store cannot be reached."""
+    """Logs what users should know about how the files were opened: for instance that a model came
+    from the cache because its store could not be reached."""
     if any(map(is_remote, uris)):
         for text in _verbs.notices():
             log.warning("overwire: %s", text)
 
 
 def shown(uri: str) -> str:
-    """A URI as people may see it: the engine hides what may be a secret. Local paths
-    stay as they are; in a forked child, where no engine is, only the scheme is left."""
+    """A URI for logs and messages: the engine hides possible secrets. Local paths stay as
+    they are. A forked child has no engine, and only shows the scheme."""
     if not is_remote(uri):
         return uri
     return uri.partition("://")[0] + "://***" if forked() else _verbs.shown(uri)
 
 
 class Job:
-    """One running engine job, by its number."""
+    """A running engine job, identified by its number."""
 
     __slots__ = ("_end", "_freed", "_report", "_watcher", "number", "verb")
 
     def __init__(self, number: JobNumber, verb: str, watcher: Watcher | None = None, end: float | None = None):
-        """end: of `time_limit`; None: none."""
+        """end: the result of `time_limit`, or None for no limit."""
         self.number = number
         self._end = end
         self.verb = verb
         self._watcher = watcher
         self._freed = False
-        self._report: str | None = None  # of a job that the engine has forgotten
+        self._report: str | None = None  # kept here once the engine has forgotten the job
 
     def wait(self) -> None:
-        """Waits for the end and raises the job's error. Ctrl-C ends the wait; a time limit
-        cancels the job, DeadlineError, unless it succeeds in spite of that."""
+        """Waits for the end and raises the job's error. Ctrl-C ends the wait. A time limit cancels
+        the job and raises DeadlineError, unless the job still succeeds."""
         while True:
             remaining = None if self._end is None else max(0.0, self._end - time.monotonic())
             tick = remaining if self._watcher is None else _TICK if remaining is None else min(remaining, _TICK)
@@ -266,37 +266,37 @@ class Job:
             raise DeadlineError(f"overwire: {self.verb}: not done within its timeout; it was cancelled") from error
 
     def ended(self, timeout: float | None) -> bool:
-        """Whether it has ended, after `timeout` seconds at most; raises its error."""
+        """Waits at most `timeout` seconds. Returns whether the job has ended; raises its error."""
         over: bool = core().wait(self.number, timeout)
         if self._watcher is not None:
             self._watcher.update(self.progress())
         return over
 
     def settle(self, pairs: Sequence[int], stream: int) -> None:
-        """Tells where requests land that were to learn it while the load runs:
-        request, address, request, address; after what is queued on the stream."""
+        """Binds requests that had no destination yet. pairs: request, address, request, address ...
+        The load writes there after the work that is queued on the stream."""
         _verbs.settle(self.number, stream, array("q", pairs).tobytes())
 
     def next(self, timeout: float | None, raw: bool = False) -> Landed | None:
-        """What has newly landed; without tensors at the end, None when time is up."""
+        """Returns what has newly landed; it has no tensors at the end. None if time is up."""
         result = core().take(self.number, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
         if self._watcher is not None:
             self._watcher.update(self.progress())
         return None if result is None else Landed(result[1], result[2], True)
 
     def take(self, raw: bool = False) -> Landed:
-        """Waits for the end: what each request landed in, ownership included, by
-        request. The engine has forgotten the job then."""
+        """Waits for the end. Returns the memory of all requests, in their order, and its
+        ownership. After that the engine has forgotten the job."""
         result = self.result(TAKE_RAW if raw else 0)
         return Landed(result[1], result[2], False)
 
     def finish(self) -> Any:
-        """Waits for the end and returns the job's report. The engine has then freed the job."""
+        """Waits for the end and returns the job's report. The engine then frees the job."""
         return json.loads(self.result()[0])
 
     def result(self, how: int = 0) -> Result:
-        """Waits for the end: what the job gives beside its report; how: TAKE_RAW or 0. The
-        engine has forgotten it then."""
+        """Waits for the end and returns the job's result besides its report. how: TAKE_RAW or 0.
+        After that the engine has forgotten the job."""
         if self._watcher is not None or self._end is not None:
             self.wait()
         result: Result = core().take(self.number, None, TAKE_LAST | how)
@@ -308,40 +308,40 @@ class Job:
         return result
 
     def progress(self) -> Progress:
-        """How far it is."""
+        """The progress of the job."""
         return progress_of(self.number)
 
     def report(self) -> Any:
-        """Returns the report of a job that has ended."""
+        """Returns the report of an ended job."""
         return json.loads(self._said())
 
     def _said(self) -> str:
         return self._report if self._report is not None else _verbs.report(self.number)[0]
 
     def keep_memory(self, memory: object) -> None:
-        """Keeps what it writes to until it has ended, also where the job is dropped after that memory."""
+        """Keeps the memory that the job writes to until the job has ended, even if the job is dropped before."""
         self.number.memory = memory
 
     def cancel(self) -> None:
-        """Asks the job to stop and waits for its end: it uses no memory of the caller
-        after that. In a forked child, whose parent has the job, nothing."""
+        """Asks the job to stop and waits for its end. After that it does not use the caller's
+        memory. Does nothing in a forked child: the parent owns the job."""
         if self._freed or forked():
             return
         try:
             _verbs.cancel(self.number)
         except ArgumentError:
-            return  # taken to the last, and forgotten: an interrupt came before that was noted
+            return  # the result was taken and the job forgotten; an interrupt came before we noted it
         while True:
             try:
                 if core().wait(self.number, 1.0):
                     return
             except KeyboardInterrupt:
-                continue  # the buffers are not ours again before the job ends
+                continue  # the buffers only become ours again when the job ends
             except BaseException:
-                return  # the job's own error: it has ended
+                return  # the job has ended with an error
 
     def free(self) -> None:
-        """Lets the engine forget the job; memory not taken is released."""
+        """Lets the engine forget the job, and releases memory that no one took."""
         if not self._freed:
             self._freed = True
             if self._watcher is not None:
@@ -359,14 +359,14 @@ class Job:
             self.abandon()
 
     def abandon(self) -> None:
-        """Cancels and frees it: it uses no memory of the caller after that."""
+        """Cancels and frees the job. After that it does not use the caller's memory."""
         try:
             self.cancel()
         finally:
             self.free()
 
     def done(self) -> None:
-        """Ends a job that has succeeded; its report is the last one."""
+        """Ends a job that has succeeded, and makes its report the last one."""
         try:
             self._remember_report()
         finally:
@@ -377,13 +377,13 @@ class Job:
         text = self._said()
         note(self.verb, text)
         if not text.startswith("{"):
-            return  # a verb without a report, or with rows
+            return  # this job has no report, or reports rows
         with _lock:
             _last = text
         if log.isEnabledFor(logging.INFO):
             report = json.loads(text)
             if isinstance(report, dict) and (report_text := sentence(self.verb, report)):
-                # One tensor after another would be a line each.
+                # Logging every small tensor would write a line for each.
                 small = report.get("tensors") == 1 and report.get("bytes", 0) < _LARGE
                 log.log(
                     logging.DEBUG if small else logging.INFO,
@@ -397,16 +397,18 @@ class Job:
 
 
 class Steps(HandleOwner, Iterator[tuple[str, Any]]):
-    """(name, tensor) of a load: one thread after the other takes what comes next. A subclass takes it
-    in `_take_next`, frees the rest in `_free_rest`, which may be called again, and ends in `_end_waits` what a
-    thread waits for. Its constructor calls this one once there is something to close.
+    """An iterator over (name, tensor) of a load. Several threads may take from it, one at a time.
 
-    It is a class and not a generator: a generator that was never started would not run its
-    `finally`, and the load has begun.
+    A subclass takes the next tensor in `_take_next`, frees the rest in `_free_rest` (which may be
+    called again), and wakes waiting threads in `_end_waits`. Its constructor calls this one
+    once there is something to close.
+
+    It is not a generator: a generator that was never started would not run its `finally`, and
+    the load has already begun.
     """
 
     def __init__(self) -> None:
-        # The lock lets a signal handler of the same thread in, which `_taking` refuses.
+        # The lock lets the same thread in again, from a signal handler. `_taking` refuses that.
         self._lock = new_lock()
         self._taking = False
 
@@ -421,10 +423,10 @@ class Steps(HandleOwner, Iterator[tuple[str, Any]]):
                 self._taking = False
 
     def _refuse_within(self, step: str) -> None:
-        # What is refused leaves the stream as it is.
+        # A refused call leaves the stream unchanged.
         if self._taking:
             raise ArgumentError(
-                f"overwire: stream: {step}() within next(): a signal handler takes from the stream that it interrupts"
+                f"overwire: stream: {step}() within next(): a signal handler called it while it interrupted next()"
             )
 
     @abstractmethod
@@ -437,11 +439,11 @@ class Steps(HandleOwner, Iterator[tuple[str, Any]]):
         pass
 
     def close(self) -> None:
-        """Ends the stream: cancels and frees the rest. In a forked child nothing: all is the parent's."""
+        """Ends the stream: cancels the load and frees the rest. Does nothing in a forked child: the parent owns it."""
         if forked():
             return
         if not self._lock.acquire(blocking=False):
-            self._end_waits()  # another thread waits for what comes next
+            self._end_waits()  # another thread may be waiting for the next tensor
             self._lock.acquire()
         try:
             self._free_rest()

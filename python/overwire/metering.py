@@ -1,7 +1,7 @@
-"""metrics: what the verbs of this process have done so far, for operators.
+"""Counts what this process has loaded and saved, for operators.
 
-Each verb that ends is noted, a text and two numbers, and is added up when someone asks.
-Where the program has imported OpenTelemetry's API, it also becomes a span.
+Each finished call is noted as a text and two numbers, and added up when someone asks.
+If the program has imported OpenTelemetry's API, the call also becomes a span.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ._locks import new_lock
 
 log = logging.getLogger("overwire")
 
-# Stages of a report, whose counters are in nanoseconds, summed over workers.
+# Stages of a report. Their counters are nanoseconds, summed over workers.
 _STAGES = {
     f"{stage}_ns": stage
     for stage in "read answer permit check decode wait plan encode hash write publish".split()
 }
-_KEPT = 256  # verbs whose reports wait to be added up
+_KEPT = 256  # most reports that wait to be added up
 
 _lock = new_lock()
 _noted: deque[tuple[str, str, str]] = deque()
@@ -45,15 +45,15 @@ os.register_at_fork(after_in_child=_in_child)
 
 @dataclass
 class VerbMetrics:
-    """What one verb has done in this process.
+    """The counters of one function, such as "load", in this process.
 
-    runs: calls that succeeded. errors: calls that did not, by the class of the error.
-    tensors, bytes: those that calls returned or wrote. mapped, direct: bytes of them that were
-        mapped, and read by direct I/O. written: bytes of files that were written.
-    seconds: of the calls, from beginning to end.
-    stages: seconds of workers by what they did: "read" bytes, waited for the first byte of an
-        "answer", for a connection ("permit"), for the device ("wait"), "check" and "decode"; of
-        saves those of `Report.stages`.
+    runs: calls that succeeded. errors: failed calls, by error class.
+    tensors, bytes: what the calls returned or wrote. mapped, direct: bytes that were mapped,
+        and bytes that were read by direct I/O. written: bytes of written files.
+    seconds: total duration of the calls.
+    stages: seconds of workers, by activity: "read" reads bytes, "answer" waits for the first
+        byte of an answer, "permit" for a connection, and "wait" for the device; "check" and
+        "decode" check and decode. Saves have the stages of `Report.stages`.
     """
 
     __module__ = "overwire"
@@ -71,12 +71,12 @@ class VerbMetrics:
 
 @dataclass
 class CacheMetrics:
-    """What the caches of remote objects (OVERWIRE_CACHE, or the option "cache") have done in
+    """The counters of the caches of remote objects (OVERWIRE_CACHE, or the option "cache") in
     this process.
 
     hits, hit_bytes: objects that were in the folder, and their bytes. fetches, fetch_bytes:
-        those that came from their store. away: hits whose store could not be reached.
-    evictions: objects that went because of the limit.
+        objects that came from their store. away: hits while the store could not be reached.
+    evictions: objects that were removed because of the limit.
     """
 
     __module__ = "overwire"
@@ -90,8 +90,8 @@ class CacheMetrics:
 
 
 class Metrics(dict[str, VerbMetrics]):
-    """What `metrics` returns: a `VerbMetrics` for each verb that has run, and `cache`, a
-    `CacheMetrics`."""
+    """The result of `metrics`: a `VerbMetrics` for each function that has run, by name, and `cache`,
+    a `CacheMetrics`."""
 
     __module__ = "overwire"
 
@@ -116,7 +116,7 @@ class Metrics(dict[str, VerbMetrics]):
             )
         for name, key, text, field_name in (
             ("errors", "error", "Calls that failed.", "errors"),
-            ("stage_seconds", "stage", "Seconds of workers, by what they did.", "stages"),
+            ("stage_seconds", "stage", "Seconds of workers, by activity.", "stages"),
         ):
             counts = [(verb, label, n) for verb, one in self.items() for label, n in getattr(one, field_name).items()]
             lines += _counter_lines(name, text, [({"verb": verb, key: label}, n) for verb, label, n in counts])
@@ -124,15 +124,15 @@ class Metrics(dict[str, VerbMetrics]):
         for name, text, rows in (
             ("cache_objects", "Remote objects, by where they came from.", _rows_by_origin(one.hits, one.fetches)),
             ("cache_bytes", "Bytes of these objects.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)),
-            ("cache_away", "Objects of the cache whose store could not be reached.", [({}, one.away)]),
-            ("cache_evictions", "Objects that left the cache because of its limit.", [({}, one.evictions)]),
+            ("cache_away", "Cached objects used while their store could not be reached.", [({}, one.away)]),
+            ("cache_evictions", "Objects removed from the cache because of its limit.", [({}, one.evictions)]),
         ):
             lines += _counter_lines(name, text, rows)
         return "\n".join(lines) + "\n"
 
 
 def metrics() -> Metrics:
-    """What the verbs of this process have done since it began. Raises nothing.
+    """Returns what this process has loaded, saved and otherwise done since it began. Raises nothing.
 
         nbytes = overwire.metrics()["load"].bytes
         text = overwire.metrics().prometheus()
@@ -145,7 +145,7 @@ def metrics() -> Metrics:
 
 def _cache_metrics() -> CacheMetrics:
     if not is_loaded() or forked():
-        return CacheMetrics()  # the engine, which counts, has done nothing in this process
+        return CacheMetrics()  # the engine counts, and it is not loaded
     return CacheMetrics(**_verbs.cache_counts())
 
 
@@ -154,7 +154,7 @@ def _rows_by_origin(cache: int, store: int) -> list[tuple[dict[str, str], float]
 
 
 def note(verb: str, report: str, error: str = "") -> None:
-    """Notes a verb that has ended: its report, JSON, or the class of its error."""
+    """Notes a finished call. report: its JSON. error: its error class."""
     with _lock:
         _noted.append((verb, report, error))
         if len(_noted) > _KEPT:
@@ -162,13 +162,13 @@ def note(verb: str, report: str, error: str = "") -> None:
     if "opentelemetry.trace" in sys.modules:
         try:
             _trace_span(verb, report, error)
-        except Exception as failure:  # a tracer is no part of the verb, which has ended well or has its own error
+        except Exception as failure:  # a failing tracer must not change the result of the call
             log.warning("overwire: metrics: OpenTelemetry took no span of %s: %r", verb, failure)
 
 
 def _add_up() -> None:
     notes: list[tuple[str, str, str]] = []
-    with suppress(IndexError):  # a signal handler may note a verb meanwhile, or add up all of them
+    with suppress(IndexError):  # meanwhile a signal handler may note a call, or add up all of them
         while True:
             notes.append(_noted.popleft())
     reports: list[Any] = json.loads(f"[{','.join(text or 'null' for _, text, _ in notes)}]")
@@ -193,13 +193,13 @@ def _add_up() -> None:
 
 
 def _number_of(report: Mapping[str, Any], name: str) -> Any:
-    # Reports of some verbs have lists under the same names.
+    # Some reports have lists under the same names.
     value = report.get(name, 0)
     return value if isinstance(value, (int, float)) else 0
 
 
 def _trace_span(verb: str, text: str, error: str) -> None:
-    # A span that has ended now, below the one that the caller is in.
+    # The span has already ended; its parent is the caller's current span.
     trace: Any = sys.modules["opentelemetry.trace"]
     report = json.loads(text) if text else None
     facts = report if isinstance(report, dict) else {}

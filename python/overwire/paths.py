@@ -1,4 +1,4 @@
-"""What a path or URI says by its text alone: where it leads."""
+"""Parses paths and URIs by their text, and makes local paths absolute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import ArgumentError, NotFoundError, OverwireError, error_of_system
 
-# What a text may have that is no name as it stands.
+# Texts with one of these need a closer look before they are used as a file name.
 _ODD = re.compile(r"\0|//|/\.|/\Z")
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)
@@ -26,23 +26,22 @@ def is_remote(uri: str) -> bool:
 
 
 def local(path: Any) -> str:
-    """One path or URI as text, a file:// URI as its path; a relative path is made absolute, so that a
-    later change of the working directory does not matter.
+    """Converts a path or URI to text: a file:// URI becomes its path, and a relative path becomes
+    absolute, so that a later change of the working directory does not matter.
 
-    What os.fsencode makes of the text is the name that is opened, whatever its
-    bytes are. A text that no name has, and a URI that is not UTF-8, are
-    ArgumentError."""
+    The file that is opened has the name that os.fsencode makes of the text, whatever its bytes
+    are. ArgumentError for a text that cannot be a file name, and for a URI that is not UTF-8."""
     if isinstance(path, str) and path[:1] == "/" and path.isascii() and not _ODD.search(path):
-        return path  # as most are
+        return path  # the usual case
     try:
         text = os.fsdecode(path)
     except TypeError:
         raise ArgumentError(f"overwire: path: expected a str or os.PathLike, got {type(path).__name__}") from None
     if not text:
-        raise ArgumentError("overwire: path: it is empty")
+        raise ArgumentError("overwire: path: it is empty; name a file")
     if "\0" in text:
         raise ArgumentError(
-            "overwire: path: it has a NUL byte; pass the name of a file, or an open file, not its content"
+            "overwire: path: it has a NUL byte; pass a file's name or an open file, not the file's content"
         )
     try:
         same = text.isascii() or os.fsencode(text) == text.encode("utf-8", "surrogateescape")
@@ -50,7 +49,7 @@ def local(path: Any) -> str:
             text.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(
-            f"overwire: path: {_shown_path(text)} is no name of a file, nor a URI: {error.reason}"
+            f"overwire: path: {_shown_path(text)} is not a file name or a URI: {error.reason}"
         ) from None
     if not same:
         raise ArgumentError(
@@ -61,12 +60,12 @@ def local(path: Any) -> str:
         return text
     if is_file(text):
         text = path_of(text)
-    # ".." after a symbolic link is not the name before: the system finds it.
+    # Do not remove ".." textually: after a symbolic link it is another folder. The system resolves it.
     try:
         return _from_root(text) if ".." in text.split("/") else os.path.abspath(text)
     except FileNotFoundError:
         raise NotFoundError(
-            f"overwire: path {_shown_path(text)}: the working folder was removed: go to another one, or name the file "
+            f"overwire: path {_shown_path(text)}: the working folder was removed: use another one, or name the file "
             "from / on",
             source=text,
         ) from None
@@ -77,8 +76,8 @@ def _from_root(path: str) -> str:
 
 
 def is_there(path: str) -> bool:
-    """`os.path.exists`, which says no where a disk does not answer, so that a caller could replace what is there:
-    here that raises."""
+    """`os.path.exists`, but raises if the disk does not answer. os.path.exists says no there, and a caller might then
+    replace an existing file."""
     try:
         os.stat(path)
     except OSError as error:
@@ -89,7 +88,7 @@ def is_there(path: str) -> bool:
 
 @contextlib.contextmanager
 def classed_errors(path: str, verb: str = "save") -> Iterator[None]:
-    """Our classes for what the operating system says of a verb."""
+    """Raises our error classes for operating system errors inside the block."""
     try:
         yield
     except OverwireError:
@@ -99,24 +98,24 @@ def classed_errors(path: str, verb: str = "save") -> Iterator[None]:
 
 
 def raise_unless_absent(error: OSError, path: str) -> None:
-    """Raises our class for what a disk says, and nothing for what is not there or not to be reached, which opening it
-    reports."""
+    """Raises our class for an operating system error, except for a path that does not exist or cannot be reached:
+    opening it reports that."""
     if error.errno not in _ABSENT:
         raise error_of_system(error, "stat", path) from error
 
 
 def local_file(path: Any) -> str:
-    """`local` of a file that is to be written; ArgumentError for the name of a folder, which ends with /."""
+    """`local` for a file that will be written. ArgumentError for a folder's name, which ends with /."""
     target = local(path)
     if os.fsdecode(path).endswith("/"):
-        raise ArgumentError(f"overwire: {_shown_path(os.fsdecode(path))} is the name of a folder: name the file in it")
+        raise ArgumentError(f"overwire: {_shown_path(os.fsdecode(path))} is a folder's name: name a file in it")
     return target
 
 
 
 def _shown_path(text: str) -> str:
-    """A path as people may see it. The engine, which hides secrets, cannot take this
-    one: of a URI only the scheme is left."""
+    """A path for messages. The engine hides secrets but cannot parse this text, so only the
+    scheme of a URI is shown."""
     return repr(text.partition("://")[0] + "://***" if is_remote(text) else text)
 
 
@@ -126,9 +125,9 @@ def is_file(uri: str) -> bool:
 
 
 def path_of(uri: str) -> str:
-    """The path of a file:// URI: the very bytes that its escapes stand for.
-    ArgumentError for another host's, and for a bare ? or #, which some readers
-    take for the end of the path and others for a part of the name."""
+    """The path of a file:// URI, with its escapes decoded to bytes. ArgumentError for another
+    host, and for a bare ? or #, which some readers treat as the end of the path and others
+    as part of the name."""
     from urllib.parse import unquote_to_bytes
 
     host, slash, rest = uri.partition("://")[2].partition("/")
@@ -141,8 +140,8 @@ def path_of(uri: str) -> str:
 
 
 def without_scheme(text: str) -> str:
-    """The path of a file:// URI that is valid; all else stays."""
+    """The path of a valid file:// URI; other texts stay as they are."""
     try:
         return path_of(text) if is_file(text) else text
-    except ArgumentError:  # opening it reports what is wrong
+    except ArgumentError:  # opening it reports the error
         return text

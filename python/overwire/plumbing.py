@@ -1,7 +1,7 @@
-"""What drop-ins, plug-ins and measurements are built of, beside the names of `overwire` itself.
+"""Gathers internal functions for drop-ins, integrations and benchmarks.
 
-Those names are for users, these for code that stands for another library. Nothing
-here is imported before it is used.
+The names of `overwire` itself are for users; these are for code that stands in for another
+library. Each is imported on first use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .verbs.preload import honour_nyacomp
     from .verbs.save import bytes_of_plain, save_bytes
 
-# Module -> its names above; a test compares them.
+# Maps each module to its names above; a test compares them.
 _HOMES = {
     "_apart": ("apart",),
     "_children": ("code_command", "module_command"),

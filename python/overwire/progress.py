@@ -1,4 +1,4 @@
-"""The progress of a verb, as a bar or for a callable."""
+"""Shows the progress of a load or save as a bar, or passes it to a callable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import ArgumentError
 
 
 class Progress(NamedTuple):
-    """One reading: tensor bytes (not stored ones) and tensors, done and total.
+    """One progress reading: tensor bytes (not stored bytes) and tensors, done and in total.
 
     The totals are 0 until the work is planned.
     """
@@ -23,16 +23,16 @@ class Progress(NamedTuple):
     total_tensors: int
 
 
-Progress.__module__ = "overwire"  # where users find it, and pickles too
+Progress.__module__ = "overwire"  # users and pickles find it there
 
 
-#: What `progress=` takes: None or False for nothing, True for a bar, or a
-#: callable that gets a `Progress` about ten times a second and once at the end.
+#: The values of `progress=`: None or False for no display, True for a bar, or a callable that
+#: gets a `Progress` about ten times a second and once at the end.
 ProgressLike = None | bool | Callable[[Progress], Any]
 
 
 class Watcher:
-    """Turns readings into calls; `close` is called once, after the last."""
+    """Passes readings on. `close` is called once, after the last reading."""
 
     def __init__(self, call: Callable[[Progress], Any]) -> None:
         self._call = call
@@ -46,7 +46,7 @@ class Watcher:
 
 
 class _Bar(Watcher):
-    """tqdm's bar, in tensor bytes: its rate is then in bytes a second. It appears with the first reading."""
+    """A tqdm bar in tensor bytes, so that its rate is bytes per second. It appears with the first reading."""
 
     def __init__(self, make_bar: Callable[[], Any]) -> None:
         self._make_bar = make_bar
@@ -65,7 +65,7 @@ class _Bar(Watcher):
 
 
 class _Line(Watcher):
-    """One line on stderr, rewritten in place on a terminal, else at the end."""
+    """One line on stderr: rewritten in place on a terminal, otherwise printed at the end."""
 
     def __init__(self, verb: str) -> None:
         self._verb = verb
@@ -90,12 +90,12 @@ class _Line(Watcher):
 
 
 def spell_count(count: int, noun: str) -> str:
-    """A count and its noun, in the plural unless it is one."""
+    """A count and its noun, in the plural unless the count is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def check_progress(progress: object) -> None:
-    """Raises ArgumentError for what `progress=` cannot be."""
+    """Raises ArgumentError for an invalid `progress=`."""
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise ArgumentError(
             f"overwire: progress: expected True, False, None or a callable, got {type(progress).__name__}"
@@ -103,8 +103,8 @@ def check_progress(progress: object) -> None:
 
 
 def watch(progress: ProgressLike, verb: str) -> Watcher | None:
-    """The watcher of a `progress=` argument; None without one. It shows nothing before its first
-    reading, so that a verb has it before it starts anything, and serves one job after the other."""
+    """Makes the watcher for a `progress=` argument; None without one. It shows nothing before its first reading, so it
+    can be made before the work starts, and it can serve several jobs in turn."""
     check_progress(progress)
     if progress is None or progress is False:
         return None

@@ -1,12 +1,12 @@
-"""What our pickles call to make numpy objects that torch and the container do
-not carry: dtypes, scalars, and arrays of Python objects.
+"""Rebuilds numpy objects that torch and the container cannot hold: dtypes, scalars, and
+arrays of Python objects. Our pickles call these functions.
 
-numpy's own pickle functions are not used, because they trust their input: a
-forged dtype state can make numpy take bytes for pointers. These check theirs,
-and are therefore on the allow-list of `load_compressed_pickle`. The budget is that
-of an untrusted pickle; None: the pickle is trusted.
+numpy's own pickle functions are not used because they trust their input: a forged dtype
+state can make numpy read bytes as pointers. These functions check theirs, so they are on
+the allow-list of `load_compressed_pickle`. `budget` is that of an untrusted pickle; None
+means that the pickle is trusted.
 
-Files contain their names and arguments, which never change.
+Files contain the names and arguments of these functions, so they never change.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 from .bundles.budget import Budget
 from .errors import ArgumentError, FormatError
 
-#: A dtype as data: numpy's text ("<f4", "O", "<M8[ns]"), an ml_dtypes name, or
-#: a list of fields (name, spec, shape).
+#: A dtype as data: numpy's text ("<f4", "O", "<M8[ns]"), an ml_dtypes name, or a list of
+#: fields (name, spec, shape).
 Spec = str | list[Any]
 
-# The kinds of numpy's own dtypes whose elements are bytes and nothing else, and
-# the names of those that ml_dtypes adds.
+# numpy's own dtypes with elements that are plain bytes, or Python objects (O), and the names that
+# ml_dtypes adds.
 _OWN = re.compile(r"[<>=|](?:[?bBiufcmMSUV]\d{0,10}(?:\[[\w/]{1,40}\])?|O)|O", re.ASCII)
 _ADDED = re.compile(r"(?:b?float|u?int)\d+(?:_\w+)?", re.ASCII)
 
-# Of structures in structures, and of the dimensions of a field or an array.
+# Deepest nesting of structures, and most dimensions of a field or an array.
 _DEEPEST = 32
 _DIMS = 64
 _LARGEST = 1 << 62
 
 
 def spec_of(dtype: Any) -> Spec | None:
-    """The spec of a numpy dtype; None if it has none (aligned or overlapping
-    fields, metadata, a scalar type of its own as np.record)."""
+    """The spec of a numpy dtype. None if it cannot have one: aligned or overlapping fields,
+    metadata, or its own scalar type such as np.record."""
     if dtype.names is not None:
         fields = []
         for name in dtype.names:
@@ -84,7 +84,7 @@ def np_dtype(spec: Spec, *, budget: Budget | None = None, depth: int = 0) -> Any
         try:
             return frame_for("np").dtype(spec)
         except ArgumentError:
-            pass  # as of an ml_dtypes that this one is not
+            pass  # this ml_dtypes does not have the dtype
     raise FormatError(f"overwire: unpickle: no such dtype: {spec[:100]!r}")
 
 
@@ -98,7 +98,7 @@ def dtype(spec: Spec, *, budget: Budget | None = None) -> Any:
 
 
 def scalar(spec: Spec, data: bytes, *, budget: Budget | None = None) -> Any:
-    """Makes a numpy scalar of its bytes."""
+    """Makes a numpy scalar from its bytes."""
     import numpy as np
 
     kind = np_dtype(spec, budget=budget)
@@ -112,7 +112,7 @@ def scalar(spec: Spec, data: bytes, *, budget: Budget | None = None) -> Any:
 
 
 def array(spec: Spec, shape: tuple[int, ...], fortran: bool, items: list[Any], *, budget: Budget | None = None) -> Any:
-    """Makes an array of Python objects, one item an element in C order."""
+    """Makes an array of Python objects. items has one object per element, in C order."""
     import numpy as np
 
     kind = np_dtype(spec, budget=budget)
@@ -121,7 +121,7 @@ def array(spec: Spec, shape: tuple[int, ...], fortran: bool, items: list[Any], *
     if (count := math.prod(shape)) != len(items):
         raise FormatError("overwire: unpickle: an array is malformed")
     if budget is not None:
-        # numpy takes an element's size for none.
+        # numpy allocates one element even for an empty array.
         budget.charge_memory((1 + fortran) * max(count, 1) * kind.itemsize)
     flat = np.empty(count, kind)
     for at, item in enumerate(items):

@@ -1,9 +1,8 @@
-"""The records of tensorizer's .tensors files, and writing such a file tensor by
-tensor.
+"""Reads the records of tensorizer's .tensors files, and writes such a file tensor by tensor.
 
-`load_file`, `safe_open`, `stream`, `verify`, `convert` and `save_file` take
-.tensors files directly. This module is for programs that need more: the modules
-of tensors, their checksums, their encryption. It does not need torch.
+`load_file`, `safe_open`, `stream`, `verify`, `convert` and `save_file` take .tensors files
+directly. This module is for programs that need more: the modules of tensors, their
+checksums, their encryption. It does not need torch.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class KeyDerivation:
-    """How a key is made of a password: Argon2id, version 1.3, with one lane.
+    """How a key is derived from a password: Argon2id, version 1.3, with one lane.
 
     passes: libsodium's opslimit. memory: its memlimit, in bytes. salt: 16 bytes.
     """
@@ -51,7 +50,7 @@ class KeyDerivation:
     salt: bytes
 
     def spec(self) -> TensorizerDerivation:
-        """In the engine's words."""
+        """Converts it to the engine's request."""
         return {"passes": self.passes, "memory": self.memory, "salt": base64.b64encode(self.salt).decode()}
 
 
@@ -59,13 +58,13 @@ class KeyDerivation:
 class Record:
     """One tensor of a .tensors file.
 
-    name: as the file has it; a path begins with "\\x1e" and is a JSON list then.
-    type: 0 parameter, 1 buffer, 2 of a state dict. module: number of its module.
-    dtype: numpy's name, or for torch's own types one of the same size, NUL, and
-    torch's name. shape: as it is written. record, data: offsets in the file.
-    nbytes: of the data; 0 although the shape has elements: they are all zero.
-    prefix: what is summed up before the data. crc32, sha256: the sums, None where
-    there are none. encrypted, derivation: how the data are stored.
+    name: as in the file. If it is a path, it begins with "\\x1e" and is a JSON list.
+    type: 0 parameter, 1 buffer, 2 state dict entry. module: number of its module.
+    dtype: numpy's name. For torch's own types it is one of the same size, NUL, and torch's
+    name. shape: as written. record, data: offsets in the file.
+    nbytes: bytes of the data; 0 for a tensor with elements means that all are zero.
+    prefix: bytes that the checksums cover before the data. crc32, sha256: the checksums, or
+    None. encrypted, derivation: how the data are stored.
     """
 
     name: str
@@ -85,8 +84,8 @@ class Record:
 
 @dataclass(frozen=True)
 class RecordFile:
-    """What a .tensors file says about itself. total: bytes of data, as the file states;
-    size: bytes of the file; records: in the order of the file."""
+    """The contents of a .tensors file. total: bytes of data, as the file states;
+    size: bytes of the file; records: in file order."""
 
     version: int
     encrypted: bool
@@ -96,13 +95,13 @@ class RecordFile:
 
 
 def read_records(source: SourceLike, *, storage_options: Mapping[str, object] | None = None) -> RecordFile:
-    """Reads the index and the records of a .tensors file, and none of its data.
+    """Reads the index and the records of a .tensors file, but not its data.
 
     source: a path, a URI, or a binary file open for reading.
     storage_options: as for `load_file`.
 
-    Raises FormatError for other files, NotSupportedError for versions, flags and
-    dtypes that are not known, CorruptError, NotFoundError.
+    Raises FormatError for other files, NotSupportedError for unknown versions, flags and
+    dtypes, CorruptError, NotFoundError.
     """
     file = OpenRecords(source, storage_options)
     file.close_file()
@@ -110,10 +109,10 @@ def read_records(source: SourceLike, *, storage_options: Mapping[str, object] | 
 
 
 class OpenRecords(HandleOwner):
-    """A .tensors file that stays open once its records are read: loads take it as a source, and
-    neither open nor index it again. `storage_options` may change till the first load."""
+    """A .tensors file that stays open after its records are read. Loads take it as a source, and
+    do not open or index it again. `storage_options` may change until the first load."""
 
-    has_bytes = False  # loads join what was preloaded of it
+    has_bytes = False  # loads attach preloaded tensors of it
     _number: int = 0
     _model: Model | None = None
 
@@ -124,7 +123,7 @@ class OpenRecords(HandleOwner):
             raise ArgumentError(f"overwire: {len(self._uris)} files where one was expected")
         access = storage(storage_options, self._uris)
         answer = _verbs.records({"uri": self._uris[0], "storage": access})
-        # What is interrupted between here and a model that takes it over closes the file.
+        # An interrupt between here and the model that takes over closes the file.
         self._number = ModelNumber(answer["handle"])
         del keep
         self.about = RecordFile(
@@ -136,7 +135,7 @@ class OpenRecords(HandleOwner):
         )
 
     def shared_model(self) -> Model:
-        """The model of the file, which loads share."""
+        """The model of the file, shared by its loads."""
         if self._model is None:
             number, self._number = self._number, 0
             self._model = Model(self._uris[0], storage_options=self.storage_options, opened=number)
@@ -147,7 +146,7 @@ class OpenRecords(HandleOwner):
         self.close_file()
 
     def close_file(self) -> None:
-        """Closes the file; loads that run continue."""
+        """Closes the file. Running loads continue."""
         number, self._number = self._number, 0
         if self._model is not None:
             self._model.close()
@@ -177,16 +176,16 @@ def _make_record(entry: Mapping[str, Any]) -> Record:
 
 
 def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
-    """The 32 bytes of a key. Takes `derivation.memory` bytes, and about a second
-    where that is 256 MiB. CryptographyError for parameters that libsodium would
-    refuse, NotSupportedError above 4 GiB or 1,024 passes."""
+    """Derives a 32-byte key. Takes `derivation.memory` bytes of memory, and about a second for
+    256 MiB. CryptographyError for parameters that libsodium refuses, NotSupportedError above
+    4 GiB or 1,024 passes."""
     return bytes.fromhex(_verbs.key({"password": password.hex(), **derivation.spec()}))
 
 
 def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
-    """CRC32 and SHA-256, as records have them, of each of some items: a prefix,
-    and memory by its address and its bytes, which do not change meanwhile. On all
-    cores, without the GIL; of many items of one size faster than one by one."""
+    """Computes CRC32 and SHA-256 as records have them, for each item: a prefix, and memory by
+    address and bytes. The memory must not change meanwhile. Uses all cores, without the GIL.
+    For many items of one size, one call is faster than one by one."""
     rows = list(items)
     numbers = array("q", [n for _, pointer, nbytes in rows for n in (pointer, nbytes)]).tobytes()
     return [
@@ -197,8 +196,8 @@ def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
 
 @dataclass(frozen=True)
 class NewRecord:
-    """A tensor to be written: fields as in `Record`, and `pointer`, where the
-    nbytes of its data lie in host memory."""
+    """A tensor to be written. Fields are as in `Record`; `pointer` is the host address of its
+    nbytes of data."""
 
     name: str
     type: int
@@ -219,17 +218,16 @@ def write_records(
     threads: int = 0,
     path: str = "",
 ) -> list[Record]:
-    """Writes records and their data one after the other from an offset of a file, and
-    returns them as written. Head and index are not written: see `make_front`.
+    """Writes records and their data consecutively from an offset of a file, and returns the
+    records as written. It does not write the head and the index: see `make_front`.
 
-    file: the descriptor of a file that is open for writing and takes bytes at any
-    place (without O_APPEND). key: 32 bytes, that the data are encrypted with, by
-    nonces never used before; `derivation` says what the key was made of. The
-    memory must not change meanwhile. threads: 0: one a core. path: what errors
-    name. Without the GIL.
+    file: a file descriptor open for writing, which can be written at any offset (without
+    O_APPEND). key: 32 bytes. The data are encrypted with it, using nonces that were never
+    used before; `derivation` says how the key was made. The memory must not change meanwhile.
+    threads: 0 means one per core. path: the name in errors. Releases the GIL.
 
-    Raises ArgumentError for what the format cannot say, IOFailure when the file
-    cannot be written; then some of it may be.
+    Raises ArgumentError for what the format cannot hold, and IOFailure if writing fails; then
+    a part may already be written.
     """
     new = list(records)
     spec: WriteRequest = {
@@ -261,17 +259,16 @@ def _item_of(record: Record | NewRecord) -> RecordItem:
 
 
 def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, version: int = 1) -> bytes:
-    """The first bytes of a file: head and index, the latter of `index_bytes`.
+    """Makes the first bytes of a file: the head, and an index of `index_bytes` bytes.
 
-    Of each record, name, type, dtype, shape, offsets and nbytes count. version:
-    the least; it is raised to what the records need. ArgumentError when they do
-    not fit.
+    It uses the name, type, dtype, shape, offsets and nbytes of each record. version: the least
+    version; it is raised to what the records need. ArgumentError if they do not fit.
     """
     items: list[RecordItem] = [
         {**_item_of(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records
     ]
     if not 0 <= index_bytes <= 1 << 30:
-        raise ArgumentError(f"overwire: an index of {index_bytes} bytes")
+        raise ArgumentError(f"overwire: an index of {index_bytes} bytes: expected 0 to {1 << 30}")
     return bytes.fromhex(
         _verbs.front({"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)})
     )

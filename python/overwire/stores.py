@@ -1,4 +1,4 @@
-"""Whole files and objects of stores: written, streamed, and given a URL for a while."""
+"""Writes and streams whole files and objects of stores, and makes temporary URLs for them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from .paths import is_there, local
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
 
-# The descriptors of this process, by which a file without a name gets one.
+# This process's descriptors. A file without a name gets one through them.
 _OWN_FILES = "/proc/self/fd"
 
-# How long a read may keep Ctrl-C waiting, in milliseconds.
+# Longest time in milliseconds that a read may delay Ctrl-C.
 _SLICE_MS = 50
 
 
@@ -47,14 +47,14 @@ def write_bytes(
     *,
     once: bool = False,
 ) -> None:
-    """Replaces one file or object in one step, and then removes what it makes
+    """Replaces one file or object in one step, and then removes files that this makes
     stale. A local file keeps its mode, owner and ACL; a symbolic link is followed.
 
-    once: an object of S3 is not replaced: ArgumentError if there is one; of several writers
-    at once, one succeeds. (A store that lacks conditional writes keeps the last.)
+    once: does not replace an S3 object: ArgumentError if it exists. If several writers try at
+    once, one succeeds. (A store without conditional writes keeps the last.)
 
-    Raises NotFoundError without the folder, AccessError, ArgumentError for what is
-    no regular file, IOFailure."""
+    Raises NotFoundError if the folder does not exist, AccessError, ArgumentError if the
+    target is not a regular file, IOFailure."""
     reach = storage(options, [uri])
     pointer, size, holder = buffer_of(data)
     try:
@@ -63,40 +63,40 @@ def write_bytes(
         ) as job:
             job.wait()
     finally:
-        del holder  # a map of a file cannot be closed before
+        del holder  # a mapped file cannot be closed before this
 
 
 def remove_objects(uris: Sequence[str], options: Mapping[str, object] | None) -> None:
-    """Removes objects of stores; no error for those that are not there. Tries all, and
-    raises the first error of a store."""
+    """Removes objects of stores. Missing objects are not an error. Tries all, then raises the
+    first error."""
     with Job(_verbs.remove({"uris": list(uris), "storage": storage(options, uris)}), "remove") as job:
         job.wait()
 
 
 def publish(made: str, path: str) -> None:
-    """Gives the finished file `made` the name `path` in the same folder, as if
-    `write_bytes` had written it; raises what that does, and leaves `made` then.
+    """Renames the finished file `made` to `path` in the same folder, with the effect of
+    `write_bytes`. Raises what that raises, and then leaves `made`.
 
-    If there is a file to replace, create `made` with mode 0600."""
+    If `path` exists, create `made` with mode 0600."""
     with Job(_verbs.rename({"path": path, "made": made}), "save") as job:
         job.wait()
 
 
 def resolve_links(path: str) -> str:
-    """Where a local path to write to leads: symbolic links of its last element are followed. AccessError for a link, in
-    any folder of the way, that another user may have planted."""
+    """Resolves a local path to write to: follows symbolic links of its last element. AccessError if
+    another user may have planted a link in any folder on the way."""
     return _verbs.follow(local(path))
 
 
 def refuse_planted(path: str) -> None:
-    """Raises AccessError where an element of a path belongs to another user, in a folder that everyone may write:
-    neither to this user, nor to root, nor to the folder's owner."""
+    """Raises AccessError if an element of a path, in a folder that everyone may write to, belongs to a user other than
+    this one, root, and the folder's owner."""
     _verbs.refuse_planted(path)
 
 
 def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | None = None) -> str:
-    """A URL that reads an s3:// object without credentials, for the given seconds, at
-    most seven days. Anyone who has it can read the object: keep it secret.
+    """Returns a URL that reads an s3:// object without credentials for the given seconds, at most
+    seven days. Anyone who has it can read the object: keep it secret.
 
     Raises ArgumentError for unsigned access, AccessError without credentials,
     NotSupportedError for other stores.
@@ -105,17 +105,16 @@ def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | N
 
 
 class ObjectReader(io.RawIOBase):
-    """The bytes of a path or URI in order, from `begin` to `end` (exclusive; None:
-    to its end), read ahead by several connections, which resume where they break.
+    """Reads the bytes of a path or URI in order, from `begin` to `end` (exclusive; None: to the
+    end). Several connections read ahead, and resume after they break.
 
-    Several paths or URIs are read one after the other, as one file. `sizes`, the
-    bytes that each of them has, lets an external downloader (OVERWIRE_DOWNLOADER)
-    be started once for all; an object of another size is CorruptError.
+    Several paths or URIs are read in order, as one file. `sizes` gives the bytes of each, so
+    that an external downloader (OVERWIRE_DOWNLOADER) is started only once; an object of
+    another size is CorruptError.
 
-    One that has a single source can seek; backwards, or more than 16 MiB
-    forwards, the reading begins anew, of the same object: one that has come in
-    its place since, with another size, ETag or date, is CorruptError. Errors of the
-    store are raised by the reads.
+    A reader of a single source can seek. Seeking backwards, or more than 16 MiB forwards, starts
+    reading the same object again. If it was replaced since, with another size, ETag or date,
+    that is CorruptError. Reads raise the store's errors.
     """
 
     _NEAR = 16 << 20
@@ -135,7 +134,7 @@ class ObjectReader(io.RawIOBase):
         self._uris = [local(one) for one in ([source] if isinstance(source, (str, bytes, os.PathLike)) else source)]
         self._sizes = None if sizes is None else list(sizes)
         self._end, self._at = end, begin
-        # with the environment as it is now, however often it connects
+        # the environment of now, also for later connections
         self._reach = storage(storage_options, self._uris)
         self._pin: FetchPin | None = None
         self._headers: dict[str, list[str]] = {}
@@ -160,8 +159,8 @@ class ObjectReader(io.RawIOBase):
             os.close(sink)
 
     def found(self) -> tuple[int, str] | None:
-        """Size and identity of a single source, once its first byte, or its end, was
-        read: an ETag (in double quotes) or a date, "" where the store gives neither."""
+        """Size and identity of a single source, after its first byte or its end was read. The identity
+        is an ETag (in double quotes) or a date, "" if the store gives neither."""
         if self._pin is None and self._job is not None and len(self._uris) == 1:
             report = self._job.report() or {}
             self._pin, self._headers = report.get("pin"), report.get("headers") or {}
@@ -170,39 +169,39 @@ class ObjectReader(io.RawIOBase):
         return self._pin["size"], b64decode(self._pin["identity"] or "").decode("latin-1")
 
     def headers(self) -> dict[str, list[str]]:
-        """Those of a single source's first answer, once `found` gives something; empty
-        where no HTTP server gave any."""
+        """The headers of a single source's first answer, once `found` returns a result. Empty if there
+        was no HTTP server."""
         return self._headers
 
     def _stop_reading(self) -> None:
         job, self._job = self._job, None
-        if self._pipe >= 0:  # first: its writer would not notice a cancel
+        if self._pipe >= 0:  # close it first: its writer would not notice a cancel
             os.close(self._pipe)
             self._pipe = -1
         if job is not None:
             job.abandon()
 
     def readinto(self, buffer: Any, /) -> int:
-        """Some bytes, 0 at the end. Raises what the store does."""
+        """Reads some bytes; 0 at the end. Raises the store's errors."""
         if self.closed:
             raise ValueError("I/O operation on closed file")
         view = memoryview(buffer).cast("B")
         if self._job is None or not len(view):
             return 0
-        # In slices: a signal that comes just before a read would else be heard after it.
+        # Wait in short intervals: otherwise a signal just before a read is only handled after it.
         waiting = select.poll()
         waiting.register(self._pipe, select.POLLIN)
         while not waiting.poll(_SLICE_MS):
             pass
         count = os.readv(self._pipe, [view])
         if not count:
-            self._job.wait()  # an error of the store
+            self._job.wait()  # raises an error of the store
         self.found()
         self._at += count
         return count
 
     def readall(self) -> bytes:
-        """What is left."""
+        """Reads the rest."""
         blocks, block = [], bytearray(4 << 20)
         while count := self.readinto(block):
             blocks.append(bytes(memoryview(block)[:count]))
@@ -217,24 +216,24 @@ class ObjectReader(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """The offset of the next byte."""
+        """Returns the offset of the next byte."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Goes to an offset; ValueError relative to the end, or before the beginning."""
+        """Seeks to an offset. ValueError relative to the end, or before the beginning."""
         if whence == io.SEEK_CUR:
             offset += self._at
         elif whence != io.SEEK_SET:
-            raise ValueError(f"{shown(self._uris[0])}: the end is not known")
+            raise ValueError(f"{shown(self._uris[0])}: cannot seek from the end: the size is not known")
         if offset < 0:
-            raise ValueError(f"{shown(self._uris[0])}: offset {offset}")
+            raise ValueError(f"{shown(self._uris[0])}: invalid offset {offset}: expected 0 or more")
         if 0 < offset - self._at <= self._NEAR and self._job is not None:
             scratch = bytearray(min(offset - self._at, 1 << 20))
             while self._at < offset and self.readinto(memoryview(scratch)[: offset - self._at]):
                 pass
         if offset != self._at:
             if len(self._uris) != 1:
-                raise io.UnsupportedOperation("several sources that are read as one do not seek")
+                raise io.UnsupportedOperation("cannot seek: several sources are read as one file")
             self._at = offset
             self._start_reading()
         return offset
@@ -247,23 +246,23 @@ class ObjectReader(io.RawIOBase):
 
 
 class ObjectWriter(io.BufferedRandom):
-    """A file that becomes an object of a store, or a local file, when it is closed: until then
-    the bytes are in an unnamed temporary file, and readers find the old object.
+    """A file that becomes an object of a store, or a local file, when it is closed. Until then the
+    bytes are in an unnamed temporary file, and readers see the old object.
 
-    A `with` block that ends by an exception, or `drop`, leaves the store unchanged.
-    What is still open when the process ends is written then, unless an exception ends it;
-    and what was written to, when its last reference goes. Of several threads that close it one
-    writes, and the others wait. A forked child has it closed, and writes nothing.
+    `drop`, or a `with` block that ends by an exception, leaves the store unchanged. A file that is
+    still open when the process ends is written then, unless an exception ends the process. A file
+    with data is also written when its last reference goes. If several threads close it, one
+    writes and the others wait. In a forked child it is closed and never written.
     """
 
-    _hidden_name = ""  # the temporary file's, if it has one
+    _hidden_name = ""  # the temporary file's name, if it has one
 
     def __init__(self, uri: str, *, storage_options: Mapping[str, object] | None = None) -> None:
         self._uri, self._options = uri, storage_options
         self._lock = new_lock()
         self._is_ending = self._is_over = False
-        storage(storage_options, [uri])  # refuses wrong ones now
-        _verbs.knobs()  # the engine runs, and ends after what is registered now
+        storage(storage_options, [uri])  # refuse invalid options now
+        _verbs.knobs()  # start the engine, so that its exit handler runs after the one registered below
         _finish_at_exit()
         number = self._open_temporary()
         try:
@@ -275,28 +274,28 @@ class ObjectWriter(io.BufferedRandom):
         _unfinished.add(self)
 
     def _open_temporary(self) -> int:
-        """A descriptor of the file for the bytes."""
+        """Opens the temporary file and returns its descriptor."""
         with tempfile.NamedTemporaryFile(prefix="overwire-") as temporary:
             return os.dup(temporary.fileno())
 
     def drop(self) -> None:
-        """Closes it, and writes nothing."""
+        """Closes the file without writing the object."""
         self._end_once(self._drop_temporary)
 
     def close(self) -> None:
-        """Writes the object, and returns when it stands."""
+        """Writes the object, and returns when it is in place."""
         self._end_once(self._write_all)
 
     def _end_once(self, end: Callable[[], None]) -> None:
-        # One call at a time. The lock lets a signal handler of the same thread in.
+        # One call at a time. The lock lets the same thread in again, from a signal handler.
         with self._lock:
             if self._is_ending:
                 raise ArgumentError(
-                    f"overwire: save {shown(self._uri)}: a signal handler ends the file whose end it interrupts"
+                    f"overwire: save {shown(self._uri)}: a signal handler interrupted a close or drop of this file"
                 )
             self._is_ending = True
             try:
-                if not self.closed:  # where it is over, the rest of an end was interrupted
+                if not self.closed:  # if it is over, an earlier end was interrupted before it was complete
                     self._drop_temporary() if self._is_over else end()
             finally:
                 self._is_ending = False
@@ -310,11 +309,11 @@ class ObjectWriter(io.BufferedRandom):
             self._drop_temporary()
 
     def _drop_temporary(self) -> None:
-        self.raw.close()  # what is buffered, which a full disk would not take, goes with it
+        self.raw.close()  # discards buffered bytes, which a full disk would not take
 
     @skip_at_exit
     def __del__(self) -> None:
-        # What was interrupted before anything was written leaves the old object. `getattr`: so may the constructor be.
+        # An interrupt before anything was written keeps the old object. `getattr`: the constructor may be interrupted.
         if getattr(self, "raw", None) is not None and not self.closed:
             is_empty = not self.tell() and not os.fstat(self.fileno()).st_size
             self._end_once(self._drop_temporary if is_empty else self._write_all)
@@ -335,14 +334,14 @@ class ObjectWriter(io.BufferedRandom):
 
 
 class FileWriter(ObjectWriter):
-    """A local file that appears, whole, when it is closed, in place of an older one; see
-    `ObjectWriter`. Its bytes are in its own folder, without a name where the file system
-    has such files, so that a process that is killed leaves nothing."""
+    """A local file that appears complete when it is closed, in place of an older one; see
+    `ObjectWriter`. Its bytes are in the target's folder, without a name if the file system
+    supports that, so that a killed process leaves nothing."""
 
     def __init__(self, path: str) -> None:
         self._real = resolve_links(path)  # a symbolic link stays
         super().__init__(path)
-        # shows later saves, which remove what killed ones have left, that this one lives
+        # the lock shows later saves, which remove unfinished files of killed processes, that this one is alive
         with contextlib.suppress(OSError):
             fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -352,10 +351,10 @@ class FileWriter(ObjectWriter):
         return self._uri
 
     def _open_temporary(self) -> int:
-        # What replaces a private file is private from the beginning.
+        # A file that replaces a private one must be private from the start.
         mode = 0o600 if is_there(self._real) else 0o666
         flags = os.O_RDWR | os.O_CLOEXEC
-        if os.path.isdir(_OWN_FILES):  # where it gets its name
+        if os.path.isdir(_OWN_FILES):  # the file gets its name through this folder
             try:
                 return os.open(os.path.dirname(self._real), flags | os.O_TMPFILE, mode)
             except OSError as error:
@@ -365,7 +364,7 @@ class FileWriter(ObjectWriter):
         return os.open(self._hidden_name, flags | os.O_CREAT | os.O_EXCL, mode)
 
     def _new_hidden_name(self) -> str:
-        """A name of the kind that the engine takes for an unfinished file of this path."""
+        """A name that the engine recognizes as an unfinished file of this path."""
         folder, base = os.path.split(self._real)
         return os.path.join(folder, f".{os.fsdecode(os.fsencode(base)[:224])}.overwire-{secrets.token_hex(8)}")
 
@@ -378,11 +377,11 @@ class FileWriter(ObjectWriter):
 
     def _write_object(self) -> None:
         if not self._hidden_name:
-            self._hidden_name = self._new_hidden_name()  # an interrupt leaves none behind
-            # Without src_dir_fd, which counts for relative paths only, the link of /proc would be linked.
+            self._hidden_name = self._new_hidden_name()  # so that an interrupt removes it
+            # src_dir_fd only matters for relative paths, but without it the link in /proc itself would be linked.
             try:
                 os.link(f"{_OWN_FILES}/{self.fileno()}", self._hidden_name, src_dir_fd=self.fileno())
-            except OSError:  # a sandbox, or a file system, where no one makes links
+            except OSError:  # a sandbox or file system that forbids links
                 self._copy_to_hidden_name()
         publish(self._hidden_name, self._real)
 
@@ -397,7 +396,7 @@ _unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()
 
 
 def _leave_writers() -> None:
-    # What is buffered is the parent's, and so is the place in the file that both have, and its name.
+    # In a forked child the buffered bytes, the shared file offset and the name belong to the parent.
     for writer in list(_unfinished):
         writer._hidden_name = ""
         writer.raw.close()
@@ -412,8 +411,8 @@ def _finish_at_exit() -> None:
 
 
 def _finish_writers() -> None:
-    # of the program, not of a line of a console
+    # an error of the program, not of a line in a console
     has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    with contextlib.ExitStack() as stack:  # each has its turn, whatever became of others
+    with contextlib.ExitStack() as stack:  # every writer gets its turn, even if others fail
         for writer in list(_unfinished):
             stack.callback(writer.drop if has_failed else writer.close)

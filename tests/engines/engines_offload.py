@@ -103,7 +103,7 @@ def away() -> None:
     plug_in._wrap_gpu_worker(workers)
     worker = Worker()
     for name in ("reload_weights", "sleep", "update_weights"):
-        base.fails(name, ("ValueError", "lie compressed on the host"), getattr(worker, name))
+        base.fails(name, ("ValueError", "are compressed on the host"), getattr(worker, name))
     if worker.changes:
         raise SystemExit("a change that was refused has begun")
 

@@ -323,7 +323,7 @@ def test_a_group_carries_pushes() -> None:
                 one = wrong(size) if callable(wrong) else wrong
                 tell_workers(seed, (size, number), (one, number))
                 is_size = type(one) is int and 0 < one < 1 << 63
-                words = "bytes that are sent, on ranks [2]" if is_size else "rank 2: size must"
+                words = "bytes sent, on ranks [2]" if is_size else "rank 2: size must"
                 with pytest.raises(overwire.ArgumentError, match=re.escape(words)):
                     push.carry()
                 assert answers_of_workers() == ["ArgumentError"] * 2
@@ -331,12 +331,12 @@ def test_a_group_carries_pushes() -> None:
             with pushing(1) as (push, (size, number)):
                 tell_workers(1, (size, number), (size, number + wrong))
                 answered = functools.partial(group._read_counter, f"{number}/answers")
-                with pytest.raises(overwire.ArgumentError, match="rank 2: |not all have taken"):
+                with pytest.raises(overwire.ArgumentError, match="rank 2: |not all of them have taken"):
                     push.carry(lambda: answered() == 1 and wrong < 0)  # noqa: B023
                 assert answers_of_workers() == ["ArgumentError"] * 2
         with pushing(1) as (push, facts):
             tell_workers(1, facts)  # the other one has ended
-            with pytest.raises(overwire.ArgumentError, match="not all have taken"):
+            with pytest.raises(overwire.ArgumentError, match="not all of them have taken"):
                 push.carry(lambda: group._read_counter(f"{facts[1]}/answers") == 1)
             assert answers_of_workers(1) == ["ArgumentError"]
         for seed in (1, 2):

@@ -491,7 +491,7 @@ def without(name, index=False):
     return path
 def load(path, extra=None):
     loader(extra).load_weights(Model(), config(path))
-assert "unknown key 'speed'; there are " + ", ".join(sys.argv[3:]) in raised(ValueError, lambda: loader({"speed": 1}))
+assert "unknown key 'speed'; expected " + ", ".join(sys.argv[3:]) in raised(ValueError, lambda: loader({"speed": 1}))
 for wrong in (
     {"source": 1}, {"max_memory": True}, {"max_memory": "much"}, {"strict": "no"}, {"storage_options": []},
     {"prepared": 1},

@@ -202,7 +202,7 @@ def test_strides_are_kept_and_not_encoded() -> None:
     packed["a"] = range(4)
     array = nvcomp.as_array(packed["a"])
     assert array.strides == (5,) and numpy.asarray(array).tolist() == [0, 1, 2, 3]
-    with pytest.raises(BufferError, match="no whole elements"):
+    with pytest.raises(BufferError, match="not whole elements"):
         torch.from_dlpack(array)
 
 
@@ -277,7 +277,7 @@ def test_data_types() -> None:
     for wrong in ("f4", "f16", "|u2", "<u3", ">i4", "nope", 3):
         with pytest.raises(ValueError, match="Unknown output data type"):
             nvcomp.Codec().decode(made, wrong)
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="not a whole number"):
         nvcomp.Codec().decode(nvcomp.Codec(algorithm="lz4").encode(b"abc"), "<i2")
 
 
@@ -291,7 +291,7 @@ def test_arguments_that_are_refused() -> None:
         ({"algorithm": "LZ4", "uncomp_chunk_size": 1 << 30}, ValueError, "chunks of"),
         ({"algorithm": "Deflate", "algorithm_type": 6}, ValueError, "algorithm_type"),
         ({"algorithm": "LZ4", "data_type": "f4"}, ValueError, "Unknown output data type"),
-        ({"algorithm": "LZ4", "bitshuffle_mode": nvcomp.NVCOMP_BITSHUFFLE_MSB_FIRST}, ow.NotSupportedError, "shuffled"),
+        ({"algorithm": "LZ4", "bitshuffle_mode": nvcomp.NVCOMP_BITSHUFFLE_MSB_FIRST}, ow.NotSupportedError, "shuffling"),
         ({"decompress_backend": nvcomp.NVCOMP_DECOMPRESS_BACKEND_HARDWARE}, ow.NotSupportedError, "engine"),
     ):
         with pytest.raises(kind, match=text.replace(".", r"\.")):
@@ -299,7 +299,7 @@ def test_arguments_that_are_refused() -> None:
     with pytest.raises(TypeError):
         nvcomp.Codec("LZ4")  # type: ignore[call-arg]
     nvcomp.Codec(algorithm="LZ4", num_rles=2)  # another algorithm's option
-    with pytest.raises(ValueError, match="cannot encode"):
+    with pytest.raises(ValueError, match="can only decode"):
         nvcomp.Codec().encode(b"abc")
     with pytest.raises(ValueError, match="the stream is LZ4, not Zstd"):
         nvcomp.Codec(algorithm="Zstd").decode(nvcomp.Codec(algorithm="LZ4").encode(b"abc"))
@@ -392,7 +392,7 @@ def test_checksums() -> None:
         codec.decode(plainly)
     for policy in (nvcomp.ChecksumPolicy.NO_COMPUTE_NO_VERIFY, nvcomp.ChecksumPolicy.COMPUTE_AND_NO_VERIFY):
         assert bytes(nvcomp.Codec(checksum_policy=policy).decode(good)) == plain
-    with pytest.raises(ValueError, match="NATIVE alone"):
+    with pytest.raises(ValueError, match="NATIVE has checksums"):
         nvcomp.Codec(bitstream_kind=nvcomp.BitstreamKind.RAW, checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
 
 

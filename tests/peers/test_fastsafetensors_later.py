@@ -145,7 +145,7 @@ def test_plans_that_are_wrong_write_nothing(tmp_path: Path) -> None:
     for fields in (hole, {"total_bytes": start + 13}):
         refused(ow.FormatError, "x.safetensors", lambda fields=fields: saver.write_shards(changed(**fields), never))
     refused(ValueError, "twice", lambda: saver.write_shards(changed() + changed(), never))
-    refused(OSError, "to stay free", lambda: saver.write_shards(changed(), never, min_free_bytes=1 << 60))
+    refused(OSError, "must stay free", lambda: saver.write_shards(changed(), never, min_free_bytes=1 << 60))
     kept: list[memoryview] = []
 
     def fails(work: Any) -> None:

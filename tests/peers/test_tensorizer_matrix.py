@@ -165,7 +165,7 @@ def test_protobuf() -> None:
         == reference.serialize_tensor(plain).SerializeToString()
     )
     assert pb.DESCRIPTOR.serialized_pb == theirs.tensors_pb2.DESCRIPTOR.serialized_pb
-    with pytest.raises(ValueError, match="bytes for shape"):
+    with pytest.raises(ValueError, match="bytes do not fit shape"):
         ours.protobuf.deserialize_tensor(pb.Tensor(dtype=pb.DT_FLOAT32, shape=[2], data=b"x"))
     with pytest.raises(NotImplementedError):
         ours.protobuf.serialize_tensor(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))

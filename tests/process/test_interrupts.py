@@ -220,7 +220,7 @@ assert next(first)[0] == "a"
 try:
     next(loader.iterate_weights())
 except ow.ArgumentError as error:
-    assert "another iteration goes on" in str(error)
+    assert "another iteration is running" in str(error)
 else:
     raise SystemExit("two at once")
 assert [name for name, _ in first] == ["b", "c"]

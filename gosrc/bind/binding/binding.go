@@ -1,9 +1,9 @@
-// Package binding answers Python's calls: a few functions, a table of verbs
-// (Table), and handles. It decides nothing.
+// Package binding answers Python's calls with a few functions, a table of verbs (Table), and
+// handles. It makes no decisions of its own.
 //
-// A verb has one request and one result, both JSON. Large sets of numbers, and
-// addresses, travel beside the text as int64; tensors come back as memory that the
-// receiver owns. Every call is guarded. Everything here is safe for concurrent use.
+// A verb has one request and one result, both JSON. Addresses and large sets of numbers are
+// passed separately as int64. Tensors are returned as memory that the receiver owns. Every
+// call is guarded. Everything here is safe for concurrent use.
 package binding
 
 import (
@@ -24,10 +24,10 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Guard runs fn for Python. A panic in it becomes an error, and every error becomes the
-// text of errs.Text. What Python does next finds the vector registers as C leaves them.
-// fn asks spawn.Poisoned itself: an engine in which something has panicked begins
-// nothing, but what runs in it is waited for, cancelled and freed as in any other.
+// Guard runs fn for Python. A panic becomes an error, and every error becomes the text of
+// errs.Text. On return the vector registers are as C leaves them. fn must check
+// spawn.Poisoned itself: after a panic the engine begins nothing new, but running jobs can
+// still be waited for, cancelled and freed.
 func Guard[T any](name string, fn func() (T, error)) (T, error) {
 	defer avx.Clear()
 	var out, zero T
@@ -41,20 +41,20 @@ func Guard[T any](name string, fn func() (T, error)) (T, error) {
 	return out, nil
 }
 
-// A Result is what a verb gives. The receiver owns the memory of Tensors and the
-// handle Model.
+// A Result is the result of a verb. The receiver owns the memory of Tensors and the handle
+// Model.
 type Result struct {
 	Text    string  // JSON, or ""
-	Numbers []int64 // the verb's row in the table says what they are
+	Numbers []int64 // their meaning is in the verb's row of the table
 	Tensors []Exported
 	Raw     bool          // export Tensors as unsigned integers of their width
-	Table   *tensor.Index // of a model that was opened
+	Table   *tensor.Index // of an opened model
 	Model   uint64        // its handle
-	owned   uint64        // the handle that Text has, 0 for none: the receiver's
+	owned   uint64        // the handle in Text, which the receiver owns; 0: none
 }
 
-// An Exported is a tensor for Python. OK is false if there is none: it landed in
-// the caller's memory, or was exported before.
+// An Exported is a tensor for Python. OK is false if there is none, because it landed in the
+// caller's memory or was already exported.
 type Exported struct {
 	Mem   device.Memory
 	Shape []int64
@@ -79,13 +79,13 @@ func (r *Result) Drop() {
 
 // setup is the result of Setup.
 type setup struct {
-	// Warnings are messages: values that were ignored, unknown names.
+	// Warnings are messages about ignored values and unknown names.
 	Warnings []string `json:"warnings"`
 	// Log is the value of OVERWIRE_LOG, "" if it is not set.
 	Log string `json:"log"`
 }
 
-// Setup takes the environment as Python sees it, a JSON object.
+// Setup takes the environment as Python sees it, as a JSON object.
 func Setup(env string) (*Result, error) {
 	if err := spawn.Poisoned(); err != nil {
 		return nil, err
@@ -121,8 +121,8 @@ func Call(name, request string, numbers []int64) (*Result, error) {
 	return given(r)
 }
 
-// Start starts a verb and returns its job. It copies numbers; the memory they point
-// to must stay unchanged until the job has ended.
+// Start starts a verb and returns its job. It copies numbers. The memory that they point to
+// must stay unchanged until the job has ended.
 func Start(name, request string, numbers []int64) (uint64, error) {
 	v, q, err := asked(name, request, numbers, true)
 	if err != nil {
@@ -135,8 +135,8 @@ func Start(name, request string, numbers []int64) (uint64, error) {
 	return keep(e), nil
 }
 
-// Wait waits up to d for the end of a job, and returns the job's error once it has
-// ended. After a panic that is the panic's, whatever became of the job.
+// Wait waits up to d for the end of a job, and returns the job's error once it has ended.
+// After any panic it returns the panic's error instead.
 func Wait(job uint64, d time.Duration) (done bool, err error) {
 	e, err := get[*entry](job)
 	if err == nil {
@@ -148,18 +148,18 @@ func Wait(job uint64, d time.Duration) (done bool, err error) {
 	return done && err == nil, err
 }
 
-// What Take takes.
+// The values of how for Take.
 const (
-	TakeAll  = 0      // everything, once the job has ended
-	TakeNext = 1 << 0 // of a load: what has landed since the last call
-	TakeRaw  = 1 << 1 // with dtypes of unsigned integers of the same width
-	TakeLast = 1 << 2 // everything and the report, and frees the job
+	TakeAll  = 0      // takes everything, once the job has ended
+	TakeNext = 1 << 0 // takes what a load has landed since the last call
+	TakeRaw  = 1 << 1 // takes tensors as unsigned integers of the same width
+	TakeLast = 1 << 2 // takes everything and the report, and frees the job
 )
 
-// Take waits up to d for what a job gives; nil: nothing yet. The numbers of a load
-// are how many of the tensors have no memory or no bytes, and the address of each
-// (0); with TakeNext each address follows the tensor's position. A result without
-// tensors is the last. After a panic it waits for the job's end, and gives nothing.
+// Take waits up to d for a job's result; nil: there is none yet. For a load the numbers are
+// how many tensors have no memory or no bytes, and then the address of each tensor (0 for
+// those). With TakeNext each address follows the tensor's position. A result without tensors is
+// the last. After a panic Take waits for the job's end and returns nothing.
 func Take(job uint64, d time.Duration, how int) (*Result, error) {
 	if spawn.Poisoned() != nil {
 		_, err := Wait(job, d)
@@ -173,7 +173,7 @@ func Take(job uint64, d time.Duration, how int) (*Result, error) {
 		return e.next(d, how&TakeRaw != 0)
 	}
 	if e.pre != nil {
-		return nil, errs.New(errs.ErrArgument, "job %d is a preload, whose tensors are those of loads", job)
+		return nil, errs.New(errs.ErrArgument, "job %d is a preload: its tensors can only be taken by loads", job)
 	}
 	if hasEnded, err := e.wait(d); err != nil || !hasEnded {
 		return nil, err
@@ -189,15 +189,15 @@ func Take(job uint64, d time.Duration, how int) (*Result, error) {
 	return r, err
 }
 
-// How a handle is freed.
+// The values of how for Free.
 const (
 	FreeNow    = 0 // a running job is cancelled
-	FreeEnded  = 1 // and waited for: no memory of the caller's is in use any more
-	FreeCalled = 2 // the same for a verb that ran while the caller waited; see abandonWait
+	FreeEnded  = 1 // it is also waited for: the caller's memory is not in use any more
+	FreeCalled = 2 // the same for a verb that the caller waited for; see abandonWait
 )
 
-// Free frees a handle: a job, a model, a batch. A preload and a batch go on, and so
-// do the loads of a model. A handle that is gone is no error.
+// Free frees the handle of a job, a model or a batch. Preloads, batches and loads of the model
+// continue. Freeing a handle that no longer exists is not an error.
 func Free(handle uint64, how int) {
 	object, _ := handles.Load(handle)
 	if e, ok := object.(*entry); ok && how != FreeNow {
@@ -213,7 +213,7 @@ func Free(handle uint64, how int) {
 	}
 }
 
-// parse reads JSON from Python into what v points to.
+// parse reads JSON from Python into *v.
 func parse(text string, v any) error {
 	if err := rawjson.Unmarshal(text, v); err != nil {
 		return unfit(err)
@@ -221,13 +221,13 @@ func parse(text string, v any) error {
 	return nil
 }
 
-// inPython are the names of types of JSON and of Go.
+// inPython maps JSON and Go types to their names in Python.
 var inPython = map[string]string{
 	"string": "str", "object": "dict", "array": "list", "struct": "dict", "map": "dict", "slice": "list",
 	"float64": "float", "bool": "bool",
 }
 
-// unfit says in Python's words which argument is of the wrong type.
+// unfit names an argument of the wrong type, in Python's terms.
 func unfit(err error) error {
 	var of *json.UnmarshalTypeError
 	if !errors.As(err, &of) {
@@ -239,7 +239,7 @@ func unfit(err error) error {
 		want, cmp.Or(inPython[value], "a "+value))
 }
 
-// encode makes a result of JSON.
+// encode returns v as a JSON result.
 func encode(v any) (*Result, error) {
 	b, err := rawjson.Marshal(v)
 	if err != nil {

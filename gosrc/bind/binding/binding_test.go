@@ -21,7 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Whatever a call does, its thread returns to C with clear registers.
+// After any call its thread returns to C with clear vector registers.
 func TestGuardClears(t *testing.T) {
 	avxtest.Need(t)
 	avxtest.Clear(t, "Guard", func() {
@@ -29,7 +29,7 @@ func TestGuardClears(t *testing.T) {
 	})
 }
 
-// A panic is an error, however many there are.
+// Every panic becomes an error.
 func TestGuard(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
@@ -50,8 +50,8 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// A panic anywhere cancels every job; a job is waited for until it has stopped, and is
-// freed, as before, but nothing begins.
+// A panic anywhere cancels every job. Jobs can still be waited for and freed, but nothing new
+// begins.
 func TestPanicEndsJobs(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
@@ -235,7 +235,7 @@ func all(t *testing.T, m uint64) uint64 {
 	return h
 }
 
-// A job that has ended says so even when asked with no time at all.
+// Wait with no time at all reports a job that has ended.
 func TestWaitOfNoTime(t *testing.T) {
 	m, err := openedModel(spec(t, plain(t, 1000)))
 	if err != nil {
@@ -261,7 +261,7 @@ func TestWaitOfNoTime(t *testing.T) {
 	idle(t)
 }
 
-// What is taken last comes with the report, and the job is forgotten.
+// TakeLast returns the report as well, and the job is forgotten.
 func TestTakeLast(t *testing.T) {
 	m, err := openedModel(spec(t, plain(t, 1000)))
 	if err != nil {
@@ -280,7 +280,7 @@ func TestTakeLast(t *testing.T) {
 	idle(t)
 }
 
-// Every verb refuses numbers that it has no use for, and says what it is.
+// Every verb refuses superfluous numbers, and has a doc sentence.
 func TestTable(t *testing.T) {
 	for _, v := range Table() {
 		if v.Doc == "" || !strings.HasSuffix(v.Doc, ".") {
@@ -303,8 +303,8 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// Preloads: joined by one load, also while they open, and without a trace after
-// either was freed at any moment.
+// A preload is joined by one load, also while it opens, and nothing is left after either was freed
+// at any moment.
 func TestPreloadHandOver(t *testing.T) {
 	path := plain(t, 1<<20)
 	missing := path + ".missing"
@@ -325,7 +325,7 @@ func TestPreloadHandOver(t *testing.T) {
 			t.Fatal(answer, err)
 		}
 		load := all(t, m)
-		if round%2 == 1 { // the caller changes its mind, at any moment
+		if round%2 == 1 { // the caller gives up at any moment
 			Free(load, FreeNow)
 			Free(m, FreeNow)
 			Free(h, FreeNow)

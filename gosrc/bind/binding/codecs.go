@@ -1,6 +1,6 @@
 package binding
 
-// This file has the verbs of codecs.
+// Verbs that encode and decode buffers.
 
 import (
 	"context"
@@ -14,10 +14,10 @@ import (
 
 type codecRequest = Dumped[nvcomp.Spec]
 
-// bufferWords is how many numbers describe a buffer of a codec.
+// bufferWords is the number of numbers that describe a buffer.
 const bufferWords = 5
 
-const buffers = "of a buffer each: address, bytes, whether it has an output of its own, address and bytes of that"
+const buffers = "for each buffer its address and bytes, whether it has an output, and that output's address and bytes"
 
 func codecVerbs() []*Verb {
 	return []*Verb{
@@ -25,11 +25,11 @@ func codecVerbs() []*Verb {
 			return nvcomp.Names(), nil
 		}),
 		begun[codecRequest, *Result]("codec",
-			"Encode, decode or measure buffers, which must not change until the job has ended. The result has for "+
-				"each buffer an address, a length, and whether checksums were compared; memory, where the caller "+
-				"gave no output; and errors by number.",
+			"Encode, decode or measure buffers, which must not change until the job has ended. For each buffer the "+
+				"result has an address, a length, and whether checksums were compared; memory if the caller gave no "+
+				"output; and errors by the buffer's number.",
 			startCodec).tail(buffers).onCallersMemory(),
-		answered("codec_now", "What codec does, in one call; no numbers: it may take long, and was not done.",
+		answered("codec_now", "Do the same in one call. No numbers in the result: it may take long, and was not done.",
 			func(q codecRequest, n []int64) (*Result, error) {
 				in, err := buffersOf(n)
 				if err != nil || !nvcomp.Quick(&q.Value, in) {
@@ -46,7 +46,7 @@ func codecVerbs() []*Verb {
 
 func buffersOf(n []int64) ([]nvcomp.Buffer, error) {
 	if len(n)%bufferWords != 0 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers are no whole number of buffers", len(n))
+		return nil, errs.New(errs.ErrArgument, "expected a multiple of 5 numbers, got %d", len(n))
 	}
 	in := make([]nvcomp.Buffer, len(n)/bufferWords)
 	for i := range in {
@@ -78,7 +78,7 @@ func startCodec(v *Verb, q codecRequest, n []int64) (*entry, error) {
 	}), nil
 }
 
-// failures are errors by number, for the text of a result; empty: no text.
+// failures are errors by the buffer's number, for the text of a result.
 type failures map[int]errs.Description
 
 func (f failures) text() (string, error) {
@@ -89,7 +89,7 @@ func (f failures) text() (string, error) {
 	return string(b), err
 }
 
-// coded makes a result: first 1, which means that it was done.
+// coded makes a result. Its first number, 1, means that the work was done.
 func coded(results []nvcomp.Result) (*Result, error) {
 	r, texts := &Result{Numbers: make([]int64, 1, 1+3*len(results)), Tensors: make([]Exported, len(results))},
 		failures{}

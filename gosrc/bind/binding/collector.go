@@ -1,7 +1,7 @@
 package binding
 
-// This file says when the garbage collector runs: not while the engine starts, and seldom
-// while its heap is small.
+// The schedule of the garbage collector: it does not run while the engine starts, and seldom
+// while the heap is small.
 
 import (
 	"runtime"
@@ -10,20 +10,20 @@ import (
 	"sync/atomic"
 )
 
-// Go begins a collection when the heap has grown by its own size, or by 4 MiB: two or three
-// times while a group's load was planned, which took half of the time.
+// By default Go collects when the heap has doubled, or grown by 4 MiB. This happened two or three
+// times while a group load was planned, and took half of that time.
 const (
 	usualPercent = 100
 	firstPercent = 4 * usualPercent // the first collection comes at 16 MiB
 	ballastBytes = 8 << 20
 )
 
-// ballast is never used, so it takes no memory of the host, and the collector counts it.
+// ballast is counted by the collector. It is never touched, so it takes no host memory.
 var ballast atomic.Pointer[[ballastBytes]byte]
 
-// putOffCollections is called once, at the start. Ballast at the start would be collected
-// at the start: until the first collection a percentage stands for it, which a large heap
-// must not keep. A process that sets GOGC has said what it wants.
+// putOffCollections is called once, at the start. Allocating ballast then would itself start a
+// collection. So a high percentage replaces it until the first collection; a large heap must not
+// keep that percentage. If the process sets GOGC, nothing is changed.
 var putOffCollections = sync.OnceFunc(func() {
 	if usual := debug.SetGCPercent(firstPercent); usual != usualPercent {
 		debug.SetGCPercent(usual)

@@ -7,14 +7,14 @@ import (
 	"time"
 )
 
-// The first collection ends the percentage of the start, and puts ballast in the heap.
+// The first collection restores the percentage and puts ballast into the heap.
 func TestFirstCollectionBringsBallast(t *testing.T) {
 	before := debug.SetGCPercent(usualPercent)
 	defer debug.SetGCPercent(before)
 	putOffCollections()
 	for range 200 {
 		runtime.GC()
-		time.Sleep(5 * time.Millisecond) // cleanups run beside the program
+		time.Sleep(5 * time.Millisecond) // cleanups run concurrently
 		percent := debug.SetGCPercent(usualPercent)
 		if percent == usualPercent && ballast.Load() != nil {
 			return

@@ -1,6 +1,6 @@
 package binding
 
-// This file reads tensors that Python describes in columns.
+// Reads tensors that Python describes in columns.
 
 import (
 	"slices"
@@ -11,31 +11,31 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// columns are tensors. Their addresses are among the numbers of the verb.
+// columns describe tensors. The tensors' addresses are among the verb's numbers.
 type columns struct {
 	Names  []string  `json:"names"`
 	DTypes []string  `json:"dtypes"`
 	Shapes [][]int64 `json:"shapes"`
 }
 
-// types are the dtypes of the tensors, which have `each` of the numbers.
+// types returns the dtypes of the tensors, and checks that each has `each` of the numbers.
 func (c *columns) types(numbers, each int) ([]tensor.DType, error) {
 	if len(c.DTypes) != len(c.Names) || len(c.Shapes) != len(c.Names) || numbers != each*len(c.Names) {
-		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(c.Names),
+		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes do not fit %d numbers", len(c.Names),
 			len(c.DTypes), len(c.Shapes), numbers)
 	}
 	types := make([]tensor.DType, len(c.Names))
 	for i, name := range c.Names {
 		d, ok := tensor.ParseDType(c.DTypes[i])
 		if !ok {
-			return nil, errs.New(errs.ErrArgument, "tensor %q: no such dtype: %q", name, c.DTypes[i])
+			return nil, errs.New(errs.ErrArgument, "tensor %q: unknown dtype %q", name, c.DTypes[i])
 		}
 		types[i] = d
 	}
 	return types, nil
 }
 
-// named is types, and refuses names that no header can have.
+// named does the same as types, and also refuses names that a header cannot hold.
 func (c *columns) named(numbers, each int) ([]tensor.DType, error) {
 	types, err := c.types(numbers, each)
 	if i := slices.IndexFunc(c.Names, func(name string) bool {
@@ -46,7 +46,7 @@ func (c *columns) named(numbers, each int) ([]tensor.DType, error) {
 	return types, err
 }
 
-// dataAt is memory whose address and size the caller gave.
+// dataAt returns the memory at an address that the caller gave.
 func dataAt(addr uint64, n int64) ([]byte, error) {
 	if n < 0 || n > 0 && addr == 0 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes at %#x", n, addr)

@@ -1,6 +1,6 @@
 package binding
 
-// This file has the verbs of deltas.
+// Verbs that save, open, apply, merge and compare deltas.
 
 import (
 	"bytes"
@@ -22,10 +22,10 @@ type deltaSave struct {
 	deltaTensors
 	deltaTarget
 	Metadata map[string]string `json:"metadata"`
-	Encoded  []uint64          `json:"encoded"` // handles of delta_encode, of other tensors
+	Encoded  []uint64          `json:"encoded"` // handles of delta_encode, for other tensors
 }
 
-// deltaPart is what delta_encode made.
+// deltaPart is the result of delta_encode.
 type deltaPart struct {
 	Handle  uint64  `json:"handle"`
 	Seconds float64 `json:"seconds"`
@@ -36,7 +36,7 @@ func (p deltaPart) owns() uint64 { return p.Handle }
 // deltaTarget says where a delta is written.
 type deltaTarget struct {
 	Path    string        `json:"path"`
-	Shard   int64         `json:"shard"`  // as save.Spec has it, of stored bytes
+	Shard   int64         `json:"shard"`  // as in save.Spec, in stored bytes
 	Beside  string        `json:"beside"` // folder of the new model; "": none
 	Storage format.Access `json:"storage"`
 }
@@ -44,18 +44,18 @@ type deltaTarget struct {
 func (q deltaTarget) replacedPath() string { return q.Path }
 
 type deltaOpen struct {
-	URI     string        `json:"uri"` // of the bytes: their name in errors
+	URI     string        `json:"uri"` // the name of the bytes in errors
 	Storage format.Access `json:"storage"`
 }
 
-// deltaFile describes a delta that was opened.
+// deltaFile describes an opened delta.
 type deltaFile struct {
 	deltaTensors
 	Handle   uint64            `json:"handle"`
 	Metadata map[string]string `json:"metadata"`
 	Bases    []string          `json:"bases"` // digests
 	News     []string          `json:"news"`
-	Stored   []int64           `json:"stored"` // bytes; 0: the tensor did not change, or has another's chunks
+	Stored   []int64           `json:"stored"` // bytes; 0: the tensor did not change, or shares another's chunks
 	Changed  int               `json:"changed"`
 	Bytes    int64             `json:"bytes"` // of the tensors
 	Size     int64             `json:"size"`  // of the file
@@ -63,15 +63,15 @@ type deltaFile struct {
 
 func (f deltaFile) owns() uint64 { return f.Handle }
 
-// deltaApply has the tensors in columns of its numbers. DTypes and Shapes are the kinds
-// of tensors, of which a model has few, and Streams those of the GPUs.
+// deltaApply describes tensors in columns of the verb's numbers. DTypes and Shapes list the
+// kinds of tensors (a model has few), and Streams the GPUs' streams.
 type deltaApply struct {
 	Files   []uint64  `json:"files"`
 	Missing bool      `json:"missing"`
 	DTypes  []string  `json:"dtypes"`
 	Shapes  [][]int64 `json:"shapes"`
 	Streams []int64   `json:"streams"` // by 1 + the GPU; 0: the host
-	Part    string    `json:"part"`    // of the work: check, change, undo; empty: all of it
+	Part    string    `json:"part"`    // part of the work: check, change or undo; empty: all
 }
 
 type deltaMerge struct {
@@ -82,15 +82,15 @@ type deltaMerge struct {
 const (
 	deltaPair    = 4
 	deltaColumns = 5
-	pairsOf      = "of a tensor each: address after and before, 1 + the GPU that both are of (0: the host), and " +
-		"its stream"
+	pairsOf      = "for each tensor the addresses after and before, 1 + the GPU of both (0: the host), and the " +
+		"GPU's stream"
 )
 
 func deltaVerbs() []*Verb {
 	return []*Verb{
-		started("delta_save", "Write what changed between two models, unchanged until the job ends.", saveDelta).
+		started("delta_save", "Write the changes between two models, which must not change until the end.", saveDelta).
 			tail(pairsOf).onCallersMemory(),
-		started("delta_encode", "Keep what changed of some tensors, unchanged until the job ends, for delta_save.",
+		started("delta_encode", "Encode for delta_save the changes of tensors, which must not change meanwhile.",
 			func(ctx context.Context, j *job.Job, q deltaTensors, n []int64) (deltaPart, error) {
 				pairs, err := q.pairs(n, j)
 				if err != nil {
@@ -103,7 +103,7 @@ func deltaVerbs() []*Verb {
 				}
 				return deltaPart{keep(f), time.Since(start).Seconds()}, nil
 			}).tail(pairsOf).onCallersMemory(),
-		started("delta_open", "Read a delta whole and check it: from a URI, or from memory, which is copied.",
+		started("delta_open", "Read and check a whole delta from a URI, or from memory, which is copied.",
 			func(ctx context.Context, _ *job.Job, q deltaOpen, n []int64) (deltaFile, error) {
 				f, err := openDelta(ctx, q, n)
 				if err != nil {
@@ -122,8 +122,8 @@ func deltaVerbs() []*Verb {
 					return delta.Report{}, err
 				}
 				return delta.Apply(ctx, chain, targets, q.Missing, knob.Workers(0), delta.Part(q.Part))
-			}).tail("of all tensors, one column after the other: the file and the tensor there that has its name; " +
-			"its kind; 1 + the GPU that it is of (0: the host); its address").onCallersMemory(),
+			}).tail("columns, each for all tensors: the file, and the tensor of the same name in it; the kind; " +
+			"1 + the GPU (0: the host); the address").onCallersMemory(),
 		started("delta_merge", "Write a chain of deltas as one.",
 			func(ctx context.Context, j *job.Job, q deltaMerge, _ []int64) (delta.Report, error) {
 				chain, err := getAll[*delta.File](q.Files)
@@ -147,7 +147,7 @@ func deltaVerbs() []*Verb {
 	}
 }
 
-// saveDelta encodes the tensors, and writes them and those that are encoded.
+// saveDelta encodes the tensors, and writes them together with those that are already encoded.
 func saveDelta(ctx context.Context, j *job.Job, q deltaSave, n []int64) (delta.Report, error) {
 	pairs, err := q.pairs(n, j)
 	if err != nil {
@@ -179,7 +179,7 @@ func (q *deltaTarget) write(ctx context.Context, j *job.Job, f *delta.File) (del
 	return r, errs.Ended(ctx, err)
 }
 
-// targets reads the columns of tensors that a chain is applied to.
+// targets reads the columns of the tensors to which a chain is applied.
 func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, error) {
 	kinds := columns{Names: make([]string, len(q.DTypes)), DTypes: q.DTypes, Shapes: q.Shapes}
 	types, err := kinds.types(0, 0)
@@ -188,7 +188,7 @@ func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, er
 	}
 	count := len(n) / deltaColumns
 	if len(n)%deltaColumns != 0 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers of tensors", len(n))
+		return nil, errs.New(errs.ErrArgument, "%d numbers do not describe whole tensors", len(n))
 	}
 	column := func(k int) []int64 { return n[k*count : (k+1)*count] }
 	files, tensors, kind, gpu, at := column(0), column(1), column(2), column(3), column(4)
@@ -197,7 +197,7 @@ func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, er
 	for i := range targets {
 		if !inside(files[i], len(chain)) || !inside(tensors[i], len(chain[files[i]].Tensors)) ||
 			!inside(kind[i], len(types)) || !inside(gpu[i], len(q.Streams)) {
-			return nil, errs.New(errs.ErrArgument, "numbers that describe no tensor: the one after %d, of %d numbers",
+			return nil, errs.New(errs.ErrArgument, "invalid numbers for the tensor after the first %d, in %d numbers",
 				i, len(n))
 		}
 		targets[i] = delta.Target{Name: chain[files[i]].Tensors[tensors[i]].Name, DType: types[kind[i]],

@@ -1,6 +1,6 @@
 package binding
 
-// This file has the verbs of digests.
+// Verbs that compute digests.
 
 import (
 	"context"
@@ -11,6 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -19,16 +20,16 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-const tensorViews = "the addresses of the contiguous tensors, then their bytes; of each other tensor: address, " +
-	"bytes of an element, dimensions; then the size of each dimension; then the stride of each, in bytes"
+const tensorViews = "the addresses of the contiguous tensors, then their bytes; for each other tensor its address, " +
+	"bytes of an element, number of dimensions, their sizes, and their strides in bytes"
 
 func digestVerbs() []*Verb {
 	return []*Verb{
-		started("digest", "The digests of tensors, 16 bytes each: of the host's memory (device -1), or of a GPU's "+
-			"after what is queued on a stream.", digestMemory).
+		started("digest", "Compute digests of tensors, 16 bytes each: in host memory (device -1), or on a GPU after "+
+			"the work queued on a stream.", digestMemory).
 			ints("device", "stream", "contiguous").tail(tensorViews).onCallersMemory(),
-		started("digests", "The digests of the tensors of files: by name, GPUs that decode tensors for it, if they "+
-			"have the memory.", digestsOf),
+		started("digests", "Return the digests of files' tensors. on: by name, the GPU that decodes the tensor, if "+
+			"it has enough memory.", digestsOf),
 	}
 }
 
@@ -37,14 +38,14 @@ type digestsRequest struct {
 	On map[string]int `json:"on"`
 }
 
-// digestsOf has the digests that no file keeps computed on the GPUs of q.On, and what is
-// left, or has no space there, on the host.
+// digestsOf computes digests that no file stores: on the GPUs of q.On, and on the host for the
+// rest and for tensors that do not fit there.
 func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (verify.DigestReport, error) {
 	rep, err := verify.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { _, ok := q.On[name]; return ok })
 	if err != nil {
 		return rep, err
 	}
-	rows := map[string]*verify.TensorDigest{} // without a digest; names that several files have are nil
+	rows := map[string]*verify.TensorDigest{} // rows without a digest; nil for names in several files
 	for i := range rep.Tensors {
 		if t := &rep.Tensors[i]; t.Digest == "" {
 			if _, twice := rows[t.Name]; !twice {
@@ -71,7 +72,7 @@ func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (ve
 	return rep, err
 }
 
-// onGPUs fills in what it can.
+// onGPUs fills in the digests that GPUs can compute.
 func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string]*verify.TensorDigest,
 	rep *verify.DigestReport) error {
 	if len(rows) == 0 {
@@ -121,24 +122,24 @@ func digestMemory(ctx context.Context, _ *job.Job, _ none, n []int64) (*Result, 
 	} else {
 		var d *cuda.Device
 		if d, err = cuda.Open(int(n[0])); err == nil {
-			sums, err = d.Digest(cuda.Order{Stream: uintptr(n[1])}, views)
+			sums, err = d.Digest(stream.Order{Stream: uintptr(n[1])}, views)
 		}
 	}
 	if err != nil {
 		return nil, err
 	}
 	r := &Result{Numbers: make([]int64, 0, 2*len(at))}
-	for _, k := range at { // so that their bytes are in the order of the digits
+	for _, k := range at { // big-endian, so that the bytes are in the order of the hex digits
 		r.Numbers = append(r.Numbers, int64(bits.ReverseBytes64(sums[k].High)), int64(bits.ReverseBytes64(sums[k].Low)))
 	}
 	return r, nil
 }
 
-// viewsOf reads tensors in memory, of which the first are contiguous.
+// viewsOf reads tensors in memory. The first ones are contiguous.
 func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	const head = 3
 	if contiguous < 0 || contiguous > int64(len(flat))/2 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers of %d contiguous tensors", len(flat), contiguous)
+		return nil, errs.New(errs.ErrArgument, "%d numbers do not fit %d contiguous tensors", len(flat), contiguous)
 	}
 	views := make([]digest.View, contiguous)
 	bytes, one := flat[contiguous:2*contiguous], []int64{1}
@@ -148,7 +149,7 @@ func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	flat = flat[2*contiguous:]
 	for len(flat) > 0 {
 		if len(flat) < head || flat[2] < 0 || flat[2] > digest.MaxRank || int64(len(flat)) < head+2*flat[2] {
-			return nil, errs.New(errs.ErrArgument, "numbers that describe no tensor, after %d tensors", len(views))
+			return nil, errs.New(errs.ErrArgument, "invalid numbers after the first %d tensors", len(views))
 		}
 		rank := flat[2]
 		v := digest.View{Address: uint64(flat[0]), Item: flat[1], Shape: flat[head : head+rank],
@@ -158,8 +159,8 @@ func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	return views, nil
 }
 
-// distinct gives each contiguous tensor once, and where each of all is then: tied
-// tensors are read once.
+// distinct returns each contiguous tensor once, and the index of each given tensor in the result,
+// so that tied tensors are read once.
 func distinct(all []digest.View) (views []digest.View, at []int) {
 	type memory struct{ address, bytes uint64 }
 	first := make(map[memory]int, len(all))

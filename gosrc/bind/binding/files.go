@@ -1,6 +1,6 @@
 package binding
 
-// This file has the verbs of files, jobs and the engine itself.
+// Verbs that read and write files, control jobs, and control the engine itself.
 
 import (
 	"context"
@@ -36,12 +36,12 @@ import (
 type saveRequest struct {
 	save.Spec
 	columns
-	// Places has, by name, address and bytes of each place that a tensor lies in, if there
-	// are several.
+	// Places has, for tensors in several pieces, the address and bytes of each piece, by the
+	// tensor's name.
 	Places map[string][]int64 `json:"places,omitempty"`
-	// Background lets the tensors change before the job ends, once Next has answered.
+	// Background lets the tensors change once Next has answered, before the job ends.
 	Background bool `json:"background,omitempty"`
-	// MaxMemory is the most host memory that stored bytes may take then; 0: what there is.
+	// MaxMemory limits the host memory of stored bytes in that case; 0: all free memory.
 	MaxMemory int64 `json:"max_memory,omitempty"`
 
 	brief bool
@@ -59,16 +59,16 @@ type prepareRequest struct {
 	Bytes int64 `json:"bytes"` // of host memory, without tensors
 }
 
-// prepared is how much host memory a sleep is expected to take.
+// prepared is the expected host memory of a sleep.
 type prepared struct {
 	Bytes int64 `json:"bytes"`
 }
 
-// putRequest is bytes that become a file or object unchanged.
+// putRequest describes bytes that become a file or object unchanged.
 type putRequest struct {
 	Path    string        `json:"path"`
-	Stale   []string      `json:"stale"` // URIs that are removed after it
-	Once    bool          `json:"once"`  // see open.PutOnce; of nothing stale
+	Stale   []string      `json:"stale"` // URIs to remove afterwards
+	Once    bool          `json:"once"`  // see open.PutOnce; then nothing is stale
 	Storage format.Access `json:"storage"`
 }
 
@@ -92,7 +92,7 @@ type convertRequest struct {
 	save.Spec
 }
 
-// What requests replace.
+// The paths that requests replace.
 func (q saveRequest) replacedPath() string    { return q.Path }
 func (q sleepRequest) replacedPath() string   { return q.Path }
 func (q putRequest) replacedPath() string     { return q.Path }
@@ -132,42 +132,42 @@ type presignRequest struct {
 	Seconds int           `json:"seconds"`
 }
 
-// program is what Python says about itself, and its command line.
+// program describes the Python process and its command line.
 type program struct {
 	Argv    []string       `json:"argv"`
 	Python  string         `json:"python"`
 	Version string         `json:"version"`
 	Storage source.Options `json:"storage"` // the environment for stores
-	// Secrets are the variables that the command line names.
+	// Secrets are the environment variables that the command line names.
 	Secrets map[string]string `json:"secrets"`
-	// Names are what people call some of the paths.
+	// Names are the names that people use for some of the paths.
 	Names   map[string]string `json:"names"`
-	Measure bool              `json:"measure"` // of doctor
+	Measure bool              `json:"measure"` // for doctor
 }
 
 func (p program) env() cli.Env {
 	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage, Secrets: p.Secrets}
 }
 
-// nameVerbs write, name and remove what is whole.
+// nameVerbs write, rename and remove complete files and objects.
 func nameVerbs() []*Verb {
 	return []*Verb{
 		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).
 			ints("address", "nbytes").onCallersMemory(),
-		started("remove", "Remove objects of stores; those that are not there, too.", removeObjects),
+		started("remove", "Remove objects of stores. Missing objects are not an error.", removeObjects),
 		started("rename", "Rename a finished file over another one in its folder.",
 			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
 				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
 			}),
-		answered("rename_folder", "Rename a folder to where none is, or in exchange for the one there, in one step.",
+		answered("rename_folder", "Rename a folder to a free name, or exchange it with the one there, in one step.",
 			func(q renameFolderRequest, _ []int64) (none, error) {
 				return none{}, atomicfile.RenameFolder(q.Made, q.Path, q.Exchange)
 			}),
-		started("sync_names", "Wait until the names in the folder of a path are on the disk.",
+		started("sync_names", "Wait until the names in a path's folder are on the disk.",
 			func(_ context.Context, _ *job.Job, path string, _ []int64) (none, error) {
 				return none{}, atomicfile.Failed(path, -1, atomicfile.Disk{}.SyncNames(path))
 			}).awaited(),
-		answered("follow", "Where a path to write to leads, through no other user's link.",
+		answered("follow", "Resolve a path to write to, refusing links of other users.",
 			func(path string, _ []int64) (string, error) {
 				place, err := atomicfile.Follow(path)
 				if err != nil {
@@ -175,7 +175,7 @@ func nameVerbs() []*Verb {
 				}
 				return place.Path, nil
 			}),
-		answered("refuse_planted", "Refuse a path of which another user may have planted a part.",
+		answered("refuse_planted", "Refuse a path if another user may have planted a part of it.",
 			func(path string, _ []int64) (none, error) {
 				return none{}, errs.In("save", path, regular.RefusePlanted(path))
 			}),
@@ -184,25 +184,25 @@ func nameVerbs() []*Verb {
 
 func fileVerbs() []*Verb {
 	return []*Verb{
-		begun[saveRequest, save.Report]("save", "Write tensors, unchanged until the job ends.", startSave).
-			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)").
+		begun[saveRequest, save.Report]("save", "Write tensors, which must not change until the job ends.", startSave).
+			tail("for each tensor its address, bytes, and 1 + its GPU (0: the host)").
 			onCallersMemory(),
-		answered("plain_front", "A plain file's header, without its length, and its tensors' order. Only host memory.",
+		answered("plain_front", "Return a plain file's header without its length, and the tensors' order. Host only.",
 			func(q saveRequest, n []int64) (save.Front, error) {
 				in, err := inputs(&q, n)
 				if err != nil {
 					return save.Front{}, err
 				}
 				return save.FrontOf(q.Path, q.Metadata, in)
-			}).tail("of a tensor each: address, bytes, and 0"),
+			}).tail("for each tensor its address, bytes, and 0"),
 		begun[prepareRequest, prepared]("sleep_prepare",
 			"Get host memory for a sleep of one device's tensors, which are read before this returns.", startPrepare).
-			tail("of a tensor each: address and bytes"),
-		answered("sleep_return", "Give back the host memory that is kept for sleeps of a device.",
+			tail("for each tensor its address and bytes"),
+		answered("sleep_return", "Free the host memory that is kept for sleeps of a device.",
 			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
 		begun[sleepRequest, sleep.Report]("sleep",
-			"Compress tensors of one device, unchanged until the job ends, into host memory: a model and its table.",
-			startSleep).tail("of a tensor each: address and bytes").onCallersMemory(),
+			"Compress one device's tensors, which must not change meanwhile, into host memory; return a model.",
+			startSleep).tail("for each tensor its address and bytes").onCallersMemory(),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
 				return convert.Convert(ctx, j, q.URIs, q.Path, q.Spec)
@@ -212,17 +212,17 @@ func fileVerbs() []*Verb {
 				return verify.Verify(ctx, j, q.URIs, q.Storage, q.Original)
 			}),
 		begun[fetchRequest, fetch.Report]("fetch", "Write the bytes of URIs to an open file.", startFetch),
-		started("inspect", "Describe files by their headers alone.",
+		started("inspect", "Describe files from their headers.",
 			func(ctx context.Context, _ *job.Job, q filesRequest, _ []int64) (any, error) {
 				return verify.Inspect(ctx, q.URIs, q.Storage)
 			}).awaited(),
-		answered("shown", "A URI as people may see it: without credentials.",
+		answered("shown", "Return a URI without its credentials, for messages.",
 			func(uri string, _ []int64) (string, error) { return errs.RedactURI(uri), nil }),
-		answered("notices", "What people should know of how files of stores were opened, once.",
+		answered("notices", "Return, once, messages about how files of stores were opened.",
 			func(none, []int64) ([]string, error) { return append([]string{}, source.Notices()...), nil }),
-		answered("cache_counts", "What the caches of remote objects have done in this process.",
+		answered("cache_counts", "Return the counters of the caches of remote objects in this process.",
 			func(none, []int64) (cache.Counts, error) { return cache.CountedObjects(), nil }).afterPanics(),
-		answered("beside", "The last name of a URI, and the URIs of other names in its folder.",
+		answered("beside", "Return the last name of a URI, and the URIs of other names in its folder.",
 			func(q besideRequest, _ []int64) (besides, error) {
 				b := besides{Name: source.Name(q.URI), Path: source.Path(q.URI), URIs: []string{}}
 				for _, name := range q.Names {
@@ -230,28 +230,28 @@ func fileVerbs() []*Verb {
 				}
 				return b, nil
 			}),
-		started("presign", "A URL that reads an object of S3 without credentials for some seconds: a secret.",
+		started("presign", "Return a secret URL that reads an S3 object without credentials for some seconds.",
 			func(ctx context.Context, _ *job.Job, q presignRequest, _ []int64) (string, error) {
 				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)
 			}).awaited(),
-		started("read_floor", "Read bytes [begin, end) of a file to a GPU (-1: the host) by pinned slots, as loads do.",
+		started("read_floor", "Read bytes [begin, end) of a file to a GPU (-1: the host) through pinned slots.",
 			func(ctx context.Context, _ *job.Job, path Text, n []int64) (none, error) {
 				r := bench.Reading{Path: string(path), Lo: n[0], Hi: n[1], GPU: int(n[2]), To: uint64(n[3]),
 					Slots: uint64(n[4]), Threads: int(n[5])}
 				return none{}, r.Run(ctx)
 			}).awaited().ints("begin", "end", "device", "to", "slots", "threads").onCallersMemory(),
-		started("doctor", "Describe the machine; with measure, the links of its GPUs are measured.",
+		started("doctor", "Describe the machine. measure: also measure the links of its GPUs.",
 			func(_ context.Context, _ *job.Job, q program, _ []int64) (any, error) {
 				return cli.Diagnose(q.env(), q.Measure), nil
 			}).awaited(),
-		started("cli", "Run a command line; its report is the exit status.",
+		started("cli", "Run a command line. Its report is the exit status.",
 			func(ctx context.Context, j *job.Job, q program, _ []int64) (int, error) {
 				for path, name := range q.Names {
 					errs.CallPath(path, name)
 				}
 				return cli.Main(ctx, j, q.Argv, os.Stdout, os.Stderr, q.env()), nil
 			}),
-		answered("knobs", "The settings with their present values.",
+		answered("knobs", "Return the settings with their present values.",
 			func(none, []int64) ([]knob.Row, error) { return knob.Table(), nil }),
 	}
 }
@@ -274,7 +274,7 @@ func startSave(v *Verb, q saveRequest, n []int64) (*entry, error) {
 	return e, nil
 }
 
-// inputs are the tensors of a request. Those on a GPU are copied from there.
+// inputs returns the tensors of a request. Those on a GPU are copied from there.
 func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 	types, err := q.named(len(n), 3)
 	if err != nil {
@@ -311,7 +311,7 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 	return in, nil
 }
 
-// piecesAt is the memory of a tensor that lies in several places.
+// piecesAt returns the memory of a tensor in several pieces.
 func piecesAt(name string, places []int64) (all [][]byte, err error) {
 	for k := 0; k+1 < len(places); k += 2 {
 		piece, err := dataAt(uint64(places[k]), places[k+1])
@@ -339,7 +339,7 @@ func (q *sleepRequest) tensors(n []int64) ([]sleep.Tensor, error) {
 	return in, nil
 }
 
-// startPrepare reads the tensors before it returns, and not after.
+// startPrepare reads the tensors before it returns, and never after.
 func startPrepare(v *Verb, q prepareRequest, n []int64) (*entry, error) {
 	in, err := q.tensors(n)
 	if err != nil {
@@ -380,7 +380,7 @@ func put(ctx context.Context, j *job.Job, q putRequest, n []int64) (save.Report,
 	if !source.Remote(q.Path) {
 		return save.Report{}, atomicfile.Write(ctx, q.Path, data)
 	}
-	failed := func(err error) { j.Failed(err, func() {}) } // what is sent are copies
+	failed := func(err error) { j.Failed(err, func() {}) } // the sent bytes are copies
 	if q.Once {
 		return save.Report{}, open.PutOnce(ctx, q.Path, q.Storage.Options, data, failed)
 	}
@@ -408,23 +408,23 @@ func startFetch(v *Verb, q fetchRequest, _ []int64) (*entry, error) {
 	}), nil
 }
 
-// jobVerbs are about jobs, and about the engine itself.
+// jobVerbs control jobs and the engine itself.
 func jobVerbs() []*Verb {
 	return []*Verb{
-		answered("progress", "Bytes and tensors done of a job, each with its total.", ofNumbered(jobOf,
+		answered("progress", "Return the bytes and tensors that a job has done, each with its total.", ofNumbered(jobOf,
 			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil })).
 			ints("job").afterPanics(),
-		answered("report", "A job's report, null before there is one.", ofNumbered(jobOf,
+		answered("report", "Return a job's report, or null before there is one.", ofNumbered(jobOf,
 			func(e *entry, _ none, _ []int64) (*Result, error) {
 				text, err := e.report()
 				return &Result{Text: text}, err
 			})).ints("job").afterPanics(),
-		answered("cancel", "Ask a job to stop. It uses its memory until it has ended.", ofNumbered(jobOf,
+		answered("cancel", "Ask a job to stop. It still uses its memory until it has ended.", ofNumbered(jobOf,
 			func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil })).
 			ints("job").afterPanics(),
-		answered("empty_cache", "Free device and pinned memory that is kept for the next load.",
+		answered("empty_cache", "Free cached device and pinned memory.",
 			func(none, []int64) (none, error) { pinned.Trim(); return none{}, cuda.Trim() }),
-		answered("shutdown", "Cancel all that runs and wait up to ms for its end (1; 0: it runs): at the exit.",
+		answered("shutdown", "Cancel everything at exit, and wait up to ms for the end. 1: ended; 0: still running.",
 			func(_ none, n []int64) (int64, error) {
 				haveEnded := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
 				if haveEnded && spawn.Poisoned() == nil {

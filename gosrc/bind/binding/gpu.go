@@ -1,29 +1,30 @@
 package binding
 
-// This file has the verbs of GPUs.
+// Verbs that use GPUs.
 
 import (
 	"slices"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 const (
-	afters  = "streams that come first, afters of them"
-	streams = afters + "; then of a stream each: address and bytes, address and bytes of its content, bytes of a chunk"
+	afters  = "afters streams to wait for"
+	streams = afters + "; then for each bitstream address and bytes, address and bytes of the content, chunk bytes"
 )
 
-// The numbers that describe a stream of a batch.
+// How many numbers describe a bitstream of a batch.
 const (
 	streamWords  = 5
 	contentWords = 6
 )
 
-// onDevice makes a verb of a GPU, whose index is the first number.
+// onDevice makes a verb with a GPU's index as its first number.
 func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, error)) *Verb {
 	return answered(name, doc, ofNumbered(func(index int64) (*cuda.Device, error) { return cuda.Open(int(index)) },
 		func(d *cuda.Device, _ none, n []int64) (R, error) { return run(d, n) }))
@@ -31,43 +32,43 @@ func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, e
 
 func gpuVerbs() []*Verb {
 	return []*Verb{
-		answered("gpu_count", "How many GPUs there are; 0 without a driver.", func(none, []int64) (int64, error) {
+		answered("gpu_count", "Return the number of GPUs; 0 without a driver.", func(none, []int64) (int64, error) {
 			if driver.Available() != nil {
 				return 0, nil
 			}
 			info, err := driver.Info()
 			return int64(len(info)), err
 		}),
-		answered("gpu_names", "The algorithms whose streams a GPU decodes.",
+		answered("gpu_names", "Return the algorithms that GPUs can decode.",
 			func(none, []int64) ([]string, error) { return nvcomp.GPUNames(), nil }),
-		answered("gpu_of", "The GPU that an address belongs to; -1: none.",
+		answered("gpu_of", "Return the GPU that an address belongs to; -1: none.",
 			func(_ none, n []int64) (int64, error) { return int64(driver.DeviceOf(uint64(n[0]))), nil },
 		).ints("address"),
-		answered("gpu_mode", "Set this thread's CUstreamCaptureMode, but -1: the one before; -1 without a driver.",
+		answered("gpu_mode", "Set this thread's CUstreamCaptureMode (-1: keep); return the old one; -1: no driver.",
 			func(_ none, n []int64) (int64, error) { return int64(driver.SwapCaptureMode(int(n[0]))), nil },
 		).ints("mode"),
-		onDevice("gpu_used", "Register a stream that uses memory of the engine's, and lives as long as the process.",
+		onDevice("gpu_used", "Register a stream that uses the engine's memory and lives as long as the process.",
 			func(d *cuda.Device, n []int64) (none, error) { d.NoteStream(uintptr(n[0])); return none{}, nil }).
 			ints("device", "stream"),
-		onDevice("gpu_follow", "Make a stream wait for what is queued on another now.",
+		onDevice("gpu_follow", "Make a stream wait for the work that is queued on another now.",
 			func(d *cuda.Device, n []int64) (none, error) {
 				return none{}, d.MakeStreamWait(uintptr(n[0]), uintptr(n[1]))
 			}).
 			ints("device", "stream", "after"),
-		onDevice("gpu_stream_new", "A new stream.", func(d *cuda.Device, _ []int64) (int64, error) {
+		onDevice("gpu_stream_new", "Make a stream.", func(d *cuda.Device, _ []int64) (int64, error) {
 			s, err := d.NewStream()
 			return int64(s), err
 		}).ints("device"),
 		onDevice("gpu_stream_free", "Free a stream when its work is done, without waiting for it.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.FreeStream(uintptr(n[0])) }).
 			ints("device", "stream").afterPanics(),
-		onDevice("gpu_stream_sync", "Wait for what is queued on a stream.",
+		onDevice("gpu_stream_sync", "Wait for the work that is queued on a stream.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.SyncStream(uintptr(n[0])) }).
 			ints("device", "stream").afterPanics(),
 		onDevice("gpu_stream_check", "Refuse a stream of another GPU.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.CheckStream(uintptr(n[0])) }).
 			ints("device", "stream"),
-		answered("gpu_transform", "The transform of X16 for a dtype, or for a host sample; -1: it needs a sample.",
+		answered("gpu_transform", "Return the X16 transform for a dtype, or for a host sample; -1: it needs a sample.",
 			func(dtype Text, n []int64) (int64, error) {
 				sample, err := dataAt(uint64(n[0]), n[1])
 				if err != nil {
@@ -76,7 +77,7 @@ func gpuVerbs() []*Verb {
 				t, err := nvcomp.GPUTransform(string(dtype), sample)
 				return int64(t), err
 			}).ints("sample", "nbytes"),
-		onDevice("gpu_alloc", "Memory of a GPU: the one tensor, and its address.", gpuAlloc).ints("device", "nbytes"),
+		onDevice("gpu_alloc", "Allocate GPU memory: one tensor, and its address.", gpuAlloc).ints("device", "nbytes"),
 		onDevice("gpu_copy", "Queue a copy between any two addresses.",
 			func(d *cuda.Device, n []int64) (none, error) {
 				on, _, err := queueOf(n[0], n[5], n[6:])
@@ -85,7 +86,7 @@ func gpuVerbs() []*Verb {
 				}
 				return none{}, d.Copy(on, uint64(n[1]), uint64(n[2]), n[3], n[4] != 0)
 			}).ints("device", "stream", "dst", "src", "nbytes", "wait", "afters").tail(afters),
-		answered("gpu_decode", "Queue the decoding of streams: the batch. It does not wait.",
+		answered("gpu_decode", "Queue the decoding of bitstreams without waiting; return the batch.",
 			func(name Text, n []int64) (int64, error) {
 				on, list, err := streamsOf(n)
 				if err != nil {
@@ -94,28 +95,28 @@ func gpuVerbs() []*Verb {
 				b, err := nvcomp.GPUDecode(int(n[0]), on, string(name), list)
 				return keepBatch(b, err)
 			}).ints("device", "stream", "kind", "afters").tail(streams),
-		answered("gpu_peek", "Inspect streams: of each the bytes of content and chunk; names and errors by number.",
+		answered("gpu_peek", "Inspect bitstreams; return content and chunk bytes, and names and errors by number.",
 			gpuPeek).ints("device", "stream", "kind", "afters").tail(streams),
-		answered("gpu_encode", "Queue the encoding of X16 streams: the batch.", gpuEncode).
+		answered("gpu_encode", "Queue the encoding to X16 bitstreams; return the batch.", gpuEncode).
 			ints("device", "stream", "kind", "scratch", "room", "afters").
-			tail(afters + "; then of each stream: address and bytes of content and space, bytes of a chunk, transform"),
-		answered("gpu_wait", "A batch's results, once: 1, encoded lengths, errors by number; empty: not done.",
+			tail(afters + "; then for each content its address and bytes, the output's, chunk bytes, transform"),
+		answered("gpu_wait", "Return a batch's results, once: 1, encoded lengths, errors by number; empty: not done.",
 			gpuWait).ints("batch", "wait").afterPanics(),
 	}
 }
 
-func keepBatch(b *cuda.Batch, err error) (int64, error) {
+func keepBatch(b *stream.Batch, err error) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
 	return int64(keep(b)), nil
 }
 
-// queueOf reads a stream's order: the stream, and those of the rest that it
-// follows. What comes after these is returned, too.
-func queueOf(stream, after int64, rest []int64) (q cuda.Order, follows []int64, err error) {
+// queueOf reads a stream's order: the stream, and the streams at the start of rest that it follows.
+// It also returns the numbers after these.
+func queueOf(stream, after int64, rest []int64) (q stream.Order, follows []int64, err error) {
 	if after < 0 || after > int64(len(rest)) {
-		return q, nil, errs.New(errs.ErrArgument, "%d streams that come first, of %d numbers", after, len(rest))
+		return q, nil, errs.New(errs.ErrArgument, "%d streams to wait for do not fit into %d numbers", after, len(rest))
 	}
 	q.Stream = uintptr(stream)
 	for _, s := range rest[:after] {
@@ -124,23 +125,23 @@ func queueOf(stream, after int64, rest []int64) (q cuda.Order, follows []int64, 
 	return q, rest[after:], nil
 }
 
-// streamRows are the words of each stream, which follow the fixed numbers of a verb: device, stream,
-// kind, ..., how many streams come first.
-func streamRows(n []int64, fixed, words int) (cuda.Order, [][]int64, error) {
+// streamRows returns the words of each bitstream. They follow a verb's fixed numbers: device, stream,
+// kind, ..., and the number of streams to wait for.
+func streamRows(n []int64, fixed, words int) (stream.Order, [][]int64, error) {
 	kind := n[2]
 	on, flat, err := queueOf(n[1], n[fixed-1], n[fixed:])
 	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%words != 0) {
-		err, flat = errs.New(errs.ErrArgument, "%d numbers of streams of kind %d", len(flat), kind), nil
+		err, flat = errs.New(errs.ErrArgument, "%d numbers do not fit bitstreams of kind %d", len(flat), kind), nil
 	}
 	return on, slices.Collect(slices.Chunk(flat, words)), err
 }
 
-func streamsOf(n []int64) (cuda.Order, []cuda.Bitstream, error) {
+func streamsOf(n []int64) (stream.Order, []stream.Bitstream, error) {
 	on, rows, err := streamRows(n, 4, streamWords)
-	list := make([]cuda.Bitstream, len(rows))
+	list := make([]stream.Bitstream, len(rows))
 	for i, p := range rows {
-		list[i] = cuda.Bitstream{Src: uint64(p[0]), Stored: p[1], Dst: uint64(p[2]), Size: p[3], Chunk: p[4],
-			Kind: cuda.Kind(n[2])}
+		list[i] = stream.Bitstream{Src: uint64(p[0]), Stored: p[1], Dst: uint64(p[2]), Size: p[3], Chunk: p[4],
+			Kind: stream.Kind(n[2])}
 	}
 	return on, list, err
 }
@@ -150,10 +151,10 @@ func gpuEncode(_ none, n []int64) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	list := make([]cuda.Bitstream, len(rows))
+	list := make([]stream.Bitstream, len(rows))
 	for i, p := range rows {
-		list[i] = cuda.Bitstream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4],
-			Arg: uint32(p[5]), Kind: cuda.Kind(n[2])}
+		list[i] = stream.Bitstream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4],
+			Arg: uint32(p[5]), Kind: stream.Kind(n[2])}
 	}
 	b, err := nvcomp.GPUEncode(int(n[0]), on, list, uint64(n[3]), n[4])
 	return keepBatch(b, err)
@@ -200,7 +201,7 @@ func gpuPeek(name Text, n []int64) (*Result, error) {
 
 func gpuWait(_ none, n []int64) (*Result, error) {
 	h := uint64(n[0])
-	b, err := get[*cuda.Batch](h)
+	b, err := get[*stream.Batch](h)
 	if err != nil {
 		return nil, err
 	}
@@ -208,7 +209,7 @@ func gpuWait(_ none, n []int64) (*Result, error) {
 		return &Result{}, nil
 	}
 	each, err := b.Wait()
-	if err != nil && !b.Done() { // the driver has answered nothing, and may be asked again
+	if err != nil && !b.Done() { // the driver has not answered, and may be asked again
 		return nil, err
 	}
 	drop(h)

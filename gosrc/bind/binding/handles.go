@@ -1,21 +1,21 @@
 package binding
 
-// This file has the handles by which Python refers to objects of the engine.
+// Handles, by which Python refers to the engine's objects.
 
 import (
 	"sync"
 	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/delta"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// handles are the objects that Python holds, by their numbers: *load.Model, *entry (a job),
-// *cuda.Batch, *delta.File and *tensorizer.Opened. A number is never used twice, so a stale one is
-// an error and never another object.
+// handles maps numbers to the objects that Python holds: *load.Model, *entry (a job), *stream.Batch,
+// *delta.File and *tensorizer.Opened. A number is never used twice, so a stale one is an error and
+// never another object.
 var (
 	handles    sync.Map
 	lastHandle atomic.Uint64
@@ -39,14 +39,14 @@ func get[T any](h uint64) (T, error) {
 		kind = "open model"
 	case *entry:
 		kind = "job"
-	case *cuda.Batch:
+	case *stream.Batch:
 		kind = "batch"
 	case *delta.File:
 		kind = "delta"
 	case *tensorizer.Opened:
 		kind = "open .tensors file"
 	}
-	return v, errs.New(errs.ErrArgument, "handle %d is that of no %s: it was closed, or never opened", h, kind)
+	return v, errs.New(errs.ErrArgument, "handle %d is not a %s: it was closed, or never opened", h, kind)
 }
 
 func getAll[T any](handles []uint64) ([]T, error) {
@@ -64,7 +64,7 @@ func modelOf(h int64) (*load.Model, error) { return get[*load.Model](uint64(h)) 
 
 func jobOf(h int64) (*entry, error) { return get[*entry](uint64(h)) }
 
-// drop removes a handle and returns what it was of; nil: there was none.
+// drop removes a handle and returns its object; nil if there was none.
 func drop(h uint64) any {
 	v, _ := handles.LoadAndDelete(h)
 	return v

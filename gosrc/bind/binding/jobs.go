@@ -1,6 +1,6 @@
 package binding
 
-// This file runs verbs as jobs, and gives Python what they return.
+// Runs verbs as jobs, and returns their results to Python.
 
 import (
 	"context"
@@ -16,44 +16,42 @@ import (
 	"github.com/overwire/overwire/gosrc/relay"
 )
 
-// An owner is a result whose JSON has a handle, which is freed if no one takes it.
+// An owner is a result with a handle in its JSON. The handle is freed if no one takes the result.
 type owner interface{ owns() uint64 }
 
-// An entry is a job that Python has a handle to: one of any verb, or a preload,
-// whose tensors no handle owns.
+// An entry is a job with a handle: of any verb, or a preload. No handle owns a preload's tensors.
 type entry struct {
 	job   *job.Job         // nil: a preload
 	load  *load.Loading    // nil: not a load
 	relay *relay.Relay     // nil: not a relay
 	pre   *preload.Preload // nil: not a preload
-	// staged is closed when a save in the background needs the caller's memory no more; nil:
-	// another job.
+	// staged is closed when a background save no longer needs the caller's memory; nil for other
+	// jobs.
 	staged <-chan struct{}
-	// usesMemory: the job uses the caller's memory, which must stay valid until it
-	// has ended.
+	// usesMemory: the job uses the caller's memory, which must stay valid until the job has ended.
 	usesMemory bool
 
 	mu     sync.Mutex
-	result *Result // of a verb that returns more than a report; nil: not yet, or taken
-	gone   bool    // the handle was freed: no one will take the result
+	result *Result // for verbs that return more than a report; nil: not yet, or already taken
+	gone   bool    // the handle was freed, so no one will take the result
 }
 
-// A replacer is a request that replaces what is at a path or URI.
+// A replacer is a request that replaces the file at a path or URI.
 type replacer interface{ replacedPath() string }
 
-// WritesPath reports whether the verb's request is a replacer: Python waits then, before the verb
-// starts, for saves in the background of the path.
+// WritesPath reports whether the verb's request is a replacer. If so, Python waits for background saves to
+// the path before it starts the verb.
 func (v *Verb) WritesPath() bool {
 	_, ok := reflect.New(v.asks).Interface().(replacer)
 	return ok
 }
 
-// A brief is a request that may be answered at once, by the caller: it takes less than to wake another
-// thread.
+// A brief is a request that may be answered on the caller's thread, because it takes less time than waking
+// another thread.
 type brief interface{ isBrief() bool }
 
-// background runs a verb as a job, at whose end the preloads of what it has replaced are
-// dropped. What run returns is the job's report, even with an error, or a *Result to be taken.
+// background runs a verb as a job. At the job's end it drops the preloads of a file that the job has
+// replaced. run returns the job's report, even with an error, or a *Result to be taken.
 func (v *Verb) background(q any, run func(ctx context.Context, j *job.Job) (any, error)) *entry {
 	e := &entry{usesMemory: v.usesMemory}
 	e.job = job.New(v.Name)
@@ -94,8 +92,8 @@ func (e *entry) give(r *Result) {
 	e.result = r
 }
 
-// running returns the job. While a preload opens its files it waits, up to d; then
-// the job is nil.
+// running returns the job. While a preload is opening its files it waits up to d; after that it
+// returns nil.
 func (e *entry) running(d time.Duration) (*job.Job, error) {
 	if e.pre == nil {
 		return e.job, nil
@@ -115,8 +113,8 @@ func (e *entry) wait(d time.Duration) (bool, error) {
 	return j.Wait(d)
 }
 
-// batch is the most tensors of one TakeNext: enough to make calls cheap, few enough
-// that the caller works while the rest arrives.
+// batch is the most tensors of one TakeNext: enough that calls are cheap, and few enough that the caller
+// works while the rest arrives.
 const batch = 1024
 
 func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
@@ -145,7 +143,7 @@ func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
 	for _, i := range at {
 		numbers = append(numbers, int64(i))
 	}
-	if e.relay != nil { // all have destinations
+	if e.relay != nil { // all requests have destinations
 		numbers[0] = int64(len(at))
 		return &Result{Numbers: append(numbers, make([]int64, len(at))...), Tensors: make([]Exported, len(at))}, nil
 	}
@@ -162,7 +160,7 @@ func (e *entry) nextStaged(d time.Duration) (*Result, error) {
 	case <-e.staged:
 	case <-e.job.Done():
 		select {
-		case <-e.staged: // what fails after that is the caller's who waits for the end
+		case <-e.staged: // later errors go to the caller that waits for the end
 		default:
 			_, err := e.job.Wait(-1)
 			return &Result{Numbers: []int64{0}}, err
@@ -173,7 +171,7 @@ func (e *entry) nextStaged(d time.Duration) (*Result, error) {
 	return &Result{Numbers: []int64{0}}, nil
 }
 
-// all returns everything that an ended job gives.
+// all returns all results of an ended job.
 func (e *entry) all(raw bool) (*Result, error) {
 	if e.load != nil {
 		at := make([]int, e.load.Len())
@@ -192,8 +190,8 @@ func (e *entry) all(raw bool) (*Result, error) {
 	return r, nil
 }
 
-// export takes requests of a load that have landed. numbers gets how many have no
-// memory, and then the addresses.
+// export takes landed requests of a load. It writes into numbers how many have no memory, and then the
+// addresses.
 func export(l *load.Loading, at []int, numbers []int64, raw bool) *Result {
 	r := &Result{Tensors: make([]Exported, len(at)), Raw: raw}
 	for n, i := range at {
@@ -208,7 +206,7 @@ func export(l *load.Loading, at []int, numbers []int64, raw bool) *Result {
 	return r
 }
 
-// report is the job's report: JSON, "null" before there is one.
+// report returns the job's report as JSON, "null" before there is one.
 func (e *entry) report() (string, error) {
 	j, err := e.running(0)
 	if err != nil || j == nil {
@@ -228,7 +226,7 @@ func (e *entry) progress() []int64 {
 	return []int64{b, tb, t, tt}
 }
 
-// cancel asks the job to stop, and does not wait for it.
+// cancel asks the job to stop, without waiting for it.
 func (e *entry) cancel() {
 	if e.pre != nil {
 		e.pre.Drop()
@@ -237,13 +235,13 @@ func (e *entry) cancel() {
 	e.job.Cancel()
 }
 
-// abandonWait is how long to wait for a cancelled verb that uses no memory of the
-// caller's: most end within it, and so leave nothing behind. One that hangs in the
-// system (a file system that does not answer) ends when the system call returns.
+// abandonWait is how long to wait for a cancelled verb that does not use the caller's memory. Most
+// end within it and leave nothing running. A verb that hangs in the system (a file system that
+// does not answer) ends when the system call returns.
 const abandonWait = 50 * time.Millisecond
 
-// rest cancels the job and waits until no memory of the caller's is in use. A
-// preload, which uses none, goes on.
+// rest cancels the job and waits until the caller's memory is not in use. A preload, which does not
+// use it, continues.
 func (e *entry) rest(how int) {
 	if e.pre != nil {
 		return
@@ -256,8 +254,8 @@ func (e *entry) rest(how int) {
 	_, _ = e.job.Wait(wait)
 }
 
-// close cancels a running job. Tensors that were not taken are freed once nothing
-// writes to them; a preload goes on.
+// close cancels a running job. Tensors that were not taken are freed once nothing writes to them. A
+// preload continues.
 func (e *entry) close() {
 	switch {
 	case e.pre != nil:

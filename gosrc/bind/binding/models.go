@@ -1,6 +1,6 @@
 package binding
 
-// This file has the verbs of models: opening, loading, pinning, preloading.
+// Verbs that open, load, pin and preload models.
 
 import (
 	"context"
@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// opened is the result of opening a model, beside its handle and its table.
+// opened is the result of opening a model, besides its handle and its table.
 type opened struct {
 	Sources []openedSource `json:"sources"`
 	Room    int64          `json:"room"` // see relay.RoomForChunk
@@ -28,11 +28,11 @@ type openedSource struct {
 	Size     int64             `json:"size"`
 	Metadata map[string]string `json:"metadata"`
 	Overwire bool              `json:"overwire"`
-	Remote   bool              `json:"remote"` // its bytes cross a network; those of network file systems, too
+	Remote   bool              `json:"remote"` // its bytes cross a network, also on a network file system
 }
 
-// openRequest says what to open; opened is the handle of a .tensors file that is open already
-// (see the verb records), which the model takes. 0: none is.
+// openRequest says what to open. opened is the handle of a .tensors file that is already open (see the
+// verb records) and that the model takes over; 0: none.
 type openRequest struct {
 	load.Spec
 	Opened uint64 `json:"opened"`
@@ -48,15 +48,14 @@ type preloadRequest struct {
 
 type joinRequest struct {
 	load.Options
-	// Alone: the loads take nothing from other preloads, and preloads of the files
-	// are dropped.
+	// Alone: the loads take nothing from other preloads, and preloads of these files are dropped.
 	Alone bool `json:"alone"`
 }
 
 func modelVerbs() []*Verb {
 	return []*Verb{
-		started("open", "Open and index files: the model, and its table.", openModel).awaited(),
-		started("names", "The tensors that the index.json files of a model list; null if a file has no index.",
+		started("open", "Open and index files; return the model and its table.", openModel).awaited(),
+		started("names", "Return the tensors that a model's index.json files list; null if a file has no index.",
 			func(ctx context.Context, _ *job.Job, q load.Spec, _ []int64) (*[]string, error) {
 				names, ok, err := load.Names(ctx, q)
 				if !ok {
@@ -65,35 +64,35 @@ func modelVerbs() []*Verb {
 				return &names, err
 			}).awaited(),
 		begun[loadRequest, load.Report]("load",
-			"Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has "+
-				"ended.", startLoad).
-			ints("model", "whole").tail("of a request each: tensor, destination (0: allocate, 1: see settle), and " +
-			"the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
-		answered("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.",
-			ofNumbered(modelOf, func(m *load.Model, q load.Prospect, n []int64) (load.Outlook, error) {
+			"Load tensors of a model. whole: load every tensor completely. Destinations must stay valid until the "+
+				"job has ended.", startLoad).
+			ints("model", "whole").tail("for each request tensor, destination (0: allocate, 1: see settle), " +
+			"and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
+		answered("outlook", "Estimate what loading tensors of a model takes. OutOfMemoryError above max_memory.",
+			ofNumbered(modelOf, func(m *load.Model, q load.Prospect, n []int64) (load.Estimate, error) {
 				parts, err := partsOf(n)
 				if err != nil {
-					return load.Outlook{}, err
+					return load.Estimate{}, err
 				}
-				return m.Outlook(parts, q)
-			})).ints("model").tail("pairs of a tensor and how many of its elements (-1: all); none: all tensors"),
-		answered("kept_blocks", "The numbers of the blocks that an offload keeps on the device.",
+				return m.Estimate(parts, q)
+			})).ints("model").tail("pairs of a tensor and its number of elements (-1: all); none: all tensors"),
+		answered("kept_blocks", "Return the numbers of the blocks that an offload keeps on the device.",
 			func(_ none, n []int64) ([]int64, error) { return load.KeptBlocks(n[1:], n[0]), nil }).
-			ints("keep").tail("of each block its bytes"),
-		answered("states", "What tells the files of a model from others, and one state of them from the next.",
+			ints("keep").tail("the bytes of each block"),
+		answered("states", "Return the identities and states of a model's files.",
 			ofNumbered(modelOf, func(m *load.Model, _ none, _ []int64) ([]load.State, error) {
 				return m.FileStates(), nil
 			})).ints("model"),
-		answered("settle", "Set destinations of a load's requests whose destination was 1. What is queued on the "+
-			"stream now precedes what lands there.", ofNumbered(jobOf,
+		answered("settle", "Bind destinations for a load's requests that had destination 1. The load writes there "+
+			"after the work that is queued on the stream now.", ofNumbered(jobOf,
 			func(e *entry, _ none, n []int64) (none, error) {
 				if e.load == nil {
-					return none{}, errs.New(errs.ErrArgument, "settle: the job is no load")
+					return none{}, errs.New(errs.ErrArgument, "settle: the job is not a load")
 				}
-				return none{}, e.load.Settle(n[1:], uint64(n[0]))
+				return none{}, e.load.Bind(n[1:], uint64(n[0]))
 			})).ints("job", "stream").tail("pairs of request and address"),
 		begun[load.Options, load.PinReport]("pin",
-			"Read a model's files into memory, for later loads; fails while loads of the model run.",
+			"Read a model's files into memory for later loads. Fails while loads of the model are running.",
 			func(_ *Verb, q load.Options, n []int64) (*entry, error) {
 				m, err := modelOf(n[0])
 				if err != nil {
@@ -102,20 +101,20 @@ func modelVerbs() []*Verb {
 				j, err := m.Pin(q)
 				return &entry{job: j}, err
 			}).ints("model"),
-		answered("device", "The number of a device by torch's name for it: -1 for a GPU without one, -2 for the host.",
+		answered("device", "Return a device's number from torch's name: -1: a GPU without a number; -2: the host.",
 			func(name string, _ []int64) (int64, error) { return device.Number(name) }),
 		answered("prepare", "Start to prepare a GPU for a load, without waiting.",
 			func(device Text, n []int64) (none, error) {
 				load.Prepare(string(device), n[0] != 0)
 				return none{}, nil
 			}).ints("exchange"),
-		begun[preloadRequest, none]("preload", "Preload files: their tensors go to the loads that join.",
+		begun[preloadRequest, none]("preload", "Preload files. Their tensors go to loads that attach.",
 			func(_ *Verb, q preloadRequest, _ []int64) (*entry, error) {
 				return &entry{pre: preload.Start(q.Spec, q.Options)}, nil
 			}),
-		started("join", "Let loads of a model take what was preloaded of its files.", joinPreload).awaited().
+		started("join", "Let loads of a model take preloaded tensors of its files.", joinPreload).awaited().
 			ints("model"),
-		answered("sweep", "Drop the preloads of what was just replaced at a path or URI.",
+		answered("sweep", "Drop the preloads of a file or object that was just replaced.",
 			func(uri string, _ []int64) (preload.Answer, error) {
 				preload.Sweep(uri)
 				return preload.Answer{Notes: preload.Said()}, nil
@@ -158,14 +157,14 @@ func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Resu
 	return r, nil
 }
 
-// requestWords is how many numbers a request of a load has, in the order of the
-// fields of load.Request.
+// requestWords is the number of numbers in a load request, in the order of the fields of
+// load.Request.
 const requestWords = 6
 
 // requests unpacks what Python packed.
 func requests(n []int64) ([]load.Request, error) {
 	if len(n)%requestWords != 0 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers are no whole number of requests", len(n))
+		return nil, errs.New(errs.ErrArgument, "expected a multiple of 6 numbers, got %d", len(n))
 	}
 	reqs := make([]load.Request, len(n)/requestWords)
 	for i := range reqs {
@@ -175,10 +174,10 @@ func requests(n []int64) ([]load.Request, error) {
 	return reqs, nil
 }
 
-// partsOf unpacks what Python packed; nil for nothing.
+// partsOf unpacks what Python packed; nil if there are no numbers.
 func partsOf(n []int64) ([]load.Part, error) {
 	if len(n)%2 != 0 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers are no pairs", len(n))
+		return nil, errs.New(errs.ErrArgument, "expected pairs of numbers, got %d", len(n))
 	}
 	var parts []load.Part
 	for i := 0; i < len(n); i += 2 {
@@ -187,7 +186,7 @@ func partsOf(n []int64) ([]load.Part, error) {
 	return parts, nil
 }
 
-// A loadRequest is the options of a load; after: the job of one that it follows, 0: none.
+// A loadRequest has the options of a load. after: the job of the load that it follows; 0: none.
 type loadRequest struct {
 	load.Options
 	After int64 `json:"after"`
@@ -204,10 +203,10 @@ func startLoad(_ *Verb, q loadRequest, n []int64) (*entry, error) {
 			return nil, err
 		}
 		if q.Options.After = first.load; first.load == nil {
-			return nil, errs.New(errs.ErrArgument, "job %d is no load that another can follow", q.After)
+			return nil, errs.New(errs.ErrArgument, "job %d is not a load that another can follow", q.After)
 		}
 	}
-	var reqs []load.Request // nil: every tensor, whole
+	var reqs []load.Request // nil: every tensor, complete
 	if n[1] == 0 {
 		if reqs, err = requests(n[2:]); err != nil {
 			return nil, err
@@ -220,8 +219,8 @@ func startLoad(_ *Verb, q loadRequest, n []int64) (*entry, error) {
 	return &entry{job: l.Job(), load: l}, nil
 }
 
-// joinSlice is how long a cancelled call may still wait for a preload that opens
-// its files.
+// joinSlice is how long a cancelled call may still wait for a preload that is opening its
+// files.
 const joinSlice = 50 * time.Millisecond
 
 func joinPreload(ctx context.Context, _ *job.Job, q joinRequest, n []int64) (preload.Answer, error) {
@@ -237,15 +236,15 @@ func joinPreload(ctx context.Context, _ *job.Job, q joinRequest, n []int64) (pre
 	}
 }
 
-// PackTable puts the tensors of a model into one buffer, which C turns into
-// Python tuples in one go. All integers are little-endian:
+// PackTable puts the tensors of a model into one buffer, which C converts to Python tuples at
+// once. All integers are little-endian:
 //
 //	u64 tensors, u64 dtype names
 //	each dtype name, by code:  u64 length, bytes
 //	each tensor:               u64 name length, u64 dtype code, u64 rank,
 //	                           i64 dims[rank], i64 bytes, stored, source, alias, name bytes
 //
-// where the reader is bind/core/table.c.
+// bind/core/table.c reads it.
 func PackTable(ix *tensor.Index) []byte {
 	n := 16 + 16*(tensor.NumDTypes+1)
 	for i := range ix.Tensors {

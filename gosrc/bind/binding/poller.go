@@ -1,6 +1,6 @@
 package binding
 
-// This file starts the runtime's poller while that can still fail with an error.
+// Starts the runtime's poller early, where a failure can still be reported as an error.
 
 import (
 	"errors"
@@ -11,9 +11,9 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// startPoller makes Go's runtime start its poller, which waits for files, sockets and timers. Where the
-// process has no descriptors left for it, the runtime ends the process; so its calls are tried first.
-// Another thread may still take the last descriptors in between.
+// startPoller makes Go's runtime start its poller, which waits for files, sockets and timers. If the
+// process has no descriptors left, the runtime ends the process, so startPoller tries the same calls
+// first. Another thread may still take the last descriptors in between.
 func startPoller() error {
 	err := tryPoller()
 	if errors.Is(err, unix.EMFILE) {
@@ -26,7 +26,7 @@ func startPoller() error {
 	return nil
 }
 
-// tryPoller makes the calls that the runtime does not survive the failure of.
+// tryPoller makes the calls that would end the process if they failed in the runtime.
 func tryPoller() error {
 	poller, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {

@@ -1,6 +1,6 @@
 package binding
 
-// This file has the verbs of loads by the ranks of a group.
+// Verbs of loads by the ranks of a group.
 
 import (
 	"time"
@@ -11,22 +11,21 @@ import (
 	"github.com/overwire/overwire/gosrc/relay"
 )
 
-// relayRequest says what to load together, and of which models.
+// relayRequest says what to load together, and from which models.
 type relayRequest struct {
 	relay.Spec
-	// More are further models: the numbers of their tensors follow those of the first,
-	// one model behind the other.
+	// More has further models. The tensor numbers of each model follow those of the one before.
 	More []uint64 `json:"more"`
 }
 
-// relayVerbs are one rank's part in such a load.
+// relayVerbs run one rank's part of such a load.
 func relayVerbs() []*Verb {
 	return []*Verb{
 		begun[relayRequest, relay.Report]("relay",
-			"Load together with other ranks: this rank's share, of one model or of several as one.",
+			"Run this rank's part of a group load, of one model or of several as one.",
 			startRelay).ints("model").
-			tail("what each rank of the host needs, as requests with the rank for an address; none: each needs all"),
-		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
+			tail("the needs of each rank of the host, as requests with the rank instead of an address; none: all"),
+		answered("relay_shares", "Return the bytes of each rank's share of each piece in its buffer.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) {
 				return r.ShareSizes()
 			})).
@@ -38,20 +37,20 @@ func relayVerbs() []*Verb {
 					return none{}, err
 				}
 				return none{}, r.Aim(reqs)
-			})).ints("job").tail("requests, as those of a load"),
-		answered("relay_offer", "How the host's ranks reach the ring of a relay that exchanges by itself.",
+			})).ints("job").tail("requests as for a load"),
+		answered("relay_offer", "Return how the host's ranks reach the ring of a relay that transports by itself.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) (peers.Offer, error) { return r.Offer() })).
 			ints("job"),
-		answered("relay_join", "Connect such a relay with those of the other ranks, by their offers in order.",
+		answered("relay_join", "Connect such a relay with those of the other ranks, given their offers in order.",
 			ofNumbered(relayOf, func(r *relay.Relay, q []peers.Offer, _ []int64) (none, error) {
 				return none{}, r.Join(q)
 			})).ints("job"),
-		answered("relay_wait", "Wait up to ms for this rank's checked share of a piece (1; 0: not yet).",
+		answered("relay_wait", "Wait up to ms for this rank's checked share of a piece. 1: it is ready; 0: not yet.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (int64, error) {
 				there, err := r.AwaitOwnShare(int(n[0]), time.Duration(n[1])*time.Millisecond)
 				return truth(there), err
 			})).ints("job", "piece", "ms"),
-		answered("relay_decode", "Decode a piece after a stream's work (0: none), and free its buffer.",
+		answered("relay_decode", "Decode a piece after the work on a stream (0: none), and free its buffer.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (none, error) {
 				return none{}, r.DecodePiece(int(n[0]), uintptr(n[1]))
 			})).ints("job", "piece", "stream"),
@@ -74,7 +73,7 @@ func startRelay(_ *Verb, q relayRequest, n []int64) (*entry, error) {
 		if err != nil {
 			return nil, err
 		}
-		defer m.Close() // the relay holds it
+		defer m.Close() // the relay has its own reference
 	}
 	r, err := relay.Start(m, &q.Spec)
 	if err != nil {
@@ -89,7 +88,7 @@ func relayOf(h int64) (*relay.Relay, error) {
 		return nil, err
 	}
 	if e.relay == nil {
-		return nil, errs.New(errs.ErrArgument, "job %d is no relay", h)
+		return nil, errs.New(errs.ErrArgument, "job %d is not a relay", h)
 	}
 	return e.relay, nil
 }

@@ -1,6 +1,6 @@
 package binding
 
-// This file has the table of verbs, and how their requests are read.
+// The table of verbs, and the reading of their requests.
 
 import (
 	"context"
@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// A Kind says how Python uses a verb.
+// A Kind says how Python calls a verb.
 type Kind int
 
 const (
@@ -27,21 +27,21 @@ const (
 type Verb struct {
 	Name string
 	Kind Kind
-	Doc  string // one sentence, and what its numbers mean
+	Doc  string // one sentence, and the meaning of its numbers
 	Ints []string
-	// Tail says what the numbers after Ints mean; "": there are none.
+	// Tail explains the numbers after Ints; "": there are none.
 	Tail string
-	// Types of the JSON; nil: none. A request that is a Text is a word, not JSON. A
-	// Dumped[T] is the JSON of a T that Python keeps and sends again.
+	// Types of the JSON; nil: none. A Text request is a word, not JSON. A Dumped[T] is the JSON of
+	// a T that Python keeps and sends repeatedly.
 	Request, Result reflect.Type
 
-	// usesMemory: the verb uses the caller's memory, which must stay valid until it
-	// has ended. ends: it begins nothing, and is answered after a panic, too.
+	// usesMemory: the verb uses the caller's memory, which must stay valid until it has ended.
+	// ends: the verb begins nothing, so it is also answered after a panic.
 	usesMemory, ends bool
 
-	// What to do, with a request that q points to: call of an answered verb, start of the
-	// others. run is the job of a verb that start has no function of its own for.
-	asks  reflect.Type // of the request, none included
+	// The functions, which get a pointer to the request: call for an answered verb, start for the
+	// others. run is the job of a verb without its own start function.
+	asks  reflect.Type // type of the request, also for none
 	call  func(q any, numbers []int64) (any, error)
 	start func(v *Verb, q any, numbers []int64) (*entry, error)
 	run   func(ctx context.Context, j *job.Job, q any, numbers []int64) (any, error)
@@ -51,12 +51,12 @@ type (
 	none struct{} // no request, or no result
 	// A Text is a request of one word.
 	Text string
-	// A Dumped is a request whose text is parsed once and cached, since programs
-	// send the same text again and again.
+	// A Dumped is a request that is parsed once and cached by its text, because programs send the
+	// same text again and again.
 	Dumped[T any] struct{ Value T }
 )
 
-// dumped are requests that were parsed, by type and text.
+// dumped caches parsed requests by type and text.
 var dumped struct {
 	mu  sync.Mutex
 	all map[any]any
@@ -65,7 +65,7 @@ var dumped struct {
 const maxDumped = 64
 
 func (d *Dumped[T]) read(text string) error {
-	type key struct{ text string } // of T: another type for each
+	type key struct{ text string } // a distinct type for each T
 	dumped.mu.Lock()
 	defer dumped.mu.Unlock()
 	if v, ok := dumped.all[key{text}]; ok {
@@ -97,13 +97,13 @@ func (v *Verb) read(text string) (any, error) {
 	if r, ok := q.(reader); ok {
 		return q, r.read(text)
 	}
-	if text == "" { // nothing but defaults
+	if text == "" { // only defaults
 		return q, nil
 	}
 	return q, parse(text, q)
 }
 
-// given makes a Result of what a verb returned.
+// given converts a verb's return value to a Result.
 func given(v any) (*Result, error) {
 	switch v := v.(type) {
 	case none:
@@ -116,8 +116,8 @@ func given(v any) (*Result, error) {
 	return encode(v)
 }
 
-// row makes a verb of the types that q and r point to. The functions with parameters of type,
-// below, do little else, since they are compiled for each of some seventy verbs.
+// row makes a verb with the types that q and r point to. The generic functions below do little
+// else, because they are compiled for each of some seventy verbs.
 func row(name, doc string, kind Kind, q, r any) *Verb {
 	v := &Verb{Name: name, Kind: kind, Doc: doc, asks: reflect.TypeOf(q).Elem()}
 	if _, ok := q.(*none); !ok {
@@ -131,12 +131,12 @@ func row(name, doc string, kind Kind, q, r any) *Verb {
 
 func (v *Verb) counted(numbers []int64) error {
 	if len(numbers) < len(v.Ints) || v.Tail == "" && len(numbers) > len(v.Ints) {
-		return errs.New(errs.ErrArgument, "%s: %d numbers where %d were expected", v.Name, len(numbers), len(v.Ints))
+		return errs.New(errs.ErrArgument, "%s: expected %d numbers, got %d", v.Name, len(numbers), len(v.Ints))
 	}
 	return nil
 }
 
-// ints names the numbers of a row, and tail those that follow them.
+// ints names the numbers of a row; tail describes those after them.
 func (v *Verb) ints(names ...string) *Verb { v.Ints = names; return v }
 
 func (v *Verb) tail(doc string) *Verb { v.Tail = doc; return v }
@@ -148,7 +148,7 @@ func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) *
 	return v
 }
 
-// ofNumbered is what such a verb does with the thing that its first number names. run gets the others.
+// ofNumbered makes the function of a verb that has an object as its first number. run gets the object and the others.
 func ofNumbered[T, Q, R any](find func(number int64) (T, error),
 	run func(thing T, q Q, n []int64) (R, error)) func(q Q, n []int64) (R, error) {
 	return func(q Q, n []int64) (r R, err error) {
@@ -160,7 +160,7 @@ func ofNumbered[T, Q, R any](find func(number int64) (T, error),
 	}
 }
 
-// started makes a verb that is watched.
+// started makes a verb that the caller watches.
 func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Job, q Q, n []int64) (R, error)) *Verb {
 	v := row(name, doc, Started, (*Q)(nil), (*R)(nil))
 	v.start = (*Verb).startRun
@@ -174,10 +174,10 @@ func (v *Verb) startRun(q any, n []int64) (*entry, error) {
 	return v.background(q, func(ctx context.Context, j *job.Job) (any, error) { return v.run(ctx, j, q, n) }), nil
 }
 
-// awaited says that the caller waits: for a server, a disk, a key derivation.
+// awaited marks a verb that the caller waits for: for a server, a disk, a key derivation.
 func (v *Verb) awaited() *Verb { v.Kind = Awaited; return v }
 
-// begun makes a verb that a function of the engine starts.
+// begun makes a verb with its own start function.
 func begun[Q, R any](name, doc string, start func(v *Verb, q Q, n []int64) (*entry, error)) *Verb {
 	v := row(name, doc, Started, (*Q)(nil), (*R)(nil))
 	v.start = func(v *Verb, q any, n []int64) (*entry, error) { return start(v, *q.(*Q), n) }
@@ -194,8 +194,8 @@ func Table() []*Verb {
 		codecVerbs(), gpuVerbs(), digestVerbs())
 }
 
-// verbs are those of the table, and one by which tests see the guard of this very engine: no
-// function of Python calls it.
+// verbs has the verbs of the table, and one that panics, so that tests can see this engine's guard.
+// Python has no function for it.
 var verbs = func() map[string]*Verb {
 	all := map[string]*Verb{"panic": answered("panic", "", func(none, []int64) (none, error) { panic("asked for") })}
 	for _, v := range Table() {
@@ -204,7 +204,7 @@ var verbs = func() map[string]*Verb {
 	return all
 }()
 
-// asked is a verb of that name and kind, with a request that it can take.
+// asked finds a verb by name and kind, and reads its request.
 func asked(name, request string, numbers []int64, job bool) (v *Verb, q any, err error) {
 	switch v = verbs[name]; {
 	case v == nil:
@@ -212,7 +212,7 @@ func asked(name, request string, numbers []int64, job bool) (v *Verb, q any, err
 	case !job && v.call == nil:
 		err = errs.New(errs.ErrArgument, "the verb %q is a job", name)
 	case job && v.start == nil:
-		err = errs.New(errs.ErrArgument, "the verb %q is no job", name)
+		err = errs.New(errs.ErrArgument, "the verb %q is not a job", name)
 	default:
 		err = v.counted(numbers)
 	}

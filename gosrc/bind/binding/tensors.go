@@ -1,6 +1,6 @@
 package binding
 
-// This file has the verbs of tensorizer's files.
+// Verbs that read and write tensorizer's files.
 
 import (
 	"context"
@@ -37,7 +37,7 @@ type writeRequest struct {
 	Derive *tensorizer.Derivation `json:"derive"`
 }
 
-// written has the record and data of each tensor, and the end of the last one.
+// written has the offsets of each tensor's record and data, and the end of the last one.
 type written struct {
 	Places [][2]int64 `json:"places"`
 	End    int64      `json:"end"`
@@ -56,14 +56,14 @@ type keyRequest struct {
 
 func tensorsVerbs() []*Verb {
 	return []*Verb{
-		started("records", "The records of a .tensors file, which stays open for the verb open.",
+		started("records", "Read the records of a .tensors file, which stays open for the verb open.",
 			readRecords).awaited(),
 		started("write", "Write tensors to an open .tensors file, encrypted with a key.",
-			tensorsWrite).awaited().tail("the address of each").onCallersMemory(),
-		started("front", "The head and the index of a .tensors file, in hex digits.", tensorsFront).awaited(),
-		started("sums", "CRC32 and SHA-256 of each of several byte sequences, which begin with a prefix (hex "+
-			"digits); in hex digits.", tensorsSums).awaited().
-			tail("address and bytes of each").onCallersMemory(),
+			tensorsWrite).awaited().tail("the address of each tensor").onCallersMemory(),
+		started("front", "Return the head and the index of a .tensors file, in hex digits.", tensorsFront).awaited(),
+		started("sums", "Compute CRC32 and SHA-256 of byte sequences, which begin with a prefix (hex digits); "+
+			"in hex digits.", tensorsSums).awaited().
+			tail("the address and bytes of each sequence").onCallersMemory(),
 		started("key", "Derive a key from a password; in hex digits.", tensorsKey).awaited(),
 	}
 }
@@ -81,7 +81,7 @@ func readRecords(ctx context.Context, _ *job.Job, q recordsRequest, _ []int64) (
 	return recordsAnswer{*f.Describe(), keep(&tensorizer.Opened{Source: src, File: f})}, nil
 }
 
-// A record is a tensor of a .tensors file that is being written, and where its data are.
+// A record is a tensor of a .tensors file that is being written, with the place of its data.
 type record struct {
 	tensorizer.Item
 	Data int64 `json:"data"`
@@ -89,14 +89,14 @@ type record struct {
 
 func tensorsWrite(ctx context.Context, _ *job.Job, q writeRequest, n []int64) (written, error) {
 	if len(n) != len(q.Items) || q.FD < 0 || q.Offset < 0 {
-		return written{}, errs.New(errs.ErrArgument, "%d tensors at %d addresses, descriptor %d, offset %d",
+		return written{}, errs.New(errs.ErrArgument, "%d tensors, %d addresses, descriptor %d and offset %d do not fit",
 			len(q.Items), len(n), q.FD, q.Offset)
 	}
 	var key *tensorizer.Key
 	if q.Key != "" {
 		b, err := hex.DecodeString(q.Key)
 		if err != nil || len(b) != 32 {
-			return written{}, errs.New(errs.ErrArgument, "a key has 32 bytes")
+			return written{}, errs.New(errs.ErrArgument, "a key must have 32 bytes")
 		}
 		key = &tensorizer.Key{Bytes: (*[32]byte)(b), Derive: q.Derive}
 	}
@@ -133,7 +133,7 @@ func tensorsFront(_ context.Context, _ *job.Job, q frontRequest, _ []int64) (str
 		items[i].Pad = q.Items[i].Data - items[i].Data()
 	}
 	if q.Length < 0 || q.Length > 1<<30 {
-		return "", errs.New(errs.ErrArgument, "an index of %d bytes", q.Length)
+		return "", errs.New(errs.ErrArgument, "an index of %d bytes: expected 0 to 1 GiB", q.Length)
 	}
 	b, err := tensorizer.Front(items, q.Version, q.Length)
 	return hex.EncodeToString(b), err
@@ -141,7 +141,7 @@ func tensorsFront(_ context.Context, _ *job.Job, q frontRequest, _ []int64) (str
 
 func tensorsSums(ctx context.Context, _ *job.Job, prefixes []string, n []int64) ([][2]string, error) {
 	if len(n) != 2*len(prefixes) {
-		return nil, errs.New(errs.ErrArgument, "%d prefixes, %d numbers", len(prefixes), len(n))
+		return nil, errs.New(errs.ErrArgument, "expected 2 numbers a prefix, for %d, got %d", len(prefixes), len(n))
 	}
 	flows := make([]tensorizer.Flow, len(prefixes))
 	for i, prefix := range prefixes {

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/cli"
 	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -53,13 +53,13 @@ func tables() string {
 			floats = append(floats, d.String())
 		}
 		for e := tensor.Bool; e.Valid(); e++ {
-			if cuda.CanCast(device.Cast{From: d, To: e}) {
+			if queue.CanCast(device.Cast{From: d, To: e}) {
 				from = append(from, d.String())
 				break
 			}
 		}
 		for e := tensor.Bool; e.Valid(); e++ {
-			if cuda.CanCast(device.Cast{From: e, To: d}) {
+			if queue.CanCast(device.Cast{From: e, To: d}) {
 				to = append(to, d.String())
 				break
 			}
@@ -67,12 +67,12 @@ func tables() string {
 	}
 	fmt.Fprintf(&b, "# Bits of one element, in the order of the engine's codes.\nBITS = dict(\n    %s\n)\n\n",
 		wrapped(strings.Join(bits, " ")))
-	b.WriteString("# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.\n")
+	b.WriteString("# Dtypes that dtype= casts. Packed types and F8_E8M0 are parts of a quantisation scheme and stay.\n")
 	set(&b, "FLOATS", floats)
-	b.WriteString("# What the engine casts on a GPU, from and to.\n")
+	b.WriteString("# Dtypes that the engine casts on a GPU, from and to.\n")
 	set(&b, "CAST_FROM", from)
 	set(&b, "CAST_TO", to)
-	b.WriteString("# Variables that a store may need; * ends the beginning of some.\n")
+	b.WriteString("# Variables that a store may need; a name that ends with * is a prefix.\n")
 	set(&b, "STORES", source.EnvNames)
 	b.WriteString("# Variables that are settings, and their other names.\n")
 	var names []string
@@ -80,11 +80,11 @@ func tables() string {
 		names = append(append(names, row.Name), row.Aliases...)
 	}
 	set(&b, "SETTINGS", names)
-	b.WriteString("# Endings of weights in formats that are not read, which are copied along up to a size in bytes.\n")
+	b.WriteString("# Endings of weight files in formats that are not read. They are copied, up to a size in bytes.\n")
 	fmt.Fprintf(&b, "OTHER_WEIGHTS = tuple(\"\"\"\n    %s\n\"\"\".split())\n\nMOST_OTHER = %d\n\n",
 		wrapped(strings.Join(companions.OtherWeights, " ")), companions.MaxOther)
-	b.WriteString("# Kinds of files that are found where weights were expected: offset and what is there, or nothing,\n" +
-		"# globs for the name, or none, what such a file is, what to do with it, and whether a folder of other\n" +
+	b.WriteString("# Kinds of files that may be found instead of weights: offset and the bytes there (none: any), globs\n" +
+		"# for the name (none: any), what such a file is, what to do with it, and whether a folder of other\n" +
 		"# weights may hold it.\n")
 	fmt.Fprintf(&b, "HEAD_BYTES = %d\n\nFILE_KINDS = (\n", modelfiles.HeadBytes)
 	for _, kind := range modelfiles.ListKinds() {

@@ -1,6 +1,6 @@
 package main
 
-// This file writes the types of what inspect, verify and doctor return.
+// Writes the types of the results of inspect, verify and doctor.
 
 import (
 	"reflect"
@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// pythonNames are what users see of types whose names in Go also say their package.
+// pythonNames has the names that users see, for types whose Go names include the package.
 var pythonNames = map[string]string{
 	"VerifyInspection": "Inspection", "VerifyInspectedFile": "InspectedFile",
 	"VerifyInspectedTensor": "InspectedTensor", "StoredTotal": "Total", "VerifyReport": "Verification",
@@ -20,58 +20,57 @@ var pythonNames = map[string]string{
 	"CliPreload": "PreloadSetting", "GdsReport": "DirectStorage", "KnobRow": "Setting",
 }
 
-// fieldTypes are fields of which Go's type says less than is true; "" leaves one out.
+// fieldTypes has more precise types than Go's for some fields; "" leaves a field out.
 var fieldTypes = map[string]string{
 	"InspectedFile.format": "Format", "VerifiedFile.format": "Format",
 	"VerifiedFile.checked": `Literal["contents", "structure"]`, "Verification.ok": "Literal[True]",
 	"Inspection.totals": "dict[str, Total]", "VerifiedFile.original": "NotRequired[VerifiedOriginal]",
-	"Diagnosis.model": "", // of a command line that names one
+	"Diagnosis.model": "", // only for a command line that names one
 }
 
 // docs are the docstrings of the classes.
 var docs = map[string]string{
 	"InspectedTensor": `One tensor.
 
-bytes, stored: in memory, and in the file.
+bytes, stored: its bytes in memory, and in the file.
 ratio: stored / bytes.
-alias_of: the tensor whose bytes it shares.`,
+alias_of: the tensor with which it shares its bytes.`,
 	"InspectedFile": `One file.
 
 header: bytes before the data section.`,
 	"Total": "Sums over tensors.",
-	"Inspection": "What `inspect` returns." + `
+	"Inspection": "The result of `inspect`." + `
 
-totals: by dtype; "all" for all together.`,
+totals: by dtype; "all" is the sum.`,
 	"VerifiedOriginal": `The plain file that a compressed one was made from.
 
-file: the compressed one. sha256: of the plain one, in hex. compared: it equals the
-one that the compressed file keeps, which keeps none if False.`,
+file: the compressed file. sha256: of the plain file, in hex. compared: True if it equals
+the sum stored in the compressed file; False if none is stored there.`,
 	"VerifiedFile": `One file.
 
-checked: every byte of its contents, or its structure alone.
-original: with ` + "`verify(original=True)`" + `, of a file that keeps what it was made from.`,
-	"Verification": "What `verify` returns." + `
+checked: every byte of its contents, or only its structure.
+original: with ` + "`verify(original=True)`" + `, for a file that can restore its plain file.`,
+	"Verification": "The result of `verify`." + `
 
-note: what could not be proven.`,
+note: what could not be verified.`,
 	"Machine": "The host.",
 	"HostMemory": `Bytes of host memory.
 
-limit: of the control group, 0 for none.`,
-	"HostNode": "One NUMA node with cores, and the numbers of these.",
+limit: of the control group; 0: none.`,
+	"HostNode": "One NUMA node with cores, and the cores' numbers.",
 	"Device": `One GPU.
 
 memory: bytes.
-node: the NUMA node that it is near, -1 if the system does not tell. unplaced: on a
-    host of several, why neither slots nor readers can be put there.
-coherent: it reads the host's memory where it lies, as over the link of Grace, and so
-    do loads to it.
-kernels, unusable: what it runs, or why nothing.
-wire: GB/s of pinned copies to it, where that was measured.`,
-	"Gpu":            "NVIDIA's driver and its devices, or the reason why there is none.",
-	"PreloadSetting": "What the environment asks to preload. from: the variable that names it.",
-	"DirectStorage":  "Whether GPUDirect Storage is real here, and why (not).",
+node: its NUMA-local node; -1 if the system does not tell. unplaced: on a host with
+    several nodes, why slots and readers cannot be placed there.
+coherent: it reads host memory in place, as on Grace, and so do loads to it.
+kernels, unusable: the kernels that it runs, or why it cannot run any.
+wire: GB/s of pinned copies to it, if measured.`,
+	"Gpu":            "NVIDIA's driver and its devices, or why there is no driver.",
+	"PreloadSetting": "The preload that the environment asks for. from: the variable that names it.",
+	"DirectStorage":  "Whether GPUDirect Storage works here, and the reason.",
 	"Setting":        "One setting. from: the variable that set it.",
-	"Diagnosis": "What `doctor` returns." + `
+	"Diagnosis": "The result of `doctor`." + `
 
 engine: "ok", or what failed.`,
 }
@@ -85,7 +84,7 @@ func resultTypes() string {
 		c.class(t, false)
 	}
 	var b strings.Builder
-	b.WriteString(head + `"""What inspect, verify and doctor return, as the engine has it."""
+	b.WriteString(head + `"""The results of inspect, verify and doctor, as the engine defines them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 package main
 
-// This file writes the Python functions of the verbs, and the types of their
-// requests.
+// Writes the Python functions of the verbs, and the types of their requests.
 
 import (
 	"fmt"
@@ -14,17 +13,17 @@ import (
 	"github.com/overwire/overwire/gosrc/bind/binding"
 )
 
-// classes are the TypedDicts that the verbs need. One that is first met in a request, of
-// which every field may be left out, has no required fields.
+// classes are the TypedDicts that the verbs need. A class that is first used in a request has no
+// required fields, since a request may leave out any field.
 type classes struct {
 	texts map[string]string // by name
-	order []string          // names; what a class is made of comes before it
+	order []string          // names; a class comes after its parts
 
-	names, kinds, docs map[string]string // what differs from Go's: names, types of fields, docstrings
-	flat               bool              // embedded structs are no base classes
+	names, kinds, docs map[string]string // differences from Go: names, types of fields, docstrings
+	flat               bool              // embedded structs do not become base classes
 }
 
-// of is a type in Python's notation.
+// of returns a type in Python's notation.
 func (c *classes) of(t reflect.Type, asked bool) string {
 	switch t.Kind() {
 	case reflect.String:
@@ -69,8 +68,8 @@ func (c *classes) class(t reflect.Type, asked bool) string {
 	return name
 }
 
-// fieldsOf is the base classes and the fields of a struct, and whether one of these is
-// called as a keyword of Python.
+// fieldsOf returns the base classes and the fields of a struct, and whether a field has the name of
+// a Python keyword.
 func (c *classes) fieldsOf(name string, t reflect.Type, asked bool) (bases, fields []string, keyword bool) {
 	for i := range t.NumField() {
 		f := t.Field(i)
@@ -104,7 +103,7 @@ func (c *classes) fieldsOf(name string, t reflect.Type, asked bool) (bases, fiel
 	return bases, fields, keyword
 }
 
-// writeClass writes a TypedDict; keyword: a field is called as a keyword of Python.
+// writeClass writes a TypedDict. keyword: a field has the name of a Python keyword.
 func writeClass(name, doc string, bases, fields []string, asked, keyword bool) string {
 	var b strings.Builder
 	if keyword {
@@ -141,13 +140,13 @@ func writeClass(name, doc string, bases, fields []string, asked, keyword bool) s
 	return b.String()
 }
 
-// table is the types of all verbs, and their functions.
+// table returns the types of all verbs, and their functions.
 func table() (*classes, string) {
 	c := &classes{texts: map[string]string{}}
 	var functions strings.Builder
 	for _, v := range binding.Table() {
 		functions.WriteString(function(c, v))
-		if v.Name == "load" { // of whose report users see the stages: jobs.LastReport
+		if v.Name == "load" { // users see the stages of its report: jobs.LastReport
 			stages, _ := v.Result.FieldByName("Stages")
 			c.of(stages.Type, false)
 		}
@@ -159,8 +158,8 @@ func table() (*classes, string) {
 func types() string {
 	c, _ := table()
 	var b strings.Builder
-	b.WriteString(head + `"""Requests and results of the engine's verbs: Go's structs as JSON. What is left out of
-a request is its zero value there."""
+	b.WriteString(head + `"""Requests and results of the engine's verbs: Go structs as JSON. Fields that a request
+leaves out have their zero value."""
 
 from __future__ import annotations
 
@@ -177,12 +176,12 @@ from typing_extensions import NotRequired
 func verbs() string {
 	_, functions := table()
 	return head + `# mypy: disable-error-code="no-any-return"
-"""The engine's verbs. Numbers that a verb takes beside its request, and after those that
-have names, are int64 packed by ` + "`array`" + ` or ` + "`struct`" + `.
+"""Calls the engine's verbs. The argument numbers, which follows the request and the
+named numbers, has int64 values packed by ` + "`array`" + ` or ` + "`struct`" + `.
 
-A verb that answers does not wait. One that waits can be interrupted: after Ctrl-C it is
-cancelled, and no longer uses the caller's memory. A JobNumber names a verb that runs;
-see jobs.py.
+An answered verb does not wait. A verb that waits can be interrupted: after Ctrl-C it is
+cancelled and no longer uses the caller's memory. A JobNumber identifies a running verb; see
+jobs.py.
 """
 
 from __future__ import annotations
@@ -263,7 +262,7 @@ func function(c *classes, v *binding.Verb) string {
 		result, wrapped(doc), line)
 }
 
-// result is what a function returns, and its last line.
+// result returns a function's return type and its last line.
 func result(c *classes, v *binding.Verb, call string) (kind, line string) {
 	switch r := v.Result; {
 	case v.Kind == binding.Started:
@@ -279,7 +278,7 @@ func result(c *classes, v *binding.Verb, call string) (kind, line string) {
 	}
 }
 
-// named is a type as the module of the verbs calls it.
+// named returns a type's name in the module of the verbs.
 func (c *classes) named(kind string) string {
 	return regexp.MustCompile(`\w+`).ReplaceAllStringFunc(kind, func(word string) string {
 		if c.texts[word] != "" {

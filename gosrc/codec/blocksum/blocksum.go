@@ -48,7 +48,7 @@ func at(i int) uint64 {
 	return secret[w]>>s | secret[w+1]<<(64-s)
 }
 
-// A State is the hash of bytes whose sums come in order. Not safe for concurrent use.
+// A State is the hash of bytes; their sums come in order. Not safe for concurrent use.
 type State struct {
 	acc    [8]uint64
 	total  uint64 // bytes in all
@@ -78,7 +78,7 @@ func (s *State) Add(sums []byte) {
 	n := min(s.blocks, int64(len(sums)/Sum))
 	s.blocks -= n
 	a, b, c, d, e, f, g, h := s.acc[0], s.acc[1], s.acc[2], s.acc[3], s.acc[4], s.acc[5], s.acc[6], s.acc[7]
-	for ; n > 0; n-- { // in registers: eight chains of which each waits for its multiplication
+	for ; n > 0; n-- { // in registers: eight chains; each waits for its multiplication
 		p := (*[Sum]byte)(sums)
 		a = scramble(a+binary.LittleEndian.Uint64(p[0:]), 0)
 		b = scramble(b+binary.LittleEndian.Uint64(p[8:]), 1)

@@ -1,6 +1,6 @@
 package codectest
 
-// This file makes views of tensors for the tests of digests.
+// Makes views of tensors for the tests of digests.
 
 import (
 	"math/rand/v2"

@@ -1,6 +1,6 @@
 package delta
 
-// This file reads chunks: it checks them, and applies them.
+// Reads chunks: it checks them, and applies them.
 
 import (
 	"math/bits"

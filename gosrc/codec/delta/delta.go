@@ -155,7 +155,7 @@ func codeStarts(length *[classes]uint8) (start [classes]int, sum int) {
 	return start, sum
 }
 
-// riceParameter is the parameter k for n elements of which c changed, at least one.
+// riceParameter is the parameter k for n elements when c of them changed, at least one.
 func riceParameter(n, c int) int {
 	return bits.Len64(63 * uint64(2*n-c) / (262 * uint64(c))) // R. Rice's optimum: log2(0.48 (mean gap + 1/2)) + 1
 }
@@ -169,7 +169,7 @@ func runOf(n, c int) int {
 	return s
 }
 
-// loadElement returns element i of p, whose elements have 1 << lg bytes.
+// loadElement returns element i of p, with elements of 1 << lg bytes.
 func loadElement(p []byte, i, lg int) uint64 {
 	switch lg {
 	case 0:

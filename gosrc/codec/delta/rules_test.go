@@ -1,6 +1,6 @@
 package delta
 
-// This file writes chunks bit by bit, by the words of docs/format.md 7.2, and breaks one
+// Writes chunks bit by bit, by the words of docs/format.md 7.2, and breaks one
 // rule of each.
 
 import (

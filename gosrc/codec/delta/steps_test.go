@@ -1,6 +1,6 @@
 package delta
 
-// This file compares each step of the encoder with what docs/format.md 7.2 says of it.
+// Compares each step of the encoder with what docs/format.md 7.2 says of it.
 
 import (
 	"bytes"

@@ -1,6 +1,6 @@
 package digest
 
-// This file computes the digests of many tensors on several cores.
+// Computes the digests of many tensors on several cores.
 
 import (
 	"context"

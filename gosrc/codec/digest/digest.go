@@ -53,7 +53,7 @@ func (s Sum) String() string { return fmt.Sprintf("%016x%016x", s.High, s.Low) }
 type State struct{ A, B uint64 }
 
 // Add sums the bytes p, which begin at byte `at` of the tensor, a multiple of
-// WordBytes. Their number is one, too, unless they are the tensor's last.
+// WordBytes. Their number is also one, unless they are the tensor's last.
 func (s *State) Add(at int64, p []byte) {
 	n := len(p) / WordBytes
 	first := uint64(at) / WordBytes
@@ -72,13 +72,13 @@ func (s *State) Merge(other State) {
 	s.B += other.B
 }
 
-// Sum is the digest of a tensor of n bytes, all of which were added.
+// Sum is the digest of a tensor of n bytes, after all of them were added.
 func (s State) Sum(n int64) Sum {
 	high := mixWord(s.A + (uint64(n)+1)*sizeB)
 	return Sum{high, mixWord(s.B + high)}
 }
 
-// sumScalar sums whole words, of which the first is word i of the tensor. It is the slow
+// sumScalar sums whole words; the first is word i of the tensor. It is the slow
 // twin of the others.
 func sumScalar(s *State, i uint64, p []byte) {
 	x := (i + 1) * stepA

@@ -2,7 +2,7 @@
 
 package digest
 
-// This file sums words with AVX-512, which multiplies 64 bits.
+// Sums words with AVX-512, which multiplies 64 bits.
 
 import (
 	"simd/archsimd"

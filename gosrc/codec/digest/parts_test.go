@@ -1,6 +1,6 @@
 package digest
 
-// This file compares the ways of summing with the definition: at any word of a tensor, in
+// Compares the ways of summing with the definition: at any word of a tensor, in
 // any parts, and by many threads; and the page with the code.
 
 import (

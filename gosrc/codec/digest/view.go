@@ -1,6 +1,6 @@
 package digest
 
-// This file describes tensors in memory, contiguous or strided, and reads them in
+// Describes tensors in memory, contiguous or strided, and reads them in
 // row-major order.
 
 import (

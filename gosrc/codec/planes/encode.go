@@ -1,6 +1,6 @@
 package planes
 
-// This file encodes a chunk.
+// Encodes a chunk.
 
 import (
 	"bytes"
@@ -89,7 +89,7 @@ func (e *Encoder) mayRepeat(p []byte) bool {
 		s := p[i*(len(p)-size)/(samples-1):][:size]
 		h := countValues(s)
 		if bytes.Count(s, s[:1]) == len(s) {
-			continue // a constant says nothing of what is beside it
+			continue // a constant says nothing of its neighbours
 		}
 		t := fitTable(&h, size)
 		e.frame = appendFrame(e.frame[:0], s)
@@ -121,7 +121,7 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 	e.chooseKinds(p, &sharedTable)
 	sharedTable = e.fitSharedTable()
 	e.chooseKinds(p, &sharedTable)
-	if bytes.Count(e.kinds, []byte{kindShared}) == 1 { // a table that one block alone shares is its own
+	if bytes.Count(e.kinds, []byte{kindShared}) == 1 { // a table that only one block shares is its own
 		e.kinds[bytes.IndexByte(e.kinds, kindShared)] = kindOwn
 	}
 	out = append(out, e.kinds...)

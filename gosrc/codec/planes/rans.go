@@ -1,6 +1,6 @@
 package planes
 
-// This file codes a block: rANS over 256 values, four interleaved states of 32 bits,
+// Codes a block: rANS over 256 values, four interleaved states of 32 bits,
 // words of 16 bits, probabilities of 12.
 
 import (
@@ -14,7 +14,7 @@ const (
 	start     = 1 << 16 // the state that encoders begin with and decoders end with
 	scaleBits = 12
 	scale     = 1 << scaleBits
-	// blockHead is what a coded block has beside its words.
+	// blockHead is what a coded block has in addition to its words.
 	blockHead = 4*lanes + 2
 )
 
@@ -207,7 +207,7 @@ func logOf(x uint32) uint64 {
 // A histogram counts the values of a block, or of several.
 type histogram [256]uint32
 
-// fitTable shares the slots among the values of a histogram of n, at least two of which
+// fitTable shares the slots among the values of a histogram of n; at least two of them
 // occur. The coded size is a sum of convex functions of each share: moving single
 // slots while that helps ends near the optimum.
 func fitTable(h *histogram, n uint32) (t table) {

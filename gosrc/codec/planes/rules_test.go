@@ -1,6 +1,6 @@
 package planes
 
-// This file makes chunks by the words of docs/format.md 3.6, and breaks one rule of each.
+// Makes chunks by the words of docs/format.md 3.6, and breaks one rule of each.
 
 import (
 	"bytes"

@@ -1,6 +1,6 @@
 package planes
 
-// This file compares each step with its plain meaning, and the encoder with itself.
+// Compares each step with its plain meaning, and the encoder with itself.
 
 import (
 	"bytes"

@@ -1,6 +1,6 @@
 package planes
 
-// This file stores a plane as a Zstandard frame (RFC 8878).
+// Stores a plane as a Zstandard frame (RFC 8878).
 
 import (
 	"sync"

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The AVX2 kernel looks slots up by VPSHUFB, whose tables have 16 bytes, in
-// dwords of which only the low byte is an index. A bucket gives its divider
+// The AVX2 kernel looks slots up by VPSHUFB, with tables of 16 bytes, in
+// dwords that have the index in the low byte. A bucket gives its divider
 // and its alias, the symbol its frequency. As in the AVX-512 kernel, the unit
 // of work is one register of states, here 8 lanes, of two segments.
 
@@ -75,7 +75,7 @@ var expand256 = func() (t [256][8]uint32) {
 	return
 }()
 
-// refill256 gives the lanes below 2^16 their next words, of which there are 8
+// refill256 gives the lanes below 2^16 their next words. There are 8
 // at p, and says how many bytes they took.
 func refill256(x v8, p *[8]uint16) (v8, int) {
 	var none archsimd.Int32x8

@@ -31,7 +31,7 @@ func step512(x, above, entry0, entry1, low8, not15 v16, pick archsimd.Int8x64) (
 	return e.And(low8).Mul(x.ShiftAllRightConcat(8, none)).Add(r.Add(bias)), e
 }
 
-// refill512 gives the lanes below 2^16 their next words, of which there are
+// refill512 gives the lanes below 2^16 their next words. There are
 // 16 at p, and says how many bytes they took.
 func refill512(x, start v16, p *[16]uint16) (v16, int) {
 	need := x.Less(start)

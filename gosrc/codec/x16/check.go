@@ -1,6 +1,6 @@
 package x16
 
-// This file checks chunks before a GPU decodes them.
+// Checks chunks before a GPU decodes them.
 
 import (
 	"encoding/binary"
@@ -38,7 +38,7 @@ func Check(src []byte, c tensor.Chunk) error {
 }
 
 // Segments returns the number of segments of a chunk of c, the work items of a GPU.
-// It is at least one, whose warp copies the tail. The chunk has passed Check.
+// It is at least one: its warp copies the tail. The chunk has passed Check.
 func Segments(c tensor.Chunk) int {
 	tiles := int(c.Logical) * 8 / forms[c.Transform].bits / tileSyms
 	return max(1, (tiles+int(c.SegTiles)-1)/int(c.SegTiles))

@@ -1,6 +1,6 @@
 package x16
 
-// This file decodes a chunk, by the fastest decoder that this machine has.
+// Decodes a chunk, by the fastest decoder that this machine has.
 
 import (
 	"slices"
@@ -41,7 +41,7 @@ func Best() Level { return best }
 func Using() Level { return level }
 
 // Use sets the level that Decode and Encode use; one that is not among Levels stands
-// for Best. Call it at the start of a process: it is not safe beside Decode and Encode.
+// for Best. Call it at the start of a process: it is not safe while Decode or Encode runs.
 func Use(l Level) {
 	if !slices.Contains(levels, l) {
 		l = best
@@ -132,7 +132,7 @@ func (d *decoder) decodeSegments(run []segment) error {
 	return nil
 }
 
-// decodeOne decodes a chunk whose symbols are all the same.
+// decodeOne decodes a chunk with one symbol.
 func (d *decoder) decodeOne() {
 	v := d.palette[d.symbol]
 	vals := d.vals[0][:fillTiles*tileSyms]

@@ -1,6 +1,6 @@
 package x16
 
-// This file encodes a chunk.
+// Encodes a chunk.
 
 import (
 	"encoding/binary"
@@ -13,7 +13,7 @@ const gain = 0.99
 
 // defaultSegTiles is the longest segment that encoders make: 64 Ki symbols.
 // Half of it costs 0.13 % more bytes for 4 % more speed on the CPU. On an H200
-// it makes no difference to large launches, and 64 MiB alone still decode at
+// it makes no difference to large launches, and 64 MiB by themselves still decode at
 // 0.49 TB/s, six times the rate of the link.
 const defaultSegTiles = 256
 

@@ -121,7 +121,7 @@ var (
 	}()
 )
 
-// groupFast encodes up to four segments, of which part i has the symbols
+// groupFast encodes up to four segments; part i has the symbols
 // syms[i]; e.group[i] and e.words[i] get the results.
 func (e *Encoder) groupFast(syms [][]byte) bool {
 	if e.level != AVX512 {
@@ -158,7 +158,7 @@ func (e *Encoder) groupFast(syms [][]byte) bool {
 	return true
 }
 
-// pair512 encodes a pair of steps of a segment, whose symbols are the highest
+// pair512 encodes a pair of steps of a segment. Its symbols are the highest
 // two nibbles, and rotates those away.
 func (e *Encoder) pair512(c *fastCoder, g *coding, words []byte, nibbles *[2][16]uint32) {
 	freq, first := archsimd.LoadUint32x16(&c.freq), archsimd.LoadUint32x16(&c.first)

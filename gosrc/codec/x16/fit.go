@@ -1,10 +1,10 @@
 package x16
 
-// This file chooses the symbols of a chunk and their frequencies.
+// Chooses the symbols of a chunk and their frequencies.
 
 import "math"
 
-// escapeBits is what one escape costs beside its symbol: u16 + u8.
+// escapeBits is what one escape costs in addition to its symbol: u16 + u8.
 const escapeBits = 24
 
 // A model is how an encoder will code a chunk: which values get symbols and

@@ -1,7 +1,7 @@
 // Package x16 is codec 1, the weight codec: static rANS over 16 symbols (the
 // frequent exponents of floats and an escape, or nibbles) with 32 interleaved
 // lanes, 8-bit probabilities in an alias layout, and the other bits of each
-// element stored raw in planes beside it.
+// element stored raw in planes next to it.
 //
 // A chunk is
 //
@@ -95,7 +95,7 @@ var transforms = [tensor.NumDTypes + 1][]uint8{
 }
 
 // Integers of several bytes, seen as bytes: packed nibbles (GPTQ, AWQ), packed
-// bytes, and small numbers, whose high bytes are zero.
+// bytes, and small numbers, with high bytes of zero.
 var integers = []uint8{Nibbles, Int8, Bytes}
 
 // unitStart is the first symbol, inside its tile, of the 8 that lane l owns.

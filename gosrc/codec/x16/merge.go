@@ -1,6 +1,6 @@
 package x16
 
-// This file joins symbol values and planes into elements: the scalar reference.
+// Joins symbol values and planes into elements: the scalar reference.
 
 import "encoding/binary"
 

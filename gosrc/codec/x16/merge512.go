@@ -2,7 +2,7 @@
 
 package x16
 
-// This file joins symbol values and planes into elements, in vectors of 512 bits.
+// Joins symbol values and planes into elements, in vectors of 512 bits.
 
 import (
 	"simd/archsimd"

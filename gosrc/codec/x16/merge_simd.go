@@ -2,7 +2,7 @@
 
 package x16
 
-// This file joins symbol values and planes into elements, in vectors of 256 bits.
+// Joins symbol values and planes into elements, in vectors of 256 bits.
 
 import (
 	"simd/archsimd"
@@ -93,7 +93,7 @@ var bits8, byteOfBit = func() (b [32]uint8, at [32]int8) {
 	return
 }()
 
-// spread8 sets bit in each of 32 bytes whose bit is set in the 32 bits at p.
+// spread8 sets bit in each of 32 bytes that has its bit set in the 32 bits at p.
 func spread8(p unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x32, bit uint8) archsimd.Uint8x32 {
 	m := archsimd.BroadcastUint32x8(*at[uint32](p, i/8)).AsUint8x32().PermuteOrZeroGrouped(of)
 	return archsimd.BroadcastUint8x32(bit).Masked(m.And(each).Equal(each))

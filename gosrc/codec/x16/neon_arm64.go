@@ -2,7 +2,7 @@
 
 package x16
 
-// This file decodes by NEON, which every 64-bit Arm has. The work is done on the low
+// Decodes by NEON, which every 64-bit Arm has. The work is done on the low
 // bytes of 16 states at a time, since TBL looks 16 bytes up in tables of 16.
 
 import (
@@ -105,7 +105,7 @@ func mergeFast(_ Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte)
 	return true
 }
 
-// tileNEON decodes a tile of one segment, whose words are followed by slack bytes or
+// tileNEON decodes a tile of one segment. Its words are followed by slack bytes or
 // more, and says how many bytes of words it took.
 //
 //go:noescape

@@ -1,6 +1,6 @@
 package x16
 
-// This file is a reader and a writer of chunks that share no line with the product:
+// A reader and a writer of chunks that share no line with the product:
 // docs/format.md section 3 put into code one sentence after the other, slowly. The
 // writer makes what our encoder never does and the page allows.
 

@@ -1,6 +1,6 @@
 package x16
 
-// This file parses a chunk and drives the decoding of its segments.
+// Parses a chunk and drives the decoding of its segments.
 
 import (
 	"encoding/binary"

@@ -1,6 +1,6 @@
 package x16
 
-// This file decodes segments without vectors: the reference of the other decoders.
+// Decodes segments without vectors: the reference of the other decoders.
 
 import (
 	"bytes"

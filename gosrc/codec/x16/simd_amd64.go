@@ -2,7 +2,7 @@
 
 package x16
 
-// This file has what the AVX2 and AVX-512 decoders share.
+// What the AVX2 and AVX-512 decoders share.
 
 import (
 	"simd/archsimd"
@@ -35,7 +35,7 @@ type fastTables struct {
 	narrow tables256
 }
 
-// detectLevels gives the levels of this machine. AVX512 is asked beside VBMI2, which stays
+// detectLevels gives the levels of this machine. AVX512 is asked along with VBMI2, which stays
 // true under GODEBUG=cpu.avx512f=off, when the kernel of Go does not save ZMM registers.
 func detectLevels() []Level {
 	levels := []Level{Scalar}

@@ -1,6 +1,6 @@
 package x16
 
-// This file divides elements into symbol values and planes: the scalar reference.
+// Divides elements into symbol values and planes: the scalar reference.
 
 import "encoding/binary"
 

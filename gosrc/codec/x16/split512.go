@@ -2,7 +2,7 @@
 
 package x16
 
-// This file divides elements into symbol values and planes with AVX-512.
+// Divides elements into symbol values and planes with AVX-512.
 
 import (
 	"simd/archsimd"

@@ -1,6 +1,6 @@
 package x16
 
-// This file checks and expands the probability table of a chunk.
+// Checks and expands the probability table of a chunk.
 
 import "github.com/overwire/overwire/gosrc/errs"
 

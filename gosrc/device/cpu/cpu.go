@@ -20,11 +20,11 @@ const (
 	page = 4096
 	// Fresh memory costs eight times as much by 4 KiB pages as by huge ones, so
 	// tensors share regions that are large enough for huge pages; each returns its
-	// own pages when it is freed. Smaller tensors share small slabs, so that one
+	// own pages when it is freed. Smaller tensors share small arenas, so that one
 	// that stays alive keeps little memory.
 	regionBytes = 1 << 30
 	small       = 256 << 10
-	slabBytes   = 4 << 20
+	arenaBytes  = 4 << 20
 )
 
 // Alloc returns zeroed memory for tensors of the given sizes, each aligned to Align
@@ -38,9 +38,9 @@ func Alloc(sizes []int64) ([]device.Memory, error) {
 	return mem, nil
 }
 
-// pack sets the memory of tensors: large ones share regions, small ones slabs.
+// pack sets the memory of tensors: large ones share regions, small ones arenas.
 func pack(mem []device.Memory, sizes []int64) error {
-	big, little := packer{limit: regionBytes}, packer{limit: slabBytes}
+	big, little := packer{limit: regionBytes}, packer{limit: arenaBytes}
 	for i, n := range sizes {
 		var err error
 		switch {
@@ -97,7 +97,7 @@ func (p *packer) flush(mem []device.Memory, sizes []int64) error {
 		return nil
 	}
 	kind := int64(device.KindRegion)
-	if p.limit == slabBytes {
+	if p.limit == arenaBytes {
 		kind = device.KindMap
 	}
 	// The Block lies after the tensors, so that they begin on a huge page.

@@ -39,7 +39,7 @@ func TestAlloc(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
-	sizes := []int64{0, 1, 63, 64, 65, small - 1, small, small + 1, slabBytes, slabBytes + 1, huge, 3*huge + 5}
+	sizes := []int64{0, 1, 63, 64, 65, small - 1, small, small + 1, arenaBytes, arenaBytes + 1, huge, 3*huge + 5}
 	for range 500 {
 		sizes = append(sizes, r.Int64N(300<<10))
 	}

@@ -1,6 +1,6 @@
 package cpu
 
-// This file maps plain files into memory.
+// Mappings of plain files.
 
 import (
 	"errors"

@@ -1,6 +1,6 @@
 package cpu
 
-// This file has the host's queue, whose workers decode what they have read.
+// The host's queue: workers decode what they have read.
 
 import (
 	"context"

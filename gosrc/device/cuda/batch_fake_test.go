@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp"
 )
@@ -33,11 +34,11 @@ func TestBatchOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	late := g.room(len(stored[0]), 0)
-	if err := g.Copy(cuda.Order{Stream: first}, late, streams[0].Src, streams[0].Stored, false); err != nil {
+	if err := g.Copy(stream.Order{Stream: first}, late, streams[0].Src, streams[0].Stored, false); err != nil {
 		t.Fatal(err)
 	}
 	streams[0].Src = late
-	b, err := g.Decode(cuda.Order{Stream: second, After: []uintptr{first}}, cuda.FormatX16, streams)
+	b, err := g.Decode(stream.Order{Stream: second, After: []uintptr{first}}, stream.FormatX16, streams)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +49,7 @@ func TestBatchOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := make([]byte, len(in[0]))
-	if err := g.Copy(cuda.Order{Stream: first}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst,
+	if err := g.Copy(stream.Order{Stream: first}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst,
 		streams[0].Size, true); err != nil {
 		t.Fatal(err)
 	}
@@ -94,11 +95,13 @@ func TestBatchOfASilentDriver(t *testing.T) {
 	in := contents(rand.New(rand.NewPCG(5, 8)))[5:6]
 	spec := nvcomp.Spec{Algorithm: "X16", Chunk: 16 << 10}
 	streams := g.streams(spec, in, encoded(t, spec, in))
-	stream, err := g.NewStream()
+	on, err := g.NewStream()
 	if err != nil {
 		t.Fatal(err)
 	}
-	decode := func() (*cuda.Batch, error) { return g.Decode(cuda.Order{Stream: stream}, cuda.FormatX16, streams) }
+	decode := func() (*stream.Batch, error) {
+		return g.Decode(stream.Order{Stream: on}, stream.FormatX16, streams)
+	}
 	first, err := decode() // allocations, which wait for other work, are over
 	if err == nil {
 		_, err = first.Wait()
@@ -106,7 +109,7 @@ func TestBatchOfASilentDriver(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	idle := cudatest.OccupyStream(stream)
+	idle := cudatest.OccupyStream(on)
 	b, err := decode()
 	if err != nil {
 		t.Fatal(err)
@@ -137,11 +140,11 @@ func TestBatchOfASilentDriver(t *testing.T) {
 		t.Error(failures, err)
 	}
 	got := make([]byte, len(in[0]))
-	if err := g.Copy(cuda.Order{Stream: stream}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst,
+	if err := g.Copy(stream.Order{Stream: on}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst,
 		streams[0].Size, true); err != nil || !bytes.Equal(got, in[0]) {
 		t.Errorf("%v, or other bytes", err)
 	}
-	if err := g.FreeStream(stream); err != nil {
+	if err := g.FreeStream(on); err != nil {
 		t.Error(err)
 	}
 }
@@ -163,16 +166,16 @@ func TestBatchEveryCallFails(t *testing.T) {
 		defer mem[0].Release()
 		defer mem[1].Release()
 		src := uint64(uintptr(mem[0].Ptr))
-		if err := d.Copy(cuda.Order{Stream: 1, After: []uintptr{2}}, src,
+		if err := d.Copy(stream.Order{Stream: 1, After: []uintptr{2}}, src,
 			uint64(uintptr(unsafe.Pointer(&stored[0][0]))), mem[0].Bytes, true); err != nil {
 			return err
 		}
-		s := []cuda.Bitstream{{Src: src, Stored: mem[0].Bytes, Dst: uint64(uintptr(mem[1].Ptr)), Size: mem[1].Bytes,
+		s := []stream.Bitstream{{Src: src, Stored: mem[0].Bytes, Dst: uint64(uintptr(mem[1].Ptr)), Size: mem[1].Bytes,
 			Chunk: 4096}}
-		if _, err := d.Peek(cuda.Order{}, 0, cuda.FormatX16, s); err != nil {
+		if _, err := d.Peek(stream.Order{}, 0, stream.FormatX16, s); err != nil {
 			return err
 		}
-		b, err := d.Decode(cuda.Order{After: []uintptr{1}}, cuda.FormatX16, s)
+		b, err := d.Decode(stream.Order{After: []uintptr{1}}, stream.FormatX16, s)
 		if err != nil {
 			return err
 		}
@@ -183,7 +186,7 @@ func TestBatchEveryCallFails(t *testing.T) {
 		}
 		got := make([]byte, len(in[0]))
 		if err == nil {
-			err = d.Copy(cuda.Order{}, uint64(uintptr(unsafe.Pointer(&got[0]))), s[0].Dst, s[0].Size, true)
+			err = d.Copy(stream.Order{}, uint64(uintptr(unsafe.Pointer(&got[0]))), s[0].Dst, s[0].Size, true)
 		}
 		if err == nil && !bytes.Equal(got, in[0]) {
 			t.Error("other bytes")

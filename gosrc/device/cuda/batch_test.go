@@ -11,6 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/nvcomp"
@@ -96,7 +97,7 @@ func (g *gpu) room(n, off int) uint64 {
 func (g *gpu) put(b []byte, off int) uint64 {
 	at := g.room(len(b), off)
 	if len(b) > 0 {
-		if err := g.Copy(cuda.Order{}, at, uint64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b)), true); err != nil {
+		if err := g.Copy(stream.Order{}, at, uint64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b)), true); err != nil {
 			g.t.Fatal(err)
 		}
 	}
@@ -106,7 +107,7 @@ func (g *gpu) put(b []byte, off int) uint64 {
 func (g *gpu) get(at uint64, n int64) []byte {
 	b := make([]byte, n)
 	if n > 0 {
-		if err := g.Copy(cuda.Order{}, uint64(uintptr(unsafe.Pointer(&b[0]))), at, n, true); err != nil {
+		if err := g.Copy(stream.Order{}, uint64(uintptr(unsafe.Pointer(&b[0]))), at, n, true); err != nil {
 			g.t.Fatal(err)
 		}
 	}
@@ -114,14 +115,14 @@ func (g *gpu) get(at uint64, n int64) []byte {
 }
 
 // streams puts encoded contents on the device, each beside room for its content.
-func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []cuda.Bitstream {
-	var all []cuda.Bitstream
+func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []stream.Bitstream {
+	var all []stream.Bitstream
 	off := 0
 	if spec.Kind == nvcomp.Raw {
 		off = 8 // so that what is behind the head lies on a multiple of 16
 	}
 	for i := range in {
-		s := cuda.Bitstream{Kind: cuda.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])),
+		s := stream.Bitstream{Kind: stream.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])),
 			Chunk: spec.Chunk}
 		if spec.Kind != nvcomp.Native {
 			s.Chunk = max(1, s.Size)
@@ -144,17 +145,17 @@ func TestBatchX16(t *testing.T) {
 		spec.Algorithm = "X16"
 		stored := encoded(t, spec, in)
 		streams := g.streams(spec, in, stored)
-		peeked, err := g.Peek(cuda.Order{}, cuda.Kind(spec.Kind), cuda.FormatX16, streams)
+		peeked, err := g.Peek(stream.Order{}, stream.Kind(spec.Kind), stream.FormatX16, streams)
 		if err != nil {
 			t.Fatal(err)
 		}
 		for i, p := range peeked {
-			if p.Err != nil || p.Size != streams[i].Size || p.Format != cuda.FormatX16 ||
+			if p.Err != nil || p.Size != streams[i].Size || p.Format != stream.FormatX16 ||
 				p.Size > 0 && p.Chunk != spec.Chunk && spec.Kind == nvcomp.Native {
 				t.Errorf("%+v: stream %d: %+v", spec, i, p)
 			}
 		}
-		b, err := g.Decode(cuda.Order{}, cuda.FormatX16, streams)
+		b, err := g.Decode(stream.Order{}, stream.FormatX16, streams)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -185,7 +186,7 @@ func TestBatchItems(t *testing.T) {
 			bad := streams[5]
 			bad.Dst, bad.Src = g.room(int(bad.Size), 0), g.put(stored[5], 8)
 			bad.Stored -= 9
-			b, err := g.Decode(cuda.Order{}, format, append(streams, bad))
+			b, err := g.Decode(stream.Order{}, format, append(streams, bad))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -216,22 +217,22 @@ func TestBatchEncode(t *testing.T) {
 	} {
 		spec.Algorithm, spec.DType = "X16", "BF16"
 		want := encoded(t, spec, in)
-		var streams []cuda.Bitstream
+		var streams []stream.Bitstream
 		for i := range in {
 			room := len(want[i]) + 40
 			chunk := spec.Chunk
 			if spec.Kind != nvcomp.Native {
 				chunk = max(1, int64(len(in[i])))
 			}
-			streams = append(streams, cuda.Bitstream{
+			streams = append(streams, stream.Bitstream{
 				Src: g.put(in[i], 0), Size: int64(len(in[i])), Dst: g.room(room, 0), Stored: int64(room), Chunk: chunk,
-				Kind: cuda.Kind(spec.Kind), Arg: 1,
+				Kind: stream.Kind(spec.Kind), Arg: 1,
 			})
 		}
 		tight := streams[5]
 		tight.Stored, tight.Dst = int64(len(want[5]))-1, g.room(len(want[5])-1, 0)
 		streams = append(streams, tight)
-		b, err := g.Encode(cuda.Order{}, streams, g.room(int(cuda.EncodeScratchSize(streams)), 0))
+		b, err := g.Encode(stream.Order{}, streams, g.room(int(stream.EncodeScratchSize(streams)), 0))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -288,7 +289,7 @@ func TestBatchHostile(t *testing.T) {
 		streams = append(streams, streams[0]) // of another length and chunk than is said
 		last := &streams[len(streams)-1]
 		last.Size, last.Dst = 100, g.room(100, 0)
-		b, err := g.Decode(cuda.Order{}, cuda.FormatX16, streams)
+		b, err := g.Decode(stream.Order{}, stream.FormatX16, streams)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -323,14 +324,14 @@ func TestBatchMisplaced(t *testing.T) {
 	stored := encoded(t, spec, in)
 	streams := g.streams(spec, in, stored)
 	streams[0].Src = g.put(stored[0], 4)
-	b, err := g.Decode(cuda.Order{}, cuda.FormatX16, streams)
+	b, err := g.Decode(stream.Order{}, stream.FormatX16, streams)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if failures, err := b.Wait(); err != nil || !errors.Is(failures[0], errs.ErrNotSupported) {
 		t.Error(failures, err)
 	}
-	if _, err := g.Decode(cuda.Order{}, 99, streams); !errors.Is(err, errs.ErrNotSupported) {
+	if _, err := g.Decode(stream.Order{}, 99, streams); !errors.Is(err, errs.ErrNotSupported) {
 		t.Errorf("no such decoder: %v", err)
 	}
 }
@@ -357,13 +358,13 @@ func TestBatchMany(t *testing.T) {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			var all []*cuda.Batch
+			var all []*stream.Batch
 			for i := range 50 {
 				streams := good
 				if i%7 == 0 {
 					streams = hurt
 				}
-				b, err := g.Decode(cuda.Order{Stream: q, After: []uintptr{1}}, cuda.FormatX16, streams)
+				b, err := g.Decode(stream.Order{Stream: q, After: []uintptr{1}}, stream.FormatX16, streams)
 				if err != nil {
 					t.Error(err)
 					return
@@ -392,7 +393,7 @@ func TestBatchLarge(t *testing.T) {
 	for range 6 {
 		stored := encoded(t, spec, [][]byte{content})
 		streams := g.streams(spec, [][]byte{content}, stored)
-		b, err := g.Decode(cuda.Order{}, cuda.FormatX16, streams)
+		b, err := g.Decode(stream.Order{}, stream.FormatX16, streams)
 		if err != nil {
 			t.Fatal(err)
 		}

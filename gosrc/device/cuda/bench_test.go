@@ -20,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 )
 
 var (
@@ -62,8 +63,8 @@ func full(r *rand.Rand, n int) *piece {
 
 // flood submits a piece until total logical bytes went to memory of dst, by that
 // number of workers; before is what a worker does with its slot first.
-func flood(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, workers int,
-	before func(i int64, s *Slot)) (int64, time.Duration) {
+func flood(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory, total int64, workers int,
+	before func(i int64, s *queue.Slot)) (int64, time.Duration) {
 	each := int64(0)
 	for i := range p.jobs {
 		each += int64(p.jobs[i].Chunk.Logical)
@@ -85,7 +86,7 @@ func flood(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, wor
 					return
 				}
 				if before != nil {
-					before(i, s.(*Slot))
+					before(i, s.(*queue.Slot))
 				}
 				jobs := slices.Clone(p.jobs)
 				at := i % room * each
@@ -112,7 +113,7 @@ func flood(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, wor
 	// The last bytes that landed, before the figure is believed.
 	n := min(room, pieces)
 	got := make([]byte, n*each)
-	if err := l.dev.Read(got, device.Memory{Ptr: dst.Ptr, Bytes: n * each}); err != nil {
+	if err := d.Read(got, device.Memory{Ptr: dst.Ptr, Bytes: n * each}); err != nil {
 		t.Fatal(err)
 	}
 	for at := int64(0); at < n*each; {
@@ -127,9 +128,9 @@ func flood(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, wor
 }
 
 // fill puts a piece into every slot of a queue.
-func fill(t *testing.T, l *Queue, p *piece) {
+func fill(t *testing.T, l *queue.Queue, p *piece) {
 	var all []device.Slot
-	for range l.slots {
+	for range l.CountFree() {
 		s, err := l.Get(t.Context())
 		if err != nil {
 			t.Fatal(err)
@@ -156,7 +157,7 @@ func TestBench(t *testing.T) {
 	t.Logf("%+v, %d cores, opened in %v", info, runtime.GOMAXPROCS(0), opened)
 	for i := range 3 {
 		start := time.Now()
-		l, err := d.Queue(DefaultSlots, DefaultSlotBytes)
+		l, err := d.Queue(queue.DefaultSlots, queue.DefaultSlotBytes)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -181,7 +182,7 @@ func TestBench(t *testing.T) {
 	for _, g := range []struct {
 		slots int
 		bytes int64
-	}{{DefaultSlots, DefaultSlotBytes}, {26, 4 << 20}} {
+	}{{queue.DefaultSlots, queue.DefaultSlotBytes}, {26, 4 << 20}} {
 		l, err := d.Queue(g.slots, g.bytes)
 		if err != nil {
 			t.Fatal(err)
@@ -200,28 +201,29 @@ func TestBench(t *testing.T) {
 		fill(t, l, p)
 		for _, w := range []int{1, 2} {
 			repeat(t, fmt.Sprintf("%scoded, ratio %.3f, no reading, %d workers", name, ratio, w), func() (int64, time.Duration) {
-				return flood(t, l, p, mem[0], total, w, nil)
+				return flood(t, d, l, p, mem[0], total, w, nil)
 			})
 		}
 		var rawp, smalls piece
 		rawp.raw(weights(r, x16.BF16, int(g.bytes)))
 		fill(t, l, &rawp)
-		repeat(t, name+"raw, no reading, 1 worker", func() (int64, time.Duration) { return flood(t, l, &rawp, mem[0], total, 1, nil) })
+		repeat(t, name+"raw, no reading, 1 worker", func() (int64, time.Duration) { return flood(t, d, l, &rawp, mem[0], total, 1, nil) })
 		for len(smalls.bytes)+20_000 < int(g.bytes) {
 			smalls.raw(rawp.bytes[len(smalls.bytes) : len(smalls.bytes)+1_000+2*r.IntN(9_000)])
 		}
 		fill(t, l, &smalls)
 		repeat(t, fmt.Sprintf("%s%d small raw a piece, 2 workers", name, len(smalls.jobs)), func() (int64, time.Duration) {
-			return flood(t, l, &smalls, mem[0], total/4, 2, nil)
+			return flood(t, d, l, &smalls, mem[0], total/4, 2, nil)
 		})
-		benchRead(t, l, p, mem[0], total, name, min(4, cores), min(8, cores), min(12, cores), cores)
+		benchRead(t, d, l, p, mem[0], total, name, min(4, cores), min(8, cores), min(12, cores), cores)
 		l.Close()
 	}
 }
 
 // benchRead adds what a loader does: pieces come out of the page cache, and
 // their checksums are compared.
-func benchRead(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, name string, workers ...int) {
+func benchRead(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory, total int64, name string,
+	workers ...int) {
 	const copies = 64
 	f, err := os.Create(filepath.Join(*benchDir, "overwire-cuda-bench"))
 	if err != nil {
@@ -240,13 +242,13 @@ func benchRead(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64,
 		for _, w := range workers {
 			what := fmt.Sprintf("%sread from cache, check %v, %d workers", name, check, w)
 			repeat(t, what, func() (int64, time.Duration) {
-				return flood(t, l, p, dst, total, w, func(i int64, s *Slot) {
-					if _, err := f.ReadAt(s.Bytes[:n], i%copies*n); err != nil {
+				return flood(t, d, l, p, dst, total, w, func(i int64, s *queue.Slot) {
+					if _, err := f.ReadAt(s.Memory()[:n], i%copies*n); err != nil {
 						t.Error(err)
 					}
 					for k := range p.jobs {
 						j := &p.jobs[k]
-						if check && codec.Sum(s.Bytes[j.Src:j.Src+j.Chunk.Stored]) != j.Chunk.Sum {
+						if check && codec.Sum(s.Memory()[j.Src:j.Src+j.Chunk.Stored]) != j.Chunk.Sum {
 							t.Error("checksum")
 						}
 					}
@@ -288,7 +290,7 @@ func benchAlloc(t *testing.T, d *Device, total int64) {
 				m.Release()
 			}
 			start = time.Now()
-			if err := d.reapBlocks(true); err != nil {
+			if err := d.Reap(true); err != nil {
 				t.Fatal(err)
 			}
 			t.Logf("%s, %.2f GB: allocated in %v, %.1f MB more than they hold; freed in %v", name, float64(sum)/1e9, took,

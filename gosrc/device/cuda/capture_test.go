@@ -12,6 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -21,15 +23,7 @@ import (
 
 // alone keeps the reaper out, so that a test takes its steps.
 func (d *Device) alone(t *testing.T) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.reaping = true
-	t.Cleanup(func() { // runs before the device is closed
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		d.reaping = false
-		d.startReaper()
-	})
+	t.Cleanup(memory.FakeWithoutReaper(d.Memory)) // runs before the device is closed
 }
 
 // dict is the memory of many small tensors, as a load makes it.
@@ -48,9 +42,8 @@ func dict(t *testing.T, d *Device) (drop func()) {
 
 // held counts allocations but those that are kept for the next load.
 func held(d *Device) int64 {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return cudatest.ReadState().Blocks - int64(len(d.kept))
+	_, kept, _ := memory.CountBlocks(d.Memory)
+	return cudatest.ReadState().Blocks - int64(kept)
 }
 
 func eventually(t *testing.T, what string, ok func() bool) {
@@ -90,16 +83,16 @@ func captureLivesOn(t *testing.T, blocking bool) {
 			l.Close()
 			other.Close()
 		}
-		mine, err := newHugePages(4096, nil)
+		mine, err := memory.NewPages(4096, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		b := unsafe.Slice((*byte)(mine.p), 4096)
+		b := unsafe.Slice((*byte)(mine.P), 4096)
 		if err := d.Register(b); err != nil {
 			t.Error(err)
 		}
 		gone := make(chan struct{})
-		d.Unregister(b, func() { mine.free(); close(gone) })
+		d.Unregister(b, func() { mine.Free(); close(gone) })
 		<-gone
 		dict(t, d)()
 		if _, _, err := d.MemoryInfo(); err != nil {
@@ -135,12 +128,12 @@ func captureLivesOn(t *testing.T, blocking bool) {
 // harmed, and the error says what to do.
 func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	d, l := open(t, 2, 64<<10)
-	stream, err := d.NewStream()
+	on, err := d.NewStream()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() {
-		if err := d.FreeStream(stream); err != nil {
+		if err := d.FreeStream(on); err != nil {
 			t.Error(err)
 		}
 	}()
@@ -149,32 +142,33 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	dst, src := uint64(uintptr(mem[0].Ptr)), uint64(uintptr(mem[1].Ptr))
-	streams := []Bitstream{{Src: src, Stored: 4096, Dst: dst, Size: 4096, Chunk: 4096}}
-	on := Order{Stream: stream}
+	streams := []stream.Bitstream{{Src: src, Stored: 4096, Dst: dst, Size: 4096, Chunk: 4096}}
+	order := stream.Order{Stream: on}
 	all := map[string]func() error{
-		"FollowStream": func() error { return l.FollowStream(stream) },
-		"Waits":        func() error { return l.slots[0].EndEvent().MakeStreamWait(stream) },
-		"Copy":         func() error { return d.Copy(on, dst, src, 4096, false) },
-		"Copy, waits":  func() error { return d.Copy(on, dst, src, 4096, true) },
-		"Copy after":   func() error { return d.Copy(Order{Stream: 1, After: []uintptr{stream}}, dst, src, 4096, false) },
-		"It waits":     func() error { return d.MakeStreamWait(stream, 1) },
-		"Other waits":  func() error { return d.MakeStreamWait(1, stream) },
-		"SyncStream":   func() error { return d.SyncStream(stream) },
-		"FreeStream":   func() error { return d.FreeStream(stream) },
-		"Decode":       func() error { _, err := d.Decode(on, FormatX16, streams); return err },
+		"FollowStream": func() error { return l.FollowStream(on) },
+		"Waits":        func() error { return endOf(l).MakeStreamWait(on) },
+		"Copy":         func() error { return d.Copy(order, dst, src, 4096, false) },
+		"Copy, waits":  func() error { return d.Copy(order, dst, src, 4096, true) },
+		"Copy after":   func() error { return d.Copy(stream.Order{Stream: 1, After: []uintptr{on}}, dst, src, 4096, false) },
+		"It waits":     func() error { return d.MakeStreamWait(on, 1) },
+		"Other waits":  func() error { return d.MakeStreamWait(1, on) },
+		"SyncStream":   func() error { return d.SyncStream(on) },
+		"FreeStream":   func() error { return d.FreeStream(on) },
+		"Decode":       func() error { _, err := d.Decode(order, stream.FormatX16, streams); return err },
 		"Decode after": func() error {
-			_, err := d.Decode(Order{Stream: 1, After: []uintptr{stream}}, FormatX16, streams)
+			_, err := d.Decode(stream.Order{Stream: 1, After: []uintptr{on}}, stream.FormatX16, streams)
 			return err
 		},
-		"Peek":   func() error { _, err := d.Peek(on, 0, FormatX16, streams); return err },
-		"Encode": func() error { _, err := d.Encode(on, streams, dst); return err },
-		"Digest": func() error { _, err := d.Digest(on, []digest.View{digest.Contiguous(src, 4096)}); return err },
+		"Peek":   func() error { _, err := d.Peek(order, 0, stream.FormatX16, streams); return err },
+		"Encode": func() error { _, err := d.Encode(order, streams, dst); return err },
+		"Digest": func() error { _, err := d.Digest(order, []digest.View{digest.Contiguous(src, 4096)}); return err },
 		"Digest after": func() error {
-			_, err := d.Digest(Order{Stream: 1, After: []uintptr{stream}}, []digest.View{digest.Contiguous(src, 4096)})
+			_, err := d.Digest(stream.Order{Stream: 1, After: []uintptr{on}},
+				[]digest.View{digest.Contiguous(src, 4096)})
 			return err
 		},
 	}
-	end := cudatest.CaptureStream(stream, false)
+	end := cudatest.CaptureStream(on, false)
 	for name, call := range all {
 		if err := call(); !errors.Is(err, errs.ErrNotSupported) {
 			t.Errorf("%s: %v", name, err)
@@ -225,15 +219,15 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	for i := range 3 {
 		load(2+i, 64<<10<<i)
 	}
-	mine, err := newHugePages(4096, nil)
+	mine, err := memory.NewPages(4096, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := unsafe.Slice((*byte)(mine.p), 4096)
+	b := unsafe.Slice((*byte)(mine.P), 4096)
 	if err := d.Register(b); err != nil {
 		t.Fatal(err)
 	}
-	d.Unregister(b, mine.free)
+	d.Unregister(b, mine.Free)
 	if n := cudatest.CountWaits(); n != 0 {
 		t.Errorf("%d calls waited for work of others", n)
 	}
@@ -263,7 +257,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, 7, stream) // queued behind the other: uses the memory
 		mem[0].Release()
 		for range 5 {
-			if err := d.reapBlocks(false); err != nil {
+			if err := d.Reap(false); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -272,7 +266,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		}
 		idle()
 		eventually(t, "not freed when its users were done", func() bool {
-			if err := d.reapBlocks(false); err != nil {
+			if err := d.Reap(false); err != nil {
 				t.Fatal(err)
 			}
 			return held(d) == 0
@@ -282,7 +276,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 	dict(t, d)()
 	end := cudatest.CaptureStream(side, false)
 	for range 3 {
-		if err := d.reapBlocks(true); err != nil { // which does not wait for the capture's end
+		if err := d.Reap(true); err != nil { // which does not wait for the capture's end
 			t.Fatal(err)
 		}
 	}
@@ -290,15 +284,13 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		t.Error("freed while its user was captured")
 	}
 	end()
-	if err := d.reapAndFreeKept(); err != nil || cudatest.ReadState().Blocks != 0 {
+	if err := d.FreeUnused(); err != nil || cudatest.ReadState().Blocks != 0 {
 		t.Errorf("after the capture: %v, %+v", err, cudatest.ReadState())
 	}
 	if err := d.FreeStream(side); err != nil {
 		t.Error(err)
 	}
-	d.mu.Lock()
-	d.users = nil // this stream does not live as long as the process
-	d.mu.Unlock()
+	memory.FakeForgetStreams(d.Memory) // this stream does not live as long as the process
 }
 
 // What the driver refuses to free is kept, with its header, and freed once when it
@@ -310,24 +302,21 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	for nth := int64(1); nth < 60; nth++ {
 		dict(t, d)()
 		cudatest.FailCall(nth, 900, false)
-		err := d.reapAndFreeKept()
+		err := d.FreeUnused()
 		reached := cudatest.ReadState()
 		cudatest.FailCall(0, 0, false)
 		if err == nil && reached.Blocks != 0 {
 			t.Fatalf("call %d refused: %+v without an error", nth, reached)
 		}
-		if err := d.reapAndFreeKept(); err != nil {
+		if err := d.FreeUnused(); err != nil {
 			t.Fatalf("call %d was refused: then %v", nth, err)
 		}
-		d.freeDeferred()
+		d.FreeDeferred()
 		if s := cudatest.ReadState(); s.Blocks != 0 || s.Broken > 0 || s.Relaxed != 0 {
 			t.Fatalf("call %d was refused: %+v", nth, s)
 		}
 	}
-	d.mu.Lock()
-	live := d.live
-	d.mu.Unlock()
-	if live != 0 {
+	if live := d.CountLive(); live != 0 {
 		t.Errorf("%d blocks are said to live", live)
 	}
 	// A queue, with scratch and marks, and what stands in for it while it fails.
@@ -340,7 +329,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		cudatest.FailCall(nth, 900, false)
 		_ = d.Trim() // an error or not: it is the reaper's then
 		cudatest.FailCall(0, 0, false)
-		d.freeDeferred()
+		d.FreeDeferred()
 		if s := cudatest.ReadState(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
 			t.Fatalf("a queue, call %d: %+v", nth, s)
 		}
@@ -378,7 +367,7 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	}
 	l.Close()
 	dict(t, d)()
-	if err := d.reapBlocks(true); err != nil { // and is kept
+	if err := d.Reap(true); err != nil { // and is kept
 		t.Fatal(err)
 	}
 	drop := dict(t, d)
@@ -388,9 +377,7 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	if err := d.Trim(); !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("%v", err)
 	}
-	d.mu.Lock()
-	live, deferred, kept := d.live, len(d.deferred), len(d.kept)
-	d.mu.Unlock()
+	live, kept, deferred := memory.CountBlocks(d.Memory)
 	cudatest.FailCall(0, 0, false)
 	if s := cudatest.ReadState(); live+deferred+kept != 0 || s.Blocks+s.Pins != 0 || s.Broken > 0 {
 		t.Errorf("%d blocks, %d deferred, %d kept: %+v", live, deferred, kept, s)
@@ -405,7 +392,7 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	big := []int64{100 << 20, 60 << 20}
 	for range 3 {
 		dict(t, d)()
-		if err := d.reapBlocks(true); err != nil {
+		if err := d.Reap(true); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -425,18 +412,16 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	for _, m := range mem {
 		m.Release()
 	}
-	if err := d.reapBlocks(true); err != nil {
+	if err := d.Reap(true); err != nil {
 		t.Fatal(err)
 	}
-	d.mu.Lock()
-	young := len(d.kept)
-	d.mu.Unlock()
+	_, young, _ := memory.CountBlocks(d.Memory)
 	if held(d) != 0 || young == 0 {
 		t.Error("what was dropped just now is not kept for the next load")
 	}
 	eventually(t, "too much is kept for too long", func() bool {
-		d.freeOldSurplus()
-		return cudatest.ReadState().Bytes <= keepBytes
+		memory.FakeFreeSurplus(d.Memory)
+		return cudatest.ReadState().Bytes <= memory.KeepBytes
 	})
 	mem, err = d.Alloc([]int64{250 << 20}) // all that there is, nearly
 	if err != nil {

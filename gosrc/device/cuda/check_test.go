@@ -9,9 +9,12 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // sum gives each task the checksum of its stored bytes.
 func (p *piece) sum() {
@@ -39,7 +42,7 @@ func TestChecksums(t *testing.T) {
 		},
 		"raw, copied one by one": func(p *piece) {
 			p.bytes = make([]byte, r.IntN(8))
-			p.raw(weights(r, x16.Bytes, smallRaw+r.IntN(100)))
+			p.raw(weights(r, x16.Bytes, queue.SmallRaw+r.IntN(100)))
 			p.raw(weights(r, x16.Bytes, 12_345))
 		},
 		"coded": func(p *piece) {
@@ -74,7 +77,7 @@ func TestChecksums(t *testing.T) {
 					copy(s.Memory(), p.bytes)
 					s.CheckOnSubmit()
 					if loose {
-						s.(*Slot).AllowGapWrites()
+						s.(*queue.Slot).AllowGapWrites()
 					}
 				})
 				for i, err := range failures {
@@ -159,8 +162,8 @@ func TestSumOnly(t *testing.T) {
 				for i := range tasks {
 					tasks[i].Dst = mem[0].Ptr // where nothing is written
 				}
-				s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), int64(len(p.bytes)))
-				s.(*Slot).SumOnly()
+				s.(*queue.Slot).ViewDevice(uintptr(mem[0].Ptr), int64(len(p.bytes)))
+				s.(*queue.Slot).SumOnly()
 			}
 			err = q.Submit(s, int64(len(p.bytes)), tasks, func(i int, err error) { failures[i] = err })
 			if err := errors.Join(err, q.Drain(t.Context())); err != nil {

@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -100,11 +101,11 @@ func TestCoherentView(t *testing.T) {
 				coherent(t)
 			}
 			d, l := open(t, 2, 1<<20)
-			m, err := newHugePages(huge, nil)
+			m, err := memory.NewPages(memory.HugePage, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
-			memory := unsafe.Slice((*byte)(m.p), m.n)
+			memory := unsafe.Slice((*byte)(m.P), m.N)
 			if err := d.Register(memory); err != nil {
 				t.Fatal(err)
 			}
@@ -131,7 +132,7 @@ func TestCoherentView(t *testing.T) {
 			gone := make(chan struct{})
 			d.Unregister(memory, func() { close(gone) })
 			<-gone
-			m.free()
+			m.Free()
 		})
 	}
 }

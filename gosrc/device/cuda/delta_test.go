@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/codec/delta"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -46,15 +47,13 @@ func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 // The GPU's deltas are the CPU's, byte for byte; applied on the GPU they make the one of
 // the other, there and back, and change nothing beside them.
 func TestDelta(t *testing.T) {
-	t.Run("one batch", testDelta)
-	most := deltaBatchBytes
-	t.Cleanup(func() { deltaBatchBytes = most })
-	deltaBatchBytes = 16 << 10
-	t.Run("many batches", testDelta)
+	t.Run("one batch", func(t *testing.T) { testDelta(t, 0) })
+	t.Run("many batches", func(t *testing.T) { testDelta(t, 16<<10) })
 }
 
-func testDelta(t *testing.T) {
+func testDelta(t *testing.T, batch int) {
 	d, l := open(t, 2, 1<<20)
+	d.Deltas.Batch = batch
 	r := random(t)
 	base := make([]byte, 4<<20)
 	for i := range base {
@@ -62,12 +61,13 @@ func testDelta(t *testing.T) {
 	}
 	now, cases := deltaCases(r, base)
 	a, b := upload(t, d, l, now), upload(t, d, l, base)
-	chunks := make([]DeltaChunk, len(cases))
+	chunks := make([]stream.DeltaChunk, len(cases))
 	for i, c := range cases {
-		chunks[i] = DeltaChunk{Now: uint64(uintptr(a.Ptr)) + uint64(c.at), Base: uint64(uintptr(b.Ptr)) + uint64(c.at),
+		chunks[i] = stream.DeltaChunk{Now: uint64(uintptr(a.Ptr)) + uint64(c.at),
+			Base:  uint64(uintptr(b.Ptr)) + uint64(c.at),
 			Bytes: c.bytes, Width: c.width}
 	}
-	if err := d.EncodeDelta(t.Context(), Order{Stream: 1}, chunks, func(int64) {}); err != nil {
+	if err := d.EncodeDelta(t.Context(), stream.Order{Stream: 1}, chunks, func(int64) {}); err != nil {
 		t.Fatal(err)
 	}
 	for i, c := range cases {
@@ -85,7 +85,7 @@ func testDelta(t *testing.T) {
 		if err := d.ReserveApply(chunks); err != nil {
 			t.Fatal(err)
 		}
-		if err := d.ApplyDelta(Order{Stream: 1}, chunks); err != nil {
+		if err := d.ApplyDelta(stream.Order{Stream: 1}, chunks); err != nil {
 			t.Fatal(err)
 		}
 		if err := d.Read(got, b); err != nil {
@@ -103,7 +103,7 @@ func TestHostileDelta(t *testing.T) {
 	r := random(t)
 	const n, guard = 8192, 4096
 	mem := upload(t, d, l, make([]byte, n+2*guard))
-	var chunks []DeltaChunk
+	var chunks []stream.DeltaChunk
 	for range 200 {
 		width := 1 << r.IntN(4)
 		base := make([]byte, n)
@@ -121,9 +121,10 @@ func TestHostileDelta(t *testing.T) {
 		if p[0] == 1 && len(p) != delta.Room(n) {
 			continue // the host refuses another length
 		}
-		chunks = append(chunks, DeltaChunk{Now: uint64(uintptr(mem.Ptr)) + guard, Bytes: n, Width: width, Stored: p})
+		chunks = append(chunks, stream.DeltaChunk{Now: uint64(uintptr(mem.Ptr)) + guard, Bytes: n, Width: width,
+			Stored: p})
 	}
-	if err := d.ApplyDelta(Order{Stream: 1}, chunks); err != nil {
+	if err := d.ApplyDelta(stream.Order{Stream: 1}, chunks); err != nil {
 		t.Fatal(err)
 	}
 	got := make([]byte, n+2*guard)
@@ -133,10 +134,10 @@ func TestHostileDelta(t *testing.T) {
 	if len(bytes.Trim(got[:guard], "\x00")) != 0 || len(bytes.Trim(got[n+guard:], "\x00")) != 0 {
 		t.Error("bytes beside the tensor were changed")
 	}
-	bad := []DeltaChunk{{Now: chunks[0].Now + 1, Bytes: 8, Width: 4}, {Now: chunks[0].Now, Bytes: 7, Width: 2},
+	bad := []stream.DeltaChunk{{Now: chunks[0].Now + 1, Bytes: 8, Width: 4}, {Now: chunks[0].Now, Bytes: 7, Width: 2},
 		{Now: chunks[0].Now, Bytes: 8, Width: 3}}
 	for i := range bad {
-		if err := d.ApplyDelta(Order{Stream: 1}, bad[i:i+1]); !errors.Is(err, errs.ErrArgument) {
+		if err := d.ApplyDelta(stream.Order{Stream: 1}, bad[i:i+1]); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", bad[i], err)
 		}
 	}

@@ -8,6 +8,8 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
 // A digest comes after what is queued on the caller's stream, and on those that it
@@ -28,7 +30,7 @@ func TestDigestOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	views := []digest.View{digest.Contiguous(uint64(uintptr(mem[0].Ptr)), 1<<16)}
-	for v, on := range map[byte]Order{1: {Stream: first}, 2: {Stream: second, After: []uintptr{first}},
+	for v, on := range map[byte]stream.Order{1: {Stream: first}, 2: {Stream: second, After: []uintptr{first}},
 		3: {Stream: 1, After: []uintptr{second, first}}} {
 		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, v, first)
 		got, err := d.Digest(on, views)
@@ -66,7 +68,7 @@ func TestDigestFailures(t *testing.T) {
 		for i := range views {
 			views[i] = view
 		}
-		got, err := d.Digest(Order{Stream: 1}, views)
+		got, err := d.Digest(stream.Order{Stream: 1}, views)
 		if err == nil && (got[0] != want || got[n-1] != want) {
 			t.Error("a wrong digest, and no error")
 		}
@@ -86,7 +88,7 @@ func TestDigestFailures(t *testing.T) {
 			t.Fatal("it always fails")
 		}
 	}
-	if many := huge / 48; !check(many) || !check(1) {
+	if many := memory.HugePage / 48; !check(many) || !check(1) {
 		t.Error("many tensors")
 	}
 }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/codectest"
 	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
 // The GPU's digest is the CPU's: of contiguous tensors of every length and alignment, and
@@ -43,7 +44,7 @@ func TestDigest(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, n := range []int{1, len(views)} {
-		got, err := d.Digest(Order{Stream: 1}, views[:n])
+		got, err := d.Digest(stream.Order{Stream: 1}, views[:n])
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -53,11 +54,11 @@ func TestDigest(t *testing.T) {
 			}
 		}
 	}
-	if got, err := d.Digest(Order{Stream: 1}, []digest.View{{Item: 2, Shape: []int64{0},
+	if got, err := d.Digest(stream.Order{Stream: 1}, []digest.View{{Item: 2, Shape: []int64{0},
 		Strides: []int64{2}}}); err != nil || got[0] != digest.Of(nil) {
 		t.Error(got, err)
 	}
-	if _, err := d.Digest(Order{Stream: 1}, []digest.View{{Address: views[0].Address, Item: 5}}); err == nil {
+	if _, err := d.Digest(stream.Order{Stream: 1}, []digest.View{{Address: views[0].Address, Item: 5}}); err == nil {
 		t.Error("elements of 5 bytes are taken")
 	}
 }

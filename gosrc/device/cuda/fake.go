@@ -7,17 +7,26 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// Fake replaces the driver by the fake one of package cudatest, with `memory` bytes, for
+// Fake replaces the driver by the fake one of package cudatest, with that many bytes, for
 // tests of other packages; queues are small. end closes its devices and reports what was
 // leaked or which rule of the driver was broken; "" means none.
-func Fake(memory int64) (end func() string) {
-	useFake(memory)
-	usual, first, pack, whole := ring, firstRing, packSlot, registerAlignment
-	ring.slots, ring.divided, ring.bytes, firstRing, packSlot, registerAlignment = 6, 6, 256<<10, 8<<20, 128<<10, 64<<10
+func Fake(bytes int64) (end func() string) {
+	useFake(bytes)
+	first := firstRing
+	firstRing = 8 << 20
+	ends := []func(){func() { firstRing = first }, queue.FakeRing(6, 6, 256<<10), stream.FakePackSlot(128 << 10),
+		memory.FakeRegisterAlignment(64 << 10)}
 	return func() string {
-		defer func() { ring, firstRing, packSlot, registerAlignment = usual, first, pack, whole }()
+		defer func() {
+			for _, end := range ends {
+				end()
+			}
+		}()
 		cudatest.FailCall(0, 0, false)
 		opened.mu.Lock()
 		var open []*Device
@@ -27,7 +36,7 @@ func Fake(memory int64) (end func() string) {
 		opened.mu.Unlock()
 		text := ""
 		for _, d := range open {
-			if err := d.close(); err != nil {
+			if err := closeDevice(d); err != nil {
 				text += err.Error() + "; "
 			}
 		}
@@ -38,17 +47,30 @@ func Fake(memory int64) (end func() string) {
 	}
 }
 
-// FakeMakingQueue makes a device look as if it made a queue, until end.
-func FakeMakingQueue(d *Device) (end func()) {
-	d.making.Lock()
-	return d.making.Unlock
-}
-
-// useFake replaces the driver by the fake one, with `memory` bytes, and forgets its devices.
-func useFake(memory int64) {
+// closeDevice frees a device without live memory.
+func closeDevice(d *Device) error {
+	err := d.Trim()
+	if e := d.Memory.Close(); err == nil {
+		err = e
+	}
+	d.Streams.Close()
+	for _, m := range d.modules {
+		m.Close()
+	}
 	opened.mu.Lock()
 	defer opened.mu.Unlock()
-	driver.UseFake(memory, 13000, 2)
+	delete(opened.devices, d.Index())
+	if e := d.Context.Close(); err == nil {
+		err = e
+	}
+	return err
+}
+
+// useFake replaces the driver by the fake one, with that many bytes, and forgets its devices.
+func useFake(bytes int64) {
+	opened.mu.Lock()
+	defer opened.mu.Unlock()
+	driver.UseFake(bytes, 13000, 2)
 	opened.devices = nil
 }
 

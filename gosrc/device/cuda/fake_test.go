@@ -14,6 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -30,13 +32,13 @@ func begun(t testing.TB) *Device {
 		t.Fatalf("left by another test: %+v", before)
 	}
 	useFake(256 << 20)
-	firstRing = huge
+	firstRing = memory.HugePage
 	d, err := Open(ordinal)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := d.close(); err != nil {
+		if err := closeDevice(d); err != nil {
 			t.Error(err)
 		}
 		if s := cudatest.ReadState(); s.HasLeaks() || s.Broken > 0 {
@@ -47,7 +49,7 @@ func begun(t testing.TB) *Device {
 }
 
 // faked gives a queue on a fake device of its own. end closes both and says what is left.
-func faked(t *testing.T, slots int, slotBytes int64) (d *Device, q *Queue, end func() string) {
+func faked(t *testing.T, slots int, slotBytes int64) (d *Device, q *queue.Queue, end func() string) {
 	t.Helper()
 	ended := Fake(64 << 20)
 	d, err := Open(0)
@@ -66,7 +68,7 @@ func faked(t *testing.T, slots int, slotBytes int64) (d *Device, q *Queue, end f
 // In a forked child no call reaches the driver.
 func TestFork(t *testing.T) {
 	d := begun(t)
-	if !cudatest.IsChildRefused(unsafe.Pointer(d.ctx)) {
+	if !cudatest.IsChildRefused(d.Handle()) {
 		t.Error("a forked child used the driver")
 	}
 }
@@ -163,14 +165,14 @@ func life(p *piece, index int) error {
 	for _, m := range mem {
 		m.Release()
 	}
-	first(d.close())
+	first(closeDevice(d))
 	return err
 }
 
 // Whichever call to the driver fails, and whether or not it recovers, a load
 // ends with an error of the right class and nothing is left behind.
 func TestEveryCallFails(t *testing.T) {
-	firstRing = huge
+	firstRing = memory.HugePage
 	r := rand.New(rand.NewPCG(1, 0))
 	var p piece
 	p.coded(weights(r, x16.BF16, 6000), x16.BF16)

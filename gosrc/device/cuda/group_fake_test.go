@@ -7,6 +7,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -14,11 +15,12 @@ import (
 // Those that wait for another do not.
 func TestSubmitAllShares(t *testing.T) {
 	r := random(t)
-	d, q := open(t, groupSlots+6, 192<<10)
+	d, q := open(t, queue.GroupSlots+6, 192<<10)
 	events := twoEvents(q)
-	for _, c := range []struct{ slots, others, groups int }{{1, 0, 1}, {groupSlots, 0, 1}, {groupSlots + 1, 0, 2},
+	for _, c := range []struct{ slots, others, groups int }{{1, 0, 1}, {queue.GroupSlots, 0, 1},
+		{queue.GroupSlots + 1, 0, 2},
 		{3, 3, 2}} {
-		var pieces []FilledSlot
+		var pieces []queue.FilledSlot
 		for i := range c.slots + c.others {
 			k := 0
 			if i >= c.slots {
@@ -50,9 +52,9 @@ func TestSubmitAllFails(t *testing.T) {
 	for nth, reached := int64(1), true; reached; nth++ {
 		d, q, end := faked(t, 4, 192<<10)
 		var all []*parcel
-		var pieces []FilledSlot
+		var pieces []queue.FilledSlot
 		for i := range 4 {
-			p, piece := sending(t, d, q, r, []int{alike, alike, scattered, encoded}[i], &Event{})
+			p, piece := sending(t, d, q, r, []int{alike, alike, scattered, encoded}[i], &queue.Event{})
 			all, pieces = append(all, p), append(pieces, piece)
 		}
 		before := cudatest.CountCalls()
@@ -92,12 +94,12 @@ func TestSubmitPanics(t *testing.T) {
 		}
 		const n = tensor.MaxChunkBytes + 1<<20 // no file has such a chunk: the tables of checksums are shorter
 		tasks := []device.DecodeTask{{Dst: mem[0].Ptr, Chunk: tensor.Chunk{Stored: n, Logical: n}}}
-		var pieces []FilledSlot
+		var pieces []queue.FilledSlot
 		for range 2 {
 			s := q.TryGet()
 			s.ViewDevice(uintptr(mem[0].Ptr), n)
 			s.SumOnly()
-			pieces = append(pieces, FilledSlot{Slot: s, N: n + tooLarge*int64(len(pieces)), Tasks: tasks,
+			pieces = append(pieces, queue.FilledSlot{Slot: s, N: n + tooLarge*int64(len(pieces)), Tasks: tasks,
 				Done: func(int, error) {}})
 		}
 		func() {

@@ -8,6 +8,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -28,15 +29,27 @@ const (
 	encoded
 )
 
+// endOf is the end of a free slot.
+func endOf(q *queue.Queue) *queue.Event {
+	s := q.TryGet()
+	defer q.Put(s)
+	return s.EndEvent()
+}
+
 // twoEvents gives the ends of two slots.
-func twoEvents(q *Queue) [2]*Event { return [2]*Event{q.slots[0].EndEvent(), q.slots[1].EndEvent()} }
+func twoEvents(q *queue.Queue) [2]*queue.Event {
+	s := q.TryGet()
+	defer q.Put(s)
+	return [2]*queue.Event{s.EndEvent(), endOf(q)}
+}
 
 // sending fills a slot with a parcel of a kind, whose tasks have checksums unless they are alike.
-func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *Event) (*parcel, FilledSlot) {
+func sending(t *testing.T, d *Device, q *queue.Queue, r *rand.Rand, kind int,
+	after *queue.Event) (*parcel, queue.FilledSlot) {
 	t.Helper()
 	p := &parcel{bad: -1}
 	for range 2 + r.IntN(4) {
-		p.bytes = append(p.bytes, make([]byte, r.IntN(looseGap))...)
+		p.bytes = append(p.bytes, make([]byte, r.IntN(queue.GapLimit))...)
 		p.raw(weights(r, x16.Bytes, 1+r.IntN(20_000)))
 	}
 	if kind == encoded && !p.coded(weights(r, x16.BF16, 4096), x16.BF16) {
@@ -68,22 +81,23 @@ func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after *E
 	}
 	copy(s.Memory(), p.bytes)
 	s.CheckOnSubmit()
-	own := s.(*Slot)
+	own := s.(*queue.Slot)
 	own.AllowGapWrites()
 	own.FollowEvent(after)
-	return p, FilledSlot{own, int64(len(p.bytes)), p.jobs, func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
+	return p, queue.FilledSlot{Slot: own, N: int64(len(p.bytes)), Tasks: p.jobs,
+		Done: func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }
 
 // Pieces that go up together land as each would alone: every byte, and the error of one
 // changed bit at the task that has it; the other tasks of all pieces land. All slots come back.
 func TestSubmitAll(t *testing.T) {
 	r := random(t)
-	d, q := open(t, groupSlots+6, 192<<10)
+	d, q := open(t, queue.GroupSlots+6, 192<<10)
 	events := twoEvents(q)
 	for range 8 {
 		var all []*parcel
-		var pieces []FilledSlot
-		for range 1 + r.IntN(groupSlots+6) {
+		var pieces []queue.FilledSlot
+		for range 1 + r.IntN(queue.GroupSlots+6) {
 			kind, after := []int{alike, alike, alike, alike, scattered, encoded}[r.IntN(6)], events[r.IntN(8)/7]
 			p, piece := sending(t, d, q, r, kind, after)
 			all, pieces = append(all, p), append(pieces, piece)

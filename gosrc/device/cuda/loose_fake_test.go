@@ -12,6 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -28,8 +30,8 @@ var looseCases = []looseCase{
 	{"small gaps", [][2]int{{0, 0}, {15, 15}, {1, 1}, {8, 8}, {0, 0}}, true},
 	{"a gap that Loose does not speak of", [][2]int{{0, 0}, {16, 16}, {0, 0}, {0, 0}}, true},
 	{"gaps that differ", [][2]int{{3, 0}, {4, 8}, {0, 0}, {0, 0}}, true},
-	{"as many runs as are few", slices.Repeat([][2]int{{0, 100}}, fewRuns), true},
-	{"a run too many", slices.Repeat([][2]int{{0, 100}}, fewRuns+1), false},
+	{"as many runs as are few", slices.Repeat([][2]int{{0, 100}}, queue.FewRuns), true},
+	{"a run too many", slices.Repeat([][2]int{{0, 100}}, queue.FewRuns+1), false},
 }
 
 // A loose piece lands as one that is not: every byte of its tasks, and none but in gaps of
@@ -65,7 +67,7 @@ func TestLoose(t *testing.T) {
 			}
 			copy(s.Memory(), b)
 			if loose {
-				s.(*Slot).AllowGapWrites()
+				s.(*queue.Slot).AllowGapWrites()
 			}
 			cudatest.TakeHistory()
 			if err := q.Submit(s, int64(len(b)), jobs, func(i int, err error) {
@@ -114,14 +116,14 @@ func TestFollowEvent(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	after := q.slots[3].EndEvent()
+	after := endOf(q)
 	q.UsePolling()
 	for n, loose := range []bool{true, false, true} {
 		s, err := q.Get(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}
-		own := s.(*Slot)
+		own := s.(*queue.Slot)
 		own.FollowEvent(after)
 		if loose {
 			own.AllowGapWrites()
@@ -191,15 +193,15 @@ func TestFollowStreams(t *testing.T) {
 			}
 		}
 		from, to := uint64(uintptr(unsafe.Pointer(&want[0]))), uint64(uintptr(mem[0].Ptr))
-		if err := d.Copy(Order{}, to, from, 4096, true); err != nil {
+		if err := d.Copy(stream.Order{}, to, from, 4096, true); err != nil {
 			t.Fatal(err)
 		}
 		s, err := q.Get(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}
-		s.(*Slot).ViewDevice(uintptr(mem[0].Ptr), 4096)
-		s.(*Slot).DelayKernels(streams...)
+		s.(*queue.Slot).ViewDevice(uintptr(mem[0].Ptr), 4096)
+		s.(*queue.Slot).DelayKernels(streams...)
 		chunk := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 4096, Logical: 4096}
 		tasks := []device.DecodeTask{{Chunk: chunk, Dst: mem[1].Ptr}}
 		cudatest.TakeHistory()
@@ -234,7 +236,15 @@ func TestFollowStreams(t *testing.T) {
 // A slot of a polled queue whose kernels wait for another stream holds up none on other streams, and Close
 // waits for it.
 func TestPolledQueueFinishesWhatHasEnded(t *testing.T) {
-	d, q, end := faked(t, 4, 1<<20)
+	ended := Fake(64 << 20)
+	d, err := Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	q, err := d.Queue(4, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
 	mem, err := d.Alloc([]int64{4096})
 	if err != nil {
 		t.Fatal(err)
@@ -276,13 +286,13 @@ func TestPolledQueueFinishesWhatHasEnded(t *testing.T) {
 	if !slices.Equal(landed, []int{1}) {
 		t.Errorf("%v has landed, not the second", landed)
 	}
-	q.finishAll() // as Close does
+	q.Close()
 	if !slices.Equal(landed, []int{1, 0}) {
-		t.Errorf("%v has landed, and all is finished", landed)
+		t.Errorf("%v has landed, and the queue is closed", landed)
 	}
 	d.SyncAndFreeStream(stream)
 	mem[0].Release()
-	if left := end(); left != "" {
+	if left := ended(); left != "" {
 		t.Errorf("left: %s", left)
 	}
 }

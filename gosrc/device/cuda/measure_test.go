@@ -8,12 +8,13 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // sent submits a piece and waits until it has landed in fresh memory, which the
 // caller releases.
-func sent(t *testing.T, d *Device, l *Queue, p *piece) []device.Memory {
+func sent(t *testing.T, d *Device, l *queue.Queue, p *piece) []device.Memory {
 	t.Helper()
 	sizes := make([]int64, len(p.jobs))
 	for i := range p.jobs {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/zeebo/xxh3"
 )
@@ -35,10 +36,12 @@ func TestSumFake(t *testing.T) {
 			t.Fatal(err)
 		}
 		data := mem[0].Slice()
-		copy(data, random8(r, n))
-		var rows []PackedRange
+		for i := range data {
+			data[i] = byte(r.Uint32())
+		}
+		var rows []stream.PackedRange
 		for off := 0; off < n; off += chunk {
-			one := PackedRange{Src: uint64(uintptr(unsafe.Pointer(&data[off]))), N: int64(min(chunk, n-off)),
+			one := stream.PackedRange{Src: uint64(uintptr(unsafe.Pointer(&data[off]))), N: int64(min(chunk, n-off)),
 				Transform: 1, Hash: true}
 			if off+chunk >= n {
 				one.Tail = blocksum.Tail(int64(n))
@@ -91,7 +94,7 @@ func TestPackerOfASilentDriver(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	rows := []PackedRange{{Src: uint64(uintptr(mem[0].Ptr)), N: 8192, Transform: 1, Hash: true}}
+	rows := []stream.PackedRange{{Src: uint64(uintptr(mem[0].Ptr)), N: 8192, Transform: 1, Hash: true}}
 	if err := p.QueueSums(0, rows); err != nil || cudatest.ReadState().Pending == 0 {
 		t.Fatalf("nothing is under way: the test shows nothing (%v)", err)
 	}

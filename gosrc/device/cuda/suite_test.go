@@ -3,7 +3,6 @@ package cuda
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"errors"
 	"flag"
 	"fmt"
@@ -17,7 +16,10 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -65,42 +67,7 @@ func (p *piece) coded(data []byte, transform uint8) bool {
 	return ok
 }
 
-// weights are n bytes that compress under a transform.
-func weights(r *rand.Rand, transform uint8, n int) []byte {
-	b := make([]byte, n)
-	le := binary.LittleEndian
-	for i := 0; i < n; i++ {
-		switch transform {
-		case x16.BF16, x16.FP16:
-			shift := 7
-			if transform == x16.FP16 {
-				shift = 10
-			}
-			if i+2 <= n {
-				exp := 12 + int(1.5*r.NormFloat64())
-				le.PutUint16(b[i:], uint16(exp&31)<<shift|uint16(r.Uint32())&(1<<shift-1)|uint16(r.Uint32())&0x8000)
-				i++
-			}
-		case x16.FP32:
-			if i+4 <= n {
-				exp := uint32(120+int(2*r.NormFloat64())) & 255
-				le.PutUint32(b[i:], exp<<23|r.Uint32()&0x807fffff)
-				i += 3
-			}
-		case x16.E4M3:
-			b[i] = byte(7+int(r.NormFloat64()))&15<<3 | byte(r.Uint32())&0x87
-		case x16.E5M2:
-			b[i] = byte(15+int(r.NormFloat64()))&31<<2 | byte(r.Uint32())&0x83
-		case x16.Int8:
-			b[i] = byte(int8(10 * r.NormFloat64()))
-		case x16.Nibbles:
-			b[i] = byte(int(r.NormFloat64()))&15 | byte(int(r.NormFloat64()))&15<<4
-		default:
-			b[i] = byte(r.IntN(3) * r.IntN(3))
-		}
-	}
-	return b
-}
+var weights = cudatest.Weights
 
 // size is the bytes of a job's destination.
 func size(j *device.DecodeTask) int64 {
@@ -115,7 +82,7 @@ func size(j *device.DecodeTask) int64 {
 
 // run sends a piece through a queue into fresh memory, compares checksums and what landed;
 // shift moves every destination off its alignment. It returns the errors.
-func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
+func (p *piece) run(t testing.TB, d *Device, l *queue.Queue, shift int64) []error {
 	t.Helper()
 	p.sum()
 	return p.send(t, d, l, shift, func(s device.Slot) {
@@ -125,7 +92,7 @@ func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
 }
 
 // send is run with a slot that fill gives the piece's bytes.
-func (p *piece) send(t testing.TB, d *Device, l *Queue, shift int64, fill func(device.Slot)) []error {
+func (p *piece) send(t testing.TB, d *Device, l *queue.Queue, shift int64, fill func(device.Slot)) []error {
 	t.Helper()
 	sizes := make([]int64, len(p.jobs))
 	for i := range p.jobs {
@@ -182,7 +149,7 @@ func (p *piece) send(t testing.TB, d *Device, l *Queue, shift int64, fill func(d
 }
 
 // open gives a device and a small queue, both ended with the test.
-func open(t testing.TB, slots int, slotBytes int64) (*Device, *Queue) {
+func open(t testing.TB, slots int, slotBytes int64) (*Device, *queue.Queue) {
 	t.Helper()
 	d := begun(t)
 	l, err := d.Queue(slots, slotBytes)
@@ -327,7 +294,7 @@ func TestRounds(t *testing.T) {
 	// Thousands of chunks.
 	var small piece
 	small.coded(weights(r, x16.BF16, 4096), x16.BF16)
-	for range maxWords + 5 {
+	for range queue.MaxWords + 5 {
 		p.add(small.bytes, small.jobs[0].Chunk, nil, small.want[0])
 		if len(p.bytes) > 1<<20-8192 {
 			break
@@ -415,7 +382,7 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// Memory is exact, aligned and apart, tensors that would waste it share slabs,
+// Memory is exact, aligned and apart, tensors that would waste it share allocations,
 // and what is released comes back to the device.
 func TestAlloc(t *testing.T) {
 	r := random(t)
@@ -430,7 +397,7 @@ func TestAlloc(t *testing.T) {
 	}
 	seen := map[uintptr]int64{}
 	for i, m := range mem {
-		if m.Bytes != sizes[i] || uintptr(m.Ptr)%Align != 0 || (m.Ptr == nil) != (sizes[i] == 0) || m.CUDA != 1 {
+		if m.Bytes != sizes[i] || uintptr(m.Ptr)%memory.Align != 0 || (m.Ptr == nil) != (sizes[i] == 0) || m.CUDA != 1 {
 			t.Fatalf("size %d: %+v", sizes[i], m)
 		}
 		seen[uintptr(m.Ptr)] += sizes[i]
@@ -442,9 +409,7 @@ func TestAlloc(t *testing.T) {
 		mem[i].Release()
 	}
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-		d.mu.Lock()
-		n := d.live
-		d.mu.Unlock()
+		n := d.CountLive()
 		if n == 0 {
 			break
 		}
@@ -462,7 +427,7 @@ func TestAlloc(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err = d.Alloc([]int64{5 << 20, total + 1<<20, 7})
-	if !errors.Is(err, errs.ErrMemory) || !strings.Contains(err.Error(), "are free of") {
+	if !errors.Is(err, errs.ErrMemory) || !strings.Contains(err.Error(), "are free") {
 		t.Errorf("more than there is: %v", err)
 	}
 }

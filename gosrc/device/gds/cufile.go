@@ -8,7 +8,7 @@ package gds
 #include <stdlib.h>
 #include <sys/types.h>
 
-// From cufile.h, whose ABI has been stable since its first version.
+// From cufile.h. Its ABI has been stable since its first version.
 struct status { int err, cu_err; }; // CUfileError_t
 struct descr {                      // CUfileDescr_t
 	int type; // 1: a descriptor

@@ -7,6 +7,7 @@ package pinned
 import (
 	"context"
 	"maps"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -14,7 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/idle"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
@@ -23,7 +26,7 @@ const (
 	page = 4096
 	huge = 2 << 20
 
-	// mostUnits is how many units of cuda.RegisterAlignment a part has at most. The first has one, so that copies
+	// mostUnits is how many units of memory.RegisterAlignment a part has at most. The first has one, so that copies
 	// begin soon; larger parts are touched and registered faster: on a machine with an
 	// H200, 37 GB/s are registered in parts of 256 MiB and 21 in parts of 32.
 	mostUnits = 8
@@ -35,7 +38,7 @@ type Memory struct {
 	gpu    *cuda.Device // nil: not registered
 	raw    unsafe.Pointer
 	mapped uintptr
-	base   unsafe.Pointer // a multiple of cuda.RegisterAlignment
+	base   unsafe.Pointer // a multiple of memory.RegisterAlignment
 	room   int64
 
 	mu      sync.Mutex
@@ -65,7 +68,7 @@ func takeKept(gpu *cuda.Device) *Memory {
 	return m
 }
 
-// Take returns memory for up to room bytes, of which no more than limit become ready:
+// Take returns memory for up to room bytes, and makes no more than limit ready:
 // what is kept for the GPU if it suits, also while that is being prepared, else new. A
 // nil GPU means ordinary memory.
 func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
@@ -91,7 +94,7 @@ func (m *Memory) takeOver(room, limit int64) bool {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.room < room || m.ready > limit || m.ready%cuda.RegisterAlignment() != 0 || m.err != nil {
+	if m.room < room || m.ready > limit || m.ready%memory.RegisterAlignment() != 0 || m.err != nil {
 		return false
 	}
 	if !m.growing {
@@ -103,7 +106,7 @@ func (m *Memory) takeOver(room, limit int64) bool {
 }
 
 func newMemory(room, limit int64, gpu *cuda.Device) (*Memory, error) {
-	unit := cuda.RegisterAlignment()
+	unit := memory.RegisterAlignment()
 	m := &Memory{gpu: gpu, room: sizes.RoundUp(room, unit), moved: make(chan struct{})}
 	if gpu != nil {
 		m.room *= 2 // address space costs nothing, and the next user may need a bit more
@@ -147,7 +150,7 @@ func (m *Memory) Want(n int64) {
 	}
 	unit := int64(page)
 	if m.gpu != nil {
-		unit = cuda.RegisterAlignment()
+		unit = memory.RegisterAlignment()
 	}
 	m.want = max(m.want, min(sizes.RoundUp(n, unit), sizes.RoundUp(m.limit, page)))
 	if !m.growing {
@@ -257,7 +260,7 @@ func (m *Memory) nextPart(lo int64) int64 {
 	if m.gpu == nil {
 		return m.want
 	}
-	unit := cuda.RegisterAlignment()
+	unit := memory.RegisterAlignment()
 	if m.gentle {
 		return min(m.want, lo+unit) // a driver that registers does little else
 	}
@@ -280,7 +283,7 @@ func (m *Memory) touchRange(lo, hi int64) error {
 	if m.isGentle() {
 		threads = 1
 	}
-	cuda.FaultInFreshPages(b, near, threads)
+	memory.FaultIn(b, near, threads)
 	return nil
 }
 
@@ -371,4 +374,106 @@ func Trim() {
 	for _, m := range all {
 		m.Free()
 	}
+}
+
+// Prepare begins to make n bytes ready for the next Take of a GPU, which may come before
+// they are: it takes over what there is, and the rest grows on for it. Until then one
+// thread works, while a core of the process is unused. room is what that Take may ask
+// for. What is kept already counts, so the same call again does nothing.
+func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
+	if gpu == nil || n <= 0 || room < n || room > 1<<45 {
+		return nil, errs.New(errs.ErrArgument, "%d bytes of pinned memory, %d of address space", n, room)
+	}
+	n = sizes.RoundUp(n, memory.RegisterAlignment()) // the next user takes no other
+	kept.mu.Lock()
+	m, old := kept.all[gpu], (*Memory)(nil)
+	if m != nil && !m.extendTo(room, n) {
+		m, old = nil, m
+	}
+	var err error
+	if m == nil {
+		if m, err = newMemory(max(room, n), n, gpu); err == nil {
+			kept.all[gpu], m.gentle = m, true
+		} else {
+			delete(kept.all, gpu)
+		}
+	}
+	if err == nil {
+		m.Want(n)
+	}
+	kept.mu.Unlock()
+	if old != nil {
+		old.Free()
+	}
+	return m, err
+}
+
+// extendTo lets kept memory grow to n bytes, if it has room for them.
+func (m *Memory) extendTo(room, n int64) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.room < room || m.err != nil || m.ready%memory.RegisterAlignment() != 0 {
+		return false
+	}
+	m.limit = min(max(m.limit, m.ready, n), m.room)
+	if !m.growing {
+		m.want = m.ready
+	}
+	m.gentle, m.ended = true, false
+	return true
+}
+
+// Prepared waits until n bytes are ready, or someone has taken or freed the memory, and
+// returns how many are. If the context ends first it ends the growth: what is ready
+// stays.
+func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
+	for {
+		m.mu.Lock()
+		ready, err, signal := m.ready, m.err, m.moved
+		over := m.ended || !m.gentle || !m.growing
+		m.mu.Unlock()
+		switch {
+		case n <= ready || err == nil && over:
+			return ready, nil
+		case err != nil:
+			return ready, err
+		}
+		select {
+		case <-signal:
+		case <-ctx.Done():
+			m.mu.Lock()
+			if m.gentle { // no one has taken it
+				m.want = m.ready
+			}
+			growing, signal := m.gentle && m.growing, m.moved
+			m.mu.Unlock()
+			if growing {
+				<-signal
+			}
+		}
+	}
+}
+
+// Drop gives back what is kept for a GPU.
+func Drop(gpu *cuda.Device) {
+	if m := takeKept(gpu); m != nil {
+		m.Free()
+	}
+}
+
+func (m *Memory) isGentle() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.gentle
+}
+
+// waitForIdleCore waits until a core is unused, but for no more than a second.
+func (m *Memory) waitForIdleCore() {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	idle.New().Wait(func() bool {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		return !m.gentle || m.ended
+	})
 }

@@ -1,7 +1,7 @@
-// Package gguf reads the headers of GGUF files, for listing: their tensors' blocks are
-// quantised, and overwire does not store them.
+// Package gguf reads the headers of GGUF files, so that their tensors can be listed.
+// The tensors consist of quantised blocks, which overwire does not store.
 //
-// The layout, of versions 2 and 3, after ggml's docs/gguf.md, which is its source:
+// The layout of versions 2 and 3, from ggml's docs/gguf.md:
 //
 //	"GGUF"  version u32  tensors u64  entries u64
 //	entry:  key string, type u32, value; a string is its length, u64, and bytes,
@@ -9,8 +9,9 @@
 //	tensor: name string, rank u32, dims u64 (the fastest first), type u32, offset u64
 //	data, from the next multiple of the entry general.alignment (32) on
 //
-// Integers are little-endian, or all big-endian (version 3). A header may come from anywhere:
-// each number is checked before it is used, and no count decides what is allocated.
+// Integers are little-endian, or all big-endian (version 3). Headers are untrusted: each
+// number is checked before it is used, and no count from a file decides how much is
+// allocated.
 package gguf
 
 import (
@@ -41,7 +42,7 @@ const (
 	alignmentAt = "general.alignment"
 )
 
-// A File is what a header says.
+// A File is the content of a header.
 type File struct {
 	Version  uint32
 	Header   int64 // bytes before the data
@@ -49,23 +50,24 @@ type File struct {
 	Tensors  []Tensor // in the file's order
 }
 
-// A Tensor lies in its file at Off. Its shape has the slowest dimension first, as torch's has.
+// A Tensor's bytes begin at Off in the file. Its shape has the slowest dimension first, as in
+// torch.
 type Tensor struct {
 	Name  string
-	Type  string // "type 42, not known": it came later than this reader
+	Type  string // "type 42, not known" if it is newer than this reader
 	Shape []int64
 	Off   int64
-	Bytes int64 // Unsized: the type is not known
+	Bytes int64 // Unsized if the type is unknown
 }
 
 const (
-	// Unsized is the number of bytes of a tensor whose type is not known.
+	// Unsized is the size of a tensor of unknown type.
 	Unsized = -1
-	// NotKnown ends the names of such types.
+	// NotKnown ends the names of unknown types.
 	NotKnown = ", not known"
 )
 
-// hasBytes reports whether a tensor takes bytes of the file, by its shape.
+// hasBytes reports whether a tensor's shape takes bytes of the file.
 func (t *Tensor) hasBytes() bool {
 	return t.Bytes > 0 || t.Bytes == Unsized && !slices.Contains(t.Shape, 0)
 }
@@ -73,17 +75,17 @@ func (t *Tensor) hasBytes() bool {
 // Is reports whether a file begins as GGUF files do.
 func Is(head []byte) bool { return strings.HasPrefix(string(head), magic) }
 
-// ReadHeader reads and checks the header of a file, and that its tensors lie in it, aligned and
-// apart. Errors name the file and, where they are known, tensor and offset: errs.ErrFormat for what
-// is no GGUF, errs.ErrCorrupt for a file that was cut short, errs.ErrNotSupported for another
-// version. Of a tensor whose type is not known only the beginning is checked.
+// ReadHeader reads the header of a file, and checks it, including that tensors are inside the file,
+// aligned and without overlaps. Errors name the file and, if known, tensor and offset:
+// errs.ErrFormat for other formats, errs.ErrCorrupt for a truncated file, errs.ErrNotSupported for
+// another version. For a tensor of unknown type it checks only the beginning.
 func ReadHeader(ctx context.Context, src source.Source) (File, error) {
 	r := &reader{ctx: ctx, src: src, order: binary.LittleEndian, window: window}
 	f, err := r.readFile()
 	return f, errs.Place("index", src.URI(), r.tensor, r.offset(), err)
 }
 
-// readFile reads everything, with its checks.
+// readFile reads and checks the header.
 func (r *reader) readFile() (f File, err error) {
 	counts, err := r.readStart(&f)
 	if err != nil {
@@ -97,7 +99,7 @@ func (r *reader) readFile() (f File, err error) {
 			return f, err
 		}
 		if _, twice := f.Metadata[key]; twice {
-			return f, errs.New(errs.ErrFormat, "two entries are called %q", key)
+			return f, errs.New(errs.ErrFormat, "two entries have the name %q", key)
 		}
 		v, err := r.readEntry(key)
 		if err != nil {
@@ -123,11 +125,11 @@ func (r *reader) readFile() (f File, err error) {
 	return f, r.placeTensors(&f)
 }
 
-// readStart reads what stands before the entries: the numbers of tensors and of entries.
+// readStart reads everything before the entries: the numbers of tensors and of entries.
 func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 	head, err := r.takeBytes(4)
 	if err == nil && !Is(head) {
-		err = errs.New(errs.ErrFormat, "not a GGUF file")
+		err = errs.New(errs.ErrFormat, "this is not a GGUF file")
 	}
 	if err != nil {
 		return counts, err
@@ -136,7 +138,7 @@ func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 		r.order, f.Version = binary.BigEndian, bits.ReverseBytes32(f.Version)
 	}
 	if err == nil && f.Version != 2 && f.Version != 3 {
-		err = errs.New(errs.ErrNotSupported, "GGUF version %d: 2 and 3 are known", f.Version)
+		err = errs.New(errs.ErrNotSupported, "unsupported GGUF version %d: expected 2 or 3", f.Version)
 	}
 	for k := range counts {
 		if err == nil {
@@ -144,13 +146,15 @@ func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 		}
 	}
 	if err == nil && (counts[0] > maxTensors || counts[1] > maxEntries) {
-		err = errs.New(errs.ErrFormat, "%d tensors and %d entries: at most %d and %d", counts[0], counts[1], maxTensors,
+		err = errs.New(errs.ErrFormat, "the header has %d tensors and %d entries: expected at most %d and %d",
+			counts[0], counts[1], maxTensors,
 			maxEntries)
 	}
 	return counts, err
 }
 
-// readTensor reads one tensor's entry. Off counts from the data's beginning still.
+// readTensor reads one tensor's entry. Off is still relative to the beginning of the
+// data.
 func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	r.tensor = ""
 	if t.Name, err = r.readName("tensor's name"); err != nil {
@@ -162,7 +166,7 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 		return t, err
 	}
 	if rank > maxRank {
-		return t, errs.New(errs.ErrFormat, "its rank is %d: at most %d", rank, maxRank)
+		return t, errs.New(errs.ErrFormat, "its rank is %d: expected at most %d", rank, maxRank)
 	}
 	n, fits := uint64(1), true
 	for range rank {
@@ -185,14 +189,14 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	slices.Reverse(t.Shape)
 	off, err := r.readU64()
 	if err == nil && (off%uint64(align) != 0 || off > 1<<62) {
-		err = errs.New(errs.ErrFormat, "it lies at %d, which is no multiple of %d", off, align)
+		err = errs.New(errs.ErrFormat, "its offset %d is not a multiple of %d", off, align)
 	}
 	t.Off = int64(off)
 	return t, err
 }
 
-// setType sets a tensor's type, by its number, and its bytes; n: its values. The shape has the fastest dimension first
-// still.
+// setType sets a tensor's type, by its number, and its bytes. n is the number of values. The shape still has
+// the fastest dimension first.
 func (t *Tensor) setType(id uint32, n uint64) error {
 	kind, isKnown := types[id]
 	if !isKnown {
@@ -212,14 +216,14 @@ func (t *Tensor) setType(id uint32, n uint64) error {
 	return nil
 }
 
-// product is a * b, if it and what came before it fit in 62 bits.
+// product returns a * b, if that and the previous result fit in 62 bits.
 func product(a, b uint64, fits bool) (uint64, bool) {
 	n, ok := sizes.Mul(a, b)
 	return n, fits && ok && n <= 1<<62
 }
 
-// placeTensors turns offsets into those of the file, and checks that tensors lie in it, apart and with
-// different names.
+// placeTensors converts offsets to offsets in the file, and checks that tensors are inside the file,
+// do not overlap, and have different names.
 func (r *reader) placeTensors(f *File) error {
 	names := make(map[string]bool, len(f.Tensors))
 	byOffset := make([]*Tensor, len(f.Tensors))
@@ -235,7 +239,8 @@ func (r *reader) placeTensors(f *File) error {
 			least = map[bool]int64{true: 1}[t.hasBytes()]
 		}
 		if t.Off > r.src.Size()-f.Header || least > r.src.Size()-f.Header-t.Off {
-			return errs.New(errs.ErrCorrupt, "its %d bytes at %d end after the file's %d: copy or fetch it again",
+			return errs.New(errs.ErrCorrupt, "its %d bytes at %d end after the end of the file at %d: copy or "+
+				"fetch it again",
 				least, f.Header+t.Off, r.src.Size())
 		}
 		t.Off += f.Header
@@ -246,7 +251,7 @@ func (r *reader) placeTensors(f *File) error {
 	for _, t := range byOffset {
 		r.tensor = t.Name
 		if t.hasBytes() && t.Off < end {
-			return errs.New(errs.ErrFormat, "its bytes at %d belong to the tensor before it, too", t.Off)
+			return errs.New(errs.ErrFormat, "its bytes at %d overlap those of the previous tensor", t.Off)
 		}
 		if t.hasBytes() {
 			end = t.Off + max(1, t.Bytes)
@@ -263,11 +268,11 @@ func (r *reader) readName(what string) (string, error) {
 		return "", err
 	}
 	if n > maxName {
-		return "", errs.New(errs.ErrFormat, "a %s of %d bytes: at most %d", what, n, maxName)
+		return "", errs.New(errs.ErrFormat, "a %s has %d bytes: expected at most %d", what, n, maxName)
 	}
 	text, err := r.takeBytes(int64(n))
 	if err == nil && !utf8.Valid(text) {
-		err = errs.New(errs.ErrFormat, "a %s is not UTF-8", what)
+		err = errs.New(errs.ErrFormat, "a %s is not valid UTF-8", what)
 	}
 	return string(text), err
 }

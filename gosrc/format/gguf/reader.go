@@ -1,6 +1,6 @@
 package gguf
 
-// This file reads the values of a header, one after the other.
+// This file reads the values of a header in sequence.
 
 import (
 	"context"
@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Types of an entry's value, by their numbers.
+// Types of an entry's value, by number.
 const (
 	kindU8 = iota
 	kindI8
@@ -32,7 +32,7 @@ const (
 	kindF64
 )
 
-// width is how many bytes a value of each kind takes; 0: its own length says.
+// width is the bytes of a value of each kind; 0 means that the value says its length.
 var width = [...]int64{1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8}
 
 var kindNames = [...]string{
@@ -41,12 +41,12 @@ var kindNames = [...]string{
 }
 
 const (
-	maxDepth = 4    // of arrays in arrays
+	maxDepth = 4    // nesting of arrays
 	maxShown = 16   // elements of an array that are written out
 	maxText  = 1024 // bytes of a text in such an array
 )
 
-// A value is what an entry has, as people read it, and its bits where it is a number.
+// A value is the value of an entry as text, and its bits if it is a number.
 type value struct {
 	kind   uint32
 	text   string
@@ -58,11 +58,11 @@ type reader struct {
 	ctx    context.Context
 	src    source.Source
 	order  binary.ByteOrder
-	tensor string // what is being read; "": no tensor
+	tensor string // what is being read; "": not a tensor
 	b      []byte // the window
-	window int64  // bytes of the next one
-	at     int64  // where it lies
-	p      int64  // how much of it is read
+	window int64  // bytes to read next
+	at     int64  // offset of the window
+	p      int64  // how much of the window was read
 }
 
 func (r *reader) offset() int64 { return r.at + r.p }
@@ -70,11 +70,11 @@ func (r *reader) offset() int64 { return r.at + r.p }
 // takeBytes reads the next n bytes, which are valid until the next call.
 func (r *reader) takeBytes(n int64) ([]byte, error) {
 	if n > maxHeader-r.offset() {
-		return nil, errs.New(errs.ErrFormat, "the header has over %d bytes", maxHeader)
+		return nil, errs.New(errs.ErrFormat, "the header is too large: over %d bytes", maxHeader)
 	}
 	rest := r.src.Size() - r.offset()
 	if n > rest {
-		return nil, errs.New(errs.ErrCorrupt, "truncated: the file ends within its header: copy or fetch it again")
+		return nil, errs.New(errs.ErrCorrupt, "truncated: the file ends inside its header: copy or fetch it again")
 	}
 	if n > int64(len(r.b))-r.p {
 		b := make([]byte, min(rest, max(n, r.window)))
@@ -89,11 +89,11 @@ func (r *reader) takeBytes(n int64) ([]byte, error) {
 	return r.b[r.p-n : r.p], nil
 }
 
-// skipBytes passes n bytes without reading those that are not in the window.
+// skipBytes skips n bytes, and does not read those outside the window.
 func (r *reader) skipBytes(n int64) error {
 	if in := int64(len(r.b)) - r.p; n > in {
 		if n > maxHeader-r.offset() || n > r.src.Size()-r.offset() {
-			_, err := r.takeBytes(n) // which says why
+			_, err := r.takeBytes(n) // takeBytes reports the error
 			return err
 		}
 		r.at, r.p, r.b = r.offset()+n, 0, nil
@@ -132,7 +132,7 @@ func (r *reader) readEntry(key string) (value, error) {
 	return v, nil
 }
 
-// readValue reads a value; of one that is not shown, the text may stay "".
+// readValue reads a value. The text of a value that is not shown may stay "".
 func (r *reader) readValue(kind uint32, depth int, show bool) (v value, err error) {
 	v.kind = kind
 	switch {
@@ -143,7 +143,7 @@ func (r *reader) readValue(kind uint32, depth int, show bool) (v value, err erro
 		v.text, err = r.readArray(depth, show)
 		return v, err
 	case kind >= uint32(len(width)):
-		return v, errs.New(errs.ErrFormat, "its type has the number %d, which is not known", kind)
+		return v, errs.New(errs.ErrFormat, "its type has the unknown number %d", kind)
 	}
 	b, err := r.takeBytes(width[kind])
 	if err != nil {
@@ -183,14 +183,15 @@ func numberText(kind uint32, n uint64) string {
 	return strconv.FormatUint(n, 10)
 }
 
-// readText reads a string. What is not UTF-8 is replaced, as it is only shown.
+// readText reads a string. Bytes that are not UTF-8 are replaced, because the text is
+// only shown.
 func (r *reader) readText(show bool) (string, error) {
 	n, err := r.readU64()
 	if err != nil {
 		return "", err
 	}
 	if n > maxHeader {
-		return "", errs.New(errs.ErrFormat, "a text of %d bytes", n)
+		return "", errs.New(errs.ErrFormat, "a text is too long: %d bytes", n)
 	}
 	if !show {
 		return "", r.skipBytes(int64(n))
@@ -199,7 +200,8 @@ func (r *reader) readText(show bool) (string, error) {
 	return strings.ToValidUTF8(string(b), "\uFFFD"), err
 }
 
-// readArray reads an array: a short one is written out, of a long one number and type.
+// readArray reads an array. A short one is written out; a long one is described by
+// number and type.
 func (r *reader) readArray(depth int, show bool) (string, error) {
 	kind, err := r.readU32()
 	if err != nil {
@@ -211,20 +213,20 @@ func (r *reader) readArray(depth int, show bool) (string, error) {
 	}
 	switch {
 	case kind >= uint32(len(width)):
-		return "", errs.New(errs.ErrFormat, "its elements' type has the number %d, which is not known", kind)
+		return "", errs.New(errs.ErrFormat, "the type of its elements has the unknown number %d", kind)
 	case kind == kindArray && depth == 0:
-		return "", errs.New(errs.ErrFormat, "arrays in arrays, more than %d deep", maxDepth)
+		return "", errs.New(errs.ErrFormat, "arrays are nested more than %d deep", maxDepth)
 	}
 	show = show && n <= maxShown && kind != kindArray
 	if width[kind] > 0 && !show {
 		size, ok := sizes.Mul(n, uint64(width[kind]))
 		if !ok || size > maxHeader {
-			return "", errs.New(errs.ErrFormat, "an array of %d", n)
+			return "", errs.New(errs.ErrFormat, "an array is too long: %d elements", n)
 		}
 		return fmt.Sprintf("%d of %s", n, kindNames[kind]), r.skipBytes(int64(size))
 	}
 	var texts []string
-	for range n { // each takes 8 bytes at least, and the header has an end
+	for range n { // each takes at least 8 bytes, and the header is limited
 		v, err := r.readValue(kind, depth-1, show)
 		if err != nil {
 			return "", err

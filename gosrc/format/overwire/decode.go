@@ -12,13 +12,13 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Decode decodes and validates the index of one file. The Metadata of the result is
-// the user's, without our mark. h is the file's header, for which Is returned true,
-// and blob the bytes of IndexName.
+// Decode decodes and validates the index of one file. The Metadata of the result is the
+// user's, without our mark. h is the file's header, for which Is returned true, and
+// blob is the bytes of IndexName.
 //
-// Decode compares the checksum first: changed bytes are errs.ErrCorrupt. An
-// impossible value under a right checksum is errs.ErrFormat, and a newer version or
-// feature errs.ErrNotSupported.
+// Decode compares the checksum first: changed bytes are errs.ErrCorrupt. An impossible
+// value under a right checksum is errs.ErrFormat, and a newer version or feature is
+// errs.ErrNotSupported.
 func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known tensor.Known) (*tensor.Index, error) {
 	d := decoder{blob: blob, h: h}
 	bad := func(name string, chunk int, err error) (*tensor.Index, error) {
@@ -45,7 +45,7 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 		}
 	}
 	if d.at = 0; len(shapes) != 0 {
-		return bad(IndexName, -1, errs.New(errs.ErrFormat, "%d dims belong to no tensor", len(shapes)))
+		return bad(IndexName, -1, errs.New(errs.ErrFormat, "%d dimensions belong to no tensor", len(shapes)))
 	}
 	for i := range ix.Chunks {
 		if err := d.chunk(i, &ix.Chunks[i]); err != nil {
@@ -57,14 +57,15 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	}
 	if need := featuresOf(ix.Tensors, ix.Chunks); need != d.features {
 		d.at = 8
-		return bad(IndexName, -1, errs.New(errs.ErrFormat, "features %#x of an index whose chunks need %#x", d.features,
+		return bad(IndexName, -1, errs.New(errs.ErrFormat, "the index has features %#x, but its chunks need %#x",
+			d.features,
 			need))
 	}
 	return ix, nil
 }
 
-// A decoder has the offsets of the sections of a blob. Use its counts only after
-// frame has checked them against the blob's size and checksum.
+// A decoder holds the offsets of a blob's sections. Use its counts only after frame has
+// checked them against the blob's size and checksum.
 type decoder struct {
 	blob                  []byte
 	h                     *safetensors.Header
@@ -73,7 +74,7 @@ type decoder struct {
 	records, chunkRecords int // offsets
 	newer                 bool
 	features              uint64
-	delta                 bool // the file is to be one of deltas
+	delta                 bool // the file must be a delta
 }
 
 func (d *decoder) decodeFrame() error {
@@ -82,19 +83,18 @@ func (d *decoder) decodeFrame() error {
 		d.at = int64(at)
 		return errs.New(errs.ErrCorrupt, format, args...)
 	}
-	// Nothing that the checksum does not cover, and nothing before it, is more
-	// than a reason to refuse.
+	// Until the checksum is compared, the bytes can only be a reason to refuse.
 	if h := d.h; len(h.Tensors) == 0 || h.Tensors[0].Name != IndexName || h.Tensors[0].DType != tensor.U8 ||
 		len(h.Tensors[0].Shape) != 1 || h.Tensors[0].Bytes != int64(len(b)) {
-		return corrupt(0, "the index is not the first tensor, or not a row of U8")
+		return corrupt(0, "the index is not the first tensor, or not one-dimensional U8")
 	}
 	if len(b) < headerSize+trailerSize || string(b[:4]) != magic {
-		return corrupt(0, "no index: %d bytes", len(b))
+		return corrupt(0, "the index is too short: %d bytes", len(b))
 	}
 	tensors, chunks, dims := le.Uint32(b[16:]), le.Uint32(b[20:]), le.Uint32(b[24:])
 	total := blobSize(uint64(tensors), uint64(chunks), uint64(dims))
 	if total != uint64(len(b)) || le.Uint64(b[32:]) != total {
-		return corrupt(16, "an index of %d bytes says it has %d: %d tensors, %d chunks, %d dims",
+		return corrupt(16, "the index has %d bytes, but its header says %d: %d tensors, %d chunks, %d dimensions",
 			len(b), le.Uint64(b[32:]), tensors, chunks, dims)
 	}
 	d.tensors, d.chunks, d.dims = int(tensors), int(chunks), int(dims)
@@ -103,19 +103,19 @@ func (d *decoder) decodeFrame() error {
 	end := d.chunkRecords + chunkSize*d.chunks
 	if sum := crc32.Checksum(b[:end], castagnoli); sum != le.Uint32(b[end:]) {
 		return errs.WithRule(errs.RuleChecksum,
-			corrupt(end, "checksum mismatch of the index: %08x, not %08x", le.Uint32(b[end:]), sum))
+			corrupt(end, "checksum mismatch of the index: %08x stored, %08x computed", le.Uint32(b[end:]), sum))
 	}
 	if !allZero(b[end+4:]) {
 		return corrupt(end+4, "the padding of the index is not zero")
 	}
-	// From here on, the bytes are as a writer wrote them.
+	// From here on, the bytes are exactly what a writer wrote.
 	major, minor := le.Uint16(b[4:]), le.Uint16(b[6:])
 	d.newer = minor > Minor
 	d.features = le.Uint64(b[8:])
 	knownBits := uint64(featuresKnown)
 	switch {
 	case d.delta && d.features&FeatureDelta == 0:
-		return errs.New(errs.ErrFormat, "it is a model, and no delta")
+		return errs.New(errs.ErrFormat, "this is a model, not a delta")
 	case d.delta:
 		knownBits = FeatureDelta
 	case major == Major && d.features == FeatureDelta:
@@ -129,21 +129,24 @@ func (d *decoder) decodeFrame() error {
 	}
 	if sum := le.Uint32(b[40:]); sum != d.h.Sum {
 		return errs.WithRule(errs.RuleChecksum,
-			corrupt(40, "checksum mismatch of the header before the data: %08x, not %08x", d.h.Sum, sum))
+			corrupt(40, "checksum mismatch of the header before the data: %08x stored, %08x computed", d.h.Sum, sum))
 	}
 	if !d.newer && !allZero(b[44:headerSize]) {
 		d.at = 44
 		return errs.New(errs.ErrFormat, "reserved bytes of the index are not zero")
 	}
 	if d.h.Data%DataAlign != 0 {
-		return errs.New(errs.ErrFormat, "the data section begins at %d, not on a multiple of %d", d.h.Data, DataAlign)
+		return errs.New(errs.ErrFormat, "the data section begins at %d, which is not a multiple of %d",
+			d.h.Data, DataAlign)
 	}
 	if d.delta && d.tensors+d.chunks+d.dims != 0 {
-		return errs.New(errs.ErrFormat, "%d tensors and %d chunks in the index of a delta", d.tensors, d.chunks)
+		return errs.New(errs.ErrFormat, "a delta's index must be empty, but has %d tensors and %d chunks",
+			d.tensors, d.chunks)
 	}
 	if d.tensors != len(d.h.Tensors)-1 && !d.delta {
 		d.at = 16
-		return errs.New(errs.ErrFormat, "%d tensors in the index, %d in the header", d.tensors, len(d.h.Tensors)-1)
+		return errs.New(errs.ErrFormat, "the index has %d tensors, but the header has %d",
+			d.tensors, len(d.h.Tensors)-1)
 	}
 	if d.tensors > math.MaxInt32-1 || d.chunks > math.MaxInt32 {
 		return errs.New(errs.ErrFormat, "too many tensors or chunks")
@@ -151,8 +154,8 @@ func (d *decoder) decodeFrame() error {
 	return nil
 }
 
-// decodeTensor combines record i with the header's entry of the same tensor; the two must
-// agree. It takes the tensor's dims from shapes.
+// decodeTensor combines record i with the header's entry of the same tensor, and checks
+// that they agree. It takes the tensor's dimensions from shapes.
 func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	off := d.records + tensorSize*i
 	d.at = int64(off)
@@ -164,11 +167,12 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 		return bad("reserved bytes are not zero")
 	}
 	if !r.dtype.Valid() || r.rank > tensor.MaxRank || r.rank > len(*shapes) {
-		return bad("dtype code %d, rank %d", r.dtype, r.rank)
+		return bad("invalid dtype code %d or rank %d", r.dtype, r.rank)
 	}
 	if r.bytes > math.MaxInt64 || r.stored > math.MaxInt64 || r.first > math.MaxInt32 || r.count > math.MaxInt32 ||
 		r.parts == 0 || r.count == 0 && (r.parts != 1 || r.chunkBytes != 0) {
-		return bad("%d bytes, %d stored, chunks %d + %d of %d in %d parts", r.bytes, r.stored, r.first, r.count,
+		return bad("invalid record: %d bytes, %d stored, chunks %d + %d of %d in %d parts",
+			r.bytes, r.stored, r.first, r.count,
 			r.chunkBytes, r.parts)
 	}
 	shape := (*shapes)[:r.rank:r.rank]
@@ -183,20 +187,20 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 		t.Parts = 0
 	}
 	if t.Stored != in.Stored {
-		return bad("%d bytes stored, %d in the header", t.Stored, in.Stored)
+		return bad("the index says %d stored bytes, but the header %d", t.Stored, in.Stored)
 	}
 	if (r.layout == layoutAlias) != (r.alias != noAlias) {
-		return bad("layout %d with alias %d", r.layout, r.alias)
+		return bad("layout %d does not fit alias %d", r.layout, r.alias)
 	}
 	switch r.layout {
 	case layoutPlain:
 		if in.DType != t.DType || !slices.Equal(in.Shape, t.Shape) {
-			return bad("%v %v in the index, %v %v in the header", t.DType, t.Shape, in.DType, in.Shape)
+			return bad("the index says %v %v, but the header %v %v", t.DType, t.Shape, in.DType, in.Shape)
 		}
 		return nil
 	case layoutAlias:
 		if int64(r.alias) >= int64(d.tensors) {
-			return bad("alias of tensor %d of %d", r.alias, d.tensors)
+			return bad("it is an alias of tensor %d, but there are %d tensors", r.alias, d.tensors)
 		}
 		t.Alias = int32(r.alias)
 	case layoutChunks:
@@ -204,10 +208,10 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 			return bad("no chunks")
 		}
 	default:
-		return errs.New(errs.ErrNotSupported, "layout %d: upgrade overwire", r.layout)
+		return errs.New(errs.ErrNotSupported, "unknown layout %d: upgrade overwire", r.layout)
 	}
 	if in.DType != tensor.U8 || len(in.Shape) != 1 {
-		return bad("%v %v in the header, not a row of U8", in.DType, in.Shape)
+		return bad("the header says %v %v, expected one-dimensional U8", in.DType, in.Shape)
 	}
 	return nil
 }
@@ -217,7 +221,7 @@ func (d *decoder) chunk(i int, c *tensor.Chunk) error {
 	d.at = int64(off)
 	b := d.blob[off : off+chunkSize]
 	if le.Uint16(b[22:]) != 0 {
-		return errs.New(errs.ErrNotSupported, "features %#x of a chunk: upgrade overwire", le.Uint16(b[22:]))
+		return errs.New(errs.ErrNotSupported, "unknown features %#x of a chunk: upgrade overwire", le.Uint16(b[22:]))
 	}
 	if le.Uint64(b) > math.MaxInt64 || !d.newer && !allZero(b[26:]) {
 		return errs.New(errs.ErrFormat, "an offset over 2^63, or reserved bytes that are not zero")

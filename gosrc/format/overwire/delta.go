@@ -1,7 +1,7 @@
 package overwire
 
-// This file has the index by which a file of deltas is known (docs/format.md 7.1): that
-// of a container without tensors, with a critical feature bit.
+// This file defines the index that marks delta files (docs/format.md 7.1): that of a
+// container without tensors, with a critical feature bit.
 
 import (
 	"github.com/overwire/overwire/gosrc/errs"
@@ -9,19 +9,19 @@ import (
 )
 
 const (
-	// FeatureDelta is the critical feature bit of a file of deltas.
+	// FeatureDelta is the critical feature bit of delta files.
 	FeatureDelta = 1 << 2
 
 	deltaNote = "what changed between two models, by overwire; overwire.apply_delta puts it into the first"
 )
 
-// DeltaMark is the metadata entry of a file of deltas.
+// DeltaMark is the metadata entry of delta files.
 func DeltaMark() string { return encodeMark(0, deltaNote, nil, "", false) }
 
-// DeltaIndexSize is the size of the index of a file of deltas.
+// DeltaIndexSize is the size of the index of a delta file.
 func DeltaIndexSize() int { return int(blobSize(0, 0, 0)) }
 
-// AppendDelta appends the index of a file of deltas; head is everything before the data
+// AppendDelta appends the index of a delta file. head is everything before the data
 // section.
 func AppendDelta(dst, head []byte) []byte {
 	start := len(dst)
@@ -29,15 +29,15 @@ func AppendDelta(dst, head []byte) []byte {
 	return appendTrailer(dst, start)
 }
 
-// IsDelta checks that a file, for whose header Is returned true, is one of deltas; blob
-// has the bytes of its index.
+// IsDelta checks that a file for which Is returned true is a delta. blob is the bytes
+// of its index.
 func IsDelta(blob []byte, h *safetensors.Header) error {
 	d := decoder{blob: blob, h: h, delta: true}
 	return d.decodeFrame()
 }
 
-// errDelta says what to do about a file of deltas that is read as a model.
+// errDelta says what to do about a delta file that is read as a model.
 func errDelta() error {
 	return errs.New(errs.ErrNotSupported,
-		"it is a delta, not a model: load_file(path, base=...) loads the model, apply_delta applies it to tensors")
+		"this is a delta, not a model: load_file(path, base=...) loads the model, apply_delta applies it to tensors")
 }

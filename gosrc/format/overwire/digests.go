@@ -1,7 +1,7 @@
 package overwire
 
-// This file has the digests that a container may keep of its tensors (docs/format.md
-// section 1.2).
+// This file stores the digests that a container may have for its tensors
+// (docs/format.md section 1.2).
 
 import (
 	"encoding/base64"
@@ -22,8 +22,8 @@ func Digests(sums []digest.Sum) string {
 	return base64.StdEncoding.EncodeToString(b)
 }
 
-// ReadDigests returns the digests that a metadata entry for which Is returned true keeps
-// of a file's n tensors, in their order; nil if it keeps none.
+// ReadDigests returns the digests of a file's n tensors, in order, from a metadata entry
+// for which Is returned true; nil if it has none.
 func ReadDigests(mark string, n int) ([]digest.Sum, error) {
 	var m struct {
 		Digests string `json:"digests"`
@@ -36,7 +36,8 @@ func ReadDigests(mark string, n int) ([]digest.Sum, error) {
 	}
 	b, err := base64.StdEncoding.DecodeString(m.Digests)
 	if err != nil || len(b) != digestSize*n {
-		return nil, errs.New(errs.ErrFormat, "%d characters of digests of %d tensors", len(m.Digests), n)
+		return nil, errs.New(errs.ErrFormat, "the digests have %d characters, which does not fit %d tensors",
+			len(m.Digests), n)
 	}
 	sums := make([]digest.Sum, n)
 	for i := range sums {

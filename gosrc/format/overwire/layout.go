@@ -16,15 +16,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Item is a tensor to be stored; its stored size is not known yet.
+// An Item is a tensor to be stored. Its stored size is not known yet.
 type Item struct {
 	Name  string
 	DType tensor.DType
 	Shape []int64
-	// Plain: stored as any safetensors reader expects it. Tensors without bytes
+	// Plain means stored as any safetensors reader expects it. Tensors without bytes
 	// are always plain.
 	Plain bool
-	// Alias is 1 + the number of the item that has the same bytes; 0: none.
+	// Alias is 1 + the number of the item that has the same bytes; 0 means none.
 	Alias int
 	// Parts is the number of column parts; 0 means 1. Plain tensors have 1.
 	Parts int
@@ -33,9 +33,9 @@ type Item struct {
 	ChunkBytes int64
 }
 
-// A Layout is a container that is being written. All counts are fixed from the
-// start, and so are the size of the index and the space for the header: the chunks
-// are written first, one after the other from Start on, then index and header.
+// A Layout is a container that is being written. All counts are fixed from the start,
+// and so are the size of the index and the space for the header: the chunks are written
+// first, one after the other from Start on, then index and header.
 //
 //	l, err := NewLayout(metadata, items)
 //	for c := range l.Chunks {        // in this order; encode in any
@@ -46,9 +46,8 @@ type Item struct {
 //	... set Hash of every l.Tensors that is not an alias ...
 //	front, size, err := l.Seal(known) // write front at 0; the file has size bytes
 //
-// The same items and chunks give the same bytes. Not safe for concurrent use,
-// except that the fields of different chunks may be set by different
-// goroutines.
+// The same items and chunks give the same bytes. A Layout is not safe for concurrent
+// use, except that different goroutines may set the fields of different chunks.
 type Layout struct {
 	// Tensors in file order. The writer sets Hash, Place sets Off and Stored, the
 	// rest is fixed.
@@ -58,27 +57,27 @@ type Layout struct {
 	Chunks []tensor.Chunk
 	// Items[i] is the number of the item of Tensors[i].
 	Items []int
-	// Origin is what the container keeps of its origin, nil if that is nothing, or if
-	// the header has no space for it. The writer may set another SHA256 before Seal.
+	// Origin describes the file from which the container was made. It is nil if there
+	// is none, or if the header has no space for it. The writer may set another SHA256
+	// before Seal.
 	Origin *Origin
 
-	// Digests are what AppendDigest made of each of Tensors, in their order; "" if the
-	// container keeps none. The writer sets them before Seal, as many as were planned.
+	// Digests are the results of AppendDigest for Tensors, in order; "" if the
+	// container stores none. The writer sets them before Seal, as many as were planned.
 	Digests string
 
 	metadata map[string]string
-	empty    bool  // the user's metadata are there, without entries
+	empty    bool  // the user's metadata exist, but are empty
 	header   int64 // bytes left for the header
 	index    int64
 	pos      int64 // offset of the next byte
 	placed   int   // chunks
-	at       int   // the tensor that the next chunk belongs to, or one before it
+	at       int   // the tensor of the next chunk, or an earlier one
 }
 
-// NewLayout plans a container with the user's metadata (nil: none), which keeps origin if that is
-// not nil, and the digest of
-// each tensor if that is asked for and the header has space for them. Items that
-// cannot be stored, and metadata with our own key, are errs.ErrArgument.
+// NewLayout plans a container with the user's metadata (nil for none). It stores origin if that
+// is not nil, and, if requested, the digest of each tensor if the header has space for them.
+// Items that cannot be stored, and metadata with our own key, are errs.ErrArgument.
 func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests bool) (*Layout, error) {
 	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin,
 		empty: metadata != nil && len(metadata) == 0}
@@ -98,7 +97,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 	if err := l.setGrid(items, each); err != nil {
 		return nil, err
 	}
-	// Upper bounds: every chunk stored raw. 2^31 chunks of 16 MiB do not overflow.
+	// Upper bounds with every chunk stored raw. 2^31 chunks of 16 MiB do not overflow.
 	end := l.index
 	for i := range l.Tensors {
 		t := &l.Tensors[i]
@@ -119,9 +118,9 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 	}
 	if l.header-8 > tensor.MaxHeader {
 		return nil, errs.OfRule("HeaderTooLarge", errs.ErrArgument,
-			"the header has %d bytes, at most %d can be read: write shards", l.header, tensor.MaxHeader)
+			"the header has %d bytes, but at most %d can be read: write shards", l.header, tensor.MaxHeader)
 	}
-	// A trial: names and metadata that cannot be stored are refused now.
+	// A trial run refuses names and metadata that cannot be stored.
 	if _, err := safetensors.AppendHeader(nil, l.metadata, l.headerEntries(), DataAlign); err != nil {
 		return nil, err
 	}
@@ -133,7 +132,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 	return l, nil
 }
 
-// itemSizes checks each item for itself and returns the bytes of each.
+// itemSizes checks each item separately and returns its bytes.
 func itemSizes(items []Item) ([]int64, error) {
 	out := make([]int64, len(items))
 	if len(items) >= math.MaxInt32 {
@@ -146,11 +145,11 @@ func itemSizes(items []Item) ([]int64, error) {
 		case err != nil:
 			return nil, refuseItem(it, "%v", err)
 		case it.Name == IndexName:
-			return nil, refuseItem(it, "the name is reserved")
+			return nil, refuseItem(it, "this name is reserved")
 		case len(it.Shape) > tensor.MaxRank:
 			return nil, refuseItem(it, "rank %d is over %d", len(it.Shape), tensor.MaxRank)
 		case it.Alias < 0 || it.Alias > len(items):
-			return nil, refuseItem(it, "alias of item %d of %d", it.Alias-1, len(items))
+			return nil, refuseItem(it, "it is an alias of item %d, but there are %d items", it.Alias-1, len(items))
 		}
 		out[i] = n
 	}
@@ -160,7 +159,7 @@ func itemSizes(items []Item) ([]int64, error) {
 			continue
 		}
 		if to := &items[it.Alias-1]; to.Alias != 0 || to.DType != it.DType || out[it.Alias-1] != out[i] || out[i] == 0 {
-			return nil, refuseItem(it, "alias of %q, which differs or holds no bytes itself", to.Name)
+			return nil, refuseItem(it, "it is an alias of %q, which differs or has no bytes itself", to.Name)
 		}
 	}
 	return out, nil
@@ -194,8 +193,8 @@ func (l *Layout) orderItems(items []Item, sizes []int64) {
 		}
 		return strings.Compare(items[a].Name, items[b].Name)
 	})
-	// Tensors without bytes at the end of the file have the same data_offsets in
-	// every group: they are sorted by name, as readers do.
+	// Tensors without bytes at the end of the file have the same data_offsets in every
+	// group, so they are sorted by name, as in readers.
 	tail := len(l.Items)
 	for tail > 0 && (sizes[l.Items[tail-1]] == 0 || items[l.Items[tail-1]].Alias != 0) {
 		tail--
@@ -203,8 +202,8 @@ func (l *Layout) orderItems(items []Item, sizes []int64) {
 	slices.SortFunc(l.Items[tail:], func(a, b int) int { return cmp.Compare(items[a].Name, items[b].Name) })
 }
 
-// setGrid sets the fixed fields of Tensors and Chunks, and the size of the index, whose limit
-// it checks before it takes memory for chunks.
+// setGrid sets the fixed fields of Tensors and Chunks, and the size of the index. It checks
+// the limit of that size before it allocates chunks.
 func (l *Layout) setGrid(items []Item, sizes []int64) error {
 	place := make([]int32, len(items))
 	for i, item := range l.Items {
@@ -228,10 +227,10 @@ func (l *Layout) setGrid(items []Item, sizes []int64) error {
 		}
 		parts := max(1, it.Parts)
 		if it.ChunkBytes <= 0 || it.ChunkBytes > tensor.MaxChunkBytes || it.ChunkBytes%tensor.ChunkAlign != 0 {
-			return refuseItem(it, "chunks of %d bytes", it.ChunkBytes)
+			return refuseItem(it, "invalid chunk size: %d bytes", it.ChunkBytes)
 		}
 		if parts > tensor.MaxColParts || parts&(parts-1) != 0 || !t.Splits(parts) || t.Plain && parts != 1 {
-			return refuseItem(it, "%d column parts of shape %v", parts, it.Shape)
+			return refuseItem(it, "cannot divide into %d column parts: shape %v", parts, it.Shape)
 		}
 		t.Parts, t.ChunkBytes = uint8(parts), uint32(it.ChunkBytes)
 		n := t.Grid().Chunks()
@@ -242,7 +241,8 @@ func (l *Layout) setGrid(items []Item, sizes []int64) error {
 	}
 	l.index = int64(blobSize(uint64(len(items)), uint64(chunks), uint64(dims)))
 	if l.index > tensor.MaxIndex {
-		return errs.New(errs.ErrArgument, "an index of %d bytes, at most %d can be read: write shards or larger chunks",
+		return errs.New(errs.ErrArgument, "the index has %d bytes, but at most %d can be read: write shards or "+
+			"larger chunks",
 			l.index, tensor.MaxIndex)
 	}
 	l.Chunks = make([]tensor.Chunk, chunks)
@@ -257,21 +257,22 @@ func (l *Layout) setGrid(items []Item, sizes []int64) error {
 	return nil
 }
 
-// Header returns the bytes of the header, which are the offset of the data section.
+// Header returns the size of the header, which is the offset of the data section.
 func (l *Layout) Header() int64 { return l.header }
 
 // Start returns the offset of the first chunk.
 func (l *Layout) Start() int64 { return l.header + l.index }
 
-// Place returns the offset of chunk c, which takes stored bytes, and notes both.
-// Place chunks in their order.
+// Place returns the offset of chunk c, which takes stored bytes, and records both.
+// Place chunks in order.
 func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
 	if c != l.placed || c >= len(l.Chunks) {
-		return 0, errs.New(errs.ErrEngine, "chunk %d placed after %d of %d", c, l.placed, len(l.Chunks))
+		return 0, errs.New(errs.ErrEngine, "chunk %d was placed out of order, after %d of %d",
+			c, l.placed, len(l.Chunks))
 	}
 	ch := &l.Chunks[c]
 	if stored == 0 || stored > ch.Logical {
-		return 0, errs.New(errs.ErrEngine, "%d bytes for a chunk of %d", stored, ch.Logical)
+		return 0, errs.New(errs.ErrEngine, "invalid stored size: %d bytes for a chunk of %d", stored, ch.Logical)
 	}
 	t := &l.Tensors[l.at]
 	if !t.Plain {
@@ -291,7 +292,7 @@ func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
 }
 
 // skipPlain sets the offsets of the tensors without chunks before the next chunk, and
-// that of the tensor of the next chunk.
+// that of the next chunk's tensor.
 func (l *Layout) skipPlain() {
 	for ; l.at < len(l.Tensors); l.at++ {
 		l.Tensors[l.at].Off = l.pos
@@ -302,7 +303,7 @@ func (l *Layout) skipPlain() {
 }
 
 // headerEntries returns the tensors as entries of the safetensors header, with the
-// stored sizes as far as they are known.
+// stored sizes known so far.
 func (l *Layout) headerEntries() []safetensors.Entry {
 	out := make([]safetensors.Entry, 0, len(l.Tensors)+1)
 	out = append(out, safetensors.Entry{Name: IndexName, DType: tensor.U8, Shape: []int64{l.index}, End: l.index})
@@ -320,12 +321,12 @@ func (l *Layout) headerEntries() []safetensors.Entry {
 	return out
 }
 
-// Seal returns the bytes before the first chunk, header and index, and the
-// size of the file. Place every chunk first. Seal validates the result as
-// readers do. known is that of tensor.Index.Validate.
+// Seal returns the bytes before the first chunk (header and index) and the size of the
+// file. Place every chunk first. Seal validates the result as readers do. See
+// tensor.Index.Validate for known.
 func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) {
 	if l.placed != len(l.Chunks) {
-		return nil, 0, errs.New(errs.ErrEngine, "%d of %d chunks placed", l.placed, len(l.Chunks))
+		return nil, 0, errs.New(errs.ErrEngine, "only %d of %d chunks were placed", l.placed, len(l.Chunks))
 	}
 	for i := range l.Tensors {
 		if a := l.Tensors[i].Alias; a >= 0 {
@@ -338,12 +339,13 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 		return nil, 0, err
 	}
 	if int64(len(front)) != l.header {
-		return nil, 0, errs.New(errs.ErrEngine, "header of %d bytes in room for %d", len(front), l.header)
+		return nil, 0, errs.New(errs.ErrEngine, "the header has %d bytes, but only %d were reserved",
+			len(front), l.header)
 	}
 	ix := tensor.Index{Sources: []tensor.Source{{Size: l.pos, Data: l.header, Format: tensor.FormatOverwire}},
 		Tensors: l.Tensors, Chunks: l.Chunks}
 	if err := ix.Validate(known); err != nil {
-		return nil, 0, errs.New(errs.ErrEngine, "about to write what no reader takes: %v", err)
+		return nil, 0, errs.New(errs.ErrEngine, "the result would be invalid: %v", err)
 	}
 	return Append(front, l.Tensors, l.Chunks, front, l.Origin, l.Digests), l.pos, nil
 }

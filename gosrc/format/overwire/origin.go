@@ -1,7 +1,6 @@
 package overwire
 
-// This file has what a container keeps of the safetensors file that it was made
-// from (docs/format.md section 1).
+// This file stores a container's origin (docs/format.md section 1).
 
 import (
 	"bytes"
@@ -18,37 +17,38 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Origin is what a container keeps of the safetensors file that it was made
-// from: with the tensors, enough to write that file again.
+// An Origin describes the safetensors file from which a container was made: with the
+// tensors, it is enough to write that file again.
 type Origin struct {
 	Size   int64  `json:"size"`             // bytes of the file
 	SHA256 string `json:"sha256,omitempty"` // of the file, 64 hex digits; "": unknown
-	Header string `json:"header"`           // what stands before its data section: deflated, then base64
+	Header string `json:"header"`           // the bytes before its data section: deflated, then base64
 }
 
-// Pending stands for a SHA-256 that is not known yet: it takes as much space.
+// Pending stands for a SHA-256 that is not known yet. It takes as much space.
 const Pending = "0000000000000000000000000000000000000000000000000000000000000000"
 
-// NewOrigin describes a file of the given size that begins with head, everything
-// before its data section.
+// NewOrigin describes a file of the given size. head is everything before its data
+// section.
 func NewOrigin(head []byte, size int64) *Origin {
 	var b bytes.Buffer
 	w := deflaters.Get().(*flate.Writer)
 	defer deflaters.Put(w)
 	w.Reset(&b)
-	_, _ = w.Write(head) // a Buffer takes everything
+	_, _ = w.Write(head) // writes to a Buffer cannot fail
 	_ = w.Close()
 	return &Origin{Size: size, Header: base64.StdEncoding.EncodeToString(b.Bytes())}
 }
 
-// deflaters are kept: each has 0.8 MB of memory, which is cleared when it is made.
+// deflaters are reused, because each has 0.8 MB of memory, which is cleared when it is
+// created.
 var deflaters = sync.Pool{New: func() any {
-	w, _ := flate.NewWriter(nil, flate.DefaultCompression) // fails for unknown levels only
+	w, _ := flate.NewWriter(nil, flate.DefaultCompression) // fails only for unknown levels
 	return w
 }}
 
-// ReadOrigin returns what a metadata entry for which Is returned true says of the
-// origin, nil if it says nothing.
+// ReadOrigin returns the origin from a metadata entry for which Is returned true, nil
+// if it has none.
 func ReadOrigin(mark string) (*Origin, error) {
 	var m struct {
 		Origin *Origin `json:"origin"`
@@ -62,14 +62,14 @@ func ReadOrigin(mark string) (*Origin, error) {
 	}
 	sum, err := hex.DecodeString(o.SHA256)
 	if err != nil || len(sum) != 0 && len(sum) != 32 || o.Size < 8 {
-		return nil, errs.New(errs.ErrFormat, "an origin of %d bytes with the SHA-256 %.80q", o.Size, o.SHA256)
+		return nil, errs.New(errs.ErrFormat, "invalid origin: %d bytes with the SHA-256 %.80q", o.Size, o.SHA256)
 	}
 	return o, nil
 }
 
-// Front returns what stood before the data section, and what it says: its tensors
-// are in the order of their bytes. It inflates at most the largest header that a
-// file can have. uri is the container's, for errors.
+// Front returns the bytes before the data section, and the parsed header, with tensors
+// in the order of their bytes. It inflates at most the largest header that a file can
+// have. uri is the container's, for errors.
 func (o *Origin) Front(uri string) ([]byte, safetensors.Header, error) {
 	bad := func(err error) ([]byte, safetensors.Header, error) {
 		return nil, safetensors.Header{}, errs.In("index", uri,
@@ -86,7 +86,7 @@ func (o *Origin) Front(uri string) ([]byte, safetensors.Header, error) {
 	case err == nil && int64(len(head)) > most:
 		err = errs.New(errs.ErrFormat, "over %d bytes", most)
 	case err == nil && from.Len() > 0:
-		err = errs.New(errs.ErrFormat, "%d bytes behind the Deflate stream", from.Len())
+		err = errs.New(errs.ErrFormat, "%d bytes follow the Deflate stream", from.Len())
 	}
 	if err != nil {
 		return bad(err)

@@ -1,14 +1,13 @@
-// Package overwire reads and writes the index of the overwire container, which
-// is a safetensors file whose first tensor, "overwire.index", says how the
-// others are stored:
+// Package overwire reads and writes the index of overwire containers. A container is a
+// safetensors file. Its first tensor, "overwire.index", says how the others are stored:
 //
 //	u64 N | N bytes of JSON | index | compressed tensors | plain tensors
 //	                          |
 //	                          header 64 | dims u64 each | tensors 64 each | chunks 32 each | CRC32C, padding
 //
-// Specification: docs/format.md sections 1, 2 and 4; nothing else writes it.
-// This package knows the bytes of the index; tensor.Index.Validate, which Decode
-// calls, checks their values.
+// Specification: docs/format.md sections 1, 2 and 4; nothing else writes this format.
+// This package encodes and decodes the index. tensor.Index.Validate, which Decode
+// calls, checks its values.
 package overwire
 
 import (
@@ -28,17 +27,18 @@ import (
 )
 
 const (
-	// IndexName is the tensor that has the index. No other tensor may have this name.
+	// IndexName is the tensor with the index. No other tensor may have this name.
 	IndexName = "overwire.index"
-	// MetadataKey is the entry of the metadata that marks a file as ours.
+	// MetadataKey is the metadata entry that marks a file as a container.
 	MetadataKey = "overwire"
 
-	// Major and Minor are the newest version that we write. A file has the smallest
-	// minor with what it uses: 0, 1 with an Origin, 2 with features, or 3 with digests. A reader
-	// refuses another major and accepts a larger minor. No release has written major 0.
+	// Major and Minor are the newest version that we write. A file has the smallest minor
+	// version that its features need: 0, 1 with an Origin, 2 with features, or 3 with digests. A
+	// reader refuses another major version and accepts a larger minor one. No release has
+	// written major 0.
 	Major, Minor = 1, 3
 
-	// DataAlign: the offset of the data section is a multiple of it.
+	// DataAlign divides the offset of the data section.
 	DataAlign = 4096
 
 	magic       = "OWIX"
@@ -61,14 +61,14 @@ var (
 	castagnoli = crc32.MakeTable(crc32.Castagnoli)
 )
 
-// The critical features: what readers of 1.1 cannot decode.
+// The critical features, which readers of 1.1 cannot decode.
 const (
 	featureWide   = 1 << 0 // X16 chunks of integers of several bytes
 	featurePlanes = 1 << 1 // chunks of codec 6
 	featuresKnown = featureWide | featurePlanes
 )
 
-// featuresOf are the critical features that the chunks of a file need.
+// featuresOf returns the critical features that the chunks of a file need.
 func featuresOf(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
 	for i := range ts {
 		t := &ts[i]
@@ -84,8 +84,8 @@ func featuresOf(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
 	return need
 }
 
-// minorVersion is the smallest minor version of a file with the given origin, features and
-// digests.
+// minorVersion returns the smallest minor version for a file with the given origin,
+// features and digests.
 func minorVersion(o *Origin, features uint64, digests string) int {
 	switch {
 	case digests != "":
@@ -98,12 +98,12 @@ func minorVersion(o *Origin, features uint64, digests string) int {
 	return 0
 }
 
-// note tells people what they see who look at a file, or whose other reader finds
-// tensors of bytes in it. Readers ignore it.
+// note is for people who look at a file, or who find tensors of bytes in it with
+// another reader. Readers ignore it.
 const note = "compressed by overwire; to read it: pip install overwire; to have plain safetensors: overwire decompress"
 
-// markOf is the value of the metadata entry. empty says that the user's metadata are there and
-// empty, not absent.
+// markOf returns the value of the metadata entry. empty says that the user's metadata exist
+// and are empty, not absent.
 func markOf(o *Origin, features uint64, digests string, empty bool) string {
 	return encodeMark(minorVersion(o, features, digests), note, o, digests, empty)
 }
@@ -124,8 +124,8 @@ func encodeMark(minor int, note string, o *Origin, digests string, empty bool) s
 	return string(text)
 }
 
-// userMetadata are the entries of a container's metadata without ours; nil if there are
-// none, unless the mark says that they are empty.
+// userMetadata returns the entries of a container's metadata without ours. It is nil if
+// there are none, unless the mark says that they are empty.
 func userMetadata(all map[string]string) map[string]string {
 	value := all[MetadataKey]
 	if len(all) == 1 && !strings.Contains(value, `,"metadata":{}`) {
@@ -137,8 +137,8 @@ func userMetadata(all map[string]string) map[string]string {
 }
 
 // Is reports whether a file is an overwire container. It refuses a file that has the
-// mark without the index, or the index without the mark: its header has changed,
-// and its blobs are not tensors of bytes.
+// mark without the index, or the index without the mark: such a header has changed, and
+// its blobs are not tensors of bytes.
 func Is(h *safetensors.Header) (bool, error) {
 	value, hasMark := h.Metadata[MetadataKey]
 	hasIndex := false
@@ -152,7 +152,8 @@ func Is(h *safetensors.Header) (bool, error) {
 	case !hasMark && !hasIndex:
 		return false, nil
 	case !hasMark:
-		return false, errs.New(errs.ErrCorrupt, "%s without the metadata entry %q", IndexName, MetadataKey)
+		return false, errs.New(errs.ErrCorrupt, "the tensor %s is there, but not the metadata entry %q",
+			IndexName, MetadataKey)
 	}
 	// The last members may be long, and loading does not need them.
 	for _, member := range []string{`,"digests":`, `,"origin":`} {
@@ -163,7 +164,7 @@ func Is(h *safetensors.Header) (bool, error) {
 	format, index, err := readMark(value)
 	if err != nil {
 		if !hasIndex {
-			return false, nil // an entry of another program
+			return false, nil // another program's entry
 		}
 		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: %v", MetadataKey, err)
 	}
@@ -177,13 +178,13 @@ func Is(h *safetensors.Header) (bool, error) {
 			remedyFor(major64))
 	}
 	if index != IndexName || !hasIndex {
-		return false, errs.New(errs.ErrCorrupt, "the index %q is not there", index)
+		return false, errs.New(errs.ErrCorrupt, "the index %q is missing", index)
 	}
 	return true, nil
 }
 
-// readMark returns two members of a metadata entry, "" for one that is not there. It goes by a map, since
-// fields of a struct would take members whose names differ in their case.
+// readMark returns two members of a metadata entry, "" for a missing one. It uses a map, because struct
+// fields would also match names in other cases.
 func readMark(value string) (format, index string, err error) {
 	var m map[string]json.RawMessage
 	if err := json.Unmarshal([]byte(value), &m); err != nil {
@@ -205,7 +206,7 @@ func readMark(value string) (format, index string, err error) {
 // remedyFor says what to do about a file of another major version.
 func remedyFor(major uint64) string {
 	if major < Major {
-		return "it is a draft of before the first release; compress the model again"
+		return "it is a draft from before the first release; compress the model again"
 	}
 	return "upgrade overwire"
 }
@@ -250,9 +251,9 @@ func (r *record) readRecord(b []byte) {
 	}
 }
 
-// Append appends the index of a file to dst, in the smallest minor version for its
-// chunks, that origin and those digests. ts and chunks are valid, of one source, and numbered from 0. head
-// is everything before the data section; the index has its checksum.
+// Append appends the index of a file to dst, in the smallest minor version for its chunks, origin and
+// digests. ts and chunks are valid, belong to one source, and are numbered from 0. head is everything
+// before the data section, which the index checksums.
 func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, o *Origin, digests string) []byte {
 	dims := 0
 	for i := range ts {

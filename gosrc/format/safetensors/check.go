@@ -28,7 +28,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	}
 	ts := h.Tensors
 	for i := 1; i < len(ts); i++ {
-		if order(&ts[i-1], &ts[i]) > 0 { // writers sort; the sort is for those that do not
+		if order(&ts[i-1], &ts[i]) > 0 { // writers sort; this sort is for those that do not
 			sorted := make([]*tensor.Tensor, len(ts))
 			for k := range ts {
 				sorted[k] = &ts[k]
@@ -44,11 +44,11 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	}
 	end := int64(0)
 	for i := range ts {
-		t := &ts[i] // Off is the begin, Stored the end minus begin, as the header says
+		t := &ts[i] // here Off is the begin, and Stored the end minus begin, from the header
 		at := h.Data + t.Off
 		if t.Off != end || t.Stored < 0 {
 			return locateError(uri, t.Name, at, errs.OfRule("InvalidOffset", errs.ErrFormat,
-				"bytes [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored,
+				"its bytes are [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored,
 				end))
 		}
 		end += t.Stored
@@ -62,7 +62,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 		}
 		t.Off, t.Bytes = at, bytes
 	}
-	have := size - h.Data // not negative: Length checked it
+	have := size - h.Data // not negative: Length has checked it
 	if end > have {
 		return locateError(uri, "", size, errs.OfRule("MetadataIncompleteBuffer", errs.ErrCorrupt,
 			"truncated, the file has %d bytes of %d: copy or fetch it again", size,
@@ -70,7 +70,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	}
 	if end < have && !opt.Lenient {
 		return locateError(uri, "", h.Data+end, errs.OfRule("MetadataIncompleteBuffer", errs.ErrFormat,
-			"%d bytes after the last tensor", have-end))
+			"the file has %d bytes after the last tensor", have-end))
 	}
 	return nil
 }

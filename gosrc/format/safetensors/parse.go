@@ -12,15 +12,15 @@ import (
 )
 
 // A parser accepts exactly the grammar of the header. Tensors share blocks for their
-// names and shapes, and no block grows: the heap stays within a small multiple of
-// the header, and a tensor needs no allocation.
+// names and shapes, and no block grows: the heap stays within a small multiple of the
+// header, and a tensor needs no allocation.
 type parser struct {
 	scanner
 	data     int64
 	tensor   string // the tensor being read
 	tensors  []tensor.Tensor
 	metadata map[string]string
-	said     bool // "__metadata__" was there
+	said     bool // "__metadata__" was present
 	names    strings.Builder
 	dims     []int64
 }
@@ -30,7 +30,8 @@ func (p *parser) parseHeader() error {
 		p.bad = p.p + i
 		return errs.OfRule("InvalidHeader", errs.ErrFormat, "the header is not UTF-8")
 	}
-	// One closing brace per tensor, and at most as many as the header has space for.
+	// One closing brace per tensor, and at most as many tensors as the header has space
+	// for.
 	body := p.b[p.p:]
 	p.tensors = make([]tensor.Tensor, 0, min(bytes.Count(body, []byte{'}'}), len(body)/minEntry+1))
 	for more := p.openList('{', '}'); more; more = p.hasMore('}') {
@@ -78,13 +79,13 @@ func (p *parser) parseMember() bool {
 // internName copies a name into a block.
 func (p *parser) internName(name []byte) string {
 	if p.names.Cap()-p.names.Len() < len(name) {
-		// The rest of the header bounds the rest of the names.
+		// The rest of the header bounds the size of the remaining names.
 		p.names = strings.Builder{}
 		p.names.Grow(max(len(name), min(64<<10, len(p.b)-p.p)))
 	}
 	from := p.names.Len()
 	p.names.Write(name)
-	return p.names.String()[from:] // stays valid: the block never moves
+	return p.names.String()[from:] // stays valid, because the block never moves
 }
 
 // shape copies dims into a block.
@@ -115,7 +116,7 @@ func (p *parser) parseMetadata() bool {
 		if p.lenient || string(p.b[from:p.p]) == "null" {
 			return true
 		}
-		return p.failWith("metadata is no object")
+		return p.failWith("metadata is not an object")
 	}
 	p.metadata = map[string]string{}
 	for more := p.openList('{', '}'); more; more = p.hasMore('}') {
@@ -143,7 +144,7 @@ func (p *parser) parseMetadata() bool {
 			}
 			p.metadata[key] = string(p.b[from:p.p])
 		default:
-			return p.failWith("metadata %q is no string", key)
+			return p.failWith("metadata %q is not a string", key)
 		}
 		if len(p.metadata) > maxMetadata {
 			return p.failWith("more than %d entries of metadata", maxMetadata)
@@ -152,7 +153,7 @@ func (p *parser) parseMetadata() bool {
 	return p.err == nil
 }
 
-// Fields of an entry, as bits of those seen.
+// Fields of an entry that were seen, as bits.
 const (
 	hasDType = 1 << iota
 	hasShape
@@ -160,7 +161,7 @@ const (
 )
 
 // parseEntry reads one tensor. It sets Off and Stored from data_offsets, relative to the
-// data section; check checks them.
+// data section; checkTensors checks them.
 func (p *parser) parseEntry() bool {
 	t := tensor.Tensor{Name: p.tensor, Alias: -1, Plain: true}
 	count, base := 0, len(p.keys)

@@ -2,13 +2,12 @@
 //
 //	u64 N, little-endian | N bytes of JSON | data section
 //
-// The JSON is one object: "__metadata__", an object of strings, and for every
+// The JSON is one object with "__metadata__", an object of strings, and for every
 // tensor its name with {"dtype", "shape", "data_offsets"}.
 //
-// Specification: the README and safetensors/src/tensor.rs of
-// huggingface/safetensors, release 0.8. Compatible implementations: that one;
-// our tests compare the verdicts of both. This reader refuses more only for one of
-// these reasons:
+// Specification: the README and safetensors/src/tensor.rs of huggingface/safetensors,
+// release 0.8. Tests compare the verdicts of that implementation with ours. This reader
+// also refuses:
 //
 //   - a duplicate key, which the README forbids and serde keeps the last of;
 //   - a tensor entry as a JSON array, or a dtype as an object, which serde accepts
@@ -16,7 +15,7 @@
 //   - rank over 64, a dimension or offset of 2^63 or more, over 65,536 entries
 //     of metadata: no model has them.
 //
-// Unknown fields of a tensor entry are ignored, as there.
+// Unknown fields of a tensor entry are ignored, as in that library.
 package safetensors
 
 import (
@@ -35,21 +34,21 @@ import (
 )
 
 const (
-	// MetadataKey is the one name that is not a tensor.
+	// MetadataKey is the only name that is not a tensor.
 	MetadataKey = "__metadata__"
 
 	minEntry    = len(`"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`)
 	maxMetadata = 1 << 16
-	// maxDepth is the most levels of nested values, with the two of the header:
+	// maxDepth is the most levels of nested values, including the two of the header:
 	// serde_json's limit.
 	maxDepth = 127
 )
 
 // Options of Read and Parse. The zero value is strict.
 type Options struct {
-	// Lenient accepts what other readers accept: bytes after the last tensor,
-	// duplicate keys (the last one wins), metadata that is not strings (kept as
-	// its JSON text).
+	// Lenient accepts what other readers accept: bytes after the last tensor, duplicate
+	// keys (the last one wins), metadata values that are not strings (kept as their
+	// JSON text).
 	Lenient bool
 }
 
@@ -59,22 +58,22 @@ type Header struct {
 	// Tensors in the order of their bytes, those without bytes by name. Off is
 	// from the start of the file; Source is 0, Alias -1.
 	Tensors  []tensor.Tensor
-	Metadata map[string]string // nil when the file has none
+	Metadata map[string]string // nil if the file has none
 	Data     int64             // offset of the data section, 8 + N
 	Sum      uint32            // CRC32C of everything before the data section
-	// Ahead has the first bytes of the data section, those that Read read with
-	// the header; it may be empty.
+	// Ahead has the first bytes of the data section, which Read has read with the
+	// header. It may be empty.
 	Ahead []byte
 }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// Read reads and checks the header of a file: in one read if it fits into
-// 256 KiB, else in two. It checks the header's length against the file's size
-// before it allocates.
+// Read reads and checks the header of a file, in one read if it fits into 256 KiB,
+// otherwise in two. It checks the header's length against the file's size before it
+// allocates.
 //
-// Bad bytes are errs.ErrFormat, a file cut short errs.ErrCorrupt; the error
-// is a errs.At, and its rule is the name that the safetensors library gives it
+// Bad bytes are errs.ErrFormat, a truncated file is errs.ErrCorrupt. The error is an
+// errs.At, and its rule is the name that the safetensors library gives it
 // ("HeaderTooLarge").
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	buf, err := source.Head(ctx, src)
@@ -84,7 +83,7 @@ func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	return ReadOn(ctx, src, buf, opt)
 }
 
-// ReadOn is Read for a caller that has called source.Head: buf is its result.
+// ReadOn is Read for callers of source.Head: buf is its result.
 func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (Header, error) {
 	size := src.Size()
 	n, err := Length(src.URI(), buf, size)
@@ -107,8 +106,8 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 	return h, nil
 }
 
-// Length returns N of a file of the given size that starts with head; uri names it, head is
-// at least the first 9 bytes, or the whole file.
+// Length returns N for a file of the given URI and size that starts with head, which is at
+// least the first 9 bytes, or the whole file.
 func Length(uri string, head []byte, size int64) (int64, error) {
 	switch {
 	case size == 0:
@@ -123,7 +122,7 @@ func Length(uri string, head []byte, size int64) (int64, error) {
 	if int64(n) > size-8 {
 		class := errs.ErrFormat
 		if len(head) > 8 && (head[8] == '{' || isSpace(head[8])) {
-			class = errs.ErrCorrupt // it begins as a header does
+			class = errs.ErrCorrupt // it begins like a header
 		}
 		return 0, errs.OfRule("InvalidHeaderLength", class,
 			"truncated, the header takes %d bytes and the file has %d: copy or fetch it again", 8+n, size)
@@ -131,24 +130,25 @@ func Length(uri string, head []byte, size int64) (int64, error) {
 	return int64(n), nil
 }
 
-// notOurs says what a file is that has no safetensors header, and what to do with it.
+// notOurs says which format a file without a safetensors header has, and what to do
+// with it.
 func notOurs(uri string, head []byte) string {
 	if kind := modelfiles.KindOf(uri, head); kind != nil {
 		return fmt.Sprintf("this is %s, not a safetensors file: %s", kind.What, kind.Do)
 	}
 	if text := len(head) > 0 && utf8.Valid(head[:min(len(head), 8)]) &&
 		!bytes.ContainsFunc(head[:min(len(head), 8)], unicode.IsControl); text {
-		return "this is text, not a safetensors file: check the path, or the URL that it came from"
+		return "this is text, not a safetensors file: check the path, or the URL of the download"
 	}
 	return "this is not a safetensors file: " + modelfiles.Unknown
 }
 
-// Parse parses and checks the header of a file of the given size; head is its first
-// 8 + N bytes, with N from Length. The result does not refer to head.
+// Parse parses and checks the header of a file of the given size. head is its first 8 +
+// N bytes, with N from Length. The result does not refer to head.
 func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 	n, err := Length(uri, head, size)
 	if err == nil && int64(len(head)) != 8+n {
-		err = errs.New(errs.ErrArgument, "%d bytes of a header of %d", len(head), 8+n)
+		err = errs.New(errs.ErrArgument, "got %d bytes of a header of %d", len(head), 8+n)
 	}
 	if err != nil {
 		return Header{}, locateError(uri, "", 0, err)

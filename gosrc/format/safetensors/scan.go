@@ -16,7 +16,7 @@ import (
 )
 
 // A scanner reads JSON that is known to be UTF-8. A method that returns false has set
-// err; do not read on after that.
+// err; do not continue after that.
 type scanner struct {
 	b       []byte
 	p       int // next byte
@@ -29,7 +29,7 @@ type scanner struct {
 
 type span struct{ lo, hi uint32 } // in b; headers are under 2^32
 
-// failWith notes the first reason and returns false.
+// failWith records the first reason and returns false.
 func (s *scanner) failWith(format string, args ...any) bool {
 	if s.err == nil {
 		s.bad = min(s.p, len(s.b))
@@ -41,7 +41,7 @@ func (s *scanner) failWith(format string, args ...any) bool {
 
 func isSpace(c byte) bool { return c == ' ' || c == '\n' || c == '\t' || c == '\r' }
 
-// space skips white space and returns the byte after it, 0 at the end.
+// space skips white space and returns the next byte, 0 at the end.
 func (s *scanner) space() byte {
 	for s.p < len(s.b) {
 		if c := s.b[s.p]; !isSpace(c) {
@@ -54,7 +54,7 @@ func (s *scanner) space() byte {
 
 // takeByte skips white space and then c.
 func (s *scanner) takeByte(c byte) bool {
-	if s.p < len(s.b) && s.b[s.p] == c { // no white space, as known writers write
+	if s.p < len(s.b) && s.b[s.p] == c { // known writers write no white space
 		s.p++
 		return true
 	}
@@ -65,7 +65,7 @@ func (s *scanner) takeByte(c byte) bool {
 	return true
 }
 
-// hasMore reads on after a member of a list that ends with end. It returns true if
+// hasMore continues after a member of a list that ends with end. It returns true if
 // another member follows, false at the end, and false with err set otherwise.
 func (s *scanner) hasMore(end byte) bool {
 	switch c := s.space(); {
@@ -121,7 +121,7 @@ func (s *scanner) readString() ([]byte, bool) {
 		s.skipPlain()
 		s.scratch = append(s.scratch, s.b[from:s.p]...)
 	}
-	return nil, s.failWith("string without end")
+	return nil, s.failWith("unterminated string")
 }
 
 // skipPlain skips to the next quote, backslash or control character, eight bytes
@@ -131,7 +131,8 @@ func (s *scanner) skipPlain() {
 	for s.p+8 <= len(s.b) {
 		x := binary.LittleEndian.Uint64(s.b[s.p:])
 		q, e := x^(ones*'"'), x^(ones*'\\')
-		// The lowest bit set is right: the subtractions only spoil bytes above a hit.
+		// The lowest bit set is right, because the subtractions only affect bytes above
+		// a hit.
 		hit := ((q - ones) & ^q) | ((e - ones) & ^e) | ((x - ones*0x20) & ^x)
 		if hit &= highs; hit != 0 {
 			s.p += bits.TrailingZeros64(hit) / 8
@@ -147,7 +148,7 @@ func (s *scanner) skipPlain() {
 // readEscape reads one escape, which begins with the backslash at p.
 func (s *scanner) readEscape() bool {
 	if s.p+2 > len(s.b) {
-		return s.failWith("string without end")
+		return s.failWith("unterminated string")
 	}
 	s.p += 2
 	const from, to = `"\/bfnrt`, "\"\\/\b\f\n\r\t"
@@ -182,7 +183,7 @@ func (s *scanner) readEscape() bool {
 
 func (s *scanner) readHex4() (rune, bool) {
 	if s.p+4 > len(s.b) {
-		return 0, s.failWith("string without end")
+		return 0, s.failWith("unterminated string")
 	}
 	v, err := strconv.ParseUint(string(s.b[s.p:s.p+4]), 16, 16)
 	if err != nil || s.b[s.p] == '+' {
@@ -202,7 +203,7 @@ func (s *scanner) readUnsigned() (v int64, over, ok bool) {
 		if d > 9 {
 			break
 		}
-		if v > (1<<63-1-int64(d))/10 { // the next digit does not fit
+		if v > (1<<63-1-int64(d))/10 { // the next digit would overflow
 			over = true
 		}
 		v = v*10 + int64(d)
@@ -220,8 +221,8 @@ func (s *scanner) readUnsigned() (v int64, over, ok bool) {
 	return v, over, true
 }
 
-// skipValue reads and ignores any value at the given depth. It checks the value, also for
-// duplicate keys (by their text, with escapes unresolved).
+// skipValue reads and ignores any value at the given depth. It checks the value,
+// including duplicate keys (by their text, with escapes unresolved).
 func (s *scanner) skipValue(depth int) bool {
 	c := s.space()
 	switch {
@@ -259,7 +260,7 @@ func (s *scanner) skipValue(depth int) bool {
 	return s.failWith("expected a value")
 }
 
-// readKey reads a key, as string does, and remembers it for distinct.
+// readKey reads a key as a string, and records it for checkDistinct.
 func (s *scanner) readKey() ([]byte, bool) {
 	s.space()
 	lo := s.p
@@ -270,7 +271,7 @@ func (s *scanner) readKey() ([]byte, bool) {
 	return key, ok
 }
 
-// checkDistinct closes an ignored object, whose keys are those from base on.
+// checkDistinct closes an ignored object. Its keys are those from base on.
 func (s *scanner) checkDistinct(base int) bool {
 	keys := s.keys[base:]
 	s.keys = s.keys[:base]

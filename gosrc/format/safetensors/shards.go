@@ -15,13 +15,13 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Shards is a model.safetensors.index.json: which file of a sharded model has
+// Shards is a model.safetensors.index.json. It says which file of a sharded model has
 // which tensor.
 type Shards struct {
-	Files     []string // sorted; each a plain name beside the index
+	Files     []string // sorted; each a plain name in the folder of the index
 	Weights   []Weight // in the order of the index
-	TotalSize int64    // bytes of all tensors, -1 when the index does not say
-	// Metadata has the other entries of "metadata", each value as its JSON text.
+	TotalSize int64    // bytes of all tensors, -1 if the index does not say
+	// Metadata holds the other entries of "metadata", each value as its JSON text.
 	Metadata map[string]string
 }
 
@@ -31,12 +31,12 @@ type Weight struct {
 	File int
 }
 
-// ReadIndexJSON parses and checks an index. A file name must be that of a sibling of
-// the index, without folders, "..", drive, scheme or NUL ("./" before it is dropped), and
-// no name may occur twice. Bad input is errs.ErrFormat.
+// ReadIndexJSON parses and checks an index. File names must be in the index's own folder,
+// without folders, "..", drive, scheme or NUL (a leading "./" is dropped), and no tensor
+// may occur twice. Bad input is errs.ErrFormat.
 func ReadIndexJSON(uri string, b []byte) (Shards, error) {
 	if len(b) > tensor.MaxHeader {
-		return Shards{}, locateError(uri, "", 0, errs.New(errs.ErrFormat, "an index of %d bytes", len(b)))
+		return Shards{}, locateError(uri, "", 0, errs.New(errs.ErrFormat, "the index is too large: %d bytes", len(b)))
 	}
 	r := shardReader{parser: parser{scanner: scanner{b: b}}, files: map[string]int{}, out: Shards{TotalSize: -1}}
 	if i := invalidUTF8(b); i >= 0 {
@@ -46,7 +46,7 @@ func ReadIndexJSON(uri string, b []byte) (Shards, error) {
 		return Shards{}, locateError(uri, r.tensor, int64(r.bad), r.err)
 	}
 	out := r.out
-	// Sorted, so that the number of a source does not depend on the order in JSON.
+	// Sorted, so that the number of a source does not depend on the order in the JSON.
 	files := slices.Clone(out.Files)
 	slices.Sort(files)
 	place := make([]int, len(files))
@@ -108,7 +108,7 @@ func (r *shardReader) readIndex() bool {
 
 func (r *shardReader) readMetadata() bool {
 	if r.space() != '{' {
-		return r.skipValue(2) // null, as some exporters write
+		return r.skipValue(2) // null, which some exporters write
 	}
 	if r.out.Metadata != nil {
 		return r.failWith("duplicate key \"metadata\"")
@@ -145,8 +145,8 @@ func (r *shardReader) readMetadata() bool {
 	return r.err == nil
 }
 
-// readTotal reads total_size, which some writers give as a float. It is information
-// only: nothing is allocated by it.
+// readTotal reads total_size, which some writers give as a float. It is only
+// informative and decides no allocation.
 func readTotal(text string) int64 {
 	if n, err := strconv.ParseInt(text, 10, 64); err == nil && n >= 0 {
 		return n
@@ -167,7 +167,7 @@ func (r *shardReader) readWeights() bool {
 		r.tensor = r.internName(key)
 		r.seen[r.tensor] = struct{}{}
 		if len(r.seen) != len(r.out.Weights)+1 {
-			return r.failWith("tensor named twice")
+			return r.failWith("the index lists this tensor twice")
 		}
 		if !r.takeByte(':') {
 			return false
@@ -194,10 +194,10 @@ func (r *shardReader) readWeights() bool {
 	return r.err == nil
 }
 
-// here may precede the name of a file beside the index.
+// here may precede the name of a file in the index's folder.
 var here = []byte("./")
 
-// notSibling returns why a name is not that of a file beside the index, or "".
+// notSibling returns why a name is not that of a file in the index's folder, or "".
 func notSibling(name string) string {
 	switch {
 	case name == "" || name == ".":
@@ -205,26 +205,26 @@ func notSibling(name string) string {
 	case strings.ContainsAny(name, `/\`):
 		return "leads out of the index's folder"
 	case strings.ContainsAny(name, "\x00:"):
-		return "has a NUL or a colon"
+		return "contains a NUL or a colon"
 	case !filepath.IsLocal(name):
 		return "is not local"
 	}
 	return ""
 }
 
-// Select returns the tensors that an index lists, each of the file that it names there:
-// Files[i] is source i of ix. A file's other tensors are not the model's. A tensor that is
-// not in its file is errs.ErrFormat.
+// Select returns the tensors that an index lists, each from the file that it names:
+// Files[i] is source i of ix. Other tensors of a file do not belong to the model. A tensor
+// that is missing in its file is errs.ErrFormat.
 func (s *Shards) Select(ix *tensor.Index) (*tensor.Index, error) {
 	if len(ix.Sources) != len(s.Files) {
-		return nil, errs.New(errs.ErrArgument, "%d files for an index that names %d", len(ix.Sources), len(s.Files))
+		return nil, errs.New(errs.ErrArgument, "got %d files, but the index names %d", len(ix.Sources), len(s.Files))
 	}
 	find, isListed := ix.Finder(), make([]bool, len(ix.Tensors))
 	for _, w := range s.Weights {
 		i := find(w.File, w.Name)
 		if i < 0 {
 			return nil, locateError(ix.Sources[w.File].URI, w.Name, -1,
-				errs.New(errs.ErrFormat, "the shards' index names a tensor that this file does not have"))
+				errs.New(errs.ErrFormat, "the shards' index lists a tensor that is not in this file"))
 		}
 		isListed[i] = true
 	}
@@ -234,7 +234,7 @@ func (s *Shards) Select(ix *tensor.Index) (*tensor.Index, error) {
 	return ix.Select(isListed)
 }
 
-// Only returns the index of the files that have one of the named tensors, with all
+// Only returns an index of those files that have one of the named tensors, with all
 // their tensors. If the index lacks a name, the result has every file.
 func (s *Shards) Only(names []string) Shards {
 	wanted := make(map[string]bool, len(names)) // true once found
@@ -271,8 +271,8 @@ func (s *Shards) Only(names []string) Shards {
 	return few
 }
 
-// AppendIndexJSON appends an index as transformers writes it: two spaces of
-// indent, names sorted, a newline at the end. Names are UTF-8.
+// AppendIndexJSON appends an index as transformers writes it: indented by two spaces,
+// with sorted names and a newline at the end. Names are UTF-8.
 func AppendIndexJSON(dst []byte, s Shards) []byte {
 	about := map[string]string{}
 	maps.Copy(about, s.Metadata)

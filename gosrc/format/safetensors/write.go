@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Entry is one tensor of a header to be written. Begin and End are relative
-// to the data section.
+// An Entry is one tensor of a header that is written. Begin and End are relative to the
+// data section.
 type Entry struct {
 	Name       string
 	DType      tensor.DType
@@ -23,8 +23,8 @@ type Entry struct {
 	Begin, End int64
 }
 
-// Place sets Begin and End of the entries back to back and returns the size of
-// the data section. A shape that no file can hold is errs.ErrArgument.
+// Place sets Begin and End of the entries, without gaps, and returns the size of the
+// data section. A shape that no file can hold is errs.ErrArgument.
 func Place(entries []Entry) (int64, error) {
 	end := int64(0)
 	for i := range entries {
@@ -39,10 +39,10 @@ func Place(entries []Entry) (int64, error) {
 	return end, nil
 }
 
-// AppendHeader appends N and the header's JSON to dst, padded with spaces so
-// that 8 + N is a multiple of padTo (0: 8, as safetensors does). Metadata comes
-// first, sorted by key, then the entries in the given order, which is that of their
-// bytes. The same input gives the same bytes.
+// AppendHeader appends N and the header's JSON to dst, padded with spaces so that 8 + N
+// is a multiple of padTo (0 means 8, as in safetensors). Metadata comes first, sorted
+// by key, then the entries in the given order, which is that of their bytes. The same
+// input gives the same bytes.
 //
 // Input that Parse would refuse is errs.ErrArgument.
 func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo int) ([]byte, error) {
@@ -68,15 +68,15 @@ func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo
 	n := len(dst) - start - 8
 	if n > tensor.MaxHeader {
 		return dst[:start], errs.OfRule("HeaderTooLarge", errs.ErrArgument,
-			"the header has %d bytes, at most %d can be read: write shards", n, tensor.MaxHeader)
+			"the header has %d bytes, but at most %d can be read: write shards", n, tensor.MaxHeader)
 	}
 	binary.LittleEndian.PutUint64(dst[start:], uint64(n))
 	return dst, nil
 }
 
-// HeaderBound returns the most bytes that AppendHeader appends for these entries
-// before padding, for any offsets up to limit. Give an unknown shape as large as it
-// may become. So a writer can reserve space for the header and write it last.
+// HeaderBound returns the most bytes that AppendHeader appends for these entries before
+// padding, for any offsets up to limit. Give an unknown shape its largest possible
+// values. So a writer can reserve space for the header and write it last.
 func HeaderBound(metadata map[string]string, entries []Entry, limit int64) int64 {
 	scratch := appendMetadata(nil, metadata)
 	n := int64(8+len("{}")) + int64(len(scratch))
@@ -91,18 +91,18 @@ func HeaderBound(metadata map[string]string, entries []Entry, limit int64) int64
 func checkWritable(metadata map[string]string, entries []Entry) error {
 	for k, v := range metadata {
 		if !utf8.ValidString(k) || !utf8.ValidString(v) {
-			return errs.New(errs.ErrArgument, "metadata %q is not UTF-8", k)
+			return errs.New(errs.ErrArgument, "metadata %q is not valid UTF-8", k)
 		}
 	}
 	if len(metadata) > maxMetadata {
-		return errs.New(errs.ErrArgument, "%d entries of metadata, at most %d", len(metadata), maxMetadata)
+		return errs.New(errs.ErrArgument, "metadata has %d entries: expected at most %d", len(metadata), maxMetadata)
 	}
 	names := make(map[string]struct{}, len(entries))
 	end := int64(0)
 	for i := range entries {
 		e := &entries[i]
 		if !utf8.ValidString(e.Name) || e.Name == MetadataKey {
-			return refuseEntry(e.Name, "not a name that a tensor can have")
+			return refuseEntry(e.Name, "invalid name for a tensor")
 		}
 		names[e.Name] = struct{}{}
 		if len(names) != i+1 {
@@ -116,7 +116,8 @@ func checkWritable(metadata map[string]string, entries []Entry) error {
 			return refuseEntry(e.Name, "%v", err)
 		}
 		if e.Begin != end || e.End < e.Begin || e.End-e.Begin != n {
-			return refuseEntry(e.Name, "bytes [%d, %d) after %d for shape %v of %v", e.Begin, e.End, end, e.Shape,
+			return refuseEntry(e.Name, "invalid bytes [%d, %d) after %d for shape %v of %v",
+				e.Begin, e.End, end, e.Shape,
 				e.DType)
 		}
 		end = e.End

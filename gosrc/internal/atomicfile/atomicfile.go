@@ -1,17 +1,16 @@
-// Package atomicfile writes files that appear whole: each is written under a
-// temporary name in its folder, synced to the disk, and only then renamed.
+// Package atomicfile writes files that appear complete or not at all. Each is written
+// under a temporary name in its folder, synced to the disk, and only then renamed.
 // Whatever stops the writing, readers find the old file or the new one.
 //
-// A new file has the mode that the umask leaves of 0666. A file that replaces
-// another keeps the old one's mode (without set-id bits), owner, group and POSIX
-// ACL; until then only the writer can read it (0600), so a private file is never
-// open to more readers than the old one was. If the process may not set the
-// group, or ask for the ACL, the group gets no more rights than all others; where
-// modes cannot be set, the new file stays its writer's alone. Other extended attributes
-// and further names (hard links) stay with the old file. A symbolic link is
-// followed and kept: its target is replaced; but a blob of a Hugging Face cache,
-// to which the links of its snapshots lead, is refused. The umask, which belongs to
-// the whole process, is never changed.
+// A new file has the mode 0666 less the umask. A file that replaces another keeps the
+// old one's mode (without set-id bits), owner, group and POSIX ACL. Until then only the
+// writer can read it (0600), so that a private file is never readable by more users
+// than the old one was. If the process may not set the group, or read the ACL, the
+// group gets no more rights than all others. Where modes cannot be set, the new file
+// stays private to its writer. Other extended attributes and other names (hard links)
+// stay with the old file. A symbolic link is followed and kept: its target is replaced.
+// But a blob of a Hugging Face cache, to which the links of its snapshots lead, is
+// refused. The umask belongs to the whole process and is never changed.
 package atomicfile
 
 import (
@@ -37,33 +36,33 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Target is one file that is being written. It has a temporary name in the
-// same folder, and gets its own name by a rename once it is on the disk. Until
-// then an older file of that name stays.
+// A Target is one file that is being written. It has a temporary name in the same
+// folder, and gets its own name by a rename once it is on the disk. Until then an older
+// file of that name stays.
 type Target struct {
 	Path string // the file's path, symbolic links followed
-	New  bool   // no file may have the name when this one gets it; see Publish
+	New  bool   // no file may have the name when this one is renamed; see Publish
 	fs   FS
 	temp string      // the temporary path; "" once renamed or removed
 	file File        // nil once closed
-	info fs.FileInfo // of the finished file: which one it is, whatever its name
-	like string      // of the likes of CreateTarget the one that has a file; "": none
-	lock int         // a second descriptor, which holds the lock; 0: none
+	info fs.FileInfo // identifies the finished file, whatever its name
+	like string      // the path of CreateTarget's likes that has a file; "": none
+	lock int         // a second descriptor that holds the lock; 0: none
 
-	// Clock, if not nil, gets the nanoseconds that writing to the file and its disk takes, without
-	// the waits of one writer for another.
+	// Clock, if not nil, receives the nanoseconds that writing to the file and its disk takes,
+	// without the time that writers wait for each other.
 	Clock *atomic.Int64
 
-	gate    chan struct{} // has one for each writer that is in the file
+	gate    chan struct{} // holds one element for each active writer
 	written atomic.Int64
 }
 
-// writers is how many write to one file at once. File systems let one after the other in:
-// a second one is there when the first leaves, and more would only spin.
+// writers is how many write to one file at once. File systems admit one at a time: a
+// second one is ready when the first leaves, and more would only spin.
 const writers = 2
 
-// kickEvery is the number of bytes after which the disk is asked to start
-// writing, so that the sync at the end has less to wait for.
+// kickEvery is the number of bytes after which the disk is asked to start writing, so
+// that the final sync has less to wait for.
 const kickEvery = 32 << 20
 
 // New is Follow and CreateTarget.
@@ -76,9 +75,9 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 }
 
 // CreateTarget opens the temporary file for a place, and removes those that killed saves left in
-// its folder. If no file is there, the new one gets mode, owner,
-// group and ACL of the first of likes that has one; if none has, the mode that the umask leaves of
-// most, 0666 if that is 0. The files of a save share a Listing.
+// its folder. If there is no file yet, the new one gets mode, owner, group and ACL of the first of
+// likes that has one. If none has, its mode is most (0666 if that is 0) less the umask. The files
+// of a save share a Listing.
 func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes ...string) (*Target, error) {
 	if err := p.refuseUnwritable(); err != nil {
 		return nil, err
@@ -96,14 +95,14 @@ func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes .
 	}
 	if t.file, err = sys.Create(t.temp, mode); err != nil {
 		if _, none := os.Stat(Folder(t.Path)); errors.Is(err, fs.ErrNotExist) && none != nil {
-			err = errs.New(errs.ErrNotFound, "there is no folder %s: make it first", Folder(t.Path))
+			err = errs.New(errs.ErrNotFound, "the folder %s does not exist: create it first", Folder(t.Path))
 		}
 		return nil, Failed(p.asked, -1, err)
 	}
 	if f, ok := t.file.(*os.File); ok {
-		// Until Drop, the lock shows removeAll that this process is alive. It
-		// needs a descriptor of its own: a shard's file is closed long before the
-		// last shard is written.
+		// Until Drop, the lock shows removeAll that this process is alive. It needs a
+		// separate descriptor, because a shard's file is closed long before the last
+		// shard is written.
 		if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
 			if fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 3); err == nil {
 				t.lock = fd
@@ -111,23 +110,23 @@ func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes .
 		}
 	}
 	o := orphans{path: t.Path, own: t.temp, age: time.Minute, listing: listing}
-	if t.lock != 0 { // locks work here: a file without one has no writer
+	if t.lock != 0 { // locks work here, so a file without one has no writer
 		o.age, o.folder = lockTime, true
 	}
 	o.removeAll(sys)
 	return t, nil
 }
 
-// lockTime is more than a writer needs from creating its file to locking it.
+// lockTime is longer than a writer needs from creating its file to locking it.
 const lockTime = 5 * time.Second
 
-// Check refuses a path that cannot be written to, as New does.
+// Check returns an error for a path that cannot be written to, as New does.
 func Check(path string) error {
 	_, err := resolvePath(path)
 	return err
 }
 
-// resolvePath is Follow to where a file may be written.
+// resolvePath is Follow to a place where a file may be written.
 func resolvePath(path string) (*Place, error) {
 	p, err := Follow(path)
 	if err != nil {
@@ -136,37 +135,41 @@ func resolvePath(path string) (*Place, error) {
 	return p, p.refuseUnwritable()
 }
 
-// A Place is where a path leads, and what is there: asked once for all that a save does there.
+// A Place is the target of a path, and what exists there. It is looked up once for everything
+// that a save does there.
 type Place struct {
-	Path string // symbolic links of the last element followed
+	Path string // with symbolic links of the last element followed
 
-	asked    string      // the path that leads here
+	asked    string      // the given path
 	old      fs.FileInfo // nil: nothing
-	hasLinks bool        // among the folders
+	hasLinks bool        // the links among the folders of the path
 }
 
-// IsFile reports whether there is a regular file.
+// IsFile reports whether a regular file exists there.
 func (p *Place) IsFile() bool { return p.old != nil && p.old.Mode().IsRegular() }
 
-// refuseUnwritable refuses what cannot be written to.
+// refuseUnwritable returns an error for a place that cannot be written to.
 func (p *Place) refuseUnwritable() error {
 	if p.isBlob() {
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument,
-			"leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
+			"the path leads to %s in a Hugging Face cache, whose files are named by content and shared by all "+
+				"snapshots: "+
 				"write to another folder", p.Path))
 	}
 	switch {
 	case p.old == nil:
 		return nil
 	case p.old.IsDir():
-		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "it is a folder: name the file to write in it"))
+		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "the path is a folder: name a file in it"))
 	case !p.IsFile():
-		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "is not a regular file (%v)", p.old.Mode().Type()))
+		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "the path is not a regular file "+
+			"(%v)", p.old.Mode().Type()))
 	}
 	return p.RefuseStrangers()
 }
 
-// RefuseStrangers refuses a file of another user in a sticky folder that everyone may write.
+// RefuseStrangers refuses a file that belongs to another user, in a sticky folder that
+// everyone can write.
 func (p *Place) RefuseStrangers() error {
 	if !p.IsFile() {
 		return nil
@@ -174,9 +177,9 @@ func (p *Place) RefuseStrangers() error {
 	return Failed(p.asked, -1, refuseStrangers(p.Path, p.old))
 }
 
-// isBlob reports whether a place is in the folder of blobs of a Hugging Face cache,
-// beside its snapshots. Other bytes under a blob's name would be served as those
-// that the name is the hash of.
+// isBlob reports whether a place is in the blobs folder of a Hugging Face cache.
+// Snapshots would serve changed bytes under a blob's name as the content that the name
+// is the hash of.
 func (p *Place) isBlob() bool {
 	dir, err := Folder(p.Path), error(nil)
 	if p.hasLinks {
@@ -191,8 +194,8 @@ func (p *Place) isBlob() bool {
 	return err == nil && st.IsDir()
 }
 
-// firstFile returns the first of some paths that has a regular file which refuseStrangers takes, nil if none has: the
-// mode of a new file is that of the file that it replaces, or is to be like.
+// firstFile returns the first of some paths that has a regular file which refuseStrangers accepts; nil if none
+// has. A new file gets its mode from the file that it replaces or should resemble.
 func firstFile(paths ...string) (string, fs.FileInfo, error) {
 	for _, path := range paths {
 		if path == "" {
@@ -216,8 +219,8 @@ func firstFile(paths ...string) (string, fs.FileInfo, error) {
 	return "", nil, nil
 }
 
-// adoptOwner gives the written file the owner, ACL and mode of the old file, as that
-// is now. The mode comes last: until then only the writer can read the file.
+// adoptOwner gives the written file the present owner, ACL and mode of the old file. It
+// sets the mode last, because until then only the writer can read the file.
 func (t *Target) adoptOwner() error {
 	path, old, err := firstFile(t.Path, t.like)
 	if old == nil {
@@ -225,7 +228,7 @@ func (t *Target) adoptOwner() error {
 	}
 	mode := old.Mode().Perm()
 	if own, ok := old.Sys().(*syscall.Stat_t); ok {
-		// Only root may change the owner; for all others it stays the writer.
+		// Only root may change the owner; for others it stays the writer.
 		if t.file.Chown(int(own.Uid), int(own.Gid)) != nil && t.file.Chown(-1, int(own.Gid)) != nil {
 			mode = limitGroup(mode)
 		}
@@ -247,11 +250,12 @@ func (t *Target) adoptOwner() error {
 	return t.fileError(-1, err)
 }
 
-// limitGroup takes from the group, and so from those that an ACL names, the rights that all others lack.
+// limitGroup removes those rights from the group, and so from the entries of an ACL, that all others
+// lack.
 func limitGroup(mode fs.FileMode) fs.FileMode { return mode &^ ((^mode & 0o007) << 3) }
 
-// copyACL gives an open file the POSIX ACL of a path, or removes the ACL that it
-// has from its folder. It does nothing on file systems, and systems, without ACLs.
+// copyACL copies the POSIX ACL of a path to an open file, or removes the ACL that the
+// file inherited from its folder. It does nothing where ACLs do not exist.
 func copyACL(path string, fd int) error {
 	const name = "system.posix_acl_access"
 	acl := make([]byte, 1<<10)
@@ -273,7 +277,7 @@ func copyACL(path string, fd int) error {
 	return err
 }
 
-// Write writes p at an offset; it is safe in parallel.
+// Write writes p at an offset. It is safe for concurrent use.
 func (t *Target) Write(p []byte, off int64) error {
 	t.gate <- struct{}{}
 	start := time.Now()
@@ -298,7 +302,7 @@ func (t *Target) addTime(start time.Time) {
 	}
 }
 
-// Skip does nothing: bytes of a file that are not written are zero.
+// Skip does nothing: unwritten bytes of a file are zero.
 func (t *Target) Skip(_, _ int64) error { return nil }
 
 // Finish sets the file's size, owner and mode, and waits until it is on the disk.
@@ -322,21 +326,21 @@ func (t *Target) Finish(size int64) error {
 	return t.fileError(-1, f.Close())
 }
 
-// endAt gives the file a size, where it has another one: the mounts of some stores lack the call for it.
+// endAt sets a file's size if it differs, because mounts of some stores lack the call.
 func (t *Target) endAt(size int64) error {
 	now := t.info.Size()
 	if now == size {
 		return nil
 	}
 	err := t.file.Truncate(size)
-	if lacksCall(err) && now < size { // all bytes between are zero
+	if lacksCall(err) && now < size { // all bytes in between are zero
 		_, err = t.file.WriteAt([]byte{0}, size-1)
 	}
 	return err
 }
 
-// FinishUnless is Finish, which may take long, but does not wait for it after the end of
-// ctx: the sync then continues by itself, on a file whose name Drop removes.
+// FinishUnless is Finish, which may take long, but it does not wait after ctx has ended.
+// The sync then continues, on a file whose name Drop removes.
 func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	if f, ok := t.file.(*os.File); ok && regular.SyncsAtOnce(int(f.Fd())) {
 		return t.Finish(size)
@@ -345,7 +349,7 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	rest := &Target{Path: t.Path, Clock: t.Clock, fs: t.fs, like: t.like, file: t.file}
 	t.file = nil
 	spawn.Go("save.sync", func() {
-		err := errs.New(errs.ErrEngine, "sync did not end")
+		err := errs.New(errs.ErrEngine, "the sync was not awaited")
 		defer func() { done <- err }()
 		err = rest.Finish(size)
 		rest.Drop()
@@ -362,7 +366,7 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 // Drop ends a target: it removes the file if it was not published.
 func (t *Target) Drop() {
 	if t.lock != 0 {
-		_ = syscall.Flock(t.lock, syscall.LOCK_UN) // a child of fork may have the file open, too
+		_ = syscall.Flock(t.lock, syscall.LOCK_UN) // a forked child may also have the file open
 		_ = syscall.Close(t.lock)
 		t.lock = 0
 	}
@@ -376,8 +380,8 @@ func (t *Target) Drop() {
 	}
 }
 
-// refuseStrangers refuses the file that has a path if it is another user's, in a sticky folder that everyone may write,
-// as Linux does (fs.protected_regular): it waits there for a file that gets its owner or its mode.
+// refuseStrangers refuses another user's file at a path in a sticky folder that everyone can write, as Linux
+// does (fs.protected_regular). That user may be waiting there for a file that gets its owner or its mode.
 func refuseStrangers(path string, st fs.FileInfo) error {
 	folder, err := regular.FindTarget(Folder(path))
 	if folder == nil || folder.Mode()&fs.ModeSticky == 0 {
@@ -386,9 +390,9 @@ func refuseStrangers(path string, st fs.FileInfo) error {
 	return regular.RefusePlantedFile(path, st, folder)
 }
 
-// Follow resolves symbolic links of the last element of a path; the file that
-// the last link names need not exist. Like Linux (fs.protected_symlinks) it refuses
-// those that another user may have planted, also on the way to it.
+// Follow resolves symbolic links in the last element of a path. The file that the last
+// link names need not exist. Like Linux (fs.protected_symlinks), it refuses links on
+// the way that another user may have planted.
 func Follow(path string) (*Place, error) {
 	p := &Place{Path: path, asked: path}
 	for range 40 {
@@ -400,7 +404,7 @@ func Follow(path string) (*Place, error) {
 			return nil, err
 		}
 		if p.old == nil || p.old.Mode().Type() != fs.ModeSymlink {
-			return p, nil // opening it reports what is wrong
+			return p, nil // opening it reports the error
 		}
 		to, err := regular.ReadLink(p.Path)
 		switch {
@@ -411,7 +415,7 @@ func Follow(path string) (*Place, error) {
 		}
 		if !filepath.IsAbs(to) {
 			// As the system does it: ".." in to is the parent of path's real folder,
-			// which need not be the name before it.
+			// which may differ from the preceding name.
 			to = p.Path[:strings.LastIndexByte(p.Path, '/')+1] + to
 		}
 		p.Path = to
@@ -425,15 +429,15 @@ const (
 	hidden   = 16           // hex digits after the mark, the others random
 )
 
-// bootTag differs between machines, and between their starts: of a pair, but for one in
-// 4,000,000,000. A file of another machine may be taken for an orphan only after foreignAge.
+// bootTag differs between machines and between their boots, except for one pair in
+// 4,000,000,000. A file of another machine is only treated as an orphan after foreignAge.
 var bootTag = sync.OnceValue(func() string {
 	id, _ := regular.Read("/proc/sys/kernel/random/boot_id", 1<<10) // without it, all are the same
 	sum := sha256.Sum256(id)
 	return hex.EncodeToString(sum[:bootHex/2])
 })
 
-// hiddenName returns a new name beside path: ".name.overwire-<digits>".
+// hiddenName returns a new name in the folder of path: ".name.overwire-<digits>".
 func hiddenName(path string) string {
 	dir, name := filepath.Split(path)
 	var r [(hidden - bootHex) / 2]byte
@@ -441,8 +445,8 @@ func hiddenName(path string) string {
 	return dir + hiddenStem(name) + bootTag() + hex.EncodeToString(r[:])
 }
 
-// hiddenStem returns the name without its digits. It cuts names near the limit of file
-// systems, 255 bytes.
+// hiddenStem returns the name without its digits. It shortens names near the limit of
+// file systems, 255 bytes.
 func hiddenStem(name string) string {
 	most := 255 - 1 - len(tempMark) - hidden
 	if len(name) > most {
@@ -454,19 +458,20 @@ func hiddenStem(name string) string {
 	return "." + name + tempMark
 }
 
-// orphans are the hidden files that killed saves left in the folder of a path: those
-// that no process has locked and that have not changed for age.
+// orphans are the hidden files that killed saves left in the folder of a path: no
+// process has locked them, and they have not changed for age.
 type orphans struct {
 	path string
 	own  string // no orphan
 	age  time.Duration
-	// folder means those of every path in the folder. Of another machine, or from
-	// before its last start, they go after foreignAge: its locks may not be seen here.
+	// folder includes those of every path in the folder. Files of another machine, or
+	// from before the last boot, are removed after foreignAge, because their locks may
+	// not be visible here.
 	folder  bool
 	listing *Listing
 }
 
-// foreignAge is longer than a file waits, complete, for the other files of its save.
+// foreignAge is longer than a complete file waits for the other files of its save.
 const foreignAge = 24 * time.Hour
 
 func (o orphans) removeAll(sys FS) {
@@ -492,8 +497,8 @@ func (o orphans) removeAll(sys FS) {
 	}
 }
 
-// A Listing has names that may be of orphans, by folder: each folder is listed once, however many files are written
-// to it.
+// A Listing holds possible names of orphans, by folder. Each folder is listed once, however many files are
+// written to it.
 type Listing struct {
 	mu    sync.Mutex
 	names map[string][]string
@@ -529,8 +534,9 @@ func (l *Listing) hiddenNames(dir string) []string {
 	return hidden
 }
 
-// minimumAge tells how long a hidden name must not have changed before it goes; ok is
-// false for names that are none of ours, or of another path that is not asked for.
+// minimumAge returns how long a hidden name must be unchanged before it is removed. ok
+// is false for names that are not ours, or that belong to another path that was not
+// requested.
 func (o orphans) minimumAge(name, stem string) (age time.Duration, ok bool) {
 	digits := name[max(0, len(name)-hidden):]
 	if bare := strings.TrimSuffix(name, digits); bare != stem &&
@@ -544,8 +550,8 @@ func (o orphans) minimumAge(name, stem string) (age time.Duration, ok bool) {
 	return foreignAge, true
 }
 
-// Alive reports whether the save that writes or has just published a file still runs, or
-// may.
+// Alive reports whether the save that writes or has just published a file is still
+// running, or may be.
 func Alive(path string) bool {
 	fd, _, err := regular.Open(path)
 	if err != nil {

@@ -1,6 +1,6 @@
 package atomicfile
 
-// This file has the few calls of a file system that writing needs.
+// This file defines the few file system calls that writing needs.
 
 import (
 	"errors"
@@ -17,11 +17,11 @@ import (
 
 // FS is a file system to write to. Tests use one whose i-th call fails.
 type FS interface {
-	// Create makes a new file, with the mode that the umask leaves of mode. It
-	// never opens an existing file.
+	// Create makes a new file with mode less the umask. It never opens an existing
+	// file.
 	Create(path string, mode fs.FileMode) (File, error)
 	Rename(from, to string) error
-	// RenameNew is Rename, but fails with fs.ErrExist if there is a file called to.
+	// RenameNew is Rename, but fails with fs.ErrExist if to exists.
 	RenameNew(from, to string) error
 	Remove(path string) error
 	// SyncNames makes the names in the folder of a file durable.
@@ -54,7 +54,8 @@ func (Disk) Create(path string, mode fs.FileMode) (File, error) {
 	return f, nil
 }
 
-// openPlainly is os.OpenFile without the five system calls that ask whether a file can be polled.
+// openPlainly is os.OpenFile without the five system calls that check whether a file can be
+// polled.
 func openPlainly(path string, flags int, mode fs.FileMode) (f *os.File, err error) {
 	err = regular.Again(func() error {
 		fd, err := unix.Open(path, flags|unix.O_CLOEXEC, uint32(mode.Perm()))
@@ -66,7 +67,7 @@ func openPlainly(path string, flags int, mode fs.FileMode) (f *os.File, err erro
 	return f, err
 }
 
-// Rename is the system's, in one call.
+// Rename calls the system's rename, once.
 func (Disk) Rename(from, to string) error {
 	if err := regular.Again(func() error { return unix.Rename(from, to) }); err != nil {
 		return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}
@@ -74,7 +75,7 @@ func (Disk) Rename(from, to string) error {
 	return nil
 }
 
-// RenameNew looks before it renames where the system has no call for both.
+// RenameNew checks before it renames if the system has no single call for both.
 func (Disk) RenameNew(from, to string) error {
 	err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
 	if lacksCall(err) {
@@ -95,11 +96,11 @@ func isUnknownCall(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.ENOTSUP)
 }
 
-// lacksCall is isUnknownCall with the answer of a sandbox, and of some mounts. It may also be a refusal, which what is
-// tried instead meets as well.
+// lacksCall is isUnknownCall that also accepts the answer of a sandbox and of some mounts. That may also mean a
+// refusal, which the alternative then meets as well.
 func lacksCall(err error) bool { return isUnknownCall(err) || errors.Is(err, unix.EPERM) }
 
-// syncFile waits until a file is on the disk. Where the file system has no such call, nothing more can be done.
+// syncFile waits until a file is on the disk. If the file system has no such call, nothing more can be done.
 func syncFile(f File) error {
 	if err := f.Sync(); !isUnknownCall(err) {
 		return err
@@ -110,8 +111,8 @@ func syncFile(f File) error {
 // Remove is os.Remove.
 func (Disk) Remove(path string) error { return os.Remove(path) }
 
-// SyncNames syncs the folder. One that may be written and not listed cannot be opened: there the whole file system
-// is synced, by the file.
+// SyncNames syncs the folder. A folder that can be written but not listed cannot be opened; then the whole file
+// system is synced through the file.
 func (Disk) SyncNames(path string) error {
 	sync := func(f *os.File) error { return syncFile(f) }
 	d, err := openPlainly(Folder(path), unix.O_RDONLY, 0)

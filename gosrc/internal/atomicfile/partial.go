@@ -1,6 +1,6 @@
 package atomicfile
 
-// This file has files that are written from their beginning on, over as many runs as that takes.
+// This file writes files from the beginning, over as many runs as that takes.
 
 import (
 	"context"
@@ -21,13 +21,14 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
-// A Partial is a file that an earlier run may have begun. Its bytes lie under a hidden name in its folder,
-// .NAME.partial, next to a note of what they are of, how many there are, and their hash: what a killed process, a full disk or
-// a power failure has left is compared with it. One process at a time has it.
+// A Partial is a file that an earlier run may have begun. Its bytes are in a hidden file in its folder,
+// .NAME.partial, next to a note with the object's identity, the number of bytes, and their hash. Whatever a
+// killed process, a full disk or a power failure leaves is compared with the note. One process at a time holds
+// it.
 type Partial struct {
-	Done int64 // bytes that are there
+	Done int64 // bytes already written
 
-	path  string // of the file, links followed
+	path  string // of the file, with links followed
 	temp  string
 	of    string
 	file  *os.File
@@ -35,7 +36,7 @@ type Partial struct {
 	noted int64
 }
 
-// A partialNote is what is known of the first bytes of a Partial, or of a whole file.
+// A partialNote describes the first bytes of a Partial, or of a whole file.
 type partialNote struct {
 	Of   string `json:"of"`
 	Done int64  `json:"done"`
@@ -45,11 +46,11 @@ type partialNote struct {
 const (
 	partialEnd = ".partial"
 	noteEnd    = ".json"
-	noteEvery  = 16 << 20 // bytes after which the note is written again
+	noteEvery  = 16 << 20 // the note is rewritten after this many bytes
 	maxNote    = 4 << 10
 )
 
-// partialName is the hidden name for a path; "": its name is too long for one.
+// partialName returns the hidden name for a path; "" if its name is too long for one.
 func partialName(path string) string {
 	dir, name := filepath.Split(path)
 	if len(name)+len(partialEnd)+len(noteEnd)+20 > 255 {
@@ -58,8 +59,9 @@ func partialName(path string) string {
 	return dir + "." + name + partialEnd
 }
 
-// OpenPartial opens the file that is to have a path, with what earlier runs have written of the same object, which `of` names. It is
-// nil where there can be none: another process writes it, or the folder does not allow such files. The caller closes it.
+// OpenPartial opens the future file of a path, with what earlier runs have written of the same object, which
+// `of` identifies. It is nil if that is impossible: another process writes it, or the folder does not allow
+// such files. The caller closes it.
 func OpenPartial(ctx context.Context, path, of string) (*Partial, error) {
 	place, err := resolvePath(path)
 	if err != nil {
@@ -86,7 +88,7 @@ func OpenPartial(ctx context.Context, path, of string) (*Partial, error) {
 		if unix.Lstat(p.temp, &named) == nil && named.Ino == here.Ino && named.Dev == here.Dev {
 			return p, p.takeUp(ctx)
 		}
-		_ = p.file.Close() // another process has given it its name meanwhile
+		_ = p.file.Close() // another process has renamed it meanwhile
 	}
 	if p.file != nil {
 		_ = p.file.Close()
@@ -119,7 +121,7 @@ func (p *Partial) takeUp(ctx context.Context) error {
 	return Failed(p.path, p.Done, err)
 }
 
-// Write adds bytes.
+// Write appends bytes.
 func (p *Partial) Write(b []byte) (int, error) {
 	n, err := p.file.Write(b)
 	_, _ = p.hash.Write(b[:n])
@@ -130,13 +132,13 @@ func (p *Partial) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// writeNote replaces the note. Without one the next run begins anew.
+// writeNote replaces the note. Without a note the next run starts over.
 func (p *Partial) writeNote() {
 	text, err := json.Marshal(partialNote{p.of, p.Done, sumOf(p.hash)})
 	if err != nil {
 		return
 	}
-	temp := p.temp + noteEnd + ".new" // the lock of the Partial is its lock
+	temp := p.temp + noteEnd + ".new" // the lock of the Partial also protects the note
 	_ = os.Remove(temp)
 	f, err := openPlainly(temp, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL, 0o600)
 	if err != nil {
@@ -153,7 +155,8 @@ func (p *Partial) writeNote() {
 	}
 }
 
-// Publish gives the finished file its name. keepNote: the note stays, for IsComplete.
+// Publish gives the finished file its name. With keepNote the note stays, for
+// IsComplete.
 func (p *Partial) Publish(keepNote bool) error {
 	if keepNote {
 		p.writeNote()
@@ -168,7 +171,7 @@ func (p *Partial) Publish(keepNote bool) error {
 	return nil
 }
 
-// Close ends the writing. What was written stays for a later run, if it was not published.
+// Close ends the writing. If the file was not published, its bytes stay for a later run.
 func (p *Partial) Close() {
 	switch {
 	case p.temp == "":
@@ -177,11 +180,12 @@ func (p *Partial) Close() {
 	case p.Done > p.noted:
 		p.writeNote()
 	}
-	_ = syscall.Flock(int(p.file.Fd()), syscall.LOCK_UN) // a child of fork may have the file open as well
+	_ = syscall.Flock(int(p.file.Fd()), syscall.LOCK_UN) // a forked child may also have the file open
 	_ = p.file.Close()
 }
 
-// IsComplete reports whether the file of a path is all of an object, as an earlier run has noted with Publish.
+// IsComplete reports whether the file at a path is a whole object, according to the note that an earlier run
+// kept with Publish.
 func IsComplete(ctx context.Context, path, of string, size int64) bool {
 	n, ok := readNote(partialName(path), of)
 	if !ok || n.Done != size {
@@ -237,7 +241,8 @@ func sumOf(h *xxh3.Hasher) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// A PartialFolder is a folder that is filled over as many runs as that takes, under a hidden name. One process at a time has it.
+// A PartialFolder is a folder that is filled over as many runs as that takes, under a hidden name. One process
+// at a time holds it.
 type PartialFolder struct {
 	Work string // the folder to fill
 
@@ -245,7 +250,7 @@ type PartialFolder struct {
 	lock *os.File
 }
 
-// OpenPartialFolder opens the folder that is to have a path, which nothing has yet.
+// OpenPartialFolder opens the future folder of a path. Nothing may exist there yet.
 func OpenPartialFolder(path string) (*PartialFolder, error) {
 	p := &PartialFolder{path: strings.TrimRight(path, "/")}
 	if p.Work = partialName(p.path); p.Work == "" {
@@ -264,12 +269,13 @@ func OpenPartialFolder(path string) (*PartialFolder, error) {
 	if errors.Is(syscall.Flock(int(p.lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB), syscall.EWOULDBLOCK) {
 		_ = p.lock.Close()
 		return nil, errs.In("fetch", path, errs.New(errs.ErrArgument,
-			"another process is filling this folder: wait for it, or write to another one"))
+			"another process is filling this folder: wait for it, or choose another folder"))
 	}
 	return p, nil
 }
 
-// KeepOnly removes what earlier runs have left in the folder, but for the files of these paths, begun or complete.
+// KeepOnly removes what earlier runs have left in the folder, except the files of these paths, begun or
+// complete.
 func (p *PartialFolder) KeepOnly(paths []string) error {
 	files, folders := map[string]bool{}, map[string]bool{p.Work: true}
 	for _, path := range paths {
@@ -301,7 +307,7 @@ func (p *PartialFolder) Publish() error {
 	return Failed(p.path, -1, Disk{}.SyncNames(p.path))
 }
 
-// Close ends the filling; drop: the folder goes with what is in it.
+// Close ends the filling. With drop it removes the folder and its contents.
 func (p *PartialFolder) Close(drop bool) {
 	if drop {
 		_ = os.RemoveAll(p.Work)

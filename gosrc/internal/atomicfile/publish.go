@@ -17,16 +17,17 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Publish gives finished targets their names. The last target is the file that
-// readers open: the only file, or the index of shards, which are New.
+// Publish gives finished targets their names. The last target is the file that readers
+// open: the only file, or the index of shards. The shards are New.
 //
-// New files come first: no reader looks for them before the index that lists them, whose
-// rename replaces the old set by the new one in one step. Each other file replaces its own
-// predecessor in one step. If a step fails, the old last file stays, and the new files go.
+// New files come first: no reader looks for them before the rename of the index, which
+// replaces the old set by the new one in one step. Each other file replaces its own
+// predecessor in one step. If a step fails, the old last file stays, and the new files are
+// removed.
 func Publish(sys FS, ts []*Target) error {
 	last := ts[len(ts)-1]
 	var done []*Target
-	isKnown := true // which file has the last name
+	isKnown := true // the identity of the file with the last name
 	err := func() error {
 		for _, t := range ts {
 			if t.New {
@@ -37,7 +38,7 @@ func Publish(sys FS, ts []*Target) error {
 			}
 		}
 		if len(ts) > 1 && len(done) > 0 {
-			// The shards' names are durable before the index that lists them.
+			// The shards' names must be durable before the index that lists them.
 			if err := sys.SyncNames(done[0].Path); err != nil {
 				return Failed(last.Path, -1, err)
 			}
@@ -56,7 +57,7 @@ func Publish(sys FS, ts []*Target) error {
 		return nil
 	}()
 	for _, t := range done {
-		if err == nil || !isKnown { // the file that lists them may stand
+		if err == nil || !isKnown { // the file that lists them may exist
 			t.temp = ""
 		} else {
 			_ = sys.Rename(t.Path, t.temp)
@@ -65,13 +66,14 @@ func Publish(sys FS, ts []*Target) error {
 	if err != nil {
 		return err
 	}
-	// If the folder was not synced, a power loss leaves the old file or the new
-	// one, each of them whole; the caller must know.
+	// If the folder was not synced, a power loss leaves either the complete old file or
+	// the complete new one. The caller must know that.
 	return Failed(last.Path, -1, sys.SyncNames(last.Path))
 }
 
-// takeName gives a finished target its name. What counts is which file has the name then, not the answer: that of a
-// server may be lost, or an error, though it has renamed. isKnown: the disk tells.
+// takeName renames a finished target. What counts is which file has the name afterwards, not the result of the
+// call: a server's answer may be lost, or be an error although it has renamed. isKnown reports that the disk
+// could tell.
 func (t *Target) takeName(call func(from, to string) error) (isDone, isKnown bool, err error) {
 	if err = call(t.temp, t.Path); err == nil {
 		return true, true, nil
@@ -80,8 +82,8 @@ func (t *Target) takeName(call func(from, to string) error) (isDone, isKnown boo
 	return unknown == nil && os.SameFile(there, t.info), unknown == nil || errors.Is(unknown, fs.ErrNotExist), err
 }
 
-// RenameFolder gives a folder the name path, where nothing or an empty folder is, or in exchange for the name of the
-// folder there, in one step. What counts is which folder has the name then, as for files.
+// RenameFolder renames a folder to path, where nothing or an empty folder exists, or exchanges it with the
+// folder there, in one step. What counts is which folder has the name afterwards, as for files.
 func RenameFolder(made, path string, exchange bool) error {
 	which, err := os.Lstat(made)
 	if err != nil {
@@ -106,7 +108,7 @@ func RenameFolder(made, path string, exchange bool) error {
 	return Failed(path, -1, &os.LinkError{Op: "rename", Old: made, New: path, Err: err})
 }
 
-// nameTaken is the error of a new file whose name another save has taken meanwhile.
+// nameTaken is the error of a new file if another save has taken its name meanwhile.
 func nameTaken(path string, err error) error {
 	if errors.Is(err, fs.ErrExist) {
 		return errs.In("save", path, errs.New(errs.ErrIO, "another save has written this file meanwhile: save again"))
@@ -114,10 +116,10 @@ func nameTaken(path string, err error) error {
 	return Failed(path, -1, err)
 }
 
-// Folder returns the folder of a path as the system finds it: ".." stays in it.
+// Folder returns the folder of a path as the system resolves it, so ".." stays.
 func Folder(path string) string { return regular.FolderOf(path) }
 
-// MakeFolders makes a folder and those above it that are missing, through no other user's link.
+// MakeFolders creates a folder and its missing parents. It follows no other user's link.
 func MakeFolders(path string) error {
 	if _, err := regular.RefusePlantedLinks(path); err != nil {
 		return err
@@ -125,8 +127,8 @@ func MakeFolders(path string) error {
 	return errs.FromOS(os.MkdirAll(path, 0o777))
 }
 
-// MakeFolder makes a folder to write to, if there is none; isNew: it has. It refuses, as Follow does, another user's
-// link in its place.
+// MakeFolder creates the folder to write to if it is missing; isNew reports that it did. Like Follow, it
+// refuses another user's link in its place.
 func MakeFolder(path string) (isNew bool, err error) {
 	if _, err := Follow(strings.TrimRight(path, "/")); err != nil {
 		return false, Failed(path, -1, err)
@@ -140,7 +142,7 @@ func MakeFolder(path string) (isNew bool, err error) {
 	return err == nil, Failed(path, -1, err)
 }
 
-// CheckFolder refuses the path of a folder that is to be made, as MakeFolder does.
+// CheckFolder refuses the path of a folder to be created, as MakeFolder does.
 func CheckFolder(path string) error {
 	place, err := Follow(strings.TrimRight(path, "/"))
 	if err == nil && place.old != nil && !place.old.IsDir() {
@@ -194,8 +196,8 @@ func With(path string, fill func(f *os.File) error) error {
 	return Publish(Disk{}, []*Target{t})
 }
 
-// Rename gives a finished file of the same folder the name path, as if it had been
-// written here.
+// Rename renames a finished file of the same folder to path, as if it had been written
+// here.
 func Rename(from, path string) error {
 	place, err := resolvePath(path)
 	if err != nil {

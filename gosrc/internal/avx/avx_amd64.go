@@ -2,7 +2,7 @@
 
 package avx
 
-// This file is for binaries whose Go code, and whose preemption, use AVX.
+// This file is for binaries in which Go code and preemption use AVX.
 
 import "simd/archsimd"
 

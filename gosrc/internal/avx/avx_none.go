@@ -2,7 +2,7 @@
 
 package avx
 
-// This file is for binaries without AVX in Go code.
+// For binaries without AVX in Go code.
 
 // Clear does nothing.
 func Clear() {}

@@ -9,9 +9,9 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Cache holds blocks. Each is made once, however many callers ask for it at the
-// same time; the least recently used are dropped when there are too many bytes. It
-// is safe for concurrent use.
+// A Cache holds blocks. Each is made once, however many callers request it at the same
+// time. If there are too many bytes, the least recently used blocks are dropped. It is
+// safe for concurrent use.
 type Cache[K comparable] struct {
 	most int64
 	mu   sync.Mutex
@@ -32,7 +32,7 @@ type Block[K comparable] struct {
 	place *list.Element // in lru
 }
 
-// New returns a cache of at most that number of bytes, besides those in use.
+// New returns a cache of at most that many bytes, in addition to blocks in use.
 func New[K comparable](most int64) *Cache[K] {
 	return &Cache[K]{most: most, by: map[K]*Block[K]{}}
 }
@@ -44,9 +44,10 @@ func (c *Cache[K]) Need(n int64) {
 	c.mu.Unlock()
 }
 
-// Get returns a block, made by fill if it is missing; the caller returns it with Put.
-// A caller whose ctx ends waits for no other's fill. A fill that fails fails all who wait
-// for it, unless it was cancelled: then the next caller's is tried.
+// Get returns a block, which fill makes if it is missing. The caller returns it with Put.
+// A caller does not wait for another's fill after its own ctx has ended. A failed fill
+// fails all callers that wait for it, unless it was cancelled: then the next caller's
+// fill is tried.
 func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) (*Block[K], error) {
 	for {
 		e, isKnown := c.takeBlock(key)
@@ -86,10 +87,10 @@ func (c *Cache[K]) takeBlock(key K) (e *Block[K], known bool) {
 	return e, known
 }
 
-// fillBlock fills a block. One that cannot be filled is forgotten: the next caller tries
-// again.
+// fillBlock fills a block. A block that cannot be filled is dropped, and the next caller
+// tries again.
 func (c *Cache[K]) fillBlock(ctx context.Context, e *Block[K], fill func() ([]byte, error)) error {
-	e.err = errs.New(errs.ErrEngine, "a block was not made") // should fill panic
+	e.err = errs.New(errs.ErrEngine, "a block was not filled") // in case fill panics
 	defer func() {
 		c.mu.Lock()
 		defer c.mu.Unlock()
@@ -117,7 +118,7 @@ func (c *Cache[K]) Put(e *Block[K]) {
 	}
 }
 
-// trimKept is called with mu held.
+// trimKept must be called with mu held.
 func (c *Cache[K]) trimKept() {
 	for c.size > c.most && c.lru.Len() > 0 {
 		e := c.lru.Remove(c.lru.Front()).(*Block[K])

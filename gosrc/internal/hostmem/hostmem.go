@@ -1,4 +1,4 @@
-// Package hostmem tells how much memory the host has left.
+// Package hostmem reports how much memory the host has left.
 package hostmem
 
 import (
@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// Available is how many bytes the process could still use, those of the page cache
-// among them: free memory, or less in a control group.
+// Available returns how many bytes the process can still use, including the page cache:
+// free memory, or less in a control group.
 func Available() int64 {
 	n := int64(math.MaxInt64)
 	if v, ok := Field("/proc/meminfo", "MemAvailable:"); ok {
@@ -18,8 +18,9 @@ func Available() int64 {
 	return min(n, leftOfGroup("/sys/fs/cgroup/"))
 }
 
-// leftOfGroup is what the limit of a control group leaves, of version 2 or of version 1, where a
-// limit of some 2^63 is none. The page cache is not counted as used: it makes room.
+// leftOfGroup returns what the limit of a control group leaves, of version 2 or version 1 (where
+// a limit of about 2^63 means none). The page cache does not count as used, because it makes
+// room.
 func leftOfGroup(group string) int64 {
 	for _, v := range []struct{ limit, stat, used string }{
 		{"memory.max", "memory.stat", "anon "},

@@ -1,4 +1,4 @@
-// Package idle keeps work that may wait off the cores that the process needs.
+// Package idle delays background work until the process leaves a core unused.
 package idle
 
 import (
@@ -8,23 +8,23 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Cores finds out whether the process leaves a core unused. It belongs to one thread,
-// and does not count what that does.
+// Cores determines whether the process leaves a core unused. It belongs to one thread,
+// and does not count that thread's work.
 type Cores struct {
-	cores   float64 // that others may use
+	cores   float64 // cores that others may use
 	at      time.Time
-	others  time.Duration // processor time, until at
-	patient time.Duration // how much longer to wait in all
+	others  time.Duration // processor time until at
+	patient time.Duration // how much longer to wait in total
 }
 
-// New returns the Cores of the calling thread, to which the goroutine is locked.
+// New returns the Cores of the calling thread, to which the goroutine must be locked.
 func New() *Cores {
 	s := &Cores{cores: float64(runtime.GOMAXPROCS(0)) - 0.75, patient: time.Second}
 	s.sampleUse()
 	return s
 }
 
-// sampleUse returns whether a core was unused since the last call.
+// sampleUse reports whether a core was unused since the last call.
 func (s *Cores) sampleUse() bool {
 	now := time.Now()
 	process, thread := processorTimes()
@@ -33,11 +33,11 @@ func (s *Cores) sampleUse() bool {
 	return float64(others) <= s.cores*float64(wall)
 }
 
-// Wait waits until a core is unused. It returns false when stop is true, or once it
-// has waited for a second in all.
+// Wait waits until a core is unused. It returns false if stop is true, or once it has
+// waited for a second in total.
 func (s *Cores) Wait(stop func() bool) bool {
 	for pause := time.Millisecond; s.patient > 0 && !stop(); pause = min(2*pause, 50*time.Millisecond) {
-		if time.Since(s.at) < time.Millisecond { // too short to tell
+		if time.Since(s.at) < time.Millisecond { // too short to measure
 			time.Sleep(time.Millisecond)
 		}
 		if s.sampleUse() {
@@ -49,8 +49,8 @@ func (s *Cores) Wait(stop func() bool) bool {
 	return false
 }
 
-// processorTimes returns the processor time that the process has used, and that the calling
-// thread has. Both are 0 where the kernel does not tell.
+// processorTimes returns the processor time used by the process, and by the calling thread.
+// Both are 0 if the kernel does not report them.
 func processorTimes() (process, thread time.Duration) {
 	var p, t unix.Timespec
 	if unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &p) != nil ||

@@ -1,6 +1,7 @@
 package modelfiles
 
-// The table of files and folders that are found where safetensors weights were expected.
+// This file is the table of files and folders that are found where safetensors weights were
+// expected.
 
 import (
 	"path"
@@ -8,30 +9,31 @@ import (
 	"strings"
 )
 
-// A Kind is a kind of file, or of folder, that people have instead of safetensors weights, or whose weights another
+// A Kind is a format of files, or of folders, that people have instead of safetensors weights, or that another
 // library reads.
 type Kind struct {
-	// Magics are what such a file has at Offset: one of them. nil: its name decides.
+	// Magics are the possible bytes of such a file at Offset. nil: only its name decides.
 	Magics []string
 	Offset int
-	// Names are globs: the name of a file matches one of them, and the names in a folder each of them.
+	// Names are globs. The name of a file must match one of them, and in a folder each of them must match a
+	// name. nil: any name.
 	Names []string
-	// What it is ("a GGUF file"), and what to do with it.
+	// What the file is ("a GGUF file"), and what to do with it.
 	What, Do string
-	// Foreign says that it is a model's by rights: a folder of other weights may hold it. All else
-	// stands where weights were expected.
+	// Foreign means that the file may be part of a model: a folder of other weights may contain
+	// it. Other kinds are where weights were expected.
 	Foreign bool
 }
 
 func (k *Kind) String() string { return k.What + ": " + k.Do }
 
-// HeadBytes is how much of a file KindOf looks at.
+// HeadBytes is how much of a file KindOf examines.
 const HeadBytes = 512
 
 const (
 	withTheirs = "load it with the library that wrote it, and save its tensors with overwire.save_file"
 	convert    = "`overwire convert` (overwire.convert) reads "
-	engine     = "its weights cannot be taken out: convert the model that it was built from"
+	engine     = "its weights cannot be extracted: convert the model that it was built from"
 	local      = "`overwire convert FOLDER -o OUT` (overwire.convert) and overwire.load_file read local ones: " +
 		"fetch the folder"
 	onnx = "overwire.save_file({t.name: onnx.numpy_helper.to_array(t) for t in " +
@@ -49,21 +51,21 @@ const (
 	tensorflow = "r = tensorflow.train.load_checkpoint(PREFIX); overwire.save_file({n: r.get_tensor(n) for n in " +
 		"r.get_variable_to_shape_map()}, OUT)"
 	keras = "unzip model.weights.h5 from it, and then: " + hdf5
-	// oldTorch is the number by which torch.save began a file before torch 1.6, as a pickle has it.
+	// oldTorch is the number at the start of torch.save files before torch 1.6, as a pickle.
 	oldTorch = "\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-	// oldFrame is a frame of protocol 4 and later around it.
+	// oldFrame is the frame around it from protocol 4 on.
 	oldFrame = "\x95\r\x00\x00\x00\x00\x00\x00\x00" + oldTorch
 )
 
-// kinds of files are looked at in this order. Each command in them was run with the library that it names.
+// kinds are tried in this order. Each command in them was run with the library that it names.
 var kinds = []Kind{
 	{Magics: []string{"PK\x03\x04"}, Names: []string{"*.keras"}, What: "a Keras archive", Do: keras},
 	{Magics: []string{"PK\x03\x04"}, Names: []string{"*.npz"}, What: "a numpy archive", Do: convert + "local ones"},
-	{Magics: []string{"PK\x03\x04"}, What: "a zip archive, as torch.save and numpy.savez write",
-		Do: convert + "those of torch.save (.pt, .pth, .bin, .ckpt) and .npz files; load others with the library that " +
+	{Magics: []string{"PK\x03\x04"}, What: "a zip archive, as written by torch.save and numpy.savez",
+		Do: convert + "torch.save files (.pt, .pth, .bin, .ckpt) and .npz files; load others with the library that " +
 			"wrote them"},
-	{Magics: []string{"ustar"}, Offset: 257, What: "a tar archive, as NeMo writes, and torch.save did before torch 0.2",
-		Do: convert + ".nemo files; unpack others by tar -xf"},
+	{Magics: []string{"ustar"}, Offset: 257, What: "a tar archive, as written by NeMo, and by torch.save before torch 0.2",
+		Do: convert + ".nemo files; unpack others with tar -xf"},
 	{Names: []string{"*.pdparams", "*.pdopt"}, What: "a PaddlePaddle file", Do: paddle},
 	{Names: []string{"*.msgpack"}, What: "a Flax file (msgpack)", Do: msgpack},
 	{Names: []string{"*.onnx"}, What: "an ONNX model", Do: onnx},
@@ -71,28 +73,28 @@ var kinds = []Kind{
 	{Magics: []string{"ftrt"}, What: "a TensorRT engine", Do: engine},
 	{Names: []string{"*.engine", "*.plan", "*.trt"}, What: "a TensorRT engine", Do: engine},
 	{Magics: []string{"Transformer", "Whisper", "Wav2Vec2"}, Offset: 6, What: "a CTranslate2 model",
-		Do: "its weights are of CTranslate2's own layout: convert the model that it was made from"},
+		Do: "its weights have CTranslate2's own layout: convert the model that it was made from"},
 	{Names: []string{"*.distcp"}, What: "a part of a torch.distributed.checkpoint", Do: convert + "its whole folder"},
 	{Magics: []string{"\x80\x02" + oldTorch, "\x80\x03" + oldTorch, "\x80\x04" + oldFrame, "\x80\x05" + oldFrame,
-		"L119547037146038801333356L\n."}, What: "a torch.save file of before torch 1.6",
+		"L119547037146038801333356L\n."}, What: "a torch.save file from before torch 1.6",
 		Do: "`torch.save(torch.load(f), f)` makes a newer one, which overwire.convert reads"},
 	{Magics: []string{"\x80\x02", "\x80\x03", "\x80\x04", "\x80\x05"}, What: "a pickle", Do: withTheirs},
-	{Magics: []string{"GGUF"}, What: "a GGUF file", Do: "overwire lists and verifies GGUF files and reads no tensors " +
-		"of them, since coding would take off 5 to 13 % of their quantised blocks: keep it as it is", Foreign: true},
-	{Magics: []string{"lmgg", "fmgg", "tjgg", "algg"}, What: "a GGML file of before GGUF",
-		Do: "keep it as it is, or convert the model that it was made from", Foreign: true},
+	{Magics: []string{"GGUF"}, What: "a GGUF file", Do: "overwire lists and verifies GGUF files, but does not " +
+		"load or compress them, because compression would save only 5 to 13 %: keep the file unchanged", Foreign: true},
+	{Magics: []string{"lmgg", "fmgg", "tjgg", "algg"}, What: "a GGML file from before GGUF",
+		Do: "keep the file unchanged, or convert the model that it was made from", Foreign: true},
 	{Magics: []string{"\x93NUMPY"}, What: "a .npy file", Do: convert + "local ones", Foreign: true},
-	{Magics: []string{"\x89HDF"}, What: "an HDF5 file, as Keras writes", Do: hdf5, Foreign: true},
+	{Magics: []string{"\x89HDF"}, What: "an HDF5 file, as written by Keras", Do: hdf5, Foreign: true},
 	{Magics: []string{"TFL3"}, Offset: 4, What: "a TensorFlow Lite model", Do: engine},
 	{Magics: []string{"ET"}, Offset: 4, Names: []string{"*.pte"}, What: "an ExecuTorch program", Do: engine},
-	{Magics: []string{"\x1f\x8b"}, What: "a gzip file", Do: "gunzip it first"},
-	{Magics: []string{"version "}, What: "a Git LFS pointer", Do: "get the file itself by git lfs pull"},
-	{Magics: []string{"<!DOCTYP", "<!doctyp", "<html"}, What: "a web page", Do: "check the URL that it came from"},
-	{Magics: []string{"{"}, What: "JSON", Do: "name the .safetensors file; an index of shards must be called " +
-		"*.index.json, and a trace is shown by overwire inspect TRACE.json --html PAGE.html"},
+	{Magics: []string{"\x1f\x8b"}, What: "a gzip file", Do: "decompress it with gunzip first"},
+	{Magics: []string{"version "}, What: "a Git LFS pointer", Do: "get the file itself with git lfs pull"},
+	{Magics: []string{"<!DOCTYP", "<!doctyp", "<html"}, What: "a web page", Do: "check the URL of the download"},
+	{Magics: []string{"{"}, What: "JSON", Do: "name the .safetensors file; an index of shards must be named " +
+		"*.index.json, and overwire inspect TRACE.json --html PAGE.html shows a trace"},
 }
 
-// folders are looked at in this order.
+// folders are tried in this order.
 var folders = []Kind{
 	{What: "a torch.distributed.checkpoint (FSDP, torchtitan, Megatron-core)", Names: []string{"*.distcp"},
 		Do: local},
@@ -103,12 +105,12 @@ var folders = []Kind{
 		Do:    local},
 	{What: "an Orbax checkpoint (JAX, Flax, MaxText)", Names: []string{"_CHECKPOINT_METADATA"}, Do: orbax},
 	{What: "an Orbax checkpoint (JAX, Flax, MaxText)", Names: []string{"_METADATA"}, Do: orbax},
-	{What: "an OCDBT store of TensorStore, as Orbax writes", Names: []string{"manifest.ocdbt"}, Do: orbax},
+	{What: "an OCDBT store of TensorStore, as written by Orbax", Names: []string{"manifest.ocdbt"}, Do: orbax},
 	{What: "a DeepSpeed ZeRO checkpoint", Names: []string{"zero_to_fp32.py"},
 		Do: "`python FOLDER/zero_to_fp32.py FOLDER OUT --safe_serialization`"},
 	{What: "a DeepSpeed ZeRO checkpoint", Names: []string{"*zero_pp_rank_*"},
 		Do: "in the folder above: `python zero_to_fp32.py . OUT --safe_serialization`"},
-	{What: "a Megatron-LM checkpoint in parts of ranks", Names: []string{"mp_rank_00"},
+	{What: "a Megatron-LM checkpoint with a part for each rank", Names: []string{"mp_rank_00"},
 		Do: "Megatron-LM's tools/checkpoint/convert.py makes a torch_dist one, which overwire reads"},
 	{What: "a TensorFlow SavedModel", Names: []string{"saved_model.pb"},
 		Do: "PREFIX is its variables/variables: " + tensorflow},
@@ -119,19 +121,19 @@ var folders = []Kind{
 	{What: "a Flax model", Names: []string{"*.msgpack"}, Do: msgpack},
 	{What: "a PaddlePaddle model", Names: []string{"*.pdparams"}, Do: paddle},
 	{What: "a Keras model", Names: []string{"*.keras"}, Do: keras},
-	{What: "an HDF5 file, as Keras writes", Names: []string{"*.h5"}, Do: hdf5},
+	{What: "an HDF5 file, as written by Keras", Names: []string{"*.h5"}, Do: hdf5},
 	{What: "a Core ML package", Names: []string{"Manifest.json", "Data"}, Do: engine},
 	{What: "a NeMo file", Names: []string{"*.nemo"}, Do: convert + "it: name the file"},
 	{What: "a numpy archive", Names: []string{"*.npz"}, Do: convert + "it: name the file"},
 	{What: "a GGUF file", Names: []string{"*.gguf"},
-		Do: "overwire lists and verifies it by its name, and keeps it as it is"},
+		Do: "overwire lists and verifies it by its name, and does not change it"},
 }
 
-// ListKinds lists those of files.
+// ListKinds returns the kinds of files.
 func ListKinds() []Kind { return kinds }
 
-// KindOf is the kind of the file of this name or URI that begins with head, which has HeadBytes where the file has;
-// nil: no kind that is known.
+// KindOf returns the format of the file with this name or URI that begins with head, which has HeadBytes if the
+// file does; nil if the format is unknown.
 func KindOf(name string, head []byte) *Kind {
 	return find(kinds, func(k *Kind) bool {
 		isNamed := func(glob string) bool { return matches(glob, name) }
@@ -139,7 +141,7 @@ func KindOf(name string, head []byte) *Kind {
 	})
 }
 
-// KindOfFolder is KindOf for a folder with files and folders of these names.
+// KindOfFolder is KindOf for a folder that contains these names.
 func KindOfFolder(names []string) *Kind {
 	return find(folders, func(k *Kind) bool {
 		isAbsent := func(glob string) bool {
@@ -168,5 +170,5 @@ func matches(glob, name string) bool {
 	return ok
 }
 
-// Unknown is what to do with a file of no kind.
+// Unknown says what to do with a file of unknown format.
 const Unknown = withTheirs

@@ -1,4 +1,4 @@
-// Package modelfiles takes the names of weights apart: a single file, the shards of a
+// Package modelfiles parses the names of weights: a single file, the shards of a
 // family, variants, and the index.json of shards.
 //
 //	model.safetensors                          a single file
@@ -27,11 +27,11 @@ const (
 	IndexSuffix = ".index.json"
 )
 
-// withVariants are the stems of files that libraries write in variants (fp16), which are
-// models by themselves. Of other stems, a dot is a part of the stem.
+// withVariants are the base names for which libraries write variants (fp16), which are
+// separate models. In other base names, a dot is part of the name.
 var withVariants = []string{"model", "diffusion_pytorch_model"}
 
-// A Name is the name of a file of weights, or of an index.
+// A Name is the parsed name of a weights file or an index.
 type Name struct {
 	Stem       string
 	Variant    string // "": the default one
@@ -47,7 +47,7 @@ var (
 	markedEnd = regexp.MustCompile(`-ow[0-9a-f]{8}$`)
 )
 
-// ParseName takes a name apart; ok is false for names of other files, and hidden ones.
+// ParseName parses a name. ok is false for names of other files, and for hidden ones.
 func ParseName(name string) (n Name, ok bool) {
 	if strings.HasPrefix(name, ".") {
 		return n, false
@@ -82,7 +82,7 @@ func ParseName(name string) (n Name, ok bool) {
 // parts of tensors: shard-RANK-model-FILE-of-FILES.safetensors.
 func IsPart(name string) bool { return partName.MatchString(name) }
 
-// stemOf takes the mark and the variant off a stem.
+// stemOf removes the mark and the variant from a stem.
 func stemOf(base string) (n Name) {
 	n.Marked = markedEnd.MatchString(base)
 	n.Stem = markedEnd.ReplaceAllString(base, "")
@@ -95,8 +95,8 @@ func stemOf(base string) (n Name) {
 }
 
 // Mark returns a new mark. A save over an earlier set marks the names of its files, so that
-// none has the name of an old one: both sets are whole until the index is replaced. Without
-// an index that lists it, a marked file belongs to no model.
+// none has the name of an old one, and both sets are complete until the index is replaced.
+// Without an index that lists it, a marked file belongs to no model.
 func Mark() string {
 	var r [4]byte
 	_, _ = rand.Read(r[:]) // cannot fail
@@ -112,8 +112,8 @@ func WithMark(name, mark string) string {
 	return stem + mark + rest
 }
 
-// Family is what tells the files of one model from others: their names without mark,
-// number and extension. A variant has the same one in both writings.
+// Family returns what tells the files of one model from others: their names without
+// mark, number and extension. A variant has the same family in both spellings.
 func Family(name string) string {
 	stem, rest, ok := divideName(name)
 	if !ok {
@@ -127,7 +127,7 @@ func Family(name string) string {
 	return stem
 }
 
-// divideName takes the name of a file of weights apart where its mark is.
+// divideName splits the name of a weights file at its mark.
 func divideName(name string) (stem, rest string, ok bool) {
 	n, ok := ParseName(name)
 	if !ok || n.Index {

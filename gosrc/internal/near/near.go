@@ -1,14 +1,14 @@
-// Package near finds the name that was probably meant by a misspelled one.
+// Package near suggests the probable name for a misspelled one.
 package near
 
 import "strings"
 
-// most is the longest name that is compared, since the work grows with the square
-// of the length.
+// most is the longest name that is compared, because the work grows with the square of
+// the length.
 const most = 128
 
-// Best returns the name nearest to word, "" if none is near: at most a third of its
-// letters may differ, ignoring case. Of equally near names the first wins.
+// Best returns the name nearest to word, or "" if none is near: at most a third of its
+// letters may differ, ignoring case. If names are equally near, the first wins.
 func Best(word string, names []string) string {
 	best, least := "", 0
 	if len(word) > most {

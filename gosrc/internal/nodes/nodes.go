@@ -1,10 +1,9 @@
-// Package nodes says which NUMA node of a host is near a device, and puts threads and
-// memory there.
+// Package nodes finds the NUMA node of a device, and places threads and memory on it.
 //
-// It reads the kernel's tables below /sys, whose folder is a parameter for tests. A host
-// of one node with cores, or whose tables cannot be read, has no Place: a nil *Place is
-// valid, and its methods do what they do without nodes. Nothing here is needed for right
-// results, so what a container refuses is not an error of a load; doctor reports it.
+// It reads the kernel's tables below /sys; tests pass another folder. A host with only
+// one node with cores, or with unreadable tables, has no Place: a nil *Place is valid,
+// and its methods then ignore nodes. Results never depend on nodes, so if a container
+// refuses something, loads do not fail; doctor reports it.
 //
 // A Place is immutable and safe for concurrent use.
 package nodes
@@ -31,15 +30,14 @@ const (
 	preferred = 1 // MPOL_PREFERRED
 )
 
-// A Node is one with cores: nodes that only have memory, as that of a coherent GPU, run
-// no threads, and nothing is placed on them.
+// A Node is a node with cores. Nodes that only have memory, such as that of a coherent
+// GPU, run no threads, and nothing is placed on them.
 type Node struct {
 	Number int   `json:"node"`
-	Cores  []int `json:"cores"` // those that run
+	Cores  []int `json:"cores"` // online cores
 }
 
-// Read returns the nodes with cores, by number; nil: the tables say nothing that makes
-// sense.
+// Read returns the nodes with cores, by number; nil if the tables make no sense.
 func Read(root string) (all []Node) {
 	for _, n := range readList(root + "/devices/system/node/online") {
 		text, err := os.ReadFile(fmt.Sprintf("%s/devices/system/node/node%d/cpulist", root, n))
@@ -56,7 +54,7 @@ func Read(root string) (all []Node) {
 	return all
 }
 
-// Online is how many cores of the host run; 0: the tables do not say.
+// Online returns how many cores of the host are online; 0 if the tables do not say.
 func Online(root string) int { return len(readList(root + "/devices/system/cpu/online")) }
 
 func readList(file string) []int {
@@ -67,7 +65,8 @@ func readList(file string) []int {
 	return Cores(string(text))
 }
 
-// Cores are the numbers of a list of the kernel's, as "0-3,8"; nil: it is none, or empty.
+// Cores parses a list in the kernel's form, such as "0-3,8"; nil if it is invalid or
+// empty.
 func Cores(text string) (all []int) {
 	for part := range strings.SplitSeq(strings.TrimSpace(text), ",") {
 		low, high, two := strings.Cut(part, "-")
@@ -86,7 +85,7 @@ func Cores(text string) (all []int) {
 	return all
 }
 
-// Of is the number of the node that a PCI device is near, -1 if the tables do not say.
+// Of returns the number of a PCI device's node, -1 if the tables do not say.
 func Of(root, pci string) int {
 	text, err := os.ReadFile(filepath.Join(root, "bus/pci/devices", filepath.Base(pci), "numa_node"))
 	n, bad := strconv.Atoi(strings.TrimSpace(string(text)))
@@ -96,16 +95,16 @@ func Of(root, pci string) int {
 	return n
 }
 
-// A Place is the node that a device is near, on a host of several.
+// A Place is the node of a device, on a host with several nodes.
 type Place struct {
 	Node  int
 	cores []int
-	here  int // GPUs near it
+	here  int // GPUs on it
 	gpus  int // of the host
 }
 
-// Near is the place of a PCI device; nil: the host has one node, or the tables do not
-// say which is near. pci is only called on a host of several.
+// Near returns the place of a PCI device. It is nil if the host has one node, or if the
+// tables do not say which node is near. pci is only called on hosts with several nodes.
 func Near(root string, pci func() string) *Place {
 	all := Read(root)
 	if len(all) < 2 {
@@ -122,7 +121,7 @@ func Near(root string, pci func() string) *Place {
 	return nil
 }
 
-// countGPUs counts NVIDIA's GPUs.
+// countGPUs counts NVIDIA GPUs.
 func (p *Place) countGPUs(root string) {
 	dirs, _ := filepath.Glob(root + "/bus/pci/devices/*")
 	for _, dir := range dirs {
@@ -138,8 +137,8 @@ func (p *Place) countGPUs(root string) {
 	}
 }
 
-// Ranks is how many of the ranks of a host, with a GPU each, may be near this node: the
-// tables know no ranks. Where there are more ranks than GPUs it is all.
+// Ranks returns how many of a host's ranks, with one GPU each, may be on this node; the
+// tables do not know ranks. If there are more ranks than GPUs, it returns all.
 func (p *Place) Ranks(ranks int) int {
 	if p == nil || ranks > p.gpus {
 		return ranks
@@ -147,7 +146,8 @@ func (p *Place) Ranks(ranks int) int {
 	return max(1, min(ranks, p.here))
 }
 
-// Within are those of some cores that are near the device, and how many cores are.
+// Within returns those of some cores that are on the device's node, and how many cores
+// those are.
 func (p *Place) Within(had *unix.CPUSet) (near unix.CPUSet, all int) {
 	if p == nil {
 		return near, 0
@@ -160,8 +160,8 @@ func (p *Place) Within(had *unix.CPUSet) (near unix.CPUSet, all int) {
 	return near, len(p.cores)
 }
 
-// coreSets is the cores that this thread may run on, and those of them near the device; ok:
-// there are some.
+// coreSets returns the cores on which this thread may run, and those of them on the
+// device's node. ok means that there are some.
 func (p *Place) coreSets() (had, near unix.CPUSet, ok bool) {
 	if p == nil || unix.SchedGetaffinity(0, &had) != nil {
 		return had, near, false
@@ -170,8 +170,8 @@ func (p *Place) coreSets() (had, near unix.CPUSet, ok bool) {
 	return had, near, near.Count() > 0
 }
 
-// Run runs fn on a thread that may run on the cores near the device only, of those on
-// which it may run anyway, and restores that.
+// Run runs fn on a thread that may run only on the cores of the device's node, as far
+// as it may run there, and restores the thread's cores afterwards.
 func (p *Place) Run(fn func() error) error {
 	if p == nil {
 		return fn()
@@ -185,14 +185,14 @@ func (p *Place) Run(fn func() error) error {
 	defer func() {
 		if unix.SchedSetaffinity(0, &before) == nil {
 			runtime.UnlockOSThread()
-		} // else the thread ends with its goroutine
+		} // otherwise the thread ends with its goroutine
 	}()
 	return fn()
 }
 
-// Bind asks for b, which begins on a page that nothing has touched, to lie in the memory
-// near the device, where that has space. It does nothing where this thread may run on no
-// core there: what it writes would cross between nodes.
+// Bind requests that b, which begins on an untouched page, is placed in memory on the
+// device's node if there is space. It does nothing if this thread may not run on that
+// node, because its writes would then cross between nodes.
 func (p *Place) Bind(b []byte) error {
 	if _, _, ok := p.coreSets(); !ok || len(b) == 0 {
 		return nil
@@ -208,8 +208,8 @@ func (p *Place) Bind(b []byte) error {
 	return nil
 }
 
-// Refused is why memory or threads cannot be put there; "": they can, or there is
-// no place.
+// Refused says why memory or threads cannot be placed on the node; "" if they can, or
+// if there is no place.
 func (p *Place) Refused() string {
 	if p == nil {
 		return ""

@@ -1,5 +1,5 @@
-// Package ordered runs tasks on several workers, and one step of each task in the
-// order of the tasks.
+// Package ordered runs tasks on several workers, and one step of each task in task
+// order.
 package ordered
 
 import (
@@ -16,9 +16,9 @@ import (
 //	Turn(k)     one at a time, k = 0, 1, 2 …: hash it, place it
 //	Flush(k)    in parallel: write it
 //
-// At most Window tasks are between Work and the end of Flush, so task k may use
-// slot k mod Window: that bounds the memory. The first error ends all tasks, and
-// so does the context.
+// At most Window tasks are between Work and the end of Flush, so task k may use slot k
+// mod Window; this bounds memory. The first error ends all tasks, and so does the end
+// of the context.
 type Tasks struct {
 	N, Window   int
 	Workers     int
@@ -33,7 +33,7 @@ const (
 	working
 	worked  // waits for its turn
 	placed  // waits for its flush
-	flushed // waits for the tasks before it, so that the window moves on
+	flushed // waits for earlier tasks, so that the window moves on
 )
 
 // Run runs all tasks. It returns when every worker has ended.
@@ -53,11 +53,11 @@ type run struct {
 	mu    sync.Mutex
 	wake  sync.Cond
 	state []slotState
-	// Tasks below base have ended, tasks below next have begun; front is the first
-	// task whose Turn is to come. base <= front <= next <= base+Window.
+	// Tasks below base have ended, tasks below next have begun; front is the first task
+	// whose Turn is still to come. base <= front <= next <= base+Window.
 	base, front, next int
 	turning           bool // a worker runs Turn
-	unflushed         int  // tasks that wait for their Flush
+	unflushed         int  // tasks ready for Flush
 	err               error
 }
 
@@ -70,7 +70,8 @@ func (r *run) recordError(err error) {
 	r.wake.Broadcast()
 }
 
-// runWorker is one worker. It prefers what frees slots: flush, then turn, then work.
+// runWorker runs one worker. It prefers the step that frees slots: flush, then turn,
+// then work.
 func (r *run) runWorker(w int) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -79,8 +80,8 @@ func (r *run) runWorker(w int) error {
 		defer r.mu.Lock()
 		return f()
 	}
-	// do runs f without the lock. Its error is known before another worker looks for
-	// a task: it would take the same turn again.
+	// do runs f without the lock. It records the error before another worker looks for
+	// a task, which would otherwise take the same turn again.
 	do := func(f func() error) error {
 		err := withoutLock(f)
 		if r.err == nil {

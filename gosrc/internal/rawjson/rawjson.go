@@ -1,7 +1,7 @@
-// Package rawjson reads and writes JSON whose texts may hold any bytes. JSON holds
-// characters, but names of files are bytes. A byte that is part of no character is
-// written as the escape \udc80 ... \udcff, as Python's os.fsdecode does, so that no
-// two names become one.
+// Package rawjson reads and writes JSON with strings that may contain any bytes. JSON
+// strings are characters, but file names are bytes. A byte that is not part of a
+// character is written as an escape \udc80 ... \udcff, as in Python's os.fsdecode, so
+// that different names stay different.
 package rawjson
 
 import (
@@ -17,8 +17,8 @@ import (
 	"unicode/utf8"
 )
 
-// mark begins the form that such a byte, and NUL, has while encoding/json handles
-// a text: NUL and two hex digits.
+// mark begins the form of such a byte, and of NUL, while encoding/json handles a
+// string: NUL and two hex digits.
 const mark = "\x00"
 
 // markJSON is the mark as JSON writes it.
@@ -28,7 +28,7 @@ const markJSON = `\u0000`
 // escape <, > and &.
 func Marshal(v any) ([]byte, error) {
 	b, err := marshalPlain(v)
-	// encoding/json writes the character U+FFFD as itself, and bad bytes as the escape.
+	// encoding/json writes the character U+FFFD unchanged, and bad bytes as its escape.
 	if err != nil || !bytes.Contains(b, []byte(`\ufffd`)) {
 		return b, err
 	}
@@ -61,9 +61,9 @@ func marshalPlain(v any) ([]byte, error) {
 	return bytes.TrimSuffix(out.Bytes(), []byte("\n")), nil
 }
 
-// Unmarshal is json.Unmarshal, but it turns the escapes \udc80 ... \udcff into
-// bytes, and keeps bytes that are not UTF-8. It refuses other lone surrogates, and keys
-// that a struct has no field for: one that is misspelled would be as good as absent.
+// Unmarshal is json.Unmarshal, but it turns the escapes \udc80 ... \udcff into bytes,
+// and keeps bytes that are not UTF-8. It refuses other lone surrogates, and keys for
+// which a struct has no field, because a misspelled key would otherwise be ignored.
 func Unmarshal(text string, v any) error {
 	if utf8.ValidString(text) && !strings.Contains(text, `\ud`) && !strings.Contains(text, `\uD`) {
 		return unmarshalKnown(text, v)
@@ -80,7 +80,7 @@ func Unmarshal(text string, v any) error {
 		case 0xDC80 <= r && r < 0xDD00:
 			fmt.Fprintf(out, markJSON+"%02x", r&0xFF)
 		case 0xD800 <= r && r < 0xE000:
-			lone = fmt.Errorf("%s stands alone: it is half of a character", escape)
+			lone = fmt.Errorf("%s is only half of a character", escape)
 		default:
 			out.WriteString(escape)
 		}
@@ -110,7 +110,7 @@ func unmarshalKnown(text string, v any) error {
 	return nil
 }
 
-// rewriteEscapes copies a JSON text and calls each to replace every \uXXXX; each returns
+// rewriteEscapes copies a JSON text and calls each to replace every \uXXXX. each returns
 // how many bytes of the rest it has consumed.
 func rewriteEscapes(text string, each func(out *strings.Builder, escape, rest string) int) string {
 	var out strings.Builder
@@ -133,7 +133,7 @@ func rewriteEscapes(text string, each func(out *strings.Builder, escape, rest st
 	return out.String()
 }
 
-// runeOf returns the number of the escape \uXXXX at the beginning of a text, or -1.
+// runeOf returns the number in the escape \uXXXX at the beginning of a text, or -1.
 func runeOf(text string) rune {
 	if len(text) < 6 || text[:2] != `\u` {
 		return -1
@@ -145,7 +145,7 @@ func runeOf(text string) rune {
 	return rune(n)
 }
 
-// toMarks replaces bytes that are part of no character, and NUL, with marks.
+// toMarks replaces bytes that are not part of a character, and NUL, with marks.
 func toMarks(text string) string {
 	if utf8.ValidString(text) && !strings.Contains(text, mark) {
 		return text
@@ -181,7 +181,7 @@ func fromMarks(text string) string {
 	return string(out)
 }
 
-// mapTexts returns a copy of v with fn applied to every text that JSON writes.
+// mapTexts returns a copy of v with fn applied to every string that JSON writes.
 func mapTexts(v reflect.Value, fn func(string) string) reflect.Value {
 	if !v.IsValid() {
 		return reflect.Zero(reflect.TypeFor[any]())
@@ -228,8 +228,8 @@ func mapTexts(v reflect.Value, fn func(string) string) reflect.Value {
 	return out
 }
 
-// mayHoldTexts reports whether values of a type may hold texts, so that long lists of
-// numbers need not be searched.
+// mayHoldTexts reports whether values of a type may contain strings, so that long lists
+// of numbers need not be searched.
 func mayHoldTexts(t reflect.Type) bool {
 	return t.Kind() == reflect.String || t.Kind() >= reflect.Array && t.Kind() != reflect.UnsafePointer &&
 		t.Kind() != reflect.Func

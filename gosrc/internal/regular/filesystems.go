@@ -1,6 +1,6 @@
 package regular
 
-// This file tells file systems by the number that statfs gives.
+// This file identifies file systems by the number from statfs.
 
 import (
 	"fmt"
@@ -8,24 +8,26 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Kind of file system says where its files are: so how they are best read, and whether a sync waits.
+// A Kind of file system says where its files are, and so how to read them best, and whether a sync
+// waits.
 type Kind int
 
 // The kinds.
 const (
-	Unknown  Kind = iota // as Disk, but perhaps of a server
+	Unknown  Kind = iota // like Disk, but perhaps on a server
 	Disk                 // on a disk of this machine, behind the kernel's page cache
 	Network              // on a server, or behind a cache of its own: direct I/O gains nothing
-	InMemory             // in memory alone: no call and no sync waits for a disk
+	InMemory             // only in memory: no call and no sync waits for a disk
 )
 
-// A FileSystem is what a file lies on.
+// A FileSystem is the file system of a file.
 type FileSystem struct {
-	Name string // "ext4"; its number, where the table lacks it: "0x786f4256"
+	Name string // "ext4", or its number if the table lacks it: "0x786f4256"
 	Kind Kind
 }
 
-// fileSystems are by the numbers of statfs. Those of the kernel's headers are in x/sys.
+// fileSystems are keyed by the number from statfs. Those in the kernel's headers are in
+// x/sys.
 var fileSystems = map[uint32]FileSystem{
 	unix.TMPFS_MAGIC:     {"tmpfs", InMemory}, // also memfd_create and devtmpfs
 	unix.RAMFS_MAGIC:     {"ramfs", InMemory},

@@ -1,6 +1,7 @@
 package regular
 
-// This file tells whether a call to the file system may wait for a server or another program.
+// This file determines whether a call to the file system may wait for a server or another
+// program.
 
 import (
 	"strings"
@@ -10,8 +11,8 @@ import (
 )
 
 // IsQuick reports whether a path is a regular file of at most most bytes, and no call for it can wait for
-// longer than a disk takes: the process sees no file system that a server or a program serves, which
-// may never answer. Where it sees one, a link could lead there.
+// longer than a disk takes: the process sees no file system that is served by a server or a program,
+// which might never answer. If it sees one, a link could lead there.
 func IsQuick(path string, most int64) bool {
 	if !mounts.areLocal() {
 		return false
@@ -20,8 +21,8 @@ func IsQuick(path string, most int64) bool {
 	return unix.Stat(path, &st) == nil && Check(&st) == nil && st.Size <= most
 }
 
-// IsInMemory reports whether a file is written to memory alone: no sync of it waits for a disk, and no call for it
-// longer than IsQuick says. The path leads to no other file.
+// IsInMemory reports whether a file is written only to memory: no sync of it waits for a disk, and no call for
+// it waits for longer than IsQuick says. The path leads to no other file.
 func IsInMemory(path string) bool {
 	var st unix.Stat_t
 	if !mounts.areLocal() || unix.Lstat(path, &st) == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
@@ -31,13 +32,14 @@ func IsInMemory(path string) bool {
 	return err == nil && of.Kind == InMemory
 }
 
-// SyncsAtOnce reports whether a sync of an open file waits for nothing: it is in memory alone.
+// SyncsAtOnce reports whether a sync of an open file waits for nothing because it is only in
+// memory.
 func SyncsAtOnce(fd int) bool {
 	of, err := IdentifyFile(fd)
 	return err == nil && of.Kind == InMemory
 }
 
-// kernelTypes are the types of file systems that the kernel serves by itself, out of memory or from disks.
+// kernelTypes are the types of file systems that the kernel serves itself, from memory or disks.
 var kernelTypes = " ext2 ext3 ext4 xfs btrfs bcachefs f2fs jfs zfs overlay squashfs erofs iso9660 udf vfat exfat " +
 	"ntfs3 tmpfs ramfs rootfs hugetlbfs devtmpfs devpts proc sysfs cgroup cgroup2 mqueue debugfs tracefs securityfs " +
 	"pstore bpf configfs fusectl binfmt_misc nsfs efivarfs selinuxfs "
@@ -48,7 +50,7 @@ var mounts mountTable
 type mountTable struct {
 	mu      sync.Mutex
 	isOpen  bool
-	fd      int  // of the kernel's list, which tells when it has changed; 0, too, where stdin was closed
+	fd      int  // of the kernel's list, which signals changes; also 0 if stdin was closed
 	isLocal bool // all are of kernelTypes
 }
 
@@ -80,8 +82,8 @@ func (m *mountTable) areLocal() bool {
 	return m.isLocal
 }
 
-// areKernelTypes reports whether a text in the format of /proc/self/mountinfo has kernelTypes alone. What
-// lies below /proc has no files of anyone's.
+// areKernelTypes reports whether a text in the format of /proc/self/mountinfo has only kernelTypes.
+// Mounts below /proc contain no user's files.
 func areKernelTypes(text string) bool {
 	for line := range strings.Lines(text) {
 		where, what, isWhole := strings.Cut(line, " - ")

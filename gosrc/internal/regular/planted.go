@@ -1,6 +1,6 @@
 package regular
 
-// This file tells what another user of the machine may have planted from what is to be trusted.
+// This file tells trusted files from those that another user of the machine may have planted.
 
 import (
 	"errors"
@@ -15,18 +15,18 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// everyone is the mode's bit of what every user may write.
+// everyone is the mode bit for folders that every user may write.
 const everyone = 0o002
 
-// IsPlanted reports whether an entry of a folder that everyone may write belongs to another user: neither
-// to this one, nor to root, nor to the folder's owner. Who may write another folder was let in by its owner.
-// The rule is that of Linux for links in sticky folders (fs.protected_symlinks).
+// IsPlanted reports whether an entry of a folder that everyone may write belongs to another user: not to
+// this user, root, or the folder's owner. In other folders, whoever can write was let in by the owner. Linux
+// has the same rule for links in sticky folders (fs.protected_symlinks).
 func IsPlanted(entry, folder *unix.Stat_t) bool {
 	return folder.Mode&everyone != 0 && entry.Dev == folder.Dev && // only root mounts
 		entry.Uid != uint32(os.Geteuid()) && entry.Uid != 0 && entry.Uid != folder.Uid
 }
 
-// RefusePlantedFile is RefusePlantedEntry for what package os says of a path and its folder.
+// RefusePlantedFile is RefusePlantedEntry for results of package os.
 func RefusePlantedFile(path string, entry, folder fs.FileInfo) error {
 	e, f := entry.Sys().(*syscall.Stat_t), folder.Sys().(*syscall.Stat_t)
 	at := &unix.Stat_t{Dev: e.Dev, Uid: e.Uid}
@@ -36,13 +36,13 @@ func RefusePlantedFile(path string, entry, folder fs.FileInfo) error {
 	return nil
 }
 
-// IsTrusted reports whether no other user may have put an open file under its name, or may change it.
+// IsTrusted reports whether no other user can have put an open file under its name, or can change it.
 func IsTrusted(path string, st *unix.Stat_t) bool {
 	var folder unix.Stat_t
 	return unix.Stat(filepath.Dir(path), &folder) == nil && !IsPlanted(st, &folder) && st.Mode&everyone == 0
 }
 
-// ReadTrusted is Read of a file that IsTrusted.
+// ReadTrusted is Read for files for which IsTrusted is true.
 func ReadTrusted(path string, most int64) ([]byte, error) {
 	fd, st, err := Open(path)
 	if err != nil {
@@ -55,12 +55,13 @@ func ReadTrusted(path string, most int64) ([]byte, error) {
 	return readAll(path, fd, &st, most)
 }
 
-// RefusePlanted refuses a path of which another user of the machine may have planted a folder, a link or
-// the file itself. What is not there is not planted.
+// RefusePlanted refuses a path if another user of the machine may have planted one of its folders, a
+// link or the file itself. Missing files are not planted.
 func RefusePlanted(path string) error { return eachElement(path, RefusePlantedEntry) }
 
-// RefusePlantedLinks is RefusePlanted for links alone: who writes into another user's own folder was let in
-// by it, but where a link leads, its maker alone says. hasLinks: the path has others.
+// RefusePlantedLinks is RefusePlanted for links only: whoever writes into another user's own folder was let
+// in by that user, but only the maker of a link decides where it leads. hasLinks reports that the path has
+// other links.
 func RefusePlantedLinks(path string) (hasLinks bool, err error) {
 	err = eachElement(path, func(at string) error {
 		var entry unix.Stat_t
@@ -74,9 +75,9 @@ func RefusePlantedLinks(path string) (hasLinks bool, err error) {
 	return hasLinks, err
 }
 
-// ReadLink returns where a link leads. It refuses one that another user may have planted, one in a folder that
-// another user may have planted, and one to an open file without a name. What is read is what was checked, whatever has
-// the path a moment later.
+// ReadLink returns the target of a link. It refuses a link that another user may have planted, one in a planted
+// folder, and one to an open file without a name. It reads the same link that it has checked, even if the path
+// changes meanwhile.
 func ReadLink(path string) (string, error) {
 	fd := -1
 	err := Again(func() (err error) {
@@ -92,7 +93,7 @@ func ReadLink(path string) (string, error) {
 		return "", err
 	}
 	if entry.Mode&unix.S_IFMT != unix.S_IFLNK {
-		return "", unix.EINVAL // as readlink says it
+		return "", unix.EINVAL // as readlink returns it
 	}
 	if err := refuseOthers(path, &entry); err != nil {
 		return "", err
@@ -116,8 +117,8 @@ func ReadLink(path string) (string, error) {
 	return to, refuseUnnamed(fd, path, to)
 }
 
-// refuseUnnamed refuses an open link of /proc to an open file that has no name, as a memfd or a deleted file has none:
-// the link's text only describes that, and a save would write another file called by the description.
+// refuseUnnamed refuses a link of /proc to an open file without a name, such as a memfd or a deleted file. The
+// link's text only describes the file, and a save would write another file named by the description.
 func refuseUnnamed(fd int, path, to string) error {
 	var of unix.Statfs_t
 	if err := unix.Fstatfs(fd, &of); err != nil || of.Type != unix.PROC_SUPER_MAGIC {
@@ -132,10 +133,11 @@ func refuseUnnamed(fd int, path, to string) error {
 		open.Ino == named.Ino {
 		return nil
 	}
-	return errs.New(errs.ErrArgument, "it leads to an open file that no folder has (%s): name a file", to)
+	return errs.New(errs.ErrArgument, "it leads to an open file without a name (%s): use a file in a folder", to)
 }
 
-// eachElement calls check for the path and each of its folders, as the system finds them.
+// eachElement calls check for the path and each of its folders, as the system resolves
+// them.
 func eachElement(path string, check func(at string) error) error {
 	if !filepath.IsAbs(path) {
 		wd, err := os.Getwd()
@@ -144,7 +146,7 @@ func eachElement(path string, check func(at string) error) error {
 		}
 		path = wd + "/" + path
 	}
-	// As the system reads it: ".." is the parent of where a link leads.
+	// As the system resolves it: ".." is the parent of a link's target.
 	for at := strings.TrimRight(path, "/"); at != ""; {
 		end := strings.LastIndexByte(at, '/')
 		if name := at[end+1:]; name != "." && name != ".." {
@@ -157,7 +159,7 @@ func eachElement(path string, check func(at string) error) error {
 	return nil
 }
 
-// RefusePlantedEntry is RefusePlanted for the last element of a path alone.
+// RefusePlantedEntry is RefusePlanted for only the last element of a path.
 func RefusePlantedEntry(path string) error { return refuseUnknown(path, checkEntry(path)) }
 
 // checkEntry is RefusePlantedEntry with the system's own errors.
@@ -169,7 +171,7 @@ func checkEntry(path string) error {
 	return refuseOthers(path, &entry)
 }
 
-// refuseOthers refuses an entry that has a path, or had it just now, if it IsPlanted.
+// refuseOthers refuses an entry at a path, or one that was just there, if IsPlanted.
 func refuseOthers(path string, entry *unix.Stat_t) error {
 	var folder unix.Stat_t
 	if err := Again(func() error { return unix.Stat(FolderOf(path), &folder) }); err != nil {
@@ -181,8 +183,8 @@ func refuseOthers(path string, entry *unix.Stat_t) error {
 	return nil
 }
 
-// refuseUnknown returns the error of a path whose owner the system does not tell; nil for what is not there, or not to
-// be reached: opening it fails.
+// refuseUnknown returns the error for a path whose owner cannot be determined; nil if it is missing or
+// unreachable, because opening it will fail.
 func refuseUnknown(path string, err error) error {
 	if err == nil || isAbsent(err) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.ELOOP) {
 		return nil
@@ -193,7 +195,7 @@ func refuseUnknown(path string, err error) error {
 	return errs.FromOS(&os.PathError{Op: "lstat", Path: path, Err: err})
 }
 
-// FolderOf returns the folder of a path as the system finds it: ".." stays in it.
+// FolderOf returns the folder of a path as the system resolves it, so ".." stays.
 func FolderOf(path string) string {
 	switch at := strings.LastIndexByte(path, '/'); at {
 	case -1:
@@ -206,6 +208,6 @@ func FolderOf(path string) string {
 }
 
 func refusePlanted(path string, entry *unix.Stat_t) error {
-	return errs.New(errs.ErrPermission, "%s belongs to user %d, in a folder that everyone may write: remove it, "+
+	return errs.New(errs.ErrPermission, "%s belongs to user %d, in a folder that everyone can write: remove it, "+
 		"or choose a folder of your own", path, entry.Uid)
 }

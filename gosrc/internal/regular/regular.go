@@ -1,8 +1,8 @@
-// Package regular opens and reads regular files, and refuses at once what could
-// block or never end: a pipe, a socket or a device under a file's name.
+// Package regular opens and reads regular files. It refuses at once everything that
+// could block or never end: pipes, sockets or devices.
 //
-// The file is opened first and examined then, so that no other can take its place
-// in between. Errors have a class but no position: the caller adds that.
+// It opens the file first and then examines it, so that nobody can replace it in
+// between. Errors have a class but no position, which the caller adds.
 package regular
 
 import (
@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Open opens a regular file for reading and returns its state. The caller closes
-// the descriptor. It has O_NONBLOCK, which regular files ignore.
+// Open opens a regular file for reading and returns its state. The caller closes the
+// descriptor. It has O_NONBLOCK, which regular files ignore.
 func Open(path string) (fd int, st unix.Stat_t, err error) {
 	err = Again(func() (err error) {
 		fd, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
@@ -41,7 +41,7 @@ func Open(path string) (fd int, st unix.Stat_t, err error) {
 
 var errSpecial = errs.New(errs.ErrArgument, "not a regular file")
 
-// Check refuses the state of anything but a regular file.
+// Check refuses the state of anything except a regular file.
 func Check(st *unix.Stat_t) error {
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return errSpecial
@@ -49,11 +49,10 @@ func Check(st *unix.Stat_t) error {
 	return nil
 }
 
-// MaxSetting is the largest file of settings that is read: certificates, a token.
+// MaxSetting is the largest settings file that is read: certificates, a token.
 const MaxSetting = 16 << 20
 
-// Sized refuses a file whose stated size is 0 although it has bytes, as files of
-// /proc do.
+// Sized refuses a file that reports size 0 although it has bytes, as files of /proc do.
 func Sized(fd int, st *unix.Stat_t) error {
 	if st.Size > 0 {
 		return nil
@@ -69,15 +68,15 @@ func Sized(fd int, st *unix.Stat_t) error {
 		return errs.FromFile(&os.PathError{Op: "read", Path: "its beginning", Err: err})
 	case n > 0:
 		return errs.New(errs.ErrNotSupported,
-			"its size is unknown, as that of files of /proc is: copy it to a disk first")
+			"its size is unknown, as for files in /proc: copy it to a disk first")
 	}
 	return nil
 }
 
-// step is how much is read beyond the stated size of a file: files of /proc state 0.
+// step is how much to read beyond the reported size, because files of /proc report 0.
 const step = 32 << 10
 
-// Read returns the content of a small file. A file of more than most bytes, stated
+// Read returns the content of a small file. A file with more than most bytes, reported
 // or real, is errs.ErrFormat.
 func Read(path string, most int64) ([]byte, error) {
 	fd, st, err := Open(path)
@@ -90,7 +89,7 @@ func Read(path string, most int64) ([]byte, error) {
 
 func readAll(path string, fd int, st *unix.Stat_t, most int64) ([]byte, error) {
 	large := func(n int64) error {
-		return errs.New(errs.ErrFormat, "%d bytes or more, where there may be %d", n, most)
+		return errs.New(errs.ErrFormat, "the file has %d bytes or more, but at most %d are allowed", n, most)
 	}
 	if st.Size > most {
 		return nil, large(st.Size)
@@ -105,7 +104,7 @@ func readAll(path string, fd int, st *unix.Stat_t, most int64) ([]byte, error) {
 			n, err = unix.Read(fd, b[len(b):cap(b)])
 			return err
 		})
-		if err != nil { // EAGAIN too: it has nothing now, and waiting may be for ever
+		if err != nil { // also EAGAIN: it has nothing now, and waiting could last for ever
 			return nil, errs.FromFile(&os.PathError{Op: "read", Path: path, Err: err})
 		}
 		if n == 0 {
@@ -117,11 +116,11 @@ func readAll(path string, fd int, st *unix.Stat_t, most int64) ([]byte, error) {
 	}
 }
 
-// FindEntry is os.Lstat; nil: nothing has the path. What else the system says is an error: a caller that took it for
-// nothing could replace what is there, or open it to others.
+// FindEntry is os.Lstat; nil if the path does not exist. Other answers are errors: a caller that treated them
+// as absence could replace an existing file, or expose it.
 func FindEntry(path string) (fs.FileInfo, error) { return orAbsent(os.Lstat(path)) }
 
-// FindTarget is FindEntry for what the path leads to.
+// FindTarget is FindEntry for the target of the path.
 func FindTarget(path string) (fs.FileInfo, error) { return orAbsent(os.Stat(path)) }
 
 func orAbsent(st fs.FileInfo, err error) (fs.FileInfo, error) {
@@ -134,12 +133,12 @@ func orAbsent(st fs.FileInfo, err error) (fs.FileInfo, error) {
 	return nil, errs.FromOS(err)
 }
 
-// isAbsent reports whether an error says that nothing has a path, or can have.
+// isAbsent reports whether an error says that a path does not, or cannot, exist.
 func isAbsent(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ENAMETOOLONG)
 }
 
-// Again repeats fn while a signal interrupts it.
+// Again repeats fn while signals interrupt it.
 func Again(fn func() error) error {
 	for {
 		if err := fn(); !errors.Is(err, unix.EINTR) {

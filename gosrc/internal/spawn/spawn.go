@@ -1,11 +1,11 @@
-// Package spawn starts every goroutine of the engine and guards every call
-// into it: an unrecovered Go panic would end the Python process.
+// Package spawn starts every goroutine of the engine and guards every call into it,
+// because an unrecovered Go panic would end the Python process.
 //
-// A recovered panic prints its stack once to standard error and poisons the engine:
-// a panic may leave state half changed, so Context ends, which stops all that runs,
-// and the binding asks Poisoned before each call and refuses what would begin
-// something. Panics that Go cannot recover (concurrent map writes, a crash inside C)
-// still end the process.
+// A recovered panic prints its stack once to standard error and poisons the engine,
+// because it may leave state half changed. Context ends, which stops everything that
+// runs, and the binding asks Poisoned before each call and refuses to begin new work.
+// Panics that Go cannot recover (concurrent map writes, a crash inside C) still end the
+// process.
 package spawn
 
 import (
@@ -27,21 +27,21 @@ var (
 	engine atomic.Pointer[life]
 
 	mu    sync.Mutex
-	names = map[string]int{} // goroutines now running, by name
+	names = map[string]int{} // running goroutines, by name
 
 	out io.Writer = os.Stderr // replaced by tests
 )
 
 type poisoned struct{ err error }
 
-// life is what Context gives, and its end.
+// life is the context that Context returns, and its cancel function.
 type life struct {
 	ctx context.Context
 	end context.CancelCauseFunc
 }
 
-// Go runs fn in a new goroutine. A panic in fn poisons the engine and ends only
-// that goroutine: fn must defer what releases those that wait for its result.
+// Go runs fn in a new goroutine. A panic in fn poisons the engine and ends only that
+// goroutine: fn must defer whatever releases those that wait for its result.
 func Go(name string, fn func()) {
 	enterCall(name)
 	go func() {
@@ -50,14 +50,14 @@ func Go(name string, fn func()) {
 	}()
 }
 
-// GoFor is Go for those that wait by wg until fn has ended.
+// GoFor is Go for callers that wait for fn to end through wg.
 func GoFor(wg *sync.WaitGroup, name string, fn func()) {
 	wg.Add(1)
 	Go(name, func() { defer wg.Done(); fn() })
 }
 
-// Guard runs fn in the calling goroutine and returns its error. A panic in fn
-// becomes a errs.ErrEngine and poisons the engine.
+// Guard runs fn in the calling goroutine and returns its error. A panic in fn becomes
+// an errs.ErrEngine and poisons the engine.
 func Guard(name string, fn func() error) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
@@ -76,8 +76,9 @@ func Poisoned() error {
 	return nil
 }
 
-// Context ends with the first panic, which is its cause. What runs in the background
-// has a context made of this one: after a panic nothing goes on to write.
+// Context returns a context that ends with the first panic, which is its cause.
+// Background work derives its context from this one, so that nothing continues to write
+// after a panic.
 func Context() context.Context {
 	if l := engine.Load(); l != nil {
 		return l.ctx
@@ -93,8 +94,8 @@ func Context() context.Context {
 	return l.ctx
 }
 
-// Running returns the number of goroutines that Go has started and that have not
-// ended. Leak tests compare it before and after.
+// Running returns how many goroutines started by Go have not ended. Leak tests compare
+// it before and after.
 func Running() (n int) {
 	mu.Lock()
 	defer mu.Unlock()
@@ -118,10 +119,9 @@ func Names() []string {
 	return all
 }
 
-// Left waits up to a minute until only the named goroutines run, and returns the
-// names of the others: it is the leak test of every package. It waits because a
-// goroutine leaves the count a moment after it has released those that wait for
-// its result.
+// Left waits up to a minute until only the named goroutines run, and returns the names
+// of the others. It is the leak test of every package. It waits because the count drops
+// a moment after a goroutine has released those that wait for its result.
 func Left(but ...string) []string {
 	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 		running := slices.DeleteFunc(Names(), func(n string) bool { return slices.Contains(but, n) })
@@ -131,8 +131,8 @@ func Left(but ...string) []string {
 	}
 }
 
-// Heal forgets a panic. Only tests that provoke one may call it, which the house
-// tests check.
+// Heal forgets a panic. Only tests that provoke one may call it; the house tests check
+// that.
 func Heal() {
 	poison.Store(nil)
 	engine.Store(nil)
@@ -166,8 +166,8 @@ func leaveCall(name string) {
 }
 
 // Workers runs fn for workers 0 to n-1 at the same time, at least for one, and waits
-// for all of them; the caller's goroutine is worker 0. It calls failed with each
-// error, at once and from several goroutines: failed should stop the other workers.
+// for all of them. The caller's goroutine is worker 0. It calls failed with each error
+// immediately, from several goroutines: failed should stop the other workers.
 func Workers(name string, n int, failed func(error), fn func(worker int) error) {
 	work := func(w int) {
 		if err := Guard(name, func() error { return fn(w) }); err != nil {
@@ -184,8 +184,8 @@ func Workers(name string, n int, failed func(error), fn func(worker int) error) 
 
 // Each calls fn for 0 to n-1 on several workers, until a call fails or ctx ends, and
 // waits for every call that began. It returns the error of the failed call with the
-// lowest number. All calls with lower numbers are made, so that other workers' timing
-// does not decide which error that is.
+// lowest number. It makes all calls with lower numbers, so that timing does not decide
+// which error that is.
 func Each(ctx context.Context, name string, workers, n int, fn func(i int) error) error {
 	var (
 		next  atomic.Int64

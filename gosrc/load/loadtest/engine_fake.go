@@ -2,7 +2,7 @@
 
 package loadtest
 
-// This file puts the fake driver in the place of the real one.
+// Tests run on the fake driver.
 
 import (
 	"testing"

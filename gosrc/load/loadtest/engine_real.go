@@ -2,7 +2,7 @@
 
 package loadtest
 
-// This file skips tests where there is no GPU.
+// Tests run on a GPU, or are skipped.
 
 import (
 	"testing"

@@ -1,6 +1,6 @@
 package loadtest
 
-// This file writes models, loads them and reads their bytes back.
+// Models that are written, loaded and read back.
 
 import (
 	"bytes"
@@ -13,6 +13,8 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/dlpack"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
@@ -94,14 +96,14 @@ func TakeBytes(t *testing.T, l *load.Loading, index int) [][]byte {
 	return all
 }
 
-// ExportBytes takes a tensor as Python does, through DLPack, whose deleter frees it.
+// ExportBytes takes a tensor as Python does, through DLPack; the deleter frees it.
 func ExportBytes(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
 	t.Helper()
 	mem, shape, dtype, ok := l.Take(i)
 	if !ok {
 		t.Fatalf("tensor %d was not there to take", i)
 	}
-	if mem.Bytes > 0 && (uintptr(mem.Ptr)%cuda.Align != 0 || mem.CUDA != int32(d.Index()+1)) {
+	if mem.Bytes > 0 && (uintptr(mem.Ptr)%memory.Align != 0 || mem.CUDA != int32(d.Index()+1)) {
 		t.Errorf("tensor %d at %p of device %d", i, mem.Ptr, mem.CUDA-1)
 	}
 	b := make([]byte, mem.Bytes)
@@ -189,7 +191,7 @@ func LoadParts(t *testing.T, m *load.Model, reqs []load.Request, opt load.Option
 		}
 		all, views = append(all, b), append(views, digest.Contiguous(uint64(uintptr(mem.Ptr)), mem.Bytes))
 	}
-	if sums, err = d.Digest(cuda.Order{Stream: 1}, views); err != nil {
+	if sums, err = d.Digest(stream.Order{Stream: 1}, views); err != nil {
 		t.Fatal(err)
 	}
 	return all, sums

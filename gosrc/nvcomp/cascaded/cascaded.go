@@ -236,7 +236,7 @@ func (s *scratch) encodeChunk(dst []byte, start int, src []byte, o Options) ([]b
 	return dst, true
 }
 
-// appendArray appends an array of values, of which the lowest size bytes count.
+// appendArray appends an array of values; their lowest size bytes count.
 func appendArray(dst []byte, values []uint64, size int, pack bool) []byte {
 	if !pack {
 		at := len(dst)
@@ -271,7 +271,7 @@ func appendArray(dst []byte, values []uint64, size int, pack bool) []byte {
 	return dst
 }
 
-// valueSpan is the smallest of values, of which the lowest size bytes count, as signed
+// valueSpan is the smallest of values, with only their lowest size bytes, as signed
 // numbers, and the width of the largest above it.
 func valueSpan(values []uint64, size int) (least uint64, width int) {
 	shift := 64 - 8*size

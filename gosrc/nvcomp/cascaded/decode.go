@@ -1,6 +1,6 @@
 package cascaded
 
-// This file decodes Cascaded blocks.
+// Decodes Cascaded blocks.
 
 import "github.com/overwire/overwire/gosrc/errs"
 

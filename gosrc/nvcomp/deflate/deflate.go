@@ -18,7 +18,7 @@ import (
 // bytes takes two bits at least.
 const MaxRatio = 1032
 
-// Levels are those of nvCOMP's algorithm_type: 0 entropy coding alone, 1 the
+// Levels are those of nvCOMP's algorithm_type: 0 only entropy coding, 1 the
 // fastest match finder, 5 the smallest result.
 var levels = [...]int{flate.HuffmanOnly, 1, 3, 3, 6, 9}
 

@@ -1,6 +1,6 @@
 package gdeflate
 
-// This file decodes GDeflate streams.
+// Decodes GDeflate streams.
 
 import (
 	"encoding/binary"
@@ -197,7 +197,7 @@ func (d *decoder) readCodes() error {
 }
 
 func (d *decoder) decodeBlock() error {
-	var due [lanes]int32 // lengths of matches whose distance comes next
+	var due [lanes]int32 // lengths of matches; their distance comes next
 	var to [lanes]int64  // where they go
 	for isLast := false; ; {
 		final := isLast // one more round, for the remaining distances

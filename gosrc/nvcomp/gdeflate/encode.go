@@ -1,6 +1,6 @@
 package gdeflate
 
-// This file encodes GDeflate streams.
+// Encodes GDeflate streams.
 
 import (
 	"encoding/binary"

@@ -1,4 +1,4 @@
-// Package gdeflate is GDeflate: Deflate whose bits lie in 32 lanes, so that 32
+// Package gdeflate is GDeflate: Deflate with its bits in 32 lanes, so that 32
 // threads can decode one stream. Other writers: DirectStorage, nvCOMP. The layout is
 // that of github.com/NVIDIA/libdeflate, branch gdeflate (MIT, Apache-2.0).
 //

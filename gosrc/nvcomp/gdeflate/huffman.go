@@ -1,6 +1,6 @@
 package gdeflate
 
-// This file makes Huffman codes.
+// Makes Huffman codes.
 
 import (
 	"math/bits"
@@ -61,7 +61,7 @@ func (t *table) buildFrom(lengths []uint8) error {
 	return nil
 }
 
-// decodeSymbol finds the symbol whose code the lowest bits begin with, and its length; 0
+// decodeSymbol finds the symbol with the code that the lowest bits begin with, and its length; 0
 // bits: there is none.
 func (t *table) decodeSymbol(b uint64) (symbol, n int) {
 	if e := t.fast[b&(1<<fastBits-1)]; e != 0 {

@@ -1,6 +1,6 @@
 package gdeflate
 
-// This file finds matches.
+// Finds matches.
 
 import "encoding/binary"
 

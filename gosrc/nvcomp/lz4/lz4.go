@@ -1,5 +1,5 @@
 // Package lz4 is LZ4's block format: sequences of a token, literals, a two-byte
-// offset and a match, the last of which has literals only. A block does not store
+// offset and a match; the last has only literals. A block does not store
 // the length of its content; Size computes it. Other writers: liblz4, numcodecs,
 // nvCOMP.
 package lz4
@@ -73,7 +73,7 @@ func walkBlock(src []byte) (out int64, last int, err error) {
 	}
 }
 
-// readLength reads the rest of a length whose first four bits are n.
+// readLength reads the rest of a length that has n as its first four bits.
 func readLength(src []byte, at, n int) (int64, int, bool) {
 	total := int64(n)
 	if n < 15 {

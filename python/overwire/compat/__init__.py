@@ -1,6 +1,6 @@
-"""Other libraries' names over overwire's verbs, one module each.
+"""Offers other libraries' APIs on top of overwire, one module for each library.
 
-Each only translates names. Import one in place of the library:
+The modules only translate names. Import one in place of the library:
 
     import overwire.compat.nyacomp as nyacomp
 
@@ -9,7 +9,7 @@ or under its own name, for the rest of the process:
     overwire.compat.install("nyacomp")
     import nyacomp
 
-or, for a program that is not to be changed, by a folder on PYTHONPATH:
+or, for a program that you cannot change, with a folder on PYTHONPATH:
 
     PYTHONPATH=$(python -m overwire.compat path nyacomp) python program.py
 """
@@ -28,8 +28,8 @@ from ..errors import ArgumentError
 
 __all__ = ["install", "names", "path"]
 
-# What each name stands for: original module -> ours. Parents come first; the modules of
-# packages are found by `_Alias` when they are imported.
+# Maps each original module to ours. Parents come first. `_Alias` finds submodules when they
+# are imported.
 _MODULES: dict[str, dict[str, str]] = {
     "fastsafetensors": {"fastsafetensors": "fastsafetensors"},
     "nvcomp": {
@@ -39,7 +39,7 @@ _MODULES: dict[str, dict[str, str]] = {
     },
     "nyacomp": {"_nyacomp": "nyacomp._nyacomp", "nyacomp": "nyacomp"},
     "nyacomp_core": {"_nyacomp": "nyacomp._nyacomp"},
-    "safetensors": {},  # the package itself, patched; see `_patch`
+    "safetensors": {},  # this package stays, and is patched; see `_patch`
     "tensorizer": {"tensorizer": "tensorizer"},
 }
 
@@ -52,19 +52,19 @@ def names() -> list[str]:
 def install(name: str) -> None:
     """Puts a library's modules into sys.modules under their original names:
     "fastsafetensors", "nvcomp" (as nvidia.nvcomp), "tensorizer", "nyacomp", or
-    "nyacomp_core" for its extension `_nyacomp` alone.
+    "nyacomp_core", which is only nyacomp's extension `_nyacomp`.
 
-    "safetensors" stays the installed package, and reads through overwire for the
-    rest of the process: `overwire.patch_safetensors()`, never undone.
+    "safetensors" remains the installed package, but reads through overwire for the
+    rest of the process: this is `overwire.patch_safetensors()` without an end.
 
-    Modules that have imported the original keep it. Raises ArgumentError for
+    Modules that have already imported the original keep it. Raises ArgumentError for
     other names.
     """
     if name == "safetensors":
         _patch()
         return
     for original, replacement in _table(name).items():
-        for stale in [one for one in tuple(sys.modules) if one.startswith(f"{original}.")]:  # other threads import
+        for stale in [one for one in tuple(sys.modules) if one.startswith(f"{original}.")]:  # other threads may import
             sys.modules.pop(stale, None)
         module = sys.modules[original] = import_module(f"{__name__}.{replacement}")
         parent, _, child = original.rpartition(".")
@@ -75,8 +75,8 @@ def install(name: str) -> None:
 
 
 def _patch() -> None:
-    # On PYTHONPATH the folder of `path` stands before the package: what is being
-    # imported from there gives way to it.
+    # The folder of `path` comes before the package on PYTHONPATH. The module that is being
+    # imported from that folder makes way for the real one.
     folder = path("safetensors")
     if str(getattr(sys.modules.get("safetensors"), "__file__", "")).startswith(folder):
         del sys.modules["safetensors"]
@@ -90,8 +90,8 @@ def _patch() -> None:
 
 
 class _Alias(MetaPathFinder):
-    # Of a package that stands under its original name, the modules that were not
-    # imported with it: each is ours, and not the same file a second time.
+    # Finds submodules of a package that has its original name, if they were not imported with
+    # it. They map to our modules, so that no file is loaded twice.
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         top, _, rest = fullname.partition(".")
@@ -114,11 +114,11 @@ class _Ours(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # which the machinery has just replaced
+        module.__spec__ = self._spec  # the import system has just replaced it
 
 
 def _namespace(name: str) -> ModuleType:
-    """A namespace package; a new one if no part of it is installed."""
+    """Returns a namespace package: a new one if no part of it is installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:
@@ -128,8 +128,8 @@ def _namespace(name: str) -> ModuleType:
 
 
 def path(name: str) -> str:
-    """The folder that, on PYTHONPATH, gives unmodified programs a library under
-    its original name. Raises ArgumentError as `install`."""
+    """Returns a folder for PYTHONPATH. With it, unmodified programs import overwire's version of
+    a library under the original name. Raises ArgumentError like `install`."""
     _table(name)
     return str(Path(__file__).resolve().parent / "_path" / name)
 

@@ -1,5 +1,5 @@
-"""`python -m overwire.compat path NAME`: prints a folder for PYTHONPATH with
-which unmodified programs import that library and get overwire's."""
+"""Runs `python -m overwire.compat path NAME`: prints a folder for PYTHONPATH. With it,
+unmodified programs that import the library NAME get overwire's version."""
 
 from __future__ import annotations
 

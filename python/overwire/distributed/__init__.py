@@ -1,4 +1,4 @@
-"""Loads by the ranks of a process group together."""
+"""Loads models by several ranks of a process group together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Blocks of open files that the ranks of a group load together, each into memory of its own.
+"""Loads blocks of open files by the ranks of a group together, each rank into its own memory.
 
-Every rank says which blocks it wants: an engine's plug-in does, whose own loader has said where
-they go.
+Every rank says which blocks it wants. An engine's plug-in does so after its own loader has
+shown where the blocks go.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .meeting import describe_open_files, meet
 
 _WORDS = REQUEST // 8
 
-# Of the ring, which takes less memory than that of a group's load, since an engine counts on its GPU's: with
-# two ranks 144 MiB of it. As much memory in fewer and larger shares was slower by a seventh on four GPUs.
+# The ring of such a load takes less memory than that of a group load (144 MiB with two ranks), because an engine
+# plans with its GPU's memory. The same memory in fewer, larger shares was slower by a seventh on four GPUs.
 _BUFFERS = 6
 SHARE = 16 << 20
 
 
 class Blocks(NamedTuple):
-    """What a rank wants of open files: for each file of a `safe_open` requests, packed as
-    `overwire.plumbing.landing` takes them. device: where they land. tables: what tells the
-    files, the same on all ranks."""
+    """The parts of open files that a rank wants: for each file of a `safe_open`, requests packed
+    as `overwire.plumbing.landing` takes them. device: where they are loaded. tables: identifies the
+    files, equal on all ranks."""
 
     device: str
     files: Sequence[Any]
@@ -39,12 +39,12 @@ class Blocks(NamedTuple):
 
 
 def should_share_reading(group: Any, pays: bool, open_all: Callable[[], None] = lambda: None) -> bool:
-    """Collective: whether the ranks of a group are to share the reading: they are several, some of
-    one host, which can map each other's memory as far as is known, and OVERWIRE_EXCHANGE is
-    mapped, or auto and it pays.
+    """Collective: whether the ranks of a group should share the reading. They should if there are
+    several, some are on one host and can probably map each other's memory, and OVERWIRE_EXCHANGE
+    is mapped, or is auto and it pays.
 
-    pays: the ranks load onto GPUs, or from a store; the same on all of them. open_all: called on
-    the way; what it raises is raised on all ranks. Raises on all ranks ArgumentError where
+    pays: the ranks load onto GPUs, or from a store; equal on all ranks. open_all: called in
+    between; its exceptions are raised on all ranks. Raises ArgumentError on all ranks if
     OVERWIRE_EXCHANGE differs.
     """
     if group is None:
@@ -61,12 +61,12 @@ def should_share_reading(group: Any, pays: bool, open_all: Callable[[], None] = 
 
 
 def meet_to_load(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[BlockLoad | None, str]:
-    """Collective: what loads the blocks of all ranks, or None and why each rank loads by
-    itself.
+    """Collective: returns the load of all ranks' blocks, or None and the reason why each rank loads
+    by itself.
 
-    prepare: what this rank wants; None: nothing that can be shared. What it raises is raised
-    on all ranks. Raises on all ranks ArgumentError where OVERWIRE_EXCHANGE differs,
-    CorruptError where they have not the same files open.
+    prepare: returns what this rank wants, or None if nothing can be shared. Its exceptions are
+    raised on all ranks. Raises on all ranks ArgumentError if OVERWIRE_EXCHANGE differs, and
+    CorruptError if they have different files open.
     """
     blocks: list[Blocks | None] = []
 
@@ -89,7 +89,7 @@ def meet_to_load(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Bloc
 
 
 def _are_comparable(reports: Sequence[dict[str, Any]]) -> bool:
-    # Of ranks that name the same files, or have the same tables of them; others load by themselves.
+    # Whether all ranks name the same files, or have equal tables of them. Otherwise each loads by itself.
     plans = [one for one in reports if one["opened"] is not None]
     return all(one["tables"] == plans[0]["tables"] or one["opened"].uris == plans[0]["opened"].uris for one in plans)
 
@@ -104,20 +104,20 @@ def _describe_blocks(blocks: Blocks | None) -> dict[str, Any]:
     requests = []
     for packed in blocks.requests:
         flat = array("q", packed)
-        flat[1::_WORDS] = array("q", bytes(8 * (len(flat) // _WORDS)))  # an address is no one else's business
+        flat[1::_WORDS] = array("q", bytes(8 * (len(flat) // _WORDS)))  # other ranks need no addresses
         requests.append(flat.tobytes())
     device, tables = blocks.device.partition(":")[0], [*blocks.tables, *offsets]
     return {"opened": describe_open_files(models), "requests": requests, "device": device, "tables": tables}
 
 
 class BlockLoad:
-    """The blocks of all ranks. `try_land` once: the others do; if it goes without that, they
-    hear of it."""
+    """The load of all ranks' blocks. Every rank calls `try_land` once; if a rank drops the load
+    instead, the others hear of it."""
 
     def __init__(self, members: Members, blocks: Blocks, requests: Sequence[Sequence[bytes]]) -> None:
-        """requests: of each rank those of each file."""
+        """requests: by rank, then by file."""
         self._members, self._blocks, self._requests = members, blocks, requests
-        # The files of which some rank wants a block, and how many tensors those before it have.
+        # The files from which some rank wants a block, and how many tensors the files before each have.
         self._files: dict[int, int] = {}
         before = 0
         for number, file in enumerate(blocks.files):
@@ -125,16 +125,16 @@ class BlockLoad:
                 self._files[number] = before
                 before += len(file._live_model().table)
         self._lands = False
-        #: Stored bytes that this rank has read, and that it has copied from others.
+        #: Stored bytes that this rank has read, and those that it has copied from others.
         self.read, self.copied = 0, 0
 
     def try_land(self, meanwhile: Callable[[], None]) -> str:
-        """Collective: lands all blocks, by one load over the files. "", or why the ranks
-        cannot reach each other's memory: then no block has landed.
+        """Collective: loads all blocks in one pass over the files. Returns "", or the reason why the
+        ranks cannot reach each other's memory; then no block was loaded.
 
-        meanwhile: this rank's other part of the load; it runs while the first bytes are
-        read, and what it raises is raised on all ranks. If a rank fails or is gone, the
-        others raise it.
+        meanwhile: this rank's other part of the load. It runs while the first bytes are read, and
+        its exceptions are raised on all ranks. If a rank fails or disappears, the others raise
+        an error.
         """
         members, device = self._members, self._blocks.device
         with group_verb(members.group, device, False):
@@ -164,8 +164,8 @@ class BlockLoad:
             self._members.tell_failure(CancelledError("overwire: group: it did not load its blocks"), -1, False)
 
     def _number_rows(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:
-        # The requests of all files, with the numbers that tensors have where the files are one
-        # model, and with a rank in the place of the addresses.
+        # The requests of all files, with the tensor numbers of the files as one model. With a rank
+        # given, it replaces the addresses.
         numbered = array("q")
         for number, before in self._files.items():
             rows = array("q", requests[number])

@@ -1,4 +1,4 @@
-"""How the ranks of a group cut tensors, and what each reads of one. Nothing here reads a file."""
+"""Computes how the ranks of a group slice tensors, and what each reads of one. It reads no files."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ ALL = (0, WHOLE, 0, WHOLE)
 
 
 def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The block [lo, hi) of a dimension of `size` that `rank` of `ranks` gets:
-    ceil(size / ranks) each, as torch.chunk and DTensor cut; the last may be
-    shorter or empty."""
+    """The block [lo, hi) of a dimension of `size` that `rank` of `ranks` gets. Blocks have
+    ceil(size / ranks) elements, as for torch.chunk and DTensor; the last may be shorter or
+    empty."""
     block = -(-size // ranks)
     return min(rank * block, size), min((rank + 1) * block, size)
 
 
 @lru_cache
 def _slice_shape(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tuple[int, ...]:
-    # The shape of a rank's block. A model has few.
+    # The shape of a rank's block. It is cached, because a model has few shapes.
     lo, hi = shard_range(shape[dim], ranks, rank)
     return (*shape[:dim], hi - lo, *shape[dim + 1 :])
 
 
 class CutTensor(NamedTuple):
-    """One tensor: its position and row, its shape as loaded, and the dimension
-    it is cut along, None for whole."""
+    """One tensor: its position and row, its shape as loaded, and the dimension along which it is
+    sliced (None: whole)."""
 
     at: int
     row: Row
@@ -39,20 +39,20 @@ class CutTensor(NamedTuple):
     dim: int | None
 
     def engine_dim(self) -> int:
-        """The dimension along which the engine cuts it; -1: it reads all. Deeper dimensions and
-        packed types are read whole and cut afterwards."""
+        """The dimension along which the engine slices it; -1: the engine reads all. Deeper dimensions
+        and packed types are read whole and sliced afterwards."""
         return -1 if self.dim is None or self.dim > 1 or self.row.dtype in PACKED else self.dim
 
 
 class Cutting(NamedTuple):
-    """What one rank of a group gets of tensors."""
+    """Describes one rank's slices of tensors."""
 
     frame: Frame
     ranks: int
     rank: int
 
     def shape(self, task: CutTensor, rank: int | None = None) -> tuple[int, ...]:
-        """The shape of what this rank, or another, gets of a tensor."""
+        """The shape of this rank's part of a tensor, or another rank's."""
         return (
             task.shape
             if task.dim is None
@@ -68,7 +68,7 @@ class Cutting(NamedTuple):
         return (lo, hi, 0, WHOLE) if dim == 0 else (0, task.row.shape[0], lo, hi)
 
     def row(self, task: CutTensor) -> Row:
-        """The row of what the engine reads of a tensor for this rank."""
+        """The row for the part of a tensor that the engine reads for this rank."""
         if self.block(task) == ALL:
             return task.row
         shape = self.shape(task)
@@ -77,12 +77,12 @@ class Cutting(NamedTuple):
         )
 
     def lands_whole(self, task: CutTensor) -> bool:
-        """Whether what the engine reads is what this rank gets: nothing of it is cut afterwards."""
+        """Whether the engine reads exactly what this rank gets, so that nothing is sliced afterwards."""
         return self.block(task) != ALL or self.shape(task) == task.shape
 
     def own_slice(self, task: CutTensor, tensor: Any) -> Any:
-        """This rank's block of a tensor that may have been read whole: contiguous, with memory of
-        its own."""
+        """This rank's block of a tensor that may have been read whole: contiguous, in its own
+        memory."""
         if tuple(tensor.shape) == self.shape(task):
             return tensor
         assert task.dim is not None
@@ -94,7 +94,7 @@ class Cutting(NamedTuple):
 
     def _empty_slice(self, task: CutTensor, device: str) -> Any:
         shape = self.shape(task)
-        # `frame.empty` counts elements as the file does; these are torch's.
+        # `frame.empty` counts elements as the file does; this shape counts torch's.
         if task.row.dtype in PACKED:
             flat = self.frame.empty("U8", (math.prod(shape),), device)
             return flat.view(self.frame.empty(task.row.dtype, (0,), "cpu").dtype).view(shape)

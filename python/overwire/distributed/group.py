@@ -1,15 +1,15 @@
-"""A process group that loads together: agreeing, failing together, gathering.
+"""Lets a process group load together: ranks agree, fail together, and gather data.
 
-Nothing here reads a file, and nothing else uses collectives. Every method that says *collective* must be called
-by all ranks of the group, in the same order; none is called unless the user
-gave a group.
+This module reads no files, and no other module uses collectives. All ranks of the group must
+call a method that says *collective*, in the same order. Nothing here is called unless the user
+passes a group.
 
-A verb of a group runs within `group_verb`, from its first look at its arguments. What fails on
-a rank reaches the others where the ranks next agree (`gather_results`, `agree`), and is
-raised on all; a rank that reads meanwhile asks from time to time whether it may stop
-(`look_for_failure`). An interrupt that comes while a rank waits for the others reaches them in the same
-way. What leaves a verb in between puts the ranks out of step: it goes to the others by the
-group's store, which those that wait look into, and the group serves no more loads.
+A function with a group runs inside `group_verb`, from the check of its arguments on. A failure on
+one rank reaches the others when the ranks next agree (`gather_results`, `agree`), and is raised on
+all. A rank that is reading checks now and then whether it may stop (`look_for_failure`). An
+interrupt while a rank waits for the others reaches them in the same way. An exception that leaves
+the function in between puts the ranks out of step. It goes to the others through the group's
+store, which waiting ranks poll, and the group serves no more loads.
 
 Nothing here keeps a group alive.
 """
@@ -46,11 +46,11 @@ from ..frameworks.choose import device_number
 
 _T = TypeVar("_T")
 
-# Bytes that each rank brings to a meeting, and of all of them; what is longer takes a second
+# Bytes that each rank brings to a meeting, and that all bring together. More takes a second
 # collective.
 _BLOCK, _BLOCKS = 64 << 10, 4 << 20
 
-# Seconds between two looks of a rank that waits, or reads, at what the others say.
+# Seconds between two polls of what the others say, for a rank that waits or reads.
 _LOOK = 0.25
 
 # Seconds that an interrupted rank waits for the others, to tell them in step.
@@ -59,28 +59,28 @@ _GRACE = 0.5
 # Seconds by which the clocks of hosts may differ.
 _SKEW = 2.0
 
-# Seconds in which ranks answer one that asks who is there, of four looks.
+# Seconds that ranks have to answer when one asks who is there: four polls.
 _ANSWER = 1.0
 
-# What torch raises where a group's store cannot be reached, or has gone.
+# Exceptions of torch if a group's store cannot be reached or is gone.
 _UNREACHABLE = (RuntimeError, ValueError, AttributeError, KeyError)
 
-# Seconds that one with another error waits for them where they agree: those that read look.
+# Seconds that a rank with another error waits for the others to agree: readers poll in that time.
 _PATIENCE = 4.0
 
-# Seconds in which a rank that waits on a GPU only lets other threads run between two looks.
+# Seconds for which a rank that waits for a GPU only yields to other threads between two polls.
 _SPIN = 0.002
 
 
 class _VerbState:
-    """Where a rank is in its verbs.
+    """A rank's state between and inside group calls.
 
-    token: begins the keys of the group's store; "" before the ranks have met. born: when this
-    was made, by the clock on the wall. number: of collectives that have begun. agreed: how
-    often the ranks have agreed. depth: of verbs within verbs. known: an error that all ranks
-    have. halt: what `look_for_failure` has raised because of another rank's error. interrupt: came while
-    this rank waited; the others are to hear of it. failure: what they hear of when they come,
-    for which this rank waits `until` then. broken: why the ranks are out of step.
+    token: prefix of the keys in the group's store; "" before the ranks have met. born: wall
+    clock time when this was made. number: collectives that have begun. agreed: how often the
+    ranks have agreed. depth: nesting of calls. known: an error that all ranks have. halt: what
+    `look_for_failure` raised because of another rank's error. interrupt: it came while this
+    rank waited, and the others must hear of it. failure: the error that the others get when
+    they come; this rank waits for them `until` then. broken: why the ranks are out of step.
     """
 
     def __init__(self) -> None:
@@ -99,9 +99,9 @@ class _VerbState:
 class Members:
     """A process group as a load needs it.
 
-    rank, size: in the group. local: the ranks of it on this host, in order. most_local: how
-    many the fullest host has. hosts: how many hosts there are. unreachable: why the ranks of a
-    host cannot map each other's memory. reached: they have done so.
+    rank, size: in the group. local: its ranks on this host, in order. most_local: the number of
+    ranks on the fullest host. hosts: the number of hosts. unreachable: why the ranks of a host
+    cannot map each other's memory. reached: whether they have done so.
     """
 
     def __init__(self, group: Any) -> None:
@@ -121,8 +121,8 @@ class Members:
 
     @property
     def group(self) -> Any:
-        """The process group. IOFailure if it has been destroyed, ForkedError in a forked child,
-        whose parent has the connections."""
+        """The process group. IOFailure if it was destroyed, ForkedError in a forked child, because the
+        parent owns the connections."""
         if forked():
             raise errors.forked()
         group = self._group()
@@ -131,10 +131,10 @@ class Members:
         return group
 
     def sending_device(self, device: str) -> str:
-        """Where tensors must be to be sent: `device`, or "cpu" when the group
-        has no backend for it."""
+        """The device on which tensors must be to be sent: `device`, or "cpu" if the group has no
+        backend for it."""
         if device == "cpu":
-            # NCCL alone sends no host memory.
+            # NCCL by itself does not send host memory.
             return "cpu" if "cpu:" in self._backends and "cpu:nccl" not in self._backends else ""
         return device if "cuda:nccl" in self._backends else "cpu"
 
@@ -144,10 +144,10 @@ class Members:
         return self.sending_device("cpu") or f"cuda:{torch.cuda.current_device()}"
 
     def gather_results(self, work: Callable[[], _T]) -> list[_T]:
-        """Collective: does `work` here and returns what it gave on each rank.
+        """Collective: runs `work` on each rank and returns the results of all.
 
-        If it raised on any rank, all raise: that rank its own error, the others
-        one of the same class that names the rank.
+        If it raises on any rank, all raise: that rank its own error, the others one of the same
+        class that names the rank.
         """
         step = self._step
         result: Any = None
@@ -168,8 +168,8 @@ class Members:
         return [result for _, result, _ in every]
 
     def agree(self, error: BaseException | None, ours: bool = True) -> None:
-        """Collective: raises on all ranks if there is an error on one. ours: an error that may
-        come of another rank's (False) is not raised where there is one that does not."""
+        """Collective: raises on all ranks if one has an error. ours=False: the error may be a
+        consequence of another rank's, and is only raised if there is no other."""
         step = self._step
         if step.interrupt is not None:
             error, ours = step.interrupt, True
@@ -182,13 +182,13 @@ class Members:
             self._raise_heaviest(self._gather_objects((_pickle_error(error), _severity_of_error(error, ours))), error)
 
     def raise_alike(self, error: BaseException) -> None:
-        """Raises what every rank raises here."""
+        """Raises an error that every rank raises at this point."""
         self._step.known = error
         raise error
 
     def _raise_heaviest(self, faults: list[tuple[bytes | None, int]], mine: BaseException | None) -> None:
-        # Of each rank its error, and what that weighs: of the heaviest a rank raises its own, or
-        # else the first.
+        # faults: each rank's error and its weight. A rank raises its own error if that is among the
+        # heaviest, otherwise the first of the heaviest.
         most = max(weight for _, weight in faults)
         if mine is not None and faults[self.rank][1] == most:
             self.raise_alike(mine)
@@ -197,9 +197,9 @@ class Members:
                 self.raise_alike(_name_rank(rank, pickle.loads(fault)))
 
     def look_for_failure(self) -> None:
-        """Local: raises what another rank has left a verb with, or a CancelledError if one
-        waits to tell its error. For those that wait for something else than the others; it
-        looks a few times a second."""
+        """Local: raises the error with which another rank has left a call, or CancelledError if a rank
+        waits to tell its error. For ranks that wait for something other than the group. It polls a
+        few times a second."""
         now = time.monotonic()
         if now - self._step.looked >= _LOOK:
             self._step.looked = now
@@ -215,7 +215,7 @@ class Members:
         if message is None and step.agreed <= 1:
             message = self._read_store("left")
             if message is not None and pickle.loads(message)[2] < step.born - _SKEW:
-                return  # of an earlier group of that name
+                return  # it belongs to an earlier group of the same name
         if message is not None:
             rank, fault, _ = pickle.loads(message)
             error = _name_rank(rank, pickle.loads(fault))
@@ -223,18 +223,18 @@ class Members:
             self.raise_alike(error)
 
     def _answer_question(self) -> str:
-        # Tells a rank that asks who is there; returns the question, "" if no rank asks.
+        # Tells a rank that asks who is there. Returns the question, "" if no rank asks.
         token = self._step.token
         question = self._read_store(f"{token}/who") or b"0"
         if float(question) < self._step.born - _SKEW:
-            return ""  # none, or of an earlier group of that name
+            return ""  # there is none, or it belongs to an earlier group of the same name
         key = f"{token}/who/{question.decode()}"
         if self._read_store(f"{key}/{self.rank}") is None:
             self._write_store(f"{key}/{self.rank}", b"1")
         return key
 
     def _find_silent_ranks(self) -> list[int]:
-        # Local, once a collective has failed: those that do not say that they are there; none if
+        # Local, after a collective has failed: the ranks that do not say that they are there. Empty if
         # the group's store cannot be reached.
         if not self._answer_question():
             self._write_store(f"{self._step.token}/who", str(time.time()).encode())
@@ -247,18 +247,18 @@ class Members:
             time.sleep(_LOOK / 10)
 
     def _limit_wait(self, error: BaseException | None, seconds: float) -> None:
-        # How long this rank waits for the others with an error; not long with an interrupt.
+        # Sets how long this rank waits for the others with an error: only briefly with an interrupt.
         if isinstance(error, (KeyboardInterrupt, SystemExit, TimeoutError)) and not isinstance(error, OverwireError):
             seconds = _GRACE
         self._step.failure, self._step.until = error, time.monotonic() + seconds
 
     def _post_failed(self, error: BaseException | None) -> None:
-        # For `look_for_failure`: ranks that read need not end that first.
+        # Tells `look_for_failure` on ranks that are reading, so that they need not finish first.
         if error is not None and self._step.token:
             self._write_store(f"{self._step.token}/failed/{self._step.agreed}", b"1")
 
     def _use_store(self, use: Callable[[Any], _T]) -> _T | None:
-        # What is done with the group's store; None where it cannot be reached.
+        # Uses the group's store; None if it cannot be reached.
         with suppress(OverwireError, *_UNREACHABLE):
             return use(self._dist.distributed_c10d._get_process_group_store(self.group))
         return None
@@ -271,7 +271,7 @@ class Members:
         self._use_store(lambda store: store.set(f"overwire/{key}", value))
 
     def begin_verb(self) -> int:
-        """Begins a verb; returns what `tell_failure` takes. IOFailure if the ranks are out of step,
+        """Begins a call and returns what `tell_failure` takes. IOFailure if the ranks are out of step,
         ForkedError in a forked child."""
         step = self._step
         if forked():
@@ -283,8 +283,8 @@ class Members:
         return step.number
 
     def tell_failure(self, error: BaseException, first: int, meets: bool) -> None:
-        """Tells the other ranks of an error that ends a verb here, unless they have it: in
-        step if the ranks have not met yet. first: what `begin_verb` returned. meets: as for
+        """Tells the other ranks of an error that ends a call here, unless they know it: in step if the
+        ranks have not met yet. first: the result of `begin_verb`. meets: as for
         `group_verb`."""
         step = self._step
         if error is step.known:
@@ -304,8 +304,8 @@ class Members:
         )
 
     def end_verb(self) -> None:
-        """Raises an interrupt that came when the ranks had nothing more to tell each other. Errors
-        are forgotten with the outermost verb: their frames have the group."""
+        """Raises an interrupt that came after the ranks' last meeting. Forgets errors when the outermost
+        call ends, because their frames refer to the group."""
         step = self._step
         interrupt, step.interrupt, step.depth = step.interrupt, None, step.depth - 1
         if step.depth == 0:
@@ -314,7 +314,7 @@ class Members:
             raise interrupt
 
     def _is_true_on_any_rank(self, mine: bool) -> bool:
-        # Collective: whether it is so on any rank.
+        # Collective: whether it is true on any rank.
         import torch
 
         flag = torch.tensor([mine], dtype=torch.int32, device=self._flags_device())
@@ -322,7 +322,7 @@ class Members:
         return bool(flag.item())
 
     def _gather_objects(self, mine: Any) -> list[Any]:
-        # Collective: what every rank brings, each behind its length.
+        # Collective: gathers each rank's object, as bytes after their length.
         payload = pickle.dumps(mine)
         payload = len(payload).to_bytes(8, "little") + payload
         every = self._gather_blocks(payload, max(4 << 10, min(_BLOCK, _BLOCKS // self.size)))
@@ -332,7 +332,7 @@ class Members:
         return [pickle.loads(block[8:size]) for block, size in zip(every, sizes, strict=True)]
 
     def _gather_blocks(self, mine: bytes, size: int) -> list[bytes]:
-        # Collective: `size` bytes of each rank.
+        # Collective: gathers `size` bytes of each rank.
         import torch
 
         device = self._flags_device()
@@ -344,9 +344,9 @@ class Members:
         return [octets[rank * size :][:size] for rank in range(self.size)]
 
     def _run_collective(self, begin: Callable[..., Any], tensor: Any, *args: Any, waits: bool = True) -> None:
-        # One that writes a tensor. RuntimeError is all of torch.distributed's: a rank has died, or
-        # the group's time-out has come.
-        self._step.number += 1  # before it begins: a second one in its place would end the process
+        # Runs a collective that writes a tensor. RuntimeError comes from torch.distributed: a rank has
+        # died, or the group's timeout has passed.
+        self._step.number += 1  # count it before it begins: a second one in its place would end the process
         try:
             work = begin(tensor, *args, group=self.group, async_op=waits)
             if waits:
@@ -360,8 +360,8 @@ class Members:
             raise IOFailure(f"overwire: group: {who} cannot be reached: {reason}") from error
 
     def _wait_for(self, work: Any, tensor: Any) -> None:
-        # Until a collective has ended. An interrupt is kept for when the ranks next agree;
-        # if the others do not come soon, or one of them has left, it is raised here.
+        # Waits for a collective. An interrupt is kept until the ranks next agree. If the others do not
+        # come soon, or one has left, it is raised here.
         step, began = self._step, time.monotonic()
         gloo = not tensor.is_cuda and "cpu:gloo" in self._backends
         if not (gloo or tensor.is_cuda):
@@ -386,7 +386,7 @@ class Members:
                     raise step.failure
 
     def note_hosts(self, hosts: list[str]) -> None:
-        """Local: notes who is on which host; the first call of a group counts."""
+        """Local: notes which rank is on which host. Only the first call counts."""
         if self.local:
             return
         self.local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
@@ -394,30 +394,30 @@ class Members:
         self.hosts = len(set(hosts))
 
     def broadcast(self, tensor: Any, rank: int) -> None:
-        """Collective: the tensor of one rank, contiguous, on all."""
+        """Collective: copies the contiguous tensor of one rank to all."""
         self._run_collective(self._dist.broadcast, tensor, int(self._dist.get_global_rank(self.group, rank)))
 
     def gather_shares(self, buffer: Any, share: int) -> None:
-        """Collective: rank r has bytes [r * share, (r + 1) * share) of the buffer, and gets the
+        """Collective: rank r has bytes [r * share, (r + 1) * share) of the buffer and receives the
         others'. On a GPU it is only queued."""
         whole, part = buffer[: share * self.size], buffer[share * self.rank :][:share]
         self._run_collective(self._dist.all_gather_into_tensor, whole, part, waits=not buffer.is_cuda)
 
 
 def _ends_within(work: Any, seconds: float) -> bool:
-    # Whether a collective of gloo ends in time.
+    # Whether a gloo collective ends in time.
     try:
         work.wait(timedelta(seconds=seconds))
         return True
     except RuntimeError:
         if not work.is_completed():
             return False
-    work.wait()  # raises why, if it has failed
+    work.wait()  # if it has failed, this raises the reason
     return True
 
 
 def _is_work_done(work: Any, began: float) -> bool:
-    # The same of NCCL, whose time-outs would end it.
+    # The same for NCCL. Its own timeouts would abort the collective.
     if work.is_completed():
         work.wait()
         return True
@@ -426,12 +426,12 @@ def _is_work_done(work: Any, began: float) -> bool:
 
 
 class Unmapped(NotSupportedError):
-    """The ranks of a host cannot map each other's memory. It never leaves this package."""
+    """The ranks of a host cannot map each other's memory. This error never leaves the package."""
 
 
 def _severity_of_error(error: BaseException | None, ours: bool) -> int:
-    # What comes of another rank's error counts where there is no other, and that ranks cannot
-    # reach each other where no rank has failed.
+    # A consequence of another rank's error only counts if there is no other, and so does the error that
+    # ranks cannot reach each other, if no rank has failed.
     return 0 if error is None else 1 if not ours else 2 if isinstance(error, Unmapped) else 3
 
 
@@ -450,13 +450,13 @@ def _name_rank(rank: int, error: OverwireError) -> OverwireError:
 
 
 def host_identity() -> str:
-    """What tells this host, and this boot of it, from others."""
+    """Identifies this host and its current boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return socket.gethostname() + " " + file.read().strip()
 
 
 def exchange_setting() -> str:
-    """What OVERWIRE_EXCHANGE says."""
+    """The value of OVERWIRE_EXCHANGE."""
     return next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
 
 
@@ -464,9 +464,9 @@ _members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
 
 
 def members_of(group: Any) -> Members:
-    """The members of a `torch.distributed` process group this process is in.
+    """The members of a `torch.distributed` process group that includes this process.
 
-    Raises ArgumentError for anything else, ForkedError for a group of the process that this one was forked from.
+    Raises ArgumentError for anything else, ForkedError for a group that was made before this process was forked.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None:
@@ -474,11 +474,11 @@ def members_of(group: Any) -> Members:
     if not dist.is_available():
         raise MissingPackageError("overwire: group: this torch was built without torch.distributed")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ArgumentError("overwire: group: this process is not in it; call this on its ranks alone")
+        raise ArgumentError("overwire: group: this process is not in it; only call this on its ranks")
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(f"overwire: group: expected a torch.distributed process group, got {type(group).__name__}")
     if is_of_parent(group):
-        raise ForkedError("overwire: group: it is of the process that this one was forked from: make one here")
+        raise ForkedError("overwire: group: it belongs to the process that this one was forked from: make a new one")
     members = _members.get(group)
     if members is None:
         members = _members[group] = Members(group)
@@ -486,8 +486,8 @@ def members_of(group: Any) -> Members:
 
 
 def on_current_gpu(device: Any) -> AbstractContextManager[Any]:
-    """NCCL sends flags and objects from the current GPU, which must be this rank's. A
-    wrong device is refused later, where the error reaches all ranks."""
+    """Makes this rank's GPU the current one, from which NCCL sends flags and objects. A wrong device is
+    refused later, where the error reaches all ranks."""
     import torch
 
     with suppress(OverwireError):
@@ -498,9 +498,9 @@ def on_current_gpu(device: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def group_verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[Members]:
-    """All that a verb of a group does on this rank, from the look at its arguments on: what
-    ends it here ends it on every rank. device: of this rank's tensors. meets: it begins with
-    `gather_results`."""
+    """A context for a whole group call on this rank, including the check of its arguments. An exception
+    that ends it here ends it on every rank. device: of this rank's tensors. meets: the call begins
+    with `gather_results`."""
     members = members_of(group)
     first = members.begin_verb()
     try:
@@ -515,6 +515,6 @@ def group_verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[
 
 
 def agree(group: Any, error: BaseException | None) -> None:
-    """Collective: raises on every rank of the group if one brings an error: that
-    rank its own, the others one of the same class that names the rank."""
+    """Collective: raises on every rank if one has an error: that rank its own, the others one of the
+    same class that names the rank."""
     members_of(group).agree(error)

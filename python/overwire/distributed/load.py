@@ -1,18 +1,18 @@
-"""One load by the ranks of a group: what several of them want is read by one, and travels.
+"""Runs one load by the ranks of a group: what several ranks want is read by one and transported.
 
-Each rank reads a share of the stored bytes, over the link of its own GPU, and gets the other
-shares from the other ranks; then every rank decodes what it wants (plain tensors: copies it).
-A load goes in pieces, each in one of a few buffers; beside the tensors it needs only the ring
-of these buffers. The engine reads, lays out and decodes (`gosrc/relay`). Two carriers bring the
-pieces from rank to rank, and the ranks follow one rule to choose (`choose_carrier`):
+Each rank reads a share of the stored bytes, over its own GPU's PCIe link, and gets the other
+shares from the other ranks. Then every rank decodes what it wants (plain tensors are copied). A
+load proceeds in pieces, each in one of a few buffers. Besides the tensors it only needs the ring of
+these buffers. The engine reads, lays out and decodes (`gosrc/relay`). Two transports move pieces
+between ranks, and all ranks choose by the same rule (`choose_carrier`):
 
-    mapped       between ranks of a host that map each other's memory, by the engine itself.
-    collective   between all ranks of the group, by torch.distributed. On GPUs the thread here
+    mapped       between ranks of a host that map each other's memory; the engine does it.
+    collective   between all ranks of the group, by torch.distributed. On GPUs this thread
                  only queues, as far ahead as there are buffers.
 
-Failure: what fails on a rank is raised on all when they next agree. A rank that has failed
-still takes part in collectives until then, whatever its buffers contain; so no rank waits for
-it, and no rank uses its bytes.
+Failure: an error on one rank is raised on all when they next agree. Until then the failed rank
+still takes part in collectives, whatever its buffers contain. So no rank waits for it, and no
+rank uses its bytes.
 """
 
 from __future__ import annotations
@@ -32,73 +32,73 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overwire")
 
-#: The most bytes of a piece that a rank reads: a chunk fits, and what lies between it and the next.
-#: Where ranks map each other's memory, a rank has `count_own_buffers` of its own, which the others map,
-#: and on a GPU STAGES of each other rank; by collectives COLLECTIVE_BUFFERS for the shares of all ranks.
+#: Most bytes of a piece that a rank reads: a chunk fits, with the gap to the next one.
+#: If ranks map each other's memory, a rank has `count_own_buffers` buffers that the others map, and on a
+#: GPU also STAGES for each other rank. With collectives, COLLECTIVE_BUFFERS hold the shares of all ranks.
 SHARE = 32 << 20
 STAGES = 3
 COLLECTIVE_BUFFERS = 2
 
-# The least where ranks map each other's memory: they decode a share when all of it has been read.
+# The least if ranks map each other's memory: they decode a share after all of it has been read.
 _FINE = 16 << 20
 
-# A buffer is below 2 GiB, however many ranks exchange, and what is decoded together below 4 GiB;
-# shares are multiples of _ALIGN.
+# A buffer stays below 2 GiB for any number of ranks, and what is decoded together below 4 GiB. Shares are
+# multiples of _ALIGN.
 _LARGEST, _TOGETHER = (2 << 30) - 1, (4 << 30) - 1
 _ALIGN = 256
 
 #: Bytes of a packed request.
 REQUEST = 48
 
-# Pieces after which the ranks agree that all is well.
+# After this many pieces the ranks check whether any has failed.
 _AGREE = 32
 
-# Seconds between two reports of progress, and looks at what the other ranks say.
+# Seconds between two progress reports, and between two polls of the other ranks.
 _TICK = 0.1
 
-# Waits for the engine are in slices of this many milliseconds, for Ctrl-C.
+# Waits for the engine last at most this many milliseconds, so that Ctrl-C is handled.
 _SLICE_MS = 50
 
 Agree = Callable[[BaseException | None, bool], Any]
 
 
 class Wants(NamedTuple):
-    """What ranks want of the tensors of a load. tensors: their positions, the same on all ranks
-    that exchange. needs: the blocks that each rank of this host needs, as requests with the
-    number of the rank among them in the place of the address; none: each needs all."""
+    """The tensors that ranks want of a load. tensors: their positions, equal on all ranks that take
+    part. needs: the blocks that each rank of this host needs, as requests with the rank's number on the
+    host in place of the address; empty: each needs all."""
 
     tensors: Sequence[int]
     needs: bytes = b""
 
 
 def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
-    """The bytes of a buffer that each of the ranks has: `share`, or less where the buffer would be
-    too large, or where as many `buffers` as are decoded together would be."""
+    """The bytes of each rank's share of a buffer: `share`, or less if the buffer, or `buffers` of them
+    that are decoded together, would be too large."""
     return min(share, _LARGEST // ranks, _TOGETHER // buffers // ranks) // _ALIGN * _ALIGN
 
 
 def mapped_share(ranks: int, room: int) -> int:
-    """Likewise where ranks map each other's memory: eight chunks have space, if as many fit. room: see `Model.room`."""
+    """The same if ranks map each other's memory: room for eight chunks, if that fits. room: see `Model.room`."""
     return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGES)
 
 
 def count_own_buffers(ranks: int) -> int:
-    """How many shares of its own a rank has where it maps the memory of others: it reads that much while it
-    maps one after the other, before any is released."""
+    """The number of a rank's own shares if ranks map each other's memory: it reads that many while it
+    maps the others' one after the other, before any is released."""
     return min(7 + ranks, 16)
 
 
 def do_chunks_fit(ranks: int, room: int, mapped: bool) -> bool:
-    """Whether every chunk of a model fits where that number of ranks exchange, by memory that they map of each
-    other, or by collectives. room: see `Model.room`."""
+    """Whether every chunk of a model fits if this many ranks take part, over mapped memory or by
+    collectives. room: see `Model.room`."""
     return room <= (mapped_share(ranks, room) if mapped else share_of_rank(ranks, SHARE))
 
 
 class Situation(NamedTuple):
-    """What the carrier depends on. local: ranks on the fullest host. gpu: tensors go to GPUs. remote:
-    the files lie in a store, or on a file system of several hosts. sends: the group has a backend
-    for the tensors, and each chunk fits. unreachable: ranks of a host cannot map each other's memory, or not each
-    chunk fits there."""
+    """Facts for the choice of the transport. local: ranks on the fullest host. gpu: tensors go to
+    GPUs. remote: the files are in a store, or on a file system of several hosts. sends: the group has
+    a backend for the tensors, and each chunk fits. unreachable: ranks of a host cannot map each other's
+    memory, or a chunk does not fit there."""
 
     ranks: int
     hosts: int
@@ -110,7 +110,7 @@ class Situation(NamedTuple):
 
 
 def choose_carrier(setting: str, now: Situation) -> str:
-    """The rule: "mapped", "collective" or "none". setting: OVERWIRE_EXCHANGE."""
+    """Chooses the transport: "mapped", "collective" or "none". setting: OVERWIRE_EXCHANGE."""
     collective = "collective" if now.sends else "none"
     if setting == "none" or now.ranks == 1:
         return "none"
@@ -119,37 +119,37 @@ def choose_carrier(setting: str, now: Situation) -> str:
     if setting == "collective" or now.unreachable:
         return collective
     if setting == "auto" and now.sends and now.remote and now.hosts > 1:
-        return "collective"  # one host alone would read what another has
+        return "collective"  # otherwise one host would read what another already has
     return "mapped" if now.local > 1 else "none"
 
 
 class GroupLoad:
-    """The load of open models on one rank; the numbers of a model's tensors follow those of the
-    model before it. `choose_carrier` once the ranks have met, then `land_requests`, which is collective.
+    """The load of open models on one rank. Each model's tensor numbers follow those of the model
+    before it. Call `choose_carrier` once the ranks have met, then `land_requests`, which is collective.
 
-    carrier: "mapped", "collective" or "none": each rank reads by itself. link: where tensors
-    are sent from. report: the engine's, of what has landed last.
+    carrier: the transport: "mapped", "collective", or "none" if each rank reads by itself. link: the
+    device from which tensors are sent. report: the engine's, for what has landed last.
     """
 
     def __init__(self, members: Members, models: Sequence[Model], ring: tuple[int, int] = (0, 0)) -> None:
-        """ring: bytes of a rank's share of a buffer, and buffers, where ranks map each other's
-        memory; 0: as `mapped_share` has it."""
+        """ring: bytes of a rank's share of a buffer, and the number of buffers, if ranks map each other's
+        memory; 0: as `mapped_share` computes them."""
         self._members, self._models, self._ring = members, models, ring
         self._device = models[0].device
-        self._buffers: list[Any] = []  # of collectives
+        self._buffers: list[Any] = []  # for collectives
         self._room = 0
         self.link = members.sending_device(self._device)
         self.carrier = "none"
         self.report: dict[str, Any] = {}
 
     def describe_files(self) -> dict[str, Any]:
-        """Local: what the other ranks must know to choose a carrier."""
+        """Local: what the other ranks must know to choose a transport."""
         remote = any(source["remote"] for model in self._models for source in model.info())
         return {"remote": remote, "room": max(model.room() for model in self._models)}
 
     def choose_carrier(self, setting: str, reports: Sequence[dict[str, Any]]) -> None:
-        """Local, and the same on all ranks, which have met. setting: OVERWIRE_EXCHANGE. reports: what
-        `describe_files` gave on each rank."""
+        """Local, with the same result on all ranks, which have met. setting: OVERWIRE_EXCHANGE. reports:
+        the result of `describe_files` on each rank."""
         members, remote = self._members, any(one["remote"] for one in reports)
         self._room = max(one["room"] for one in reports)
         sends = bool(self.link) and do_chunks_fit(members.size, self._room, mapped=False)
@@ -158,7 +158,7 @@ class GroupLoad:
         self.carrier = choose_carrier(setting, Situation(*place, self._device != "cpu", remote, sends, not maps))
 
     def fall_back(self, reason: str, setting: str) -> None:
-        """Once a group, and alike on all ranks: they cannot map each other's memory."""
+        """Switches transport, once for a group and on all ranks: they cannot map each other's memory."""
         self._members.unreachable = reason.removeprefix("overwire: ")
         self.carrier = "collective" if self.link and setting != "none" else "none"
         log.warning(
@@ -174,14 +174,14 @@ class GroupLoad:
         tell: Callable[[int], None] = lambda _: None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Generator[int, None, None]:
-        """Collective: the numbers of this rank's requests, as they land; after the last the ranks
-        agree. A caller that closes this early has to agree by itself.
+        """Collective: yields the numbers of this rank's requests as they land. After the last, the ranks
+        agree. A caller that closes this early must agree by itself.
 
-        make_requests: gives this rank's requests; it and `meanwhile` run while the first bytes are read, and
-        what they raise is raised on all ranks. tell: gets the bytes of tensors decoded so far,
-        now and then.
+        make_requests: returns this rank's requests. It and `meanwhile` run while the first bytes are read,
+        and their exceptions are raised on all ranks. tell: called now and then with the bytes of
+        tensors decoded so far.
 
-        Raises Unmapped on all ranks where some cannot map each other's memory.
+        Raises Unmapped on all ranks if some cannot map each other's memory.
         """
         mapped, engine = self.carrier == "mapped", _Relay(self._members, self._buffers)
         try:
@@ -220,7 +220,7 @@ class GroupLoad:
         engine.start_job(request, self._models)
 
     def _relay_request(self, wants: Wants, ranks: Sequence[int], device: str, share: int) -> RelayRequest:
-        # Of these ranks. All runs on torch's current stream, after what is queued there now.
+        # A request for these ranks. Everything runs on torch's current stream, after the work queued there now.
         stream = 0
         if device != "cpu":
             from ..frameworks.torch import stream_of, used_on
@@ -240,26 +240,26 @@ class GroupLoad:
 
 
 class _Relay:
-    """What the engine does of a load; what fails in it is said when the ranks next meet. ring:
-    of collectives."""
+    """The engine's part of a load. Its failures are raised when the ranks next meet. ring: the buffers
+    for collectives."""
 
     def __init__(self, members: Members, ring: list[Any]) -> None:
         self._members, self._ring = members, ring
         self._job: Job | None = None
         self._error: BaseException | None = None
         self._ours = True
-        self._stream = self._count = 0  # of requests
+        self._stream = self._count = 0  # _count: number of requests
 
     def start_job(self, request: RelayRequest, models: Sequence[Model], needs: bytes = b"") -> None:
         views = [model.on(request["device"]) for model in models]
         for view in views:
-            view.alone()  # what was preloaded is not shared out
+            view.alone()  # preloaded tensors are not shared with other ranks
         request["more"] = [view.handle for view in views[1:]]
         self._stream = request["stream"]
         self._job = Job(relay(request, views[0].handle, needs), "relay")
 
     def set_requests(self, requests: bytes) -> None:
-        """Local: says what this rank wants, as requests of a load."""
+        """Local: sets what this rank wants, as requests of a load."""
         self._count = len(requests) // REQUEST
         relay_aim(self.job.number, requests)
 
@@ -270,8 +270,8 @@ class _Relay:
         return self._job
 
     def try_step(self, step: Callable[[], Any]) -> None:
-        """Local: does a step unless one has failed. If it does, it ends the job; the ranks hear
-        of the error when they next meet."""
+        """Local: runs a step unless one has failed. A failure ends the job, and the ranks hear of it when
+        they next meet."""
         if self._error is None:
             try:
                 step()
@@ -281,29 +281,29 @@ class _Relay:
     def _end_with_error(self, error: BaseException) -> None:
         self._error = self._error or error
         if self._job is not None:
-            self._job.cancel()  # nothing writes to the ring any more
+            self._job.cancel()  # after this nothing writes to the ring
             self._ours = bool(self._read_report().get("ours", True))
 
     def _read_report(self) -> dict[str, Any]:
-        # The engine's; none while it runs.
+        # The engine's report; empty while it runs.
         return (self._job.report() if self._job is not None else None) or {}
 
     def end_job(self) -> dict[str, Any]:
-        """Local: ends a job that all ranks agree on; its report."""
+        """Local: ends a job that all ranks have agreed on, and returns its report."""
         report: dict[str, Any] = self.job.report()
         self.job.done()
         self._job = None
         return report
 
     def abandon_job(self) -> None:
-        """Local: ends running work; nothing writes to its memory after that."""
+        """Local: ends running work. After that nothing writes to its memory."""
         job, self._job = self._job, None
         if job is not None:
             job.abandon()
 
     def follow_mapped(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
-        """The engines of each host exchange. Where a rank is gone, the others of its host raise
-        that by themselves: no collective would end."""
+        """Yields requests while the engines of each host transport by themselves. If a rank is gone, the
+        others of its host raise without a collective, which would never end."""
         members = self._members
         try:
             if self._error is None:
@@ -340,13 +340,13 @@ class _Relay:
             self._end_with_error(error)
 
     def gather_pieces(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
-        """All ranks gather piece after piece; the requests land at the end."""
+        """All ranks gather piece after piece. The requests land at the end."""
         members, shares = self._members, list[int]()
         self.try_step(lambda: shares.extend(relay_shares(self.job.number)))
-        agree(self._error, True)  # from here on all ranks have the same pieces
+        agree(self._error, True)  # from now on all ranks handle the same pieces
         for piece, share in enumerate(shares):
             self.try_step(lambda piece=piece: self._await_share(piece))  # type: ignore[misc]
-            members.gather_shares(self._ring[piece % len(self._ring)], share)  # what fails here is out of step
+            members.gather_shares(self._ring[piece % len(self._ring)], share)  # a failure here is out of step
             self.try_step(lambda piece=piece: relay_decode(self.job.number, piece, self._stream))  # type: ignore[misc]
             if piece % _AGREE == _AGREE - 1:
                 self.try_step(lambda: tell(self.job.progress().bytes))

@@ -1,11 +1,11 @@
-"""What the ranks of a group compare when they meet, and which files they have open: all the same,
-or an error that names who differs.
+"""Compares the ranks' arguments and open files when they meet. Differences raise an error that names
+the ranks.
 
-Ranks open a path each by itself, and what lies there may be replaced in between. On one
-host equal files have the same inode, size and times (`stat`); objects of stores have the
-same version there. Elsewhere the layouts must be equal, with which go the checksums of a
-compressed file: it may also lie on a host several times. On a file system of several
-hosts, whose inodes may be made up, so must be size and time of the last change.
+Each rank opens a path by itself, and the file may be replaced in between. On one host equal files
+have the same inode, size and times (`stat`), and objects of stores have the same version. On
+different hosts the layouts must be equal, including the checksums of a compressed file; one
+host may also have several copies of such a file. On a file system of several hosts inodes may be
+made up, so size and modification time must also be equal.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .group import Members
 
 
 class OpenFiles(NamedTuple):
-    """What a rank has open. space: in which paths mean the same. files: of each model its
-    files, as the engine tells them from others. uris: as people may see them."""
+    """The files that a rank has open. space: the namespace in which its paths are valid. files: for each
+    model, its files as the engine identifies them. uris: redacted, for messages."""
 
     space: tuple[str, str]
     files: list[dict[str, Any]]
@@ -30,7 +30,7 @@ class OpenFiles(NamedTuple):
 
 
 def describe_open_files(models: Sequence[Any]) -> OpenFiles:
-    """Local: what the ranks compare of the files of models."""
+    """Local: what the ranks compare about the files of models."""
     try:
         space = os.readlink("/proc/self/ns/mnt")
     except OSError:
@@ -45,12 +45,12 @@ def meet(
     reopen: Callable[[], None] | None = None,
     comparable: Callable[[list[dict[str, Any]]], bool] = lambda _: True,
 ) -> list[dict[str, Any]]:
-    """Collective: what each rank reports. Of that "alike" must be the same on all, as
-    OVERWIRE_EXCHANGE must, and so must be "opened", what `describe_open_files` gives or None, where it is
-    `comparable`. reopen: called where files differ, before all report again:
-    another one may have been put there meanwhile.
+    """Collective: gathers each rank's report. Its "alike" must be equal on all ranks, and so must
+    OVERWIRE_EXCHANGE. Its "opened", the result of `describe_open_files` or None, must be equal if the
+    reports are `comparable`. reopen: called if files differ, before all report again: the file may
+    have been replaced in between.
 
-    Raises on all ranks what `describe` raises on one, ArgumentError and CorruptError for what differs.
+    Raises on all ranks what `describe` raises on one, and ArgumentError and CorruptError for differences.
     """
 
     def report() -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _difference_of(reports: Sequence[Mapping[str, Any]]) -> CorruptError | None:
 
 
 def find_difference(files: Mapping[int, OpenFiles]) -> CorruptError | None:
-    """The error of ranks that do not have the same files open, None for none; by their numbers."""
+    """The error for ranks that have different files open; None if they are equal. files: by rank."""
     nearest: dict[tuple[str, str], int] = {}
     for rank, one in files.items():
         neighbour = nearest.setdefault(one.space, rank)
@@ -99,7 +99,7 @@ def find_difference(files: Mapping[int, OpenFiles]) -> CorruptError | None:
 
 
 def _first_differing_file(one: OpenFiles, two: OpenFiles, same_host: bool) -> int | None:
-    # The number of the first file that is not the same.
+    # The number of the first file that differs.
     if len(one.files) != len(two.files):
         return min(len(one.files), len(two.files))
     pairs = enumerate(zip(one.files, two.files, strict=True))
@@ -107,7 +107,7 @@ def _first_differing_file(one: OpenFiles, two: OpenFiles, same_host: bool) -> in
 
 
 def _is_same(one: dict[str, Any], two: dict[str, Any], same_host: bool) -> bool:
-    # same_host: both are on one host, where paths mean the same.
+    # same_host: both ranks are on one host, where a path means the same file.
     if one == two:
         return True
     if one["layout"] != two["layout"]:

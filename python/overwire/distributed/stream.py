@@ -1,4 +1,4 @@
-"""Streams over a group: what all ranks iterate together."""
+"""Implements streams over a group, which all ranks iterate together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .tensors import TensorLoad, open_load
 
 
 class GroupStream(Steps):
-    """`stream` over a process group. Making it is collective, and so is every step, and
-    closing it before its end, which ends it on all ranks. A forked child takes no part."""
+    """`stream` over a process group. Creating it is collective, and so is every step. Closing it early is
+    also collective and ends it on all ranks. A forked child takes no part."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class GroupStream(Steps):
                     self._early[at] = tensor
                 assert due is not None
                 return self._names[due], self._early.pop(due)
-        except StopIteration:  # the ranks have agreed
+        except StopIteration:  # the ranks have already agreed
             self._end(None)
             raise
         except BaseException as error:
@@ -67,18 +67,18 @@ class GroupStream(Steps):
         return f"<stream of {spell_count(self._total, 'tensor')} of a group to {self._device}>"
 
     def _free_rest(self) -> None:
-        self._refuse_within("close")  # the step goes on, with the other ranks
+        self._refuse_within("close")  # the step continues together with the other ranks
         self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         _open.discard(self)
-        # error: why; the other ranks hear of it unless they have it.
+        # error: the reason. The other ranks hear of it, unless they know it.
         load, self._load, self._early = self._load, None, {}
         try:
             if load is not None:
                 with on_current_gpu(self._device):
                     if inspect.getgeneratorstate(self._tensors) == inspect.GEN_CREATED:
-                        load.close_unbegun()  # it would not run, to say so
+                        load.close_unbegun()  # the generator has not started and would not tell the others
                     self._tensors.close()
         finally:
             if error is None:
@@ -92,8 +92,8 @@ _open: weakref.WeakSet[GroupStream] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    # While the group is whole: a stream that kept it at the end of the process would abort that.
+    # Runs while the group still exists: a stream that kept it until process exit would abort there.
     for stream in list(_open):
         with suppress(Exception):
-            if not stream._taking:  # by a daemon thread, which ends with the process
+            if not stream._taking:  # otherwise a daemon thread is in it, which ends with the process
                 stream.close()

@@ -1,14 +1,14 @@
-"""Tensors of a load by the ranks of a group: whole or in shards.
+"""Loads tensors by the ranks of a group, whole or sliced.
 
     tensors = ow.load_file(path, device="cuda:0", group=pg, shard={"up.weight": 0, "down.weight": 1})
 
-Each rank gets every tensor; one that `shard` names is cut along that dimension
-into blocks of ceil(size / ranks), of which rank r gets the r-th (the last ones
-may be shorter, or empty). What several ranks want is read by one of them, and the
-stored bytes travel (`load`); without a carrier every rank reads what it wants.
+Each rank gets every tensor. A tensor that `shard` names is sliced along that dimension into blocks
+of ceil(size / ranks), and rank r gets the r-th; the last blocks may be shorter or empty. What
+several ranks want is read by one of them and transported in stored form (`load`). Without a
+transport every rank reads what it wants.
 
-Failure: whatever fails on one rank is raised on all when the ranks next agree; what had
-been loaded is freed. `group` says how a rank hears of the others.
+Failure: an error on one rank is raised on all when the ranks next agree, and what was loaded is
+freed. `group` describes how a rank learns about the others.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .group import Members, Unmapped, group_verb
 from .load import GroupLoad, Wants
 from .meeting import describe_open_files, meet
 
-# Tensor bytes of a window of a stream that has no budget, where ranks do not map each other's
+# Tensor bytes of a stream's window without a budget, if ranks do not map each other's
 # memory.
 _WINDOW = 1 << 30
 
 _CLOSED = "overwire: stream: it was closed before its end"
 
-# Seconds between two looks at what the other ranks say, while this one reads.
+# Seconds between two polls of the other ranks while this one reads.
 _TICK = 0.25
 
 
@@ -57,13 +57,12 @@ def open_load(
     choose: Callable[[TensorLoad], Iterable[int]] | None = None,
     **options: Any,
 ) -> Iterator[TensorLoad]:
-    """Collective: a load that is open on all ranks and has read nothing. budget: what
-    max_memory means for a stream, which holds a part of its tensors at a time; None: it
-    is of all of them. unmapped_budget: the same where ranks do not map each other's memory. choose:
-    called before the ranks meet, it returns the tensors that this rank wants, by position;
-    its errors reach all ranks."""
+    """Collective: opens a load on all ranks, without reading. budget: the max_memory of a stream, which
+    holds a part of its tensors at a time; None: the load holds all. unmapped_budget: the same if ranks
+    do not map each other's memory. choose: called before the ranks meet; returns the positions of the
+    tensors that this rank wants. Its errors reach all ranks."""
     if group is None:
-        raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
+        raise ArgumentError("overwire: shard: pass group=, the ranks that share the tensors")
     loads: list[TensorLoad] = []
 
     def close() -> None:
@@ -73,7 +72,7 @@ def open_load(
     def open_and_describe() -> dict[str, Any]:
         if options.get("read") is not None:
             raise ArgumentError(
-                "overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike"
+                "overwire: read: a group reads as OVERWIRE_READ says, the same on all ranks; leave read= out"
             )
         loads.append(TensorLoad(members, source, shard, device, framework, (budget, unmapped_budget), options))
         if choose is not None:
@@ -90,8 +89,8 @@ def open_load(
 
 
 class TensorLoad:
-    """One load on one rank. Construction is local; what else runs is collective, unless
-    it says otherwise.
+    """One load on one rank. Construction is local; other methods are collective unless they say
+    otherwise.
 
     model: the open files. positions: those that this rank wants, in order.
     """
@@ -106,27 +105,27 @@ class TensorLoad:
         budgets: tuple[int | None, int],
         options: Mapping[str, Any],
     ) -> None:
-        # Every rank has the same table.
+        # The table is the same on every rank.
         whole = {name: value for name, value in opening(options).items() if name not in ("keys", "filter")}
         self._members = members
         self._deferred_error: BaseException | None = None
-        self._count = self._bytes = 0  # of the tensors that have arrived
-        self._tasks: dict[int, CutTensor] = {}  # by position, as they are asked for
+        self._count = self._bytes = 0  # of tensors that have arrived
+        self._tasks: dict[int, CutTensor] = {}  # by position, filled on demand
         self._frame = frame_for(framework)
         self._exchange = ranks.exchange_setting()
-        # after the meeting the smallest of any rank's, 0: none
+        # after the meeting: the smallest of all ranks; 0: none
         self._budget, self._unmapped_budget = budgets[0] or 0, budgets[1]
-        self._bitmaps: list[bytes] = []  # by rank: what it wants
+        self._bitmaps: list[bytes] = []  # by rank: the tensors that it wants
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
         where = check_device(device, self._frame)
         self._dtype = check_dtype(self._frame, options.get("dtype"))
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
         link = members.sending_device(where) if self._exchange == "collective" else ""
-        prepare(link or where, self._exchange != "none")  # where stored bytes go
+        prepare(link or where, self._exchange != "none")  # the device that receives stored bytes
         self.model = Model(source, device=where, **whole)
         self._load = GroupLoad(members, [self.model])
-        self.model.alone()  # what was preloaded is not shared out
+        self.model.alone()  # preloaded tensors are not shared with other ranks
         try:
             self._cutting = Cutting(self._frame, members.size, members.rank)
             selection = self.model.choose(options.get("keys"), options.get("filter"))
@@ -140,15 +139,15 @@ class TensorLoad:
             raise
 
     def close(self) -> None:
-        """Local."""
+        """Local: closes the load."""
         if self._watcher is not None:
             self._watcher.close()
             self._watcher = None
         self.model.close()
 
     def _cut_dims(self, shard: ShardLike) -> dict[int, int]:
-        # Position to dimension. Of all tensors, not of those chosen here alone:
-        # the ranks compare it.
+        # Maps positions to dimensions for all tensors, not only those chosen here, because the
+        # ranks compare it.
         model, dims = self.model, {}
         if shard is None:
             return {}
@@ -175,8 +174,8 @@ class TensorLoad:
         return dims
 
     def slice_size(self, at: int) -> tuple[int, int]:
-        """Local: what this rank gets of a tensor: how many of its elements as the file
-        counts them."""
+        """Local: this rank's part of a tensor: the number of its elements as the file counts
+        them."""
         if at not in self._dims:
             return at, WHOLE
         task = self.cut_tensor(at)
@@ -184,9 +183,9 @@ class TensorLoad:
         return at, math.prod(task.row.shape) * own // max(whole, 1)
 
     def describe_wants(self) -> dict[str, Any]:
-        """Local: what the ranks compare and must know of each other."""
+        """Local: what the ranks compare, and what each must know about the others."""
         self._check_sizes(self.positions, self._budget)
-        table = hashlib.sha256(repr([row[:5] for row in self.model.table]).encode())  # what the files hold, not where
+        table = hashlib.sha256(repr([row[:5] for row in self.model.table]).encode())  # contents, not offsets
         bitmap = bytearray(-(-len(self.model.table) // 8))
         for at in self.positions:
             bitmap[at >> 3] |= 1 << (at & 7)
@@ -204,7 +203,7 @@ class TensorLoad:
         }
 
     def apply_reports(self, reports: list[dict[str, Any]]) -> None:
-        """Once, first, and local: all ranks have the same `reports`, so all decide alike."""
+        """Local, once, before other steps. All ranks have the same `reports`, so all decide alike."""
         self._load.choose_carrier(self._exchange, reports)
         self._bitmaps = [one["wants"] for one in reports]
         budgets = [[one["budgets"][n] for one in reports if one["budgets"][n]] for n in range(2)]
@@ -214,8 +213,8 @@ class TensorLoad:
         return _has_bit(self._bitmaps[rank], at)
 
     def _split_positions(self) -> tuple[list[int], list[int]]:
-        # What all ranks go through together, the same on all, and what this rank reads by itself
-        # after that. Where ranks map each other's memory, the engine leaves what one alone wants to it.
+        # Splits positions into those that all ranks go through together, equal on all, and those that this
+        # rank then reads by itself. If ranks map each other's memory, the engine does both.
         once = twice = 0
         for bitmap in self._bitmaps:
             bits = int.from_bytes(bitmap, "little")
@@ -226,19 +225,19 @@ class TensorLoad:
         return together, [at for at in self.positions if not _has_bit(bitmap, at)]
 
     def load_all(self) -> dict[str, Any]:
-        """This rank's tensors, by name."""
+        """Returns this rank's tensors by name."""
         tensors = dict(self._load_windows(0, {}, False))
         return {self.model.table[at][0]: tensors[at] for at in self.positions}
 
     def iter_tensors(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
-        """(position, tensor) of what this rank wants, as it arrives; after the last the
-        ranks agree. Where the budget, or the carrier, wants it, the load goes in windows.
+        """Yields (position, tensor) of what this rank wants as it arrives. After the last the ranks agree.
+        If the budget or the transport needs it, the load proceeds in windows.
 
-        places: by position, memory of this rank on the model's device, dense and of the
-            file's dtype, for its slice of a tensor. What is yielded is that memory, or,
-            where the engine cannot write there, another.
+        places: by position, this rank's memory for its slice of a tensor, on the model's device, dense
+            and with the file's dtype. The yielded tensor is that memory, or another tensor if the engine
+            cannot write there.
 
-        A rank that closes this early ends it on all.
+        A rank that closes this early ends it on all ranks.
         """
         try:
             yield from self._load_windows(self._budget, places or {}, True)
@@ -247,7 +246,7 @@ class TensorLoad:
             raise
 
     def close_unbegun(self) -> None:
-        """Collective: ends on all ranks what `iter_tensors` would give, which has not begun."""
+        """Collective: ends on all ranks an `iter_tensors` that has not begun."""
         if self._load.carrier == "mapped" and self._split_positions()[0]:
             with suppress(OverwireError):
                 self._members.gather_results(_refuse_closed)
@@ -259,7 +258,7 @@ class TensorLoad:
             self._agree_or_raise(CancelledError(_CLOSED))
 
     def _load_windows(self, budget: int, places: Mapping[int, Any], streams: bool) -> Iterator[tuple[int, Any]]:
-        # Collective: windows of what all go through, then those of what this rank reads by itself.
+        # Collective: first the windows that all go through, then those that this rank reads by itself.
         shared, lone = self._split_positions()
         self._check_sizes(shared, budget)
         windows, arrived, agreed = self._windows_of(shared, budget), set[int](), False
@@ -267,7 +266,7 @@ class TensorLoad:
             window, windows = windows[0], windows[1:]
             mapped = self._load.carrier == "mapped"
             if streams and not mapped:
-                self._agree_or_raise()  # with those that have closed
+                self._agree_or_raise()  # learn whether a rank has closed the stream
                 self._check_sizes(window, self._unmapped_budget)
                 window, *more = self._windows_of(window, budget or self._unmapped_budget or _WINDOW)
                 windows = more + windows
@@ -278,7 +277,7 @@ class TensorLoad:
                             arrived.add(at)
                             yield at, tensor
                 agreed = mapped
-            except Unmapped as reason:  # other ranks go on with all tensors, and so does this one
+            except Unmapped as reason:  # other ranks restart with all tensors, so this one does too
                 self._load.fall_back(str(reason), self._exchange)
                 rest = {at for positions in (window, *windows) for at in positions}
                 shared, lone = self._split_positions()
@@ -292,7 +291,7 @@ class TensorLoad:
         return [self.cut_tensor(at) for at in window if self._is_wanted(self._members.rank, at)]
 
     def _exchange_window(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
-        # Of a window what this rank wants, and what it reads for others.
+        # Loads what this rank wants of a window, and reads its share for others.
         tasks, tensors, slots, empty = self._own_tensors(window), list[Any](), list[int](), list[tuple[int, Any]]()
         carrier = self._load.carrier
         device = self._load.link if carrier == "collective" else self.model.device
@@ -315,19 +314,19 @@ class TensorLoad:
         with closing(landing):
             for number in landing:
                 slot = slots[number]
-                tensor, tensors[slot] = tensors[slot], None  # it is the caller's
+                tensor, tensors[slot] = tensors[slot], None  # the caller owns it now
                 yield from self._finish_tensor(tasks[slot], tensor)
         yield from empty
 
     def _needs_of_host(self, window: list[int]) -> Wants:
-        # Of the ranks of this host.
+        # The needs of this host's ranks.
         local = self._members.local
         if all(self._is_wanted(rank, at) for rank in local for at in window) and not any(
             at in self._dims for at in window
         ):
             return Wants(window)
         tasks = [self.cut_tensor(at) for at in window]
-        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few: layers are alike
+        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few, since layers are alike
         blocks = {kind: [self._cutting.block(task, rank) for rank in local] for kind, task in kinds.items()}
         needs = [
             (task.at, number, *block)
@@ -338,7 +337,7 @@ class TensorLoad:
         return Wants(sorted({need[0] for need in needs}), pack_requests(needs))
 
     def _read_alone(self, tasks: list[CutTensor]) -> Generator[tuple[int, Any], None, None]:
-        # Local: what this rank reads by itself. What fails is said when the ranks next agree.
+        # Local: reads tensors without the other ranks. A failure is raised when the ranks next agree.
         try:
             if self._deferred_error is None:
                 yield from self._read_tensors(tasks)
@@ -366,16 +365,16 @@ class TensorLoad:
             yield from self._finish_tensor(task, tensor)
 
     def _make_places(self, tasks: list[CutTensor], places: Mapping[int, Any], device: str) -> list[Any]:
-        # Where the engine writes what it reads of each tensor: the caller's memory, but not for
-        # what is cut afterwards. While the first bytes are on their way; each decode goes after
-        # what is queued for memory that the tensors got.
+        # Allocates memory for what the engine reads of each tensor, or uses the caller's unless the tensor is
+        # sliced afterwards. This runs while the first bytes are read. Each decode waits for the work that is
+        # queued on the memory.
         rows = [self._cutting.row(task) for task in tasks]
         own = [places.get(task.at) if self._cutting.lands_whole(task) else None for task in tasks]
         fresh = iter(self._frame.empty_on(device, [row for row, place in zip(rows, own, strict=True) if place is None]))
         return [next(fresh) if place is None else place for place in own]
 
     def _finish_tensor(self, task: CutTensor, tensor: Any) -> Iterator[tuple[int, Any]]:
-        # What fails here is said when the ranks next agree; then no more tensors are finished.
+        # A failure here is raised when the ranks next agree; until then no more tensors are finished.
         try:
             if self._deferred_error is None:
                 tensor = self._cutting.own_slice(task, tensor)
@@ -391,25 +390,25 @@ class TensorLoad:
             yield task.at, tensor
 
     def _largest_size(self, at: int) -> int:
-        # The most bytes of any rank's slice of a tensor, and of what it is cast to.
+        # The most bytes of any rank's slice of a tensor, also after a cast.
         task = self.cut_tensor(at)
         elements = math.prod(self._cutting.shape(task, 0))
         size = elements * task.row.nbytes // max(math.prod(task.shape), 1)
         return size if self._dtype is None else size + elements * int(getattr(self._dtype, "itemsize", 8))
 
     def _check_sizes(self, positions: list[int], most: int) -> None:
-        # Each tensor must fit a budget by itself; 0: there is none.
+        # Raises if a single tensor does not fit the budget; 0: there is no budget.
         for at in positions if most else ():
             if (size := self._largest_size(at)) > most:
                 name = self.model.table[at][0]
                 text = (
-                    f"overwire: {self.model.uris[0]} tensor {name!r}: it takes {size} bytes, and max_memory is {most}"
+                    f"overwire: {self.model.uris[0]} tensor {name!r}: it takes {size} bytes, but max_memory is {most}"
                 )
                 raise OutOfMemoryError(text, asked=size, free=most, total=most, tensor=name)
 
     def _windows_of(self, positions: list[int], most: int) -> list[list[int]]:
-        # Of at most that many bytes, or one tensor; 0: one window. All ranks divide what
-        # they share alike.
+        # Divides positions into windows of at most that many bytes, or one tensor; 0: one window. For shared
+        # positions all ranks get the same windows.
         windows: list[list[int]] = [positions] if positions and not most else []
         left = 0
         for at in positions if most else ():
@@ -426,7 +425,7 @@ class TensorLoad:
         self._members.agree(late or error, ours or late is not None)
 
     def cut_tensor(self, at: int) -> CutTensor:
-        """Local: a tensor, and how it is cut."""
+        """Local: a tensor, and how it is sliced."""
         if at not in self._tasks:
             row = self.model.row(at)
             self._tasks[at] = CutTensor(at, row, torch_shape(*row[1:3]), self._dims.get(at))
@@ -437,7 +436,7 @@ class TensorLoad:
         return self._cutting.shape(self.cut_tensor(at))
 
     def _tell_progress(self, done: int) -> None:
-        # done: bytes of tensors that are on their way; those of tensors that have arrived count.
+        # done: bytes of tensors in transit; bytes of tensors that have arrived are counted separately.
         if self._watcher is not None:
             total = sum(self.model.table[at][3] for at in self.positions)
             self._watcher.update(Progress(min(max(done, self._bytes), total), total, self._count, len(self.positions)))

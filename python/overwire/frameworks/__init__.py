@@ -1,1 +1,1 @@
-"""The frameworks that tensors are made in and taken from: torch, numpy, and plain bytes."""
+"""Makes and describes tensors of torch and numpy, and plain bytes."""

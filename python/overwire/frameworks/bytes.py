@@ -1,4 +1,4 @@
-"""Tensors as their bytes, for programs without torch and numpy."""
+"""Handles tensors as plain bytes, for programs without torch and numpy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .frame import Frame
 
 
 class BytesFrame(Frame):
-    """The frame of no framework; see `frame.Frame`. No tensor is cast by it or belongs to it.
+    """The frame of plain bytes; see `frame.Frame`. It casts no tensor and owns no tensor type.
 
-    A tensor is a writable memoryview of its bytes, one dimension of "B", as
-    the file's dtype has them; `get_slice` tells dtype and shape. Only addresses
-    count: capsules are never unpacked.
+    A tensor is a writable memoryview of its bytes in the file's dtype, one-dimensional with format
+    "B"; `get_slice` returns dtype and shape. Only addresses are used: capsules are never
+    unpacked.
     """
 
     name = "bytes"
@@ -25,7 +25,7 @@ class BytesFrame(Frame):
         if capsule is None or size == 0:
             return self.empty(dtype, shape)
         block = (ctypes.c_ubyte * size).from_address(pointer)
-        vars(block)["capsule"] = capsule  # the memory lives as long as a view of it
+        vars(block)["capsule"] = capsule  # keeps the memory alive as long as any view of it
         return memoryview(block).cast("B")
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
@@ -36,5 +36,5 @@ class BytesFrame(Frame):
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         raise NotSupportedError(
-            "overwire: slice: bytes are cut only in whole rows of the first two dimensions, and without a step"
+            "overwire: slice: bytes can only be sliced by whole rows of the first two dimensions, without a step"
         )

@@ -1,4 +1,4 @@
-"""Which framework an argument or a tensor names, and which device."""
+"""Chooses the framework and device for an argument or a tensor."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NAMES = {
     "numpy": "numpy",
     "bytes": "bytes",
 }
-_HOST = -2  # as the engine numbers devices
+_HOST = -2  # the engine's number for the host
 
 
 def check_framework(framework: object) -> None:
-    """Raises ArgumentError for what is no `framework=` argument."""
+    """Raises ArgumentError for an invalid `framework=` argument."""
     if framework is not None and (not isinstance(framework, str) or framework not in _NAMES):
         raise ArgumentError(f"overwire: framework {framework!r}: expected 'pt' (torch), 'np' (numpy) or 'bytes'")
 
 
 def frame_for(framework: str | None) -> Frame:
-    """The frame of a `framework=` argument; None: torch if it is installed,
-    else numpy."""
+    """The frame of a `framework=` argument. None: torch if it is installed, else
+    numpy."""
     check_framework(framework)
     if framework is None:
         name = "torch" if imported("torch") is not None or find_spec("torch") else "numpy"
@@ -49,7 +49,7 @@ def _find_frame(name: str) -> Frame:
     try:
         if name != "bytes":
             import_module(name)
-            if imported(name) is None:  # under a signal handler
+            if imported(name) is None:  # a signal handler interrupted the import
                 raise MissingPackageError(
                     f"overwire: framework {name!r}: this thread is still importing {name}: call overwire after that"
                 )
@@ -88,8 +88,8 @@ def frame_of(tensor: Any) -> Frame:
 
 
 def columns_of(tensors: Sequence[Any]) -> Columns:
-    """Describes tensors of any kind, those of torch at once. Raises nothing for those
-    that it cannot describe: they are ODD."""
+    """Describes tensors of any kind, with all torch tensors at once. Does not raise for tensors that it
+    cannot describe: they become ODD."""
     columns = Columns()
     if imported("torch") is not None:
         from .memory import refuse_fakes
@@ -104,8 +104,8 @@ def columns_of(tensors: Sequence[Any]) -> Columns:
 
 
 def check_dtype(frame: Frame, dtype: Any) -> Any:
-    """The frame's own dtype for a `dtype=` argument, None for None. ArgumentError for
-    one that floating tensors would lose their values in."""
+    """The frame's own dtype for a `dtype=` argument; None for None. ArgumentError for a dtype that would
+    destroy the values of floating tensors."""
     if dtype is None:
         return None
     frame_dtype = frame.dtype(dtype)
@@ -118,10 +118,10 @@ def check_dtype(frame: Frame, dtype: Any) -> Any:
 
 
 def device_number(device: Any) -> int:
-    """The number of the GPU that a `device=` argument names, -1 where it gives none, -2
-    for the host; the engine reads it. ArgumentError, NotSupportedError."""
+    """The number of the GPU that a `device=` argument names, as the engine reads it. -1 if it has no
+    number, -2 for the host. ArgumentError, NotSupportedError."""
     if str(device) in ("cpu", "cpu:0"):
-        return _HOST  # loads to the host need no engine in a forked child
+        return _HOST  # answered here, so that loads to the host work in a forked child
     if isinstance(device, int) and not isinstance(device, bool):
         return _verbs.device(f"cuda:{device}")
     if not isinstance(device, str) and type(device).__module__ != "torch":
@@ -130,23 +130,22 @@ def device_number(device: Any) -> int:
 
 
 def check_device(device: Any, frame: Frame | None = None) -> str:
-    """The device a `device=` argument names, in the engine's words: "cpu" or
-    "cuda:N".
+    """Returns the engine's name for a `device=` argument: "cpu" or "cuda:N".
 
-    Takes "cpu", "cuda" (torch's current one where torch is imported, else the
-    first), "cuda:1", a `torch.device`, or an int (a CUDA number). Tensors land
-    on a GPU only as torch tensors; without a frame, only the host is allowed.
+    Takes "cpu", "cuda" (torch's current GPU if torch is imported, else the first), "cuda:1", a
+    `torch.device`, or an int (a CUDA number). Only torch tensors can be on a GPU. Without a
+    frame, only the host is allowed.
     """
     number = device_number(device)
     if number == _HOST:
         return "cpu"
     if frame is None:
         raise NotSupportedError(
-            f"overwire: device {device!r}: this loads to the host only; move the tensors with .to()"
+            f"overwire: device {device!r}: this only loads to the host; move the tensors with .to()"
         )
     if frame.name != "torch":
         raise NotSupportedError(
-            f"overwire: device {device!r}: {frame.name} has no arrays on a GPU; load with framework='pt'"
+            f"overwire: device {device!r}: {frame.name} arrays cannot be on a GPU; load with framework='pt'"
         )
     if number < 0:
         torch = imported("torch")

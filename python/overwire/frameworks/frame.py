@@ -1,8 +1,8 @@
-"""What the package needs of a framework: tensors made of landed memory, and described.
+"""Defines what the package needs of a framework: making tensors from loaded memory, and describing them.
 
-A frame turns what the engine landed (a DLPack capsule and its address) into a
-tensor that owns the memory, and describes a tensor's bytes for saving. torch
-and numpy are both optional; neither is imported before it is needed.
+A frame turns loaded memory (a DLPack capsule and its address) into a tensor that owns the
+memory, and describes a tensor's bytes for saving. torch and numpy are both optional, and only
+imported when needed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..errors import NotSupportedError
 
 
 class Bytes(NamedTuple):
-    """A tensor's bytes as they are saved: contiguous, on the host, or on the
-    CUDA device `cuda` - 1, where all work on them has ended.
+    """A tensor's bytes as they are saved: contiguous, on the host, or on the CUDA device
+    `cuda` - 1, where all work on them has ended.
 
-    `keep` holds the memory at `pointer` and must outlive its use. `pieces`: address and
-    bytes of each place, one after the other, if they lie in several of the host.
+    `keep` owns the memory at `pointer` and must outlive its use. `pieces`: if the bytes are in
+    several places on the host, the address and bytes of each, in order.
     """
 
     dtype: str
@@ -34,13 +34,12 @@ class Bytes(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor's bytes where they lie, strided or not: on the host, or on the CUDA
-    device `cuda` - 1.
+    """A tensor's bytes in place, strided or not: on the host, or on the CUDA device `cuda` - 1.
 
-    dtype, shape: as in `Bytes`; "" for a dtype that safetensors lacks.
-    item, dims, strides: bytes of an element, the dimensions in elements, and the bytes
-    from one to the next; a contiguous tensor may be a row of bytes. `keep` holds the
-    memory and must outlive its use.
+    dtype, shape: as in `Bytes`; dtype is "" if safetensors lacks it.
+    item: bytes of an element. dims: the dimensions in elements. strides: bytes from one element
+    to the next. A contiguous tensor may be described as a row of bytes. `keep` owns the memory
+    and must outlive its use.
     """
 
     dtype: str
@@ -53,19 +52,19 @@ class View(NamedTuple):
     cuda: int = 0
 
 
-#: The kind of a tensor that has to be looked at by itself, with its frame.
+#: The kind of a tensor that must be described separately, by its frame.
 ODD = -1
 
 
 class Columns:
-    """Tensors by position, described at once, without an object for each. Those of torch
-    that are dense, contiguous and of a dtype that files have are described; the others are
-    ODD, and have zeros.
+    """Describes many tensors at once, by position and without an object for each. It describes
+    torch tensors that are dense, contiguous and of a dtype that files have. Others are ODD and
+    have zeros.
 
-    kinds: values of `types`; ODD. types: dtype and shape as `Bytes` has them, by the
-    order in which they came. pointers, sizes: address (0 without bytes) and bytes. cuda:
-    1 + the GPU, 0 for the host; what is queued there has not been waited for. The tensors
-    must outlive the use of their addresses.
+    kinds: indices into `types`, or ODD. types: dtype and shape as in `Bytes`, in the order of
+    their first use. pointers, sizes: address (0 without bytes) and bytes. cuda: 1 + the GPU, 0
+    for the host; queued work has not been waited for. The tensors must outlive the use of
+    their addresses.
     """
 
     __slots__ = ("cuda", "kinds", "pointers", "sizes", "types")
@@ -84,48 +83,48 @@ class Columns:
 
 
 class Frame:
-    """What the rest of this package needs of a framework: one subclass for each.
+    """Everything that the rest of this package needs of a framework. Each framework has a subclass.
 
-    Dtypes are safetensors' names, shapes count elements as the file's header
-    does. Every returned tensor is writable and owns its memory. Only torch's
-    tensors are made on a GPU.
+    Dtypes are safetensors' names, and shapes count elements as the file's header does. Every
+    returned tensor is writable and owns its memory. Only torch tensors are made on a
+    GPU.
     """
 
     name: str
 
-    #: Makes a tensor of a capsule, taken over, that is exported as it is and has
-    #: bytes, where one C call does.
+    #: Makes a tensor from a capsule and takes ownership of it, for dtypes that are exported unchanged
+    #: and tensors with bytes. It is only set if a single C call can do this.
     make: Callable[[Any], Any] | None = None
 
     def refuse_mode(self) -> None:
-        """Raises NotSupportedError where the framework is in a mode in which no bytes move."""
+        """Raises NotSupportedError if the framework is in a mode in which no bytes move."""
 
     def raw(self, dtypes: Iterable[str]) -> bool:
-        """Whether the engine must export these dtypes as plain integers. Raises for a dtype
-        that the framework lacks."""
+        """Whether the engine must export these dtypes as plain integers. Raises for a dtype that the
+        framework lacks."""
         return False
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
-        """The tensor of one landed request. Takes over the capsule."""
+        """Makes the tensor of one landed request, and takes ownership of the capsule."""
         raise NotImplementedError
 
     def of_bytes(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-        """The tensor whose bytes a writable buffer has, which it keeps alive."""
+        """Makes a tensor over the bytes of a writable buffer, which it keeps alive."""
         address, _, holder = buffer_of(data, True)
         return self.adopt(holder, address, dtype, shape)
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
-        """A new tensor with undefined contents."""
+        """Makes a tensor with undefined contents."""
         raise NotImplementedError
 
     def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
-        """New tensors for rows of the table, on a GPU. If its memory is full, what the engine
-        keeps there is freed first."""
+        """Makes tensors on a GPU for rows of the table. If the GPU's memory is full, the memory that the
+        engine caches there is freed first."""
         raise NotImplementedError
 
     def empty_in_batches(self, device: str, rows: Sequence[Any], first: int, most: int) -> Iterator[dict[int, Any]]:
-        """The same by position, in batches: `first` of them, then twice as many each time up to `most`; all at once
-        where the framework keeps enough memory."""
+        """The same by position, in batches: `first` of them, then twice as many each time up to `most`. All at once
+        if the framework has enough cached memory."""
         raise NotImplementedError
 
     def dtype(self, wanted: Any) -> Any:
@@ -133,48 +132,48 @@ class Frame:
         raise NotImplementedError
 
     def name_of(self, wanted: Any) -> str:
-        """safetensors' name of a dtype of the framework's, "" where it has none."""
+        """safetensors' name for one of the framework's dtypes; "" if it has none."""
         raise NotImplementedError
 
     def floating(self, wanted: Any) -> bool:
-        """Whether a dtype of the framework's is one that tensors are cast to."""
+        """Whether tensors can be cast to one of the framework's dtypes."""
         return self.name_of(wanted) in FLOATS
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
-        """The tensor in another dtype, if `dtype` is one that is cast."""
+        """The tensor in another dtype, if tensors of `dtype` are cast."""
         raise NotImplementedError
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
-        """`tensor[index]`, negative steps included, owning only its result."""
+        """`tensor[index]`, including negative steps. The result only owns its own elements."""
         raise NotImplementedError
 
     def describe(self, tensor: Any) -> Bytes:
-        """A tensor's logical bytes; copies what is not dense or not on the host."""
+        """A tensor's logical bytes. Copies tensors that are not dense or not on the host."""
         raise NotImplementedError
 
     def view(self, tensor: Any) -> View:
-        """A tensor's bytes where they lie. Copies only what holds no such bytes: lazy
-        conjugates, another byte order, F4 that is not packed."""
+        """A tensor's bytes in place. Only copies tensors without such bytes: lazy conjugates, another
+        byte order, unpacked F4."""
         raise NotImplementedError
 
 
 def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> None:
-    """Raise NotSupportedError for an empty tensor whose other dimensions overflow.
+    """Raises NotSupportedError for an empty tensor if the product of its other dimensions overflows.
 
-    safetensors allows that; torch and numpy count the bytes of its strides in 63 bits.
+    safetensors allows that, but torch and numpy count the bytes of strides in 63 bits.
     """
     if nbytes(dtype, tuple(d for d in shape if d)) >= 1 << 63:
         what = "" if name is None else f"tensor {name!r}: "
         raise NotSupportedError(
-            f"overwire: {what}shape {list(shape)} of {dtype}: beside the zero its dimensions overflow; only "
+            f"overwire: {what}shape {list(shape)} of {dtype}: apart from the zero, its dimensions overflow; only "
             f"framework='bytes' takes it",
             tensor=name,
         )
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements of such a tensor share memory, or lie in one another's reach in an
-    irregular way. Strides count elements."""
+    """Whether elements of such a tensor share memory, or lie irregularly within each other's reach.
+    Strides count elements."""
     end = 0
     for stride, count in sorted(zip(map(abs, strides), shape, strict=True)):
         if count > 1:

@@ -1,8 +1,8 @@
-"""What of a torch tensor lies in the memory of this process.
+"""Finds the memory of torch tensors in this process, and checks that it can be read or written.
 
-A DTensor has a block of it here, in a tensor of its own. Other subclasses that are made of
-tensors, FakeTensors, nested and sparse tensors have no one memory, and a storage that was
-resized to 0 (by `sleep`, by FSDP) has none: `data_ptr()` is 0 then, and nothing can be read
+This process has one block of a DTensor, in a separate tensor. Other subclasses that consist of
+tensors, FakeTensors, nested and sparse tensors have no single memory. A storage that was
+resized to 0 (by `sleep` or FSDP) has no memory: `data_ptr()` is then 0, and nothing can be read
 or written there.
 """
 
@@ -21,24 +21,24 @@ from .._locks import is_fork
 from ..errors import ArgumentError, NotSupportedError, OverwireError
 from .frame import overlaps_itself
 
-#: What has memory if its address says so. All else is of a subclass, which may keep more than the memory.
+#: Types that have memory if their address says so. Subclasses may consist of more than the memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-#: Parameters and buffers of lazy modules, which may have no memory yet.
+#: Parameters and buffers of lazy modules, which may not have memory yet.
 LAZY = (UninitializedParameter, UninitializedBuffer)
 _count_users: Any = getattr(torch._C, "_storage_Use_Count", None)
 _UNWRITTEN = (torch.quint4x2, torch.quint2x4)
 
 
 class Part(NamedTuple):
-    """What this process has of a tensor: `tensor`, which is [low, high) of each dimension."""
+    """This process's part of a tensor: `tensor` is [low, high) of each dimension."""
 
     tensor: Any
     ranges: tuple[tuple[int, int], ...]
 
 
 def address_of(tensor: Any) -> int:
-    """Where a tensor's first element lies; 0 without memory of its own, and without a shape."""
+    """The address of a tensor's first element; 0 if it lacks its own memory or a shape."""
     if type(tensor) not in PLAIN and (_is_fake(tensor) or isinstance(tensor, LAZY)):
         return 0
     try:
@@ -48,8 +48,8 @@ def address_of(tensor: Any) -> int:
 
 
 def is_ready(tensor: Any) -> bool:
-    """Whether it is dense and has memory of its own, as most have: nothing else has to be
-    asked of it then before it is written to."""
+    """Whether a tensor is dense and has its own memory, as most do. Then no other check is needed
+    before writing to it."""
     return (
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
@@ -61,8 +61,8 @@ def is_ready(tensor: Any) -> bool:
 
 
 def fits_storage(tensor: Any) -> bool:
-    """Whether all elements of a dense tensor lie in its storage, which may have been made shorter
-    (`untyped_storage().resize_`): what lies behind it is not the tensor's to read or write."""
+    """Whether all elements of a dense tensor are inside its storage, which may have been shortened
+    (`untyped_storage().resize_`). Memory after the storage must not be read or written."""
     if not tensor.numel():
         return True
     item = tensor.element_size()
@@ -74,7 +74,7 @@ def fits_storage(tensor: Any) -> bool:
 
 
 def storage_of(tensor: Any) -> int:
-    """Where the storage of a tensor begins, of a DTensor that of its part; 0 without memory."""
+    """The address of a tensor's storage, for a DTensor that of its local part; 0 without memory."""
     if is_distributed(tensor):
         with torch.no_grad():
             tensor = tensor.to_local()
@@ -82,23 +82,23 @@ def storage_of(tensor: Any) -> int:
 
 
 def identity_of(tensor: Any) -> Any:
-    """Equal for tensors that are the same elements of the same memory. Without memory, or
-    without elements, only for one and the same object."""
+    """A key that is equal for tensors with the same elements of the same memory. Tensors without memory
+    or elements only equal themselves."""
     if tensor.device.type == "meta" or not (address := address_of(tensor)) or not tensor.numel():
         return id(tensor)
     return address, tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
-    """Raises, with `where` in front, ArgumentError for a tensor whose memory was freed or is
-    not there yet, NotSupportedError for one that has no single memory, and what `check_shape`
-    raises. Tensors without elements pass."""
+    """Raises, with `where` as the start of the message, ArgumentError for a tensor with memory that was freed
+    or does not exist yet, NotSupportedError for one without a single memory, and what `check_shape` raises.
+    Tensors without elements pass."""
     kind: type[OverwireError] = NotSupportedError
     if tensor.layout is torch.strided and address_of(tensor):
         if fits_storage(tensor):
             return
         size = _storage_size(tensor)
-        text = f"{where}: its storage was made shorter than it is, {size} bytes: resize it back, or take a new tensor"
+        text = f"{where}: its storage was cut to less than its {size} bytes: resize it back, or take a new tensor"
         raise ArgumentError(text, tensor=name)
     check_shape(tensor, where, name)
     if tensor.layout is not torch.strided:
@@ -115,22 +115,22 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
     elif _storage_size(tensor) == 0:
         kind, why = ArgumentError, "its memory was freed: it sleeps, or its storage was resized to 0"
     else:
-        why = f"a {type(tensor).__name__} has no memory of its own: take the tensors that it is made of"
+        why = f"a {type(tensor).__name__} does not have its own memory: take the tensors that it consists of"
         if type(tensor) in PLAIN:
-            why = "it has no memory of its own: leave the function that torch transforms (vmap, grad)"
+            why = "it does not have its own memory: leave the function that torch transforms (vmap, grad)"
     raise kind(f"{where}: {why}", tensor=name)
 
 
 def users_of(tensor: Any) -> int:
-    """How many tensors and others use the storage of a tensor: to be compared with what it was before."""
+    """How many tensors and other objects use a tensor's storage. Compare it with an earlier result."""
     if _count_users is None:
         raise NotSupportedError(f"overwire: torch {torch.__version__} does not tell who uses a storage: install another version")
     storage = tensor.untyped_storage()
-    return int(_count_users(storage._cdata)) + sys.getrefcount(storage)  # who has Python's object of it counts as one
+    return int(_count_users(storage._cdata)) + sys.getrefcount(storage)  # users of Python's storage object count as one
 
 
 def _storage_size(tensor: Any) -> int | None:
-    # None: it has no storage, as what torch's transforms of functions pass.
+    # None: the tensor has no storage, as inside torch's function transforms.
     try:
         return int(tensor.untyped_storage().nbytes())
     except RuntimeError:
@@ -138,8 +138,8 @@ def _storage_size(tensor: Any) -> int | None:
 
 
 def check_shape(tensor: Any, where: str, name: str | None = None) -> None:
-    """Raises, with `where` in front, ArgumentError for a lazy module's parameter that is not
-    initialized, and NotSupportedError for a nested tensor."""
+    """Raises, with `where` as the start of the message, ArgumentError for an uninitialized parameter of a
+    lazy module, and NotSupportedError for a nested tensor."""
     if isinstance(tensor, LAZY):
         raise ArgumentError(f"{where}: it is not initialized: run its module once, or materialize it", tensor=name)
     if tensor.is_nested:
@@ -147,19 +147,19 @@ def check_shape(tensor: Any, where: str, name: str | None = None) -> None:
 
 
 def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
-    """What `check_memory` checks; and ArgumentError for a tensor whose elements share memory,
-    which cannot have values of their own."""
+    """Raises what `check_memory` raises, and ArgumentError for a tensor with elements that share
+    memory and therefore cannot differ."""
     check_memory(tensor, where, name)
     if tensor.dtype in _UNWRITTEN:
         raise NotSupportedError(f"{where}: torch cannot copy into a {tensor.dtype} tensor", tensor=name)
     if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
         raise ArgumentError(
-            f"{where}: its elements share memory with one another, as those of `expand` do", tensor=name
+            f"{where}: its elements share memory, as those of `expand` do: take a contiguous copy", tensor=name
         )
 
 
 def write(tensor: Any, values: Any) -> None:
-    """Copies values, cast, into a tensor, also into one that was made in inference mode."""
+    """Casts values and copies them into a tensor, which may have been made in inference mode."""
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         if is_fork():
             _copy_in_steps(tensor, values.expand(tensor.shape), ())
@@ -168,19 +168,19 @@ def write(tensor: Any, values: Any) -> None:
 
 
 def cast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
-    """The tensor in a dtype, which may be its own: it is the same one then."""
+    """The tensor in a dtype. If it already has that dtype, the tensor itself."""
     return tensor.to(dtype) if tensor.dtype == dtype or not is_fork() else copy_of(tensor, dtype)
 
 
 def copy_of(tensor: Any, dtype: torch.dtype | None = None, flips: Sequence[int] = ()) -> Any:
-    """A contiguous copy, cast, whose dimensions `flips` are turned round."""
+    """A contiguous copy, cast, with the dimensions `flips` reversed."""
     kind = dtype or tensor.dtype
     if not is_fork():
         plain = tensor.flip(flips) if flips else tensor.clone(memory_format=torch.contiguous_format)
         return plain.to(kind).contiguous()
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=kind)
-    # Not of torch.empty, which fills it where torch shall be deterministic.
+        # torch.empty would fill the memory if torch is set to be deterministic.
     into = torch.frombuffer(bytearray(tensor.numel() * kind.itemsize), dtype=torch.uint8).view(kind).view(tensor.shape)
     if kind == tensor.dtype and tensor.is_contiguous() and not flips:
         ctypes.memmove(into.data_ptr(), tensor.data_ptr(), into.nbytes)
@@ -190,8 +190,8 @@ def copy_of(tensor: Any, dtype: torch.dtype | None = None, flips: Sequence[int] 
     return into
 
 
-# torch divides work on fewer elements among no threads. A forked child has not those that its
-# parent made, and OpenMP waits for them for ever.
+# torch uses no threads for fewer elements than this. A forked child lacks the threads that its parent
+# made, and OpenMP would wait for them for ever.
 _STEP = 32768
 
 
@@ -209,10 +209,10 @@ def _copy_in_steps(into: Any, values: Any, flips: Sequence[int]) -> None:
 
 
 def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
-    """The part of a DTensor that this rank has; None for other tensors.
+    """This rank's part of a DTensor; None for other tensors.
 
-    Raises what `check_memory` raises, and NotSupportedError for one whose part is no block of
-    it: a partial sum, shards in an order that is not known, a rank outside of its mesh.
+    Raises what `check_memory` raises, and NotSupportedError if the part is not a block of the tensor: a
+    partial sum, shards in an unknown order, a rank outside of its mesh.
     """
     if type(tensor) in PLAIN or not is_distributed(tensor):
         return None
@@ -236,9 +236,9 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
 def _ranges_of_rank(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: list[int], placements: tuple[Any, ...]
 ) -> tuple[tuple[int, int], ...] | None:
-    # As torch cuts: blocks of ceil(size / ranks), of which the last may be shorter, or empty.
-    # A strided shard (FSDP's of a dimension that tensor parallelism has cut) cuts what the
-    # later axes have left.
+    # Like torch: blocks of ceil(size / ranks); the last ones may be shorter or empty. A strided shard
+    # (FSDP's, of a dimension that tensor parallelism has sliced) slices what the later axes have
+    # left.
     kinds = [type(placement).__name__ for placement in placements]
     ranges = [(0, size) for size in shape]
     axes = [axis for axis, kind in enumerate(kinds) if kind == "_StridedShard"]
@@ -262,13 +262,13 @@ def _ranges_of_rank(
 
 def is_distributed(tensor: Any) -> bool:
     """Whether it is a DTensor."""
-    # Asked of sys.modules: without that import there is none, and it takes a second.
+    # Look in sys.modules: if it was not imported, there is no DTensor, and the import takes a second.
     module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def refuse_fakes() -> None:
-    """Raises NotSupportedError under a FakeTensorMode: copies and casts of torch move no bytes there."""
+    """Raises NotSupportedError in a FakeTensorMode, where torch's copies and casts move no bytes."""
     mode = getattr(torch._C, "_get_dispatch_mode", None)
     if mode is not None and mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         raise NotSupportedError("overwire: torch's FakeTensorMode is on, which moves no bytes: leave it first")

@@ -1,7 +1,7 @@
-"""numpy arrays. Importing this module imports numpy.
+"""Implements the frame of numpy arrays. Importing this module imports numpy.
 
-bfloat16, the fp8 kinds and fp4 are types of the package ml_dtypes, which is
-imported when the first of them is met.
+bfloat16, fp8 and fp4 are types of the package ml_dtypes, which is imported when the first of them
+is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..dtypes import CALLED, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Bytes, Frame, View, check_empty
 
-# Those of ml_dtypes, and numpy's own.
+# ml_dtypes' types, and numpy's own.
 _EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {
     "F4": "float4_e2m1fn"
 }
@@ -25,8 +25,8 @@ SAVED = {dtype: name for name, dtype in (_OWN | _EXTRA).items()}
 
 
 class _Holder:
-    # What numpy calls the base of an array: the capsule frees the memory when
-    # the last array over it is gone.
+    # The base of a numpy array. The capsule frees the memory when the last array over it is
+    # gone.
     __slots__ = ("__array_interface__", "capsule")
 
     def __init__(self, capsule: Any, pointer: int, kind: str, shape: tuple[int, ...]):
@@ -35,8 +35,8 @@ class _Holder:
 
 
 def hold(capsule: Any, pointer: int, size: int) -> Any:
-    """A writable uint8 array over `size` bytes at `pointer`, which keeps the
-    capsule alive."""
+    """A writable uint8 array over `size` bytes at `pointer`. It keeps the capsule
+    alive."""
     if size == 0:
         return np.empty(0, np.uint8)
     return np.asarray(_Holder(capsule, pointer, "|u1", (size,)))
@@ -47,7 +47,7 @@ def _extra_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise MissingPackageError(
-            f"overwire: numpy has no {name}; the package ml_dtypes adds it: pip install ml_dtypes (or load with "
+            f"overwire: numpy does not have {name}; the package ml_dtypes adds it: pip install ml_dtypes (or load with "
             f"framework='pt')"
         ) from error
     if not hasattr(ml_dtypes, _EXTRA[name]):
@@ -61,8 +61,8 @@ def _extra_dtype(name: str) -> np.dtype[Any]:
 class NumpyFrame(Frame):
     """The frame of numpy; see `frame.Frame`.
 
-    F4 is unpacked to one element a byte, as ml_dtypes has it. F6 has no
-    array type of its packed form and stays bytes.
+    F4 is unpacked to one element per byte, as in ml_dtypes. numpy has no type for packed F6, so it
+    stays bytes.
     """
 
     name = "numpy"
@@ -80,8 +80,8 @@ class NumpyFrame(Frame):
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         for name in dtypes:
-            self._type_of(name)  # what numpy lacks is said before anything is read
-        return False  # only the address counts: capsules are never unpacked
+            self._type_of(name)  # raise for unsupported types before anything is read
+        return False  # only addresses are used: capsules are never unpacked
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         if capsule is None or 0 in shape:
@@ -172,7 +172,7 @@ class NumpyFrame(Frame):
 
 
 def _unpack_nibbles(flat: Any) -> Any:
-    """One element a byte from two; the low half comes first."""
+    """Unpacks bytes of two elements to one element per byte. The low half comes first."""
     both = np.empty(flat.size * 2, np.uint8)
     both[0::2] = flat & 15
     both[1::2] = flat >> 4

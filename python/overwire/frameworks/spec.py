@@ -1,4 +1,4 @@
-"""What saves take beside tensors: TensorSpec, bytes by address or in a buffer, and JoinedTensor."""
+"""Defines what saves take besides tensors: TensorSpec (bytes by address or in a buffer) and JoinedTensor."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ _NAMES = {called: name for name, called in CALLED.items()}
 
 
 class TensorSpec:
-    """A dense tensor somewhere in host memory; `save_file` takes it as a value.
+    """A dense tensor in host memory. `save_file` takes it as a value.
 
     dtype: a name of safetensors ("BF16") or of torch and numpy ("bfloat16",
         "float4_e2m1fn_x2").
-    shape: in elements. Of "float4_e2m1fn_x2", two elements a byte, as torch has
-        it: the last dimension counts bytes, and `shape` shows it doubled.
-    data_ptr: address of the first byte; data_len: bytes, exactly those of the
-        tensor.
+    shape: in elements. "float4_e2m1fn_x2" has two elements per byte, as in torch: the last
+        dimension counts bytes, and the property `shape` shows it doubled.
+    data_ptr: address of the first byte. data_len: bytes, exactly those of the tensor.
 
-    The memory is the caller's: it stays valid and unchanged until the call
-    that is given the spec has returned.
+    The caller owns the memory. It must stay valid and unchanged until the call that gets the
+    spec has returned.
 
-    Raises NotSupportedError for a dtype that safetensors lacks, OverflowError
-    for a negative number. Whether length and shape agree is seen by the save.
+    Raises NotSupportedError for a dtype that safetensors lacks, OverflowError for a negative
+    number. The save checks whether length and shape agree.
     """
 
     __module__ = "overwire"
@@ -50,11 +49,11 @@ class TensorSpec:
 
     @classmethod
     def of(cls, dtype: str, shape: Sequence[int], data: Any) -> TensorSpec:
-        """The tensor whose bytes an object with a C-contiguous buffer has: bytes, a
-        bytearray, memoryview, array or mmap. The spec keeps the object.
+        """Makes a spec for the bytes of an object with a C-contiguous buffer: bytes, a bytearray,
+        memoryview, array or mmap. The spec keeps the object alive.
 
-        Raises TypeError for what is no buffer, BufferError for one that is not
-        contiguous, and as the constructor does.
+        Raises TypeError for an object without a buffer, BufferError if it is not contiguous,
+        and what the constructor raises.
         """
         address, size, holder = buffer_of(data)
         spec = cls(dtype=dtype, shape=shape, data_ptr=address, data_len=size)
@@ -68,7 +67,7 @@ class TensorSpec:
 
     @property
     def shape(self) -> list[int]:
-        """In elements, as the file's header has it."""
+        """The shape in elements, as in the file's header."""
         return list(self._shape)
 
     @property
@@ -91,10 +90,10 @@ class TensorSpec:
         size = nbytes(self._dtype, shape)
         if self._data_len != size:
             raise ArgumentError(
-                f"overwire: {self._data_len} bytes for shape {self._shape} of {self._dtype}, which take {size}"
+                f"overwire: {self._data_len} bytes for shape {self._shape} of {self._dtype}, which takes {size}"
             )
         if size and not self._data_ptr:
-            raise ArgumentError(f"overwire: {size} bytes of {self._dtype} at the address 0")
+            raise ArgumentError(f"overwire: {size} bytes of {self._dtype} at address 0: give the address of the data")
         return Bytes(self._dtype, shape, self._data_ptr if size else 0, size, self)
 
 
@@ -108,10 +107,10 @@ def _check_unsigned(value: int) -> int:
 
 
 class JoinedTensor:
-    """Tensors of the host whose rows, one after the other, are those of the tensor that is saved.
+    """Host tensors that together have, in order, the rows of the saved tensor.
 
-    They have one dtype, and one shape but for the first dimension. Their memory stays
-    unchanged until the save has ended."""
+    They have the same dtype, and the same shape except for the first dimension. Their memory must not
+    change until the save has ended."""
 
     __slots__ = ("parts",)
 
@@ -120,11 +119,11 @@ class JoinedTensor:
 
     def describe(self) -> Bytes:
         """The bytes as they are saved. Raises NotSupportedError for a dtype that safetensors lacks,
-        ArgumentError for parts that are no rows of one tensor."""
+        ArgumentError if the parts cannot be rows of one tensor."""
         all = [frame_of(part).describe(part) for part in self.parts]
         if not all or any(not one.shape for one in all) or len({(one.dtype, one.shape[1:]) for one in all}) > 1:
             parts = ", ".join(f"{one.dtype} {list(one.shape)}" for one in all[:9]) or "none"
-            raise ArgumentError(f"overwire: save: a joined tensor has parts of one dtype and row; these are {parts}")
+            raise ArgumentError(f"overwire: save: the parts of a joined tensor need equal dtypes and rows, got {parts}")
         rows = sum(one.shape[0] for one in all)
         size = sum(one.nbytes for one in all)
         pieces = tuple(number for one in all if one.nbytes for number in (one.pointer, one.nbytes))

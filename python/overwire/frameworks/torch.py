@@ -1,7 +1,7 @@
-"""torch tensors. Importing this module imports torch.
+"""Implements the frame of torch tensors. Importing this module imports torch.
 
-The engine's capsules become tensors without a copy: each has a storage of
-exactly its own bytes, which the engine's memory backs until the storage dies.
+The engine's capsules become tensors without a copy. Each tensor has a storage of exactly its
+bytes, backed by the engine's memory until the storage is freed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryE
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
 from .memory import cast_tensor, check_memory, check_shape, copy_of, is_ready, refuse_fakes
 
-# The function in C, where it has this name: of what torch wraps around it we
-# need nothing, and it costs a quarter more.
+# The C function, if it has this name. torch's wrapper adds nothing that we need and costs a
+# quarter more.
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 _to_dlpack: Any = getattr(torch.utils.dlpack, "to_dlpack")  # noqa: B009  typed as private
 
-# What this torch has; an older one lacks some of the names.
+# The dtypes of this torch; an older one lacks some.
 _TYPES: dict[str, torch.dtype] = {
     name: getattr(torch, attribute) for name, attribute in CALLED.items() if hasattr(torch, attribute)
 }
@@ -37,32 +37,32 @@ _REAL = frozenset(dtype for dtype in SAVED if not dtype.is_complex)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """torch's dtype for the file's name of one; None where this torch has none."""
+    """torch's dtype for a file's dtype name; None if this torch lacks it."""
     return _TYPES.get(name)
 
 
 @cache
 def _takes_natively(name: str) -> bool:
-    # Whether this torch takes such a capsule as it is. Asked of torch itself,
-    # because its DLPack grew type by type.
+    # Whether this torch accepts such a capsule unchanged. Ask torch itself, because its DLPack
+    # support grew type by type.
     if name in PACKED or name not in _TYPES:
         return False
     try:
         probe = torch.empty(0, dtype=torch.uint8).view(_TYPES[name])
-        # Not __dlpack__, which torch.compile follows, and where it fails, instead of leaving it alone.
+        # Do not use __dlpack__: torch.compile traces it, and fails instead of leaving it out.
         return bool(from_dlpack(_to_dlpack(probe)).dtype == _TYPES[name])
     except (RuntimeError, BufferError, TypeError):
         return False
 
 
-# The integers of as many bytes as an element.
+# Integers with as many bytes as an element.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextlib.contextmanager
 def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
-    # torch's errors on a GPU as ours; and its calls harm no capture of another thread.
-    from ..gpu import beside_captures  # a load to the host needs none of that module
+    # Converts torch's errors on a GPU to ours, and keeps its calls from harming another thread's graph capture.
+    from ..gpu import beside_captures  # loads to the host do not need that module
 
     try:
         with beside_captures():
@@ -75,7 +75,7 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
         raise OutOfMemoryError(
             f"overwire: {wanted} bytes of tensors on {device}: {room}{error}", asked=wanted, free=free, total=total
         ) from error
-    except (RuntimeError, AssertionError) as error:  # no driver, no such device
+    except (RuntimeError, AssertionError) as error:  # no driver, or no such device
         raise DeviceError(f"overwire: device {device!r}: {error}") from error
 
 
@@ -90,22 +90,22 @@ def _free_memory(device: str) -> tuple[int | None, int | None]:
         return None, None
 
 
-# torch's allocator asks the driver for 2 MiB at a time, and for 20 MiB where a tensor has 1 to
-# 10: that wastes much of it, and each time copies stand still for 0.1 ms. So tensors above
-# `_LEAST` share what is asked for, `_GROUP` at most, or `_LARGE_GROUP` where all tensors are made at once: there
-# several processes ask the driver at the same time, which serves one after the other. Each tensor begins at a multiple
-# of `_ROUND`.
+# torch's allocator asks the driver for 2 MiB at a time, and for 20 MiB if a tensor has 1 to 10. That wastes
+# much of it, and copies pause for 0.1 ms each time. So tensors above `_LEAST` share an allocation of at
+# most `_GROUP`, or `_LARGE_GROUP` if all tensors are made at once: then several processes ask the
+# driver at the same time, which serves one after the other. Each tensor begins at a multiple of
+# `_ROUND`.
 _ROUND, _LEAST, _GROUP, _LARGE_GROUP = 512, 1 << 20, 1 << 30, 4 << 30
 
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-# The GPUs on which tensors of an earlier load share memory, so that what torch keeps of it has the sizes of groups.
+# GPUs where tensors of an earlier load share allocations, so that torch's cached memory has the sizes of groups.
 _gpus_of_groups: set[int | None] = set()
 
 
 def _group_sizes(sizes: Sequence[int], largest: int) -> list[list[int]]:
-    """Tensors by position, in groups of at most `largest` bytes: those of one share memory, where it has several."""
+    """Positions of tensors in groups of at most `largest` bytes. The tensors of a group share an allocation."""
     groups: list[list[int]] = []
     group: list[int] = []
     nbytes = largest
@@ -124,11 +124,11 @@ def _group_sizes(sizes: Sequence[int], largest: int) -> list[list[int]]:
 def divide_into_batches(
     sizes: Sequence[int], idle: int, gpu: int | None, first: int, most: int
 ) -> Iterator[list[list[int]]]:
-    """The batches of a load's tensors, each of whole groups: all at once where the `idle` bytes that torch keeps are
-    enough, else `first` tensors and then twice as many each time, up to `most`. Each tensor is by itself while idle
-    memory is enough and is not of earlier groups, and without a gpu. The smallest comes first: torch takes the smallest
-    free memory that is large enough, so that each group of a repeated load gets what it had, and none lacks what
-    another has left."""
+    """Yields the batches of a load's tensors, each of whole groups. If torch's `idle` cached bytes are enough, there is
+    one batch; else `first` tensors, and then twice as many each time, up to `most`. Each tensor is a group by itself
+    without a gpu, and while idle memory is enough and does not come from earlier groups. The smallest group comes
+    first: torch takes the smallest free block that is large enough, so each group of a repeated load gets the block
+    that it had before."""
     groups = _group_sizes(sizes, _GROUP if first < len(sizes) else _LARGE_GROUP)
     batch, count = list[list[int]](), 0
     if idle >= sum(sizes):
@@ -148,12 +148,12 @@ def divide_into_batches(
 
 
 def _round_sizes(sizes: Iterable[int]) -> int:
-    # What torch takes for tensors that lie behind each other.
+    # The bytes that torch allocates for contiguous tensors of these sizes.
     return sum(-(-size // _ROUND) * _ROUND for size in sizes)
 
 
 def _divides_memory() -> bool:
-    """Whether torch keeps memory that is free, and divides it for what is asked for next."""
+    """Whether torch caches freed memory, and splits it for later allocations."""
     confs = filter(None, map(os.environ.get, _CONFIGURED))
     return (
         torch.cuda.get_allocator_backend() == "native"
@@ -163,26 +163,26 @@ def _divides_memory() -> bool:
 
 
 def _idle_memory(device: torch.device) -> int:
-    """The bytes that torch's allocator keeps of a GPU, and no tensor has."""
+    """The bytes on a GPU that torch's allocator caches and no tensor uses."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     sums = [stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes") if stats]
-    return int(sums[0] - sums[1]) if sums else 0  # there are none before torch has used a GPU
+    return int(sums[0] - sums[1]) if sums else 0  # empty before torch has used a GPU
 
 
 def unused(device: str) -> int:
-    """The bytes of a GPU that are free, without what torch's allocator keeps; 0 if it does not tell."""
+    """The free bytes of a GPU, without torch's cached memory; 0 if the GPU does not tell."""
     return _free_memory(device)[0] or 0
 
 
 def around(device: str) -> tuple[int, bool]:
-    """What a tensor depends on beside its arguments: torch's current stream, and whether it
-    infers. It is asked at each tensor that was read ahead, and, unlike `stream_of`, calls
-    neither the engine nor changes torch's device."""
+    """The state besides its arguments that a tensor depends on: torch's current stream, and whether inference
+    mode is on. It is called for each tensor that was read ahead. Unlike `stream_of` it does not call the engine
+    or change torch's device."""
     index: int = _number_of(device)
     try:
         return torch._C._cuda_getCurrentRawStream(index), torch.is_inference_mode_enabled()
-    except RuntimeError as error:  # no driver, no such device
-        stream_of(device)  # says so in plainer words
+    except RuntimeError as error:  # no driver, or no such device
+        stream_of(device)  # raises a clearer error
         raise DeviceError(f"overwire: device {device!r}: {error}") from error
 
 
@@ -192,25 +192,25 @@ def _number_of(device: str) -> int:
 
 
 def give_back(device: str) -> None:
-    """Lets torch's allocator give its unused memory back to the device."""
+    """Makes torch's allocator return its unused memory to the device."""
     _collect_garbage()
     with _errors_of(device):
         torch.cuda.empty_cache()
 
 
 def _collect_garbage() -> None:
-    # Loaders that make modules by the thousand pause the cycle collector; what only it
-    # frees is no reason to fail.
+    # Loaders that make thousands of modules pause the cycle collector. Memory that only it can free must
+    # not make a load fail.
     if not gc.isenabled():
         gc.collect()
 
 
 def stream_of(device: str) -> int:
-    """torch's current stream, as DLPack numbers it: 1 is the default one.
+    """torch's current stream in DLPack's numbering, where 1 is the default stream.
 
-    The engine waits for what is queued there before it writes into memory of
-    torch's allocator, which may be in use by it. Raises NotSupportedError where that
-    stream is being captured into a CUDA graph.
+    The engine waits for the work queued there before it writes into memory of torch's allocator,
+    which that work may still use. Raises NotSupportedError if the stream is being captured
+    into a CUDA graph.
     """
     with _errors_of(device):
         _refuse_capture(device)
@@ -225,11 +225,11 @@ def _refuse_capture(device: Any) -> None:
 
 
 def used_on(device: str) -> None:
-    """Names torch's current stream to the engine before tensors in its memory are used
-    there: their memory then outlives the queued work.
+    """Registers torch's current stream with the engine before tensors in the engine's memory are used on
+    it. The memory then outlives the queued work.
 
-    A foreign stream (`torch.cuda.ExternalStream`) is left out: it may end before
-    the process does.
+    An external stream (`torch.cuda.ExternalStream`) is not registered: it may end before the
+    process does.
     """
     with _errors_of(device):
         _refuse_capture(device)
@@ -239,28 +239,28 @@ def used_on(device: str) -> None:
 
 
 def on_gpu(data: Any) -> bool:
-    """Whether the engine can read a tensor or storage where it lies, on a GPU."""
+    """Whether the engine can read a tensor or storage in place on a GPU."""
     return data.is_cuda and torch.version.cuda is not None
 
 
 @cache
 def _device_number(device: torch.device) -> int:
-    """1 + the number of the GPU that a tensor lies on, 0 for the host."""
+    """1 + the number of a tensor's GPU; 0 for the host."""
     if device.type == "meta":
         raise ArgumentError("overwire: a tensor on the meta device has no bytes")
     if device.type == "cuda" and torch.version.cuda is not None:
         return int(device.index) + 1
     if device.type != "cpu":
         raise NotSupportedError(
-            f"overwire: a tensor on {device}: only the CPU's memory and that of NVIDIA's GPUs is read"
+            f"overwire: a tensor on {device}: only memory of the CPU and of NVIDIA GPUs can be read"
         )
     return 0
 
 
 def await_writes(data: Any) -> int:
-    """0 for memory of the host; for a GPU's 1 + its number, after the work that
-    is queued on its current stream now, as torch's own copies to the host are: the
-    engine's reads wait for no stream."""
+    """Returns 0 for host memory. For GPU memory it waits for the work that is queued on the current stream,
+    because the engine's reads do not wait for streams (as torch's own copies to the host do), and returns
+    1 + the GPU's number."""
     if not data.is_cuda:
         return 0
     await_stream(data.device)
@@ -275,8 +275,8 @@ def await_stream(device: Any) -> None:
 
 
 def describe_all(tensors: Iterable[Any], made: Columns) -> None:
-    """Adds tensors to columns. There may be tens of thousands: it makes no object that
-    lives on, so that the garbage collector has nothing to do, and reads each property once."""
+    """Adds tensors to columns. There may be tens of thousands, so it makes no object that lives on,
+    which would start garbage collections, and reads each property once."""
     kinds: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
     dtype_names, real, layout, kin = SAVED, _REAL, torch.strided, torch.Tensor
     nvidia, pairs = torch.version.cuda is not None, _TYPES.get("F4")
@@ -304,9 +304,9 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
                     pointer = tensor.data_ptr()
                     end = size + tensor.storage_offset() * dtype.itemsize
                     if not pointer or tensor.untyped_storage().nbytes() < end:
-                        kind = ODD  # a subclass without memory of its own, or its storage was made shorter
+                        kind = ODD  # a subclass without its own memory, or a shortened storage
                 cuda = tensor.get_device() + 1
-        except (RuntimeError, ValueError):  # nested, or not initialized: without a shape
+        except (RuntimeError, ValueError):  # it has no shape: a nested or uninitialized tensor
             kind = ODD
         add_kind(kind)
         add_pointer(pointer)
@@ -332,7 +332,7 @@ class TorchFrame(Frame):
             return tensor
         if dtype not in PACKED:
             return tensor.view(self._type_of(dtype))
-        # F4 becomes torch's pairs, its last dimension halved; what torch has no type for stays bytes.
+        # F4 becomes torch's pairs, with the last dimension halved. Dtypes that torch lacks stay bytes.
         return tensor.view(torch.uint8).reshape(-1).view(self._type_of(dtype)).view(packed_shape(dtype, shape))
 
     def of_bytes(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -351,9 +351,9 @@ class TorchFrame(Frame):
         tensors: dict[int, Any] | None = None
         with contextlib.suppress(OutOfMemoryError):
             tensors = next(self.empty_in_batches(device, rows, len(rows), len(rows)), {})
-        if tensors is None:  # what was made is gone, now that the error is
+        if tensors is None:  # now the error and the tensors made before it are gone
             _collect_garbage()
-            _verbs.empty_cache()  # the engine's staging may lie where they could
+            _verbs.empty_cache()  # the engine's staging memory may make enough room
             tensors = next(self.empty_in_batches(device, rows, len(rows), len(rows)))
         return [tensors[at] for at in range(len(rows))]
 
@@ -368,15 +368,15 @@ class TorchFrame(Frame):
             yield tensors
 
     def _make_batch(self, where: torch.device, rows: Sequence[Any], groups: Iterable[list[int]]) -> dict[int, Any]:
-        # There may be tens of thousands: empty_strided costs half of what empty
-        # does, whose arguments torch looks at in several ways.
+        # There may be tens of thousands: empty_strided costs half of what empty does, because torch
+        # inspects the arguments of empty in several ways.
         new = torch.empty_strided
         strides: dict[tuple[int, ...], list[int]] = {}
         tensors: dict[int, Any] = {}
         for group in groups:
             if len(group) > 1:
-                with contextlib.suppress(torch.OutOfMemoryError):  # each by itself may still fit
-                    # Free again at once, it is what the allocator divides for the next ones.
+                with contextlib.suppress(torch.OutOfMemoryError):  # single tensors may still fit
+                    # This block is freed at once, and the allocator splits it for the next tensors.
                     new((_round_sizes(rows[at][3] for at in group),), (1,), dtype=torch.uint8, device=where)
             for at in group:
                 _, dtype, shape, *_ = rows[at]
@@ -422,7 +422,7 @@ class TorchFrame(Frame):
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         if dtype == "F4":
-            # torch cannot index pairs; as bytes it can, if the pairs stay whole.
+            # torch cannot index pairs, but it can index them as bytes if pairs stay whole.
             pairs = self.index(tensor.view(torch.uint8), index, "U8")
             return pairs.view(_TYPES["F4"])
         flips, forward, at = [], [], 0
@@ -436,17 +436,17 @@ class TorchFrame(Frame):
             forward.append(entry)
         result = tensor[tuple(forward)]
         if flips:
-            # torch turns round no float8 and no uint32.
+            # torch cannot flip float8 or uint32.
             return copy_of(result.view(_WORDS[result.element_size()]), None, flips).view(result.dtype)
         if result.numel() == tensor.numel() and result.is_contiguous():
-            return tensor.view(result.shape)  # only its dimensions were changed
-        return copy_of(result)  # a view would keep the whole block that was read
+            return tensor.view(result.shape)  # only the dimensions changed
+        return copy_of(result)  # a view would keep the whole block in memory
 
     def view(self, tensor: Any) -> View:
         check_shape(tensor, "overwire")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise NotSupportedError(
-                f"overwire: a {tensor.layout} tensor, or a quantized one, has no bytes of its own; take its parts"
+                f"overwire: a {tensor.layout} tensor, or a quantized one, does not have its own bytes; take its parts"
             )
         check_memory(tensor, "overwire")
         here = self._plain_tensor(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
@@ -479,21 +479,21 @@ class TorchFrame(Frame):
             check_memory(tensor, "overwire")
         dense = self._plain_tensor(tensor)
         if not (dense.is_contiguous() and (dense.is_cpu or on_gpu(dense))):
-            # torch copies no strided pairs of float4, but bytes
+            # torch cannot copy strided float4 pairs, but it can copy bytes
             bytes_or_all = dense.view(torch.uint8) if name == "F4" else dense
             dense = bytes_or_all.to("cpu").contiguous().view(dense.dtype)
         shape = tuple(dense.shape)
         if name == "F4":
             if not shape:
-                raise ArgumentError("overwire: a pair of F4 needs a last dimension")
+                raise ArgumentError("overwire: F4 has pairs of elements in its last dimension; this tensor has none")
             shape = (*shape[:-1], shape[-1] * 2)
         size = dense.numel() * dense.element_size()
         return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense, await_writes(dense))
 
 
 def _rising_slice(entry: slice) -> tuple[slice, bool]:
-    """The rising slice of the same elements as a falling, normalised one, and
-    whether the order must be turned round after it."""
+    """Converts a normalised falling slice to the rising slice of the same elements, and returns
+    whether the result must be reversed."""
     count = len(range(entry.start, -1 if entry.stop is None else entry.stop, entry.step))
     if count == 0:
         return slice(0, 0, 1), False

@@ -1,14 +1,14 @@
-"""What stands between overwire and other programs, one module or package each.
+"""Connects overwire to other programs, one module or package each.
 
-For libraries: what takes the place of their functions while `overwire.patch_safetensors` is in force. Each
-module has `pair_replacements(found, lazy)`: found looks up a name in a loaded module of
-the library, lazy is what the patch offers (`Lazy`). It returns pairs of an object that
-the library's modules have bound, or of a class and the name of one of its members, and
-what stands for it. `MODULES` are the modules that found may be asked for. A version of the library that lacks a
-name is served without that hook: its files are read as before, tensor by tensor.
+For libraries: replaces their functions while `overwire.patch_safetensors` is active. Each
+module has `pair_replacements(found, lazy)`. `found` looks up a name in a loaded module of the
+library, and `lazy` is what the patch offers (`Lazy`). It returns pairs: an object that the
+library's modules have bound, or a class and the name of a member, and its replacement.
+`MODULES` lists the modules that `found` may be asked for. If a version of the library lacks a
+name, that hook is left out: its files are read as before, tensor by tensor.
 
-For engines: plug-ins that their own registries find, `vllm` and `sglang`; `iter_weights` is
-what both read with. For both: `AfterImport`.
+For engines: plug-ins that the engines' registries find, `vllm` and `sglang`. Both read with
+`iter_weights`. For both kinds: `AfterImport`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["AfterImport", "Lazy", "missing_names", "refuse_missing", "check_opti
 
 
 class AfterImport:
-    """A finder for sys.meta_path: has these modules found by Python itself, and calls `then` with each that has run.
-    One whose loader takes no attributes is left as it is."""
+    """A finder for sys.meta_path. Python itself finds and runs these modules; then `then` is called with each.
+    A module is left alone if its loader's attributes cannot be set."""
 
     def __init__(self, names: Container[str], then: Callable[[ModuleType], None]) -> None:
         self._names, self._then = names, then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The spec of one of the modules; None for others."""
+        """Returns the spec of one of the modules; None for others."""
         spec = PathFinder.find_spec(name, path, target) if name in self._names else None
         if spec is None or spec.loader is None:
             return spec
@@ -46,15 +46,15 @@ class AfterImport:
 
 
 class Lazy(NamedTuple):
-    """What a patch offers to `pair_replacements`.
+    """A patch's services for `pair_replacements`.
 
-    slice: the class of tensors of a file that is open and not read, which `get_slice` gives while the patch is
-    in force. ahead: makes one load of many of them, or gives the one that is passed to this thread
-    (`overwire.compat.safetensors._lazy` has both). passed: whether one is passed to this thread. plan: a
-    context manager for calls that open files themselves: while it lasts, slices that this thread opens are
-    loaded ahead, if plan(name) gives their device. prepare: begins to make the engine ready for the devices of
+    slice: the class that `get_slice` returns while the patch is active: tensors of an open file that are not
+    read yet. ahead: makes one load for many of them, or returns the load that was passed to this thread
+    (`overwire.compat.safetensors._lazy` has both). passed: whether a load was passed to this thread. plan: a
+    context manager for calls that open files themselves. Inside it, slices that this thread opens are loaded
+    ahead if plan(name) returns their device. prepare: begins to prepare the engine for the devices of
     a device_map, or for one device. offloads: whether weights that a library keeps on the host for a GPU are
-    to be streamed."""
+    streamed."""
 
     slice: type[Any]
     ahead: Callable[[], Any]
@@ -67,12 +67,12 @@ class Lazy(NamedTuple):
 
 
 def uses_disk(device_map: Any) -> bool:
-    """Whether a library's device_map, if there is one, leaves weights on the disk."""
+    """Whether a library's device_map, if it has one, leaves weights on disk."""
     return device_map is not None and "disk" in device_map.values()
 
 
-# Keys of --model-loader-extra-config that every engine's plug-in has: what each takes,
-# and how that is called.
+# Keys of --model-loader-extra-config that every engine's plug-in has: the types that each accepts,
+# and how messages describe them.
 _KEYS: dict[str, tuple[Any, str]] = {
     "source": (str, "a URL of the weights (http, https, s3, hf), or a path"),
     "storage_options": (dict, "a mapping, as for overwire.load_file"),
@@ -81,7 +81,7 @@ _KEYS: dict[str, tuple[Any, str]] = {
 
 
 def check_options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
-    """An engine's extra configuration, checked; max_memory in bytes, 1 GiB by default.
+    """Checks an engine's extra configuration and returns it, with max_memory in bytes (default 1 GiB).
 
     Raises ValueError for an unknown key and for a value of the wrong kind.
     """
@@ -92,7 +92,7 @@ def check_options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, 
     keys = {**_KEYS, **more}
     for key, value in given.items():
         if key not in keys:
-            raise ValueError(f"overwire: model_loader_extra_config: unknown key {key!r}; there are {', '.join(keys)}")
+            raise ValueError(f"overwire: model_loader_extra_config: unknown key {key!r}; expected {', '.join(keys)}")
         kind, words = keys[key]
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -110,17 +110,17 @@ def iter_weights(
     index: str | None = None,
     progress: bool = False,
 ) -> Iterator[tuple[str, Any]]:
-    """Yields name and tensor of safetensors files, plain or compressed, in their order.
+    """Yields name and tensor from safetensors files, plain or compressed, in file order.
 
-    Each tensor is on the device, and the caller owns it. At most `max_memory` bytes, or
-    the largest tensor, are loaded ahead.
+    Each tensor is on the device, and the caller owns it. At most `max_memory` bytes, or the
+    largest tensor, are loaded ahead.
 
-    where: what `overwire.load_file` takes. chosen: what `check_options` returned. wanted: whether
-    a name is read. unused: whether the model ignores a name; where it ignores all, all are
+    where: as for `overwire.load_file`. chosen: the result of `check_options`. wanted: whether
+    to read a name. unused: whether the model ignores a name; if it ignores all, all are
     read. index: the index.json of the files.
 
-    Raises ValueError for names that the index lists in these files and they lack; else
-    what `overwire.stream` raises.
+    Raises ValueError if the index lists names in these files that they lack, and what
+    `overwire.stream` raises.
     """
     import overwire
 
@@ -144,8 +144,8 @@ def iter_weights(
 
 
 def missing_names(index: str | None, files: Any, held: Container[str]) -> list[tuple[str, str]]:
-    """The names that an index.json lists in these files, paths, and that are not among those
-    held, each with its file as the index has it."""
+    """The names that an index.json lists in these files (paths) and that are not in `held`, each
+    with its file as the index has it."""
     import json
     import os
 
@@ -164,8 +164,8 @@ def missing_names(index: str | None, files: Any, held: Container[str]) -> list[t
 
 
 def refuse_missing(index: str | None, missing: Iterable[tuple[str, str]], wanted: Callable[[str], bool] | None) -> None:
-    """Raises ValueError for a wanted name of `missing_names`: it would leave a parameter as it was
-    made."""
+    """Raises ValueError if `missing_names` has a wanted name: its parameter would keep its initial
+    value."""
     lacking = sorted(f"{name} (of {file})" for name, file in missing if wanted is None or wanted(name))
     if lacking:
         raise ValueError(

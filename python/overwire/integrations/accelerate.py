@@ -1,10 +1,10 @@
-"""accelerate under `overwire.patch_safetensors`.
+"""Patches accelerate for `overwire.patch_safetensors`.
 
-Weights that stay in compressed files, because they are offloaded to disk, are found there
-after the patch too. With `offload=True`, weights that stay on the CPU are compressed there,
-and the blocks that they belong to fetch them ahead instead of each module when it runs.
-What accelerate offers beside a forward (a state dict of the meta device, `align_module_device`,
-`save_model`, removing its hooks) finds every weight by accelerate's own map of weights.
+Weights that are offloaded to disk, and therefore stay in compressed files, can still be read
+after the patch ends. With `offload=True`, weights that stay on the CPU are compressed there, and
+the blocks that they belong to fetch them ahead, instead of each module when it runs.
+accelerate's other functions (a state dict of the meta device, `align_module_device`,
+`save_model`, removing its hooks) find every weight through accelerate's own map of weights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from . import Lazy
 
 __all__ = ["MODULES", "pair_replacements"]
 
-#: The modules of accelerate that `pair_replacements` looks into.
+#: The modules of accelerate that `pair_replacements` uses.
 MODULES = ("accelerate.utils.offload", "accelerate.big_modeling")
 
 log = logging.getLogger("overwire")
 
 
 def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
-    """The names that change, and what stands for each while patched."""
+    """The replaced names, each with its replacement."""
     pairs: list[tuple[Any, Any]] = []
     loader = found(MODULES[0], "OffloadedWeightsLoader")
     if loader is not None:
@@ -40,7 +40,7 @@ def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tupl
 
 def _wrap_offload_loader(loader: Any, lazy: Lazy) -> Any:
     class OffloadedWeightsLoader(loader):  # type: ignore[misc]
-        # Models keep it as long as they live, and read by it whenever they run.
+        # Models keep this loader as long as they live, and read through it whenever they run.
         __doc__ = loader.__doc__
 
         def __getitem__(self, key: str) -> Any:
@@ -69,7 +69,7 @@ def _wrap_dispatch(original: Any, lazy: Lazy) -> Any:
 
 
 class _Weights(Mapping[str, Any]):
-    # accelerate's map of weights on the host, of which some are compressed.
+    # accelerate's map of weights on the host. Some of the weights are compressed.
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
         self._weights: dict[str, Any] = dict(weights)
@@ -124,8 +124,8 @@ def _stream_modules(model: Any) -> None:
 
 
 def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
-    # The weights that accelerate brings from host memory when a module runs; none where they,
-    # or buffers that it brings along, are more than plain parameters.
+    # The weights that accelerate brings from host memory when a module runs. Empty if they, or
+    # buffers that it also brings, are not plain parameters.
     from overwire.plumbing import HostedWeight, can_store
 
     weights_map, out = _map_of(hook, maps), []
@@ -144,7 +144,7 @@ def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
 
 
 def _drop_shared(weights: dict[Any, list[Any]], offloaded: Mapping[Any, Any]) -> None:
-    # Modules that share weights with others are accelerate's: it copies such weights once.
+    # Leaves modules that share weights to accelerate, which copies such weights once.
     values = Counter(weight.values.data_ptr() for own in weights.values() for weight in own)
     holders = Counter(id(one) for module in offloaded for one in module._parameters.values())
     for module, own in list(weights.items()):
@@ -153,7 +153,7 @@ def _drop_shared(weights: dict[Any, list[Any]], offloaded: Mapping[Any, Any]) ->
 
 
 def _blocks_of(listed: list[tuple[str, Any]], weights: dict[Any, list[Any]]) -> Iterator[tuple[str, Any, list[Any]]]:
-    # The blocks with modules of theirs: those of the model's lists, and each module in none.
+    # Yields blocks with their modules: the blocks in the model's lists, and each module outside of them.
     inside = Counter(inner for _, block in listed for inner in block.modules())
     for name, block in listed:
         owners = [inner for inner in block.modules() if inner in weights and inside[inner] == 1]
@@ -164,8 +164,8 @@ def _blocks_of(listed: list[tuple[str, Any]], weights: dict[Any, list[Any]]) -> 
 
 
 def _map_of(hook: Any, maps: dict[int, _Weights]) -> Any:
-    # accelerate's map of the weights in host memory, in the place of which there is one whose
-    # weights can be compressed, for all hooks that have the same; None where it has no such map.
+    # Replaces accelerate's map of weights in host memory by one with weights that can be compressed,
+    # for all hooks that share it. None if the hook has no such map.
     from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 
     holder, key = hook.weights_map, "dataset"
@@ -190,7 +190,7 @@ def _device_of(hook: Any) -> Any:
 
 
 def _take_hook(taken: Any, owner: Any, hosted: Any) -> None:
-    # Lets accelerate's hook of a module bring weights only where its block has not.
+    # Makes accelerate's hook of a module only bring weights that its block has not brought.
     from accelerate.hooks import AlignDevicesHook
 
     hook = taken._hf_hook

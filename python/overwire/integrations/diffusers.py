@@ -1,14 +1,13 @@
-"""diffusers' loader under `overwire.patch_safetensors`: a model's tensors are loaded in one
-pass, each onto the device and in the dtype that its parameter gets. Of a pipeline a model
-is loaded while it is built, and the next one, of diffusers or of transformers, beside it.
+"""Patches diffusers' loader for `overwire.patch_safetensors`: a model's tensors load in one pass,
+each to the device and dtype of its parameter. In a pipeline, a model loads while it is built,
+and the next one, of diffusers or transformers, loads at the same time.
 
-diffusers reads a file whole, on the CPU, before it has decided about devices. Here it
-gets tensors that are not read yet; `_load_shard_file`, whose arguments tell device and
-dtype of each parameter, loads them. What lands is the parameter: nothing copies it
-again.
+diffusers reads a whole file on the CPU before it has decided about devices. Here it gets
+tensors that are not read yet. `_load_shard_file` loads them; its arguments give the device and
+dtype of each parameter. The loaded tensor is the parameter: nothing copies it again.
 
-Read a file at a time are models that are quantised or offloaded to disk; loading ahead would
-need the memory that these ways of loading save. Plain files for the CPU stay mapped.
+Models that are quantised or offloaded to disk are read file by file, because loading ahead would
+need the memory that they save. Plain files for the CPU stay mapped.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ _MODEL = "diffusers.models.modeling_utils"
 _CONFIG = "diffusers.configuration_utils"
 _PIPELINE = "diffusers.pipelines.pipeline_utils"
 
-#: The modules of diffusers that `pair_replacements` looks into.
+#: The modules of diffusers that `pair_replacements` uses.
 MODULES = (_CONFIG, _MODEL, _PIPELINE)
 
-# A larger config.json or index of shards is left to diffusers.
+# A larger config.json or shard index is left to diffusers.
 _JSON_BYTES = 64 << 20
 
-# Bytes from which the engine lands a tensor in memory of torch's allocator.
+# From this many bytes on, the engine loads a tensor into memory of torch's allocator.
 _LARGE = 1 << 20
 
 _thread = threading.local()
 
 
 def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
-    """The names that change, and what stands for each while patched."""
+    """The replaced names, each with its replacement."""
     names = (
         "ModelMixin", "load_state_dict", "_load_shard_file", "_get_checkpoint_shard_files", "_caching_allocator_warmup"
     )
@@ -75,22 +74,22 @@ def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tupl
 
 
 class _Model:
-    # The files of one model. The device and dtype of tensors are noted, and what was
-    # noted when the first is asked for is loaded in one pass. Worker threads may share it.
+    # The files of one model. It collects requests with device and dtype, and loads everything that was
+    # requested in one pass when the first tensor is taken. Worker threads may share it.
 
     def __init__(self, paths: list[str], lazy: Lazy) -> None:
         self.paths = paths
         self.begun = False
-        self.whole = new_lock()  # while all files are noted
+        self.whole = new_lock()  # held while the tensors of all files are noted
         self._ahead, self._slice = lazy.ahead(), lazy.slice
         self._lock = new_lock()
         self._files: dict[str, dict[str, Any]] = {}
-        self._targets: dict[tuple[str, Any], str | None] = {}  # by file and device asked for: where the engine lands it
+        self._targets: dict[tuple[str, Any], str | None] = {}  # by file and requested device: the engine's device
         self._large: dict[str, int] = {}  # by GPU: bytes of tensors that torch's allocator makes
         self._noted: dict[tuple[str, str, str, str], Callable[[], Any]] = {}
 
     def slices_of(self, path: str) -> dict[str, Any]:
-        """The tensors of one of the files, by name, in the order of their bytes."""
+        """The tensors of one of the files by name, in the order of their data."""
         with self._lock:
             if path not in self._files:
                 import safetensors
@@ -101,9 +100,9 @@ class _Model:
             return self._files[path]
 
     def note_tensor(self, path: str, name: str, device: Any, dtype: Any) -> tuple[str, str, str, str] | None:
-        """Notes a tensor, for `give_tensor`; None if safetensors' own way is as good."""
+        """Notes a tensor for `give_tensor`. None if safetensors' own way is as good."""
         tensor = self.slices_of(path)[name]
-        if (path, device) not in self._targets:  # the same for all of a file
+        if (path, device) not in self._targets:  # the same for all tensors of a file
             self._targets[path, device] = tensor.device(device) if isinstance(tensor, self._slice) else None
         target = self._targets[path, device]
         if target is None:
@@ -119,7 +118,7 @@ class _Model:
         return key
 
     def begin(self) -> bool:
-        """Begins to load what was noted; False if that is nothing."""
+        """Begins to load the noted tensors. Returns False if there are none."""
         self.begun = bool(self._noted)
         _reserve_memory(self._large)
         self._large = {}
@@ -127,25 +126,25 @@ class _Model:
         return self.begun
 
     def give_tensor(self, key: tuple[str, str, str, str]) -> Any:
-        """A tensor that was noted, once."""
+        """Returns a noted tensor, once."""
         with self._lock:
             give = self._noted.pop(key)
         return give()
 
     def pass_loads(self) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, another library's loader in this thread takes what was begun."""
+        """A context in which another library's loader in this thread takes these loads."""
         passed: contextlib.AbstractContextManager[None] = self._ahead.pass_on()
         return passed
 
     def close(self) -> None:
-        """Ends its loads, and frees what landed and was not given."""
+        """Ends its loads, and frees tensors that no one took."""
         self._ahead.close()
         self._noted, self._files = {}, {}
 
 
 @functools.cache
 def _itemsize_of(dtype: str) -> int:
-    # By a file's name of a dtype, or torch's.
+    # dtype: a file's name of a dtype, or torch's.
     import torch
 
     torch_dtype = getattr(torch, dtype, None) or _dtype_of_torch(dtype)
@@ -153,41 +152,41 @@ def _itemsize_of(dtype: str) -> int:
 
 
 def _reserve_memory(sizes: Mapping[str, int]) -> None:
-    # One large block of torch's allocator, which its tensors are then cut from: hundreds of
+    # Allocates one large block, from which torch's allocator then cuts the tensors: hundreds of
     # requests to the driver take longer. The libraries' own warm-up does the same, later.
     import torch
 
     for device, size in sizes.items():
-        with contextlib.suppress(RuntimeError, AssertionError):  # too large for one, or no GPU: the load itself says so
+        with contextlib.suppress(RuntimeError, AssertionError):  # not enough memory, or no GPU: the load reports it
             if size:
                 torch.empty(size, dtype=torch.uint8, device=device)
 
 
 class _Scope:
-    # One call of from_pretrained: of a pipeline, or of a model alone.
+    # One call of from_pretrained, for a pipeline or a single model.
 
     def __init__(self, lazy: Lazy, given: Mapping[str, Any] | None = None) -> None:
         self.given = given  # a pipeline's arguments
-        self.parts: dict[str, Any] | None = None  # library and class of each, in the order of loading
-        self.model: _Model | None = None  # the one that is being loaded
-        self.ahead: dict[str, _Model] = {}  # those that were begun before diffusers asked, by their names
+        self.parts: dict[str, Any] | None = None  # library and class of each component, in loading order
+        self.model: _Model | None = None  # the model that is being loaded
+        self.ahead: dict[str, _Model] = {}  # models that began before diffusers asked for them, by name
         self._lazy = lazy
 
     def take_model(self, paths: list[str]) -> _Model:
-        """The model of these files, as it was begun ahead or new."""
+        """The model of these files: the one that began ahead, or a new one."""
         self.end()
         name_of_model = next((name for name, model in self.ahead.items() if model.paths == paths), None)
         self.model = _Model(paths, self._lazy) if name_of_model is None else self.ahead.pop(name_of_model)
         return self.model
 
     def end(self) -> None:
-        """The model that was being loaded is complete, or never will be."""
+        """Closes the model that was being loaded, whether or not it is complete."""
         if self.model is not None:
             self.model.close()
         self.model = None
 
     def drop_component(self, name: str) -> None:
-        """Frees what was begun of a component and not taken."""
+        """Frees what was begun for a component and not taken."""
         model = self.ahead.pop(name, None)
         if model is not None:
             model.close()
@@ -221,7 +220,7 @@ def _wrap_from_pretrained(owner: Any, lazy: Lazy, is_pipeline: bool) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         scope = None if is_pipeline else _current_scope()
-        if scope is None or scope.given is None:  # no pipeline's component
+        if scope is None or scope.given is None:  # not a component of a pipeline
             lazy.prepare(kwargs.get("device_map"))
             with _within_scope(lazy, kwargs.copy() if is_pipeline else None), many_objects():
                 return original.__get__(None, cls)(*args, **kwargs)
@@ -240,7 +239,7 @@ def _note_components(owner: Any) -> Any:
     def extract_init_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = original.__get__(None, cls)(*args, **kwargs)
         scope = _current_scope()
-        # a pipeline's own comes before its models'
+        # the pipeline's own call comes before its models'
         if scope is not None and scope.given is not None and scope.parts is None:
             scope.parts = dict(result[0])
         return result
@@ -249,7 +248,7 @@ def _note_components(owner: Any) -> Any:
 
 
 class _Shard(str):
-    # The name of one file of several. Worker threads learn by it whose it is.
+    # The name of one file of several. Worker threads learn from it which model the file belongs to.
     model: _Model
 
 
@@ -285,7 +284,7 @@ def _wrap_state_reading(original: Any) -> Any:
         tensors = model.slices_of(path)
         kinds = {name: tensor.get_dtype() for name, tensor in tensors.items()}
         dtypes = {kind: torch_dtype(kind) for kind in set(kinds.values())}
-        if None in dtypes.values() or "F4" in dtypes:  # of another shape in torch
+        if None in dtypes.values() or "F4" in dtypes:  # these have another shape in torch
             return original(checkpoint_file)
         state = _unread_maker()
         return {
@@ -297,13 +296,13 @@ def _wrap_state_reading(original: Any) -> Any:
 
 
 def _is_pointer(path: str) -> bool:
-    # What git leaves of a file without git-lfs: diffusers says so.
+    # A git-lfs pointer, as git leaves it without git-lfs: diffusers reports it.
     with open(path, "rb") as file:
         return file.read(7) == b"version"
 
 
 class _Where(NamedTuple):
-    # A tensor of a file, and diffusers' own way to read the file.
+    # A tensor in a file, and diffusers' own function to read the file.
     model: _Model
     path: str
     name: str
@@ -312,7 +311,7 @@ class _Where(NamedTuple):
 
 @functools.cache
 def _unread_maker() -> Callable[[Any, Any, _Where], Any]:
-    """Makes tensors with shape and dtype, which the first operation on them reads."""
+    """Returns a function that makes tensors with shape and dtype, which the first operation on them reads."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -346,7 +345,7 @@ def _wrap_shard_loading(original: Any, read: Any) -> Any:
             model, path = shard_file.model, os.path.abspath(shard_file)
             notes = {name: _Where(model, path, name, read) for name in model.slices_of(path)}
             if arguments.get("hf_quantizer") is None and not uses_disk(arguments.get("device_map")):
-                with model.whole:  # one pass for all of them, which no other worker begins before all are noted
+                with model.whole:  # one pass for all shards: no other worker starts it before all are noted
                     for other in model.paths if not model.begun else ():
                         _note_targets(
                             arguments, {name: _Where(model, other, name, read) for name in model.slices_of(other)}
@@ -364,7 +363,7 @@ def _wrap_shard_loading(original: Any, read: Any) -> Any:
 
 
 def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    # By name in the model: what `give_tensor` takes for each tensor, None for those that safetensors reads.
+    # Maps each name in the model to the key for `give_tensor`; None if safetensors reads it.
     quantizer, keep, dtype = given.get("hf_quantizer"), given.get("keep_in_fp32_modules"), given.get("dtype")
     keys: dict[str, Any] = {}
     for name, where in held.items():
@@ -373,7 +372,7 @@ def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str
         goal = given["model_state_dict"].get(name)
         if goal is None and quantizer is None:
             continue  # the model has no such tensor
-        # A quantiser gets what it would get without us, on the CPU.
+        # A quantiser gets the same as without us, on the CPU.
         device = "cpu" if quantizer is not None else _device_of(given.get("device_map"), name)
         cast = None if quantizer is not None or goal is None else _dtype_for(name, dtype or goal.dtype, keep)
         keys[name] = where.model.note_tensor(where.path, where.name, device, cast)
@@ -381,7 +380,7 @@ def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str
 
 
 def _fill_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    # The state dict. What the model lacks stays unread.
+    # Builds the state dict. Tensors that the model lacks stay unread.
     whole: dict[str, Any] = {}  # plain files that safetensors has mapped
     tensors: dict[str, Any] = {}
     for name, where in held.items():
@@ -406,12 +405,12 @@ def _dtype_of_torch(dtype: str) -> Any:
 
 
 def _device_of(device_map: Any, name: str) -> Any:
-    # As diffusers does: the longest module in the map that has the tensor.
+    # Like diffusers: the longest module name in the map that contains the tensor.
     if device_map is None:
         return "cpu"
     while name and name not in device_map:
         name = name.rpartition(".")[0]
-    place = device_map.get(name, "cpu")  # where the map has none, diffusers says so
+    place = device_map.get(name, "cpu")  # if the map has no entry, diffusers reports it
     return "cpu" if place == "disk" else place
 
 
@@ -425,7 +424,7 @@ def _dtype_for(name: str, dtype: Any, keep: Any) -> Any:
 def _skip_warmup(original: Any) -> Any:
     @functools.wraps(original)
     def _caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
-        # Memory for what is in its own already would be a second model's.
+        # Our tensors already have their memory; a warm-up would allocate a second model's.
         scope = _current_scope()
         if scope is None or scope.model is None or not scope.model.begun:
             original(*args, **kwargs)
@@ -454,7 +453,7 @@ def _wrap_component_loading(original: Any, lazy: Lazy) -> Any:
 
 
 def _pass_to_transformers(scope: _Scope, name: str) -> contextlib.AbstractContextManager[None]:
-    # What was begun of a model of transformers is for transformers' own loader.
+    # Loads that were begun for a model of transformers go to transformers' own loader.
     model = scope.ahead.get(name)
     if model is None or scope.parts is None or scope.parts[name][0] != "transformers":
         return contextlib.nullcontext()
@@ -462,7 +461,7 @@ def _pass_to_transformers(scope: _Scope, name: str) -> contextlib.AbstractContex
 
 
 def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
-    """Begins to load a component of a pipeline, if it is a model, and the next model after it."""
+    """If a component of a pipeline is a model, begins to load it, and the next model after it."""
     assert scope.given is not None
     device = "cpu" if given.get("device_map") is None else given["device_map"]
     unsure = any(
@@ -478,7 +477,7 @@ def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
 
 
 def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device: str, lazy: Lazy) -> bool:
-    # Whether a component is a model that can be loaded ahead: then that begins.
+    # Begins to load a component. Returns False if it is not a model that can be loaded ahead.
     assert scope.given is not None and scope.parts is not None
     about = scope.parts[name]
     if name in scope.given or not isinstance(about, (list, tuple)) or len(about) != 2 or about[0] not in _WEIGHTS:
@@ -494,7 +493,7 @@ def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device:
         if model.begin():
             scope.ahead[name] = model
             return True
-    except Exception:  # of a file whose turn has not come: its library gets it then
+    except Exception:  # an error of a later file: its library will raise it in turn
         pass
     model.close()
     return False
@@ -514,7 +513,7 @@ def _note_component(model: _Model, name: str, library: str, kind: str, device: s
         if dtype in (torch.float16, torch.bfloat16):
             keep |= set(getattr(owner, "_keep_in_fp32_modules_strict", None) or ())
         if "transformers.core_model_loading" not in sys.modules:
-            dtype, keep = None, None  # transformers 4 casts what has landed
+            dtype, keep = None, None  # transformers 4 casts after loading
     for path in model.paths:
         for tensor in model.slices_of(path):
             model.note_tensor(path, tensor, device, _dtype_for(tensor, dtype, keep))
@@ -525,16 +524,16 @@ def _is_device(name: Any) -> bool:
 
     try:
         return isinstance(name, str) and torch.device(name) is not None
-    except RuntimeError:  # "balanced": known for each model when it is loaded
+    except RuntimeError:  # such as "balanced", which becomes known when each model is loaded
         return False
 
 
-# How the libraries call their files.
+# How the libraries name their files.
 _WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
 def _weights_files(folder: str, variant: str | None, library: str) -> list[str]:
-    """The weights of a model, as its library names them; empty if there are none."""
+    """The weight files of a model, as its library names them; empty if it has none."""
     stem = _WEIGHTS[library]
     for kind in ([f".{variant}"] if variant else []) + [""]:
         index = (
@@ -552,7 +551,7 @@ def _weights_files(folder: str, variant: str | None, library: str) -> list[str]:
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    # What diffusers cannot read either is its own to say.
+    # diffusers reports files that it cannot read either.
     try:
         with open(path, encoding="utf-8") as file:
             document = json.loads(file.read(_JSON_BYTES))

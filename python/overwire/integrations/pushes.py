@@ -1,8 +1,8 @@
-"""Weights on their way from a trainer to engines: what is pushed, and what carries it.
+"""Pushes new weights from a trainer to engines.
 
-A push is one file: all tensors, compressed, or what changed since the last push. It lies
-in a folder or a store that trainer and engines reach, or its bytes go over a process group
-of torch's. The trainer tells the engines by its info, a dict that JSON holds.
+A push is one file: all tensors, compressed, or what changed since the last push. The file is in
+a folder or store that trainer and engines can reach, or a torch process group carries its bytes.
+The trainer passes the push's info, a dict of JSON values, to the engines.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ import torch
 
 __all__ = ["Group", "Publisher", "Push"]
 
-# Bytes of one broadcast, and seconds between two looks at what others have said.
+# Bytes of one broadcast, and seconds between two polls of other ranks' answers.
 _STEP, _TICK = 64 << 20, 0.002
 
 
 class Push:
-    """One push. info: what engines get: kind ("whole" or "delta"), number (from 1), size
-    (bytes of the file), path (None if a group carries it)."""
+    """One push. info: for the engines: kind ("whole" or "delta"), number (from 1), size (bytes of
+    the file), path (None if a group carries it)."""
 
     def __init__(self, info: dict[str, Any], file: str, group: Group | None) -> None:
         self.info = info
         self._file, self._group = file, group
 
     def carry(self, has_ended: Callable[[], bool] = lambda: False) -> None:
-        """Sends the bytes over the group, while the engines receive them; nothing without one. has_ended: whether
-        the engines have answered, which they cannot have before they have it. ArgumentError if one refuses it."""
+        """Sends the bytes over the group while the engines receive them. Does nothing without a group. has_ended:
+        whether the engines have answered, which before they have the push means that they failed. ArgumentError if
+        an engine refuses it."""
         if self._group is not None:
             self._group.send(self._file, self.info["number"], has_ended)
 
 
 def reason_against_numbers(**numbers: object) -> str:
-    """All that is wrong with the numbers of a push, in the order in which they are passed; "" for nothing."""
+    """Describes invalid numbers of a push, in the order in which they are passed; "" if all are valid."""
     return "; ".join(
         f"{name} must be a positive number, got {str(value)[:80]!r}"
         for name, value in numbers.items()
@@ -50,13 +51,13 @@ def reason_against_numbers(**numbers: object) -> str:
 
 
 class Publisher:
-    """Writes what a trainer pushes.
+    """Writes the pushes of a trainer.
 
-    where: a folder, or a URI of one (s3://, redis://), that the engines reach by the same
-    name. Two names are written in turn, so engines must have taken a push when the next
-    one begins. With group, a local folder for the file that is sent; None: a temporary one.
-    deltas: keeps a copy of what was pushed, where the tensors are, and pushes what changed
-    since. The first push is whole, and so is one after an error, or of other tensors.
+    where: a folder or a URI (s3://, redis://) that the engines reach under the same name. Two
+    file names alternate, so engines must have taken a push before the next one begins. With
+    group: a local folder for the file that is sent; None: a temporary one.
+    deltas: keeps a copy of what was pushed, on the tensors' device, and pushes what has changed
+    since. The first push is whole, and so is one after an error or with other tensors.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Publisher:
         self._where = os.fspath(where) if where is not None else self._own.name  # type: ignore[union-attr]
         self._group, self._compress, self._reach = group, compress, storage_options
         self._deltas = deltas
-        self._last: dict[str, torch.Tensor] | None = None  # what the engines have
+        self._last: dict[str, torch.Tensor] | None = None  # the tensors that the engines have
         self.number = 0
         if "://" not in self._where:
             self._where = os.path.abspath(self._where)
@@ -82,13 +83,13 @@ class Publisher:
 
     @contextlib.contextmanager
     def push(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> Iterator[Push]:
-        """Writes a push. While it is entered, the engines take it; an error inside says that
-        they did not.
+        """A context that writes a push. The engines take it inside the block; an exception inside
+        means that they did not.
 
-        whole: all tensors, as for an engine that has just started.
+        whole: pushes all tensors, for instance for an engine that has just started.
 
-        Raises what `overwire.save_file` and `overwire.save_delta` raise. The tensors must
-        not change before the end.
+        Raises what `overwire.save_file` and `overwire.save_delta` raise. The tensors must not
+        change until the end of the block.
         """
         import overwire
 
@@ -112,7 +113,7 @@ class Publisher:
             self._last = _copy_tensors(tensors, last)
 
     def close(self) -> None:
-        """Leaves the group, and removes a temporary folder."""
+        """Leaves the group and removes a temporary folder."""
         if self._group is not None:
             self._group.close()
         if self._own is not None:
@@ -132,43 +133,43 @@ def _copy_tensors(tensors: Mapping[str, torch.Tensor], into: dict[str, torch.Ten
 
 
 class Group:
-    """A process group of torch's for pushes alone, by gloo: the trainer is rank 0.
+    """A torch process group (gloo) that only carries pushes. The trainer is rank 0.
 
-    Making it waits for all ranks. What ranks do together ends with an error after timeout seconds. Before anything
-    is broadcast they agree by the store of the group: a broadcast that one of them refuses would keep the others.
+    Creating it waits for all ranks. Collective steps fail after timeout seconds. Before a broadcast
+    the ranks agree through the group's store, because a rank that refused a broadcast would block the others.
     """
 
     def __init__(
         self, address: str, port: int, rank: int, size: int, timeout: float = 300,
         has_ended: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """has_ended: whether a rank that has not joined never will; ArgumentError then."""
+        """has_ended: whether a rank that has not joined will never join; then ArgumentError is raised."""
         from ..errors import ArgumentError
 
         dist: Any = importlib.import_module("torch.distributed")
         limit = timedelta(seconds=timeout)
         self._rank, self._size, self._timeout = rank, size, timeout
-        self._last_number = 0  # the number of the last push that this rank has taken part in
+        self._last_number = 0  # the number of the last push in which this rank took part
         self._store: Any = dist.TCPStore(address, port, size, rank == 0, timeout=limit, wait_for_workers=False)
         self._store.add("ranks", 1)
         self._wait_for(lambda: self._read_counter("ranks") >= size or has_ended())
         if self._read_counter("ranks") < size:
-            raise ArgumentError("overwire: the engines have answered, and not all have joined the group")
+            raise ArgumentError("overwire: the engines have answered, but not all of them have joined the group")
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
 
     def refuse_push(self, number: object, reason: str) -> None:
-        """A rank's: says to the trainer, and so to all, that it does not take a push that its engine is to take."""
+        """Tells the trainer, and through it all ranks, that this rank does not take a push meant for its engine."""
         self._store.set(f"{number}/refusal", f"rank {self._rank}: {reason}")
         self._store.add(f"{number}/refusals", 1)
 
     def send(self, path: str, number: int = 1, has_ended: Callable[[], bool] = lambda: False) -> None:
-        """Sends a file to all other ranks; ArgumentError, on all of them, if one expects another size or refuses it.
-        number: of the push, larger than those before. has_ended: as for `Push.carry`."""
+        """Sends a file to all other ranks. ArgumentError on all ranks if one expects another size or refuses the push.
+        number: the push's number, larger than all before. has_ended: as for `Push.carry`."""
         from ..errors import ArgumentError
 
         reason = "the trainer sends nothing"
         for key in ("reason", "verdict", "answers", "refusals", "refusal", *range(1, self._size)):
-            self._store.delete_key(f"{number - 2}/{key}")  # no rank asks for these any more
+            self._store.delete_key(f"{number - 2}/{key}")  # no rank reads these any more
         self._store.set("number", str(number))
         self._store.add("begun", 1)
         try:
@@ -185,7 +186,7 @@ class Group:
         return int(self._store.add(key, 0))
 
     def _reason_of_ranks(self, number: int, size: int, has_ended: Callable[[], bool]) -> str:
-        # Why not all take a push of this size; "" if they do.
+        # Says why a rank does not take a push of this size; "" if all take it.
         def has_all() -> bool:
             return self._read_counter(f"{number}/answers") == self._size - 1
 
@@ -193,15 +194,15 @@ class Group:
         if self._read_counter(f"{number}/refusals"):
             return str(self._store.get(f"{number}/refusal").decode())
         if not has_all():
-            return "the engines have answered, and not all have taken the push"
+            return "the engines have answered, but not all of them have taken the push"
         sizes = {rank: self._store.get(f"{number}/{rank}").decode() for rank in range(1, self._size)}
         wrong = [rank for rank, one in sizes.items() if one != str(size)]
-        return f"size is not the {size} bytes that are sent, on ranks {wrong}" if wrong else ""
+        return f"size is not {size}, the number of bytes sent, on ranks {wrong}" if wrong else ""
 
     @contextlib.contextmanager
     def received(self, size: int, number: int = 1) -> Iterator[str]:
-        """A path of a file in memory with the `size` bytes of the push of that number. ArgumentError, on all ranks and
-        before memory is taken, if the trainer sends more or fewer, or another rank refuses it."""
+        """Yields the path of an in-memory file with the `size` bytes of the push with that number. ArgumentError on
+        all ranks, before memory is taken, if the trainer sends another size or another rank refuses it."""
         self._agree_to_take(size, number)
         descriptor = os.memfd_create("overwire-push", os.MFD_CLOEXEC)
         try:
@@ -216,12 +217,12 @@ class Group:
         from ..errors import ArgumentError
 
         def is_ready() -> bool:
-            # Whether the trainer sends this push, and no other one.
+            # Whether the trainer sends this push. Raises if it sends another one.
             if not self._read_counter("begun"):
                 return False
             current = int(self._store.get("number"))
             if current > number or current < number and not self._read_counter(f"{current}/verdict"):
-                raise ArgumentError(f"overwire: update_info: number is {number}, and push {current} is sent")
+                raise ArgumentError(f"overwire: update_info: number is {number}, but push {current} is being sent")
             return bool(current == number)
 
         reason = reason_against_numbers(number=number, size=size)
@@ -257,7 +258,7 @@ class Group:
             for low in range(0, whole.numel(), _STEP):
                 self._group.broadcast(whole[low : low + _STEP], 0).wait()
         finally:
-            del whole  # a mapping that is referenced cannot be closed
+            del whole  # a mapping cannot be closed while it is referenced
 
     def close(self) -> None:
         """Leaves the group."""

@@ -1,19 +1,16 @@
-"""transformers' loader under `overwire.patch_safetensors`: a model's tensors are
-loaded in one pass, each onto the device that `device_map` gives its parameter.
+"""Patches transformers' loader for `overwire.patch_safetensors`: a model's tensors load in one
+pass, each to the device that `device_map` gives its parameter.
 
-transformers 5 hands every slice, with its device and dtype, to `spawn_materialize`
-before it takes the first; transformers 4 loads a shard at a time in
-`load_shard_file`, of which the arguments tell both. Both allocate device memory
-from torch's allocator, out of what transformers' warm-up reserved there, and what
-lands is the parameter: nothing copies it again.
+transformers 5 passes every slice, with its device and dtype, to `spawn_materialize` before it
+takes the first. transformers 4 loads shard by shard in `load_shard_file`; its
+arguments have both. Both get device memory from torch's allocator, out of what transformers' warm-up
+reserved. The loaded tensor is the parameter: nothing copies it again.
 
-Read one by one, as they are asked for, are: models of which a part is offloaded to
-disk, and models that are quantised while they load; loading ahead would need the
-memory that these ways of loading save. Slices of a tensor-parallel plan are read
-one by one, too, each straight to its device.
+Two kinds of models are read tensor by tensor, on request: those with a part offloaded to disk,
+and those that are quantised while they load. Loading ahead would need the memory that they
+save. Slices of a tensor-parallel plan are also read one by one, each directly to its device.
 
-While transformers builds the modules, the engine makes the GPUs of the `device_map`
-ready.
+While transformers builds the modules, the engine prepares the GPUs of the `device_map`.
 """
 
 from __future__ import annotations
@@ -31,13 +28,13 @@ from . import Lazy, uses_disk
 
 __all__ = ["MODULES", "pair_replacements"]
 
-#: The modules of transformers that `pair_replacements` looks into.
+#: The modules of transformers that `pair_replacements` uses.
 MODULES = ("transformers.core_model_loading", "transformers.modeling_utils")
 
 
 def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
-    """The names that change, and what stands for each while patched."""
-    # Transformers 4 knows the map when it has built the model; so does transformers 5 of "auto".
+    """The replaced names, each with its replacement."""
+    # transformers 4 knows the map after it has built the model. So does transformers 5 for "auto".
     maps = (found(MODULES[1], name) for name in ("check_and_set_device_map", "_get_device_map"))
     pairs: list[tuple[Any, Any]] = [
         (original, _prepare_devices(original, lazy)) for original in maps if original is not None
@@ -64,8 +61,8 @@ def _prepare_devices(original: Any, lazy: Lazy) -> Any:
 
 
 class _Result(Future[Any]):
-    # What transformers uses as the result of a worker thread. The engine's threads
-    # bring the tensor; the first request begins the load.
+    # transformers uses this as the result of a worker thread. The engine's threads load the
+    # tensor; the first request begins the load.
 
     def __init__(self, give: Callable[[], Any]) -> None:
         super().__init__()
@@ -85,7 +82,7 @@ class _Result(Future[Any]):
 def _skip_warmup(original: Any, lazy: Lazy) -> Any:
     @functools.wraps(original)
     def caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
-        # A pipeline's model that was begun ahead is in its memory already: this would be a second model's.
+        # A model that a pipeline began ahead already has its memory; this would allocate a second model's.
         if not lazy.passed():
             original(*args, **kwargs)
 
@@ -126,7 +123,7 @@ def _wrap_conversion(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, An
         give = ahead.want(tensor, target, dtype)
 
         def materialize() -> Any:
-            # the same tensor, but for casts that the engine leaves to torch
+            # the same tensor, except for casts that the engine leaves to torch
             return give().to(device=device, dtype=dtype)
 
         return materialize if thread_pool is None else _Result(materialize)
@@ -137,7 +134,7 @@ def _wrap_conversion(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, An
 def _wrap_shard_loader(shard: Any, lazy: Lazy) -> Any:
     @functools.wraps(shard)
     def load_shard_file(args: Any) -> Any:
-        # In the order of transformers 4.57: what is not so is not this version.
+        # Arguments as in transformers 4.57. Anything else is another version.
         if len(args) != 14 or not isinstance(args[6], dict):
             return shard(args)
         device_map, quantizer, names, mesh = args[4], args[5], args[6], args[13]
@@ -151,7 +148,7 @@ def _wrap_shard_loader(shard: Any, lazy: Lazy) -> Any:
 
 
 def _device_of(device_map: Any) -> Callable[[str], Any]:
-    # As transformers does: the longest prefixes come first.
+    # Like transformers: the longest prefixes come first.
     if device_map is None:
         return lambda name: "cpu"
     pattern = re.compile("|".join(re.escape(prefix) for prefix in sorted(device_map, reverse=True)))

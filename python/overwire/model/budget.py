@@ -12,7 +12,7 @@ from .opened import WHOLE, Model
 from .options import parse_size
 
 if TYPE_CHECKING:
-    from .._requests import LoadOutlook, LoadProspect
+    from .._requests import LoadEstimate, LoadProspect
 
 
 def outlook(
@@ -23,7 +23,7 @@ def outlook(
     max_memory: int | str | None = None,
     stream: bool = False,
     keep: int | None = None,
-) -> LoadOutlook:
+) -> LoadEstimate:
     """What the engine says that a load takes: parts of the model, (tensor, how many of its
     elements, -1 for all); None for what it has chosen.
 
@@ -36,7 +36,7 @@ def outlook(
     if parts is not None:
         numbers.extend(number for part in parts for number in part)
         if not numbers:
-            nothing: LoadOutlook = {"bytes": [], "peak": 0, "staging": 0, "pinned": 0, "windows": []}
+            nothing: LoadEstimate = {"bytes": [], "peak": 0, "staging": 0, "pinned": 0, "windows": []}
             if keep is not None:
                 nothing["offload"] = {"rest": 0, "kept": 0, "streamed": 0, "stored": 0, "ring": 0, "blocks": []}
             return nothing

@@ -6,18 +6,18 @@ package cudatest
 #cgo CFLAGS: -std=gnu11 -Wall -Wextra -O2
 #include "fake.h"
 */
-import "C" // compiles fake.c and twins.cc, too
+import "C" // also compiles fake.c and twins.cc
 
 import (
 	"strings"
 	"unsafe"
 )
 
-// This file is what tests ask of the fake driver; driver.UseFake puts it in the place of the real one.
+// Requests of tests to the fake driver; driver.UseFake puts it in the place of the real one.
 
 // A State counts what the driver has of its users; what is only counted up, since the last UseFake.
 type State struct {
-	// What is there.
+	// Resources in use.
 	Blocks, Bytes, Pins, Streams, Events, Modules, Contexts, Attached int64
 
 	Pending int64  // operations that are not done

@@ -4,7 +4,7 @@
 // Work on a stream is done as late as the rules allow: when a call waits for it, or
 // when another stream waits for it; so a missing order shows as wrong bytes.
 // Kernels are the host twins; they may read device memory and pinned memory, and no
-// other, although one of the two devices is coherent and could. Memory whose handle was asked for becomes a file without
+// other, although one of the two devices is coherent and could. Memory becomes a file without
 // a name, which other processes map.
 //
 // While a stream is being captured the driver is as strict as it may be: every call

@@ -10,7 +10,7 @@
 
 // mapped_size is what a block of n bytes takes: whole pages, with a guard on both sides.
 static size_t mapped_size(size_t n) { return (n + 3 * GUARD - 1) / GUARD * GUARD; }
-// What a handle of memory holds.
+// The contents of a memory handle.
 struct shared_memory {
 	int pid, file;
 	uint64_t n;

@@ -88,7 +88,7 @@ struct op {
 	uint64_t a, b, status;
 	const ow_stream_few *few; // a copy, where a is 0
 	uint32_t warps;
-	uint64_t args[3]; // of the second module's kernels, beside a, b and n
+	uint64_t args[3]; // of the second module's kernels, along with a, b and n
 };
 
 struct stream {
@@ -248,7 +248,7 @@ static int enter_on_stream_as(const char *name, owcu_handle h)
 }
 #define enter_on_stream(stream) enter_on_stream_as(__func__, stream)
 
-// What ow_stream_open and its kin do; the memory of a batch's streams is theirs.
+// The work of ow_stream_open and its kin; the memory of a batch's streams is theirs.
 static void run_stream_kernel(const struct op *o)
 {
 	const ow_stream_head *head = o->few ? &o->few->head : (const void *)(uintptr_t)o->a;

@@ -1,4 +1,4 @@
-// What every function that calls the driver needs: calls through its table, the
+// Helpers of every function that calls the driver: calls through its table, the
 // first error recorded, the device's context made current and restored.
 #ifndef OWCU_CALL_H
 #define OWCU_CALL_H

@@ -1,4 +1,4 @@
-// What Go asks of the driver, several driver calls to one cgo call.
+// Requests of Go to the driver, several driver calls to one cgo call.
 //
 // Every function makes the device's context current while it runs and restores what
 // was current before: it may run on a thread of Python's, where torch has chosen a
@@ -64,7 +64,7 @@ int owcu_memory_info(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct 
 // owcu_copy_to_host copies on a stream of its own, which it makes at its first call.
 int owcu_copy_to_host(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
 
-// owcu_module loads an image, of which it keeps a copy until it is closed, and
+// owcu_module loads an image, keeps a copy of it until it is closed, and
 // looks up kernels by names, which are separated by NUL. After an error it may be
 // opened again; m is zero the first time. Closing it returns 1 as owcu_try_release does.
 struct owcu_module {
@@ -78,8 +78,8 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 // owcu_stream_follow_event makes a stream wait for an event's last record.
 int owcu_stream_follow_event(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
-// A slab is pinned memory of the host, memory of the device, and streams and events.
-struct owcu_slab {
+// A arena is pinned memory of the host, memory of the device, and streams and events.
+struct owcu_arena {
 	void *host;      // registered
 	owcu_ptr mapped; // its address on the device
 	owcu_ptr device; // 0: none
@@ -87,19 +87,19 @@ struct owcu_slab {
 	int nstreams, nevents;
 };
 
-// owcu_slab_new registers [host, host+n), allocates `room` bytes of the device (0: none), and makes streams
-// and events, for the first of which (sleepers) waiting threads sleep and for the others spin: all or nothing.
-// slab is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_slab_free, which waits
+// owcu_arena_new registers [host, host+n), allocates `room` bytes of the device (0: none), and makes streams
+// and events: threads that wait for the first of them (sleepers) sleep, for the others spin. All or nothing.
+// arena is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_arena_free, which waits
 // for the streams' work, returns 1 for the same reason, and may be called again.
-int owcu_slab_new(owcu_handle ctx, struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
+int owcu_arena_new(owcu_handle ctx, struct owcu_arena *arena, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
                   int sleepers, struct owcu_error *e);
-int owcu_slab_free(owcu_handle ctx, struct owcu_slab *slab, struct owcu_error *e);
+int owcu_arena_free(owcu_handle ctx, struct owcu_arena *arena, struct owcu_error *e);
 
-// owcu_slab_fill_entered and owcu_slab_free_entered are the same for a caller that is in the context: after
+// owcu_arena_fill_entered and owcu_arena_free_entered are the same for a caller that is in the context: after
 // an error of the first, the second frees what there is; it waits for the streams' work.
-int owcu_slab_fill_entered(struct owcu_slab *slab, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
+int owcu_arena_fill_entered(struct owcu_arena *arena, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
                           int sleepers, struct owcu_error *e);
-int owcu_slab_free_entered(struct owcu_slab *slab, struct owcu_error *e);
+int owcu_arena_free_entered(struct owcu_arena *arena, struct owcu_error *e);
 
 // owcu_stream_follow makes a stream wait for what is queued on others, by an event that is
 // made at the first call; only one caller may use it at a time.

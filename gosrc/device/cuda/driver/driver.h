@@ -29,7 +29,7 @@ struct owcu_ipc {
 	char bytes[64];
 };
 
-// X(field, symbol, arguments). Symbols carry the version whose signature this is.
+// X(field, symbol, arguments). Symbols carry the version that has this signature.
 // Calls that synchronize the whole context are not among them, nor are synchronous
 // copies: they destroy any capture of a graph in progress, on any thread, and wait
 // for other work.

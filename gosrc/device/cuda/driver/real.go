@@ -2,6 +2,6 @@
 
 package driver
 
-// This file says that the build loads the real driver.
+// The build loads the real driver.
 
 func useFakeDriver() {}

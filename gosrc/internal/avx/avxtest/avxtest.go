@@ -1,5 +1,5 @@
 // Package avxtest tests that code which uses AVX or AVX-512 leaves the upper halves of
-// the vector registers clear, as package avx demands.
+// the vector registers clear, as package avx requires.
 package avxtest
 
 import (
@@ -9,14 +9,14 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The upper halves of YMM0-15 and of ZMM0-15 among the components of XSAVE. (ZMM16-31
-// slow down nothing, and VZEROUPPER leaves them alone.)
+// The upper halves of YMM0-15 and of ZMM0-15 as components of XSAVE. (ZMM16-31 slow
+// down nothing, and VZEROUPPER does not change them.)
 const upper = 1<<2 | 1<<6
 
-// attempts: a preempted goroutine has the registers loaded whole and in use.
+// attempts: a preempted goroutine resumes with whole registers loaded and in use.
 const attempts = 50
 
-// Need skips a test on processors that do not tell which components are in use.
+// Need skips a test on processors that do not report which components are in use.
 func Need(t testing.TB) {
 	t.Helper()
 	if !tells() {
@@ -32,8 +32,8 @@ func Need(t testing.TB) {
 	t.Skip("this processor does not track the upper halves")
 }
 
-// Clear tests that f leaves the upper halves clear, if they were before. The test has
-// called Need.
+// Clear tests that f leaves the upper halves clear if they were clear before. The test
+// must have called Need.
 func Clear(t testing.TB, what string, f func()) {
 	t.Helper()
 	runtime.LockOSThread()

@@ -2,7 +2,7 @@
 
 package avxtest
 
-// This file declares what the assembly does.
+// This file declares the assembly functions.
 
 // tells reports whether inUse works here.
 func tells() bool
@@ -10,7 +10,8 @@ func tells() bool
 // inUse returns the components of XSAVE that are in use (XGETBV of 1).
 func inUse() uint64
 
-// probe returns them with the upper half of YMM0 in use, and after VZEROUPPER.
+// probe returns the components in use with the upper half of YMM0 in use, and after
+// VZEROUPPER.
 func probe() (dirty, clean uint64)
 
 // Dirty writes the upper half of YMM0.

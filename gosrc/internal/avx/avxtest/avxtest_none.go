@@ -2,7 +2,8 @@
 
 package avxtest
 
-// Only x86-64 has such registers, and without package simd there is nothing to clear.
+// Only x86-64 has such registers, and without the package simd there is nothing to
+// clear.
 
 func tells() bool { return false }
 

@@ -1,15 +1,15 @@
-"""fastsafetensors' names over overwire's loads.
+"""Offers fastsafetensors' API on top of overwire's loads.
 
     import overwire.compat.fastsafetensors as fastsafetensors
 
-The names are those of fastsafetensors 0.5.0. Differences that are meant:
+The names are those of fastsafetensors 0.5.0. Intended differences:
 
 - Files may be compressed by overwire; they load the same way.
 - The caller owns the tensors: they outlive `close()`, and each has its own memory.
-- A damaged, short or missing file raises, on every rank of the group.
-- `dtype=` converts to wider types too.
-- Arguments about threads and buffers are taken and mean nothing: the engine
-  chooses. nogds=False reads by GPUDirect Storage where that is real.
+- A damaged, short or missing file raises on every rank of the group.
+- `dtype=` also converts to wider types.
+- Arguments about threads and buffers are accepted and ignored: the engine chooses.
+  nogds=False reads by GPUDirect Storage where it is really available.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory of loaded files is alive, in buffers or in tensors."""
+"""Counts the memory of loaded files that is alive, in buffers and in tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from overwire.plumbing import new_lock
 
-# References to what backs memory, and how much; by identity: what they refer to need not be
-# hashable. No lock: memory may be freed by a collection in the middle of anything, and each
-# step here is one.
+# Weak references to memory owners, and their bytes. They are keyed by identity, because owners
+# need not be hashable. There is no lock: garbage collection may free memory at any point, and
+# each step here is atomic.
 _live: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
@@ -24,22 +24,22 @@ def _forget(held: Any) -> None:
 
 
 def live_allocation_count() -> int:
-    """Memories of loaded tensors that are in use: one per tensor."""
+    """The number of loaded tensors with memory in use."""
     return len(_live)
 
 
 def live_allocation_bytes() -> int:
-    """Their bytes."""
+    """Their memory in bytes."""
     return sum(nbytes for _, nbytes in list(_live.values()))
 
 
 class SharedDeviceAllocation:
-    """A buffer that several share: it is freed, by `framework.free_tensor_memory`,
-    when the last of them releases it. Its maker holds the first reference;
-    tensors made by `dlpack.from_cuda_buffer(..., owner)` hold one each.
+    """A shared buffer. `framework.free_tensor_memory` frees it when the last holder
+    releases it. Its creator holds the first reference, and each tensor made by
+    `dlpack.from_cuda_buffer(..., owner)` holds one.
 
-    owns_memory: False for a buffer of nothing, which is not freed. Every method may
-    be called from any thread. Memory is counted where it is allocated, not here.
+    owns_memory: False for an empty buffer, which is not freed. Every method may be
+    called from any thread. Memory is counted where it is allocated, not here.
     """
 
     def __init__(self, gbuf: Any, framework: Any, device: Any, owns_memory: bool = True) -> None:
@@ -48,14 +48,14 @@ class SharedDeviceAllocation:
         self._lock = new_lock()
 
     def get_base_address(self) -> int:
-        """RuntimeError when it was freed."""
+        """The address. RuntimeError if the buffer was freed."""
         gbuf = self._gbuf
         if gbuf is None:
             raise RuntimeError("SharedDeviceAllocation: the buffer was freed")
         return int(gbuf.get_base_address())
 
     def acquire(self) -> SharedDeviceAllocation:
-        """One reference more. RuntimeError when it was freed."""
+        """Adds a reference. RuntimeError if the buffer was freed."""
         with self._lock:
             if self._references == 0:
                 raise RuntimeError("SharedDeviceAllocation: the buffer was freed")
@@ -63,7 +63,7 @@ class SharedDeviceAllocation:
         return self
 
     def release(self) -> None:
-        """One reference less. Does nothing when it was freed."""
+        """Drops a reference. Does nothing if the buffer was freed."""
         with self._lock:
             if self._references == 0:
                 return
@@ -76,7 +76,7 @@ class SharedDeviceAllocation:
 
     @property
     def live(self) -> bool:
-        """Whether it was not freed yet."""
+        """Whether the buffer has not been freed yet."""
         return self._gbuf is not None
 
     def refcount(self) -> int:

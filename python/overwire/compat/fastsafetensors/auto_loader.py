@@ -1,4 +1,4 @@
-"""The loader that a config file chooses."""
+"""Loads files with the loader that a config file selects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .threefs_loader import ThreeFSLoader
 
 logger = init_logger("overwire")
 
-# By name in this module, where either may be replaced.
+# Looked up by name in this module, so that programs can replace either.
 _LOADER_REGISTRY = {"base": "SafeTensorsFileLoader", "3fs": "ThreeFSLoader"}
 _ = (SafeTensorsFileLoader, ThreeFSLoader)
 
@@ -26,7 +26,7 @@ def _resolve_loader_class(loader_name: str) -> type[BaseSafeTensorsFileLoader]:
 
 
 class AutoLoader:
-    """Yields the tensors of files, by the loader and settings of `load_config`.
+    """Yields the tensors of files, with the loader and settings of `load_config`.
 
     pg, device: as for SafeTensorsFileLoader.
     """
@@ -52,11 +52,11 @@ class AutoLoader:
 
     @property
     def config(self) -> LoaderConfig:
-        """The settings in force."""
+        """The active settings."""
         return self._config
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
-        """(name, tensor) of every tensor, as ParallelLoader's."""
+        """Yields (name, tensor) of every tensor, as ParallelLoader does."""
         yield from self._pipeline.iterate_weights()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Headers of files, and the group of one."""
+"""Parses file headers, and defines the process group of one rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_gpu_found() -> bool:
 
 
 def resolve_runtime_lib_name(framework: Any = None) -> str:
-    """ "": no CUDA runtime library is needed."""
+    """Returns "": no CUDA runtime library is needed."""
     return ""
 
 
@@ -47,7 +47,7 @@ resolve_cudart_lib_name = resolve_runtime_lib_name
 
 
 def get_device_numa_node(device: int | None) -> int | None:
-    """The NUMA node that a GPU hangs on; None if there is none, or it is not known."""
+    """The NUMA node of a GPU; None if it has none or it is unknown."""
     bus = "" if device is None else cpp.get_device_pci_bus(device)
     if not bus:
         return None
@@ -60,7 +60,7 @@ def get_device_numa_node(device: int | None) -> int | None:
 
 
 class SingleGroup:
-    """A process group of this process alone."""
+    """A process group that only contains this process."""
 
     def size(self) -> int:
         return 1
@@ -72,13 +72,13 @@ class SingleGroup:
 class SafeTensorsMetadata:
     """The header of one file.
 
-    tensors: name to TensorFrame, in the order of the file; of a file that is
-    compressed by overwire, the tensors that are in it, with offsets as a plain
-    file would have them. header_length includes the 8 bytes before the header.
-    metadata: what the writer noted, "" if nothing.
+    tensors: maps names to TensorFrames, in file order. For a file that overwire has
+    compressed, these are the tensors in it, with the offsets of a plain file.
+    header_length includes the 8 bytes before the header. metadata: the writer's
+    metadata, or "".
 
-    As lenient as the original: bytes after the data, and values of
-    `__metadata__` that are no texts, are accepted here. Loading is strict.
+    As lenient as the original: bytes after the data and `__metadata__` values that are
+    not strings are accepted here. Loading is strict.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class SafeTensorsMetadata:
                 f"size_bytes={size_bytes}"
             )
         self.data_length = start
-        # Every tensor has its own memory; only plug-ins that read a file unchanged
-        # see its alignment.
+        # Our tensors each have their own memory. Only plug-ins that read a file unchanged see
+        # the alignment in the file.
         self.aligned = header_length % framework.get_device_ptr_align() == 0
 
     def _compressed(self) -> dict[str, Any]:
@@ -139,14 +139,14 @@ class SafeTensorsMetadata:
 
     @classmethod
     def from_buffer(cls, buf: int, buffer_len: int, filename: str, framework: FrameworkOpBase) -> SafeTensorsMetadata:
-        """Of a file in host memory at the address `buf`."""
+        """Parses a file in host memory at the address `buf`."""
         return cls._read_header(lambda at, size: cpp.read_buffer(buf + at, size), buffer_len, filename, framework)
 
     @classmethod
     def from_fd(
         cls, fd: int, filename: str, framework: FrameworkOpBase, keep_orig_dict: bool = False
     ) -> SafeTensorsMetadata:
-        """Of an open file, from its present position, which should be 0."""
+        """Parses an open file from its current position, which should be 0."""
         return cls._read_header(
             lambda at, size: _next(fd, size, filename), os.fstat(fd).st_size, filename, framework, keep_orig_dict
         )
@@ -160,7 +160,7 @@ class SafeTensorsMetadata:
         framework: FrameworkOpBase,
         keep_orig_dict: bool = False,
     ) -> SafeTensorsMetadata:
-        # read: bytes of the file, of which there are `total`, by their offset and number, in order.
+        # read: returns bytes of the file, given an offset and a length; called in order. total: the file's size.
         if total < 8:
             raise ValueError(f"{filename}: HeaderTooSmall, buffer_len={total}")
         size = int.from_bytes(read(0, 8), "little")
@@ -172,7 +172,7 @@ class SafeTensorsMetadata:
 
     @classmethod
     def from_file(cls, filename: str, framework: FrameworkOpBase) -> SafeTensorsMetadata:
-        """Of a path."""
+        """Parses the file at a path."""
         fd = regular(filename)
         try:
             return cls.from_fd(fd, filename, framework)
@@ -187,20 +187,20 @@ class SafeTensorsMetadata:
         dtype: DType = DType.AUTO,
         owner: Any = None,
     ) -> dict[str, TensorBase]:
-        """The tensors of a file that a plug-in has read to `gbuf`, which holds
-        the file's bytes from `copy_start_offset` on. They share its memory where
-        they are aligned in it, and keep it alive if the framework allocated it,
-        or by `owner`, a SharedDeviceAllocation. ValueError for a compressed file."""
+        """The tensors of a file that a plug-in has read into `gbuf`, which holds the file's
+        bytes from `copy_start_offset` on. Aligned tensors share its memory. They keep it alive
+        if the framework allocated it, or through `owner`, a SharedDeviceAllocation. ValueError
+        for a compressed file."""
         return self._get_tensors(gbuf, device, copy_start_offset, dtype, None, owner)
 
     def _get_tensors(
         self, gbuf: cpp.gds_device_buffer, device: Device, copy_start_offset: int, dtype: DType = DType.AUTO,
         names: Collection[str] | None = None, owner: Any = None,
     ) -> dict[str, TensorBase]:  # fmt: skip
-        # names: only these, for a gbuf that holds a part of the file. The name is
-        # what plug-ins that read parts call.
+        # names: only these tensors, for a gbuf that holds a part of the file. Plug-ins that read
+        # parts call this method under this name.
         if self.compressed:
-            raise ValueError(f"{self.src}: it is compressed: its bytes are not its tensors'")
+            raise ValueError(f"{self.src}: the file is compressed by overwire, so its bytes are not its tensors' bytes")
         framework, out = self.framework, {}
         for name, frame in self.tensors.items():
             if names is None or name in names:
@@ -210,11 +210,11 @@ class SafeTensorsMetadata:
         return out
 
     def select_byte_ranges(self, keep_tensor: Callable[[str], bool], merge_gap: int = 4096) -> list[tuple[int, int]]:
-        """Ranges [begin, end) of the file that hold the tensors whose names
-        keep_tensor is true for, in order. What lies at most merge_gap bytes apart
-        is one range. Of a compressed file: as a plain one would have them."""
+        """Returns ranges [begin, end) of the file, in order, that hold the tensors for which
+        keep_tensor(name) is true. Tensors at most merge_gap bytes apart share a range. For a
+        compressed file, the ranges are those of the plain file."""
         ranges: list[tuple[int, int]] = []
-        for name, frame in self.tensors.items():  # in the order of the file
+        for name, frame in self.tensors.items():  # in file order
             begin, end = (self.header_length + offset for offset in frame.data_offsets)
             if begin == end or not keep_tensor(name):
                 continue
@@ -229,7 +229,7 @@ class SafeTensorsMetadata:
 
 
 def _next(fd: int, size: int, filename: str) -> bytes:
-    # os.read may give less than it was asked for.
+    # os.read may return fewer bytes than requested.
     parts = []
     while size > 0:
         part = os.read(fd, size)
@@ -241,5 +241,5 @@ def _next(fd: int, size: int, filename: str) -> bytes:
 
 
 def is_cuda(device: Device) -> bool:
-    """Whether a device is a GPU, by whichever name."""
+    """Whether a device is a GPU, under any of its names."""
     return device.type in (DeviceType.CUDA, DeviceType.GPU)

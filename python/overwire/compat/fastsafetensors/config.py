@@ -1,4 +1,4 @@
-"""The settings of AutoLoader, out of a JSON file."""
+"""Reads AutoLoader's settings from a JSON file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = init_logger("overwire")
 
 @dataclass
 class LoaderConfig:
-    """Which loader, and how. Sections named after a loader are its own arguments;
-    "parallel" and "debug" only group the fields below."""
+    """Selects a loader and its settings. A section with a loader's name holds that loader's
+    arguments; "parallel" and "debug" only group the fields below."""
 
     loader: str = "base"
     framework: str = "pytorch"
@@ -32,7 +32,7 @@ class LoaderConfig:
     queue_size: int = 0
     use_tqdm_on_load: bool = True
     max_batch_bytes: int | None = None
-    use_chunk_budget_as_allocation_size: bool = False  # nothing: tensors are allocated one by one
+    use_chunk_budget_as_allocation_size: bool = False  # no effect: tensors are allocated one by one
     device_memory_budget: int | None = None
     _extensions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class LoaderConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderConfig:
-        """Unknown fields are skipped, with a line in the log."""
+        """Makes a config from a dict. Unknown fields are skipped and logged."""
         names = {one.name for one in fields(cls) if not one.name.startswith("_")}
         settings: dict[str, Any] = {}
         extensions: dict[str, dict[str, Any]] = {}
@@ -64,13 +64,13 @@ class LoaderConfig:
         return cls(**settings, _extensions=extensions)
 
     def get_extension_config(self, name: str) -> dict[str, Any]:
-        """A copy of a loader's own section, without the fields all have."""
+        """A copy of a loader's section, without the fields that all loaders share."""
         section = self._extensions.get(name, {})
         return {key: value for key, value in section.items() if key not in self._COMMON_FIELDS_FOR_EXTENSION}
 
     @classmethod
     def from_file(cls, path: str) -> LoaderConfig:
-        """Of a JSON file. FileNotFoundError, json.JSONDecodeError, ValueError."""
+        """Reads a JSON file. Raises FileNotFoundError, json.JSONDecodeError, ValueError."""
         with open(path, encoding="utf-8", opener=regular) as file:
             data = json.load(file)
         if not isinstance(data, dict):
@@ -78,7 +78,7 @@ class LoaderConfig:
         return cls.from_dict(data)
 
     def create_parallel_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of a pipeline; without one, batches go one by one."""
+        """Keyword arguments for a pipeline. Without a pipeline, batches load one by one."""
         names = ["max_batch_bytes", "use_chunk_budget_as_allocation_size", "device_memory_budget"]
         if self.use_pipeline:
             names += ["max_concurrent_producers", "queue_size", "use_tqdm_on_load"]
@@ -87,14 +87,14 @@ class LoaderConfig:
 
 
 def check_producers(count: int) -> None:
-    """ValueError for more than one: batches of ranks need one order."""
+    """Raises ValueError for more than one producer: all ranks need the same batch order."""
     if count != 1:
         raise ValueError(f"max_concurrent_producers must be 1 (got {count}): the ranks need their batches in one order")
 
 
 def load_config() -> LoaderConfig:
-    """Of the file that FASTSAFETENSORS_CONFIG names, which must be there; else of
-    ./fastsafetensors.json, if it is; else the defaults."""
+    """Reads the file that FASTSAFETENSORS_CONFIG names, which must exist; otherwise
+    ./fastsafetensors.json if it exists; otherwise returns the defaults."""
     path = os.environ.get(CONFIG_ENV_VAR)
     if path:
         if not os.path.exists(path):

@@ -1,7 +1,7 @@
-"""The names of fastsafetensors' extension module, for plug-ins that call them.
+"""Offers the names of fastsafetensors' extension module to plug-ins that call them.
 
-Memory is named by its address. Reads go by threads of this module; overwire's
-own loads do not come through here.
+Memory is identified by its address. Reads run on threads of this module; overwire's own
+loads do not use it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]
 _libc.free.argtypes = [ctypes.c_void_p]
 
-# Bytes of one read. With a GPU they pass through a host buffer of that size.
+# Bytes per read. With a GPU, each read goes through a host buffer of this size.
 _PIECE = 16 << 20
 
 
 class cpp_metrics:
-    """bounce_buffer_bytes: host buffers that readers hold at this moment."""
+    """bounce_buffer_bytes: host buffers that readers hold now."""
 
     def __init__(self) -> None:
         self.bounce_buffer_bytes = 0
@@ -53,7 +53,7 @@ def _library(name: str) -> Any:
 
 
 def is_cuda_found() -> bool:
-    """Whether there is a driver, and a GPU."""
+    """Whether there are a driver and a GPU."""
     driver = _library("libcuda.so.1")
     if driver is None or driver.cuInit(0) != 0:
         return False
@@ -80,7 +80,7 @@ def cufile_version() -> int:
 
 
 def is_gds_supported(device: int) -> int:
-    """1 if GPUDirect Storage is real here: libcufile, and the kernel's nvidia-fs."""
+    """1 if GPUDirect Storage really works here, which needs libcufile and the kernel module nvidia-fs."""
     return int(is_cuda_found() and overwire.doctor()["gpudirect_storage"]["usable"])
 
 
@@ -97,18 +97,18 @@ def close_gds() -> int:
 
 
 def set_debug_log(enable: bool) -> None:
-    """Nothing: overwire logs by logging.getLogger("overwire")."""
+    """Does nothing: overwire logs to logging.getLogger("overwire")."""
 
 
 def load_library_functions(cudart_lib_name: str = "") -> None:
-    """Nothing: no CUDA runtime library is needed."""
+    """Does nothing: no CUDA runtime library is needed."""
 
 
 _gil_release = False
 
 
 def set_gil_release(enable: bool) -> None:
-    """Nothing but the flag: the interpreter's lock is always released."""
+    """Only stores the flag: the GIL is always released."""
     global _gil_release
     _gil_release = bool(enable)
 
@@ -118,12 +118,12 @@ def get_gil_release() -> bool:
 
 
 def set_numa_node(node: int) -> int:
-    """0. The caller's thread stays where it is; the engine places its own."""
+    """Returns 0. The caller's thread stays where it is; the engine places its own threads."""
     return 0
 
 
 def get_device_pci_bus(device: int) -> str:
-    """The PCI address of a GPU, "" if there is none."""
+    """The PCI address of a GPU, or "" if it does not exist."""
     driver = _library("libcuda.so.1") if is_cuda_found() else None
     number, text = ctypes.c_int(0), ctypes.create_string_buffer(64)
     if driver is None or driver.cuDeviceGet(ctypes.byref(number), device) != 0:
@@ -133,12 +133,12 @@ def get_device_pci_bus(device: int) -> str:
 
 def read_buffer(address: int, length: int) -> bytes:
     """A copy of host memory."""
-    # Not ctypes.string_at, whose size has 32 bits before Python 3.14.
+    # ctypes.string_at takes a 32-bit size before Python 3.14.
     return (ctypes.c_char * length).from_address(address).raw if length else b""
 
 
 def cpu_malloc(length: int) -> int:
-    """Host memory; MemoryError if there is none. Freed by `cpu_free`."""
+    """Allocates host memory; free it with `cpu_free`. MemoryError if there is not enough."""
     address = _libc.malloc(max(length, 1))
     if not address:
         raise MemoryError(f"cpu_malloc: {length} bytes")
@@ -158,7 +158,7 @@ def _gpu() -> Any:
 
 
 def gpu_malloc(length: int) -> int:
-    """Memory of the current GPU, out of torch's allocator."""
+    """Allocates memory on the current GPU, from torch's allocator."""
     return int(_gpu().cuda.caching_allocator_alloc(length))
 
 
@@ -167,7 +167,7 @@ def gpu_free(address: int) -> None:
 
 
 def _tensor_at(address: int, length: int, cuda: bool) -> Any:
-    # The bytes at an address as a torch tensor that owns nothing.
+    # The bytes at an address, as a torch tensor that does not own them.
     from torch.utils.dlpack import from_dlpack
 
     from .dlpack import from_cuda_buffer
@@ -178,7 +178,7 @@ def _tensor_at(address: int, length: int, cuda: bool) -> Any:
 
 
 def memcpy_h2d_async(dst: int, src: int, length: int) -> int:
-    """Queues a copy to the current GPU; 0, or RuntimeError with CUDA's number."""
+    """Queues a copy to the current GPU. Returns 0, or raises RuntimeError with CUDA's error number."""
     try:
         _tensor_at(dst, length, True).copy_(_tensor_at(src, length, False), non_blocking=True)
     except RuntimeError as error:
@@ -187,9 +187,9 @@ def memcpy_h2d_async(dst: int, src: int, length: int) -> int:
 
 
 class gds_device_buffer:
-    """Memory that files are read to: its address, length, and where it is.
+    """Memory that files are read into: its address, its length, and whether it is on the GPU.
 
-    owner: what keeps it alive, None where the caller does.
+    owner: keeps the memory alive; None if the caller does that.
     """
 
     def __init__(self, ptr: int, length: int, use_cuda: bool, owner: Any = None) -> None:
@@ -203,15 +203,15 @@ class gds_device_buffer:
         return self._length
 
     def cufile_register(self, offset: int = 0, length: int = 0) -> int:
-        """0: nothing needs it."""
+        """Returns 0: registration is not needed."""
         return 0
 
     def cufile_deregister(self, offset: int = 0) -> int:
         return 0
 
     def memmove(self, dst_off: int, src_off: int, tmp: gds_device_buffer, length: int) -> int:
-        """Moves bytes inside the buffer, which may overlap; -1 if they are not
-        in it. `tmp` is not needed."""
+        """Moves bytes inside the buffer; the ranges may overlap. Returns -1 if they are not inside
+        the buffer. `tmp` is ignored."""
         if length < 0 or min(dst_off, src_off) < 0 or max(dst_off, src_off) + length > self._length:
             return -1
         if self._cuda:
@@ -222,12 +222,12 @@ class gds_device_buffer:
         return 0
 
     def _write(self, at: int, data: Any) -> None:
-        # data: a host tensor of bytes, for a GPU.
+        # data: for a GPU, a host tensor of bytes.
         _tensor_at(self._ptr + at, data.numel(), True).copy_(data)
 
 
 class _Descriptor:
-    # One of a file: its last holder closes it, once.
+    # Shares a file descriptor. Its last holder closes it, once.
 
     number = -1  # until it is set
 
@@ -241,11 +241,11 @@ class _Descriptor:
 
 
 class _Work:
-    # What the threads of a reader do. They do not have the reader, which waits for them when it goes.
+    # The work of a reader's threads. It does not refer to the reader, which waits for the threads when it is freed.
 
     def __init__(self, use_cuda: bool, device_id: int) -> None:
         self._cuda, self._device = bool(use_cuda), int(device_id)
-        self.done: dict[int, int] = {}  # bytes of reads whose progress is wanted
+        self.done: dict[int, int] = {}  # bytes read so far, for reads that track their progress
         self.moved = threading.Condition(new_lock())
 
     def _tell_reached(self, number: int, done: int) -> None:
@@ -270,7 +270,7 @@ class _Work:
             return position
         finally:
             file.close()
-            with self.moved:  # those that wait for more get the error
+            with self.moved:  # wake those that wait for more bytes; they get the error
                 self.moved.notify_all()
 
     def _read_cuda(
@@ -298,7 +298,7 @@ class _Work:
 
 
 class _Reader:
-    # Reads by a pool of threads, started with the first one. A forked child, which has no such threads, is refused.
+    # Reads with a thread pool, which the first read starts. A forked child does not have these threads and is refused.
 
     def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
         self._threads, self._work = max(1, int(max_threads)), _Work(use_cuda, device_id)
@@ -316,7 +316,7 @@ class _Reader:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, "overwire-fst")
         own = _Descriptor()
-        own.number = os.dup(fd)  # the caller may close its own
+        own.number = os.dup(fd)  # the caller may close fd
         number = next(self._numbers)
         if track:
             self._work.done[number] = 0
@@ -330,7 +330,7 @@ class _Reader:
         return number
 
     def wait_read(self, number: int) -> int:
-        """Waits; the address that was read to. Raises what the read raised, and ForkedError in a forked child."""
+        """Waits for a read and returns the address. Raises what the read raised, and ForkedError in a forked child."""
         self._refuse_child()
         if number not in self._pending:
             raise ValueError(f"wait_read: no read {number}")
@@ -339,19 +339,19 @@ class _Reader:
             future.result()
         finally:
             self._work.done.pop(number, None)
-            del future  # its error has this frame, which would keep the reader
+            del future  # its traceback holds this frame, which would keep the reader alive
         return address
 
     def wait_read_prefix(self, number: int, length: int) -> int:
-        """Waits until the first `length` bytes of a read that tracks its progress
-        are there; how many are. Raises what the read raised, and ForkedError in a forked child."""
+        """Waits until the first `length` bytes of a read that tracks its progress have arrived. Returns how many
+        have. Raises what the read raised, and ForkedError in a forked child."""
         self._refuse_child()
         if number not in self._pending or number not in self._work.done:
             raise ValueError(f"wait_read_prefix: no read {number} that tracks its progress")
         future, _ = self._pending[number]
         with self._work.moved:
             while self._work.done[number] < length and not future.done():
-                self._work.moved.wait(0.05)  # a future is done a moment after its last word
+                self._work.moved.wait(0.05)  # the future is done shortly after its last notification
             count = self._work.done[number]
         if count < length:
             try:
@@ -363,7 +363,7 @@ class _Reader:
 
     def _refuse_child(self) -> None:
         if self._process != os.getpid():
-            raise overwire.ForkedError("fastsafetensors: a reader works for the process that made it: make one here")
+            raise overwire.ForkedError("fastsafetensors: a reader only works in the process that made it: make another")
 
     def __del__(self) -> None:
         pool = getattr(self, "_pool", None)
@@ -386,23 +386,23 @@ class nogds_file_reader(_Reader):
     def submit_read(
         self, fd: int, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, track_progress: bool = False
     ) -> int:
-        """Starts a read; its number, above 0."""
+        """Starts a read and returns its number, which is above 0."""
         return self._submit_read(fd, dst, offset, length, ptr_off, track_progress)
 
 
 class gds_file_handle(_Descriptor):
-    """A file, open."""
+    """An open file."""
 
     def __init__(self, filename: str, o_direct: bool, use_cuda: bool) -> None:
         self.number = regular(filename)
 
 
 class gds_file_reader(_Reader):
-    """As `nogds_file_reader`, of `gds_file_handle`s."""
+    """Like `nogds_file_reader`, but reads `gds_file_handle`s."""
 
     def submit_read(
         self, fh: gds_file_handle, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, file_length: int = 0,
         track_progress: bool = False,
     ) -> int:  # fmt: skip
-        """Starts a read; its number, above 0."""
+        """Starts a read and returns its number, which is above 0."""
         return self._submit_read(fh.number, dst, offset, length, ptr_off, track_progress)

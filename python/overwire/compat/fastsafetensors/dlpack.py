@@ -1,4 +1,4 @@
-"""DLPack capsules of memory by its address, for plug-ins that read into it."""
+"""Makes DLPack capsules from memory addresses, for plug-ins that read into that memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from overwire import codecs
 from .allocation import SharedDeviceAllocation
 from .st_types import Device, DeviceType, DType, stand_in
 
-# DLPack's codes, by the type or by its first letter.
+# DLPack's type codes, by dtype or by its first letter.
 _CODES = {"BF16": 4, "BOOL": 6, "C64": 5, "F": 2, "I": 0, "U": 1}
 
 
 class _Reference:
-    """One reference to an allocation, released with this object."""
+    """One reference to an allocation. It is released when this object is freed."""
 
     def __init__(self, allocation: SharedDeviceAllocation) -> None:
         self._allocation = allocation.acquire()
@@ -27,10 +27,10 @@ class _Reference:
 def from_cuda_buffer(
     dev_ptr: int, shape: list[int], strides: list[int], dtype: DType, dev: Device, owner: Any = None
 ) -> Any:
-    """A capsule of memory on the host or a GPU; despite its name, of either.
+    """Makes a capsule for memory on a GPU or, despite the name, on the host.
 
-    strides: in elements. owner: kept alive until the consumer lets go, of a
-    SharedDeviceAllocation by a reference; without one, the memory must outlive it.
+    strides: in elements. owner: kept alive until the consumer releases the capsule (for a
+    SharedDeviceAllocation, by a reference). Without an owner, the memory must outlive the capsule.
     """
     as_is = stand_in(dtype)
     code = _CODES.get(as_is.value) or _CODES[as_is.value[0]]

@@ -1,4 +1,4 @@
-"""The tensors of files that were copied to devices, by name."""
+"""Gives access by name to the tensors of files that were copied to devices."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from .tensor_factory import LazyTensorFactory
 
 
 class FilesBufferOnDevice:
-    """Tensors of the files of all ranks. With a group of several ranks all of
-    them must make the same calls in the same order, but for `push_tensor`,
-    which only the two ranks it names need.
+    """The tensors of all ranks' files. In a group of several ranks, all ranks must make the
+    same calls in the same order. Only `push_tensor` needs just the two ranks that it names.
 
-    The caller owns what is returned; it outlives `close`. device, dtype: those of
-    the result; AUTO: as it was loaded.
+    The caller owns the returned tensors, which outlive `close`. device, dtype: of the
+    result; AUTO: as loaded.
 
-    keep_tensor: only tensors for whose names it is true are there. borrowed_tensors:
-    has no effect: the caller owns the tensors.
-    auto_mem_delete: frees a file when each of its tensors was taken once; only
-    with several ranks. Raises ValueError for names that no file has, and when
-    a name is in two files.
+    keep_tensor: only tensors with names that it accepts are present. borrowed_tensors: has no
+    effect, because the caller owns the tensors.
+    auto_mem_delete: frees a file once each of its tensors was taken; only with several
+    ranks. Raises ValueError for names that no file has, and if a name is in two files.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class FilesBufferOnDevice:
         self.rank_loaders = {}
 
     def drain(self) -> None:
-        """Waits for what is loading. What fails is raised where it is asked for."""
+        """Waits for tensors that are still loading. A failure is raised when its tensor is requested."""
         for loaders in list(self.rank_loaders.values()):
             for loader in loaders:
                 loader.drain()
@@ -68,19 +66,19 @@ class FilesBufferOnDevice:
             self.close()
 
     def iter_local_tensors(self, tensor_names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """(name, tensor) of each name, without a collective. RuntimeError in a
-        group of several ranks."""
+        """Yields (name, tensor) for each name without a collective. RuntimeError in a group of
+        several ranks."""
         if self.pg.size() != 1:
             raise RuntimeError("iter_local_tensors is for a group of one rank")
         for name in tensor_names:
             yield name, self.get_tensor(name)
 
     def get_filename(self, tensor_name: str) -> str:
-        """The file a tensor is in."""
+        """The file that contains a tensor."""
         return self._loader(tensor_name).metadata.src
 
     def get_shape(self, tensor_name: str) -> list[int]:
-        """As the file has it."""
+        """The tensor's shape in the file."""
         return list(self._loader(tensor_name).metadata.tensors[tensor_name].shape)
 
     def _get_rank_lidx(self, tensor_name: str) -> tuple[int, int]:
@@ -95,7 +93,7 @@ class FilesBufferOnDevice:
         return self.rank_loaders[rank][lidx]
 
     def _get_tensor(self, rank: int, lidx: int, tensor_name: str, ret: Any, device: Any, dtype: DType) -> Any:
-        # Notes that the tensor was taken, and moves it where it is wanted.
+        # Notes that the tensor was taken, and moves it to the requested device.
         tensor = self.instantiated[rank][lidx]
         tensor[tensor_name] = True
         loader = self.rank_loaders[rank][lidx]
@@ -108,7 +106,7 @@ class FilesBufferOnDevice:
     def get_sharded_wrapped(
         self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO
     ) -> TensorBase:
-        """`get_sharded`, wrapped."""
+        """Like `get_sharded`, but the result is wrapped."""
         rank, lidx = self._get_rank_lidx(tensor_name)
         tensor: TensorBase = self._get_tensor(
             rank, lidx, tensor_name, self._loader(tensor_name).shuffle(self.pg, tensor_name, dim), device, dtype
@@ -116,20 +114,20 @@ class FilesBufferOnDevice:
         return tensor
 
     def get_sharded(self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO) -> Any:
-        """This rank's block along dim: ceil(size / ranks), the last ones may be
-        shorter or empty. dim -1: the whole tensor."""
+        """This rank's block along dim: ceil(size / ranks) elements. The last blocks may be shorter
+        or empty. dim -1: the whole tensor."""
         return self.get_sharded_wrapped(tensor_name, dim, device, dtype).get_raw()
 
     def get_tensor_wrapped(self, tensor_name: str, device: Any = None, dtype: DType = DType.AUTO) -> TensorBase:
-        """`get_tensor`, wrapped."""
+        """Like `get_tensor`, but the result is wrapped."""
         return self.get_sharded_wrapped(tensor_name, -1, device, dtype)
 
     def get_tensor(self, tensor_name: str, device: Any = None, dtype: DType = DType.AUTO) -> Any:
-        """The whole tensor, on every rank."""
+        """Returns the whole tensor on every rank."""
         return self.get_tensor_wrapped(tensor_name, device, dtype).get_raw()
 
     def push_tensor(self, tensor_name: str, dst_rank: int, device: Any = None, dtype: DType = DType.AUTO) -> Any:
-        """The whole tensor on dst_rank, None on the others."""
+        """Returns the whole tensor on dst_rank, and None on the others."""
         rank, lidx = self._get_rank_lidx(tensor_name)
         tensor = self._loader(tensor_name).push(self.pg, tensor_name, dst_rank, rank)
         result = self._get_tensor(rank, lidx, tensor_name, tensor, device, dtype)
@@ -138,12 +136,12 @@ class FilesBufferOnDevice:
     def get_multi_cols(
         self, tensor_names: list[str], dim: int, device: Any = None, dtype: DType = DType.AUTO
     ) -> TensorBase:
-        """This rank's blocks of several tensors, of any files, joined along dim:
+        """This rank's blocks of several tensors, which may be in several files, joined along dim and
         wrapped."""
         blocks = [self.get_sharded_wrapped(name, dim) for name in tensor_names]
         result: TensorBase = self.framework.concat_tensors(blocks, dim)
         return result.to(None if device is None else Device.of(device), dtype)
 
     def as_dict(self, tensor_shard_dim: Mapping[str, int]) -> dict[str, TensorBase]:
-        """`get_sharded_wrapped` of each name with its dimension, -1 for whole."""
+        """`get_sharded_wrapped` for each name, with its dimension (-1 for the whole tensor)."""
         return {name: self.get_sharded_wrapped(name, dim) for name, dim in tensor_shard_dim.items()}

@@ -1,4 +1,4 @@
-"""Loaders: files of ranks become a buffer of tensors."""
+"""Loads the files of all ranks into a buffer of tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BLOCK = 16 << 30
 
 
 class BaseSafeTensorsFileLoader:
-    """pg: SingleGroup, None, or a process group of the framework, any subgroup.
-    device: a str or torch.device. copier_type: as it was registered; further
-    arguments are the copier's.
+    """Base of the loaders. pg: SingleGroup, None, or a process group of the framework, which may
+    be a subgroup. device: a str or torch.device. copier_type: a registered name. Further
+    arguments go to the copier.
     """
 
     @classmethod
     def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Keyword arguments of this class out of its section of a config."""
+        """Turns this class's section of a config into keyword arguments."""
         return dict(ext_config)
 
     def __init__(
@@ -47,20 +47,20 @@ class BaseSafeTensorsFileLoader:
         self.frames: OrderedDict[str, TensorFrame] = OrderedDict()
         self.tensor_filter: Callable[[str], bool] | None = None
         self._agrees = True
-        # what a pipeline loads next, and the size of its buffers
+        # the next tensors that a pipeline loads, and the size of its buffers
         self._chunk: tuple[frozenset[str], int | None] | None = None
         self.copier_constructor = create_copier_constructor(copier_type, self.device, **kwargs)
         self.copier_class = copier_class_of(self.copier_constructor)
 
     def init_numa(self, set_numa: bool = True) -> None:
-        """Nothing: the caller's thread stays where it is."""
+        """Does nothing: the caller's thread stays where it is."""
 
     def reset(self) -> None:
-        """Forgets the files, for others. Buffers live on."""
+        """Forgets the files, so that others can be added. Existing buffers stay valid."""
         self.meta, self.frames = {}, OrderedDict()
 
     def close(self) -> None:
-        """As `reset`."""
+        """Does the same as `reset`."""
         self.reset()
 
     def get_keys(self) -> list[str]:
@@ -68,21 +68,21 @@ class BaseSafeTensorsFileLoader:
         return list(self.frames)
 
     def get_shape(self, tensor_name: str) -> list[int]:
-        """As the file has it. KeyError for an unknown name."""
+        """The tensor's shape in the file. KeyError for an unknown name."""
         return list(self.frames[tensor_name].shape)
 
     def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:
-        """Only tensors whose names it is true for are read, from now on; the same
-        on every rank. None: all."""
+        """From now on, reads only tensors with names that the filter accepts; None: all tensors. Every
+        rank must set the same filter."""
         self.tensor_filter = keep_tensor
 
     def add_filenames(self, filenames: Mapping[int, list[str]]) -> None:
-        """Reads the headers of the files, of all ranks: {rank: paths}. With a
-        group of several ranks, all call it with the same files."""
+        """Reads the headers of all ranks' files, {rank: paths}. In a group of several ranks, all
+        ranks make this call with the same files."""
         self._run_on_all_ranks(lambda: self._add(filenames))
 
     def _run_on_all_ranks(self, work: Callable[[], Any]) -> Any:
-        # What work returns. What fails on one rank raises on all, unless a pipeline agrees with them later.
+        # Returns what `work` returns. A failure on one rank raises on all, unless a pipeline agrees on it later.
         if not self._agrees:
             return work()
         result, error = None, None
@@ -120,12 +120,12 @@ class BaseSafeTensorsFileLoader:
     ) -> FilesBufferOnDevice:
         """Loads this rank's files and waits until they are there.
 
-        dtype: what all tensors become. allow_inflight: waits for a tensor when it is
-        asked for, where the copier can and the group has one rank; then reading
-        may fail there. borrowed_tensors: for a group of one rank, ValueError
-        otherwise; the caller owns the tensors in any case.
-        With a group of several ranks, all call it, and what fails on one rank
-        raises on all.
+        dtype: convert all tensors to it. allow_inflight: wait for each tensor when it is requested,
+        if the copier supports that and the group has one rank; then reading may fail at that
+        point. borrowed_tensors: only for a group of one rank, otherwise ValueError; the caller
+        owns the tensors in any case.
+        In a group of several ranks, all ranks make this call, and a failure on one rank raises
+        on all.
         """
         if borrowed_tensors and self.pg.size() != 1:
             raise ValueError("borrowed_tensors is for a group of one rank")
@@ -171,7 +171,7 @@ class BaseSafeTensorsFileLoader:
                 of_rank.append(factory)
                 if local:
                     factories.append(factory)
-            buffer = FilesBufferOnDevice(loaders, self.pg, self.framework)  # refuses names that are in two files
+            buffer = FilesBufferOnDevice(loaders, self.pg, self.framework)  # raises if a name is in two files
             for factory in factories:
                 factory.submit_io(
                     use_buf_register,
@@ -188,17 +188,17 @@ class BaseSafeTensorsFileLoader:
 
 
 class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
-    """The loader of plain files, and of files that overwire compressed.
+    """Loads plain files and files that overwire has compressed.
 
-    pg, device, framework: as for the base. debug_log: overwire's debug log.
-    disable_cache=False keeps what was broadcast or scattered for a second call.
-    nogds=False: to a GPU by GPUDirect Storage, where that is real; use_fgds asks for
-    no other way. The other arguments choose among ways that are one here.
+    pg, device, framework: as for the base class. debug_log: overwire's debug log.
+    disable_cache=False keeps broadcast and scattered tensors for a second call.
+    nogds=False: load to a GPU by GPUDirect Storage, where it is really available; use_fgds
+    changes nothing else. The other arguments choose between methods that are the same here.
     """
 
     @classmethod
     def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """`copier_type`, "gds" if it is missing, becomes nogds= and use_fgds=."""
+        """`copier_type` (default "gds") becomes nogds= and use_fgds=."""
         config = dict(ext_config)
         kind = config.pop("copier_type", "gds")
         config["nogds"] = kind not in ("gds", "fgds")
@@ -233,11 +233,11 @@ class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
 
 
 class fastsafe_open:
-    """Files, open and loaded, in a with-block.
+    """Opens and loads files in a with-block.
 
     filenames: a path, paths, or {rank: paths}. framework: "pt", "pytorch",
-    "torch" or "paddle". use_fgds: taken, and libfgds is not looked for. Other
-    arguments as for SafeTensorsFileLoader.
+    "torch" or "paddle". use_fgds: accepted, but libfgds is not used. Other arguments are
+    as for SafeTensorsFileLoader.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class fastsafe_open:
         self.loader.close()
 
     def metadata(self) -> dict[str, Any]:
-        """What the writer of each file noted, by path."""
+        """The writer's metadata of each file, by path."""
         return {name: metadata.metadata for name, (metadata, _) in self.loader.meta.items()}
 
     def keys(self) -> list[str]:

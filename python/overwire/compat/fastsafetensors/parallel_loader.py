@@ -1,4 +1,4 @@
-"""Loading batch by batch: one is read while the one before is used."""
+"""Loads batch by batch: reads the next batch while the current one is used."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .config import check_producers
 from .file_buffer import FilesBufferOnDevice
 from .loader import BaseSafeTensorsFileLoader, SafeTensorsFileLoader
 
-_READ_BY = "PipelineParallel: it is read by"  # a thread of the process that made it
+_READ_BY = "PipelineParallel: it is read by"  # followed by: a thread of the process that made it
 
 
 class BudgetInfeasibleError(ValueError):
-    """No batch is small enough for the memory that was allowed."""
+    """No batch is small enough for the given memory budget."""
 
 
 class _Batch(NamedTuple):
     files: list[str]
-    names: frozenset[str] | None  # None: all that the filter keeps
-    size: int | None = None  # what copiers shall allocate; None: what they need
+    names: frozenset[str] | None  # None: all names that the filter accepts
+    size: int | None = None  # bytes that copiers should allocate; None: as many as they need
 
 
 class _Loaded(NamedTuple):
@@ -35,28 +35,27 @@ class _Loaded(NamedTuple):
 
     @classmethod
     def nothing(cls) -> _Loaded:
-        """What a thread finds that waits for a batch of a loader that is closed."""
+        """The item for a thread that waits for a batch while the loader is closed."""
         return cls(None, CancelledError("overwire: iterate_weights: another thread has closed the loader"))
 
 
 class PipelineParallel:
-    """Yields the tensors of files, in batches of one file a rank.
+    """Yields the tensors of files, in batches of one file per rank.
 
-    queue_size: -1: a batch is read when the one before was used up (one in memory); n >= 0: n + 2 batches in memory.
-    tensor_filter: only these names are read. max_batch_bytes: batches of at most as many tensor bytes a file; a
-        larger tensor goes alone.
-    device_memory_budget: bytes that this rank may hold: batches get smaller, and fewer at a time, until they fit.
-        What was yielded is kept and counts too, unless accumulate_resident is False; with resident_tensor only
-        names for which that is true, and of the others one at a time. BudgetInfeasibleError if nothing fits.
-    use_chunk_budget_as_allocation_size: copiers that are not overwire's own get the same allocation_size for
-        every batch.
-    overlap_io: in a group of one rank, tensors are yielded before their batch is there as a whole.
-    borrowed_tensors: asks that nothing that was yielded is kept: ValueError unless accumulate_resident is False and
-        the group has one rank; the caller owns the tensors in any case.
-    broadcast_run_bytes, broadcast_run_tensors: have no effect, but ValueError if they are negative.
-    need_clone: what the original has there; nothing has to be cloned here.
+    queue_size: -1 reads a batch once the one before is used up (one batch in memory); n >= 0 keeps n + 2 in memory.
+    tensor_filter: only reads names that it accepts. max_batch_bytes: the most tensor bytes per file in a batch; a
+        larger tensor gets its own batch.
+    device_memory_budget: bytes that this rank may hold. Batches get smaller, and fewer are in flight, until they fit.
+        Yielded tensors count as kept, unless accumulate_resident is False. With resident_tensor, only names that it
+        accepts are kept, and of the others one at a time. BudgetInfeasibleError if nothing fits.
+    use_chunk_budget_as_allocation_size: copiers other than overwire's get the same allocation_size for every batch.
+    overlap_io: in a group of one rank, yields tensors before their whole batch has arrived.
+    borrowed_tensors: states that yielded tensors are not kept. ValueError unless accumulate_resident is False and
+        the group has one rank. The caller owns the tensors in any case.
+    broadcast_run_bytes, broadcast_run_tensors: no effect, but ValueError if they are negative.
+    need_clone: exists for compatibility; tensors never have to be cloned here.
 
-    All ranks of the group iterate alike; what fails on one raises on all. Arguments that are not known are ignored.
+    All ranks of the group must iterate alike; a failure on one rank raises on all. Unknown arguments are ignored.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class PipelineParallel:
         if borrowed_tensors and (accumulate_resident or loader.pg.size() != 1):
             raise ValueError("borrowed_tensors is for accumulate_resident=False and a group of one rank")
         if resident_tensor is not None and not accumulate_resident:
-            raise ValueError("resident_tensor says which tensors stay: accumulate_resident=False says that none does")
+            raise ValueError("resident_tensor selects tensors to keep, but accumulate_resident=False keeps none")
         self.pg = SingleGroup() if pg is None else pg
         self.loader = loader
         self.hf_weights_files = [str(path) for path in hf_weights_files]
@@ -103,7 +102,7 @@ class PipelineParallel:
         self._filter = tensor_filter
         self._depth = 1 if queue_size < 0 else queue_size + 2
         self._is_closed = self._is_ending = False  # the loader, and its iteration
-        # A word for each batch that may be read. Ctrl-C can leave locks of `threading` taken, and this none.
+        # One item for each batch that may be read. Ctrl-C can leave locks of `threading` taken, but not this one.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._plan = [_Batch(files, None) for files in self.weight_files_batches]
@@ -119,7 +118,7 @@ class PipelineParallel:
         return [self.hf_weights_files[at : at + ranks] for at in range(0, len(self.hf_weights_files), ranks)]
 
     def _split(self, most: int | None, budget: int | None, stays: Callable[[str], bool]) -> None:
-        # From headers alone, and the same on every rank.
+        # Uses only the headers, so that every rank gets the same result.
         sizes: list[list[dict[str, int]]] = []  # batch, file: name to bytes
         for files in self.weight_files_batches:
             sizes.append([])
@@ -131,7 +130,7 @@ class PipelineParallel:
         if budget is not None:
             every = [(name, nbytes) for batch in sizes for file in batch for name, nbytes in file.items()]
             stay_bytes = sum(nbytes for name, nbytes in every if stays(name))
-            # A tensor that came from another rank is beside the batches.
+            # A tensor that came from another rank needs memory in addition to the batches.
             transit = largest if self.pg.size() > 1 else 0
             copier, paths = self.loader.copier_class, self.hf_weights_files
             times, padding = copier.chunk_transient_multiplier(paths), copier.chunk_device_overhead(paths)
@@ -145,9 +144,9 @@ class PipelineParallel:
                 self._depth -= 1
             if room(self._depth) < largest:
                 raise BudgetInfeasibleError(
-                    f"device_memory_budget {budget}: {stay_bytes} bytes stay, {transit} are on their way, the copier "
-                    f"holds "
-                    f"{overhead}, and {times} times {padding} more than a batch, and the largest tensor has {largest}"
+                    f"device_memory_budget {budget}: {stay_bytes} bytes are kept, {transit} are in transit, and the "
+                    f"copier holds {overhead}; the largest tensor has {largest} bytes, and a batch needs {times} times "
+                    f"its size and {padding} bytes"
                 )
             most = min(most or room(self._depth), room(self._depth))
         assert most is not None
@@ -179,21 +178,21 @@ class PipelineParallel:
             self.batch_queue.put(item)
             if item.buffer is None:
                 return
-            item.buffer.drain()  # one batch after the other is read
+            item.buffer.drain()  # batches are read one after another
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
-        """(name, tensor) of every tensor, whole, the same order on every rank.
-        Raises what loading raised, on any rank, ForkedError in a forked child, ArgumentError while
-        another iteration of this goes on, and CancelledError where another thread closes it."""
+        """Yields (name, tensor) of every tensor, whole and in the same order on every rank. Raises what loading raised
+        on any rank, ForkedError in a forked child, ArgumentError while another iteration of this loader is running,
+        and CancelledError if another thread closes the loader."""
         if self._is_closed:
             return
         refuse_child(_READ_BY)
         if self._is_ending:
-            self._finish()  # its end was interrupted
+            self._finish()  # finishing was interrupted before
         if self._thread is not None:
-            raise ArgumentError("overwire: iterate_weights: another iteration goes on: exhaust or close that one first")
+            raise ArgumentError("overwire: iterate_weights: another iteration is running: exhaust or close it first")
         bar = self._bar()
-        self.loader._agrees = False  # the ranks agree below, in this thread
+        self.loader._agrees = False  # the ranks agree on errors below, in this thread
         self._room, self.batch_queue = queue.SimpleQueue(), queue.SimpleQueue()
         for _ in range(self._depth):
             self._room.put(None)
@@ -229,7 +228,7 @@ class PipelineParallel:
 
     def _finish(self) -> None:
         thread = self._thread
-        if thread is None or forked() or sys.is_finalizing():  # no thread runs on, nor gives back a lock, at the exit
+        if thread is None or forked() or sys.is_finalizing():  # at exit no thread runs on or releases a lock
             return
         self._is_ending = True
         self._room.put(None)
@@ -238,7 +237,7 @@ class PipelineParallel:
             item = self.batch_queue.get()
             if item.buffer is not None:
                 item.buffer.close()
-        self.batch_queue.put(_Loaded.nothing())  # for a thread that waits for the next one
+        self.batch_queue.put(_Loaded.nothing())  # wakes a thread that waits for the next batch
         self._thread, self._is_ending = None, False
 
     def _bar(self) -> Any:
@@ -251,7 +250,7 @@ class PipelineParallel:
         return tqdm(total=len(self._plan), desc="Loading fastsafetensors checkpoint shards", leave=False)
 
     def close(self) -> None:
-        """Ends loading; `iterate_weights` gives nothing any more. In a forked child nothing: all is the parent's."""
+        """Ends loading and `iterate_weights`. Does nothing in a forked child: the parent owns everything."""
         if not forked():
             self._is_closed = True
             self._finish()
@@ -273,7 +272,7 @@ def _runs(sizes: dict[str, int], most: int) -> list[list[str]]:
 class ParallelLoader(PipelineParallel):
     """A PipelineParallel over SafeTensorsFileLoader.
 
-    all_local: every rank reads all files itself, and no collective is called.
+    all_local: every rank reads all files itself, without collectives.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Saving a model as a set of shards that know that they belong together."""
+"""Saves a model as a set of shards that each name the set."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _KEYS = {KEY_SHARD_INDEX, KEY_SHARD_COUNT, KEY_SHARD_SET}
 
 
 class ShardSetError(ValueError):
-    """Files that are not one complete set of shards."""
+    """The files are not one complete set of shards."""
 
 
 def shard_paths(base: str, num_shards: int) -> list[str]:
-    """base-00001-of-00002.safetensors and so on. ValueError for none."""
+    """base-00001-of-00002.safetensors and so on. ValueError if num_shards is not positive."""
     if num_shards < 1:
         raise ValueError(f"num_shards {num_shards} must be positive")
     return [f"{base}-{at:05d}-of-{num_shards:05d}.safetensors" for at in range(1, num_shards + 1)]
 
 
 def validate_shard_set(metas: Sequence[SafeTensorsMetadata]) -> None:
-    """ShardSetError unless these are all shards of one save, in their order."""
+    """Raises ShardSetError unless these are all shards of one save, in order."""
     if not metas:
         raise ShardSetError("no files")
     idents = set()
@@ -56,13 +56,13 @@ def validate_shard_set(metas: Sequence[SafeTensorsMetadata]) -> None:
             raise ShardSetError(f"{meta.src}: it is shard {index} of {count}, where {at} of {len(metas)} was expected")
         idents.add(ident)
     if len(idents) > 1:
-        raise ShardSetError(f"the files are of {len(idents)} saves: {[meta.src for meta in metas]}")
+        raise ShardSetError(f"the files belong to {len(idents)} saves: {[meta.src for meta in metas]}")
 
 
 @dataclass
 class WriteEntry:
-    """A tensor to be saved: its dtype, shape (in elements) and bytes in the file,
-    and its source, which only the fill function needs to understand."""
+    """A tensor to save: its dtype, shape (in elements) and bytes in the file, and its
+    source, which only the fill function interprets."""
 
     name: str
     dtype: DType
@@ -73,9 +73,9 @@ class WriteEntry:
 
 @dataclass
 class ShardPlan:
-    """A file that is to be written: header has its first bytes, the length before
-    the JSON included; offsets has [begin, end) of each entry, from the file's
-    first byte; total_bytes is the file's size."""
+    """A file to write. header: its first bytes, including the length before the JSON.
+    offsets: [begin, end) of each entry, from the start of the file. total_bytes: the
+    file's size."""
 
     path: str
     entries: list[WriteEntry]
@@ -84,11 +84,11 @@ class ShardPlan:
     total_bytes: int = 0
 
 
-#: Called once with every (buffer, entry) of a save, the largest first. When it
-#: returns, the buffers are full; it keeps none of them.
+#: Called once for a save, with every (buffer, entry), the largest first. It fills the buffers
+#: before it returns, and keeps none of them.
 FillFn = Callable[[list[tuple[memoryview, WriteEntry]]], None]
 
-#: The entries of a shard -> texts for its metadata.
+#: Maps the entries of a shard to the strings of its metadata.
 ShardMetadataFn = Callable[[Sequence[WriteEntry]], Mapping[str, str]]
 
 
@@ -97,14 +97,14 @@ def _wrap(tensor: Any, framework: str) -> TensorBase:
 
 
 def plain_entry(name: str, tensor: Any, *, framework: str = "pytorch") -> WriteEntry:
-    """The entry of a tensor, wrapped or not, as it is. TypeError for a dtype that
-    files have no name for."""
+    """Makes an entry from a tensor, wrapped or not. TypeError for a dtype that the format
+    does not have."""
     tensor_base = _wrap(tensor, framework)
     return WriteEntry(name, tensor_base.dtype, tensor_base.get_shape(), tensor_base.get_nbytes(), tensor)
 
 
 def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: int = 8) -> FillFn:
-    """A fill function that calls `fn` for each entry, on several threads."""
+    """A fill function that calls `fn` for each entry on several threads."""
     if num_threads < 1:
         raise ValueError(f"num_threads {num_threads} must be positive")
 
@@ -117,14 +117,14 @@ def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: in
 
 
 def tensor_fill(num_threads: int = 8, *, framework: str = "pytorch") -> FillFn:
-    """A fill function for entries whose sources are tensors, which it copies as they are."""
+    """A fill function for entries with tensors as sources, which it copies unchanged."""
     return per_entry_fill(lambda buffer, entry: _wrap(entry.source, framework).copy_to_buffer(buffer), num_threads)
 
 
 def _texts(given: Mapping[str, str] | None, what: str) -> dict[str, str]:
     for key, value in (given or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise ValueError(f"{what}: {key!r}: metadata are texts by texts")
+            raise ValueError(f"{what}: {key!r}: metadata must map strings to strings")
     return dict(given or {})
 
 
@@ -133,11 +133,11 @@ def _check_entries(entries: Sequence[WriteEntry]) -> None:
     for entry in entries:
         name, bits = entry.name, entry.dtype.bits
         if name in names or name == "__metadata__":
-            raise ValueError(f"tensor {name!r}: a name twice, or that of the metadata")
+            raise ValueError(f"tensor {name!r}: the name occurs twice or is reserved for the metadata")
         names.add(name)
         for size in entry.shape:
             if size < 0:
-                raise ValueError(f"tensor {name!r}: shape {entry.shape}")
+                raise ValueError(f"tensor {name!r}: invalid shape {entry.shape}: expected integers of 0 or more")
             bits *= size
         if entry.dtype is DType.AUTO or bits != 8 * entry.nbytes:
             raise ValueError(f"tensor {name!r}: it is not {entry.nbytes} bytes of {entry.dtype.value} {entry.shape}")
@@ -154,19 +154,19 @@ def plan_shards(
     shard_metadata: ShardMetadataFn | None = None,
     header_align: int = 8,
 ) -> list[ShardPlan]:
-    """What `write_shards` shall write: entries spread over paths, the largest
-    first, each to the file with the fewest bytes. Nothing is written.
+    """Plans what `write_shards` writes: entries spread over paths, the largest first, each
+    into the file with the fewest bytes so far. Nothing is written.
 
-    metadata: texts for all files; shard0_metadata: for the first alone;
-    shard_metadata: for each, from its entries. header_align: a multiple of 8;
+    metadata: strings for all files; shard0_metadata: only for the first;
+    shard_metadata: computes each file's from its entries. header_align: a multiple of 8;
     data begin at a multiple of it and of 64.
-    ValueError for paths that are none or twice, a name twice, bytes that do not
-    fit dtype and shape, metadata that are no texts or the saver's own, and a
-    header of more than 100 MB.
+    ValueError for missing or repeated paths, a repeated name, bytes that do not fit dtype
+    and shape, metadata that are not strings or that the saver reserves, and a header of
+    more than 100 MB.
     """
     paths = [os.fspath(path) for path in paths]
     if not paths or len({os.path.abspath(path) for path in paths}) != len(paths):
-        raise ValueError(f"paths: none, or one twice: {paths}")
+        raise ValueError(f"paths: expected at least one and none twice, got {paths}")
     if header_align < 8 or header_align % 8:
         raise ValueError(f"header_align {header_align}: expected a multiple of 8")
     _check_entries(entries)
@@ -184,7 +184,7 @@ def plan_shards(
         if shard_metadata is not None:
             more = _texts(shard_metadata(tuple(shard)), "shard_metadata")
             if clashes := _KEYS & set(more):
-                raise ValueError(f"shard_metadata: {sorted(clashes)} are the saver's own")
+                raise ValueError(f"shard_metadata: the keys {sorted(clashes)} are reserved for the saver")
             texts[at] |= more
         table: dict[str, Any] = {}
         end = 0
@@ -204,7 +204,7 @@ def plan_shards(
 
 
 def _check_plan(plan: ShardPlan) -> None:
-    # Plans may be written by hand: what the header says is where the bytes go.
+    # A plan may be handmade, but the bytes go where the header says.
     try:
         table = json.loads(plan.header[8:])
         fits = (
@@ -226,21 +226,21 @@ def _check_plan(plan: ShardPlan) -> None:
 def _check_room(folder: str, nbytes: int, min_free_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free - nbytes < min_free_bytes:
-        raise OSError(28, f"{nbytes} bytes to write, {free} free, {min_free_bytes} to stay free", folder)
+        raise OSError(28, f"{nbytes} bytes to write, {free} free, and {min_free_bytes} must stay free", folder)
 
 
 def write_shards(
     plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: int = 0, fsync: bool = False
 ) -> list[str]:
-    """Writes the files of plans, and has `fill` write the tensors' bytes straight
-    into them; their paths.
+    """Writes the planned files and returns their paths. `fill` writes the tensors' bytes
+    directly into them.
 
-    Each file gets its name when all are full and on the disk: it is complete or
-    absent. min_free_bytes: what must stay free on each disk. fsync is taken, and
-    always so. Folders are made.
-    ValueError for plans that contradict themselves or share a path, FormatError
-    for headers that break the format's rules, OSError where room is missing: all
-    before `fill` is called. What `fill` raises is raised; nothing is left of it.
+    Each file gets its name when all files are full and on the disk, so it is complete or
+    absent. min_free_bytes: what must stay free on each disk. fsync is accepted; files are
+    always synced. Missing folders are made.
+    Before `fill` is called it raises ValueError for plans that contradict themselves or share
+    a path, FormatError for headers that break the format's rules, and OSError if there is
+    not enough space. An exception of `fill` passes through, and no file is left.
     """
     paths = [os.path.abspath(plan.path) for plan in plans]
     if len(set(paths)) != len(paths):
@@ -261,12 +261,12 @@ def write_shards(
             writers.append(FileWriter(path))
             stack.callback(writers[-1].drop)
             number = writers[-1].fileno()
-            os.posix_fallocate(number, 0, plan.total_bytes)  # a full disk is an error here, and a signal later
+            os.posix_fallocate(number, 0, plan.total_bytes)  # a full disk raises here; a write would get SIGBUS
             memory = mmap.mmap(number, plan.total_bytes)
             mappings.append((memoryview(memory), memory))
             memory[: len(plan.header)] = plan.header
             try:
-                overwire.safe_open(writers[-1], framework="bytes").close()  # the one validator
+                overwire.safe_open(writers[-1], framework="bytes").close()  # validates the header
             except overwire.FormatError as error:
                 raise overwire.FormatError(f"{plan.path}: {error}", source=plan.path) from error
             for entry in plan.entries:
@@ -277,7 +277,7 @@ def write_shards(
             buffer.release()
         for view, memory in mappings:
             view.release()
-            memory.close()  # BufferError: the fill has kept a view
+            memory.close()  # raises BufferError if `fill` has kept a view
         for writer in writers:
             writer.close()
     return [plan.path for plan in plans]
@@ -297,8 +297,8 @@ def save_sharded(
     shard_metadata: ShardMetadataFn | None = None,
     header_align: int = 8,
 ) -> list[str]:
-    """Plans and writes base-00001-of-0000N.safetensors and so on; their paths.
-    fill: None: sources are tensors of `framework`."""
+    """Plans and writes base-00001-of-0000N.safetensors and so on; returns their paths.
+    fill: None means that the sources are tensors of `framework`."""
     saver = ParallelSaver(
         num_shards=num_shards, framework=framework, fill=fill, min_free_bytes=min_free_bytes, fsync=fsync,
         shard_metadata=shard_metadata
@@ -311,13 +311,13 @@ def save_sharded(
 class ParallelSaver:
     """Saves tensors as `num_shards` files of about equal size.
 
-    framework: of tensors that are not wrapped. num_threads: tensors, and
-    compressed files, that are written at a time. fill: brings the bytes of
-    entries, all at once, into buffers; None: sources are tensors. Other
-    arguments as for `plan_shards` and `write_shards`.
-    compress: stores shards compressed, in overwire's container; then the host
-    holds what `fill` brings until it is written, and data begin at multiples of
-    64: header_align must divide that.
+    framework: of tensors that are not wrapped. num_threads: how many tensors, and how many
+    compressed files, are written at a time. fill: writes the bytes of all entries into
+    buffers; None: the sources are tensors. Other arguments are as for `plan_shards` and
+    `write_shards`.
+    compress: stores shards compressed, in overwire's container. Then the host holds the
+    filled buffers until they are written, and data begin at multiples of 64, which
+    header_align must divide.
     """
 
     def __init__(
@@ -348,9 +348,9 @@ class ParallelSaver:
         shard0_metadata: Mapping[str, str] | None = None,
         header_align: int = 8,
     ) -> list[str]:
-        """Writes base-00001-of-0000N.safetensors and so on; their paths. Raises what
-        `plan_shards`, `write_shards` and, with compress, `overwire.save_file` raise;
-        then shards may be missing, and `validate_shard_set` says so."""
+        """Writes base-00001-of-0000N.safetensors and so on; returns their paths. Raises what
+        `plan_shards`, `write_shards` and, with compress, `overwire.save_file` raise. Then shards
+        may be missing, which `validate_shard_set` reports."""
         entries = [plain_entry(name, tensor, framework=self.framework) for name, tensor in tensors.items()]
         return self.save_entries(
             entries, base, metadata=metadata, shard0_metadata=shard0_metadata, header_align=header_align
@@ -365,9 +365,9 @@ class ParallelSaver:
         shard0_metadata: Mapping[str, str] | None = None,
         header_align: int = 8,
     ) -> list[str]:
-        """As `save`, of entries."""
+        """Does the same as `save`, for entries."""
         if self.compress and 64 % header_align:
-            raise ValueError(f"header_align {header_align}: data of compressed files begin at multiples of 64")
+            raise ValueError(f"header_align {header_align}: expected a divisor of 64, since the files are compressed")
         plans = plan_shards(
             entries, shard_paths(os.fspath(base), self.num_shards), metadata=metadata, shard0_metadata=shard0_metadata,
             shard_metadata=self.shard_metadata, header_align=header_align,
@@ -384,7 +384,7 @@ class ParallelSaver:
         _check_room(folder, total, self.min_free_bytes)
         entries = sorted((entry for plan in plans for entry in plan.entries), key=lambda entry: -entry.nbytes)
         values: dict[str, Any] = {}
-        buffers: list[ctypes.Array[ctypes.c_char]] = []  # what the values point to, until all is written
+        buffers: list[ctypes.Array[ctypes.c_char]] = []  # the values point into these until all is written
         if self.fill is None:
             values = {
                 entry.name: entry.source.get_raw() if isinstance(entry.source, TensorBase) else entry.source

@@ -1,4 +1,4 @@
-"""Devices, element types, and places of tensors in a file, by fastsafetensors' names."""
+"""Defines devices, dtypes, and tensor positions in a file, with fastsafetensors' names."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class DeviceType(Enum):
 
 @dataclass
 class Device:
-    """A device: its kind, and its number, None for the current one."""
+    """A device: its kind and its number. None is the current device."""
 
     type: DeviceType = DeviceType.CPU
     index: int | None = None
 
     def as_str(self) -> str:
-        """ "cpu", "cuda:1"."""
+        """Returns "cpu" or, for instance, "cuda:1"."""
         return self.type.value if self.index is None else f"{self.type.value}:{self.index}"
 
     @classmethod
     def from_str(cls, s: str) -> Device:
-        """Of "cpu", "cuda", "cuda:1", "gpu:0". ValueError for anything else."""
+        """Parses "cpu", "cuda", "cuda:1" or "gpu:0". ValueError for anything else."""
         kind, colon, number = s.partition(":")
         try:
             kind_of_device = DeviceType(kind.lower())
@@ -38,12 +38,12 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> Device:
-        """Of a Device, a str, or what prints as one (torch.device)."""
+        """Converts a Device, a str, or an object that prints as one (torch.device)."""
         return device if isinstance(device, Device) else cls.from_str(str(device))
 
 
 class DType(Enum):
-    """safetensors' types; AUTO: as the file has it."""
+    """safetensors' dtypes. AUTO: as in the file."""
 
     BOOL = "BOOL"
     I8 = "I8"
@@ -62,7 +62,7 @@ class DType(Enum):
     F8_E4M3 = "F8_E4M3"
     F8_E8M0 = "F8_E8M0"
     F4 = "F4"
-    # Not in the original, which refuses files that have them.
+    # The original lacks these, and refuses files that have them.
     C64 = "C64"
     F8_E5M2FNUZ = "F8_E5M2FNUZ"
     F8_E4M3FNUZ = "F8_E4M3FNUZ"
@@ -78,22 +78,22 @@ class DType(Enum):
         self.bits = 8 if name == "BOOL" else int(digits) if digits.isdecimal() else 0
 
 
-#: Bytes of one element, halves for F4.
+#: Bytes of one element; F4 has half a byte.
 DTYPE_SIZES = {
     dtype: dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bits / 8 for dtype in DType if dtype is not DType.AUTO
 }
 
 
 def stand_in(dtype: DType) -> DType:
-    """The integers that stand for a type which DLPack came to late; other types for themselves."""
+    """The integer dtype that replaces a dtype which older DLPack versions lack; other dtypes stay."""
     if dtype in (DType.F8_E5M2, DType.F8_E4M3):
         return DType.I8
     return DType.U8 if dtype.bits <= 8 and dtype.value.startswith("F") else dtype
 
 
 def converts(own: DType, wanted: DType) -> bool:
-    """Whether dtype= changes such a tensor. Packed types and bare exponents are
-    parts of a scheme, and complex numbers would lose a half: they stay."""
+    """Whether dtype= converts a tensor of dtype `own`. Packed dtypes and bare exponents stay,
+    because they are parts of a scheme, and so do complex numbers, which would lose a half."""
     if wanted is DType.AUTO or wanted is own:
         return False
     return own.bits >= 8 and own not in (DType.F8_E8M0, DType.C64)
@@ -109,10 +109,10 @@ def dense_strides(shape: list[int]) -> list[int]:
 
 @dataclass
 class TensorFrame:
-    """A tensor, or a slice of one, by its place in a file.
+    """The position of a tensor, or of a slice of one, in a file.
 
-    shape, strides (in elements) and offsets (in elements of each dimension)
-    have one entry a dimension; data_offsets is the whole tensor's [begin, end).
+    shape, strides (in elements) and offsets (in elements of each dimension) have one entry
+    per dimension. data_offsets is [begin, end) of the whole tensor.
     """
 
     dtype: DType
@@ -124,15 +124,15 @@ class TensorFrame:
 
     @classmethod
     def from_buffer(cls, entry: Any) -> TensorFrame:
-        """The frame of a tensor, by its entry in a header."""
+        """Makes a frame from a tensor's entry in a header."""
         shape = [int(size) for size in entry["shape"]]
         return cls(
             DType(entry["dtype"]), shape, list(entry["data_offsets"]), dense_strides(shape), [0] * len(shape), False
         )
 
     def __getitem__(self, index: Any) -> TensorFrame:
-        """The frame of a slice: ints keep their dimension with size 1, and an
-        empty slice has shape []. IndexError, or ValueError for other indices."""
+        """The frame of a slice. An int keeps its dimension with size 1, and an empty slice has shape
+        []. IndexError if it is out of range, ValueError for other kinds of index."""
         entries = index if isinstance(index, tuple) else (index,)
         if not entries:
             return self

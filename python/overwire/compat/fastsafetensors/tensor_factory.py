@@ -1,4 +1,4 @@
-"""One file of one rank: its tensors here, or on their way from that rank."""
+"""Holds one file of one rank: its tensors on this rank, or their transfer from that rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from .st_types import Device, DType, converts
 
 
 class LazyTensorFactory:
-    """rank: whose file it is. copier: None on all other ranks. names: the tensors
-    that are loaded, to be set before they are.
+    """rank: the rank that loads the file. copier: None on all other ranks. names: the tensors
+    to load; set them before loading.
 
-    gbuf: what its tensors are counted by, None when it was freed or is another
-    rank's. wait_tensor: what waits for a tensor that may not have arrived, None
-    where all have. All ranks of the group must make the same calls in the same
-    order.
+    gbuf: counts the tensors' memory; None if it was freed or belongs to another rank.
+    wait_tensor: waits for a tensor that may not have arrived; None if all have. All ranks of
+    the group must make the same calls in the same order.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class LazyTensorFactory:
             self.gbuf = self.copier.submit_io(use_buf_register, max_copy_block_size)
 
     def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False, borrowed_tensors: bool = False) -> None:
-        """With readiness, `dtype` AUTO: prepares alone. borrowed_tensors: has no
-        effect: the caller owns the tensors."""
+        """If the copier can wait for single tensors and `dtype` is AUTO, only prepares. borrowed_tensors:
+        no effect, because the caller owns the tensors."""
         self.dtype = dtype
         copier = self.copier
         if copier is None or self.gbuf is None:
@@ -75,8 +74,8 @@ class LazyTensorFactory:
             self.copier, self.wait_tensor = None, None
 
     def drain(self) -> None:
-        """Waits for all that is loading by the engine. What fails is raised where its
-        tensors are asked for."""
+        """Waits for everything that the engine is loading. A failure is raised when its tensor is
+        requested."""
         if isinstance(self.copier, EngineCopier) and self.wait_tensor is not None:
             with suppress(Exception):
                 self.copier.finish_io()
@@ -86,14 +85,14 @@ class LazyTensorFactory:
         return self.dtype if converts(own, self.dtype) else own
 
     def shape(self, name: str) -> list[int]:
-        """As the tensor has it here."""
+        """The shape of the tensor in memory."""
         frame = self.metadata.tensors[name]
         if frame.dtype.bits == 6:
             return [(frame.data_offsets[1] - frame.data_offsets[0])]
         return self.framework.get_native_shape(frame.dtype, frame.shape)
 
     def _empty(self, name: str, shape: list[int]) -> TensorBase:
-        # shape: as the tensor has it here.
+        # shape: that of the tensor in memory.
         dtype = self._dtype(name)
         logical = [*shape[:-1], 2 * shape[-1]] if dtype is DType.F4 else shape
         empty: TensorBase = self.framework.get_empty_tensor(logical, dtype, self.device)
@@ -109,7 +108,7 @@ class LazyTensorFactory:
         return self.tensors[name]
 
     def push(self, pg: ProcessGroupBase, tensor_name: str, dst_rank: int, src_rank: int) -> TensorBase | None:
-        """The tensor on dst_rank, None elsewhere."""
+        """Sends the tensor to dst_rank. Returns None on other ranks."""
         me = pg.rank()
         if pg.size() == 1 or src_rank == dst_rank:
             return self._own_tensor(tensor_name) if me == dst_rank or pg.size() == 1 else None
@@ -123,8 +122,8 @@ class LazyTensorFactory:
         return None
 
     def shuffle(self, pg: ProcessGroupBase, tensor_name: str, dim: int) -> TensorBase:
-        """The whole tensor (dim -1) or this rank's block along dim: ceil(size /
-        ranks) each, the last may be shorter or empty."""
+        """The whole tensor (dim -1), or this rank's block along dim: ceil(size / ranks) elements. The
+        last block may be shorter or empty."""
         if pg.size() == 1:
             return self._own_tensor(tensor_name)
         result = self.shuffled.get((tensor_name, dim))
@@ -151,7 +150,7 @@ class LazyTensorFactory:
             raise ValueError(f"{self.metadata.src}: tensor {name} has no dimension {dim}: its shape is {shape}")
         block = -(-shape[dim] // ranks)
         frame = self.metadata.tensors[name]
-        if frame.dtype is DType.F4 and dim == len(shape) - 1:  # blocks are of elements, as the file counts them
+        if frame.dtype is DType.F4 and dim == len(shape) - 1:  # blocks count elements, as in the file
             block = -(-frame.shape[dim] // ranks)
             if block % 2:
                 raise ValueError(
@@ -163,7 +162,7 @@ class LazyTensorFactory:
         def index(lo: int, hi: int) -> Any:
             return tuple(slice(lo, hi) if at == dim else slice(None) for at in range(len(shape)))
 
-        # A scatter's parts are of one size: short ones are filled up.
+        # A scatter needs parts of equal size: short ones are padded.
         full = [*shape[:dim], block, *shape[dim + 1 :]]
         parts: list[TensorBase] = []
         if pg.rank() == self.rank:
@@ -179,12 +178,12 @@ class LazyTensorFactory:
         pg.scatter(own_part, parts, self.rank)
         me = pg.rank()
         size = min((me + 1) * block, shape[dim]) - min(me * block, shape[dim])
-        # Copied to memory of the right size.
+        # Copy the block, so that it does not keep the padding.
         return own_part if size == block else own_part[index(0, size)].clone().contiguous()
 
     def free_dev_ptrs(self) -> None:
-        """Closes the file, once nothing is read to its memory. Tensors
-        that were taken live on."""
+        """Closes the file once no read writes to its memory. Tensors that were taken stay
+        valid."""
         self.tensors, self.shuffled = {}, {}
         gbuf, self.gbuf = self.gbuf, None
         copier, self.copier = self.copier, None
@@ -193,7 +192,7 @@ class LazyTensorFactory:
         if isinstance(copier, EngineCopier):
             copier.cancel()
         elif copier is not None and gbuf is not None:
-            with suppress(Exception):  # an error of bytes that no one needs
+            with suppress(Exception):  # no one needs these bytes any more
                 if inflight:
                     copier.finish_io()
                 else:

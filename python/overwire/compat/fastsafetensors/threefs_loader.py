@@ -1,5 +1,5 @@
-"""Loaders for 3FS, by the reader of the package fastsafetensor_3fs_reader (or
-what has its two names)."""
+"""Loads from 3FS through the reader of the package fastsafetensor_3fs_reader, or of
+another package that defines its two names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .parallel_loader import PipelineParallel
 
 
 class ThreeFSLoader(BaseSafeTensorsFileLoader):
-    """mount_point: of 3FS; entries, io_depth, buffer_size: passed to the reader."""
+    """mount_point: where 3FS is mounted. entries, io_depth, buffer_size: passed to the reader."""
 
     @classmethod
     def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Infers a mount_point that is None, blank or not given from the files;
-        without the reader's package it stays the default."""
+        """Infers a mount_point that is missing, None or blank from the files. Without the reader's
+        package the default stays."""
         config = dict(ext_config)
         if not str(config.get("mount_point") or "").strip():
             config.pop("mount_point", None)
@@ -47,7 +47,7 @@ class ThreeFSLoader(BaseSafeTensorsFileLoader):
 
 
 class ParallelThreeFSLoader(PipelineParallel):
-    """A PipelineParallel over ThreeFSLoader; the mount point is the files'."""
+    """A PipelineParallel over ThreeFSLoader, with the mount point of the files."""
 
     def __init__(
         self,

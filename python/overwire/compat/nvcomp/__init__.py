@@ -1,13 +1,12 @@
-"""nvCOMP's Python API over open codecs, on the CPU and on GPUs: `nvidia.nvcomp` as
-its programs import it.
+"""Offers nvCOMP's Python API, `nvidia.nvcomp`, over open codecs on the CPU and on GPUs.
 
     import overwire.compat.nvcomp as nvcomp
 
-The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate, Gzip,
-GDeflate and Cascaded need no GPU; X16 is our own codec, by its own name. RAW
-streams are those of the algorithms; native and sized ones are overwire's, and what
-nvCOMP itself wrote of these is read by an installed nvCOMP: docs/nvcomp.md.
-`backends()` says what does the work of each algorithm.
+The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate, Gzip, GDeflate and
+Cascaded need no GPU. X16 is our own codec, under its own name. RAW streams are the
+algorithms' standard ones. Native and sized streams are overwire's own; those that nvCOMP
+wrote are passed to an installed nvCOMP (docs/nvcomp.md). `backends()` says where each
+algorithm runs.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from .enums import (
 )
 from .streams import CudaStream, set_device_allocator, set_host_allocator, set_pinned_allocator
 
-#: The version whose names these are.
+#: The nvCOMP version with these names.
 __version__ = "6.0.0"
-#: The version of CUDA that the kernels are compiled with; none is needed without a GPU.
+#: The CUDA version that the kernels are compiled with. Without a GPU, CUDA is not needed.
 __cuda_version__ = 13000
 
 __all__ = [
@@ -61,8 +60,8 @@ __all__ = [
     "set_pinned_allocator",
 ]
 
-# Members that nvCOMP has as names of the module too, in the order in which it
-# exports them: of NONE, the last one stays.
+# Enum members that nvCOMP also exports as names of the module, in its order. Several are called
+# NONE; the last one wins.
 for _kind in (
     ArrayBufferKind,
     BitcompMode,

@@ -1,5 +1,5 @@
-"""Array and BatchArray: any object's memory, without a copy, kept alive by its
-Arrays."""
+"""Defines Array and BatchArray, which share the memory of any object without a copy and keep
+it alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .dtypes import BYTE, Kind, kind_of, numpy_dtype, typestr
 from .enums import ArrayBufferKind
 from .streams import HOST, gpu_memory
 
-# Formats of memoryview; what has none is shown as bytes.
+# Formats of memoryview. Types without one are shown as bytes.
 _FORMATS = {
     (0, 8): "b", (0, 16): "h", (0, 32): "i", (0, 64): "q",
     (1, 8): "B", (1, 16): "H", (1, 32): "I", (1, 64): "Q",
@@ -25,7 +25,7 @@ _FORMATS = {
 
 
 class Later:
-    """What a batch on a GPU will say of one of its streams."""
+    """The pending result of one stream in a GPU batch."""
 
     NOT_YET = RuntimeError("not yet")
     __slots__ = ("_at", "_batch", "_keep")
@@ -34,7 +34,7 @@ class Later:
         self._batch, self._at, self._keep = batch, at, keep
 
     def error(self, wait: bool) -> BaseException | None:
-        """The error, or None; NOT_YET while the work is under way."""
+        """The error or None; NOT_YET while the work is running."""
         errors = self._batch.wait() if wait else self._batch.poll()
         if errors is None:
             return Later.NOT_YET
@@ -46,8 +46,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     """A view of memory on the host or a GPU, or the result of a Codec.
 
     Made from a DLPack capsule or an object with `__dlpack__`,
-    `__array_interface__`, `__cuda_array_interface__` or the buffer protocol; the
-    memory is shared, and kept. Host Arrays have the buffer protocol themselves.
+    `__array_interface__`, `__cuda_array_interface__` or the buffer protocol. The Array
+    shares the memory and keeps it alive. Host Arrays support the buffer protocol themselves.
     Raises TypeError for anything else.
     """
 
@@ -77,20 +77,20 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._device = device
         self._capacity = span.nbytes
         self._readonly = False
-        self._native = True  # our memory: a Codec may replace it
+        self._native = True  # we own the memory, and a Codec may replace it
         self._pending: BaseException | Later | None = None
-        self._stream = 1  # whose work the bytes wait for
-        self._joined = 1  # a stream that has waited for it
+        self._stream = 1  # the stream that produces the bytes
+        self._joined = 1  # a stream that has already waited for it
 
     def _must_wait(self, stream: int) -> bool:
-        """Whether a stream must wait before it uses the bytes. True once per stream."""
+        """Whether a stream must wait before it uses the bytes. Returns True only once per stream."""
         if self._stream == stream or self._joined == stream:
             return False
         self._joined = stream
         return True
 
     def _fits_content(self, size: int, kind: Kind, device: tuple[int, int]) -> bool:
-        """Whether a content of this length and type becomes this very Array."""
+        """Whether a content of this length and type can be decoded into this Array."""
         return (
             self._span[1] == size
             and self._kind == kind
@@ -104,7 +104,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def _of(
         cls, span: codecs.Span, nbytes: int, kind: Kind = BYTE, device: tuple[int, int] = HOST, stream: int = 1
     ) -> Array:
-        """The first nbytes of a span, in one dimension, as a stream leaves them."""
+        """The first nbytes of a span as a one-dimensional Array."""
         array = cls.__new__(cls)
         content = codecs.Span(span.address, nbytes, span.keep)
         array._set_memory(content, (nbytes // (kind[1] * kind[2] // 8),), None, kind, device)
@@ -113,8 +113,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return array
 
     def _wait_until_ready(self, wait: bool = True) -> None:
-        """Raises the error of decoding, once. If a GPU has not reported it yet, waits for
-        it, or leaves it for later."""
+        """Raises a decoding error, once. If a GPU has not reported yet, waits for it, or with
+        wait=False leaves it for later."""
         pending = self._pending
         if pending is None:
             return
@@ -125,7 +125,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
                 raise error
 
     def _pending_error(self) -> BaseException | None:
-        """The error that `_wait_until_ready` would raise, if any; it stays for `_wait_until_ready`."""
+        """The error that `_wait_until_ready` would raise, if any; it is not consumed."""
         return self._pending.error(True) if isinstance(self._pending, Later) else self._pending
 
     @property
@@ -135,17 +135,17 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def buffer_size(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return self._span.nbytes
 
     @property
     def capacity(self) -> int:
-        """Bytes of its memory: at least buffer_size."""
+        """The number of bytes of its memory: at least buffer_size."""
         return self._capacity
 
     @property
     def dtype(self) -> Any:
-        """numpy's dtype; bfloat16 and float8 are those of ml_dtypes."""
+        """The numpy dtype; ml_dtypes provides bfloat16 and float8."""
         return numpy_dtype(self._kind)
 
     @property
@@ -155,12 +155,12 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def ndim(self) -> int:
-        """Dimensions."""
+        """The number of dimensions."""
         return len(self._shape)
 
     @property
     def precision(self) -> int:
-        """Significant bits of an element; 0 is all of them."""
+        """Significant bits of an element; 0 means all."""
         return 0
 
     @property
@@ -170,13 +170,13 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return prod(self._shape)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Bytes between neighbours along each dimension. The array interfaces say None
-        where they are those of a dense array in C order, as nvCOMP's do."""
+        """Bytes between neighbours along each dimension. Like nvCOMP, the array interfaces say None
+        for a dense array in C order."""
         if self._strides is not None:
             return self._strides
         return tuple(s * self.item_size for s in _dense_strides(self._shape))
@@ -190,7 +190,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        self._wait_until_ready(self._device == HOST)  # a GPU's bytes are there when its stream is
+        self._wait_until_ready(self._device == HOST)  # on a GPU the consumer's stream waits
         return self._cuda_interface() | {"stream": self._stream}
 
     def _cuda_interface(self) -> dict[str, Any]:
@@ -200,11 +200,11 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         }
 
     def to_dlpack(self, cuda_stream: Any = None) -> Any:
-        """A DLPack capsule of the same memory, which it keeps alive.
+        """Returns a DLPack capsule of the same memory. The capsule keeps the memory alive.
 
-        Of a GPU: a stream of the consumer's, which is made to wait for the Array;
-        None is the default one, -1 waits for nothing. BufferError for strides that are
-        no whole elements.
+        cuda_stream: for GPU memory, the consumer's stream, which is made to wait for the Array;
+        None is the default stream, and -1 waits for nothing. BufferError if the strides are not
+        whole elements.
         """
         self._wait_until_ready(self._device == HOST)
         if self._device != HOST and cuda_stream != -1:
@@ -212,14 +212,14 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         item = self.item_size
         strides = _dense_strides(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
         if self._strides is not None and any(s % item for s in self._strides):
-            raise BufferError(f"the Array's strides, {self._strides}, are no whole elements, and DLPack counts those")
+            raise BufferError(f"the Array's strides, {self._strides}, are not whole elements, which DLPack needs")
         return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
 
     def __dlpack__(
         self, stream: Any = None, *, copy: bool | None = None, dl_device: Any = None, max_version: Any = None
     ) -> Any:
         if copy or (dl_device is not None and tuple(dl_device) != self._device):
-            raise BufferError("an Array is given on as it is: no copy, no other device")
+            raise BufferError("an Array is only exported as it is: without a copy, and on its own device")
         if self._readonly:
             raise BufferError("the Array is read-only, which this version of DLPack cannot say")
         return self.to_dlpack(stream)
@@ -234,11 +234,11 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         letter = _FORMATS.get(self._kind[:2])
         nbytes = self._span.nbytes
         if letter is not None and (self._strides is not None or letter == "e" or nbytes == 0):
-            # memoryview casts neither to halves nor to nothing: numpy shows them.
+                # memoryview cannot cast to float16 or to empty shapes: use numpy.
             with contextlib.suppress(ImportError):
                 import numpy
 
-                # The interface alone, since the Array's own buffer is what is being made.
+                # Only pass the interface, because the Array's own buffer is being built.
                 data = (self._span.address, self._readonly)
                 exporter = SimpleNamespace(__array_interface__=self._cuda_interface() | {"data": data}, keep=self)
                 return memoryview(numpy.asarray(exporter))  # type: ignore[arg-type,unused-ignore]
@@ -260,13 +260,13 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return self._shape[0] if self._shape else 0
 
     def cpu(self) -> Array | None:
-        """Itself if it is on the host, else a copy there; None if that cannot be made.
-        Raises errors of decoding on a GPU at the latest."""
+        """Returns the Array itself if it is on the host, else a copy on the host; None if that is
+        not possible. Raises GPU decoding errors that were not raised before."""
         self._wait_until_ready()
         return self if self._device == HOST else self._copy_to_host()
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> Array | None:
-        """Itself on a GPU, else a copy there; None where there is none."""
+        """Returns the Array itself if it is on a GPU, else a copy on one; None without a GPU."""
         self._wait_until_ready(self._device == HOST)
         return self if self._device != HOST else self._copy_to_device(synchronize, int(cuda_stream))
 
@@ -277,7 +277,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return array
 
     def _copy_to_host(self) -> Array | None:
-        """A copy on the host, in memory of the pinned allocator where one is set."""
+        """A copy on the host, in memory of the pinned allocator if one is set."""
         if self._strides is not None:
             return None
         nbytes = self.buffer_size
@@ -292,17 +292,17 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return self._with_span(span, HOST)
 
     def _copy_onto(self, address: int, device: int, stream: int, wait: bool = True) -> None:
-        """Copies the bytes to an address of a GPU."""
+        """Copies the bytes to an address on a GPU."""
         after = []
         if self._device == (2, device):
             after = [self._stream]
-        elif self._device != HOST:  # streams of two devices do not wait for each other here
+        elif self._device != HOST:  # a stream of one device does not wait for another device's
             gpu.stream_sync(self._stream, self._device[1])
         gpu.copy(address, self._span.address, self.buffer_size, device=device, stream=stream, after=after, wait=wait)
 
     def _copy_to_device(self, synchronize: bool = True, stream: int = 0, index: int | None = None) -> Array | None:
-        """A copy on a GPU, in memory of the device allocator where one is set; None
-        where there is no GPU."""
+        """A copy on a GPU, in memory of the device allocator if one is set; None without a
+        GPU."""
         if self._strides is not None or gpu.count() == 0:
             return None
         index = streams.current() if index is None else index
@@ -313,26 +313,26 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         streams.check_device(stream, index)
         span = gpu_memory(nbytes, index, stream)
         self._copy_onto(span.address, index, stream, synchronize)
-        # What has not been read yet stays.
+        # Keep an error that was not raised yet.
         source = span if synchronize else codecs.Span(span.address, nbytes, (span.keep, self))
         return self._with_span(source, (2, index), stream)
 
 
 class BatchArray(list):  # type: ignore[type-arg]
-    """A list of Arrays, as encode and decode return for a list."""
+    """A list of Arrays. encode and decode return one for a list."""
 
     @property
     def buffer_sizes(self) -> list[int]:
-        """Bytes of each."""
+        """The number of bytes of each Array."""
         return [a.buffer_size for a in self]
 
     def cpu(self) -> BatchArray:
-        """Every Array on the host; itself if they are there."""
+        """Every Array on the host; the batch itself if they already are."""
         arrays = [a.cpu() for a in self]
         return self if all(a is b for a, b in zip(self, arrays, strict=True)) else BatchArray(arrays)
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> BatchArray | None:
-        """Every Array on a GPU; None where there is none."""
+        """Every Array on a GPU; None without a GPU."""
         arrays = [a.cuda(synchronize, cuda_stream) for a in self]
         if any(a is None for a in arrays):
             return None
@@ -340,13 +340,13 @@ class BatchArray(list):  # type: ignore[type-arg]
 
 
 def as_array(source: Any, cuda_stream: int = 0) -> Array:
-    """An Array of the source's memory, without a copy; see Array."""
+    """An Array that shares the source's memory; see Array."""
     return Array(source, cuda_stream)
 
 
 def as_arrays(sources: Any, *args: Any, cuda_stream: int = 0, **named: Any) -> BatchArray:
-    """An Array of each source: `as_arrays(list, cuda_stream=0)`; or of parts of
-    one: `as_arrays(buffer, offsets, sizes, cuda_stream=0)`, in bytes.
+    """Makes an Array of each source, `as_arrays(list, cuda_stream=0)`, or of parts of one source,
+    `as_arrays(buffer, offsets, sizes, cuda_stream=0)`, in bytes.
 
     Raises ValueError for parts outside the buffer.
     """
@@ -373,9 +373,9 @@ def _part_of(whole: Array, at: int, n: int) -> Array:
 
 
 def from_dlpack(source: Any, cuda_stream: int = 0) -> Array:
-    """An Array of a DLPack capsule or an object with `__dlpack__`, without a copy."""
+    """An Array that shares the memory of a DLPack capsule or of an object with `__dlpack__`."""
     if not hasattr(source, "__dlpack__") and type(source).__name__ != "PyCapsule":
-        raise TypeError(f"from_dlpack: {type(source).__name__} is no DLPack capsule and has no __dlpack__")
+        raise TypeError(f"from_dlpack: {type(source).__name__} is not a DLPack capsule and has no __dlpack__")
     return Array(source, cuda_stream)
 
 
@@ -391,7 +391,7 @@ MemoryDescription = tuple[codecs.Span, tuple[int, ...], "tuple[int, ...] | None"
 
 
 def _describe_memory(source: Any, stream: int) -> MemoryDescription:
-    """What an object's memory is, by the first protocol that it has."""
+    """Describes an object's memory through the first protocol that it supports."""
     if type(source).__name__ == "PyCapsule":
         return _from_view(codecs.tensor_view(source))
     if hasattr(source, "__dlpack__"):
@@ -425,30 +425,30 @@ def _describe_memory(source: Any, stream: int) -> MemoryDescription:
 def _from_view(tensor: codecs.TensorView) -> MemoryDescription:
     item = tensor.kind[1] * tensor.kind[2] // 8
     if item == 0:
-        raise ValueError(f"elements of {tensor.kind[1]} bits have no place of their own")
+        raise ValueError(f"elements of {tensor.kind[1]} bits are not supported: they do not fill whole bytes")
     strides = tensor.strides
     if strides is not None and (0 in tensor.shape or _is_dense(tensor.shape, strides)):
         strides = None
     nbytes = prod(tensor.shape) * item
     device = HOST if tensor.device[0] in (1, 3) else (2, tensor.device[1])
     if tensor.device[0] not in (1, 2, 3, 13):
-        raise ValueError(f"a DLPack tensor of device type {tensor.device[0]}: expected the host or CUDA")
+        raise ValueError(f"the DLPack tensor has device type {tensor.device[0]}: expected the host (1) or CUDA (2)")
     span = codecs.Span(tensor.address, nbytes, tensor.keep)
     return span, tensor.shape, strides and tuple(s * item for s in strides), tensor.kind, device, False
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether strides, in elements, are those of a dense array."""
+    """Whether strides (in elements) are those of a dense array."""
     return all(extent == 1 or a == b for extent, a, b in zip(shape, strides, _dense_strides(shape), strict=True))
 
 
 def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]:
-    """Where the memory of a CUDA array interface is, when the stream has waited for
-    the producer's."""
+    """The device of a CUDA array interface's memory. Makes the stream wait for the producer's
+    stream."""
     address = int(interface["data"][0] or 0) if interface.get("data") is not None else 0
     number = gpu.device_of(address) if address else streams.current()
     if number < 0:
-        return HOST  # as host Arrays of nvCOMP say it
+        return HOST  # nvCOMP's host Arrays have such an interface
     if interface.get("stream"):
         gpu.follow(stream, int(interface["stream"]), device=number)
     return 2, number
@@ -464,7 +464,7 @@ def _from_interface(source: Any, interface: dict[str, Any], device: tuple[int, i
     item = kind[1] * kind[2] // 8
     data = interface.get("data")
     if data is None:
-        raise TypeError("an array interface without an address")
+        raise TypeError("the array interface has no address")
     strides = interface.get("strides")
     if strides is not None and (0 in shape or _is_dense(shape, tuple(s / item for s in strides))):
         strides = None

@@ -1,4 +1,4 @@
-"""Codec: nvCOMP's encoder and decoder over overwire.codecs."""
+"""Implements nvCOMP's Codec, which encodes and decodes, over overwire.codecs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBack
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Each option and the type that it takes.
+# Maps each option to its type.
 _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "algorithm": str,
     "device_id": int,
@@ -33,14 +33,14 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "num_rles": int,
     "num_deltas": int,
     "use_bitpack": (bool, int),
-    # Of Cascaded in 6.0, which are hints, and of algorithms that nvCOMP itself is asked for.
+    # Hints for Cascaded from 6.0, and options of algorithms that are passed to nvCOMP itself.
     **dict.fromkeys(
         ("mode", "compression_level", "terminal_codecs", "fine_grained_encodings",
          "coarse_grained_encodings", "delta", "states_per_lane", "histogram_reduction_log2", "max_sub_chunk_count",
          "skip_validate"),
         object,
     ),
-    # Ours.
+    # Our own.
     "strict": bool,
     "ask_nvcomp": bool,
 }  # fmt: skip
@@ -59,12 +59,12 @@ _VERIFY: dict[ChecksumPolicy, bool | str] = {
 }
 
 
-# The options that reading takes, which an nvCOMP that is asked to read is given.
+# Options that apply to reading. They are passed to an nvCOMP that reads its own streams.
 _READING = ("algorithm", "device_id", "cuda_stream", "bitstream_kind", "checksum_policy", "data_type")
 
 
 class _ForeignStreams(Exception):
-    """Streams that are not ours, by their places in the batch, and why the first was refused."""
+    """Streams that are not ours: their positions in the batch, and why the first was refused."""
 
     def __init__(self, at: list[int], error: OverwireError) -> None:
         super().__init__(at, error)
@@ -89,41 +89,41 @@ class _Config:
 
 
 class CompressConfig(_Config):
-    """What `Codec.compression_config` returns: the lengths that will be encoded."""
+    """The result of `Codec.compression_config`: the lengths that will be encoded."""
 
 
 class DecompressConfig(_Config):
-    """What `Codec.decompression_config` returns: the lengths that will be decoded,
-    and of streams for a GPU those of their chunks; of nvCOMP's streams its own."""
+    """The result of `Codec.decompression_config`: the lengths that will be decoded, for GPU
+    streams also those of their chunks. For nvCOMP's streams it holds nvCOMP's own config."""
 
 
 class Codec:
     """Encodes and decodes Arrays, one or a list of them, on all cores.
 
-    Keywords are those of nvCOMP, all optional: `algorithm` (none: decoding finds it),
+    Keywords are nvCOMP's, all optional: `algorithm` (without it, decoding detects it),
     `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`,
     `checksum_policy`, `data_type`, `algorithm_type` and the rest. Two are new:
-    `strict` (a checksum that does not match raises in `decode`, not on first access
-    to the bytes) and `ask_nvcomp` (False: no stream that is refused here is
-    passed to an installed nvCOMP, whose decoders trust their input).
+    `strict` (`decode` raises on a wrong checksum, instead of the first access to the
+    bytes) and `ask_nvcomp` (False: streams that are refused here are never passed to an
+    installed nvCOMP, whose decoders trust their input).
 
-    LZ4, Snappy, Cascaded and X16 streams on a GPU are decoded there by kernels, on
+    Kernels decode LZ4, Snappy, Cascaded and X16 streams that are on a GPU, on
     `cuda_stream` (else torch's current stream). With a DecompressConfig nothing
     waits: errors in the data are raised on first access to a finished Array
-    (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is encoded there
-    too, which waits for the lengths. Everything else, including checksums, runs on
-    the CPU, with copies of the Arrays there and back; see `backends()`. Where there is
-    a GPU, results are on it. Cascaded's elements
-    are `data_type`, else those of the Arrays, if they agree, else bytes.
+    (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is also encoded on the
+    GPU, which waits for the lengths. Everything else, including checksums, runs on
+    the CPU, and Arrays are copied there and back; see `backends()`. If there is a GPU,
+    results are on it. Cascaded's elements are of `data_type`; without it of the Arrays'
+    type, if all have the same, and otherwise bytes.
 
-    Native and sized streams, and Cascaded, are overwire's own (docs/nvcomp.md), and RAW
+    Native streams, sized streams and Cascaded are overwire's own formats (docs/nvcomp.md). RAW
     streams of the other algorithms are standard. ANS and Bitcomp, and native, sized and
-    Cascaded streams that nvCOMP wrote, go to an installed nvCOMP, and the call waits
-    for it; without one, the error names the wheel.
+    Cascaded streams that nvCOMP wrote, are passed to an installed nvCOMP, and the call waits
+    for it. Without nvCOMP, the error names the wheel.
     Threads may share a Codec.
 
     Raises ValueError for unknown keywords and algorithms, RuntimeError for values
-    of another type.
+    of the wrong type.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -150,12 +150,12 @@ class Codec:
             self._cascaded = (rles, deltas, bool(pack))
         self._type: Kind | None = kind_of(kwargs["data_type"]) if kwargs.get("data_type") else None
         self._algorithm = _algorithm_named(kwargs.get("algorithm", ""))
-        self._original: original.Original | None = None  # where the algorithm is nvCOMP's
-        self._reader: original.Original | None = None  # once a stream was
+        self._original: original.Original | None = None  # set if only nvCOMP has the algorithm
+        self._reader: original.Original | None = None  # set once nvCOMP was needed to read a stream
         self._device_id: int | None = kwargs.get("device_id")
         self._stream: int | None = int(kwargs["cuda_stream"]) or 1 if "cuda_stream" in kwargs else None
         if self._device_id is not None and self._device_id >= 0 and gpu.count() and self._device_id >= gpu.count():
-            raise ValueError(f"device_id {self._device_id}: there are {gpu.count()} CUDA devices")
+            raise ValueError(f"device_id {self._device_id}: expected less than {gpu.count()}, the number of GPUs")
         if self._stream is not None and self._stream > 2 and gpu.count():
             streams.check_device(self._stream, self._device([]) or 0)
         if self._algorithm in original.ALGORITHMS:
@@ -166,27 +166,27 @@ class Codec:
             kwargs.get("bitshuffle_mode", BitshuffleMode.NVCOMP_BITSHUFFLE_NONE)
             is not BitshuffleMode.NVCOMP_BITSHUFFLE_NONE
         ):
-            raise NotSupportedError("overwire: nvcomp: bits are not shuffled here: leave bitshuffle_mode out")
+            raise NotSupportedError("overwire: nvcomp: bit shuffling is not supported: leave bitshuffle_mode out")
         if kwargs.get("decompress_backend") is DecompressBackend.NVCOMP_DECOMPRESS_BACKEND_HARDWARE:
             raise NotSupportedError(
-                "overwire: nvcomp: there is no decompression engine here: leave decompress_backend out"
+                "overwire: nvcomp: decompression engines are not supported: leave decompress_backend out"
             )
         if self._policy is not ChecksumPolicy.NO_COMPUTE_NO_VERIFY and self._bitstream != "native":
-            raise ValueError("checksums are those of BitstreamKind.NVCOMP_NATIVE alone")
+            raise ValueError("only BitstreamKind.NVCOMP_NATIVE has checksums")
         if self._chunk is not None and self._chunk <= 0:
             raise ValueError(f"uncomp_chunk_size {self._chunk}: expected more than 0")
-        if self._algorithm:  # level and chunk size, before there is anything to encode
+        if self._algorithm:  # check level and chunk size before anything is encoded
             self._max_sizes([1])
             if self._level != 1 or self._cascaded is not None:
                 codecs.encode(b"", self._algorithm, level=self._level, cascaded=self._cascaded)
 
     def encode(self, array: Any, out: Any = None, compression_config: CompressConfig | None = None) -> Any:
-        """Compresses an Array (or whatever `as_array` takes), or each of a list.
+        """Compresses an Array (or anything that `as_array` takes), or each item of a list.
 
-        Returns an Array of `|i1`, or a BatchArray. `out` is an Array of a Codec's
-        (it is made to fit) or any writable memory, whose address the result then
-        has; a list for a list. Raises ValueError where `out` is too small, overlaps
-        a source or another `out`, or where lengths are not those of the config.
+        Returns an Array of `|i1`, or a BatchArray. `out` is an Array that a Codec made, which is
+        resized, or any writable memory, which the result then shares; for a list, a list of
+        these. Raises ValueError if `out` is too small or overlaps a source or another `out`,
+        or if the lengths differ from the config's.
         """
         self._check_open()
         many, sources = placing.as_list(array)
@@ -200,7 +200,7 @@ class Codec:
             if compression_config._sizes != sizes:
                 raise ValueError(f"the CompressConfig is for {compression_config._sizes} bytes, not {sizes}")
         if not self._algorithm:
-            raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
+            raise ValueError("this Codec has no algorithm: it can only decode; pass algorithm= to encode")
         results = None
         if device is not None and sources and self._algorithm == "X16" and self._policy not in _COMPUTE:
             there = self._sources_on(sources, device)
@@ -215,18 +215,16 @@ class Codec:
     def decode(
         self, src: Any, data_type: Any = "", out: Any = None, decompression_config: DecompressConfig | None = None
     ) -> Any:
-        """Decompresses an Array, or each of a list; `out` as in `encode`.
+        """Decompresses an Array, or each item of a list. `out` is as in `encode`.
 
-        `data_type` is a type string, a name ("bfloat16") or a dtype of numpy or
-        torch; by default the Codec's, and `|i1` without one. Bytes are taken as
-        they are, never converted.
+        `data_type` is a type string, a name ("bfloat16") or a dtype of numpy or torch. The default
+        is the Codec's, or `|i1` without one. It only labels the bytes, which are never converted.
 
         A list may mix overwire's and nvCOMP's streams.
 
-        Raises CorruptError and FormatError (ValueErrors) for bad bytes. A
-        checksum that does not match is raised on first access to the Array, as a
-        RuntimeError, unless the Codec is `strict`. Raises RuntimeError where
-        checksums must be verified and there are none.
+        Raises CorruptError and FormatError (ValueErrors) for bad bytes. A wrong
+        checksum raises RuntimeError on first access to the Array, unless the Codec is `strict`.
+        Raises RuntimeError if checksums must be verified and the stream has none.
         """
         self._check_open()
         kind = kind_of(data_type) if data_type else self._type or BYTE
@@ -277,7 +275,7 @@ class Codec:
         shapes: list[onboard.Shape] | None,
         device: int,
     ) -> list[Array] | None:
-        """Decodes by kernels; None where there is none for it. Raises _ForeignStreams."""
+        """Decodes with kernels; returns None if there is none for the streams. Raises _ForeignStreams."""
         if self._algorithm and self._algorithm not in gpu.algorithms():
             return None
         stream = self._stream_for(device)
@@ -292,7 +290,7 @@ class Codec:
             and self._algorithm != "X16"
             and self._may_ask()
         ):
-            # Only decoding shows whether nvCOMP wrote a sized stream: wait for it.
+            # Only decoding shows whether nvCOMP wrote a sized stream, so wait for it.
             errors = [array._pending_error() for array in results]
             at = [i for i, error in enumerate(errors) if isinstance(error, CorruptError)]
             if at:
@@ -303,7 +301,7 @@ class Codec:
         return results
 
     def _sources_on(self, sources: list[Array], device: int) -> list[Array] | None:
-        """The sources on a device: themselves, or copies."""
+        """The sources on a device, copied there if needed."""
         there = []
         where = (2, device)
         for a in sources:
@@ -317,7 +315,7 @@ class Codec:
         return there
 
     def _stream_for(self, device: int) -> int:
-        """The stream that work of this Codec goes to: its own, else torch's current."""
+        """The stream for this Codec's work: its own, else torch's current stream."""
         return self._stream if self._stream is not None else gpu.current_stream(device)
 
     def _run_on_host(
@@ -339,7 +337,7 @@ class Codec:
                 need = self._bytes_needed(op, hosts, spans)
             into = [placing.span_of(o, need[i] if need else 0) for i, o in enumerate(outs)]
         if streams.has_allocator("host") and device is None and None in into:
-            # Memory first, as long as it may have to be.
+            # Allocate the most that may be needed.
             need = need or self._bytes_needed(op, hosts, spans)
             into = [s if s is not None else streams.allocate("host", n) for s, n in zip(into, need, strict=True)]
         coded_buffers = codecs.run(
@@ -360,7 +358,7 @@ class Codec:
         for i, result in enumerate(coded_buffers):
             late = self._error_of(result)
             if sizes is not None and result.nbytes != sizes[i]:
-                raise ValueError(f"buffer {i} decodes to {result.nbytes} bytes, the config says {sizes[i]}")
+                raise ValueError(f"buffer {i} decodes to {result.nbytes} bytes, but the config says {sizes[i]}")
             target = outs[i] if outs is not None else None
             stream = 1 if device is None else self._stream_for(device)
             results.append(placing.place_result(result, into[i], target, kind, device, stream))
@@ -368,7 +366,7 @@ class Codec:
         return results
 
     def _dtype(self, hosts: list[Array]) -> str | None:
-        """What an encoder knows of the bytes."""
+        """The dtype for an encoder."""
         kinds = {a._kind for a in hosts} if self._type is None else {self._type}
         kind = kinds.pop() if len(kinds) == 1 else (1, 8, 1)
         if self._algorithm == "Cascaded":
@@ -378,15 +376,15 @@ class Codec:
     def _bytes_needed(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
         if op == "encode":
             return self._max_sizes([a.buffer_size for a in hosts])
-        # the error is decode's to raise
+        # decode raises the error
         return [0 if c.error is not None else c.nbytes for c in self._ask_lengths(spans)]
 
     def _ask_lengths(self, spans: list[codecs.Span]) -> list[codecs.Coded]:
-        """What streams say of the length of their contents."""
+        """Asks the streams for the lengths of their contents."""
         return codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
 
     def _find_foreign(self, made: Sequence[codecs.Coded], spans: Sequence[codecs.Span]) -> None:
-        """Raises _ForeignStreams where streams that were refused may be such as nvCOMP writes."""
+        """Raises _ForeignStreams if nvCOMP may have written some of the refused streams."""
         at = [i for i, (result, span) in enumerate(zip(made, spans, strict=True)) if self._may_be_foreign(result, span)]
         if at:
             error = made[at[0]].error
@@ -406,21 +404,21 @@ class Codec:
         return self._kwargs.get("ask_nvcomp", True) and original.usable()
 
     def _ask_nvcomp(self, found: _ForeignStreams) -> original.Original:
-        """nvCOMP, to read its own streams; raises our error, which names what is missing,
-        if there is none."""
+        """Returns nvCOMP, to read its own streams. Without nvCOMP it raises our error, which names
+        what is missing."""
         if self._reader is None:
             if not self._may_ask():
                 raise original.hinted(found.error) if self._kwargs.get("ask_nvcomp", True) else found.error
             options = {name: self._kwargs[name] for name in _READING if name in self._kwargs}
             if not isinstance(options.get("data_type", ""), str) or options.get("data_type", "<")[:1] not in "<|":
-                del options["data_type"]  # overwire's own name
+                del options["data_type"]  # only overwire knows this name
             self._reader = original.Original(
                 self._algorithm or "the stream", options, verifies=self._verifies is not False
             )
         return self._reader
 
     def _error_of(self, coded: codecs.Coded) -> RuntimeError | None:
-        """Raises what is wrong with one buffer; returns what is raised later."""
+        """Raises the error of one buffer now, or returns an error that is raised later."""
         error = coded.error
         if error is None:
             return None
@@ -433,7 +431,7 @@ class Codec:
         raise error
 
     def compression_config(self, uncompressed_size: int | Sequence[int]) -> CompressConfig:
-        """A config for contents of these lengths, in bytes; all above 0."""
+        """A config for contents of these lengths in bytes, each above 0."""
         self._check_open()
         if self._original is not None:
             config: CompressConfig = self._original.codec.compression_config(uncompressed_size)
@@ -445,8 +443,8 @@ class Codec:
         return CompressConfig._of(self, sizes, many)
 
     def decompression_config(self, src: Any) -> DecompressConfig:
-        """A config for streams like these, or for what a CompressConfig of this
-        Codec will have encoded. Raises what `decode` raises of headers."""
+        """A config for streams like these, or for what this Codec encodes with a CompressConfig.
+        Raises what `decode` raises for headers."""
         self._check_open()
         if self._original is not None:
             codec = self._original.codec
@@ -473,31 +471,31 @@ class Codec:
             nvcomp, at = self._ask_nvcomp(theirs_all), theirs_all.at
         if len(at) < len(sources):
             raise NotSupportedError(
-                "overwire: nvcomp: a config is for streams of one writer: some of these are ours, some nvCOMP's"
+                "overwire: nvcomp: a config needs streams of one writer: some of these are ours, some nvCOMP's"
             )
         return DecompressConfig._of(
             self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))
         )
 
     def _peek_stream(self, array: Array) -> onboard.Shape | None:
-        """What a stream on a GPU says about itself; None: ask the host."""
+        """Reads what a stream on a GPU says about itself; None if only the host can read it."""
         if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
             return None
         there = array if array._device != streams.HOST else array._copy_to_device()
         return None if there is None else onboard.shape_of(there, self._algorithm, self._bitstream, there._stream)
 
     def get_max_comp_buffer_size(self, source: Any) -> int:
-        """The most bytes that encoding an Array gives."""
+        """The most bytes that encoding an Array can produce."""
         self._check_open()
         array = placing.as_list(source)[1][0]
         if self._original is not None:
             return self._original.ask_size("get_max_comp_buffer_size", array)
         return self._max_sizes([array.buffer_size])[0]
 
-    get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
+    get_max_compressed_buffer_size = get_max_comp_buffer_size  # the name in 5.3's release notes
 
     def get_uncomp_buffer_size(self, source: Any) -> int:
-        """How many bytes a stream decodes to."""
+        """The number of bytes that a stream decodes to."""
         self._check_open()
         array = placing.as_list(source)[1][0]
         if self._original is not None:
@@ -510,7 +508,7 @@ class Codec:
         return nvcomp.ask_size("get_uncomp_buffer_size", array)
 
     def get_required_compression_alignment(self) -> int:
-        """The alignment that suits nvCOMP too; nothing is required here."""
+        """An alignment that nvCOMP also accepts. This package requires none."""
         return 8 if self._algorithm else 16
 
     get_required_decompression_alignment = get_required_compression_alignment
@@ -540,8 +538,8 @@ class Codec:
             raise ValueError(f"the {kind.__name__} is another Codec's")
 
     def _device(self, sources: list[Array]) -> int | None:
-        """The GPU that results go to: the Codec's, else the sources', else, where
-        there is one, the current; None: the host."""
+        """The GPU for results: the Codec's, else the sources', else the current one. None without a
+        GPU: results stay on the host."""
         if self._device_id is not None and self._device_id >= 0 and gpu.count():
             return self._device_id
         for a in sources:
@@ -574,9 +572,9 @@ def _algorithm_named(algorithm: str) -> str:
 
 
 def backends() -> dict[str, str]:
-    """What does the work of each algorithm on this machine: "cpu", or where there is
-    a GPU what its Arrays are decoded and encoded by, "nvcomp VERSION", or the wheel
-    that is missing."""
+    """Says where each algorithm runs on this machine: "cpu", or with a GPU how its Arrays are decoded
+    and encoded. For nvCOMP's own algorithms it is "nvcomp VERSION", or the wheel that is
+    missing."""
     places = {name: "cpu" for name in codecs.algorithms()}
     if gpu.count():
         for name in places:

@@ -1,6 +1,6 @@
-"""Types of elements: DLPack's triples, type strings, and names.
+"""Converts between element types: DLPack's triples, type strings, and names.
 
-A kind is DLPack's (code, bits, lanes).
+A kind is a DLPack triple (code, bits, lanes).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 Kind = tuple[int, int, int]
 
-#: What results are unless it is said: |i1, as nvCOMP's.
+#: The default type of results: |i1, like nvCOMP's.
 BYTE: Kind = (0, 8, 1)
 
 _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 _LETTERS = {code: letter for letter, code in _CODES.items()}
 
-# What numpy has no type string for.
+# Types for which numpy has no type string.
 _NAMED: dict[str, Kind] = {
     "bfloat16": (4, 16, 1),
     "float8_e4m3fn": (10, 8, 1),
@@ -36,7 +36,7 @@ _SAFETENSORS: dict[Kind, str] = {
 
 
 def kind_of(data_type: Any) -> Kind:
-    """The kind that a type string, a name, or a dtype of numpy's or torch's means.
+    """Returns the kind of a type string, a name, or a numpy or torch dtype.
 
     Raises ValueError "Unknown output data type" for others.
     """
@@ -61,15 +61,15 @@ def kind_of(data_type: Any) -> Kind:
 
 
 def elements(nbytes: int, kind: Kind) -> int:
-    """How many elements bytes are. ValueError where they are no whole number."""
+    """The number of elements in nbytes. ValueError if it is not a whole number."""
     size = kind[1] * kind[2] // 8
     if nbytes % size:
-        raise ValueError(f"{nbytes} bytes are no whole number of elements of {kind[1]} bits")
+        raise ValueError(f"{nbytes} bytes are not a whole number of elements of {kind[1]} bits")
     return nbytes // size
 
 
 def typestr(kind: Kind) -> str:
-    """The array protocol's type string; what it cannot say is opaque ("<V2")."""
+    """The type string of the array protocol. Types that it cannot express become opaque ("<V2")."""
     code, bits, lanes = kind
     size = bits * lanes // 8
     mark = "|" if size == 1 else "<"
@@ -78,7 +78,7 @@ def typestr(kind: Kind) -> str:
 
 
 def numpy_dtype(kind: Kind) -> Any:
-    """numpy's dtype, with those of ml_dtypes. Raises ImportError without them."""
+    """The numpy dtype, which ml_dtypes may have to provide. Raises ImportError without it."""
     import numpy
 
     name = _NAMES.get(kind)
@@ -90,11 +90,11 @@ def numpy_dtype(kind: Kind) -> Any:
 
 
 def safetensors_name(kind: Kind) -> str | None:
-    """The dtype for X16; None: X16 finds out itself."""
+    """The dtype for X16. None: X16 finds out itself."""
     return _SAFETENSORS.get(kind)
 
 
 def integers_name(kind: Kind) -> str:
-    """The dtype for Cascaded: integers of an element's length."""
+    """The dtype for Cascaded: integers of the element's size."""
     code, bits, lanes = kind
     return f"{'I' if code == 0 else 'U'}{bits}" if bits in (8, 16, 32, 64) and lanes == 1 else "U8"

@@ -1,4 +1,4 @@
-"""nvCOMP's enumerations: names, numbers, texts and equality as it has them."""
+"""Defines nvCOMP's enumerations with its names, numbers, texts and equality."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class _Number(Enum):
-    """A member is equal to itself alone, and hashes and converts as its number."""
+    """A member only equals itself, and hashes and converts as its number."""
 
     def __int__(self) -> int:
         return int(self.value)
@@ -18,14 +18,14 @@ class _Number(Enum):
 
 
 class ArrayBufferKind(_Number):
-    """Where an Array's bytes lie."""
+    """The memory of an Array."""
 
     STRIDED_DEVICE = 1
     STRIDED_HOST = 2
 
 
 class BitstreamKind(_Number):
-    """How compressed bytes are wrapped."""
+    """How compressed bytes are framed."""
 
     NVCOMP_NATIVE = 0
     RAW = 1
@@ -43,7 +43,7 @@ class ChecksumPolicy(_Number):
 
 
 class DecompressBackend(_Number):
-    """Which hardware decodes; there is no decompression engine here."""
+    """The hardware that decodes. Decompression engines are not supported here."""
 
     NVCOMP_DECOMPRESS_BACKEND_DEFAULT = 0
     NVCOMP_DECOMPRESS_BACKEND_HARDWARE = 1
@@ -51,7 +51,7 @@ class DecompressBackend(_Number):
 
 
 class BitshuffleMode(_Number):
-    """Shuffling of bits before LZ4."""
+    """Bit shuffling before LZ4."""
 
     NVCOMP_BITSHUFFLE_NONE = 0
     NVCOMP_BITSHUFFLE_MSB_FIRST = 1
@@ -59,14 +59,14 @@ class BitshuffleMode(_Number):
 
 
 class ExecutionPolicy(_Number):
-    """What nvCOMP's kernels are tuned for; it makes no difference here."""
+    """The tuning target of nvCOMP's kernels. It makes no difference here."""
 
     CONCURRENCY = 0
     LATENCY = 1
 
 
 class BitcompMode(_Number):
-    """Bitcomp: lossless, or lossy floating point."""
+    """Bitcomp: lossless or lossy."""
 
     BITCOMP_LOSSLESS = 0
     BITCOMP_LOSSY_FP_TO_SIGNED = 1
@@ -74,7 +74,7 @@ class BitcompMode(_Number):
 
 
 class CascadedMode(_Number):
-    """Cascaded: which side is to be fast."""
+    """Cascaded: which side to optimize."""
 
     ASYMMETRIC = 1
     SYMMETRIC = 2

@@ -1,5 +1,5 @@
-"""nvidia.nvcomp.external_memory: what an allocator returns whose memory needs
-its stream to be freed."""
+"""Implements nvidia.nvcomp.external_memory. Allocators return it for memory that needs its
+stream when it is freed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ExternalMemory"]
 
 
 class ExternalMemory:
-    """Holds a memory object and the stream that its end needs: the stream goes
+    """Holds a memory object and the stream that freeing it needs. The stream is released
     last."""
 
     def __init__(self, mem_handle: Any, stream_handle: Any = None) -> None:

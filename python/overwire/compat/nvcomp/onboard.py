@@ -1,6 +1,6 @@
-"""Work on a GPU, by kernels, on the caller's stream. Decodes streams that are there, or
-are copied there unchanged; nothing waits if a config gives the lengths of the
-contents. X16 is encoded there too, which waits once: for the lengths."""
+"""Decodes and encodes on a GPU with kernels, on the caller's stream. Streams to decode are on the
+GPU or are copied there unchanged. Nothing waits if a config gives the lengths of the contents.
+X16 encoding waits once, for the lengths."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .arrays import Array, Later
 from .dtypes import BYTE, Kind
 from .placing import check_out
 
-# Contents of one stream: bytes, bytes of a chunk, and the algorithm.
+# The content of one stream: its bytes, the bytes of a chunk, and the algorithm.
 Shape = tuple[int, int, str]
 
-# No chunk that an encoder makes is longer, and no byte of a stream stands for more.
+# Our encoders make no longer chunk. Below: the most content bytes that one stream byte can stand for.
 _MOST_CHUNK = 16 << 20
 _RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 
 
 def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
-    """What a stream on a GPU says about itself, after what is queued there; None if
-    only the host can read it, or report the error."""
+    """Reads what a stream on a GPU says about itself, after the work that is queued there. None if only
+    the host can read it or report its error."""
     peeks = _peek_all([array], algorithm, bitstream, array._device[1], stream)
     return peeks[0] if peeks is not None else None
 
@@ -55,11 +55,11 @@ def decode(
     device: int,
     stream: int,
 ) -> list[Array] | None:
-    """Queues the decoding of Arrays, which lie on the device, and returns the Arrays
-    that their contents will be; None where kernels do not do it: then nothing has
-    happened. `shapes` None: the streams are asked first, and waited for.
+    """Queues the decoding of Arrays that are on the device, and returns Arrays for their
+    contents. Returns None if kernels cannot do it; then nothing has happened. With `shapes`
+    None it reads the streams' headers first, and waits for that.
 
-    Raises ValueError where an `out` is too small or read-only.
+    Raises ValueError if an `out` is too small or read-only.
     """
     if shapes is None:
         shapes = _peek_all(arrays, algorithm, bitstream, device, stream)
@@ -70,7 +70,7 @@ def decode(
         return None
     item = kind[1] * kind[2] // 8
     x16 = name == "X16"
-    # How streams lie where kernels read them: `lead` bytes before a multiple of `step`.
+    # Kernels need streams that begin `lead` bytes before a multiple of `step`.
     step, lead = (16 if x16 else 8), (8 if x16 and bitstream == "raw" else 0 if x16 or bitstream == "native" else None)
     where = (2, device)
     outputs: list[Array] = []
@@ -82,10 +82,10 @@ def decode(
         if algorithm != name or nbytes == 0 or (x16 and chunk % 16 and chunk < size):
             return None
         if size % item:
-            raise ValueError(f"{size} bytes are no whole number of elements of {kind[1]} bits")
+            raise ValueError(f"{size} bytes are not a whole number of elements of {kind[1]} bits")
         out = None if outs is None else outs[i]
         if out is not None and out._fits_content(size, kind, where):
-            result = out  # the usual way, and the short one
+            result = out  # the common, fast case
         elif out is not None and not out._native and out._device != where:
             return None
         else:
@@ -106,7 +106,7 @@ def decode(
     )
     for i, result in enumerate(outputs):
         result._stream = result._joined = stream
-        # A source of another stream must not go before it was read.
+        # A source from another stream must stay alive until it was read.
         result._pending = Later(batch, i, sources[i] if after else None)
     return outputs
 
@@ -120,8 +120,8 @@ def encode(
     device: int,
     stream: int,
 ) -> list[Array] | None:
-    """X16 streams of Arrays that lie on the device, whose dtypes have safetensors'
-    names or None; None where kernels do not make them."""
+    """Encodes Arrays on the device to X16. names: their safetensors dtypes, or None. Returns None
+    if kernels cannot do it."""
     native = bitstream == "native"
     contents = []
     sources = []
@@ -147,7 +147,7 @@ def encode(
         if source._must_wait(stream):
             after.append(source._stream)
         contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
-        sources.append(source)  # until it was read
+        sources.append(source)  # keep it until it was read
     batch = gpu.encode(device, stream, contents, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
     for result, size_or_error in zip(outputs, batch.wait(), strict=True):
         if not isinstance(size_or_error, int):
@@ -159,7 +159,7 @@ def encode(
     return outputs
 
 
-# What decides on a transform where the type does not.
+# The sample that decides on a transform if the type does not.
 _SAMPLE = 256 << 10
 
 
@@ -179,8 +179,8 @@ def _transform_of(array: Array, name: str | None, device: int, stream: int) -> i
 
 
 def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream: int, exact: bool = True) -> Array:
-    """The Array that a content becomes: `given`, where it has the room (which is
-    known later, if size is a bound and not exact)."""
+    """The Array for a content: `given` if it has enough space, else a new one. exact=False: size is a
+    bound, and whether `given` is large enough is only known later."""
     if given is None:
         return Array._of(streams.gpu_memory(size, device, stream), size, kind, (2, device), stream)
     check_out(given)
@@ -203,7 +203,7 @@ def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream:
 
 
 def _aligned_to(array: Array, step: int, lead: int, device: int, stream: int) -> Array:
-    """The Array, or a copy of it that begins `lead` bytes before a multiple of `step`."""
+    """The Array, or a copy that begins `lead` bytes before a multiple of `step`."""
     if (array._span[0] + lead) % step == 0:
         return array
     nbytes = array._span.nbytes

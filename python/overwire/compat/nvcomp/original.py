@@ -1,7 +1,6 @@
-"""nvCOMP itself, where it is installed: asked for what only it encodes and decodes,
-through its own Python API.
+"""Calls an installed nvCOMP, through its Python API, for what only nvCOMP encodes and decodes.
 
-It is never imported before that, and never a dependency.
+nvCOMP is only imported when it is needed, and is never a dependency.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from ... import gpu
 from ...errors import DeviceError, NotSupportedError, OverwireError
 from .arrays import Array, BatchArray
 
-#: What nvCOMP alone encodes and decodes.
+#: Algorithms that only nvCOMP encodes and decodes.
 ALGORITHMS = ("ANS", "Bitcomp")
 
 _WHEELS = ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12")
-_OLDEST, _NEWEST = 5, 6  # major versions whose API this module knows
+_OLDEST, _NEWEST = 5, 6  # major versions with an API that this module knows
 
 _impl: Any = None
 
 
 def _newest_wheel() -> metadata.Distribution | None:
-    """The wheel of torch's CUDA version, where torch is imported, else the newest."""
+    """The wheel for torch's CUDA version if torch is imported, else the newest."""
     torch = sys.modules.get("torch")
     cuda = str(getattr(getattr(torch, "version", None), "cuda", None) or "").split(".")[0]
     for wheel in sorted(_WHEELS, key=lambda name: not name.endswith("cu" + cuda)):
@@ -42,17 +41,17 @@ def _newest_wheel() -> metadata.Distribution | None:
 
 
 def _why_unfit(version: str) -> str | None:
-    """What is wrong with a version of nvCOMP."""
+    """Why a version of nvCOMP cannot be used; None if it can."""
     major = int(version.split(".")[0])
     if major < _OLDEST:
-        return f"nvCOMP {version} is too old: {_OLDEST} or later is asked"
+        return f"nvCOMP {version} is too old: expected {_OLDEST} or later"
     if major > _NEWEST:
-        return f"nvCOMP {version} is too new: {_NEWEST} is the last that is known"
+        return f"nvCOMP {version} is too new: expected {_NEWEST} or earlier"
     return None
 
 
 def backend() -> str:
-    """Which nvCOMP is installed, or what is missing."""
+    """The installed nvCOMP, or what is missing."""
     wheel = _newest_wheel()
     if wheel is None:
         return f"none: needs the wheel {' or '.join(_WHEELS)}"
@@ -61,12 +60,12 @@ def backend() -> str:
 
 
 def usable() -> bool:
-    """Whether there is an nvCOMP to ask, and a GPU, which it needs."""
+    """Whether nvCOMP can be called: it is installed, and there is a GPU, which it needs."""
     return gpu.count() > 0 and backend().startswith("nvcomp ")
 
 
 def hinted(error: OverwireError) -> OverwireError:
-    """Our error, which names what nvCOMP needs to read the stream."""
+    """Our error, with a hint about what nvCOMP needs to read the stream."""
     lacks = backend() if gpu.count() else f"needs a GPU and the wheel {' or '.join(_WHEELS)}"
     text = f"{error}; if nvCOMP wrote this, only nvCOMP reads it ({lacks.removeprefix('none: ')})"
     return type(error)(text, chunk=error.chunk, offset=error.offset)
@@ -85,12 +84,12 @@ def _load_codec(algorithm: str) -> Any:
     wrong = _why_unfit(wheel.version)
     if wrong:
         raise NotSupportedError(f"overwire: nvcomp: {algorithm} is nvCOMP's own: {wrong}")
-    # One process can load the extension once: where it is nvidia.nvcomp, that is the one.
+    # A process can load the extension only once. If it is loaded as nvidia.nvcomp, use that.
     try:
         module = getattr(import_module("nvidia.nvcomp"), "nvcomp_impl", None)
     except ImportError:
         module = None
-    if module is None:  # by that name goes this package: the extension is loaded by its file
+    if module is None:  # this package may have taken the name, so load the extension from its file
         tag = f"nvcomp_impl.cpython-{sys.version_info[0]}{sys.version_info[1]}-"
         file = next((f for f in wheel.files or () if f.name.startswith(tag)), None)
         if file is None:
@@ -108,10 +107,10 @@ def _load_codec(algorithm: str) -> Any:
 class Original:
     """nvCOMP's own Codec. Threads may share it: one uses it at a time.
 
-    algorithm: what it is asked for, in errors. kwargs: of nvCOMP's Codec. verifies:
-        it compares checksums, and tells what it found when it decodes.
+    algorithm: the name in errors. kwargs: of nvCOMP's Codec. verifies: nvCOMP compares
+        checksums, and reports the result when it decodes.
 
-    Raises NotSupportedError without nvCOMP, and what that raises itself, such as
+    Raises NotSupportedError without nvCOMP, and what nvCOMP itself raises, for instance
     without a GPU.
     """
 
@@ -126,20 +125,20 @@ class Original:
         self._lock = new_lock()
 
     def to_theirs(self, sources: Sequence[Array], many: bool) -> Any:
-        """Converts our Arrays to nvCOMP's, on a GPU: it reads nothing else."""
+        """Converts our Arrays to nvCOMP's, on a GPU. nvCOMP reads nothing else."""
         arrays = [self.impl.as_array(a.cuda() or a) for a in sources]
         return self.impl.as_arrays(arrays) if many else arrays[0]
 
     def ask_size(self, verb: str, array: Array) -> int:
-        """What nvCOMP's Codec says of one Array by a method of its own."""
+        """Calls one of nvCOMP's size methods for one Array."""
         return int(getattr(self.codec, verb)(self.to_theirs([array], False)))
 
     def run(
         self, verb: str, sources: Sequence[Array], many: bool, *args: Any, outs: Sequence[Any] | None, **configs: Any
     ) -> Any:
-        """Has nvCOMP encode or decode, and waits, since copies made for it are freed when
-        this returns. Arrays of the result keep nvCOMP's Arrays, and its Codec, alive."""
-        options = {name: value for name, value in configs.items() if value is not None}  # before 5.2 there were none
+        """Encodes or decodes with nvCOMP, and waits, because copies made for it are freed on
+        return. Arrays of the result keep nvCOMP's Arrays and its Codec alive."""
+        options = {name: value for name, value in configs.items() if value is not None}  # before 5.2 none existed
         with self._lock:
             if outs is not None:
                 options["out"] = self.impl.as_arrays(list(outs)) if many else self.impl.as_array(outs[0])
@@ -147,20 +146,20 @@ class Original:
             results = getattr(self.codec, verb)(inputs, *args, **options)
             if self._verifies and verb == "decode":
                 for each in results if many else [results]:
-                    each.cpu()  # nvCOMP tells at the first look, and only there, that a checksum does not match
+                    each.cpu()  # nvCOMP only reports a wrong checksum on the first access
             arrays = [self._take_array(each, results) for each in (results if many else [results])]
         return BatchArray(arrays) if many else arrays[0]
 
     def _take_array(self, made: Any, batch: Any) -> Array:
-        """An Array of one of nvCOMP's, which it keeps alive: neither a DLPack capsule
-        nor an interface does."""
+        """Wraps one of nvCOMP's Arrays and keeps it alive, which a DLPack capsule or an interface
+        does not."""
         interface = made.__cuda_array_interface__
         address = int(interface["data"][0] or 0)
         if address == 0:
             return Array(made)
         device = gpu.device_of(address)
         if device < 0:
-            raise DeviceError(f"overwire: nvcomp: the result of nvCOMP at {address:#x} is no memory of a GPU")
+            raise DeviceError(f"overwire: nvcomp: the result of nvCOMP at {address:#x} is not GPU memory")
         gpu.stream_sync(int(interface.get("stream") or 1), device)
         memory = {**made.__cuda_array_interface__, "stream": None}
         return Array(SimpleNamespace(__cuda_array_interface__=memory, keep=(made, batch, self.codec)))

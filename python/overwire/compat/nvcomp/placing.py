@@ -1,4 +1,4 @@
-"""Where the bytes of a Codec come from, and where its results go."""
+"""Prepares a Codec's sources and outputs, and puts results where they belong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_dense(array: Array) -> None:
 
 
 def check_out(out: Array) -> None:
-    """Raises ValueError for an `out` that cannot be written to from end to end."""
+    """Raises ValueError if an `out` is not contiguous or not writable."""
     if out._readonly:
         raise ValueError("out is read-only")
     if out._strides is not None:
@@ -40,8 +40,8 @@ def on_host(array: Array) -> Array:
 
 
 def prepare_outputs(out: Any, many: bool, sources: list[Array], stream: int) -> list[Array | None] | None:
-    """The Arrays of `out`, ready for a stream, which overlap neither one another nor
-    any source."""
+    """The Arrays of `out`, ready for a stream. Raises if they overlap one another or a
+    source."""
     if out is None:
         return None
     if many and (not isinstance(out, (list, tuple)) or len(out) != len(sources)):
@@ -55,15 +55,15 @@ def prepare_outputs(out: Any, many: bool, sources: list[Array], stream: int) -> 
 
 
 def with_kind(made: Any, kind: Kind) -> Any:
-    """Arrays of bytes, or a batch of them, as elements of a kind."""
+    """Labels Arrays of bytes, or a batch of them, as elements of a kind."""
     for array in made if isinstance(made, BatchArray) else [made]:
         array._kind, array._shape, array._strides = kind, (elements(array.buffer_size, kind),), None
     return made
 
 
 def span_of(array: Array | None, need: int) -> codecs.Span | None:
-    """The memory of an `out`; None: new memory, where there is none, for an Array of
-    ours that is too small, and where the result is copied to a GPU."""
+    """The memory of an `out`. None means new memory: without an `out`, for an Array of ours that is
+    too small, and if the result is copied to a GPU."""
     if array is None:
         return None
     check_out(array)
@@ -97,7 +97,7 @@ def place_result(
 
 
 def _copy_onto(made: Array, out: Array, stream: int) -> Array:
-    """A result in the caller's GPU memory."""
+    """Copies a result into the caller's GPU memory."""
     nbytes, device = made.buffer_size, out._device[1]
     if out.buffer_size < nbytes:
         raise ValueError(f"out has {out.buffer_size} bytes, {nbytes} are needed")

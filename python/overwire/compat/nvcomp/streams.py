@@ -1,4 +1,4 @@
-"""CudaStream, the allocators that get one, and GPUs as Codecs and Arrays see them."""
+"""Implements CudaStream and the user's allocators, and selects GPUs for Codecs and Arrays."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from ... import codecs, gpu
 
-# The default, legacy and per-thread streams.
+# The default, legacy and per-thread streams, which belong to every device.
 _SPECIAL = (0, 1, 2)
 
 HOST = (1, 0)
 
 
 class CudaStream:
-    """A CUDA stream by its number: `borrow` views one, `make_new` owns one."""
+    """A CUDA stream: `borrow` views an existing one, `make_new` makes and owns one."""
 
     __slots__ = ("__weakref__", "_device", "_ptr")
     _device: int
@@ -32,16 +32,16 @@ class CudaStream:
 
     @staticmethod
     def borrow(cuda_stream: int, device_idx: int = -1) -> CudaStream:
-        """A view of a stream. -1 is the current device. Raises RuntimeError
-        without a GPU, ValueError for a device that is not there and for a stream
-        of another one; the special streams are every device's."""
+        """Returns a view of a stream. -1 is the current device. Raises RuntimeError without a GPU,
+        and ValueError for a device that does not exist or a stream of another device. The
+        special streams belong to every device."""
         device = _device("CudaStream.borrow", device_idx)
         check_device(int(cuda_stream), device)
         return CudaStream._from_number(int(cuda_stream), device)
 
     @staticmethod
     def make_new(device_idx: int = -1) -> CudaStream:
-        """A new stream, which ends with its last holder. Raises as `borrow`."""
+        """Makes a stream, which is freed with its last holder. Raises what `borrow` raises."""
         device = _device("CudaStream.make_new", device_idx)
         stream = CudaStream._from_number(gpu.stream_new(device), device)
         weakref.finalize(stream, gpu.stream_free, stream._ptr, device).atexit = False
@@ -49,7 +49,7 @@ class CudaStream:
 
     @property
     def device(self) -> int:
-        """The number of the stream's device; -1 for the host's allocations."""
+        """The number of the stream's device; -1 for allocations on the host."""
         return self._device
 
     @property
@@ -76,12 +76,12 @@ def _device(what: str, index: int) -> int:
     if index == -1:
         return current()
     if not 0 <= index < count:
-        raise ValueError(f"device {index}: there are {count}")
+        raise ValueError(f"device {index}: expected less than {count}, the number of GPUs")
     return index
 
 
 def check_device(stream: int, device: int) -> None:
-    """Raises ValueError (an ArgumentError) for a stream of another device."""
+    """Raises ValueError (an ArgumentError) if the stream belongs to another device."""
     if stream not in _SPECIAL:
         gpu.stream_check(stream, device)
 
@@ -98,27 +98,27 @@ def _set_allocator(kind: str, allocator: Allocator | None) -> None:
 
 
 def set_device_allocator(allocator: Allocator | None = None) -> None:
-    """Sets what makes device memory from now on: a callable (nbytes, CudaStream)
-    that returns an object with an int `ptr`, whose end frees the memory. None
-    restores the default. Buffers of an earlier allocator live on."""
+    """Sets the allocator of device memory: a callable (nbytes, CudaStream) that returns an
+    object with an int `ptr`. Freeing that object frees the memory. None restores the
+    default. Buffers of an earlier allocator stay valid."""
     _set_allocator("device", allocator)
 
 
 def set_pinned_allocator(allocator: Allocator | None = None) -> None:
-    """As `set_device_allocator`, for what `Array.cpu` copies from a GPU into."""
+    """Like `set_device_allocator`, for the memory into which `Array.cpu` copies from a GPU."""
     _set_allocator("pinned", allocator)
 
 
 def set_host_allocator(allocator: Allocator | None = None) -> None:
-    """As `set_device_allocator`, for the host Arrays that a Codec makes. Its
-    stream is that of no device: `ptr` 0, `device` -1."""
+    """Like `set_device_allocator`, for host Arrays that a Codec makes. The allocator's stream
+    has no device: `ptr` 0, `device` -1."""
     _set_allocator("host", allocator)
 
 
 def allocate(kind: str, nbytes: int, stream: int = 0, device: int = -1) -> codecs.Span | None:
-    """Memory of the user's allocator; None where none is set or nothing is asked.
+    """Allocates with the user's allocator. None if no allocator is set or nbytes is 0.
 
-    What the allocator raises is passed on.
+    Exceptions of the allocator pass through.
     """
     allocator = _allocators.get(kind)
     if allocator is None or nbytes == 0:
@@ -138,6 +138,6 @@ def has_allocator(kind: str) -> bool:
 
 
 def gpu_memory(nbytes: int, device: int, stream: int) -> codecs.Span:
-    """Memory of a GPU: of the user's device allocator where one is set."""
+    """Allocates GPU memory, with the user's device allocator if one is set."""
     memory = allocate("device", nbytes, stream, device)
     return memory if memory is not None else codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])

@@ -1,17 +1,16 @@
-"""nyacomp under its own names: `import overwire.compat.nyacomp as nyacomp`, or,
-for programs that are not to be changed, see `overwire.compat`.
+"""Offers nyacomp under its own names: `import overwire.compat.nyacomp as nyacomp`. For
+programs that you cannot change, see `overwire.compat`.
 
-Differences that are meant: **pickles are trusted, as nyacomp trusts them: load
-only files that you made**; tied tensors, views, strides, parameters and every
-dtype survive; `compress` leaves the caller's model as it is; a stale file in
-nya/ is never taken for a new one; nothing is printed, hidden from import or
-written outside the bundle's folder; bad values of variables are warnings.
-Bundles are overwire's own: one container, with manifests in nyacomp's form.
-Bundles in nyacomp's layout load if their files are plain (".raw") or were
-compressed by this `_nyacomp`; nvCOMP's files are refused by name.
+Intended differences: **pickles are trusted, as nyacomp trusts them: only load files that
+you made**; tied tensors, views, strides, parameters and every dtype survive; `compress`
+does not change the caller's model; a stale file in nya/ is never taken for a new one;
+nothing is printed, hidden from import, or written outside the bundle's folder; invalid
+values of variables are warnings. Bundles are overwire's own: one container, with manifests
+in nyacomp's form. Bundles in nyacomp's layout load if their files are plain (".raw") or were
+compressed by this `_nyacomp`. nvCOMP's files are refused with an error that names them.
 
-Modules: `_nyacomp` (its extension), `hf`, `partition`. What each environment
-variable means here is documented in `settings`.
+Modules: `_nyacomp` (its extension), `hf`, `partition`. `settings` documents the environment
+variables.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ try:
 except ImportError:
 
     class annotate(contextlib.ContextDecorator):  # type: ignore[no-redef]
-        """Marks a range for NVIDIA's profiler: of nvtx where that is installed;
-        this one does nothing."""
+        """Marks a range for NVIDIA's profiler if nvtx is installed; this version does
+        nothing."""
 
         def __init__(self, message: str = "") -> None:
             self.message = message
@@ -120,7 +119,7 @@ decompressor = bundles.decompressor
 
 @contextlib.contextmanager
 def timer(msg: str) -> Iterator[None]:
-    """Logs how long its block took, at DEBUG."""
+    """Logs the duration of its block at DEBUG."""
     start = time.perf_counter()
     try:
         yield
@@ -129,7 +128,7 @@ def timer(msg: str) -> Iterator[None]:
 
 
 def empty_cache() -> None:
-    """Collects garbage and gives torch's unused GPU memory back, where there is any."""
+    """Collects garbage and returns torch's unused GPU memory, if there is any."""
     import gc
 
     gc.collect()
@@ -139,8 +138,8 @@ def empty_cache() -> None:
 
 @contextlib.contextmanager
 def cleanup() -> Iterator[None]:
-    """Frees what its block left behind (`empty_cache`); logs torch's GPU memory
-    before and after, at DEBUG."""
+    """Frees what its block has left (`empty_cache`). Logs torch's GPU memory before and
+    after at DEBUG."""
     before = _reserved()
     try:
         yield
@@ -160,6 +159,6 @@ def _reserved() -> int:
 
 
 def with_cleanup(path: PathLike) -> None:
-    """Loads a bundle and frees it again: for timing."""
+    """Loads a bundle and frees it again, to time it."""
     with cleanup():
         load_compressed_pickle(path)

@@ -1,9 +1,9 @@
-"""Turns bundles of nyacomp's own into overwire's.
+"""Converts nyacomp's own bundles to overwire's.
 
     python -m overwire.compat.nyacomp recompress MODEL NEW
 
-MODEL is what nyacomp's compress or compress_pickle wrote, with its nya/ folder
-beside it.
+MODEL is a file that nyacomp's compress or compress_pickle wrote, with its nya/ folder in the
+same folder.
 """
 
 from __future__ import annotations

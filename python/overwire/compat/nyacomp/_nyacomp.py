@@ -1,11 +1,9 @@
-"""nyacomp's extension module `_nyacomp` over overwire: tensors in files, by
-their bytes.
+"""Implements nyacomp's extension module `_nyacomp` over overwire: tensors in files, as bytes.
 
-A compressed file is one of overwire's containers with one tensor in it,
-whatever its name ends in; a file whose name ends in "raw" is plain bytes.
-Results are torch tensors, writable, each in its own memory: on the first GPU
-if torch sees one, as nyacomp has it, else on the host. Importing this imports
-no torch and starts nothing.
+A compressed file is an overwire container with one tensor, whatever its name ends in. If a
+file's name ends in "raw", it is plain bytes. Results are writable torch tensors, each in its own
+memory. Like nyacomp's they are on the first GPU if torch sees one, otherwise on the host.
+Importing this module does not import torch and starts nothing.
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ __version__ = overwire.__version__
 def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
     """Compresses bytes into a file, which is replaced atomically.
 
-    What the bytes are elements of is not said, so it is judged by samples. `algo`
-    (0, 1 or 2) chose one of nvCOMP's settings; all mean the same here.
+    The caller does not say which dtype the bytes have, so samples decide. In nyacomp, `algo`
+    (0, 1 or 2) chose one of nvCOMP's settings; here all mean the same.
 
-    Returns the file's size, which may be above that of the data.
+    Returns the file's size, which may be larger than the data.
     """
     settings.check_algo(algo)
     view = memoryview(data).cast("B")
@@ -53,17 +51,17 @@ def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
     return write_tensor(overwire.TensorSpec.of(kind, [len(view) // size], view), filename)
 
 
-# By the engine's number of the transform that makes bytes smallest (docs/format.md 3.1),
-# which it finds by samples: the dtype, and its bytes.
+# Samples decide which of the engine's transforms makes the bytes smallest (docs/format.md 3.1).
+# Maps the transform's number to the dtype and its size.
 _KINDS = {1: ("BF16", 2), 2: ("F16", 2), 3: ("F32", 4), 4: ("F8_E4M3", 1), 5: ("F8_E5M2", 1)}
 
 
-# In a file's metadata: the digest of its tensor, by which what refers to the file knows it.
+# A key in a file's metadata: the digest of its tensor, by which other files refer to it.
 _DIGEST = "overwire.digest"
 
 
 def write_tensor(tensor: Any, filename: str | os.PathLike[str], digest: str | None = None) -> int:
-    """Compresses a tensor into a file, with its digest if that is given; returns the
+    """Compresses a tensor into a file, which also stores the digest if it is given. Returns the
     file's size."""
     name = os.path.basename(os.fspath(filename)).rsplit(".", 1)[0]
     overwire.save_file({name or "tensor": tensor}, filename, None if digest is None else {_DIGEST: digest})
@@ -71,10 +69,10 @@ def write_tensor(tensor: Any, filename: str | os.PathLike[str], digest: str | No
 
 
 class CompressedFile:
-    """A tensor file and what is in it; the five arguments go by position.
+    """A tensor file and its contents. The five arguments are positional.
 
-    Nothing is opened before it is decompressed. digest: that of the tensor, if the file
-    must say it; CorruptError when it is decompressed if it says another one, or none."""
+    The file is opened when it is decompressed. digest: that of the tensor, which the file must
+    contain; decompressing a file with another digest, or none, raises CorruptError."""
 
     __slots__ = ("compressed_size", "decompressed_size", "digest", "dtype", "filename", "shape")
 
@@ -101,25 +99,26 @@ class CompressedFile:
 
     @property
     def raw(self) -> bool:
-        """Whether the file is plain bytes: its name ends in "raw"."""
+        """Whether the file is plain bytes, which means that its name ends in "raw"."""
         return self.filename.endswith("raw")
 
 
 def decompress(filename: str | os.PathLike[str], shape: Sequence[int], dtype: str) -> Any:
-    """The tensor in one file."""
+    """Returns the tensor in one file."""
     size = math.prod(shape) * _dtype(dtype, os.fspath(filename)).itemsize
     file = CompressedFile(os.fspath(filename), shape, dtype, size, size)
     return _read_entries([_Entry(file, _place(file.filename, ""))], None, sizes=False)[0]
 
 
 def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequence[int]]) -> list[Any]:
-    """The tensors of all files, in the order of files.
+    """Returns the tensors of all files, in the order of files.
 
-    assignments: positions in files for each thread, in any number of bins. They
-        are checked and otherwise passed over: every worker takes what is next.
+    assignments: positions in files for each thread, in any number of bins. They are checked
+        and otherwise ignored: each worker takes the next file.
 
     Raises ArgumentError for assignments that do not fit, FormatError for sizes that do not fit
-    before anything is allocated, NotFoundError, CorruptError, NotSupportedError for what nvCOMP wrote.
+    (before anything is allocated), NotFoundError, CorruptError, and NotSupportedError for
+    files that nvCOMP wrote.
     """
     if not manifests.bins_fit(assignments, len(files)):
         raise overwire.ArgumentError(f"overwire: assignments: they do not fit {len(files)} files: {assignments!r:.100}")
@@ -127,47 +126,47 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
 
 
 def decompress_from_meta(csv_path: str | os.PathLike[str]) -> list[Any]:
-    """The tensors of all files of a meta.csv (a path or URI), in its order. Of a
-    bundle of overwire's own: all tensors in it, in the order of its pickle."""
+    """Returns the tensors of all files in a meta.csv (a path or URI), in its order. For an
+    overwire bundle: all its tensors, in the order of its pickle."""
     return _read_entries(_parse_entries(os.fspath(csv_path)), None)
 
 
 class AsyncDecompressor:
-    """`decompress_from_meta` in the background.
+    """Runs `decompress_from_meta` in the background.
 
-    Loading begins with this call, in the engine's own threads, without the GIL
-    and without torch. Nothing is raised before `get`."""
+    Loading begins when it is created, on the engine's own threads, without the GIL and
+    without torch. Errors are only raised by `get`."""
 
     _preload: overwire.Preload | None = None
 
     def __init__(self, csv_path: str | os.PathLike[str], *, start: bool = True) -> None:
-        """start: False where a preload of it runs already, which `get` then joins."""
+        """start: False if a preload of it is already running; `get` then attaches to that."""
         #: The meta.csv, absolute.
         self.path = os.fspath(csv_path) if "://" in os.fspath(csv_path) else os.path.abspath(csv_path)
         self._lock = new_lock()
         self._tensors: list[Any] | None = None
         if start:
-            with contextlib.suppress(overwire.OverwireError):  # get() meets it again
+            with contextlib.suppress(overwire.OverwireError):  # get() raises it again
                 self._preload = overwire.preload(self.path)
 
     def get(self) -> list[Any]:
-        """Waits and returns all tensors; the same ones each time. Raises what
-        `decompress_from_meta` does, and starts anew when called again after that."""
+        """Waits and returns all tensors, the same ones each time. Raises what
+        `decompress_from_meta` raises; the next call then starts again."""
         with self._lock:
             if self._tensors is None:
                 self._tensors = _read_entries(_parse_entries(self.path), self._preload)
             return list(self._tensors)
 
     def take(self) -> list[Any]:
-        """`get`, but the caller becomes the only owner: the tensors are not kept, and a
-        later call loads again."""
+        """Like `get`, but the caller becomes the only owner: the tensors are not kept, and a later
+        call loads again."""
         with self._lock:
             tensors, self._tensors = self._tensors, None
             return _read_entries(_parse_entries(self.path), self._preload) if tensors is None else tensors
 
 
 class _Entry(NamedTuple):
-    """A file, and where it is now."""
+    """A file and its present location."""
 
     file: CompressedFile
     place: str
@@ -179,11 +178,11 @@ def _parse_entries(csv_path: str) -> list[_Entry]:
 
 
 def _place(filename: str, csv_path: str) -> str:
-    """Where a listed file is now: as overwire finds containers (beside the csv
-    first), except that DOWNLOAD insists on the URL.
+    """The present location of a listed file. Searches as overwire does for containers (first
+    next to the csv); DOWNLOAD insists on the URL.
 
-    A csv from a URL may name files beside it, and URLs of its own server or of HOST;
-    no local files and no other servers. Raises FormatError."""
+    A csv from a URL may name files next to it, and URLs on its own server or on HOST, but no
+    local files and no other servers. Raises FormatError."""
     if "://" in csv_path:
         return _sibling(filename, csv_path)
     if "://" in filename and (settings.flag("DOWNLOAD") or not csv_path):
@@ -202,14 +201,14 @@ def _sibling(filename: str, csv_path: str) -> str:
         raise _misfit(csv_path, f"it names {filename!r}, which is neither on its own server nor on HOST")
     name = os.path.basename(filename)
     if name in ("", ".", "..") or any(c in name for c in "\\?#%\0"):
-        raise _misfit(csv_path, f"{filename!r} is no file name")
+        raise _misfit(csv_path, f"{filename!r} is not a file name")
     path, mark, rest = csv_path.partition("?")
     folder = path[: path.rindex("/") + 1]
     return folder + beside(folder, filename) + mark + rest
 
 
 def device() -> str:
-    """Where tensors go: the first GPU if torch sees one, else the host."""
+    """The device for tensors: the first GPU if torch sees one, else the host."""
     torch = imported("torch")
     return "cuda:0" if torch is not None and torch.cuda.is_available() else "cpu"
 
@@ -219,14 +218,14 @@ def _dtype(name: str, place: str) -> Any:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise _misfit(place, f"{name!r} is no dtype of torch")
+        raise _misfit(place, f"{name!r} is not a torch dtype")
     return dtype
 
 
 def _read_entries(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool = True) -> list[Any]:
-    """The tensors of all entries: headers and sizes first, then all containers
-    in one load, which joins the preload if it is of the same files. sizes: those
-    that are listed of the files are right."""
+    """The tensors of all entries. Checks headers and sizes first, then loads all containers at
+    once, attached to the preload if it is of the same files. sizes: the listed sizes are
+    right."""
     if sizes and preload is None and (settings.text("OVERWIRE_DOWNLOADER") or settings.text("DOWNLOADER_PATH")):
         with _brought(entries) as there:
             return _tensors(there, None)
@@ -235,9 +234,9 @@ def _read_entries(entries: list[_Entry], preload: overwire.Preload | None, sizes
 
 @contextlib.contextmanager
 def _brought(entries: list[_Entry]) -> Iterator[list[_Entry]]:
-    """The entries, of which remote ones are files in a folder, for a while. The
-    downloader is one process that gets all URLs, as nyacomp has it; its stream is cut
-    by the sizes that are listed."""
+    """Yields the entries with remote ones downloaded to a temporary folder. One downloader
+    process gets all URLs, as in nyacomp, and its stream is split by the listed
+    sizes."""
     remote = [entry for entry in entries if entry.place.startswith(("http://", "https://"))]
     if not remote:
         yield entries
@@ -254,7 +253,7 @@ def _brought(entries: list[_Entry]) -> Iterator[list[_Entry]]:
                     while size and (part := reader.read(min(size, 1 << 20))):
                         file.write(part)
                         size -= len(part)
-            reader.read(1)  # what went wrong at the end
+            reader.read(1)  # raises an error that comes at the end
         here = {id(entry): entry._replace(place=place) for entry, place in zip(remote, places, strict=True)}
         try:
             yield [here.get(id(entry), entry) for entry in entries]
@@ -282,7 +281,7 @@ def _tensors(entries: list[_Entry], preload: overwire.Preload | None) -> list[An
         if not isinstance(names, list):
             tensors.append(_shaped(names(entry), entry))
             continue
-        # Files that were copied or gathered may hold equal names: one by one.
+        # Copied or gathered files may hold equal names, so load them one by one.
         source = by_name or overwire.load_file(entry.place, framework="pt", device=device())
         if _is_bundle(entry):
             tensors += [source.pop(name) for name in names]
@@ -292,13 +291,13 @@ def _tensors(entries: list[_Entry], preload: overwire.Preload | None) -> list[An
 
 
 def _is_bundle(entry: _Entry) -> bool:
-    # A container of a whole bundle is listed as the bytes that it is.
+    # A container of a whole bundle is listed as its bytes.
     return entry.place.endswith(".safetensors")
 
 
 def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
-    """The names in a container, else what gives the bytes of a file that is none. Reads
-    headers only."""
+    """Returns the names in a container, or for another file the function that reads its bytes.
+    Only reads headers."""
     file, place = entry.file, entry.place
     if _is_bundle(entry):
         (source,) = overwire.inspect(place)["sources"]
@@ -306,40 +305,40 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
         return order.split("\n") if order else [row["name"] for row in source["tensors"]]
     item = _dtype(file.dtype, place).itemsize
     if math.prod(max(d, 1) for d in file.shape) * item >= 1 << 63:
-        raise _misfit(place, f"shape {list(file.shape)} of {file.dtype}: no tensor is that large")
+        raise _misfit(place, f"shape {list(file.shape)} of {file.dtype}: a tensor cannot be that large")
     size = math.prod(file.shape) * item
     if size != file.decompressed_size:
         raise _misfit(
-            place, f"shape {list(file.shape)} of {file.dtype} has {size} bytes, listed are {file.decompressed_size}"
+            place, f"shape {list(file.shape)} of {file.dtype} has {size} bytes, but {file.decompressed_size} are listed"
         )
     if file.raw:
         if "://" not in place:
             actual_size = _size_of(place)
             if actual_size != size:
-                raise overwire.CorruptError(f"overwire: open {place}: {actual_size} bytes, {size} wanted", source=place)
+                raise overwire.CorruptError(f"overwire: open {place}: {actual_size} bytes, not {size}", source=place)
         return _raw
     if "://" not in place:
         _size_of(place)
         foreign = hlif.sniff(place)
         if foreign is not None and file.digest is None:
             if foreign.plain != size:
-                raise _misfit(place, f"{foreign.plain} bytes in it, {size} wanted")
+                raise _misfit(place, f"it contains {foreign.plain} bytes, expected {size}")
             return _foreign
     try:
         (source,) = overwire.inspect(place)["sources"]
     except overwire.FormatError:
         if "://" not in place or file.digest is not None:
             raise
-        return _foreign  # or nonsense: seen when it is here
+        return _foreign  # or not a valid file, which shows once it is downloaded
     rows = source["tensors"]
     if file.digest is not None and (source.get("metadata") or {}).get(_DIGEST) != file.digest:
         raise overwire.CorruptError(
-            f"overwire: open {place}: it holds another tensor than the checkpoint had: a checkpoint of the same folder "
-            "and with equal keys was compressed after it; compress each in a folder of its own",
+            f"overwire: open {place}: it holds another tensor than the checkpoint had: another checkpoint here "
+            "with equal keys was compressed later; compress each checkpoint in its own folder",
             source=place,
         )
     if len(rows) != 1 or rows[0]["bytes"] != size:
-        raise _misfit(place, f"{sum(row['bytes'] for row in rows)} bytes in {len(rows)} tensors, {size} in one wanted")
+        raise _misfit(place, f"{sum(row['bytes'] for row in rows)} bytes in {len(rows)} tensors, not {size} in one")
     return [rows[0]["name"]]
 
 
@@ -355,7 +354,7 @@ def _size_of(place: str) -> int:
 
 
 def _raw(entry: _Entry) -> Any:
-    """The bytes of a raw file, flat."""
+    """Returns the bytes of a raw file as a flat tensor."""
     import torch
 
     place, size = entry.place, entry.file.decompressed_size
@@ -368,20 +367,20 @@ def _raw(entry: _Entry) -> Any:
         with open(place, "rb", opener=regular) as file:
             if file.readinto(data) < size or file.read(1):
                 raise overwire.CorruptError(
-                    f"overwire: read {place}: its size is not {size} bytes (any more)", source=place
+                    f"overwire: read {place}: its size is not {size} bytes, or not any more", source=place
                 )
     if len(data) != size:
-        raise overwire.CorruptError(f"overwire: read {place}: {len(data)} bytes, {size} wanted", source=place)
+        raise overwire.CorruptError(f"overwire: read {place}: {len(data)} bytes, expected {size}", source=place)
     flat = torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
     return flat.to(device())
 
 
 def _foreign(entry: _Entry) -> Any:
-    """The bytes of a file written by nvCOMP, flat."""
+    """Returns the bytes of a file that nvCOMP wrote, as a flat tensor."""
     import torch
 
     size = entry.file.decompressed_size
-    # At the most 64 KiB chunks, each with its row in the tables, that are stored.
+    # At most this many 64 KiB chunks, each with its row in the stored tables.
     plain = hlif.decode(entry.place, overwire.read_bytes(entry.place, 2 * size + (1 << 20)), size)
     flat = torch.frombuffer(plain, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
     return flat.to(device())

@@ -1,4 +1,4 @@
-"""nyacomp's four verbs, and what its loading is made of."""
+"""Implements nyacomp's four functions and the parts of its loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Union
 
 import overwire
-from overwire import load_compressed_pickle as load_object  # imported with this, and not by the first call
+from overwire import load_compressed_pickle as load_object  # import it now, not at the first call
 from overwire.plumbing import MetaRow, refuse_urls, regular, save_listed
 
 from . import _nyacomp, manifests, partition, settings
@@ -23,11 +23,11 @@ DEFAULT_META = "data/nya/meta.csv"
 
 
 def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> float:
-    """Saves a module, a pipeline or a state dict; returns stored / original.
+    """Saves a module, a pipeline or a state dict; returns stored / original bytes.
 
-    Writes the pickle at `path`, its tensors in nya/, and meta.csv, metadata.pkl
-    and merged_tensors.csv in both places. UNCOMPRESSED stores plain bytes.
-    empty: take the parameters out of the model afterwards, as nyacomp does.
+    Writes the pickle to `path`, its tensors to nya/, and meta.csv, metadata.pkl and
+    merged_tensors.csv to both places. UNCOMPRESSED stores plain bytes.
+    empty: remove the parameters from the model afterwards, as nyacomp does.
     """
     ratio = _save_listed(model, path, True)
     if empty:
@@ -39,14 +39,14 @@ def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> fl
 
 
 def compress_pickle(obj: Any, path: PathLike = DEFAULT, algo: int = 0) -> float:
-    """Saves any object, otherwise as `compress`. `algo` (0, 1 or 2) chose one of
-    nvCOMP's settings; all mean the same here."""
+    """Saves any object, otherwise like `compress`. In nyacomp, `algo` (0, 1 or 2) chose one of
+    nvCOMP's settings; here all mean the same."""
     settings.check_algo(algo)
     return _save_listed(obj, path, False)
 
 
 def _save_listed(obj: Any, path: PathLike, is_model: bool) -> float:
-    # An overwire bundle has one tensor file: the container, listed as its bytes.
+    # An overwire bundle has one tensor file: the container, which is listed as its bytes.
     def write_manifests(target: str, container: str, report: overwire.Report, _: Any) -> None:
         folder, size = Path(path).parent, report.bytes_out
         name = os.path.basename(container) if "\n" in container else container
@@ -69,13 +69,13 @@ def _parameters(model: Any) -> list[Any]:
 
 
 def get_pipeline_params(pipeline: Any) -> list[Any]:
-    """The parameters of every module that a pipeline's `config` names, in its order."""
+    """The parameters of all modules that a pipeline's `config` names, in that order."""
     import torch
 
     params = []
     attributes = getattr(pipeline, "__dict__", {})
     for name in pipeline.config:
-        # diffusers warns when it is asked for a key that is no component.
+        # diffusers warns about a key that is not a component.
         part = attributes.get(name) or (getattr(pipeline, name, None) if hasattr(type(pipeline), name) else None)
         if isinstance(part, torch.nn.Module) and not name.startswith("_"):
             params += list(part.parameters())
@@ -84,20 +84,20 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
 
 def tensor_bytes(tensor: Any) -> bytes:
     """A copy of a tensor's elements as bytes, in row-major order."""
-    from overwire.plumbing import check_memory  # which imports torch
+    from overwire.plumbing import check_memory  # imports torch
 
     check_memory(tensor, "overwire: tensor_bytes")
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Not ctypes.string_at, whose size has 32 bits before Python 3.14.
+    # ctypes.string_at takes a 32-bit size before Python 3.14.
     return (ctypes.c_char * tensor_size(dense)).from_address(dense.data_ptr()).raw if dense.numel() else b""
 
 
 def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[str, Any], int, int]:
-    """Writes one tensor to `path` (".gz"), or to ".raw" beside it where that is
-    smaller, UNCOMPRESSED is set, or containers lack its dtype. An existing
-    file is replaced, RECOMPRESS or not; the tensor is unchanged.
+    """Writes one tensor to `path` (".gz"). If plain bytes are smaller, UNCOMPRESSED is set, or
+    containers lack its dtype, writes to the same name with ".raw" instead. An existing file is
+    replaced with or without RECOMPRESS. The tensor does not change.
 
-    Returns the dict for `to_csv`, the tensor's bytes, and the file's.
+    Returns the dict for `to_csv`, the tensor's bytes, and the file's bytes.
     """
     settings.check_algo(algo)
     target, raw = Path(path), Path(path).with_suffix(".raw")
@@ -121,35 +121,35 @@ def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[
     return meta, size, stored_size
 
 
-#: The load that PRELOAD_PATH began when this was imported; None without it.
+#: The load that PRELOAD_PATH started when this was imported; None without it.
 decompressor: _nyacomp.AsyncDecompressor | None = None
 
 
 def start_preload() -> None:
-    """What the import of this package does. Without PRELOAD_PATH, and without a
-    file at its default, nothing."""
+    """Starts the preload when this package is imported. Does nothing without PRELOAD_PATH and
+    without a file at its default path."""
     global decompressor
     if any(map(settings.flag, ("OVERWIRE_NO_PRELOAD", "NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
         return
     path = settings.text("PRELOAD_PATH")
     if path.endswith(".csv"):
-        # The import of this package has started it; get() joins that.
+        # Importing overwire has started it; get() attaches to it.
         decompressor = _nyacomp.AsyncDecompressor(path, start=False)
     elif not path and os.path.exists(DEFAULT_META):
         start = False
-        with contextlib.suppress(overwire.OverwireError):  # get(), which is asked for, meets what there is to meet
+        with contextlib.suppress(overwire.OverwireError):  # get() raises the same error when it is called
             refuse_urls(os.path.abspath(DEFAULT_META))
             start = True
         decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META, start=start)
 
 
 def load_compressed(path: PathLike = DEFAULT) -> Any:
-    """Loads what `compress` saved, or nyacomp itself, trusting it; joins its preload."""
+    """Loads what `compress` or nyacomp itself saved, and trusts it. Attaches to its preload."""
     return _load_pickle(path)
 
 
 def load_compressed_pickle(path: PathLike = DEFAULT) -> Any:
-    """Loads what `compress_pickle` saved, or nyacomp itself, trusting it."""
+    """Loads what `compress_pickle` or nyacomp itself saved, and trusts it."""
     return _load_pickle(path)
 
 
@@ -168,13 +168,13 @@ def _load_pickle(path: PathLike) -> Any:
 
 
 def _listed(path: PathLike) -> list[MetaRow] | None:
-    """The files that the manifest of a bundle lists, or PRELOAD_PATH's; None without one."""
+    """The files in the manifest of a bundle, or in PRELOAD_PATH's; None without one."""
     meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
     return manifests.read_csv(meta).rows if meta else None
 
 
 def _remote(path: PathLike) -> str | None:
-    """With DOWNLOAD, the URL of a bundle's container; else None: read it from there."""
+    """With DOWNLOAD, the URL of a bundle's container, to read it from there; else None."""
     rows = _listed(path) or [] if settings.flag("DOWNLOAD") else []
     urls = [row.filename for row in rows if "://" in row.filename and row.filename.endswith(".safetensors")]
     return urls[0] if len(urls) == len(rows) == 1 else None
@@ -187,7 +187,7 @@ def _foreign(path: PathLike) -> bool:
 
 
 class _References(pickle.Unpickler):
-    # nyacomp's pickles: persistent ids are numbers of tensors.
+    # Reads nyacomp's pickles, where persistent ids are positions of tensors.
 
     def __init__(self, file: Any, tensors: list[Any], path: str) -> None:
         super().__init__(file)
@@ -201,7 +201,7 @@ class _References(pickle.Unpickler):
 
 
 def _filled(path: PathLike, tensors: list[Any]) -> Any:
-    """A model that nyacomp took the parameters out of, with these for them."""
+    """Puts tensors into a model from which nyacomp has removed the parameters."""
     import torch
 
     model = torch.load(path, map_location="cpu", weights_only=False)
@@ -217,9 +217,9 @@ def _filled(path: PathLike, tensors: list[Any]) -> Any:
 
 
 def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[int]]]:
-    """The arguments of `batch_decompress` out of metadata.pkl of the bundle at
-    `path`, partitioned anew if it is for another number of threads, or if
-    REDO_PARTITION is set."""
+    """The arguments of `batch_decompress` for the bundle at `path`, from its metadata.pkl. They
+    are partitioned again if they are for another number of threads, or if REDO_PARTITION is
+    set."""
     rows, bins = manifests.read_metadata(path)
     meta = [row for row in rows if row]
     folder = Path(path).absolute().parent
@@ -238,9 +238,9 @@ def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[i
 
 
 def get_tensors(path: PathLike) -> list[Any]:
-    """The tensors of the bundle at `path` as they are stored (merged): of the
-    preload if that is of this bundle, else read now, by its meta.csv (with
-    PYTHON_ARGS by its metadata.pkl), else by PRELOAD_PATH."""
+    """The tensors of the bundle at `path` as stored (merged): from the preload if that is of this
+    bundle, else read now with its meta.csv (with PYTHON_ARGS its metadata.pkl), else with
+    PRELOAD_PATH."""
     return _stored(path, keep=True)
 
 

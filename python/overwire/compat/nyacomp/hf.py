@@ -1,10 +1,9 @@
-"""Checkpoints of Hugging Face's libraries, each tensor in its own file.
+"""Compresses and loads checkpoints of Hugging Face's libraries, each tensor in its own file.
 
-For D/x.bin: D/nya/boneless_x.bin, a torch file with the state dict, in which a
-large tensor is {"shape", "dtype", "len", "len_compressed", "digest"} and "meta" holds
-the bins; and D/nya/KEY.gz for each of these. The checkpoint itself stays. Another
-checkpoint of the folder writes the same file for an equal key: its digest says whose
-it is.
+D/x.bin becomes D/nya/boneless_x.bin, a torch file with the state dict. There a large tensor is
+{"shape", "dtype", "len", "len_compressed", "digest"}, with its data in D/nya/KEY.gz, and "meta"
+holds the bins. The checkpoint itself stays. Another checkpoint in the same folder uses the
+same file for an equal key; the digest tells which checkpoint the tensor belongs to.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _PathLike = Union[str, "os.PathLike[str]"]
 
 
 def compress_model(model: str | None = None) -> float:
-    """`compress_components` for every "*.bin" of a diffusers model in the cache of
-    its user ("runwayml/..." or the name of its folder), None: of all models.
-    Returns stored / original."""
+    """Runs `compress_components` for every "*.bin" of a diffusers model in the user's cache.
+    model: "runwayml/..." or the name of its folder; None means all models.
+    Returns stored / original bytes."""
     cache = Path("~/.cache/huggingface").expanduser()
     names = ["*"] if model is None else [model, "models--" + model.replace("/", "--")]
     folders = [
@@ -51,8 +50,8 @@ def compress_model(model: str | None = None) -> float:
 
 
 def compress_components(components: Iterable[_PathLike]) -> float:
-    """`compress_state_dict` for several checkpoints, without those that it made
-    itself. Returns stored / original, 1.0 if there are none."""
+    """Runs `compress_state_dict` for several checkpoints, except for those that it made itself.
+    Returns stored / original bytes, 1.0 if there are no checkpoints."""
     size = stored_size = 0
     for component in map(Path, components):
         if component.parent.name == "nya" or component.name.startswith("boneless"):
@@ -63,13 +62,13 @@ def compress_components(components: Iterable[_PathLike]) -> float:
 
 
 def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, int]:
-    """Compresses the tensors of a checkpoint (torch's, or safetensors) that have
-    more than `treshold` bytes, into nya/ beside it. Files of an earlier run are
-    replaced, and so are those of another checkpoint in the folder for equal keys: that
-    one's `good_load` is a CorruptError then, unless their tensors are equal.
+    """Compresses the tensors of a checkpoint (torch's, or safetensors) that have more than
+    `treshold` bytes, into nya/ in its folder. Replaces the files of an earlier run, and those of
+    another checkpoint in the folder for equal keys. `good_load` of that other checkpoint then
+    raises CorruptError, unless the tensors are equal.
 
-    Returns the bytes of all tensors, and what they take now. NotSupportedError for a
-    checkpoint with a "meta" of its own.
+    Returns the bytes of all tensors, and the bytes that they take now. NotSupportedError for
+    a checkpoint that has its own key "meta".
     """
     import torch
 
@@ -77,7 +76,7 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
     state: dict[str, Any] = dict(_read_state(place))
     if "meta" in state:
         raise overwire.NotSupportedError(
-            f"overwire: save {place}: nyacomp's layout has its bins where this has 'meta'", source=str(place)
+            f"overwire: save {place}: it has a key 'meta', which nyacomp's layout uses for its bins", source=str(place)
         )
     folder = place.parent / "nya"
     folder.mkdir(exist_ok=True)
@@ -116,7 +115,7 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, Mapping):
         raise overwire.FormatError(
-            f"overwire: open {path}: it holds a {type(state).__name__}, no state dict", source=str(path)
+            f"overwire: open {path}: it holds a {type(state).__name__}, not a state dict", source=str(path)
         )
     return state
 
@@ -126,19 +125,19 @@ def _boneless(path: _PathLike) -> Path:
 
 
 def _file(folder: Path, key: str) -> Path:
-    # Keys are dotted names; whatever else they have must not leave the folder.
+    # Keys are usually dotted names. Quoting keeps any other key inside the folder.
     return folder / f"{quote(key, safe=' ')}.gz"
 
 
 def _read_boneless(boneless: Path) -> dict[str, Any]:
-    """What `compress_state_dict` wrote. FormatError for anything else, whatever torch raises for it."""
+    """Reads what `compress_state_dict` wrote. FormatError for anything else, whatever torch raises for it."""
     import torch
 
-    try:  # torch goes by a path's ending
+    try:  # torch chooses the reader by the path's ending
         with torch.serialization.safe_globals([torch.Size]), open(boneless, "rb", opener=regular) as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
         if type(state) is not dict or not all(type(key) is str for key in state):
-            raise ValueError("it holds no dict of names")
+            raise ValueError("it does not hold a dict with names as keys")
         return state
     except FileNotFoundError as error:
         raise overwire.NotFoundError(
@@ -146,7 +145,7 @@ def _read_boneless(boneless: Path) -> dict[str, Any]:
         ) from error
     except (overwire.OverwireError, PermissionError, MemoryError):
         raise
-    except Exception as error:  # an OSError, too: torch seeks where the file says
+    except Exception as error:  # including OSError: torch seeks to offsets that the file gives
         reason = str(error).partition("\n")[0]
         raise overwire.FormatError(
             f"overwire: open {boneless}: not what compress_state_dict writes: {reason:.200}", source=str(boneless)
@@ -161,8 +160,8 @@ def _is_row(row: dict[str, Any]) -> bool:
 
 
 def _read_layout(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.CompressedFile]]:
-    """The state dict without its bins, and the keys and files of its large
-    tensors, largest first."""
+    """The state dict without its bins, and the keys and files of its large tensors, largest
+    first."""
     boneless = _boneless(path)
     state = _read_boneless(boneless)
     state.pop("meta", None)
@@ -188,32 +187,32 @@ def _read_layout(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyac
 
 
 def dry_load(path: _PathLike) -> list[list[Any]]:
-    """What `good_load` would read: names of files, shapes, dtypes."""
+    """Lists what `good_load` would read: file names, shapes, dtypes."""
     _, _, files = _read_layout(path)
     return [[file.filename for file in files], [list(file.shape) for file in files], [file.dtype for file in files]]
 
 
 def good_load(path: _PathLike) -> dict[str, Any]:
-    """The state dict of a checkpoint that `compress_state_dict` has been given:
-    the same keys in the same order, whether `path` itself is still there or not.
+    """Returns the state dict of a checkpoint that `compress_state_dict` has compressed, with the
+    same keys in the same order. `path` itself need not exist any more.
 
-    Raises CorruptError for a tensor whose file another checkpoint of the folder has
-    replaced."""
+    Raises CorruptError if another checkpoint in the folder has replaced the file of a
+    tensor."""
     state, keys, files = _read_layout(path)
     assignments = partition.massage([file.compressed_size for file in files], settings.num_threads())
     state.update(zip(keys, _nyacomp.batch_decompress(files, assignments), strict=True))
     return state
 
 
-# By module: what `toggle_patch` has put there.
+# Maps each module to what `toggle_patch` has put there.
 _toggled: dict[int, tuple[Any, list[_Toggle]]] = {}
 
 
 def toggle_patch(module: Any) -> None:
-    """Gives a module (diffusers' or transformers' modeling_utils) a
-    `load_state_dict`, and a `safe_open` where it has one, that take what
-    `compress_state_dict` made where that is there, and read all else as before;
-    called again, takes them away, but not what another tool has put around them."""
+    """Patches a module (diffusers' or transformers' modeling_utils). Its `load_state_dict`, and
+    its `safe_open` if it has one, then load what `compress_state_dict` made if that exists, and
+    read everything else as before. Called again, it removes the patch, except for wrappers that
+    another tool has put around it."""
     if id(module) in _toggled:
         for toggle in _toggled.pop(id(module))[1]:
             toggle.on = False
@@ -232,7 +231,7 @@ def toggle_patch(module: Any) -> None:
 
 
 class _Toggle:
-    # Ours for checkpoints that have been compressed, the original for all else.
+    # Calls our function for compressed checkpoints, and the original for all others.
 
     def __init__(self, name: str, original: Callable[..., Any], ours: Callable[..., Any]) -> None:
         self.name, self.original, self.on = name, original, True
@@ -256,7 +255,7 @@ def _load_state_dict(checkpoint_file: _PathLike, *args: Any, **kwargs: Any) -> d
 
 
 def _shapes(path: _PathLike) -> dict[str, Any]:
-    # The state dict without the elements of its large tensors.
+    # The state dict with empty stand-ins for its large tensors.
     import torch
 
     state, keys, _ = _read_layout(path)
@@ -265,7 +264,7 @@ def _shapes(path: _PathLike) -> dict[str, Any]:
 
 
 class _Opened:
-    # safetensors' safe_open of a checkpoint that is compressed: read when the first tensor is asked for.
+    # safetensors' safe_open for a compressed checkpoint. It reads when the first tensor is requested.
 
     def __init__(self, filename: _PathLike, framework: str = "pt", device: Any = "cpu") -> None:
         self._path, self._device = filename, device
@@ -320,8 +319,8 @@ class _Slice:
 
 
 def _fresh(path: Path) -> bool:
-    # A checkpoint that was written anew has other tensors than nya/ has; and so may one that
-    # was put there with an older time (cp -p, rsync), which its status change tells.
+    # A checkpoint that was written later has other tensors than nya/. So may one that was put
+    # there with an older modification time (cp -p, rsync); its status change time shows that.
     boneless = _boneless(path)
     try:
         container, now = boneless.stat(), path.stat()

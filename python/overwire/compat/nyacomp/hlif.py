@@ -1,4 +1,4 @@
-"""The files that nyacomp itself wrote: nvCOMP's high-level container.
+"""Reads the files that nyacomp itself wrote: nvCOMP's high-level container.
 
     0  u32 magic          4  u8 major, minor   6  u8 format
     8  u64 payload bytes  16 u64 plain bytes   24 u64 chunks
@@ -6,10 +6,10 @@
     48 u64 plain bytes of a chunk              56 u32 offset of the payload
     64 the format's own header; u64 offset, u64 bytes of each chunk; u32 checksums
 
-It is the container of nvCOMP 2.2, the last release whose source is open, with 0 as
-magic, and the chunks of GDeflate are the open ones. nvCOMP does not publish its
-checksums, so that they are not compared: nyacomp does not either, but a changed
-byte may go unseen where it breaks no chunk. Compress such files again.
+It is the container of nvCOMP 2.2, the last release with open source, with 0 as its magic
+number. Its GDeflate chunks are standard. nvCOMP does not publish its checksum algorithm, so
+checksums are not compared. nyacomp does not compare them either, but a changed byte can go
+unnoticed if its chunk still decodes. Compress such files again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ log = logging.getLogger("overwire")
 
 FORMATS = ("LZ4", "Snappy", "ANS", "GDeflate", "Cascaded", "Bitcomp", "Zstd", "Deflate", "Gzip")
 _HEADER = struct.Struct("<IBBB1xQQ32xI4x")
-_HIDDEN = ("ANS", "Bitcomp")  # the layout of their chunks is not public
+_HIDDEN = ("ANS", "Bitcomp")  # formats with unpublished chunk layouts
 
-#: What turns a bundle of nyacomp's into one of overwire's.
+#: The command that converts nyacomp's bundles to overwire's.
 RECOMPRESS = "python -m overwire.compat.nyacomp recompress MODEL.pkl NEW.pkl"
 
 
 class Header(NamedTuple):
-    """What nvCOMP's header says of a file: who wrote it, how, and the bytes in it."""
+    """nvCOMP's header of a file: who wrote it, how, and the number of plain bytes."""
 
     version: tuple[int, int]
     format: str
@@ -41,8 +41,8 @@ class Header(NamedTuple):
 
 
 def parse(place: str, head: bytes, size: int) -> Header:
-    """The header in the first 64 bytes of a file of `size` bytes. FormatError for what
-    is none, NotSupportedError for formats that only nvCOMP knows."""
+    """Parses the first 64 bytes of a file of `size` bytes. FormatError for other files,
+    NotSupportedError for formats that only nvCOMP can read."""
     if len(head) >= _HEADER.size:
         magic, major, minor, kind, payload, plain, offset = _HEADER.unpack_from(head)
         if (
@@ -61,13 +61,13 @@ def parse(place: str, head: bytes, size: int) -> Header:
                 source=place,
             )
     raise overwire.FormatError(
-        f"overwire: open {place}: neither a container of overwire's nor a file of nvCOMP's", source=place
+        f"overwire: open {place}: neither an overwire container nor an nvCOMP file", source=place
     )
 
 
 def sniff(place: str) -> Header | None:
-    """What a local file is: None for one of overwire's containers, the header of
-    nvCOMP's. Raises as `parse`."""
+    """Detects the kind of a local file: None for an overwire container, nvCOMP's header
+    otherwise. Raises what `parse` raises."""
     with open(place, "rb", opener=regular) as file:
         head = file.read(_HEADER.size)
         size = file.seek(0, 2)
@@ -75,20 +75,20 @@ def sniff(place: str) -> Header | None:
 
 
 def decode(place: str, data: bytes, size: int) -> memoryview:
-    """The `size` bytes in a whole file of nvCOMP's. CorruptError, FormatError,
+    """Decodes the `size` bytes of a complete nvCOMP file. CorruptError, FormatError,
     NotSupportedError."""
     header = parse(place, data[: _HEADER.size], len(data))
     if header.plain != size:
-        raise overwire.FormatError(f"overwire: open {place}: {header.plain} bytes in it, {size} wanted", source=place)
+        raise overwire.FormatError(f"overwire: open {place}: {header.plain} bytes in it, expected {size}", source=place)
     log.warning(
-        "overwire: %s: its checksums are nvCOMP's own and are not compared; compress the model again: %s",
+        "overwire: %s: its checksums are nvCOMP's own and are not compared; compress the model again with: %s",
         place,
         RECOMPRESS,
     )
     try:
-        content = codecs.decode(data, header.format, verify=False)  # no memory before the stream can give as much
+        content = codecs.decode(data, header.format, verify=False)  # allocates at most what the stream can decode to
     except overwire.OverwireError as error:
         raise type(error)(f"overwire: decode {place}: {error}", source=place) from error
     if len(content) != size:
-        raise overwire.CorruptError(f"overwire: decode {place}: {len(content)} bytes, {size} wanted", source=place)
+        raise overwire.CorruptError(f"overwire: decode {place}: {len(content)} bytes, expected {size}", source=place)
     return content

@@ -1,9 +1,9 @@
-"""What lies around the tensor files: meta.csv, metadata.pkl, merged_tensors.csv.
+"""Reads and writes the manifests next to tensor files: meta.csv, metadata.pkl, merged_tensors.csv.
 
-meta.csv is described in docs/nyacomp.md. metadata.pkl is a pickled list of one
-dict for each row (filename, shape, dtype, decompressed_size, compressed_size; {}
-for a tensor that was not stored), the bins last. All three are looked for in
-both of nyacomp's places: its README's (beside the pickle) and its code's (nya/).
+docs/nyacomp.md describes meta.csv. metadata.pkl is a pickled list with a dict for each row
+(filename, shape, dtype, decompressed_size, compressed_size; {} for a tensor that was not
+stored), and the bins last. All three are searched in both of nyacomp's places: its README's
+(next to the pickle) and its code's (nya/).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FOLDER = "nya"
 META = "meta.csv"
 METADATA = "metadata.pkl"
 MERGE_INFO = "merged_tensors.csv"
-_LIMIT = 1 << 26  # bytes of a manifest
+_LIMIT = 1 << 26  # most bytes of a manifest
 
 
 class Manifest(NamedTuple):
-    """A meta.csv: where it is, the files' positions by thread, the files."""
+    """A meta.csv: its location, the positions of files for each thread, and the files."""
 
     path: str
     bins: list[list[int]]
@@ -35,7 +35,7 @@ class Manifest(NamedTuple):
 
 
 def bins_fit(bins: Sequence[Sequence[int]], count: int) -> bool:
-    """Whether bins name files that are there, none twice."""
+    """Whether bins only name existing files, and none twice."""
     indices = [at for part in bins for at in part]
     return len(set(indices)) == len(indices) and all(0 <= at < count for at in indices)
 
@@ -46,7 +46,7 @@ def _check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
 
 
 def read_csv(path: str | os.PathLike[str]) -> Manifest:
-    """The meta.csv at a path or URI, with any number of bins, empty ones too.
+    """Reads the meta.csv at a path or URI. It may have any number of bins, also empty ones.
     NotFoundError, FormatError."""
     place = os.fspath(path)
     text = os.fsdecode(overwire.read_bytes(place, _LIMIT))  # names may be any bytes
@@ -62,13 +62,13 @@ def read_csv(path: str | os.PathLike[str]) -> Manifest:
 
 
 def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: str | os.PathLike[str]) -> None:
-    """Writes a meta.csv of the dicts that `compress_parameter` returns ({} are
-    passed over) and of bins of positions among the others. ArgumentError for a name
-    with a line break, before anything is written."""
+    """Writes a meta.csv from the dicts that `compress_parameter` returns (empty dicts are skipped)
+    and from bins of positions among the others. ArgumentError for a name with a line break,
+    before anything is written."""
     for row in meta:
         if row and "\n" in str(row["filename"]):
             raise overwire.ArgumentError(
-                f"overwire: save {os.fspath(f)!r}: {row['filename']!r} has a line break, and lines list the files"
+                f"overwire: save {os.fspath(f)!r}: {row['filename']!r} has a line break, but each file takes one line"
             )
     rows = [
         f"{row['filename']} {ints(row['shape'])} {row['dtype']} {row['decompressed_size']} {row['compressed_size']}"
@@ -79,18 +79,18 @@ def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: 
 
 
 def ints(i: Sequence[int]) -> str:
-    """Numbers with semicolons between; "" for none."""
+    """Joins numbers with semicolons; "" for none."""
     return ";".join(map(str, i))
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file as a whole: readers see the old one or the new one. That keeps
-    its mode and owner; a symbolic link is followed."""
+    """Replaces a file atomically: readers see the old file or the new one. The mode and owner stay,
+    and a symbolic link is followed."""
     write_bytes(local(path), data, None)
 
 
 def host_name(path: str | os.PathLike[str]) -> str:
-    """How a manifest names a file: HOST before it if DOWNLOAD is set."""
+    """The name of a file in a manifest: with HOST before it if DOWNLOAD is set."""
     name = os.fspath(path)
     prefix = settings.host()
     return f"{prefix}/{name.lstrip('/')}" if prefix else name
@@ -106,7 +106,7 @@ def write(folder: Path, meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequen
 
 
 def find(path: str | os.PathLike[str], name: str) -> Path | None:
-    """A manifest of the bundle at `path`, in either place; None if in neither."""
+    """The manifest of the bundle at `path`, in either place; None if it is in neither."""
     folder = Path(path).absolute().parent
     for place in (folder / FOLDER / name, folder / name):
         if place.exists():
@@ -115,14 +115,14 @@ def find(path: str | os.PathLike[str], name: str) -> Path | None:
 
 
 def read_merge_info(path: str | os.PathLike[str]) -> str:
-    """merged_tensors.csv of the bundle at `path`, as text for `split_tensors`."""
+    """Reads merged_tensors.csv of the bundle at `path`, as text for `split_tensors`."""
     return overwire.read_bytes(_beside(path, MERGE_INFO), _LIMIT).decode()
 
 
 def _beside(path: str | os.PathLike[str], name: str) -> Path:
     place = find(path, name)
     if place is None:
-        raise overwire.NotFoundError(f"overwire: open {path}: {name} is not beside it", source=os.fspath(path))
+        raise overwire.NotFoundError(f"overwire: open {path}: {name} is not next to it", source=os.fspath(path))
     return place
 
 
@@ -134,18 +134,18 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """metadata.pkl of the bundle at `path`: the dicts, {} included, and the bins.
+    """Reads metadata.pkl of the bundle at `path`: the dicts, including {}, and the bins.
 
-    It is plain data: nothing in it is called. NotFoundError, FormatError, UntrustedPickleError."""
+    The pickle is plain data; it cannot call anything. NotFoundError, FormatError, UntrustedPickleError."""
     place = _beside(path, METADATA)
     try:
         *rows, bins = load_plain(overwire.read_bytes(place, _LIMIT), str(place))
         bins = [[int(at) for at in part] for part in bins]
         if not all(isinstance(row, dict) and (not row or _is_row(row)) for row in rows):
-            raise ValueError("a row is not of the five fields")
+            raise ValueError("a row does not have the five fields")
     except overwire.OverwireError:
         raise
-    except Exception as error:  # a broken pickle fails in any way it likes
+    except Exception as error:  # a broken pickle can raise anything
         raise overwire.FormatError(f"overwire: open {place}: not a {METADATA}: {error}", source=str(place)) from error
     _check_bins(bins, sum(bool(row) for row in rows), str(place))
     return rows, bins

@@ -1,7 +1,7 @@
-"""Tensors of one shape and type, stacked for storage, and taken apart again.
+"""Stacks tensors of one shape and dtype for storage, and splits the stacks again.
 
-overwire's own bundles need none of this: small tensors share chunks there. It
-is here for programs that call it and for bundles in nyacomp's layout.
+overwire's own bundles do not need this, because small tensors share chunks there. It is for
+programs that call it and for bundles in nyacomp's layout.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import overwire
 
 from . import partition, settings
 
-#: What a merged tensor may have unless it is said otherwise: servers of uploads
-#: commonly take no more.
+#: The default for the most bytes of a merged tensor: servers commonly refuse larger
+#: uploads.
 LIMIT = 500 << 20
 
 
@@ -25,16 +25,16 @@ def tensor_size(tensor: Any) -> int:
 
 
 def split_into_bins(group: Sequence[Any], n_splits: int) -> list[list[Any]]:
-    """Contiguous runs of nearly equal length, the longer ones first: 7 in 3 are
-    3, 2, 2. Runs beyond the members' number are empty."""
+    """Splits a group into contiguous runs of nearly equal length, the longer ones first: 7 in 3
+    gives 3, 2, 2. If there are more runs than members, the last runs are empty."""
     size, longer = divmod(len(group), n_splits)
     ends = [size * at + min(at, longer) for at in range(n_splits + 1)]
     return [list(group[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
 
 
 def _groups(tensors: Sequence[Any], limit: float) -> list[list[int]]:
-    """Positions of the tensors to stack, by shape, then type and device, each
-    group at most `limit` bytes unless one tensor has more."""
+    """Positions of the tensors to stack, grouped by shape, dtype and device. Each group has at most
+    `limit` bytes, unless one tensor has more."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for at, tensor in enumerate(tensors):
         alike.setdefault((tuple(tensor.shape), str(tensor.dtype), str(tensor.device)), []).append(at)
@@ -52,8 +52,8 @@ def merge_tensors(tensors: Sequence[Any], maxsize: float = 0) -> tuple[list[Any]
     maxsize: the most bytes of a stack of several tensors; 0: an equal share for
         each of NUM_THREADS threads, at least 500 MiB.
 
-    Returns the stacks, on their tensors' device, and for each a line with its
-    tensors' positions: what merged_tensors.csv holds and `split_tensors` takes.
+    Returns the stacks, on the device of their tensors, and a text with the positions of the
+    tensors of each stack in one line. merged_tensors.csv holds it, and `split_tensors` takes it.
     """
     import torch
 
@@ -64,7 +64,7 @@ def merge_tensors(tensors: Sequence[Any], maxsize: float = 0) -> tuple[list[Any]
 
 
 def calculate_makespan(tensors: Sequence[Any]) -> int:
-    """The bytes of the fullest of NUM_THREADS bins with these tensors."""
+    """The bytes of the fullest bin if these tensors are spread over NUM_THREADS bins."""
     return _makespan([tensor_size(tensor) for tensor in tensors])
 
 
@@ -73,9 +73,9 @@ def _makespan(sizes: list[int]) -> int:
 
 
 def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
-    """`merge_tensors` with the limit that gives the smallest makespan: the usual
-    one, or one found by bisection between an equal share for each thread and
-    twice that. Only sizes are looked at; tensors are copied once."""
+    """Runs `merge_tensors` with the limit that gives the smallest makespan: the default limit, or
+    one found by bisection between an equal share for each thread and twice that. The search
+    only looks at sizes; tensors are copied once."""
     if not tensors:
         return [], ""
     sizes = [tensor_size(tensor) for tensor in tensors]
@@ -99,8 +99,8 @@ def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
-    """The tensors in stacks, in the order of their positions: each without the
-    stack's first dimension and in its own memory.
+    """Returns the tensors in stacks, in the order of their positions. Each has its own memory, and
+    lacks the stack's first dimension.
 
     info: the text of merged_tensors.csv. Raises FormatError if it does not fit.
     """
@@ -112,7 +112,7 @@ def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
         try:
             positions = [int(at) for at in line.split(",")]
         except ValueError as error:
-            raise overwire.FormatError(f"overwire: merged tensors: {line!r} is no list of positions") from error
+            raise overwire.FormatError(f"overwire: merged tensors: {line!r} is not a list of positions") from error
         if (
             tensor.ndim == 0
             or tensor.shape[0] != len(positions)

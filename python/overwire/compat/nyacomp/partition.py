@@ -1,7 +1,7 @@
-"""Which thread gets which file: bins of nearly equal sums.
+"""Assigns files to threads, in bins of nearly equal sums.
 
-overwire itself needs none of this, since its workers take chunks as they come;
-it is here for programs that call it, and for the first line of a meta.csv.
+overwire itself does not need this, because its workers take chunks as they come. It is for
+programs that call it, and for the first line of a meta.csv.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import lru_cache
 
 
 def ffd_binpack(sizes: Sequence[int], capacity: float) -> list[list[int]]:
-    """First fit, decreasing: bins of sizes, each at most `capacity` full (a size
-    above it has a bin alone). As many bins as that takes."""
+    """First fit, decreasing: puts sizes into bins of at most `capacity`, as many as needed. A larger
+    size gets its own bin."""
     bins: list[list[int]] = []
     room: list[float] = []
     for size in sorted(sizes, reverse=True):
@@ -28,8 +28,8 @@ def ffd_binpack(sizes: Sequence[int], capacity: float) -> list[list[int]]:
 
 
 def multifit_partition(sizes: Sequence[int], bins: int = 32, k: int = 20) -> list[list[int]]:
-    """Sizes in exactly `bins` bins, empty ones included, with a makespan (the
-    largest sum) no worse than that of MULTIFIT with `k` steps.
+    """Puts sizes into exactly `bins` bins, which may be empty. The makespan (the largest sum)
+    is no worse than that of MULTIFIT with `k` steps.
 
     Raises ValueError for fewer than one bin.
     """
@@ -46,7 +46,7 @@ def makespan(bins: Sequence[Sequence[int]]) -> int:
 
 
 def _multifit(sizes: Sequence[int], bins: int, k: int) -> list[list[int]]:
-    # Bisects the capacity that first fit needs; Coffman, Garey, Johnson 1978.
+    # Bisects the capacity for which first fit needs few enough bins; Coffman, Garey, Johnson 1978.
     mean, most = sum(sizes) / bins, max(sizes)
     low, high = float(max(int(mean), most)), float(max(2 * mean, most))
     best = ffd_binpack(sizes, high)
@@ -65,8 +65,8 @@ def _multifit(sizes: Sequence[int], bins: int, k: int) -> list[list[int]]:
 
 
 def to_idx(sizes: Sequence[int], bins: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Bins of sizes as bins of positions in `sizes`; of equal sizes the first
-    position goes first. Raises KeyError for a size that occurs too rarely."""
+    """Converts bins of sizes to bins of positions in `sizes`. Equal sizes are assigned in order of
+    position. Raises KeyError if a size does not occur often enough."""
     places: dict[int, list[int]] = {}
     for at in reversed(range(len(sizes))):
         places.setdefault(sizes[at], []).append(at)
@@ -74,14 +74,14 @@ def to_idx(sizes: Sequence[int], bins: Sequence[Sequence[int]]) -> list[list[int
     for part in bins:
         for size in part:
             if not places.get(size):
-                raise KeyError(f"overwire: bins: no further size {size}")
+                raise KeyError(f"overwire: bins: size {size} occurs more often than in sizes")
         indices.append([places[size].pop() for size in part])
     return indices
 
 
 def massage(sizes: Sequence[int], n_bins: int = 32) -> list[list[int]]:
-    """Positions in `sizes`, in exactly `n_bins` bins, each with its largest
-    first. No bin is empty while another has two; works for any numbers."""
+    """Positions in `sizes`, in exactly `n_bins` bins, each with its largest first. No bin is
+    empty while another has two. Works for any numbers."""
     return [list(part) for part in _massage(tuple(sizes), n_bins)]
 
 

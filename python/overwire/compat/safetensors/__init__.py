@@ -1,25 +1,28 @@
-"""safetensors' API, name by name, over overwire's reader and writer.
+"""Offers safetensors' API, name by name, over overwire's reader and writer.
 
     from overwire.compat.safetensors import safe_open
     from overwire.compat.safetensors.torch import load_file, save_file
 
-Compressed files are read like plain ones; written files are plain, for any
-safetensors reader. Modules: `torch`, `numpy`, `flax`, `mlx`, `tensorflow` and
-`paddle`, each if its framework is installed.
+Compressed files are read like plain ones. Written files are plain, for any safetensors
+reader. Modules: `torch`, `numpy`, `flax`, `mlx`, `tensorflow` and `paddle`, each if its
+framework is installed.
 
-Intended differences: files must obey the format's rules, also on duplicate names;
-the caller owns each tensor, which is never a view of a shared storage;
-saving replaces a file atomically; a TensorSpec at address 0 is refused where
-the original crashes; numpy slices accept what numpy accepts (negative bounds, empty
-ranges) where the original raises; bfloat16 and the fp8 kinds come as ml_dtypes'
-types in numpy; `device` may be a torch.device, `load` takes any bytes-like
-object, and a file name may be whatever `overwire.load_file` takes as one path;
-`prefetch` loads to the host, too, and its tensors have memory of their own; a TypeError
-names its argument itself, as 0.8 has it, and not in a note.
+Intended differences:
 
-Errors are the original's classes and begin with its words; `__cause__` is
-overwire's own error, with file, tensor, chunk and offset. Where the package
-safetensors is installed, `SafetensorError` is a subclass of its own.
+- Files must obey the format's rules, also about duplicate names.
+- The caller owns each tensor, which is never a view of a shared storage.
+- Saving replaces a file atomically.
+- A TensorSpec at address 0 is refused, where the original crashes.
+- numpy slices accept what numpy accepts (negative bounds, empty ranges), where the original raises.
+- numpy gets bfloat16 and the fp8 dtypes as ml_dtypes' types.
+- `device` may be a torch.device, `load` takes any bytes-like object, and a file name may be
+  anything that `overwire.load_file` takes as one path.
+- `prefetch` also loads to the host, and its tensors have their own memory.
+- A TypeError names its argument in its text, as in 0.8, and not in a note.
+
+Errors are the original's classes and begin with its words. `__cause__` is overwire's error,
+with file, tensor, chunk and offset. If the package safetensors is installed,
+`SafetensorError` is a subclass of that package's.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from ._errors import SafetensorError
 from ._files import PySafeSlice, _safe_open_handle, safe_open
 from ._prefetch import PrefetchLoader, TensorMeta
 
-__version__ = "0.9.0-rc.1"  # the latest release whose names are here
+__version__ = "0.9.0-rc.1"  # the latest release with the names that are here
 
 __all__ = [
     "PrefetchLoader",

@@ -1,4 +1,4 @@
-"""Dicts of another framework's tensors as files and bytes, through numpy's arrays."""
+"""Saves and loads dicts of another framework's tensors through numpy arrays."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from overwire.compat.safetensors._frameworks import framework_of
 
 
 def functions(module: str, framework: str, to_numpy: Callable[[Any], Any]) -> tuple[Callable[..., Any], ...]:
-    """A framework's `save`, `save_file`, `load` and `load_file`, which are found by name in
-    the module. to_numpy: one of its tensors as an array."""
+    """Makes a framework's `save`, `save_file`, `load` and `load_file`, which the module exports.
+    to_numpy: converts one of its tensors to an array."""
     make = framework_of(framework).make
 
     def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
-        """A plain safetensors file as bytes."""
+        """Returns a plain safetensors file as bytes."""
         return numpy.save({name: to_numpy(tensor) for name, tensor in tensors.items()}, metadata=metadata)
 
     def save_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None) -> None:
@@ -23,15 +23,15 @@ def functions(module: str, framework: str, to_numpy: Callable[[Any], Any]) -> tu
         numpy.save_file({name: to_numpy(tensor) for name, tensor in tensors.items()}, filename, metadata=metadata)
 
     def load(data: bytes) -> dict[str, Any]:
-        """The tensors in a file's bytes, plain or compressed."""
+        """Returns the tensors in a file's bytes, plain or compressed."""
         return {name: make(array, "cpu") for name, array in numpy.load(data).items()}
 
     def load_file(filename: Any, *, backend: str = "mmap") -> dict[str, Any]:
-        """The tensors of a file, plain or compressed. backend: "mmap" or "pread"."""
+        """Returns the tensors of a file, plain or compressed. backend: "mmap" or "pread"."""
         with safe_open(filename, framework=framework, backend=backend) as f:
             return f.get_tensors()
 
     verbs: tuple[Callable[..., Any], ...] = (save, save_file, load, load_file)
-    for function in verbs:  # as pickle wants them
+    for function in verbs:  # pickle finds functions by module and name
         function.__module__, function.__qualname__ = module, function.__name__
     return verbs

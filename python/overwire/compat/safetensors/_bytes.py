@@ -1,4 +1,4 @@
-"""TensorSpec, serialize, serialize_file, deserialize: no framework at all."""
+"""Implements TensorSpec, serialize, serialize_file and deserialize, without a framework."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ._errors import SafetensorError, check, reading, writing
 
 
 class TensorSpec(overwire.TensorSpec):
-    """A dense tensor in host memory, by its address; see `overwire.TensorSpec`.
+    """A dense tensor in host memory, given by its address; see `overwire.TensorSpec`.
 
-    The caller owns the memory and keeps it valid until the call that gets the spec
-    has returned. Raises SafetensorError for an unknown dtype.
+    The caller owns the memory and keeps it valid until the call that gets the spec has
+    returned. Raises SafetensorError for an unknown dtype.
     """
 
     __slots__ = ()
@@ -41,26 +41,26 @@ def _check(tensor_dict: Any, metadata: Any) -> None:
 def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: dict[str, str] | None = None) -> None:
     """Writes a plain safetensors file, which is complete or absent.
 
-    Raises SafetensorError, also for what the system refuses.
+    Raises SafetensorError, also for errors of the operating system.
     """
     write(tensor_dict, filename, metadata, compress=False)
 
 
 def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] | None, *, compress: bool) -> None:
-    """`serialize_file`, of specs of overwire's."""
-    from overwire.plumbing import local, save_bytes  # what reads needs none of it
+    """`serialize_file` for overwire's specs."""
+    from overwire.plumbing import local, save_bytes  # reading does not need these
 
     _check(tensor_dict, metadata)
     path = os.fspath(filename)
     with writing():
         descriptions = [(name, spec.describe()) for name, spec in tensor_dict.items()]
-        # What else is in the folder is the caller's affair: transformers writes
-        # the index of its shards after them.
+        # Do not touch other files in the folder: transformers writes the index of its shards
+        # after them.
         save_bytes(descriptions, local(path), metadata, compress=compress, beside=True)
 
 
 def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | None = None) -> bytes:
-    """A plain safetensors file as bytes. Raises SafetensorError."""
+    """Returns a plain safetensors file as bytes. Raises SafetensorError."""
     from overwire.plumbing import bytes_of_plain
 
     _check(tensor_dict, metadata)
@@ -69,8 +69,8 @@ def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | Non
 
 
 def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """The tensors of a file's bytes, plain or compressed: (name, {"dtype",
-    "shape", "data"}), data a bytearray. In the order of the file.
+    """Returns the tensors in a file's bytes, plain or compressed, in file order: (name, {"dtype",
+    "shape", "data"}). data is a bytearray.
 
     Raises SafetensorError.
     """
@@ -84,20 +84,20 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 class BytesFile:
-    """Bytes as a file that is read once, in views: `io.BytesIO` copies what it gives."""
+    """Bytes as a file that is read once, in views. `io.BytesIO` would copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data
 
     def read(self, size: int = -1, /) -> Any:
-        """A view of the next bytes."""
+        """Returns a view of the next bytes."""
         end = size if size >= 0 else len(self._rest)
         block, self._rest = self._rest[:end], self._rest[end:]
         return block
 
 
 def bytes_file(data: Any) -> BytesFile:
-    """The bytes as a file. TypeError for what has none."""
+    """Wraps bytes as a file. TypeError for an object without the buffer protocol."""
     try:
         return BytesFile(memoryview(data).cast("B"))
     except TypeError:

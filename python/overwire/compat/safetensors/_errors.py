@@ -1,4 +1,4 @@
-"""overwire's errors as safetensors' own."""
+"""Converts overwire's errors to safetensors' own."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import overwire
 
 _Base: Any = Exception
 with contextlib.suppress(ImportError):
-    # `except` clauses on the package's class catch ours, too.
+    # With this base, `except` clauses on the package's class also catch ours.
     from safetensors import SafetensorError as _Base
 
 
 class SafetensorError(_Base):  # type: ignore[misc]
-    """A file that is no valid safetensors file, an unknown name, a bad slice."""
+    """An invalid safetensors file, an unknown name, or an invalid slice."""
 
     __module__ = "overwire.compat.safetensors"
 
 
-# Each rule's name in overwire's messages, and what the original says.
+# Maps the names of rules in overwire's messages to the original's words.
 _WORDS = {
     "HeaderTooSmall": "header too small",
     "HeaderTooLarge": "header too large",
@@ -45,7 +45,7 @@ def header_error(error: overwire.OverwireError, begin: str) -> SafetensorError:
 
 
 def not_contiguous(name: str) -> ValueError:
-    """What saving says of a tensor that is not dense."""
+    """The error for saving a tensor that is not dense."""
     return ValueError(
         f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either means you"
         " are trying to save tensors which are reference of each other in which case it's recommended to save"
@@ -55,14 +55,14 @@ def not_contiguous(name: str) -> ValueError:
 
 
 def check(what: str, value: Any, kind: type) -> None:
-    """What the original says of an argument, or of a part of one, that is not of a kind."""
+    """Raises the original's error if an argument, or a part of one, is not of a kind."""
     if not isinstance(value, kind):
         raise TypeError(f"argument '{what}': {type(value).__name__!r} object is not an instance of '{kind.__name__}'")
 
 
 @contextlib.contextmanager
 def reading(filename: Any, begin: str = "Error while deserializing header") -> Iterator[None]:
-    """Around everything that opens or reads."""
+    """Converts errors of code that opens or reads."""
     try:
         if not filename and isinstance(filename, str):
             raise overwire.NotFoundError("overwire: path: it is empty")
@@ -77,7 +77,7 @@ def reading(filename: Any, begin: str = "Error while deserializing header") -> I
 
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """Around everything that writes."""
+    """Converts errors of code that writes."""
     try:
         yield
     except (overwire.ArgumentError, overwire.NotSupportedError, OSError) as error:

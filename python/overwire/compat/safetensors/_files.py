@@ -1,4 +1,4 @@
-"""safe_open and its slices."""
+"""Implements safe_open and its slices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import overwire
-from overwire import safe_open as open_tensors  # imported with this, and not by the first call
+from overwire import safe_open as open_tensors  # import it now, not at the first call
 from overwire.plumbing import nbytes, state_of_file
 
 from ._errors import SafetensorError, check, reading
@@ -18,7 +18,7 @@ _DEVICES = ("cuda", "npu", "xpu", "xla", "mlu", "musa", "hpu")
 
 
 def _device(device: Any) -> str:
-    """The device in the original's spelling: "cpu", "mps", "cuda:0" ..."""
+    """Spells a device as the original does: "cpu", "mps", "cuda:0" ..."""
     if device is None:
         return "cpu"
     if isinstance(device, int) and device >= 0:
@@ -37,11 +37,11 @@ def _device(device: Any) -> str:
 
 
 class safe_open:
-    """Opens a file lazily and returns tensors as asked.
+    """Opens a file and returns tensors on request.
 
-    filename: a path. framework: "pt", "np", "tf", "flax", "mlx" or "paddle", or
-    a longer name of these. device: where the tensors shall be; other than "cpu"
-    for "pt" and "paddle" only. backend: "mmap" or "pread".
+    filename: a path. framework: "pt", "np", "tf", "flax", "mlx" or "paddle", or a longer name
+    of these. device: the device for tensors; only "pt" and "paddle" support others than
+    "cpu". backend: "mmap" or "pread".
 
     A context manager. Raises FileNotFoundError, SafetensorError.
     """
@@ -76,7 +76,7 @@ class safe_open:
         return self
 
     def __exit__(self, _exc_type: Any, _exc_value: Any, _traceback: Any) -> None:
-        # Slices stay usable: the last of them closes the file.
+        # Slices stay usable; the last of them closes the file.
         self._file = None
 
     def keys(self) -> list[str]:
@@ -84,15 +84,15 @@ class safe_open:
         return self._live().keys()
 
     def offset_keys(self) -> list[str]:
-        """The names of the tensors, in the order of their bytes."""
+        """The names of the tensors, in the order of their data."""
         return self._live().offset_keys()
 
     def metadata(self) -> dict[str, str] | None:
-        """The texts of `__metadata__`, None if there is none."""
+        """The entries of `__metadata__`, or None without it."""
         return self._live().metadata()
 
     def get_tensor(self, name: str) -> Any:
-        """One tensor, whole."""
+        """Returns one whole tensor."""
         file = self._live()
         check("name", name, str)
         with reading(self._name, "Error while reading"):
@@ -100,14 +100,14 @@ class safe_open:
         return self._framework.make(tensor, self._device)
 
     def get_tensors(self) -> dict[str, Any]:
-        """Every tensor, by name, in the order of `offset_keys`."""
+        """Returns every tensor by name, in the order of `offset_keys`."""
         file = self._live()
         with reading(self._name, "Error while reading"):
             tensors = file.get_tensors()
         return {name: self._framework.make(tensor, self._device) for name, tensor in tensors.items()}
 
     def get_slice(self, name: str) -> PySafeSlice:
-        """The tensor as something to index; nothing is read yet."""
+        """Returns an object to index; nothing is read yet."""
         file = self._live()
         check("name", name, str)
         with reading(self._name):
@@ -118,17 +118,17 @@ class safe_open:
         return part
 
     def get_tensor_meta(self, name: str) -> TensorMeta:
-        """The tensor's entry in the header; no tensor is read."""
+        """Returns the tensor's entry in the header, without reading the tensor."""
         file = self._live()
         check("name", name, str)
         if not self._entries:
             entries, end = {}, 0
-            for each in file.offset_keys():  # between tensors there are no gaps
+            for each in file.offset_keys():  # tensors are contiguous
                 inner = overwire.TensorSlice(file, each)
                 dtype, shape, begin = inner.get_dtype(), inner.get_shape(), end
                 end += nbytes(dtype, inner.shape)
                 entries[each] = dtype, shape, (begin, end)
-            self._entries = entries  # whole: another thread may ask meanwhile
+            self._entries = entries  # assign the finished dict: other threads may read it
         if name not in self._entries:
             raise SafetensorError(f"File does not contain tensor {name}")
         meta: TensorMeta = object.__new__(TensorMeta)
@@ -138,12 +138,12 @@ class safe_open:
     def prefetch(
         self, plan: dict[str, slice | None] | None = None, *, device: Any = None, threads: int = 8
     ) -> PrefetchLoader:
-        """Begins to load tensors to a GPU, or the host, in the background; "pt" alone.
+        """Starts to load tensors in the background, to a GPU or the host. Only for "pt".
 
-        plan: the tensors by name: None for all of one, else a slice of its rows with step 1; None: every tensor.
-        device: theirs; None: the file's. threads: for the original; the engine has its own.
+        plan: maps names to None for the whole tensor, or to a slice of its rows with step 1; None: every tensor.
+        device: for the tensors; None: the file's. threads: exists for compatibility; the engine has its own.
 
-        Raises SafetensorError for what cannot be loaded so, and for a file that has changed since it was opened.
+        Raises SafetensorError for tensors that it cannot load, and if the file has changed since it was opened.
         """
         file = self._live()
         if operator.index(threads) < 0:
@@ -166,7 +166,7 @@ class safe_open:
 
 
 class _safe_open_handle(safe_open):
-    """`safe_open` of a binary file that is open for reading."""
+    """`safe_open` for a binary file that is already open for reading."""
 
     __slots__ = ()
 
@@ -175,12 +175,12 @@ class _safe_open_handle(safe_open):
 
 
 class PySafeSlice(Internal):
-    """A tensor of an open file that is read as it is indexed.
+    """A tensor of an open file that is read when it is indexed.
 
-    For "pt" an index means what it means to a torch tensor, lists, masks and
-    errors included; of ints, slices, `...` and None only the block that they
-    need is read. Elsewhere indices are ints, slices with a rising step and one
-    `...`; all else is SafetensorError.
+    For "pt" an index means what it means for a torch tensor, including lists, masks and
+    errors. For ints, slices, `...` and None only the needed block is read. For other
+    frameworks an index has ints, slices with a positive step, and at most one `...`;
+    anything else is a SafetensorError.
     """
 
     __slots__ = ("_device", "_file", "_framework", "_inner", "_name")
@@ -192,7 +192,7 @@ class PySafeSlice(Internal):
     _device: str
 
     def get_shape(self) -> list[int]:
-        """The whole tensor's shape, in elements, as the file's header has it."""
+        """The shape of the whole tensor, in elements, from the file's header."""
         return self._inner.get_shape()
 
     def get_dtype(self) -> str:
@@ -210,14 +210,14 @@ class PySafeSlice(Internal):
                 except (overwire.SliceError, overwire.NotSupportedError):
                     if not torch:
                         raise
-                    tensor = self._file.get_tensor(self._name)[index]  # torch's own answer, or error
+                    tensor = self._file.get_tensor(self._name)[index]  # torch indexes it, or raises
             else:
                 tensor = self._file.get_tensor(self._name)[index]
         return self._framework.make(tensor, self._device)
 
 
 def _basic(index: Any) -> bool:
-    """Whether this is what overwire cuts as torch does."""
+    """Whether overwire indexes this the same way as torch."""
     for entry in index if isinstance(index, tuple) else (index,):
         if entry is None or entry is Ellipsis or type(entry) is int:
             continue
@@ -231,7 +231,7 @@ def _basic(index: Any) -> bool:
 
 
 def _checked(index: Any, shape: list[int]) -> Any:
-    """The index as overwire takes it, or the original's error."""
+    """Converts the index for overwire, or raises the original's error."""
     if isinstance(index, list):
         if index:
             raise SafetensorError("Non empty lists are not implemented")

@@ -1,4 +1,4 @@
-"""The frameworks of safe_open: how each gets its tensors out of overwire's."""
+"""Converts overwire's tensors to each framework of safe_open."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ._errors import SafetensorError
 
 
 class Framework(NamedTuple):
-    """native: what overwire loads. make: that as the framework's own tensor, on a
-    device."""
+    """native: the framework that overwire loads for. make: converts that to the framework's
+    tensor, on a device."""
 
     native: Any
     make: Callable[[Any, str], Any]
@@ -31,7 +31,7 @@ def _on_cpu(framework: str, make: Callable[[Any], Any]) -> Framework:
 
 
 def _to_mlx(array: Any) -> Any:
-    # mlx takes bfloat16 only as bits.
+    # mlx only takes bfloat16 as bits.
     mx = import_module("mlx.core")
     if array.dtype.name == "bfloat16":
         return mx.array(array.view("uint16")).view(mx.bfloat16)
@@ -39,7 +39,7 @@ def _to_mlx(array: Any) -> Any:
 
 
 def from_mlx(array: Any) -> Any:
-    """A numpy array of an mlx one."""
+    """Converts an mlx array to a numpy array."""
     mx, np = import_module("mlx.core"), import_module("numpy")
     if array.dtype == mx.bfloat16:
         return np.asarray(array.view(mx.uint16)).view(import_module("ml_dtypes").bfloat16)
@@ -47,11 +47,11 @@ def from_mlx(array: Any) -> Any:
 
 
 def to_paddle(array: Any, device: str = "cpu") -> Any:
-    """A paddle tensor of a numpy array; types that paddle lacks are refused."""
+    """Converts a numpy array to a paddle tensor. Raises for dtypes that paddle lacks."""
     paddle = import_module("paddle")
     kind = getattr(paddle, array.dtype.name, None)
     if kind is None:
-        raise SafetensorError(f"paddle has no {array.dtype.name}")
+        raise SafetensorError(f"paddle does not have the dtype {array.dtype.name}")
     bits = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}.get(array.dtype.name)
     place = "gpu" + device[4:] if device.startswith("cuda") else device
     if bits is None:
@@ -72,9 +72,9 @@ _FRAMEWORKS = {
 
 
 def framework_of(name: str) -> Framework:
-    """The framework of a `framework=` argument; SafetensorError if it is none."""
+    """The framework of a `framework=` argument. SafetensorError for an unknown one."""
     if name not in _FRAMEWORKS:
         raise SafetensorError(f"framework {name} is invalid")
     if name == "paddle":
-        import_module("paddle")  # the original imports it here
+        import_module("paddle")  # the original also imports it here
     return _FRAMEWORKS[name]

@@ -1,5 +1,5 @@
-"""What `safe_open` gives while patched: slices that may be loaded ahead, all of a
-model in one pass of the engine, and plain files that safetensors itself reads.
+"""Defines what a patched `safe_open` returns: slices that can be loaded ahead, so that a whole
+model loads in one pass of the engine, and plain files that safetensors itself reads.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from overwire.plumbing import keep, new_lock, prepare
 from ._errors import reading
 from ._files import safe_open
 
-# What the engine casts as it lands, bit for bit as torch does.
+# Dtypes that the engine casts on arrival, with the same bits as torch.
 _CASTS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
 class Slice:
-    """A tensor of an open file, read as it is indexed.
+    """A tensor of an open file that is read when it is indexed.
 
-    inner: safetensors' own slice of a plain file, or ours, whose results are on
-    the device where. path: the file, for loads of more than this tensor. mapped:
-    whether safetensors maps it, which on the CPU is as good as a load.
+    inner: for a plain file safetensors' own slice, otherwise ours. Its results are on the
+    device where. path: the file, for loads of more than this tensor. mapped: safetensors
+    maps it, which on the CPU is as good as loading.
     """
 
     __slots__ = ("_elsewhere", "_give", "_inner", "_mapped", "_where", "name", "path")
@@ -35,7 +35,7 @@ class Slice:
         self, inner: Any, path: str, name: str, where: str, elsewhere: dict[str, safe_open], mapped: bool = False
     ) -> None:
         self._inner, self.path, self.name, self._where, self._mapped = inner, path, name, where, mapped
-        self._elsewhere = elsewhere  # the same file, opened for other devices
+        self._elsewhere = elsewhere  # opens the same file for other devices
         plan = getattr(_thread, "plan", None)
         self._give = None if plan is None else plan(self)
 
@@ -56,18 +56,18 @@ class Slice:
         return self._inner[index]
 
     def device(self, asked: Any) -> str | None:
-        """Where the engine is to land it for a library that wants it on a device; None: safetensors' way is as good, or
+        """The device to which the engine should load it, if a library wants it there. None: safetensors is as good, or
         the engine does not support the device."""
         where = _engines(asked)
         return None if where == "cpu" and self._mapped else where
 
     def cast(self, dtype: Any) -> str:
-        """The dtype that the engine casts it to as it lands, for a library that wants
-        one; "" if it leaves that to torch, or there is nothing to cast."""
+        """The dtype to which the engine casts it on arrival, if a library wants one. "": torch casts it,
+        or no cast is needed."""
         return _cast(self.get_dtype(), dtype)
 
     def on(self, device: str) -> Any:
-        """The same tensor, to index, with results on a device."""
+        """The same tensor, with results on a device."""
         if device == self._where:
             return self._inner
         file = self._elsewhere.get(device)
@@ -84,7 +84,7 @@ def _cast(dtype: str, asked: Any) -> str:
 
 
 def _engines(asked: Any) -> str | None:
-    # A device as the engine names it; None if it has no such device.
+    # The engine's name of a device; None if the engine does not support it.
     if asked is None:
         return "cpu"
     if isinstance(asked, int):
@@ -98,14 +98,14 @@ def _engines(asked: Any) -> str | None:
 
 
 def ready(device_map: Any) -> None:
-    """Begins to make the engine ready for the devices of a device_map, or for one device."""
+    """Begins to prepare the engine for the devices of a device_map, or for one device."""
     devices = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
     for device in {_engines(device) for device in devices} - {None, "cpu"}:
         prepare(str(device))
 
 
 class PlainFile:
-    """A plain file, which safetensors itself reads; its slices are `Slice`s."""
+    """A plain file that safetensors itself reads. Its slices are `Slice`s."""
 
     def __init__(self, inner: Any, path: str) -> None:
         self._inner, self._path = inner, path
@@ -125,22 +125,22 @@ class PlainFile:
         return sorted({*super().__dir__(), *dir(self._inner)})
 
     def get_slice(self, name: str) -> Slice:
-        """The tensor as something to index; nothing is read yet."""
+        """Returns an object to index; nothing is read yet."""
         return Slice(self._inner.get_slice(name), self._path, name, "cpu", self._elsewhere, mapped=True)
 
 
 class Ahead:
-    """One load, of all tensors that it was asked for before it gives the first. Threads may share it."""
+    """One load of all tensors that were requested before the first is returned. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = new_lock()
         self._passed = False
-        self._open: dict[tuple[str, str], _Pass] = {}  # by device and cast: what is still being noted
+        self._open: dict[tuple[str, str], _Pass] = {}  # passes that still accept tensors, by device and cast
         self._passes: list[_Pass] = []
 
     def want(self, tensor: Slice, device: str, dtype: Any = None) -> Callable[[], Any]:
-        """Notes a whole tensor, to be cast to dtype as it lands where that is exact for the engine. Returns what
-        gives it, once: the first call begins the load of all that were noted till then."""
+        """Requests a whole tensor, cast to dtype on arrival if the engine does that exactly. Returns a function that
+        returns the tensor, once. Its first call starts the load of everything requested until then."""
         cast = tensor.cast(dtype)
         with self._lock:
             current = self._open.get((device, cast))
@@ -151,14 +151,14 @@ class Ahead:
         return lambda: current.give(tensor.path, tensor.name)
 
     def begin(self) -> None:
-        """Begins the load; what it raises, the tensors raise."""
+        """Starts the load. The requested tensors raise its errors."""
         with self._lock:
             for current in self._open.values():
                 current.begin()
 
     @contextlib.contextmanager
     def pass_on(self) -> Iterator[None]:
-        """While it lasts, `ahead` gives this one to this thread, and `close` frees nothing; closes it at the end."""
+        """A context: in this thread `ahead` returns this object, and `close` frees nothing. Closes it at the end."""
         before, _thread.passed, self._passed = getattr(_thread, "passed", None), self, True
         try:
             yield
@@ -167,7 +167,7 @@ class Ahead:
             self.close()
 
     def close(self) -> None:
-        """Ends it; what landed and was not given is freed. Of one that is passed nothing is."""
+        """Ends the load and frees tensors that no one took. Does nothing inside `pass_on`."""
         if self._passed:
             return
         for current in self._passes:
@@ -176,21 +176,21 @@ class Ahead:
 
 
 def ahead() -> Ahead:
-    """The one that is passed to this thread, or a new one."""
+    """Returns the object that `pass_on` gives to this thread, or a new one."""
     return getattr(_thread, "passed", None) or Ahead()
 
 
 def passed() -> bool:
-    """Whether one is passed to this thread."""
+    """Whether `pass_on` gives one to this thread."""
     return getattr(_thread, "passed", None) is not None
 
 
 class _Pass:
-    # The tensors of one device and one cast. Given in the order in which they are
-    # asked for; that of the engine's arrival is the files'.
+    # The tensors of one device and one cast. They are returned in the order of the requests; the
+    # engine delivers them in file order.
 
     def __init__(self, device: str, cast: str) -> None:
-        self._names: dict[str, dict[str, None]] = {}  # by file, in the order of asking
+        self._names: dict[str, dict[str, None]] = {}  # by file, in the order of requests
         self._begun = False
         self._device, self._cast = device, cast
         self._lock = new_lock()
@@ -201,7 +201,7 @@ class _Pass:
         self._failed: BaseException | None = None
 
     def note(self, path: str, name: str) -> bool:
-        """False if it is too late for this tensor."""
+        """Adds a tensor. Returns False if it is too late."""
         with self._lock:
             if not self._begun:
                 self._names.setdefault(path, {})[name] = None
@@ -232,7 +232,7 @@ class _Pass:
                 raise
             self._given.add((path, name))
             if len(self._given) == sum(map(len, self._names.values())):
-                for _ in self._arrivals:  # there is no more: the load ends and is reported
+                for _ in self._arrivals:  # exhaust it, so that the load ends and is reported
                     pass
             return self._landed.pop((path, name))
 
@@ -245,7 +245,7 @@ class _Pass:
             self._streams = []
 
     def _load(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        # One stream over all files; of files with a name in common, one each.
+        # One stream for all files. Files that share a name get a stream each.
         owner = {name: path for path, names in self._names.items() for name in names}
         if len(owner) == sum(map(len, self._names.values())):
             with contextlib.suppress(overwire.ArgumentError):
@@ -267,8 +267,8 @@ _thread = threading.local()
 
 
 def _plan_slices(device: Callable[[str], Any]) -> Iterator[None]:
-    """While it lasts, slices that this thread opens and that `device` gives a device to are loaded ahead, one pass a
-    device, when the first is read."""
+    """A context that plans slices which this thread opens, if `device` returns a device for them. They are loaded
+    ahead, in one pass per device, when the first is read."""
     load, before = ahead(), getattr(_thread, "plan", None)
 
     def note_slice(tensor: Slice) -> Callable[[], Any] | None:
@@ -284,14 +284,14 @@ def _plan_slices(device: Callable[[str], Any]) -> Iterator[None]:
         load.close()
 
 
-# It has its type here, since patching reads it while type checkers go in a circle.
+# Annotated here, because patching uses it and the imports are circular for type checkers.
 slice_plan: Callable[[Callable[[str], Any]], contextlib.AbstractContextManager[None]]
 slice_plan = contextlib.contextmanager(_plan_slices)
 
 
 def kept(filename: Any) -> Any:
-    """The file as it is open already, or from now on; what cannot be opened is what it
-    was: who opens it raises why."""
+    """Returns the file that is open already, or opens it. A file that cannot be opened is returned as
+    it was; opening it later reports the error."""
     try:
         return keep(filename)
     except (overwire.OverwireError, OSError, TypeError, ValueError):
@@ -299,6 +299,6 @@ def kept(filename: Any) -> Any:
 
 
 def path_of(filename: Any) -> str:
-    """A file's name as it will still be right when the folder has changed."""
+    """A file's name that stays valid when the working folder changes."""
     name = os.fsdecode(filename)
     return name if "://" in name else os.path.abspath(name)

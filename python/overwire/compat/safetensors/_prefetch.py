@@ -1,4 +1,4 @@
-"""What safetensors 0.9 adds to an open file: entries of its header, and tensors that load in the background."""
+"""Adds what safetensors 0.9 has on an open file: header entries, and tensors that load in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = tuple[int, int]
 
 
 class Internal:
-    """A base of classes whose objects this package alone makes, by `object.__new__`."""
+    """Base of classes that only this package instantiates, with `object.__new__`."""
 
     __slots__ = ()
 
@@ -26,7 +26,7 @@ class Internal:
 
 
 class TensorMeta(Internal):
-    """A tensor's entry in the header; nothing is read for it."""
+    """A tensor's entry in the header. It reads no data."""
 
     __slots__ = ("_entry",)
 
@@ -34,18 +34,18 @@ class TensorMeta(Internal):
 
     @property
     def dtype(self) -> str:
-        """Its name in the file: "F32", "BF16" ..."""
+        """The dtype's name in the file: "F32", "BF16" ..."""
         return self._entry[0]
 
     @property
     def shape(self) -> list[int]:
-        """In elements."""
+        """The shape in elements."""
         return list(self._entry[1])
 
     @property
     def data_offsets(self) -> tuple[int, int]:
-        """Where its bytes begin and end among those of all tensors, which in a compressed file are counted as they
-        are when they are decoded, in the order of `offset_keys`."""
+        """Begin and end of the tensor's bytes in the data of all tensors. For a compressed file they count decoded
+        bytes, in the order of `offset_keys`."""
         return self._entry[2]
 
     def __repr__(self) -> str:
@@ -54,43 +54,43 @@ class TensorMeta(Internal):
 
 
 class PrefetchLoader(Internal):
-    """Tensors of one file, which load in the background; what `safe_open.prefetch` returns.
+    """Loads tensors of one file in the background. `safe_open.prefetch` returns it.
 
-    Each is given once, by `take` or by iteration, and is the caller's. Whole tensors load from the beginning; rows
-    of others load together when the first of them is asked for. Threads may share it. A context manager.
+    `take` or iteration returns each tensor once, and the caller then owns it. Whole tensors load from the start;
+    rows of others load together when the first of them is requested. Threads may share it. A context manager.
     """
 
     __slots__ = (
         "_arrivals", "_busy", "_due", "_error", "_file", "_lock", "_name", "_names", "_ready", "_rows", "_where"
     )  # fmt: skip
 
-    _due: dict[str, None]  # what was not given yet
+    _due: dict[str, None]  # tensors that were not returned yet
 
     def _begin_load(
         self, file: overwire.safe_open, source: Any, name: Any, plan: dict[str, Rows | None], where: str
     ) -> None:
-        # source: the file as a verb opens it anew; name: for messages.
+        # source: the file, which is opened again; name: for messages.
         self._file, self._name, self._where = file, name, where
         self._names, self._due = list(plan), dict.fromkeys(plan)
         self._rows = {key: rows for key, rows in plan.items() if rows is not None}
         self._ready: dict[str, Any] = {}
         self._lock, self._busy = new_lock(), False
         self._error: Exception | None = None
-        # Also where all are rows: the device is checked, and begins to be made ready.
+        # Also needed if all are rows: it checks the device and begins to prepare it.
         whole = [key for key, rows in plan.items() if rows is None]
         self._arrivals: Any = overwire.stream(source, where, framework="pt", keys=whole)
 
     def names(self) -> list[str]:
-        """The names of all of them, in the order of the file."""
+        """The names of all planned tensors, in file order."""
         return list(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
 
     def take(self, name: str) -> Any:
-        """One tensor, or the rows of it that were planned, when it has landed.
+        """Waits for one tensor, or the planned rows of it, and returns it.
 
-        Raises SafetensorError for a name that is not in the plan or was given already, and once this is closed;
+        Raises SafetensorError for a name that is not in the plan or was already returned, and if this is closed;
         ForkedError in a forked child.
         """
         check("name", name, str)
@@ -109,7 +109,7 @@ class PrefetchLoader(Internal):
         return stream
 
     def _take_next(self) -> tuple[str, Any]:
-        # What has landed, else what lands next; StopIteration when all were given.
+        # Returns a tensor that has landed, or waits for the next; StopIteration when all were returned.
         with self._one_at_a_time():
             if not self._due:
                 raise StopIteration
@@ -120,11 +120,11 @@ class PrefetchLoader(Internal):
 
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        # Threads wait for each other. The lock lets a signal handler of the same thread in.
+        # Threads wait for each other. The lock lets the same thread in again, from a signal handler.
         refuse_child(f"{self._name}: it is loaded by")
         with self._lock:
             if self._busy:
-                raise SafetensorError("a signal handler takes from the prefetch loader that it interrupts")
+                raise SafetensorError("a signal handler used the prefetch loader while it interrupted a call of it")
             self._busy = True
             try:
                 yield
@@ -136,7 +136,7 @@ class PrefetchLoader(Internal):
         return self._ready.pop(name)
 
     def _land_next(self, rows: bool) -> None:
-        # The next whole tensor, or all rows.
+        # Waits for the next whole tensor, or loads all rows.
         if self._error is not None:
             raise self._error
         try:
@@ -172,10 +172,10 @@ class PrefetchLoader(Internal):
         return tensors
 
     def close(self) -> None:
-        """Ends the load and frees what was not given; in a forked child nothing, since all is the parent's."""
+        """Ends the load and frees what was not returned. Does nothing in a forked child: the parent owns it."""
         if forked():
             return
-        self._arrivals.close()  # also while another thread waits for what comes next
+        self._arrivals.close()  # wakes a thread that waits for the next tensor
         with self._lock:
             self._error, self._ready = SafetensorError(CLOSED_WORDS), {}
 
@@ -201,7 +201,7 @@ class TensorStream(Internal):
 
 
 def rows_of_plan(file: overwire.safe_open, plan: Any) -> dict[str, Rows | None]:
-    """A plan's tensors in the order of the file: None for all of one, else its first row and the end of its rows.
+    """The tensors of a plan in file order. None means the whole tensor; otherwise: first row and end of the rows.
 
     Raises SafetensorError, before anything is read.
     """
@@ -212,7 +212,7 @@ def rows_of_plan(file: overwire.safe_open, plan: Any) -> dict[str, Rows | None]:
                 raise SafetensorError("prefetch plan keys must be tensor names")
             if name not in file:
                 raise SafetensorError(f"File does not contain tensor {name}")
-    from overwire.plumbing import torch_dtype  # which imports torch
+    from overwire.plumbing import torch_dtype  # imports torch
 
     parts: dict[str, Rows | None] = {}
     for name in file.offset_keys():

@@ -1,4 +1,4 @@
-"""The names of the original's compiled module."""
+"""Exports the names of the original's compiled module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""safetensors.flax: dicts of jax arrays as files and bytes."""
+"""Implements safetensors.flax: saves and loads dicts of jax arrays."""
 
 from __future__ import annotations
 

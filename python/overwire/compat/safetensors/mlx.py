@@ -1,4 +1,4 @@
-"""safetensors.mlx: dicts of mlx arrays as files and bytes."""
+"""Implements safetensors.mlx: saves and loads dicts of mlx arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""safetensors.numpy: dicts of numpy arrays as files and bytes."""
+"""Implements safetensors.numpy: saves and loads dicts of numpy arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def save(tensor_dict: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
-    """A plain safetensors file as bytes. Arrays that are not dense are copied."""
+    """Returns a plain safetensors file as bytes. Arrays that are not dense are copied."""
     keep: list[Any] = []
     return serialize(_flatten(tensor_dict, keep), metadata=metadata)
 
@@ -38,14 +38,14 @@ def save_file(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, st
 
 
 def load(data: bytes) -> dict[str, Any]:
-    """The arrays in a file's bytes, plain or compressed."""
+    """Returns the arrays in a file's bytes, plain or compressed."""
     source = bytes_file(data)
     with reading("<bytes>", "Error while deserializing"):
         return overwire.load_file(source, framework="np")
 
 
 def load_file(filename: Any, *, backend: str = "mmap") -> dict[str, Any]:
-    """The arrays of a file, plain or compressed. backend: "mmap" or "pread"."""
+    """Returns the arrays of a file, plain or compressed. backend: "mmap" or "pread"."""
     with safe_open(filename, framework="np", backend=backend) as f:
         return f.get_tensors()
 

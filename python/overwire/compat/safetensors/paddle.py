@@ -1,4 +1,4 @@
-"""safetensors.paddle: dicts of paddle tensors as files and bytes."""
+"""Implements safetensors.paddle: saves and loads dicts of paddle tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
-    """A plain safetensors file as bytes. ValueError for tensors that are not dense."""
+    """Returns a plain safetensors file as bytes. ValueError for tensors that are not dense."""
     keep: list[Any] = []
     return serialize(_flatten(tensors, keep), metadata=metadata)
 
@@ -39,12 +39,12 @@ def save_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] |
 
 
 def load(data: bytes, device: str = "cpu") -> dict[str, Any]:
-    """The tensors in a file's bytes, plain or compressed, on a device."""
+    """Returns the tensors in a file's bytes, plain or compressed, on a device."""
     return {name: to_paddle(array, device) for name, array in numpy.load(data).items()}
 
 
 def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> dict[str, Any]:
-    """The tensors of a file, plain or compressed, on a device.
+    """Returns the tensors of a file, plain or compressed, on a device.
 
     backend: "mmap" or "pread".
     """

@@ -1,4 +1,4 @@
-"""patch_safetensors: libraries that read with safetensors read through overwire."""
+"""Implements patch_safetensors, which makes libraries that use safetensors read through overwire."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from overwire.plumbing import forget, forked, is_compressed, keep, new_lock
 
 from . import _bytes, _files, _lazy
 
-# What reads, by the original's modules. Each framework's module is there when
-# its framework is.
+# Functions that read, by the original's modules. A framework's module exists if the framework
+# does.
 _READERS = {
     "safetensors": ("safe_open", "_safe_open_handle", "deserialize"),
     "safetensors.torch": ("load_file", "load", "load_model"),
@@ -31,43 +31,43 @@ _READERS = {
     "safetensors.tensorflow": ("load_file", "load"),
     "safetensors.paddle": ("load_file", "load"),
 }
-# What writes: the one function of safetensors that writes files, and what tells it and `serialize` addresses: those of
-# torch and numpy, through which flax, mlx and tensorflow write. paddle's refuse what is not in order.
+# Functions that write: the one function of safetensors that writes files, and the functions of torch and numpy that
+# tell it and `serialize` addresses. flax, mlx and tensorflow write through numpy's. paddle's refuse other layouts.
 _WRITERS = {
     "safetensors": ("serialize_file",), "safetensors.torch": ("save_file", "save"),
     "safetensors.numpy": ("save_file", "save"),
 }  # fmt: skip
-# Libraries whose own loaders are patched, too: modules of overwire.integrations.
+# Libraries with loaders that are also patched, by modules of overwire.integrations.
 _LIBRARIES = ("transformers", "accelerate", "diffusers")
 
-# The modules of theirs that hooks look into.
+# Modules of these libraries that the hooks use.
 _WATCHED = {library: import_module(f"overwire.integrations.{library}").MODULES for library in _LIBRARIES}
 
-# Thousands of modules that take safetensors inside functions, if at all: to look
-# through them would take longer than to load a model.
+# Packages with thousands of modules, which only import safetensors inside functions, if at all.
+# Searching them would take longer than loading a model.
 _OTHERS = frozenset(sys.stdlib_module_names - {"__main__"}) | {"mpmath", "numpy", "sympy", "torch", "triton"}
 
 log = logging.getLogger("overwire")
 
 _lock = new_lock()
-_patches: list[SafetensorsPatch] = []  # in force, in the order of their beginning
-_swapped: dict[int, tuple[Any, Any]] = {}  # by id: what to replace, and by what
-# by class and name: what a class had there, and what it has now
+_patches: list[SafetensorsPatch] = []  # active patches, in the order of their start
+_swapped: dict[int, tuple[Any, Any]] = {}  # by id: the original and its replacement
+# By class and name: what the class had there, and what it has now.
 _members: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
-_seen: dict[str, int] = {}  # how many modules of a library were there when `_hook` last looked
-# by module: its dict, and how many names it had when `_rebind` looked through it
+_seen: dict[str, int] = {}  # how many modules of a library existed when `_hook` last looked
+# By module: its dict, and how many names it had when `_rebind` last searched it.
 _looked: dict[str, tuple[int, int]] = {}
-_bound: list[tuple[dict[str, Any], str]] = []  # where `_rebind` has put what stands in
+_bound: list[tuple[dict[str, Any], str]] = []  # the names that `_rebind` has replaced
 
 
 def _device() -> str | None:
-    """The device that the latest patch names."""
+    """The device that the latest patch gives."""
     return next((patch.device for patch in reversed(_patches) if patch.device is not None), None)
 
 
 def _stand_in(module: str, name: str, original: Any) -> Any:
-    """What stands for one of the original's names while patched: an object of
-    its own, so that undoing finds it and nothing else."""
+    """The replacement for one of the original's names: a distinct object, so that undoing finds
+    exactly it."""
     if name in _WRITERS.get(module, ()):
         return _writes(original) if module == "safetensors" else _puts_in_order(original)
     if module != "safetensors":
@@ -92,7 +92,7 @@ def _opens(name: str, original: Any) -> type[Any]:
         return _lazy.PlainFile(file, _lazy.path_of(call.subject)) if lazy and call.torch else file
 
     def opened(self: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
-        if lazy and backend == "mmap" and not forked():  # libraries open a file for its metadata, and again for its tensors
+        if lazy and backend == "mmap" and not forked():  # libraries open a file for metadata and again for tensors
             self._open(_lazy.kept(filename), filename, framework, _where(device))
         else:
             base.__init__(self, filename, framework, _where(device), backend=backend)
@@ -111,7 +111,7 @@ def _opens(name: str, original: Any) -> type[Any]:
 
 
 def _where(device: Any) -> Any:
-    # A library that says "cpu" may only be one that does not say: hence `device=`.
+    # A library that says "cpu" may just use a default: that is why `device=` exists.
     return _device() or device if device is None or str(device) == "cpu" else device
 
 
@@ -155,11 +155,14 @@ def _puts_in_order(original: Any) -> Any:
 
     @functools.wraps(original)
     def save_in_order(*args: Any, **kwargs: Any) -> Any:
-        # The original takes what lies at an address for the values, in their order.
-        values = args[0] if args else kwargs.get(first)
-        if isinstance(values, Mapping) and not forked() and any(patch.compress for patch in _patches):
-            values = {name: _in_order(value) for name, value in values.items()}
-            args, kwargs = ((values, *args[1:]), kwargs) if args else (args, {**kwargs, first: values})
+        # The original writes the memory at an address as it is, in its order.
+        given = args[0] if args else kwargs.get(first)
+        if isinstance(given, Mapping) and not forked() and any(patch.compress for patch in _patches):
+            ordered = {name: _in_order(value) for name, value in given.items()}
+            if args:
+                args = (ordered, *args[1:])
+            else:
+                kwargs[first] = ordered
         return original(*args, **kwargs)
 
     save_in_order.__signature__ = signature  # type: ignore[attr-defined]
@@ -167,8 +170,8 @@ def _puts_in_order(original: Any) -> Any:
 
 
 def _in_order(value: Any) -> Any:
-    """A torch tensor without lazy bits, a numpy array in C order; anything else, and what torch's functions refuse, as
-    it is."""
+    """Resolves a torch tensor's lazy bits, and puts a numpy array into C order. Other objects, and tensors that torch's
+    functions refuse, stay as they are."""
     if hasattr(value, "is_conj"):
         is_lazy = (value.is_conj() or value.is_neg()) and value.is_contiguous()
         return value.resolve_conj().resolve_neg() if is_lazy else value
@@ -176,19 +179,19 @@ def _in_order(value: Any) -> Any:
     return numpy.asarray(value, order="C") if numpy and isinstance(value, numpy.ndarray) else value
 
 
-# What the originals call the file, or its bytes.
+# The original's parameter names for the file, or for its bytes.
 _SUBJECTS = ("filename", "f", "data", "bytes")
 
 _signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
 
 class _Call:
-    # A call of one of the originals: what is read, and where to.
+    # A call of one of the originals: what to read, and to which device.
 
     def __init__(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.given: dict[str, Any] = {}
         self.takes_device = False
-        with contextlib.suppress(TypeError, ValueError):  # it says itself what is wrong with its arguments
+        with contextlib.suppress(TypeError, ValueError):  # the original reports wrong arguments
             signature = _signature(original)
             self.given = dict(signature.bind(*args, **kwargs).arguments)
             self.takes_device = "device" in signature.parameters
@@ -197,8 +200,8 @@ class _Call:
         self.torch = self.given.get("framework") in ("pt", "torch", "pytorch")
 
     def left_to_safetensors(self) -> bool:
-        """Whether the original is as good: for plain files, which it maps, on the CPU.
-        It reads what breaks a rule of the format, so that such files are not left to it."""
+        """Whether the original is as good. It is for plain files on the CPU, which it maps. It would
+        accept files that break a rule of the format, so those are not left to it."""
         where = "cpu" if self.device is None else str(self.device)
         if where != "cpu" or _device() is not None:
             return False
@@ -215,18 +218,18 @@ class _Call:
 
 
 def behind(found: Any) -> Any:
-    """What a stand-in stands for; anything else is what it is."""
+    """Returns the original of a replacement; returns anything else as it is."""
     return next((original for original, replacement in _swapped.values() if replacement is found), found)
 
 
 def _namespaces() -> list[tuple[str, dict[str, Any]]]:
-    # Of all modules but this one. Some may be added meanwhile, hence the copy.
+    # All modules except this one. The copy is needed because imports may add some meanwhile.
     namespaces = [(name, getattr(module, "__dict__", None)) for name, module in list(sys.modules.items())]
     return [(name, names) for name, names in namespaces if type(names) is dict and names is not globals()]
 
 
 def _rebind(swap: dict[int, tuple[Any, Any]], tops: tuple[str, ...] = ()) -> None:
-    # A module with `from safetensors.torch import load_file` has the name in its own module.
+    # A module with `from safetensors.torch import load_file` has its own reference.
     for module_name, names in _namespaces():
         top = module_name.partition(".")[0]
         if top not in tops if tops else top in _OTHERS:
@@ -247,7 +250,7 @@ def _put(swap: dict[int, tuple[Any, Any]], names: dict[str, Any], chosen: Iterab
 
 
 def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
-    # Where names were put, and in modules that have been imported, or have got names, since.
+    # Restores the names that were replaced, also in modules that were imported or got names since.
     for namespace, name in _bound.copy():
         _put(swap, namespace, (name,))
     for module_name, names in _namespaces():
@@ -258,7 +261,7 @@ def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
 
 
 def _readers() -> dict[int, tuple[Any, Any]]:
-    # The originals by id, each with what stands for it.
+    # The originals by id, each with its replacement.
     try:
         import safetensors
     except ImportError as error:
@@ -277,15 +280,15 @@ def _readers_of(module: str, held: Any) -> dict[int, tuple[Any, Any]]:
     swap = {}
     for name in (*_READERS[module], *_WRITERS.get(module, ())):
         original = getattr(held, name, None)
-        # an older version lacks some, others it has from safetensors
+        # an older version lacks some names, and imports others from safetensors
         if original is not None and behind(original) is original:
             swap[id(original)] = (original, _stand_in(module, name, original))
     return swap
 
 
 def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
-    # Libraries, and parts of them, may be imported after the patch: `_imports` and each
-    # file that is opened look. readers: what a first patch puts in place beside.
+    # Libraries and parts of them may be imported after the patch. So `_imports` and every opened
+    # file run this. readers: names that a first patch also replaces.
     if readers is None and all(_present(library) == _seen.get(library, 0) for library in _LIBRARIES):
         return
     with _lock:
@@ -298,9 +301,9 @@ def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
             _seen[library] = there
             try:
                 swap.update(_hooked(import_module(f"overwire.integrations.{library}")))
-            except Exception as error:  # a version, or another tool's change of it, that the hooks do not know
+            except Exception as error:  # an unknown version, or a change by another tool
                 log.warning(
-                    "overwire: patch_safetensors: %s is read tensor by tensor, since it cannot be hooked: %r",
+                    "overwire: patch_safetensors: %s could not be hooked, so it reads tensor by tensor: %r",
                     library,
                     error,
                 )
@@ -310,7 +313,7 @@ def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
 
 
 def _replace_readers(name: str, module: Any) -> None:
-    # Of a module of safetensors that has been imported after the patch.
+    # For a module of safetensors that was imported after the patch.
     with _lock:
         if _patches:
             swap = _readers_of(name, module)
@@ -319,7 +322,7 @@ def _replace_readers(name: str, module: Any) -> None:
 
 
 def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
-    # Puts a library's hooks in its classes, all or none; those for names of modules, by id.
+    # Puts all of a library's hooks into its classes, or none. Returns hooks for module names, by id.
     swap: dict[int, tuple[Any, Any]] = {}
     put: list[tuple[int, str]] = []
     try:
@@ -348,7 +351,7 @@ def _replace(owner: Any, name: str, ours: classmethod[Any, Any, Any]) -> None:
 
     @functools.wraps(ours.__func__)
     def member(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # Another tool may have wrapped it, and keeps it when the patch has ended.
+        # Another tool may have wrapped this function and keep it after the patch has ended.
         original_member = _members.get(key)
         return (ours if original_member is not None and original_member[3] is put else original).__get__(None, cls)(
             *args, **kwargs
@@ -361,19 +364,19 @@ def _replace(owner: Any, name: str, ours: classmethod[Any, Any, Any]) -> None:
 
 def _restore(key: tuple[int, str]) -> None:
     owner, name, original, put = _members.pop(key)
-    if inspect.getattr_static(owner, name, None) is put:  # else another tool's wrapper, which stays
+    if inspect.getattr_static(owner, name, None) is put:  # otherwise it is another tool's wrapper, which stays
         setattr(owner, name, original)
 
 
 def _look_at_import(module: ModuleType) -> None:
-    # Hooks, when a module that they look into has been imported; readers, in one of safetensors' own.
+    # Runs the hooks when a module that they use was imported, and replaces readers in safetensors' own modules.
     name = module.__name__
     if name in _READERS:
         _replace_readers(name, module)
         return
     for library, modules in _WATCHED.items():
         if name in modules:
-            _seen.pop(library, None)  # it may have been looked at half made
+            _seen.pop(library, None)  # we may have looked while it was being imported
     _hook()
 
 
@@ -397,8 +400,8 @@ _LAZY = Lazy(
 
 
 def _module(name: str) -> Any:
-    # Libraries import those of torch and numpy later; the others only matter if
-    # their framework is loaded already.
+    # Libraries import safetensors.torch and safetensors.numpy later. The others only matter if
+    # their framework is already loaded.
     if name in sys.modules or name.rpartition(".")[2] in sys.modules:
         with contextlib.suppress(ImportError):
             return import_module(name)
@@ -407,7 +410,7 @@ def _module(name: str) -> Any:
 
 def _undo() -> None:
     swap = {id(replacement): (replacement, original) for original, replacement in _swapped.values()}
-    with contextlib.suppress(ValueError):  # a program may have put its own list there
+    with contextlib.suppress(ValueError):  # a program may have replaced the list
         sys.meta_path.remove(_imports)
     _unbind(swap)
     for key in list(_members):
@@ -418,8 +421,8 @@ def _undo() -> None:
 
 
 class SafetensorsPatch:
-    """What `patch_safetensors` returns: in force until `undo`, or until the end
-    of its `with`."""
+    """The result of `patch_safetensors`. It is active until `undo`, or until the end of its
+    `with` block."""
 
     __slots__ = ("_on", "compress", "device", "offload")
 
@@ -445,8 +448,8 @@ class SafetensorsPatch:
         return f"<overwire.SafetensorsPatch {state}, device={self.device!r}, compress={self.compress}>"
 
     def undo(self) -> None:
-        """Ends it. The last patch to end restores everything; again, it does
-        nothing."""
+        """Ends the patch. The last active patch restores everything. Does nothing the second
+        time."""
         with _lock:
             if not self._on:
                 return
@@ -465,47 +468,43 @@ class SafetensorsPatch:
 
 
 def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bool = False) -> SafetensorsPatch:
-    """Makes every library in this process that reads with the package
-    safetensors read through overwire, compressed files included.
+    """Makes every library in this process that reads with the package safetensors read through
+    overwire, including compressed files.
 
         with overwire.patch_safetensors():
             model = AutoModel.from_pretrained(folder, device_map="cuda")
 
-    In force from the call on, for all threads: `safe_open`, `deserialize`, and
-    `load_file`, `load`, `load_model` of safetensors' modules, wherever a loaded
-    module has bound them, and in modules that are imported meanwhile.
-    transformers, diffusers, accelerate and peft need nothing else; names of files
-    stay what they were. Models of transformers and diffusers are loaded in one pass,
-    each tensor onto the device that `device_map` gives it.
+    The patch is active at once, for all threads. It replaces `safe_open`, `deserialize`, and
+    `load_file`, `load`, `load_model` of safetensors' modules, in every loaded module that has
+    imported them and in modules that are imported later. transformers, diffusers, accelerate
+    and peft need nothing else, and file names stay the same. Models of transformers and
+    diffusers load in one pass, each tensor to the device that `device_map` gives it.
 
-    device: where tensors are to be that a library asks for without a device, or on
-        the CPU ("cuda", "cuda:1", a torch.device). What transformers, diffusers and
-        accelerate load is where their `device_map` says, whatever this is. None: where the
-        library asks; plain files that it asks for on the CPU are then left to
-        safetensors, which maps them. "cpu": those go through overwire as well.
-    compress: whether files that are written with safetensors (`save_file`,
-        `save_pretrained`) are written compressed. Such files need overwire to be read.
-        Files of torch.save (a Trainer's optimizer.pt) are not covered.
-        The bytes of `save` and `serialize` stay plain: what stores them reads their
-        header itself.
-    offload: whether weights that accelerate keeps on the CPU for a GPU (`device_map` with
-        "cpu" beside a GPU, `cpu_offload`) are compressed there and streamed as `offload`
-        streams them, for as long as the model lives. Their ring takes device memory for two of
-        the largest blocks and twice the stored bytes of one.
+    device: where tensors go if a library asks for no device or for the CPU ("cuda", "cuda:1",
+        a torch.device). transformers, diffusers and accelerate always follow their
+        `device_map`. None: where the library asks; plain files for the CPU are then left to
+        safetensors, which maps them. "cpu": those also go through overwire.
+    compress: whether files that libraries write with safetensors (`save_file`,
+        `save_pretrained`) are compressed. Reading such files needs overwire.
+        torch.save files (a Trainer's optimizer.pt) are not covered. The bytes that `save` and
+        `serialize` return stay plain, because the code that stores them parses their header.
+    offload: whether weights that accelerate keeps on the CPU for a GPU (a `device_map` with
+        both "cpu" and a GPU, `cpu_offload`) are compressed there and streamed as `offload`
+        does it, for as long as the model lives. Their ring takes device memory for two of
+        the largest blocks, and twice the stored bytes of one.
 
-    Children of fork, such as workers of a DataLoader, cannot use the engine: in
-    them safetensors' own functions read plain files, what was opened before the
-    fork included, and write plain ones; compressed ones are read as `load_file` reads
-    them there, slowly.
+    Forked children, such as DataLoader workers, cannot use the engine. In them safetensors' own
+    functions read and write plain files, including files opened before the fork. Compressed
+    files are read as `load_file` reads them in a forked child, slowly.
 
-    Returns a context manager with `undo`. Patches may be nested and may
-    overlap: the latest `device` counts, any `compress` and any `offload` does, and what was bound is
-    restored when the last one ends; what another tool has put around it since stays.
-    A library whose classes are not as expected is served without its hooks, which a
-    warning says: its files are read as before, tensor by tensor.
+    Returns a context manager with `undo`. Patches may be nested and may overlap. The latest
+    `device` applies; `compress` and `offload` apply if any patch sets them. When the last patch
+    ends, the originals are restored, except where another tool has wrapped them since.
+    If a library's classes are not as expected, a warning says so and it is not hooked: its
+    files are read as before, tensor by tensor.
 
-    Raises MissingPackageError where safetensors is not installed; SafetensorError
-    for a device that is none.
+    Raises MissingPackageError if safetensors is not installed, and SafetensorError for an
+    invalid device.
     """
     from overwire.plumbing import check_switches
 
@@ -514,11 +513,11 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
 
 
 def patch_from_environment() -> None:
-    """What the import of overwire does when OVERWIRE_PATCH is set: the patch, for
-    the rest of the process. Never raises."""
+    """Patches for the rest of the process if OVERWIRE_PATCH is set. The import of overwire calls
+    it. Never raises."""
     if os.environ["OVERWIRE_PATCH"].strip().lower() not in ("1", "true", "yes", "on", "y", "t"):
         return
     try:
         patch_safetensors()
-    except Exception as error:  # an import must not fail for this
+    except Exception as error:  # importing overwire must not fail because of this
         log.warning("overwire: OVERWIRE_PATCH: safetensors is not patched: %s", error)

@@ -1,4 +1,4 @@
-"""safetensors.tensorflow: dicts of tensorflow tensors as files and bytes."""
+"""Implements safetensors.tensorflow: saves and loads dicts of tensorflow tensors."""
 
 from __future__ import annotations
 

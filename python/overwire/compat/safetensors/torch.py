@@ -1,4 +1,4 @@
-"""safetensors.torch: dicts of torch tensors, and modules, as files and bytes."""
+"""Implements safetensors.torch: saves and loads dicts of torch tensors, and modules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HELP = "https://huggingface.co/docs/safetensors/torch_shared_tensors"
 
 
 def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> dict[str, torch.Tensor]:
-    """The tensors of a file, plain or compressed, on a device.
+    """Returns the tensors of a file, plain or compressed, on a device.
 
     backend: "mmap" or "pread". Raises FileNotFoundError, SafetensorError.
     """
@@ -44,7 +44,7 @@ def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> d
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """The tensors in a file's bytes, plain or compressed, on the CPU."""
+    """Returns the tensors in a file's bytes, plain or compressed, on the CPU."""
     source = bytes_file(data)
     with reading("<bytes>", "Error while deserializing"):
         return overwire.load_file(source, framework="pt")
@@ -53,15 +53,15 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 def save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
     """Writes a plain safetensors file, which is complete or absent.
 
-    Raises ValueError for tensors that are not dense, RuntimeError where two
-    share memory (see `save_model`), SafetensorError.
+    Raises ValueError for tensors that are not dense, RuntimeError if two share memory (see
+    `save_model`), SafetensorError.
     """
     keep: list[Any] = []
     serialize_file(_flatten_as_ptr(tensors, keep), filename, metadata=metadata)
 
 
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """A plain safetensors file as bytes; raises what `save_file` raises."""
+    """Returns a plain safetensors file as bytes. Raises what `save_file` raises."""
     keep: list[Any] = []
     return serialize(_flatten_as_ptr(tensors, keep), metadata=metadata)
 
@@ -69,8 +69,8 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
 def save_model(
     model: torch.nn.Module, filename: Any, metadata: dict[str, str] | None = None, force_contiguous: bool = True
 ) -> None:
-    """Writes a module's state dict. Of tensors that share memory one is kept;
-    the metadata names it for each that was dropped, where it has no such entry.
+    """Writes a module's state dict. Of tensors that share memory only one is kept. The metadata
+    maps each dropped name to the kept one, unless it already has such an entry.
 
     force_contiguous: copies tensors that are not dense instead of refusing them.
     """
@@ -92,11 +92,11 @@ def save_model(
 def load_model(
     model: torch.nn.Module, filename: Any, strict: bool = True, device: Any = "cpu", *, backend: str = "mmap"
 ) -> tuple[set[str], list[str]]:
-    """Loads a file into a module, by its own `load_state_dict`.
+    """Loads a file into a module, with the module's `load_state_dict`.
 
-    strict: RuntimeError where names are missing or unexpected; the module is
-    loaded nevertheless. Returns (missing, unexpected); names that share memory
-    with a loaded one are neither.
+    strict: RuntimeError if names are missing or unexpected; the module is loaded
+    nevertheless. Returns (missing, unexpected). Names that share memory with a loaded one
+    are neither.
     """
     state = load_file(filename, device=device, backend=backend)
     groups = _remove_duplicate_names(model.state_dict(), preferred_names=list(state))
@@ -118,7 +118,7 @@ def load_model(
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage, 0 on the meta device."""
+    """The address of a tensor's storage; 0 on the meta device."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -126,7 +126,7 @@ def storage_ptr(tensor: torch.Tensor) -> int:
 
 
 def storage_size(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor's storage."""
+    """The size of a tensor's storage in bytes."""
     try:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
@@ -141,7 +141,7 @@ def _end_ptr(tensor: torch.Tensor) -> int:
 
 
 def _filter_shared_not_shared(tensors: list[set[str]], state_dict: dict[str, torch.Tensor]) -> list[set[str]]:
-    """Splits names of one storage where their bytes do not touch."""
+    """Splits a group of names of one storage if their bytes do not touch."""
     groups: list[set[str]] = []
     for group in tensors:
         end = None
@@ -150,12 +150,12 @@ def _filter_shared_not_shared(tensors: list[set[str]], state_dict: dict[str, tor
                 groups.append({name})
             else:
                 groups[-1].add(name)
-            end = stop  # of the last one, as the original has it: files depend on it
+            end = stop  # the end of the last one, like the original: files depend on it
     return groups
 
 
 def _find_shared_tensors(state_dict: dict[str, torch.Tensor]) -> list[set[str]]:
-    """The names in groups: those of a group share memory."""
+    """Groups names of tensors that share memory."""
     storages: dict[Any, set[str]] = defaultdict(set)
     for name, tensor in state_dict.items():
         if tensor.device.type != "meta" and storage_ptr(tensor) != 0 and storage_size(tensor) != 0:
@@ -174,10 +174,10 @@ def _remove_duplicate_names(
     preferred_names: Iterable[str] | None = None,
     discard_names: Iterable[str] | None = None,
 ) -> dict[str, list[str]]:
-    """Of each group that shares memory the name to keep, and those to drop.
+    """For each group that shares memory: the name to keep, and the names to drop.
 
-    Kept is the first name, by the alphabet, that covers the whole storage; of
-    several a preferred one, else one that is not to be discarded.
+    It keeps the alphabetically first name that covers the whole storage. If there are several,
+    it prefers a preferred name, then one that is not to be discarded.
     """
     preference, discard = set(preferred_names or ()), set(discard_names or ())
     drop: dict[str, list[str]] = defaultdict(list)
@@ -215,7 +215,7 @@ def _getdtype(dtype_str: str) -> torch.dtype:
 
 
 def _view2torch(safeview: Any) -> dict[str, torch.Tensor]:
-    """What `deserialize` returned as tensors over its bytes."""
+    """Makes tensors over the bytes that `deserialize` returned."""
     result = {}
     for name, view in safeview:
         kind = _getdtype(view["dtype"])
@@ -227,7 +227,7 @@ def _view2torch(safeview: Any) -> dict[str, torch.Tensor]:
 
 
 def _to_ndarray(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """A tensor's bytes as a numpy array, and what keeps them alive."""
+    """A tensor's bytes as a numpy array, and an object that keeps them alive."""
     import numpy as np
 
     tensor = tensor.to("cpu")
@@ -239,7 +239,7 @@ def _to_ndarray(tensor: torch.Tensor) -> tuple[Any, Any]:
 
 
 def _evaluate_tensors_for_save(tensors: dict[str, torch.Tensor]) -> None:
-    """Raises for what a safetensors file of torch's cannot hold."""
+    """Raises for tensors that a safetensors file from torch cannot hold."""
     if not isinstance(tensors, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
     for name, tensor in tensors.items():
@@ -264,7 +264,7 @@ def _evaluate_tensors_for_save(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _flatten_as_ptr(tensors: dict[str, torch.Tensor], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
-    """The tensors as specs; what is appended to the list keeps them alive."""
+    """The tensors as specs. Objects that keep them alive are appended to the list."""
     _evaluate_tensors_for_save(tensors)
     flat = {}
     for name, tensor in tensors.items():

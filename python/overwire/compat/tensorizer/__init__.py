@@ -1,13 +1,12 @@
-"""CoreWeave's tensorizer over overwire: files, names and error texts are its own,
-the work is the engine's.
+"""Offers CoreWeave's tensorizer over overwire, with tensorizer's files, names and error texts.
 
     import overwire.compat.tensorizer as tensorizer
 
-Importing this imports neither torch nor anything else that it does not need
-yet. What stands out: files are opened by Go, with all cores; an index may be
-larger than tensorizer's own 256 KiB, which tensorizer reads; nothing is ever
-encrypted in the caller's memory; a TensorSerializer is a context manager too.
-docs/tensorizer.md lists what is the same and what differs.
+Importing it does not import torch, or anything else that is not needed yet. The main
+differences: the engine opens files, with all cores. An index may exceed tensorizer's 256
+KiB, and tensorizer can read it. Encryption never touches the caller's memory. A
+TensorSerializer is also a context manager. docs/tensorizer.md lists what is the same and
+what differs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .serialization import (
     TensorType,
 )
 
-#: The version whose names these are.
+#: The tensorizer version with these names.
 __version__ = "2.12.1"
 
 __all__ = [

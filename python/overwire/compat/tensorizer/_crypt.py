@@ -1,9 +1,10 @@
-"""tensorizer._crypt: whether files can be encrypted and decrypted, which programs ask before they do.
+"""Implements tensorizer._crypt, which tells programs whether encryption is available.
 
-The engine has the ciphers: there is no libsodium, and none of the classes that wrap it there.
+The engine has the ciphers. libsodium, and the classes that wrap it in the original, do not
+exist here.
 """
 
 from __future__ import annotations
 
-#: Always.
+#: Encryption is always available.
 available: bool = True

@@ -1,4 +1,4 @@
-"""torch's dtypes in the words of .tensors files."""
+"""Converts torch's dtypes to and from the texts in .tensors files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SHARED_OPAQUE = frozenset(
 
 
 def foreign(text: str) -> bool:
-    """Whether safetensors lacks a dtype of a file."""
+    """Whether safetensors lacks a file's dtype."""
     form, opaque, name = text.partition("\0")
     return name not in _SHARED_OPAQUE if opaque else form not in _SHARED
 
 
 def written(dtype: Any) -> str:
-    """A torch dtype as it is written; NotImplementedError for quantised ones."""
+    """A torch dtype's text in a file. NotImplementedError for quantised ones."""
     name = str(dtype).removeprefix("torch.")
     if name in _NUMPY:
         return _NUMPY[name]
@@ -34,21 +34,21 @@ def written(dtype: Any) -> str:
 
 
 def of_numpy(dtype: Any) -> str:
-    """A numpy dtype as it is written; TypeError for those that readers lack, ValueError
-    for another byte order."""
+    """A numpy dtype's text in a file. TypeError for dtypes that readers lack, ValueError for another
+    byte order."""
     form = str(dtype.str)
     if form in _WRITTEN:
         return form
     if not dtype.isnative and str(dtype.newbyteorder().str) in _WRITTEN:
         raise ValueError(
-            f"an array of {dtype} has another byte order than this machine: astype(dtype.newbyteorder()) has its own"
+            f"an array of {dtype} has another byte order than this machine: use astype(dtype.newbyteorder())"
         )
     raise TypeError(f"Cannot serialize an array with dtype {dtype}")
 
 
 def typed(tensor: Any, record: Any) -> Any:
-    """A tensor as its record says it: of dtypes that safetensors lacks it came as
-    bytes, with one dimension more."""
+    """Gives a tensor the dtype of its record. Dtypes that safetensors lacks arrive as bytes, with one
+    dimension more."""
     import torch
 
     if tensor.dtype != torch.uint8 or tensor.dim() == len(record.shape):
@@ -56,13 +56,13 @@ def typed(tensor: Any, record: Any) -> Any:
     _, _, name = record.dtype.partition("\0")
     dtype = torch.complex128 if record.dtype == "<c16" else getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or tensor.shape[-1] != dtype.itemsize:
-        raise ValueError(f"dtype {record.dtype!r} of {record.name}: this torch has none such")
+        raise ValueError(f"{record.name}: this torch does not have the dtype {record.dtype!r}")
     return tensor.view(dtype).reshape(record.shape)
 
 
 def opaque(text: str) -> tuple[str, str | None]:
-    """numpy's dtype for raw bytes of a dtype in a file, and torch's name if numpy
-    has no such type."""
+    """numpy's dtype for a file's dtype as raw bytes, and torch's name for it if numpy lacks the
+    dtype."""
     form, _, name = text.partition("\0")
     if not name:
         return form, None

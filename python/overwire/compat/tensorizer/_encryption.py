@@ -1,4 +1,4 @@
-"""EncryptionParams, DecryptionParams: keys, and passwords that become keys."""
+"""Implements EncryptionParams and DecryptionParams: keys, and passwords from which keys are derived."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _check_length(key: bytes, what: str) -> None:
 
 
 class EncryptionParams:
-    """How a TensorSerializer encrypts: by a key of 32 bytes.
+    """How a TensorSerializer encrypts: with a key of 32 bytes.
 
-    Make one with `random`, with `from_string`, or of a key of your own. ValueError
-    for a key of another length.
+    Make one with `random` or `from_string`, or from your own key. ValueError for a key of
+    another length.
     """
 
     OpsLimit = _OpsLimit
@@ -51,7 +51,7 @@ class EncryptionParams:
 
     @classmethod
     def random(cls) -> EncryptionParams:
-        """A new random key; save `.key`, or nothing can be decrypted."""
+        """Makes a random key. Save `.key`, or the file cannot be decrypted."""
         return cls(key=secrets.token_bytes(_KEY_BYTES))
 
     @classmethod
@@ -64,12 +64,12 @@ class EncryptionParams:
         *,
         encoding: str = "utf-8",
     ) -> EncryptionParams:
-        """The key of a password, by Argon2id.
+        """Derives a key from a password with Argon2id.
 
-        opslimit, memlimit: passes, and bytes of memory; None: MODERATE, 256 MiB and
-        half a second. salt: 16 bytes; None: random. All of them are stored in the
-        file. ValueError for an empty password or another salt, TypeError for an
-        OpsLimit as memlimit or the other way round.
+        opslimit: passes. memlimit: bytes of memory. None means MODERATE: 256 MiB and half a
+        second. salt: 16 bytes; None: random. The file stores all of them. ValueError for an
+        empty password or a salt of another length, TypeError for an OpsLimit as memlimit or
+        the reverse.
         """
         if not source:
             raise ValueError("Source cannot be empty")
@@ -123,8 +123,8 @@ class DecryptionParams:
 
     @classmethod
     def from_string(cls, source: str | bytes, *, encoding: str = "utf-8") -> DecryptionParams:
-        """By the password that `EncryptionParams.from_string` was given; salt and
-        limits are in the file. ValueError for an empty one."""
+        """Decrypts with the password that was given to `EncryptionParams.from_string`. The file
+        contains the salt and limits. ValueError for an empty password."""
         if not source:
             raise ValueError("Source cannot be empty")
         params = cls()
@@ -133,7 +133,7 @@ class DecryptionParams:
 
     @classmethod
     def from_key(cls, key: bytes) -> DecryptionParams:
-        """By the key itself, whatever it was made of. ValueError unless it has 32 bytes."""
+        """Decrypts with the key itself, however it was made. ValueError unless it has 32 bytes."""
         if not key:
             raise ValueError("Key cannot be empty")
         _check_length(key, "decryption")

@@ -1,4 +1,4 @@
-"""Names of tensors: a text, or a path of texts and numbers through a structure."""
+"""Handles tensor names: a text, or a path of texts and numbers through a structure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Path = tuple[str | int, ...]
 
 _MARK = "\x1e"
 
-# How deep structures may be: what walks them is recursive.
+# Deepest nesting: the code that walks structures is recursive.
 _DEEPEST = 200
 
 
 def parse(name: str) -> Path:
-    """The path that a name in a file stands for; the engine has checked it."""
+    """The path for a name in a file. The engine has already checked it."""
     return tuple(json.loads(name[1:])) if name.startswith(_MARK) else (name,)
 
 
@@ -28,18 +28,18 @@ def text(path: Path) -> str:
 
 
 def plain(path: Path) -> Any:
-    """What users see: a text, or the path as a tuple."""
+    """The name that users see: a text, or the path as a tuple."""
     return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
-# A tree: paths as nested dicts whose leaves are the paths themselves. Of one level all keys
-# are texts, or all are numbers, and no path continues another.
+# A tree is nested dicts with the paths themselves as leaves. In one level all keys are texts or
+# all are numbers, and no path is a prefix of another.
 Tree = dict[Any, Any]
 
 
 def add(tree: Tree, path: Path) -> None:
-    """Adds a path; ValueError if it is there, in conflict with another, or of more
-    than 200 levels."""
+    """Adds a path. ValueError if it exists, conflicts with another, or has more than 200
+    levels."""
     if len(path) > _DEEPEST:
         raise ValueError(f"Tensor paths of more than {_DEEPEST} levels are not supported; got one of {len(path)}")
     level = tree
@@ -65,7 +65,7 @@ def add(tree: Tree, path: Path) -> None:
 
 
 def remove(tree: Tree, path: Path) -> None:
-    """Takes a leaf away; the levels above it stay."""
+    """Removes a leaf; the levels above it stay."""
     for part in path[:-1]:
         tree = tree[part]
     del tree[path[-1]]
@@ -81,9 +81,9 @@ def leaves(level: Any) -> Iterator[Path]:
 
 
 def build(level: Any, values: Mapping[Path, Any], proxies: bool) -> Any:
-    """A level of a tree with values for its leaves; leaves without one, and
-    levels without any, are left out. Levels of numbers are lists, by number;
-    with proxies every level is a read-only mapping."""
+    """Builds a level of a tree with values at its leaves. Leaves without a value, and levels
+    without any, are left out. Levels of numbers become lists. With proxies, every level is a
+    read-only mapping."""
     if isinstance(level, tuple):
         return values[level]
     tree = {}
@@ -101,7 +101,7 @@ def build(level: Any, values: Mapping[Path, Any], proxies: bool) -> Any:
 
 
 def flatten(obj: Any, leaf: Callable[[Any], bool], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf of nested mappings and sequences, with its path."""
+    """Yields every leaf of nested mappings and sequences with its path."""
     if len(prefix) >= _DEEPEST:
         raise ValueError(f"Cannot serialize structures of more than {_DEEPEST} levels, nor such as contain themselves")
     if isinstance(obj, Mapping):

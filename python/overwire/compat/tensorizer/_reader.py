@@ -1,4 +1,4 @@
-"""TensorDeserializer: a .tensors file as a mapping of parameters."""
+"""Implements TensorDeserializer, which reads a .tensors file as a mapping of parameters."""
 
 from __future__ import annotations
 
@@ -22,38 +22,37 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-# Tensors that read_tensors brings in at once, in bytes.
+# Bytes of tensors that read_tensors loads at once.
 _BATCH = 256 << 20
 
-# The most bytes of one value in Redis, whose own limit is 512 MiB.
+# Most bytes of one value in Redis, which allows 512 MiB.
 _REDIS_VALUE = 256 << 20
 
-# What a floating dtype= is for.
+# The dtypes that a floating dtype= applies to.
 _CAST = operator.attrgetter("float16", "bfloat16", "float32", "float64")
 _PLAIN = "!#$&()*+,/:;<=>?@[]^_`{|}~"
 
 
 class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["TensorDeserializer"]):
-    """The tensors of a .tensors file, as a read-only mapping of their names to
-    `torch.nn.Parameter`s; levels of nested files are read-only mappings.
+    """The tensors of a .tensors file, as a read-only mapping from names to
+    `torch.nn.Parameter`s. Levels of nested files are read-only mappings.
 
     file_obj: a path, a URI, a descriptor, or a binary file open for reading.
-    device: where to; None: "cuda" if there is one, else the CPU.
-    filter_func: called with each name (a tuple for a path); false leaves it out.
-    dtype: what tensors are cast to: for a floating one those of 16, 32 and 64 bit
-        floats, so that integers, bools, complex and 8-bit types stay; for any
-        other all but bools.
-    lazy_load: tensors are read when they are asked for, and kept.
-    verify_hash: every sum that a record has is compared, on the host; "crc32": the
-        CRC32 alone, while the bytes pass, wherever they go (encrypted tensors have
-        none, and MACs that are always compared).
+    device: for the tensors; None: "cuda" if available, else the CPU.
+    filter_func: called with each name (a tuple for a path); false skips the tensor.
+    dtype: tensors are cast to it. A floating dtype only casts 16, 32 and 64 bit floats;
+        integers, bools, complex and 8-bit types stay. Any other dtype casts all but bools.
+    lazy_load: tensors are read when they are requested, and kept.
+    verify_hash: compares every checksum of a record, on the host. "crc32" only compares
+        CRC32, during the transfer and to any device. (Encrypted tensors have no CRC32, but
+        a MAC that is always compared.)
     encryption: how to decrypt; None: the file is not encrypted.
-    num_readers: is checked and otherwise ignored: the engine reads with what the
-        machine has. plaid_mode, plaid_mode_buffers: have no effect.
+    num_readers: checked and otherwise ignored: the engine uses all cores.
+    plaid_mode, plaid_mode_buffers: have no effect.
 
-    Raises ValueError for what is no such file or of a version that is not known,
-    CryptographyError for a missing, superfluous or wrong key, HashMismatchError,
-    and what `overwire.load_file` raises.
+    Raises ValueError for other files and unknown versions, CryptographyError for a
+    missing, superfluous or wrong key, HashMismatchError, and what `overwire.load_file`
+    raises.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self._open: safe_open | None = None
         self._records_file: OpenRecords | None = None
         self._own: Any = None
-        self._memory: Any = None  # of a file that cannot be opened again, all of it
+        self._memory: Any = None  # the content of a file that cannot be opened again
         self._device = utils.get_device() if device is None else torch.device(device)
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError("Cannot deserialize to CUDA device because CUDA is not available")
@@ -86,7 +85,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._device = _current_cuda()
             self._dynamic = lazy_load
         if self._device.type == "cuda" and not lazy_load:
-            prepare(str(self._device))  # while the file is opened
+            prepare(str(self._device))  # in parallel with opening the file
         if encryption is not None and not isinstance(encryption, DecryptionParams):
             kind = encryption.__class__.__name__
             raise TypeError(f"encryption parameter: expected DecryptionParams instance or None, {kind} found")
@@ -140,7 +139,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 self.close()
 
     def _resolve(self, file_obj: Any) -> str:
-        """What overwire opens: a path or URI where that is possible."""
+        """Returns what overwire opens: if possible a path or URI."""
         from . import stream_io
 
         if isinstance(file_obj, bool):
@@ -177,7 +176,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             raise ValueError(str(error)) from error
 
     def _prepare_key(self, encryption: DecryptionParams | None) -> None:
-        """The key of the file, derived once, as an option of every later call."""
+        """Derives the file's key once, and passes it as an option to all later calls."""
         if encryption is None:
             if self._file_info.encrypted:
                 raise CryptographyError("Tensor is encrypted, but decryption was not requested")
@@ -218,7 +217,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return self._open
 
     def close(self) -> None:
-        """Closes the file. Tensors that were read stay. Does nothing the second time."""
+        """Closes the file. Tensors that were read stay valid. Does nothing the second time."""
         if self._open is not None:
             self._open.close()
         if self._records_file is not None:
@@ -238,16 +237,16 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
     @property
     def total_bytes_read(self) -> int:
-        """Bytes of the tensors that were read so far."""
+        """The number of tensor bytes read so far."""
         return sum(self._records[path].nbytes for path in self._cache)
 
     @property
     def cache_status(self) -> str | None:
-        """The header x-cache-status of an HTTP response, if there was one."""
+        """The x-cache-status header of the HTTP response, if it had one."""
         headers = getattr(self._own, "response_headers", None)
         return None if headers is None else headers.get("x-cache-status")
 
-    # What clients look at although it has an underscore.
+    # Clients use these although they begin with an underscore.
 
     @property
     def _file_flags(self) -> FileFeatureFlags:
@@ -282,7 +281,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return _current_cuda() if self._dynamic else self._device
 
     def _load_tensors(self, paths: Sequence[_paths.Path], verify: bool) -> None:
-        """Brings tensors into the cache."""
+        """Loads tensors into the cache."""
         missing = [path for path in paths if path not in self._cache]
         if not missing:
             return
@@ -299,7 +298,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 tensors = load_file(
                     self._records_file,
                     device="cpu" if through_host else device,
-                    # all: a preload of the file is joined
+                    # all tensors: attach to a preload of the file
                     keys=None if len(names) == len(self._file_info.records) else names,
                     framework="pt",
                 )
@@ -326,7 +325,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             and dtype.is_floating_point
             and tensor.dtype not in _CAST(torch)
         ):
-            dtype = None  # packed integers, quantised weights and complex tables are not numbers of another precision
+            dtype = None  # packed integers, quantised weights and complex numbers cannot change precision
         tensor = tensor.to(device=device, dtype=dtype)
         return torch.nn.Parameter(tensor, requires_grad=tensor.dtype.is_complex or tensor.dtype.is_floating_point)
 
@@ -348,7 +347,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return key in self._structure
 
     def keys(self) -> Any:
-        """The names of the first level; nothing is read."""
+        """The names at the first level; nothing is read."""
         return self._structure.keys()
 
     def tree(
@@ -358,10 +357,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         default: Any = None,
         filter_func: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """What was saved, with its dicts and lists, from a prefix on.
+        """Returns what was saved, with its dicts and lists, below a prefix.
 
-        default is returned where nothing is left. TypeError for a prefix that is
-        a text or a number.
+        default: returned if nothing is there. TypeError for a prefix that is a text or a
+        number.
         """
         if isinstance(prefix, (str, int)):
             raise TypeError(
@@ -411,9 +410,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def read_tensors(
         self, filter_func: Callable[[Any], Any] | None = None, num_tensors: int = -1, verify_hash: bool | None = None
     ) -> Iterator[tuple[int, int, Any, torch.nn.Parameter]]:
-        """(module number, TensorType, name, parameter) of the next num_tensors
-        tensors of the file that the filter keeps, -1: of all; a later call continues
-        after the last one."""
+        """Yields (module number, TensorType, name, parameter) of the next num_tensors tensors in the
+        file that the filter accepts; -1 means all. A later call continues after the last
+        one."""
         for record, name, parameter in self._next(filter_func, num_tensors, verify_hash):
             yield record.module, TensorType(record.type), name, parameter
 
@@ -424,10 +423,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         allow_raw_data: bool = False,
         verify_hash: bool | None = None,
     ) -> Iterator[tuple[int, int, Any, numpy.ndarray[Any, Any], bool, str | None]]:
-        """As `read_tensors`, with numpy arrays, and whether numpy lacks the dtype
-        and what torch calls it; such tensors come as signed integers of the same
-        size. ValueError for them without allow_raw_data, RuntimeError unless the
-        device is the CPU."""
+        """Like `read_tensors`, but yields numpy arrays, whether numpy lacks the dtype, and torch's
+        name for it. Such tensors become signed integers of the same size. ValueError for
+        them without allow_raw_data, RuntimeError unless the device is the CPU."""
         if self._device.type != "cpu":
             raise RuntimeError("read_numpy_arrays is only valid when deserializing to the CPU")
         import torch
@@ -445,16 +443,15 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             yield record.module, TensorType(record.type), name, tensor.numpy(), true is not None, true
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
-        """Copies the file into Redis, where `redis://host/key_prefix` is it: head and
-        index at "prefix:header:0", then of each tensor its record and its data at
-        "prefix:name:offset", the data in values of at most 256 MiB. Filters have
-        no effect: a part would be no file.
+        """Copies the file into Redis, where it can be read as `redis://host/key_prefix`. Head and
+        index go to "prefix:header:0". For each tensor, its record and its data go to
+        "prefix:name:offset", the data in values of at most 256 MiB. Filters have no
+        effect, since a part would not be a valid file.
 
-        redis_client: of the package redis, or with its set, exists, get, scan_iter
-            and delete. force: replaces what the prefix has. Without it values that
-            are there stay, which is for a copy that was interrupted: ValueError
-            if they are of another file.
-        ValueError after `close`, and so after an eager load to a GPU.
+        redis_client: from the package redis, or an object with its set, exists, get, scan_iter
+            and delete. force: replaces existing values of the prefix. Without it they stay,
+            which continues an interrupted copy; ValueError if they are of another file.
+        ValueError after `close`, and therefore after an eager load to a GPU.
         """
         if self._source is None:
             raise ValueError("I/O operation on closed file")
@@ -479,7 +476,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     record.data + record.nbytes,
                 ]
                 for begin, end in zip(cuts, cuts[1:], strict=False):
-                    # As text without quotes and blanks, which the reference's own reader cannot ask for.
+                    # The name without quotes and blanks. The reference's own reader cannot request others.
                     key = f"{key_prefix}:{quote(record.name, safe=_PLAIN)}:{begin}"
                     if begin == end or not force and redis_client.exists(key):
                         continue
@@ -487,7 +484,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     value = file.read(end - begin)
                     if len(value) != end - begin:
                         where = f"{shown(self._source)} @{begin}"
-                        raise CorruptError(f"{where}: truncated: {end - begin} bytes wanted, {len(value)} are there")
+                        raise CorruptError(f"{where}: truncated: expected {end - begin} bytes, got {len(value)}")
                     redis_client.set(key, value)
 
     def _reach(self) -> dict[str, object] | None:
@@ -497,10 +494,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def load_into_module(
         self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None
     ) -> int:
-        """Puts parameters and buffers where `TensorSerializer.write_module` took
-        them from, closes the file, and returns how many. Tensors that were tied in
-        the module are tied again where the file has the same bytes for them.
-        NotImplementedError for files of state dicts."""
+        """Puts parameters and buffers back where `TensorSerializer.write_module` took them from,
+        closes the file, and returns their number. Tensors that were tied in the module are
+        tied again if the file has the same bytes for them. NotImplementedError for files of
+        state dicts."""
         modules = dict(m.named_modules())
         paths = [path for path in self._records if filter_func is None or filter_func(_paths.plain(path))]
         for path in paths:
@@ -518,10 +515,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             own = module._parameters.get(attribute, module._buffers.get(attribute))
             parameter = self._records[path].type == TensorType.PARAM
             hidden = attribute in module._non_persistent_buffers_set
-            # Whatever had the name goes: a buffer, or a plain attribute.
+            # Replace whatever has the name: a buffer, or a plain attribute.
             for there in (module._parameters, module._buffers, module.__dict__):
                 there.pop(attribute, None)
-            if own is not None:  # what was one in the module is one again, if it is in the file
+            if own is not None:  # tie tensors that were one in the module, if the file has them
                 ties_of_own = ties.setdefault(id(own), [own])
                 tensor = next((k for k in ties_of_own[1:] if _alike(k, tensor)), tensor)
                 ties_of_own.append(tensor)
@@ -533,8 +530,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return len(paths)
 
     def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:
-        """Whether a module's tensors are those of the file, by the sums of the
-        file, and for each name."""
+        """Compares a module's tensors with the checksums of the file. Returns whether all are equal, and
+        the result for each name."""
         there: dict[str, Any] = dict(m.state_dict())
         there.update(m.named_buffers())
         # write_module puts the module's name and a dot before every attribute.
@@ -547,7 +544,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Bit for bit."""
+    """Whether two tensors are equal bit for bit."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype or a.requires_grad != b.requires_grad:
@@ -557,12 +554,12 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """For Redis' patterns: the text itself."""
+    """Escapes a text, so that a Redis pattern matches exactly it."""
     return "".join("\\" + c if c in "\\*?[]" else c for c in text)
 
 
 def _current_cuda() -> Any:
-    """The CUDA device that "cuda" means here: that of torch's own contexts."""
+    """The CUDA device that "cuda" means here, in torch's own contexts."""
     import torch
 
     with contextlib.suppress(AttributeError):

@@ -1,4 +1,4 @@
-"""How tensorizer finds credentials and endpoints of s3://, as storage_options."""
+"""Finds credentials and endpoints for s3:// as tensorizer does, and returns them as storage_options."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ...plumbing import presign, read_file
 default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
 default_s3_write_endpoint = "object.ord1.coreweave.com"
 
-# URLs made here are valid until the end of the next day, as tensorizer's are.
+# URLs made here are valid until the end of the next day, like tensorizer's.
 _DAY = 86400
 
 
-_SETTINGS = 1 << 20  # bytes of a file of settings
+_SETTINGS = 1 << 20  # most bytes of a settings file
 
 
 class ParsedCredentials(NamedTuple):
-    """What was found; None if missing."""
+    """The credentials that were found; None if missing."""
 
     config_file: str | None
     s3_endpoint: str | None
@@ -30,8 +30,8 @@ class ParsedCredentials(NamedTuple):
 
 
 def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
-    """The section "default" of the first of these files that is there; without
-    any, of `stream_io._s3_default_config_paths`. ValueError for a file without one."""
+    """Reads the section "default" of the first of these files that exists; by default of
+    `stream_io._s3_default_config_paths`. ValueError for a file without that section."""
     import configparser
 
     from . import stream_io
@@ -46,7 +46,7 @@ def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
         except (NotFoundError, AccessError):
             continue
         except (configparser.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{os.fsdecode(path)} is no .s3cfg file") from error
+            raise ValueError(f"{os.fsdecode(path)} is not a .s3cfg file") from error
         if "default" not in config:
             raise ValueError(f"No default section in {os.fsdecode(path)}")
         section = config["default"]
@@ -58,10 +58,9 @@ def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
 
 
 def infer_credentials(key: str | None, secret: str | None, config_path: Any = None) -> ParsedCredentials:
-    """A pair of credentials, completed from .s3cfg; "" is one that was given.
+    """Returns a pair of credentials. Missing parts come from .s3cfg; "" counts as given.
 
-    ValueError where a part is nowhere, FileNotFoundError for a config_path that is
-    not there.
+    ValueError if a part is not found, FileNotFoundError if config_path does not exist.
     """
     if key is not None and secret is not None:
         return ParsedCredentials(None, None, key, secret, None)
@@ -90,7 +89,7 @@ def infer_credentials(key: str | None, secret: str | None, config_path: Any = No
 
 
 def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = False) -> str:
-    """An endpoint with its scheme: https unless http is allowed or forced.
+    """Returns an endpoint with its scheme: https, unless http is allowed or forced.
     ValueError otherwise."""
     scheme, separator, rest = endpoint.partition("://")
     scheme = scheme.lower() if separator else ""
@@ -104,7 +103,7 @@ def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = F
 
 
 def parse_uri(uri: str) -> tuple[str, str]:
-    """Bucket and key of an s3:// URI. ValueError for others."""
+    """Returns bucket and key of an s3:// URI. ValueError for others."""
     parts = urlsplit(uri, allow_fragments=False)
     if parts.scheme.lower() != "s3":
         raise ValueError(f"Invalid S3 URI: {uri}")
@@ -124,7 +123,7 @@ def configured_endpoint() -> str | None:
             read_file(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), _SETTINGS).decode()
         )
     except (configparser.Error, UnicodeDecodeError, OverwireError):
-        return None  # signing reads it again, and reports that
+        return None  # signing reads the file again, and reports the error
     profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
     for name in (f"profile {profile}", profile):
         if name in config:
@@ -143,12 +142,12 @@ def options_for(
     force_http: bool | None = None,
     region: str | None = None,
 ) -> dict[str, Any]:
-    """The storage_options that reach an object as tensorizer's open_stream would.
+    """Returns the storage_options that access an object like tensorizer's open_stream.
 
-    Credentials: as given, else of .s3cfg, else as the AWS tools find them. The
-    endpoint: as given, else of .s3cfg, of the environment, of the AWS tools'
-    configuration, else CoreWeave's. ValueError for an endpoint without TLS that
-    neither environment nor force_http allows.
+    Credentials: the arguments, else from .s3cfg, else as the AWS tools find them. Endpoint: the
+    argument, else from .s3cfg, the environment, the AWS tools' configuration, else
+    CoreWeave's. ValueError for an endpoint without TLS, unless the environment or
+    force_http allows it.
     """
     from . import stream_io
 
@@ -160,17 +159,17 @@ def options_for(
         if force_http is None and credentials.use_https is not None:
             force_http = not credentials.use_https
     except (ValueError, FileNotFoundError):
-        pass  # a public bucket, or one that the AWS tools know
+        pass  # a public bucket, or one for which the AWS tools have credentials
     if not endpoint and (endpoint := configured_endpoint()):
         allow_http = True
     if not endpoint:
         endpoint = default_s3_write_endpoint if write else default_s3_read_endpoint
-    # By the name that programs replace to allow others.
+    # Programs replace this name to allow other endpoints.
     return direct_options(key, secret, stream_io._enforce_scheme(endpoint, allow_http, bool(force_http)), region)
 
 
 def direct_options(key: str | None, secret: str | None, endpoint: str | None, region: str | None) -> dict[str, Any]:
-    """storage_options of what was found. An endpoint without a scheme is one with TLS."""
+    """Builds storage_options from what was found. An endpoint without a scheme uses TLS."""
     if endpoint and "://" not in endpoint:
         endpoint = "https://" + endpoint
     options: dict[str, Any] = {"endpoint_url": endpoint or None, "region": region}
@@ -182,14 +181,14 @@ def direct_options(key: str | None, secret: str | None, endpoint: str | None, re
 
 
 def virtual_only(endpoint: str) -> bool:
-    """Whether an endpoint needs the bucket in the host's name."""
+    """Whether an endpoint needs the bucket in the host name."""
     return urlsplit(endpoint if "//" in endpoint else "//" + endpoint).netloc.lower() in ("cwobject.com", "cwlota.com")
 
 
 def url_of(uri: str, options: dict[str, Any]) -> str:
-    """A URL that reads the object: signed, or plain where access is unsigned, or no
-    credentials were given and none are found: the bucket may be a public one.
-    ValueError for other URIs."""
+    """Returns a URL that reads the object. It is signed, except for unsigned access and if no
+    credentials were given or found, since the bucket may be public. ValueError for other
+    URIs."""
     import time
     from urllib.parse import quote
 
@@ -199,7 +198,7 @@ def url_of(uri: str, options: dict[str, Any]) -> str:
             return presign(uri, 2 * _DAY - int(time.time()) % _DAY, storage_options=options)
         except AccessError as error:
             if error.rule != "NoCredentials" or any(options.get(name) is not None for name in ("key", "secret")):
-                raise  # there are some
+                raise  # credentials exist
     at = urlsplit(options.get("endpoint_url") or f"https://s3.{options.get('region') or 'us-east-1'}.amazonaws.com")
     if virtual_only(at.netloc):
         return f"{at.scheme}://{bucket}.{at.netloc}/{quote(key)}"

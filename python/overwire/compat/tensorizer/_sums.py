@@ -1,4 +1,4 @@
-"""The sums of a .tensors file's records, and tensors compared with them."""
+"""Compares tensors with the checksums of a .tensors file's records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def have_sums(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether tensors have the sums of their records, all at once."""
+    """Whether each tensor has the checksums of its record. Computes all at once."""
     for record in records:
         if record.crc32 is None and record.sha256 is None:
             raise RuntimeError(f"No hashes found in metadata for {record.name}")
@@ -31,7 +31,7 @@ def have_sums(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> lis
 
 
 def hashes_of(record: Record) -> list[TensorHash]:
-    """The sums of a record, by the name that programs replace to have others compared."""
+    """The checksums of a record. Programs replace this name to have others compared."""
     from . import serialization
 
     hash_type: type[TensorHash] = vars(serialization)["TensorHash"]

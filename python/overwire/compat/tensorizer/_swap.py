@@ -1,4 +1,4 @@
-"""Functions of torch that stand-ins take the place of while any thread is inside a context."""
+"""Replaces functions of torch while any thread is inside a context."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _T = TypeVar("_T")
 
 
 class Swap:
-    """stand_ins: gives (owner, name, what stands for it) when the first context is
-    entered; the last one that is left puts the originals back."""
+    """stand_ins: returns (owner, name, replacement) when the first context is entered. Leaving the
+    last context restores the originals."""
 
     def __init__(self, stand_ins: Callable[[], Sequence[tuple[Any, str, Any]]]) -> None:
         self._stand_ins = stand_ins
@@ -24,8 +24,8 @@ class Swap:
 
     @contextlib.contextmanager
     def on(self, variable: ContextVar[_T], value: _T) -> Iterator[None]:
-        """A context: inside, and in this thread or task alone, the variable has the
-        value, by which stand-ins know whom they serve."""
+        """A context in which the variable has the value, only in this thread or task. Replacements
+        read the variable to know whether they apply."""
         with self._lock:
             if self._users == 0:
                 for owner, name, replacement in self._stand_ins():

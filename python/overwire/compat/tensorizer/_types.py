@@ -1,4 +1,4 @@
-"""The small types of tensorizer's serialization module."""
+"""Defines the small types of tensorizer's serialization module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def refuse_text(file: Any, *needs: str, text: str) -> None:
-    """ValueError for a file that is open as text, or denies a need ("readable"); `text`
-    says what it must be, with {} for the mode that it has."""
+    """Raises ValueError if a file is open as text or lacks a capability ("readable"). text: the
+    message, with {} for the file's mode."""
     try:
         fits = all(getattr(file, need)() for need in needs)
     except AttributeError:
@@ -21,7 +21,7 @@ def refuse_text(file: Any, *needs: str, text: str) -> None:
 
 
 class TensorType(enum.IntEnum):
-    """What a tensor is of."""
+    """The kind of owner of a tensor."""
 
     PARAM = 0
     BUFFER = 1
@@ -29,19 +29,19 @@ class TensorType(enum.IntEnum):
 
 
 class HashType(enum.IntEnum):
-    """The kinds of sums."""
+    """The kinds of checksums."""
 
     CRC32 = 0
     SHA256 = 1
 
 
 class HashMismatchError(Exception):
-    """A tensor's bytes are not those that were summed up."""
+    """A tensor's bytes do not match its checksum."""
 
 
 @dataclass(order=True)
 class TensorHash:
-    """One sum: its kind, and its bytes (CRC32 as four, the least first)."""
+    """One checksum: its kind, and its bytes (CRC32 as four bytes, little-endian)."""
 
     type: HashType
     hash: bytes
@@ -49,8 +49,8 @@ class TensorHash:
 
 @dataclass(order=True)
 class TensorEntry:
-    """What the index says of a tensor, and the sums of its record. name: a text, or
-    the tuple of a path; dtype: numpy's; offset, data_offset: in the file."""
+    """A tensor's entry in the index, and the checksums of its record. name: a text, or the tuple
+    of a path; dtype: numpy's; offset, data_offset: in the file."""
 
     metadata_version: int
     name: Any
@@ -65,7 +65,7 @@ class TensorEntry:
 
     @property
     def deserialized_length(self) -> int:
-        """Bytes in memory: of data_length 0, those of zeros."""
+        """Bytes in memory; data_length 0 means that all are zero."""
         import math
         import re
 
@@ -79,7 +79,7 @@ class TensorEntry:
 
 
 class FileFeatureFlags(enum.IntFlag):
-    """What the head of a file says."""
+    """The feature flags in the head of a file."""
 
     encrypted = enum.auto()
     versioned_headers = enum.auto()
@@ -87,7 +87,7 @@ class FileFeatureFlags(enum.IntFlag):
 
 @dataclass
 class FileHeader:
-    """The head of a file. tensor_size: the file's bytes, as its writer has counted them."""
+    """The head of a file. tensor_size: the file's bytes, as counted by its writer."""
 
     version_number: int
     feature_flags: FileFeatureFlags

@@ -1,4 +1,4 @@
-"""TensorSerializer: writes .tensors files, byte for byte as tensorizer does."""
+"""Implements TensorSerializer, which writes .tensors files byte for byte as tensorizer does."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from ._types import TensorType, refuse_text
 if TYPE_CHECKING:
     import torch
 
-# What tensorizer leaves for the index. One that needs more gets more, where
-# that is known before the first tensor is written.
+# The space that tensorizer leaves for the index. A larger index gets more, if its size is known
+# before the first tensor is written.
 _INDEX_BYTES = 256 * 1024
 _HEAD_BYTES = 73
-_ENTRY_BYTES = 33  # beside name, dtype and dims
+_ENTRY_BYTES = 33  # plus name, dtype and dims
 _TAIL = bytes(8)
 
-# The most tensor bytes that are written together, and how many of them may be
-# copies: of tensors that are not on the host or not dense, or for a file that has
-# no descriptor.
+# Most tensor bytes that are written together, and how many of them may be copies. Tensors are
+# copied if they are not on the host or not dense, or if the file has no descriptor.
 _TURN = 4 << 30
 _COPIED = 512 << 20
 
@@ -41,12 +40,12 @@ class _Spec(NamedTuple):
     path: _paths.Path
     type: TensorType
     tensor: Any
-    holder: torch.nn.Module | None = None  # what loses it once it is written
+    holder: torch.nn.Module | None = None  # the module that loses the tensor once it is written
 
 
 class _Ready(NamedTuple):
-    """A tensor that can be written: `keep` holds its bytes in host memory, which are a
-    copy or its own."""
+    """A tensor that is ready to be written. `keep` holds its bytes in host memory: a copy, or the
+    tensor's own."""
 
     spec: _Spec
     record: NewRecord
@@ -57,16 +56,16 @@ class _Ready(NamedTuple):
 class TensorSerializer:
     """Writes tensors into a .tensors file, one after the other.
 
-    file_obj: a path (its folders are made), a descriptor, or a binary file open
-        for reading and writing, which can seek. It is closed by `close`. At a path
-        the file appears then, whole, in place of an older one; a `with` block that
-        ends by an exception, and a write that fails, leave the older one.
+    file_obj: a path (missing folders are made), a descriptor, or a binary file open for
+        reading and writing that can seek. `close` closes it. At a path, the file then
+        appears whole, in place of an older one. If a `with` block ends by an exception, or
+        a write fails, the older file stays.
     compress_tensors: has no effect, as in tensorizer.
-    encryption: how to encrypt; the caller's tensors are not touched.
-    limit_cpu_concurrency: the most cores to hash and encrypt with; None: all.
+    encryption: how to encrypt; the caller's tensors do not change.
+    limit_cpu_concurrency: most cores for hashing and encrypting; None: all.
 
-    Raises ValueError for files of another kind, TypeError and ValueError for
-    arguments of another.
+    Raises ValueError for unsuitable files, TypeError and ValueError for invalid
+    arguments.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class TensorSerializer:
         from . import stream_io
 
         self._file: Any = None
-        self._failed = False  # and there will be no file
+        self._failed = False  # after a failure no file is made
         if limit_cpu_concurrency is not None:
             if not isinstance(limit_cpu_concurrency, int):
                 raise TypeError(
@@ -127,23 +126,23 @@ class TensorSerializer:
 
     @property
     def total_tensor_bytes(self) -> int:
-        """Bytes of data written so far."""
+        """The bytes of data written so far."""
         return sum(r.nbytes for r in self._records)
 
     def write_tensor(self, idx: int, name: str, tensor_type: TensorType, tensor: Any) -> None:
-        """Writes one torch tensor or numpy array; an open file is complete when this
-        returns. ValueError for a name that is there and for an array of another byte
-        order, TypeError for one of a dtype that no reader has."""
+        """Writes one torch tensor or numpy array. An open file is complete when this returns. ValueError
+        for a name that exists and for an array in another byte order, TypeError for a dtype that no
+        reader has."""
         self._write([_Spec(idx, (name,), TensorType(tensor_type), tensor)])
 
     def write_module(
         self, m: torch.nn.Module, remove_tensors: bool = False, *, include_non_persistent_buffers: bool = True
     ) -> None:
-        """Writes the parameters and buffers of every submodule, under the module's
-        name, a dot, and theirs.
+        """Writes the parameters and buffers of every submodule. Their names are the module's name, a
+        dot, and their own.
 
         remove_tensors: each becomes None in the module once it is written.
-        include_non_persistent_buffers: False leaves out what is in no state_dict.
+        include_non_persistent_buffers: False skips buffers that are not in the state_dict.
         """
         specs = []
         for idx, (where, module) in enumerate(m.named_modules()):
@@ -157,8 +156,8 @@ class TensorSerializer:
         self._write(specs)
 
     def write_state_dict(self, state_dict: Any) -> None:
-        """Writes tensors in dicts with str keys, lists and tuples, nested as they
-        are; see `TensorDeserializer.tree`. TypeError for other keys and leaves."""
+        """Writes tensors in dicts with str keys, lists and tuples, with their nesting; see
+        `TensorDeserializer.tree`. TypeError for other keys and leaves."""
         import torch
 
         specs = [
@@ -168,15 +167,15 @@ class TensorSerializer:
         self._write(specs)
 
     def _write(self, specs: list[_Spec]) -> None:
-        """Writes in turns: while one is hashed, encrypted and written, the tensors
-        of the next are brought to the host."""
+        """Writes in turns: while one turn is hashed, encrypted and written, the tensors of the next
+        are copied to the host."""
         if self._file is None:
             raise ValueError("I/O operation on closed file")
         with self._lock:
             if self._failed:
-                raise ValueError("an earlier write has failed: there will be no file")
+                raise ValueError("an earlier write has failed, so this serializer does not make a file")
             for spec in specs:
-                _text_of(spec.tensor)  # what cannot be written is refused before anything is
+                _text_of(spec.tensor)  # raises for unsupported tensors before anything is written
             for spec in specs:
                 _paths.add(self._tree, spec.path)
             self._make_room(specs)
@@ -188,7 +187,7 @@ class TensorSerializer:
                 raise
 
     def _write_turns(self, specs: list[_Spec]) -> None:
-        specs.reverse()  # taken from the end, so that what is done can be freed
+        specs.reverse()  # take from the end, so that finished ones can be freed
         whole = _TURN if self._descriptor() is not None else _COPIED
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="overwire-tensors") as pool:
             under_way: concurrent.futures.Future[list[_Spec]] | None = None
@@ -208,7 +207,7 @@ class TensorSerializer:
                 del turn
 
     def _drop(self) -> None:
-        """Leaves what was there before, where the file is one that appears when it is closed."""
+        """Keeps the older file, if the new one only appears when it is closed."""
         drop = getattr(self._file, "drop", None)
         if callable(drop):
             self._failed = True
@@ -232,7 +231,7 @@ class TensorSerializer:
             self._at = _HEAD_BYTES + self._room
 
     def _put(self, turn: list[_Ready]) -> list[_Spec]:
-        """Writes records and data. In a thread."""
+        """Writes records and data. Runs in a thread."""
         key = derivation = None
         if self._encryption is not None:
             key, derivation = self._encryption.key, self._encryption._derivation
@@ -256,7 +255,7 @@ class TensorSerializer:
         return [ready.spec for ready in turn]
 
     def _descriptor(self) -> int | None:
-        """Of a file that takes bytes at any place past its Python object."""
+        """The file's descriptor, if it can be written at any offset without its Python object."""
         try:
             flush = getattr(self._file, "flush", None)
             if callable(flush):
@@ -273,9 +272,9 @@ class TensorSerializer:
         return number
 
     def _finish(self) -> None:
-        """Makes the file complete, as far as it goes."""
+        """Completes the file with what was written so far."""
         front = make_front(self._records, self._room, encrypted=self._encryption is not None)
-        # All of the index the first time, later as much as it has grown to.
+        # The first time write the whole index, later only up to its size.
         front = front if not self._begun else front[: _HEAD_BYTES + self._index_used + 64]
         self._begun = True
         self._file.seek(0)
@@ -304,12 +303,12 @@ class TensorSerializer:
     def __del__(self) -> None:
         if getattr(self, "_file", None) is not None:
             if not getattr(self, "_records", ()):
-                self._drop()  # what was interrupted before its first tensor leaves the old file
+                self._drop()  # an interrupt before the first tensor keeps the old file
             self.close()
 
 
 def _all(file: Any, data: Any) -> None:
-    """Writes all of it: raw files may take less, and none more than 2 GiB, at once."""
+    """Writes all data. A raw file may accept less per call, and none accepts more than 2 GiB."""
     view = memoryview(data)
     while len(view):
         n = file.write(view[: 1 << 30])
@@ -325,15 +324,15 @@ def _text_of(tensor: Any) -> str:
 
 
 def _copy_from_gpu(tensor: Any) -> Any:
-    """In pinned memory, which torch keeps for the next copy: the link's rate from the second turn on. It
-    comes in the order of its memory: for another one torch would make it anew on the GPU first."""
+    """Copies to pinned memory, which torch reuses for the next copy, so that from the second turn on the copy runs
+    at the link's rate. The copy keeps the tensor's memory order: for another, torch would first copy it on the GPU."""
     import torch
 
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor).contiguous()
 
 
 def _ready(spec: _Spec) -> _Ready:
-    """A torch tensor or a numpy array on the host, in one piece."""
+    """Prepares a torch tensor or a numpy array: on the host and dense."""
     tensor, keep, is_copy, pointer, size = spec.tensor, None, False, 0, 0
     if not hasattr(tensor, "is_meta"):
         import numpy
@@ -341,7 +340,7 @@ def _ready(spec: _Spec) -> _Ready:
         keep = numpy.ascontiguousarray(tensor)
         is_copy, pointer, size = keep is not tensor, keep.ctypes.data, keep.nbytes
     elif not tensor.is_meta:
-        from ...plumbing import check_memory  # which imports torch
+        from ...plumbing import check_memory  # imports torch
 
         check_memory(tensor, f"overwire: TensorSerializer: {_paths.text(spec.path)!r}")
         keep = tensor.detach().resolve_conj().resolve_neg()

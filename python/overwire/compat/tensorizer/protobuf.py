@@ -1,7 +1,7 @@
-"""tensorizer.protobuf: modules and tensors as messages of tensors.proto.
+"""Implements tensorizer.protobuf: modules and tensors as messages of tensors.proto.
 
-A separate format, older than .tensors files. Neither torch nor the package
-protobuf is imported before it is needed.
+This is a separate format, older than .tensors files. torch and the package protobuf are only
+imported when they are needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TORCH = (
     "qint32 quint4x2"
 ).split()
 
-# Of numpy's, what the original has for each of them.
+# The numpy dtypes that the original uses for them.
 _NUMPY = (
     "float32 float64 float16 float16 complex64 complex64 complex128 uint8 int8 int16 int32 int64 bool uint8 int8 "
     "int32 uint8"
@@ -53,10 +53,10 @@ def __dir__() -> list[str]:
 
 
 def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
-    """A tensor as a message `Tensor`, every dtype bit for bit.
+    """Converts a tensor to a message `Tensor`, bit for bit for every dtype.
 
-    attribute: AT_PARAMETER or AT_BUFFER, None: neither. NotImplementedError for
-    quantised tensors, and for dtypes that tensors.proto lacks.
+    attribute: AT_PARAMETER, AT_BUFFER, or None for neither. NotImplementedError for quantised
+    tensors, and for dtypes that tensors.proto lacks.
     """
     import torch
 
@@ -64,7 +64,7 @@ def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
         raise ValueError("Unknown attribute type")
     number = _dtypes().get(t.dtype, tensors_pb2.DT_INVALID)
     if t.is_quantized or not tensors_pb2.DT_INVALID < number < tensors_pb2.DT_QUINT8:
-        raise NotImplementedError(f"tensors.proto cannot hold {t.dtype}")
+        raise NotImplementedError(f"tensors.proto does not have the dtype {t.dtype}")
     dense = t.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
     message = tensors_pb2.Tensor(dtype=number, shape=t.shape, data=data)
@@ -74,29 +74,29 @@ def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
 
 
 def deserialize_tensor(t: Any) -> Any:
-    """The tensor of a message `Tensor`, on the host, with memory of its own; with
-    its attribute type, if the message has one: (tensor, type).
+    """Converts a message `Tensor` to a tensor on the host with its own memory. If the message has
+    an attribute type, it returns (tensor, type).
 
-    ValueError for bytes that are not those of its shape.
+    ValueError if the number of bytes does not fit the shape.
     """
     import math
 
     import torch
 
     if not tensors_pb2.DT_INVALID < t.dtype < tensors_pb2.DT_QUINT8:
-        raise NotImplementedError(f"tensors.proto's dtype {t.dtype}")
+        raise NotImplementedError(f"dtype {t.dtype} of tensors.proto is not supported")
     dtype = getattr(torch, _TORCH[t.dtype - 1])
     shape = tuple(t.shape)
     if any(d < 0 for d in shape) or math.prod(shape) * dtype.itemsize != len(t.data):
-        raise ValueError(f"{len(t.data)} bytes for shape {shape} of {dtype}")
+        raise ValueError(f"{len(t.data)} bytes do not fit shape {shape} of {dtype}")
     flat = torch.frombuffer(bytearray(t.data), dtype=torch.uint8).view(dtype) if t.data else torch.empty(0, dtype=dtype)
     tensor = flat.reshape(shape)
     return (tensor, t.attr_type) if t.HasField("attr_type") else tensor
 
 
 def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
-    """Writes every parameter and buffer of a module to a binary file, as one
-    message `Module`."""
+    """Writes every parameter and buffer of a module to a binary file, as one message
+    `Module`."""
     whole = tensors_pb2.Module(name="")
     for name, module in model.named_modules():
         part = whole.attributes.add(name=name)
@@ -111,9 +111,9 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
 
 
 def deserialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
-    """Puts what `serialize_model` wrote into a module of the same structure.
+    """Loads what `serialize_model` wrote into a module of the same structure.
 
-    KeyError for a submodule that it lacks, ValueError for other attributes.
+    KeyError for a submodule that the module lacks, ValueError for other attributes.
     """
     import torch
 

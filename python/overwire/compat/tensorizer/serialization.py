@@ -1,4 +1,4 @@
-"""tensorizer.serialization by its names."""
+"""Exports tensorizer.serialization's names."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = [
     "FilterFuncType",
 ]
 
-#: What filters are: called with a name, or with the tuple of a path.
+#: The type of filters: called with a name, or with the tuple of a path.
 FilterFuncType = Callable[[Any], Any]
 
 logger = logging.getLogger(__name__)
 
-#: Between the form and the name of a dtype that numpy lacks.
+#: Separates the form from the name of a dtype that numpy lacks.
 OPAQUE_DTYPE_SEP = "\0"
 
 TENSORIZER_MAGIC = b"|TZR|"

@@ -1,7 +1,7 @@
-"""tensorizer.stream_io: files, and objects of HTTP, S3 and Redis, as streams.
+"""Implements tensorizer.stream_io: streams of files and of objects in HTTP, S3 and Redis.
 
-Loading does not go through these: a TensorDeserializer gives paths and URIs,
-and streams that were opened from the first byte on, to the engine.
+Loading does not read through these: a TensorDeserializer passes paths, URIs, and streams that
+start at the first byte to the engine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
 logger = logging.getLogger(__name__)
 
-#: The program curl: none is started.
+#: The path of the program curl. It is never started.
 curl_path: str | None = None
 
-# Where s3cmd's settings lie.
+# The settings file of s3cmd.
 _s3_default_config_paths = (os.path.expanduser("~/.s3cfg"),)
 
-# storage_options of every stream: a server that sends nothing for so long, in
-# seconds, is asked again, a few times.
+# storage_options of every stream. A server that sends nothing for this many seconds is asked
+# again, a few times.
 _PATIENCE: dict[str, float] = {"timeout": 30.0}
 
 _parse_s3_uri = _s3.parse_uri
@@ -41,8 +41,8 @@ _is_caios = _s3.virtual_only
 
 
 class CAInfo:
-    """The certificate authorities to trust: exactly one of cacert (a file), capath (a
-    folder) and allow_untrusted. Raises ValueError otherwise, and for missing files."""
+    """The certificate authorities to trust: exactly one of cacert (a file), capath (a folder) and
+    allow_untrusted. Raises ValueError otherwise, and for missing files."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class CAInfo:
 
     @property
     def curl_flags(self) -> tuple[str, ...]:
-        """The same, as options of curl."""
+        """Returns the same as options of curl."""
         if self.allow_untrusted:
             return ("--insecure",)
         if self.cacert is not None:
@@ -78,8 +78,8 @@ class CAInfo:
         return ("--capath", os.fspath(self.capath))
 
     def options(self, uri: str) -> dict[str, Any]:
-        """The same, as storage_options of a URI. Without TLS, files without
-        certificates are accepted, since none is checked."""
+        """Returns the same as storage_options for a URI. Without TLS, files without certificates are
+        accepted, because nothing checks them."""
         if self.allow_untrusted:
             return {"insecure": True}
         name, path = ("cacert", self.cacert) if self.cacert is not None else ("capath", self.capath)
@@ -88,20 +88,20 @@ class CAInfo:
 
 
 def _certificates(path: str | os.PathLike[str]) -> bool:
-    """Whether a file, or a file of a folder, has a certificate."""
+    """Whether a file, or a file in a folder, contains a certificate."""
     try:
         if os.path.isdir(path):
             return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
         return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
-    except OSError:  # what is gone has none
+    except OSError:  # deleted meanwhile
         return False
 
 
 class _Stream(io.BufferedReader):
-    """A readable object of a store that can seek, read by the engine: what both
-    kinds of streams have in common."""
+    """A readable, seekable object in a store, which the engine reads. Base of both kinds of
+    streams."""
 
-    #: What the engine opens instead, from the first byte on: a URI and storage_options.
+    #: A URI and storage_options that the engine opens instead, if the stream starts at the first byte.
     reach: tuple[str, dict[str, Any]] | None = None
 
     def _open(
@@ -123,11 +123,11 @@ class _Stream(io.BufferedReader):
         return source
 
     def _message(self, error: object) -> str:
-        """The text of an OSError."""
+        """The text for an OSError."""
         return str(error)
 
     def _timed(self, call: Any, *args: Any) -> Any:
-        """What a call says; `_waited` gets the seconds that it took, and its errors are OSErrors."""
+        """Calls a function, passes its duration to `_waited`, and converts its errors to OSError."""
         if self.closed:
             raise OSError(f"{type(self).__name__} closed.")
         start = time.monotonic()
@@ -139,11 +139,11 @@ class _Stream(io.BufferedReader):
             self._waited(time.monotonic() - start)
 
     def _waited(self, seconds: float) -> None:
-        """Hears how long a call has taken."""
+        """Called with the duration of each call."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """At most size bytes, all of them unless the object ends before; None or
-        less than 0: all that are left. OSError for what the store does not give."""
+        """Reads size bytes, or fewer only at the end of the object. None or a negative size: all that
+        are left. OSError if the store fails."""
         data: bytes = self._timed(super().read, size)
         self.read_operations += 1
         self.bytes_read += len(data)
@@ -152,7 +152,7 @@ class _Stream(io.BufferedReader):
     read1 = read
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer, or as much of it as the stream has left."""
+        """Fills a buffer, or as much of it as the stream still has."""
         n: int = self._timed(super().readinto, buffer)
         self.read_operations += 1
         self.bytes_read += n
@@ -161,15 +161,15 @@ class _Stream(io.BufferedReader):
     readinto1 = readinto
 
     def tell(self) -> int:
-        """The offset in the object."""
+        """Returns the offset in the object."""
         if self.closed:
             raise OSError(f"{type(self).__name__} closed.")
         return super().tell()
 
     def seek(self, position: int, whence: int = SEEK_SET, /) -> int:
-        """Goes to an offset of the object; ValueError relative to its end, or before
-        its beginning. Backwards, and forwards over more than 16 MiB, it is asked
-        for again; one that has changed meanwhile is an OSError of the next read."""
+        """Seeks to an offset of the object. ValueError relative to its end, or before its start.
+        Seeking backwards, or forwards over more than 16 MiB, requests the object again; if it has
+        changed, the next read raises OSError."""
         if whence == SEEK_END:
             raise ValueError("Unsupported `whence`")
         before = self.tell()
@@ -181,7 +181,7 @@ class _Stream(io.BufferedReader):
         return after
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        """Not for these."""
+        """Not supported."""
         raise io.UnsupportedOperation("readline")
 
     def readable(self) -> bool:
@@ -197,27 +197,27 @@ class _Stream(io.BufferedReader):
         return False
 
     def fileno(self) -> int:
-        """-1: there is no descriptor."""
+        """Returns -1: there is no descriptor."""
         return -1
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         super().close()
 
 
 class CURLStreamFile(_Stream):
-    """A readable HTTP(S) object that can seek.
+    """A readable, seekable HTTP(S) object.
 
-    begin, end: the bytes to read, end exclusive, None: all. headers: of every
-    request to the server of the URI; no other server that it redirects to gets
-    them. buffer_size: how much is kept at once.
+    begin, end: the byte range to read, end exclusive; None: all. headers: sent with every
+    request to the URI's server, but not to other servers that it redirects to.
+    buffer_size: bytes to buffer.
 
-    What breaks off is resumed; an object that changes meanwhile, and what stays
-    broken, is an OSError, as is an object that does not open. ValueError for a
-    range that is none.
+    Broken connections are resumed. An object that changes meanwhile, a failure that persists,
+    and an object that cannot be opened are OSErrors. ValueError for an invalid
+    range.
     """
 
-    _name = ""  # for errors, where the URL itself is a secret
+    _name = ""  # the name in errors if the URL is a secret
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class CURLStreamFile(_Stream):
         self._ca = certificate_handling
         self._headers = dict(headers or {})
         options = {} if certificate_handling is None else certificate_handling.options(uri)
-        # How the body is encoded is the engine's own to say.
+        # The engine sets the encoding of the body itself.
         if extra_headers := {
             name: str(value) for name, value in self._headers.items() if name.lower() != "accept-encoding"
         }:
@@ -264,8 +264,8 @@ class CURLStreamFile(_Stream):
         self.popen_latencies.append(0.0)
         from email.message import Message
 
-        #: Those of the server's first answer, but for what it says of the range that the
-        #: engine asked for: Content-Length is that of this stream.
+        #: The headers of the server's first answer. Headers about the range that the engine
+        #: requested are replaced: Content-Length is that of this stream.
         self.response_headers = Message()
         for name, values in source.headers().items():
             if name.lower() not in ("content-length", "content-range"):
@@ -274,7 +274,7 @@ class CURLStreamFile(_Stream):
         self.response_headers["Content-Length"] = str(min(size, end or size) - (begin or 0))
 
     def register_error_context(self, msg: str) -> None:
-        """A text to add to the errors of this stream."""
+        """Sets a text to add to this stream's errors."""
         self._note.append(msg)
 
     def _message(self, error: object) -> str:
@@ -283,7 +283,7 @@ class CURLStreamFile(_Stream):
         )
 
     def _fork(self, begin: int | None = None, end: int | None = None) -> CURLStreamFile:
-        """The same object from elsewhere."""
+        """Opens the same object with another range."""
         clone = CURLStreamFile(
             self.uri, begin, end, self._headers, buffer_size=self._buffer_size, certificate_handling=self._ca
         )
@@ -291,25 +291,25 @@ class CURLStreamFile(_Stream):
         return clone
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer, or as much of it as the range `end` leaves, 0 after it;
-        OSError if the object itself ends before."""
+        """Fills a buffer up to the range's `end`; returns 0 after it. OSError if the object ends
+        earlier."""
         view = memoryview(buffer).cast("B")
         limit = len(view) if self._end is None else max(0, min(len(view), self._end - self.tell()))
         count = super().readinto(view[:limit])
         if count < limit:
-            raise OSError(self._message(f"Requested {limit} != {count}: the object ends before"))
+            raise OSError(self._message(f"Requested {limit} != {count}: the object is shorter"))
         return count
 
     readinto1 = readinto
 
 
 class RedisStreamFile(_Stream):
-    """A readable file in Redis that can seek: redis://host[:port]/prefix, the values
-    `prefix:...:offset` one after the other, or one value. rediss:// is with TLS.
+    """A readable, seekable file in Redis at redis://host[:port]/prefix: the values
+    `prefix:...:offset` in order, or one value. rediss:// uses TLS.
 
-    begin, end: the bytes to read, end exclusive, None: all. buffer_size: how much
-    is kept at once. ValueError for another URI; what the server says is raised by
-    the reads, as OSError. The password is REDISCLI_AUTH's.
+    begin, end: the byte range to read, end exclusive; None: all. buffer_size: bytes to
+    buffer. ValueError for another URI. Reads raise the server's errors as OSError. The
+    password comes from REDISCLI_AUTH.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class RedisStreamFile(_Stream):
         _parse_redis_uri(uri)
         start = time.monotonic()
         self.uri = uri
-        #: Seconds of each wait for bytes, and until the reading had begun.
+        #: Seconds of each wait for bytes, and until reading began.
         self.response_latencies: list[float] = []
         self._open(uri, begin, end, buffer_size, {})
         self.setup_latency = time.monotonic() - start
@@ -362,18 +362,18 @@ def s3_download(
     end: int | None = None,
     certificate_handling: CAInfo | None = None,
 ) -> CURLStreamFile:
-    """An s3:// object as a stream, by a URL that is signed for a day; unsigned for
-    "" and "", and where no credentials are found. Signatures are version 4.
+    """Opens an s3:// object as a stream, through a URL that is signed for a day. It is unsigned if
+    both credentials are "" or if none are found. Signatures are version 4.
 
-    ValueError for another URI and for a range that is none, OSError for an object
-    that does not open.
+    ValueError for another URI and for an invalid range, OSError if the object cannot be
+    opened.
     """
     options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
     return _S3StreamFile(path_uri, options, begin, end, buffer_size, certificate_handling)
 
 
 class _S3StreamFile(CURLStreamFile):
-    """An s3:// object by a signed URL, which is a secret and does not show."""
+    """An s3:// object read through a signed URL. The URL is a secret and never shown."""
 
     def __init__(
         self,
@@ -391,7 +391,7 @@ class _S3StreamFile(CURLStreamFile):
             raise OSError(f"Failed to open stream for {uri}: {error}") from error
         super().__init__(url, begin, end, buffer_size=buffer_size, certificate_handling=ca)
         trust = {} if ca is None else ca.options(url)
-        if self.reach is not None and not trust.keys() - {"cacert"}:  # what s3:// has no word for, the URL has
+        if self.reach is not None and not trust.keys() - {"cacert"}:  # s3:// lacks other options; keep the URL
             self.reach = uri, options | trust
 
 
@@ -404,8 +404,8 @@ def s3_upload(
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
 ) -> None:
-    """Copies a local file into an s3:// object, which shows when it is whole.
-    ValueError for another URI; raises what `overwire.save_file` raises."""
+    """Copies a local file to an s3:// object, which appears when it is complete.
+    ValueError for another URI. Raises what `overwire.save_file` raises."""
     import shutil
 
     _s3.parse_uri(target_uri)
@@ -430,18 +430,17 @@ def open_stream(
     s3_signature_version: str | None = None,
     certificate_handling: CAInfo | None = None,
 ) -> Any:
-    """Opens a path in any binary mode, http(s):// and redis:// for reading, s3:// for
+    """Opens a path in any binary mode, http(s):// and redis:// for reading, and s3:// for
     reading ("rb") or writing ("wb", "wb+", "ab", "ab+").
 
-    Writes to s3:// go to a temporary file until it is closed; a `with` block that
-    ends by an exception writes nothing. Missing folders of a path that is written to
-    are made. begin, end: as for CURLStreamFile; of a path, where
-    reading begins. s3_*: credentials ("" and "": none), endpoint and region; where
-    they are found otherwise `_s3.options_for` says. s3_config_path: instead of
-    ~/.s3cfg. force_http: without TLS, for s3://. s3_signature_version: has no
-    effect, signatures are version 4.
+    Writes to s3:// go to a temporary file until the stream is closed; if a `with` block ends by
+    an exception, nothing is written. For a path that is written, missing folders are made.
+    begin, end: as for CURLStreamFile; for a path, begin is where reading starts. s3_*:
+    credentials ("" and "": none), endpoint and region; `_s3.options_for` says where else they
+    are found. s3_config_path: used instead of ~/.s3cfg. force_http: no TLS for s3://.
+    s3_signature_version: has no effect; signatures are version 4.
 
-    ValueError for other modes and schemes, OSError for what does not open.
+    ValueError for other modes and schemes, OSError if it cannot be opened.
     """
     if isinstance(path_uri, os.PathLike):
         path, scheme = os.fsdecode(os.fspath(path_uri)), ""
@@ -480,8 +479,8 @@ def open_stream(
     if set(mode) & set("wax") and os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
     if set(mode) & set("wax+"):
-        await_path(path)  # a save in the background would take the place of the open file
-    # The caller's. Reading a pipe would wait for a writer, and a pipe cannot seek.
+        await_path(path)  # a background save would replace the open file
+    # The caller passes the path. Opening a pipe would wait for a writer, and a pipe cannot seek.
     size = -1 if buffer_size is None else buffer_size
     stream = open(path, mode, size, opener=regular if normal == "br" else None)  # noqa: SIM115
     stream.seek(begin or 0)
@@ -489,8 +488,8 @@ def open_stream(
 
 
 def open_writer(path_uri: str | bytes | os.PathLike[str]) -> Any:
-    """`open_stream` in the mode "wb+", but what is at a path stays until the stream is
-    closed, and its `drop` writes nothing. Devices and pipes are opened as they are."""
+    """Like `open_stream` with mode "wb+", but an existing file stays until the stream is closed,
+    and `drop` writes nothing. Devices and pipes are opened as they are."""
     path = os.fsdecode(path_uri)
     if not isinstance(path_uri, os.PathLike) and path[:7].lower() == "file://":
         path = path[7:]

@@ -1,8 +1,8 @@
-"""tensorizer.tensors_pb2: the messages of its tensors.proto.
+"""Implements tensorizer.tensors_pb2: the messages of its tensors.proto.
 
-Numbers are here at once; the message classes `Tensor`, `Attribute` and `Module`,
-and `DESCRIPTOR`, are made when they are first asked for, by the package protobuf
-(MissingPackageError without it).
+The numbers are defined at once. The message classes `Tensor`, `Attribute` and `Module`, and
+`DESCRIPTOR`, are built on first use with the package protobuf (MissingPackageError without
+it).
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def _build() -> dict[str, Any]:
             elif kind[0] == "?":
                 field_proto.proto3_optional = True
                 optional.append(field_proto)
-        for field_proto in optional:  # behind the others, as protoc has them
+        for field_proto in optional:  # after the others, as protoc orders them
             field_proto.oneof_index = len(message.oneof_decl)
             message.oneof_decl.add(name=f"_{field_proto.name}")
-    # A pool of our own: the original, if imported too, has its messages in the common one.
+    # A separate pool: the original, if it is imported as well, has its messages in the common one.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     namespace: dict[str, Any] = {"DESCRIPTOR": pool.FindFileByName("tensors.proto")}

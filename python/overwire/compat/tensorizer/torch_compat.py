@@ -1,9 +1,9 @@
-"""tensorizer.torch_compat: torch.save and torch.load with the tensors beside.
+"""Implements tensorizer.torch_compat: torch.save and torch.load with the tensors in another file.
 
-Inside `tensorizer_saving`, torch.save writes every storage into a .tensors file
-next to the .pt file, once however many tensors view it; inside
-`tensorizer_loading`, torch.load takes them from there. Each of them holds for
-the thread or task that entered it, and others use torch's own functions.
+Inside `tensorizer_saving`, torch.save writes each storage once into a .tensors file next to
+the .pt file, however many tensors view it. Inside `tensorizer_loading`, torch.load takes
+them from there. A context only applies to the thread or task that entered it; others use
+torch's own functions.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 _MARK = "TensorizerPickler"
 
-#: What torch.save and torch.load take.
+#: The types that torch.save and torch.load take.
 _FileLike = str | os.PathLike[str] | IO[bytes]
 
 
 class _Scope:
-    """What one context says: where, by what function, with which arguments."""
+    """The arguments of one context: the place of the tensors, the function, and its arguments."""
 
     def __init__(self, file_obj: Any, function: Any, kwargs: dict[str, Any], suppress: bool = False) -> None:
         self.file_obj, self.function, self.kwargs, self.suppress = file_obj, function, kwargs, suppress
 
     def place(self, f: Any) -> Any:
-        """Where the tensors of a .pt file lie; None: in it."""
+        """The place of a .pt file's tensors; None: inside it."""
         if self.file_obj is not None:
             return self.file_obj(f) if callable(self.file_obj) else self.file_obj
         if isinstance(f, io.BytesIO):
@@ -58,13 +58,13 @@ class _Scope:
 _saving: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_saving", default=None)
 _loading: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_loading", default=None)
 
-# Where the tensors of the call that runs lie.
+# The place of the running call's tensors.
 _save_place: ContextVar[Any] = ContextVar("overwire_tensorizer_save_place", default=None)
 _load_place: ContextVar[Any] = ContextVar("overwire_tensorizer_load_place", default=None)
 
 
 class _TensorizerPickler(pickle.Pickler):
-    """torch makes a subclass of this, whose persistent_id is asked second."""
+    """Base of a class that torch makes, with a persistent_id that is called after ours."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,11 +97,11 @@ class _TensorizerPickler(pickle.Pickler):
         return _MARK, 0, "storage", self._numbers[key], getattr(obj, "dtype", None)
 
     def persistent_id(self, obj: Any) -> Any:
-        """For pickle: what a storage is saved as."""
+        """Called by pickle: how a storage is saved."""
         return self._storage_id(obj)
 
     def dump(self, obj: Any) -> None:
-        """Pickles, and then writes the tensors."""
+        """Pickles the object, then writes the tensors."""
         super().dump(obj)
         scope, place, tensors = _saving.get(), _save_place.get(), self._tensors
         if scope is None or place is None or not tensors:
@@ -116,7 +116,7 @@ class _TensorizerPickler(pickle.Pickler):
 
 
 class _TensorizerUnpickler(pickle.Unpickler):
-    """torch makes a subclass of this and sets persistent_load, which is asked second."""
+    """Base of a class that torch makes. torch sets persistent_load, which is called after ours."""
 
     _tensors: Any = None
 
@@ -135,7 +135,7 @@ class _TensorizerUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"Unsupported TensorizerPickler data version ({pid[1]:d})")
         if pid[2] != "storage":
             raise pickle.UnpicklingError(f"Unsupported TensorizerPickler object type ({pid[2]})")
-        if self._tensors is None:  # only our files have a .tensors file
+        if self._tensors is None:  # only read the .tensors file when one of our ids needs it
             if scope.function is not None:
                 self._tensors = list(scope.function(place, scope.kwargs))
             else:
@@ -147,7 +147,7 @@ class _TensorizerUnpickler(pickle.Unpickler):
         )
 
     def load(self) -> Any:
-        """Unpickles, and lets the tensors go that nothing holds."""
+        """Unpickles, then releases tensors that nothing refers to."""
         try:
             return super().load()
         finally:
@@ -226,13 +226,13 @@ def tensorizer_saving(
 ) -> contextlib.AbstractContextManager[None]:
     """A context in which torch.save(obj, f) writes storages to f + ".tensors".
 
-    file_obj: what a TensorSerializer takes, instead; or a function of f that
+    file_obj: used instead; anything that a TensorSerializer takes, or a function of f that
         returns it, or None for a plain save.
-    save_func: called with (file, tensors, kwargs) in the place of a serializer.
+    save_func: called with (file, tensors, kwargs) instead of a serializer.
     kwargs: for the TensorSerializer.
 
-    An io.BytesIO has no name: it is saved plainly, with a warning. torch.save
-    raises ValueError if pickle_module is given.
+    An io.BytesIO has no name: it is saved plainly, with a warning. torch.save raises
+    ValueError if pickle_module is given.
     """
     return _save.on(_saving, _Scope(file_obj, save_func, kwargs))
 
@@ -240,11 +240,11 @@ def tensorizer_saving(
 def tensorizer_loading(
     file_obj: Any = None, *, load_func: Any = None, suppress_weights_only: bool = False, **kwargs: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """A context in which torch.load(f) takes storages from f + ".tensors", if f was
-    saved so; other files load as always.
+    """A context in which torch.load(f) takes storages from f + ".tensors" if f was saved that
+    way; other files load as usual.
 
     file_obj, kwargs: as for `tensorizer_saving`, for a TensorDeserializer.
-    load_func: called with (file, kwargs), returns the tensors.
-    suppress_weights_only: weights_only=True, which torch refuses here, is False.
+    load_func: called with (file, kwargs); returns the tensors.
+    suppress_weights_only: turns weights_only=True, which torch refuses here, into False.
     """
     return _load.on(_loading, _Scope(file_obj, load_func, kwargs, suppress_weights_only))

@@ -1,4 +1,4 @@
-"""tensorizer.utils: sizes as texts, memory in use, and modules without weights."""
+"""Implements tensorizer.utils: formats sizes, measures memory, and makes modules without weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def convert_bytes(num: float, decimal: bool = True) -> str:
-    """Bytes as a text: "123.4 MB", or with decimal=False "117.7 MiB"."""
+    """Formats bytes: "123.4 MB", or with decimal=False "117.7 MiB"."""
     step, letter = (1000.0, "B") if decimal else (1024.0, "iB")
     unit = "bytes"
     for prefix in "KMGTP":
@@ -40,21 +40,21 @@ def convert_bytes(num: float, decimal: bool = True) -> str:
 
 
 def get_device() -> torch.device:
-    """"cuda" where there is a GPU, else the CPU."""
+    """Returns "cuda" if there is a GPU, else the CPU."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def get_gpu_name() -> str:
-    """The name of the current GPU, "N/A" without one."""
+    """The name of the current GPU, or "N/A"."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "N/A"
 
 
 class GlobalGPUMemoryUsage(NamedTuple):
-    """Bytes of one GPU's memory, by all processes."""
+    """Bytes of one GPU's memory that all processes use."""
 
     total: int
     free: int
@@ -62,7 +62,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: Any = None) -> GlobalGPUMemoryUsage | None:
-        """At this moment; None without a GPU."""
+        """Measures now; None without a GPU."""
         import torch
 
         if not torch.cuda.is_available():
@@ -84,7 +84,7 @@ class TorchGPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: Any = None) -> TorchGPUMemoryUsage | None:
-        """At this moment; None without a GPU."""
+        """Measures now; None without a GPU."""
         import torch
 
         if not torch.cuda.is_available():
@@ -106,15 +106,15 @@ class TorchGPUMemoryUsage(NamedTuple):
 
 
 class CPUMemoryUsage(NamedTuple):
-    """Bytes of host memory: the most that this process and its children have
-    held, and what is available."""
+    """Bytes of host memory: the most that this process and its children have held, and what is
+    available."""
 
     maxrss: int
     free: int
 
     @classmethod
     def now(cls) -> CPUMemoryUsage:
-        """At this moment."""
+        """Measures now."""
         most = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) << 10
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
@@ -128,7 +128,7 @@ class CPUMemoryUsage(NamedTuple):
 
 
 class MemoryUsage(NamedTuple):
-    """All of them; gpu and torch are None without a GPU."""
+    """All three measurements. gpu and torch are None without a GPU."""
 
     cpu: CPUMemoryUsage
     gpu: GlobalGPUMemoryUsage | None
@@ -136,7 +136,7 @@ class MemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: Any = None) -> MemoryUsage:
-        """At this moment."""
+        """Measures now."""
         return cls(CPUMemoryUsage.now(), GlobalGPUMemoryUsage.now(device), TorchGPUMemoryUsage.now(device))
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class MemoryUsage(NamedTuple):
 
 
 def get_mem_usage() -> str:
-    """`MemoryUsage.now()` as a text."""
+    """Returns `MemoryUsage.now()` as a text."""
     return str(MemoryUsage.now())
 
 
@@ -152,12 +152,11 @@ _without: contextvars.ContextVar[bool] = contextvars.ContextVar("overwire_no_ini
 
 
 def no_init_or_tensor(loading_code: Callable[[], Any] | None = None) -> Any:
-    """Makes modules without weights: inside, and only in this thread or task,
-    `torch.empty` makes meta tensors and `reset_parameters` of Linear, Embedding
-    and LayerNorm does nothing.
+    """Makes modules without weights. Inside, and only in this thread or task, `torch.empty` makes
+    meta tensors, and `reset_parameters` of Linear, Embedding and LayerNorm does nothing.
 
-    Returns a context manager, or what loading_code, called inside, returns.
-    TypeError for what cannot be called.
+    Returns a context manager, or with loading_code what that returns when it is called
+    inside. TypeError if loading_code is not callable.
     """
     if loading_code is None:
         return _swap.on(_without, True)

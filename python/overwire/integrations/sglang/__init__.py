@@ -1,7 +1,7 @@
-"""SGLang's plug-in: `--load-format overwire`.
+"""Adds `--load-format overwire` to SGLang.
 
-SGLang calls `register` in each of its processes. What the format means is looked up
-when SGLang makes the configuration of a load.
+SGLang calls `register` in each of its processes. The format is resolved when SGLang creates
+the configuration of a load.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def register() -> None:
 
 
 def _verify_config(original: Callable[..., None], config: Any) -> None:
-    # SGLang knows its own formats only, but it also takes a loader's class.
+    # SGLang only accepts its own formats by name, but it also accepts a loader's class.
     if isinstance(config.load_format, str) and config.load_format.lower() == FORMAT:
         from .loader import OverwireModelLoader
 

@@ -1,4 +1,4 @@
-"""SGLang's load format `overwire`: its own loader, which reads by overwire.
+"""Implements SGLang's load format `overwire`: SGLang's own loader, which reads through overwire.
 
 Written for SGLang 0.5.23.
 """
@@ -28,12 +28,12 @@ _KEYS = {"plan": (bool, "true or false")}
 
 
 class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
-    """Loads plain and compressed safetensors by overwire.
+    """Loads plain and compressed safetensors through overwire.
 
-    The model's own `load_weights` runs on stand-ins first, which shows what it copies
-    where; just those bytes are then loaded, straight into the parameters. Where that
-    cannot be planned, each tensor is yielded to `load_weights` instead, in the order of
-    the files, on the GPU if torch uses one, and is the model's to keep.
+    The model's own `load_weights` first runs on stand-ins, which shows where it copies each
+    part. Then exactly those bytes are loaded, directly into the parameters. If that cannot be
+    planned, `load_weights` gets each tensor instead, in file order, on the GPU if torch
+    uses one, and the model owns it.
 
     Raises ValueError for a wrong `model_loader_extra_config`.
     """
@@ -41,7 +41,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     def __init__(self, load_config: Any) -> None:
         self._options = check_options(load_config.model_loader_extra_config or {}, _KEYS)
         super().__init__(replace(load_config, load_format=LoadFormat.SAFETENSORS, model_loader_extra_config={}))
-        self._attempt: SliceLoad | None = None  # gives stand-ins instead of tensors
+        self._attempt: SliceLoad | None = None  # if set, it provides stand-ins instead of tensors
 
     def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> _Weights:
         return _Weights(model_config, functools.partial(self._yield_weights, model_config, model))
@@ -52,10 +52,10 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             self._attempt.load_recorded()
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: Any) -> None:
-        """SGLang's own, but that all weights of a model are planned where that can be done.
+        """Runs SGLang's own, but plans all weights of a model if that is possible.
 
-        Other weights are loaded as they come: an updater asks for the iterator of one source,
-        and may leave names out."""
+        Other weights are loaded as they come: an updater asks for the iterator of one source and
+        may skip names."""
         plan = isinstance(weights, _Weights) and self._options.get("plan", getattr(model, "quant_config", None) is None)
         if plan and not load_by_slices(
             functools.partial(self._load_by_slices, model, weights, target_device), self._options["max_memory"], log
@@ -76,13 +76,13 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             self._attempt = None
 
     def download_model(self, model_config: Any) -> None:
-        """Brings the files that the model needs to this machine; nothing for one at `source`."""
+        """Downloads the files that the model needs. Does nothing for a model at `source`."""
         if not self._at_source(model_config, getattr(model_config, "model_path", None)):
             super().download_model(model_config)
 
     def _at_source(self, model_config: Any, path: Any) -> bool:
-        """Whether weights are at `source`: those of the model that is served, not of a draft
-        with files of its own, which SGLang loads by the same options."""
+        """Whether weights are at `source`. They are for the served model, but not for a draft model
+        with its own files, which SGLang loads with the same options."""
         if "source" not in self._options or model_config is None:
             return False
         return not getattr(model_config, "is_draft_model", False) or (path is not None and path == _served_path())
@@ -97,7 +97,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             tensors = self._attempt.next_stand_ins()
         if tensors is not None:
             return self._select_weights(source, tensors)
-        # Only a model's first source, and not its secondary ones, knows the configuration.
+        # Only the model's first source has the configuration; secondary sources do not.
         if source.allow_patterns_overrides is None and self._at_source(source.model_config, source.model_or_path):
             where = self._options["source"]
         else:
@@ -119,7 +119,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         return ((source.prefix + name, tensor) for name, tensor in tensors)
 
     def _files_of(self, source: Any, resolved: Any) -> tuple[list[str], str | None]:
-        """The files of a source in SGLang's order, and their index.json, if it counts."""
+        """The files of a source in SGLang's order, and their index.json if it applies."""
         if resolved is not None:
             folder, files, safe = resolved.hf_folder, list(resolved.weight_files), resolved.use_safetensors
         else:
@@ -130,12 +130,12 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
                 files = maybe_add_mtp_safetensors(files, folder, _INDEX, source.model_config.hf_config)
         if not safe or not all(file.endswith(".safetensors") for file in files):
             names = ", ".join(map(os.path.basename, files[:3]))
-            raise ValueError(f"overwire: {folder}: no safetensors files but {names}: use --load-format auto")
+            raise ValueError(f"overwire: {folder}: it only has {names}, not safetensors files: use --load-format auto")
         return files, os.path.join(folder, _INDEX) if source.allow_patterns_overrides is None else None
 
 
 class _Weights:
-    # All weights of a model, once; and again.
+    # Iterates all weights of a model once; `again` makes another iterator.
 
     def __init__(self, model_config: Any, again: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         self.model_config, self.again = model_config, again
@@ -149,7 +149,7 @@ class _Weights:
 
 
 def _served_path() -> Any:
-    # The path of the model that the server serves; None where SGLang does not say.
+    # The path of the model that the server serves; None if SGLang does not say.
     try:
         from sglang.srt.runtime_context import get_server_args
 

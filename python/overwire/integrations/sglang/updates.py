@@ -1,8 +1,8 @@
-"""SGLang's door for new weights: `--custom-weight-loader overwire.integrations.sglang.updates.load`.
+"""Loads new weights into SGLang: `--custom-weight-loader overwire.integrations.sglang.updates.load`.
 
     engine.update_weights_from_tensor(message(push.info), load_format=LOADER)
 
-brings a push of a `Publisher` into the model, straight into its parameters where its
+loads a push of a `Publisher` into the model, directly into its parameters if the model's
 loader can be planned. Written for SGLang 0.5.23.
 """
 
@@ -31,9 +31,9 @@ _MOST = 1 << 30
 def message(
     info: Mapping[str, Any], storage_options: Mapping[str, Any] | None = None
 ) -> list[tuple[str, torch.Tensor]]:
-    """What `update_weights_from_tensor` gets for a push: its info as a tensor.
+    """Converts a push's info to a tensor for `update_weights_from_tensor`.
 
-    info: that of a push with a path. storage_options: how the engine reaches it.
+    info: of a push with a path. storage_options: how the engine reaches it.
     """
     if not info.get("path"):
         raise ValueError("overwire: message: SGLang takes pushes from a folder or a store, not from a group")
@@ -43,14 +43,14 @@ def message(
 
 @torch.no_grad()
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Takes the push of a `message`. To be called by SGLang.
+    """Loads the push of a `message`. SGLang calls it.
 
-    Raises ValueError for other tensors, DeltaBaseError for a delta of other weights, with
-    nothing changed, and what loading raises.
+    Raises ValueError for other tensors, and DeltaBaseError for a delta of other weights; then
+    nothing has changed. Also raises what loading raises.
     """
     pairs = list(named_tensors)
     if len(pairs) != 1 or pairs[0][0] != _NAME:
-        raise ValueError(f"overwire: {LOADER} takes what its message() makes, got {[name for name, _ in pairs][:3]}")
+        raise ValueError(f"overwire: {LOADER} only takes what message() makes, got {[name for name, _ in pairs][:3]}")
     info = json.loads(bytes(pairs[0][1].cpu().numpy()))
     if reason := reason_against(info["kind"], info["path"]):
         raise ValueError(f"overwire: the push's {reason}")
@@ -64,7 +64,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
 
 
 def _places_of(model: torch.nn.Module, device: str) -> Places:
-    # Kept by the model itself: they refer to it, and go with it.
+    # The model keeps this object, which refers to it, so they are freed together.
     from sglang.srt.distributed import parallel_state
 
     places = vars(model).get("_overwire_places")

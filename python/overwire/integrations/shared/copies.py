@@ -1,4 +1,4 @@
-"""Copies out of the tensors of a checkpoint into tensors with memory, which bytes they go to, and loads of them."""
+"""Describes copies from checkpoint tensors to memory, tracks the bytes that they write, and loads them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Dtypes of several elements a byte, or of elements that end inside one.
+#: Dtypes with several elements in a byte, or with elements that end inside one.
 PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 class Stored(NamedTuple):
-    """A tensor of an open file: its place in the table of the file, and its row there; shape: as torch has it."""
+    """A tensor of an open file: the file's table, and the tensor's row in it. shape: as in torch."""
 
     file: Any
     at: int
@@ -24,8 +24,8 @@ class Stored(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A view of a stored tensor, and where it goes. The view is in elements of the
-    contiguous tensor: offset, shape, stride. dtype: the stored one, as torch has it."""
+    """A view of a stored tensor, and its target. offset, shape and stride count elements of the
+    contiguous tensor. dtype: the stored dtype, as in torch."""
 
     of: Stored
     offset: int
@@ -35,12 +35,12 @@ class Copy(NamedTuple):
     target: torch.Tensor
 
 
-#: How many elements a tensor of a shape has.
+#: The number of elements of a shape.
 elements = math.prod
 
 
 def whole_copy(stored: Stored, target: torch.Tensor) -> Copy:
-    """The copy of all of a stored tensor, which has the shape and dtype of its target."""
+    """The copy of a whole stored tensor to a target of the same shape and dtype."""
     strides, step = [], 1
     for size in reversed(stored.shape):
         strides.append(step)
@@ -49,12 +49,12 @@ def whole_copy(stored: Stored, target: torch.Tensor) -> Copy:
 
 
 def spanned_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """From the first element of a view to the last, both counted, how many lie in memory."""
+    """How many elements in memory a view spans, from its first to its last."""
     return 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
 
 
 def memory_range(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The memory that a tensor lies in, and its first byte and its end there."""
+    """The memory of a tensor, and the tensor's first byte and end in it."""
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
     count = tensor.numel() if tensor.is_contiguous() else spanned_elements(tensor.shape, tensor.stride())
@@ -62,8 +62,8 @@ def memory_range(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def block_of(copy: Copy) -> list[tuple[int, int]] | None:
-    """The ranges of the first two dimensions of the stored tensor whose elements, in their
-    order, the view is; None if there are none."""
+    """The ranges of the stored tensor's first two dimensions that select exactly the view's elements in
+    order. None if there are no such ranges."""
     shape, offset = copy.of.shape, copy.offset
     if not shape:
         return []
@@ -83,7 +83,7 @@ def block_of(copy: Copy) -> list[tuple[int, int]] | None:
 
 
 def _block_by_torch(copy: Copy, row: int, low: int, high: int, last: int) -> list[tuple[int, int]] | None:
-    # By what torch makes of the ranges: the rare ones.
+    # The rare cases: compares with torch's result for candidate ranges.
     shape, offset, count = copy.of.shape, copy.offset, elements(copy.shape)
     ranges = [(low, high)]
     if count != (high - low) * row:
@@ -105,7 +105,7 @@ def _block_by_torch(copy: Copy, row: int, low: int, high: int, last: int) -> lis
 
 
 def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, int, int] | None:
-    """A copy as the engine lands it, see `overwire.plumbing.landing`; None if it cannot."""
+    """Converts a copy to an engine request (see `overwire.plumbing.landing`). None if the engine cannot do it."""
     target = copy.target
     if copy.dtype != target.dtype or target.device != device or not target.is_contiguous() or copy.of.dtype in PACKED:
         return None
@@ -124,8 +124,9 @@ def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, in
 
 
 def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, list[Copy], list[Copy]]:
-    """Begins to load those copies of the first one's file that land on the device as they are: the job, these, and
-    the others. No job, and all are others, where there are none, and where a preload has the file."""
+    """Begins to load the copies of the first copy's file that the engine can land on the device as they are. Returns
+    the job, these copies, and the others. If there are none, or a preload has the file, the job is None and all are
+    others."""
     from ...plumbing import landing
 
     file = copies[0].of.file if copies else None
@@ -147,11 +148,11 @@ def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, li
 
 
 def load_copies(copies: Iterable[Copy], most: int) -> None:
-    """Loads copies, none of which overlap, into their targets, in one pass a file.
+    """Loads copies into their targets, in one pass per file. The copies must not overlap.
 
-    A view that is a block of its tensor lands in the target. Another one, transposed or
-    cut along the third dimension, is taken out of its rows, which are loaded beside, those of
-    at most `most` bytes at once, or of one view.
+    A view that is a block of its tensor lands directly in the target. For other views, such as
+    transposed ones or slices of the third dimension, the rows around them are loaded into extra
+    memory first: rows of at most `most` bytes at once, or of one view.
     """
     groups: dict[tuple[int, torch.device], list[Copy]] = {}
     for copy in copies:
@@ -167,7 +168,7 @@ def load_copies(copies: Iterable[Copy], most: int) -> None:
 
 
 def _load_indirectly(copies: list[Copy], most: int) -> None:
-    # What no request says: casts, targets with gaps, other views, files that are preloaded.
+    # Copies that a request cannot express: casts, targets with gaps, other views, preloaded files.
     into: dict[int, tuple[Any, list[Any]]] = {}
     others: list[tuple[Copy, tuple[int, int]]] = []
     for copy in copies:
@@ -183,7 +184,7 @@ def _load_indirectly(copies: list[Copy], most: int) -> None:
         else:
             row = elements(shape[1:])
             last = copy.offset + spanned_elements(copy.shape, copy.stride) - 1
-            is_row = copy.of.dtype in PACKED and len(shape) == 1  # which is not cut
+            is_row = copy.of.dtype in PACKED and len(shape) == 1  # a row is not split
             others.append((copy, (0, shape[0]) if is_row else (copy.offset // row, last // row + 1)))
     for file, targets in into.values():
         file.load_into(targets)
@@ -205,7 +206,7 @@ def _load_indirectly(copies: list[Copy], most: int) -> None:
 
 
 def _loadable_block(copy: Copy) -> list[tuple[int, int]] | None:
-    # `block_of`, but for one that cuts elements which share bytes.
+    # Like `block_of`, but refuses blocks that would split elements which share bytes.
     block = block_of(copy)
     if block and copy.of.dtype in PACKED and len(block) == len(copy.of.shape):
         return block[:-1] if block[-1] == (0, copy.of.shape[-1]) else None
@@ -213,7 +214,7 @@ def _loadable_block(copy: Copy) -> list[tuple[int, int]] | None:
 
 
 def view_in_shape(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """A view of a tensor in another shape; None if its memory is not that of such a one."""
+    """A view of a tensor in another shape; None if its memory does not allow that shape."""
     try:
         return target.view(shape)
     except RuntimeError:
@@ -221,20 +222,20 @@ def view_in_shape(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | 
 
 
 class Early:
-    """Loads some copies while others are still to be found out; one load at a time, so
-    that few large ones come of many small offers."""
+    """Loads some copies while others are still being recorded. It runs one load at a time, so that
+    many small offers become few large loads."""
 
     def __init__(self, device: Callable[[], torch.device]) -> None:
-        """device: where the files' tensors land, asked when the first copies come."""
+        """device: returns the device for the files' tensors; called when the first copies come."""
         self._device = device
         self._job: Any = None
-        #: All copies that were begun.
+        #: All copies with a load that was begun.
         self.copies: list[Copy] = []
 
     def begin(self, copies: list[Copy]) -> list[Copy]:
-        """Begins to load those of one file that land as they are, and returns the others;
-        while a load runs, and where a preload has the file, all. Raises what the load
-        before has raised."""
+        """Begins to load the copies of one file that land as they are, and returns the others. While
+        a load is running, or if a preload has the file, it returns all. Raises the error of the
+        previous load."""
         if self._job is not None:
             if not self._job.ended(0):
                 return copies
@@ -244,21 +245,21 @@ class Early:
         return others
 
     def end(self) -> None:
-        """Waits for the load that runs, and raises what it raises."""
+        """Waits for the running load, and raises its error."""
         job, self._job = self._job, None
         if job is not None:
             with job:
                 job.take()
 
     def cancel(self) -> None:
-        """Ends the load that runs: it writes nothing after this."""
+        """Ends the running load: it writes nothing after this."""
         job, self._job = self._job, None
         if job is not None:
             job.abandon()
 
 
 class _Block(NamedTuple):
-    # Bytes of a memory: from `low`, `width` of every `period`; all of one row where the period is 0.
+    # Bytes in a memory: from `low` on, `width` bytes of every `period`. period 0 means a single row.
 
     low: int
     width: int
@@ -266,7 +267,7 @@ class _Block(NamedTuple):
     name: str
 
     def is_apart(self, other: _Block) -> bool:
-        # Whether they share no byte for sure, though what lies between their ends overlaps.
+        # Whether they certainly share no byte, although the ranges between their ends overlap.
         if not self.period or self.period != other.period:
             return False
         distance = (other.low - self.low) % self.period
@@ -274,22 +275,22 @@ class _Block(NamedTuple):
 
 
 class Destinations:
-    """The bytes that copies go to, by memory: whole ones, and columns of a matrix, of which others go
-    to the columns beside."""
+    """Tracks the bytes that copies write, by memory: whole ranges, and columns of a
+    matrix with other columns that other copies write."""
 
     def __init__(self) -> None:
-        # First byte, end and blocks of stretches, by memory, in their order; no two stretches overlap.
+        # By memory: ordered stretches with first byte, end and blocks; stretches do not overlap.
         self._stretches: dict[int, list[tuple[int, int, list[_Block]]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._stretches)
 
     def forget_all(self) -> None:
-        """Forgets all copies that were noted."""
+        """Forgets all copies."""
         self._stretches.clear()
 
     def name_at(self, memory: int, low: int, high: int) -> str | None:
-        """The name of a copy that goes to bytes between these, or close by in the same matrix."""
+        """The name of a copy that writes bytes in this range, or close by in the same matrix."""
         stretches = self._stretches.get(memory)
         if not stretches:
             return None
@@ -297,8 +298,8 @@ class Destinations:
         return None if first == end else stretches[first][2][0].name
 
     def note_copy(self, target: torch.Tensor, reach: tuple[int, int, int], name: str) -> str | None:
-        """Notes a copy to a tensor, whose memory, first byte and end are `memory_range`. The name of one that
-        goes to the same bytes, or may; then nothing is noted."""
+        """Notes a copy to a tensor. reach: its memory, first byte and end, from `memory_range`. If another copy writes
+        the same bytes, or may, it returns that copy's name and notes nothing."""
         memory, low, high = reach
         stretches = self._stretches.setdefault(memory, [])
         first, end = _find_overlaps(stretches, low, high)
@@ -316,7 +317,7 @@ class Destinations:
 
 
 def _find_overlaps(stretches: list[tuple[int, int, list[_Block]]], low: int, high: int) -> tuple[int, int]:
-    # Which stretches overlap these bytes: the first, and the one after the last.
+    # The stretches that overlap these bytes: index of the first, and index after the last.
     first = bisect_left(stretches, (low,))
     if first and stretches[first - 1][1] > low:
         first -= 1
@@ -327,7 +328,7 @@ def _find_overlaps(stretches: list[tuple[int, int, list[_Block]]], low: int, hig
 
 
 def _rows_of(target: torch.Tensor) -> tuple[int, int]:
-    # Of rows of equal distance: bytes of a row, and from one to the next; (0, 0) for other views.
+    # For rows at equal distance: the bytes of a row, and the distance between rows; (0, 0) for other views.
     width, size = 1, target.element_size()
     steps = [(count, step) for count, step in zip(target.shape, target.stride(), strict=True) if count > 1]
     while steps and steps[-1][1] == width:

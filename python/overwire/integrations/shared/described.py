@@ -1,8 +1,9 @@
-"""What a model holds beside its weights, as text: two models are the same if the texts are.
+"""Describes everything that a model holds besides its weights as text. Two models are the same if
+their texts are.
 
-Every attribute of every module and parameter is described, and what objects of the engine's
-own classes hold, as kernels and methods of quantisation do. Tensors are described by where they lie in
-the model's own, or by their bytes.
+The description covers every attribute of every module and parameter, and the contents of
+objects of the engine's own classes, such as kernels and quantisation methods. A tensor is
+described by its place in the model's own tensors, or by its bytes.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ _EXACT = frozenset(_PLAIN)
 _NAMED = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 _MANY = (list, tuple, set, frozenset, deque)
 
-# The most bytes of a tensor beside the model's own that is compared by its content.
+# Tensors outside the model's own are compared by content up to this many bytes.
 _SMALL = 1 << 20
 
-# Attributes of a module that are described as what they hold, or are torch's own.
+# Attributes of a module that torch defines, or that are described by their contents.
 _APART = frozenset(torch.nn.Module().__dict__)
 
-# Attributes of ours, which say nothing about the model.
+# Our own attributes, which say nothing about the model.
 _OURS = "_overwire"
 
 
 class Memory:
-    """Finds the tensor of a model that a view lies in."""
+    """Finds the model's tensor in which a view lies."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._held: dict[int, list[tuple[int, int, str]]] = {}
@@ -44,14 +45,14 @@ class Memory:
             self.add(name, tensor)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Another tensor, which overlaps none."""
+        """Adds a tensor, which must not overlap another."""
         if tensor.device.type != "meta" and tensor.numel():
             memory, low, high = memory_range(tensor)
             self._held.setdefault(memory, []).append((low, high, name))
 
     def find_holder(self, view: torch.Tensor) -> tuple[str, int] | None:
-        """Its name, and the byte of it at which the view begins; None if there is none. Raises
-        Refused if it lies in one in part."""
+        """The tensor's name, and the byte in it where the view begins; None if there is none. Raises
+        Refused if the view only lies partly in one."""
         if view.device.type == "meta" or not view.numel():
             return None
         memory, low, high = memory_range(view)
@@ -59,20 +60,20 @@ class Memory:
             if first <= low and high <= last:
                 return name, low - first
             if first < high and low < last:
-                raise Refused(f"a tensor lies in part in the memory of {name}")
+                raise Refused(f"a tensor lies only partly in the memory of {name}")
         return None
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is all that its text says."""
+    """Whether a value is fully described by its text."""
     return isinstance(value, _PLAIN)
 
 
 class Describer:
-    """Describes a model whose tensors are known by name.
+    """Describes a model. Its tensors are known by name.
 
-    engine: the name of its package; opaque: modules of it whose objects are known by their
-    class alone.
+    engine: the name of the engine's package. opaque: modules of it with objects that are
+    only described by their class.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class Describer:
         self._engine, self._opaque = engine + ".", opaque
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._model = model
-        self._known: dict[int, tuple[Any, str]] = {}  # with the object, so that no other gets its id
+        self._known: dict[int, tuple[Any, str]] = {}  # keeps the object, so that its id stays unique
         self._open: set[int] = set()
 
     def describe_modules(self) -> dict[str, dict[str, str]]:
-        """Of each module, by its path, each attribute; with those of its parameters, as
-        `weight.attribute`."""
-        with torch._C.DisableTorchFunctionSubclass():  # engines' parameters answer slowly
+        """Describes each attribute of each module, by the module's path. Attributes of parameters
+        have names like `weight.attribute`."""
+        with torch._C.DisableTorchFunctionSubclass():  # engines' parameter classes are slow otherwise
             return {path: self._describe_module(module) for path, module in self._model.named_modules()}
 
     def _describe_module(self, module: torch.nn.Module) -> dict[str, str]:
@@ -104,7 +105,7 @@ class Describer:
         return entries
 
     def text_of(self, value: Any) -> str:
-        """Of one value."""
+        """Describes one value."""
         if type(value) in _EXACT or isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, enum.Enum):
@@ -151,7 +152,7 @@ class Describer:
         return self._describe_object(value)
 
     def _describe_object(self, value: Any) -> str:
-        # Of the engine's own classes what they hold; of others no more than which they are.
+        # Describes the contents of objects of the engine's classes; of others only the class.
         kind = _kind_of(value)
         if not kind.startswith(self._engine) or kind.startswith(self._opaque):
             return kind
@@ -175,7 +176,7 @@ class Describer:
         if value.device.type == "meta":
             return f"{shape} without memory"
         if value.nbytes > _SMALL:
-            raise Refused(f"it holds a tensor of {value.nbytes} bytes, {shape}, beside its parameters and buffers")
+                raise Refused(f"it holds a tensor of {value.nbytes} bytes, {shape}, besides its parameters and buffers")
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{shape} on {value.device.type} {hashlib.sha256(data.numpy().tobytes()).hexdigest()}"
 

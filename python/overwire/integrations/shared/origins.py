@@ -1,6 +1,6 @@
-"""Whose code a model is: it is kept only where all of it is the engine's own, as it was
-installed. Out-of-tree models, plug-ins, editable installs and what a program has put in the place
-of the engine's functions are refused: nothing says when their code, or what they go by, changes.
+"""Checks who wrote the code of a model. A model is only kept if all of its code is the engine's, as it was
+installed. Out-of-tree models, plug-ins, editable installs and functions that a program has put in
+place of the engine's are refused, because nothing tells when they, or their inputs, change.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-# What holds no code that is looked at.
+# Types without code of their own, which are not inspected.
 _LEAVES = (torch.nn.Module, torch.Tensor, ModuleType, BuiltinFunctionType)
 _GROUPS = (tuple, list, set, frozenset)
 
-# What holds a function.
+# Wrappers of functions.
 _WRAPPERS = (
     staticmethod,
     classmethod,
@@ -34,27 +34,27 @@ _WRAPPERS = (
     functools.cached_property,
 )
 
-# Packages that engines are built on, and take functions of: their files are noted, wherever they are.
+# Packages that engines are built on and import functions from. Their files are noted, wherever they are.
 _BUILT_ON = frozenset("einops filelock huggingface_hub numpy regex requests safetensors tqdm transformers".split())
 
-# What a class says about itself, and no code goes by.
+# Class attributes that do not affect what the code does.
 _ABOUT = frozenset(
     "__annotations__ __doc__ __orig_bases__ __parameters__ __abstractmethods__ _abc_impl __dict__ __weakref__".split()
 )
 
 
 class Foreign(Exception):
-    """What of a loader's code is not the engine's own."""
+    """Code of a loader that does not belong to the engine."""
 
 
 def digest_of_code(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> str:
-    """The digest of what the code of a model goes by beside its arguments: what functions close over,
-    and their defaults.
+    """The digest of everything besides its arguments that a model's code depends on: variables that
+    functions close over, and their defaults.
 
-    engine: the name of its package. loaders: its modules that move weights. Raises Foreign.
+    engine: the name of the engine's package. loaders: its modules that move weights. Raises Foreign.
     """
     look = _CodeWalk(engine)
-    kinds: dict[type, None] = {}  # in the order in which they are met
+    kinds: dict[type, None] = {}  # in the order of discovery
     for one in (*model.modules(), *model.parameters(), *model.buffers()):
         kinds[type(one)] = None
         for value in vars(one).values():
@@ -69,7 +69,7 @@ def digest_of_code(model: torch.nn.Module, engine: str, loaders: Iterable[str]) 
 
 
 def digest_of_file_times(engine: str) -> str:
-    """The digest of size and time of all code of a package, Python's and libraries."""
+    """The digest of the sizes and times of a package's code files, Python and libraries."""
     folder = os.path.dirname(str(sys.modules[engine].__file__))
     facts, folders = [], [folder]
     while folders:
@@ -86,18 +86,18 @@ class _CodeWalk:
     def __init__(self, engine: str) -> None:
         folder = os.path.dirname(str(sys.modules[engine].__file__))
         if not glob.glob(f"{glob.escape(os.path.dirname(folder))}{os.sep}{engine}*.dist-info"):
-            raise Foreign(f"{engine} is not installed from a wheel, but in {folder}")
+            raise Foreign(f"{engine} is in {folder}, but not installed there from a wheel")
         self._engine = engine
         own = [os.path.dirname(str(sys.modules[name].__file__)) for name in (engine, "torch", "overwire")]
         self._own = tuple(one + os.sep for one in own)
         self._python = sysconfig.get_path("stdlib") + os.sep
         self._tops = {engine, "torch", "overwire", "builtins"} | sys.stdlib_module_names - {"__main__"}
-        self._seen: dict[int, Any] = {}  # by id, with the object, so that no other gets its id
-        self._methods: set[tuple[int, type]] = set()  # what `_seen` holds is of functions
+        self._seen: dict[int, Any] = {}  # by id; keeps the object, so that its id stays unique
+        self._methods: set[tuple[int, type]] = set()  # methods; their functions are in `_seen`
         self.facts: list[Any] = []
 
     def look_at_class(self, kind: type) -> set[str]:
-        """Looks at a class and those that it inherits from; returns the engine's modules that they are of."""
+        """Inspects a class and its bases; returns the engine's modules that define them."""
         modules: set[str] = set()
         for one in kind.__mro__:
             top = one.__module__.partition(".")[0]
@@ -113,7 +113,7 @@ class _CodeWalk:
         return modules
 
     def look_at_functions(self, module: str) -> None:
-        """Looks at the functions that a module of the engine has bound."""
+        """Inspects the functions that an engine's module has bound."""
         for name, value in sorted(vars(sys.modules.get(module, object)).items()):
             if not isinstance(value, FunctionType | functools.partial | MethodType):
                 continue
@@ -126,7 +126,7 @@ class _CodeWalk:
                 self.look_at_value(value)
 
     def _note_imported(self, value: Any, file: str) -> bool:
-        # Whether it is what a package that the engine is built on has under that name; its file is noted.
+        # Whether a package that the engine is built on has this value under its name. Notes the package's file.
         module, name = value.__module__ or "", value.__name__
         if module.partition(".")[0] not in _BUILT_ON or getattr(sys.modules.get(module), name, None) is not value:
             return False
@@ -134,7 +134,7 @@ class _CodeWalk:
         return True
 
     def look_at_value(self, value: Any) -> None:
-        """Looks at what may be called, and at what it goes by."""
+        """Inspects a value that may be called, and what it depends on."""
         if isinstance(value, _PLAIN):
             self.facts.append(repr(value))
         elif isinstance(value, FunctionType):
@@ -161,7 +161,7 @@ class _CodeWalk:
         if isinstance(value, MethodType):
             owner = value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
             if (id(value.__func__), owner) in self._methods:
-                return  # the same one, of another object
+                return  # the same function, bound to another object
             self._methods.add((id(value.__func__), owner))
             self.look_at_class(owner)
         if isinstance(value, _WRAPPERS) or kind.__name__ == "_lru_cache_wrapper":
@@ -192,7 +192,7 @@ class _CodeWalk:
         return file.startswith(self._python) and "-packages" not in file[len(self._python) :].partition(os.sep)[0]
 
     def _mark_seen(self, value: Any) -> bool:
-        # Whether it had not been looked at before; now it has.
+        # Marks a value as inspected. Returns False if it already was.
         if id(value) in self._seen:
             return False
         self._seen[id(value)] = value

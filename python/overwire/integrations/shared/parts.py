@@ -1,8 +1,8 @@
-"""The tensors of a model, taken apart for a file, and put into a model of the meta device.
+"""Takes the tensors of a model apart for a file, and puts them into a model on the meta device.
 
-A tensor of a model is a parameter, a buffer or an attribute of a module, under one name or
-several, and it may lie in another one's memory. Put back it has its class, its attributes, its strides and
-the memory that it shares.
+A model's tensor is a parameter, a buffer or an attribute of a module. It may have several names,
+and may lie in another tensor's memory. When it is put back, it has its class, attributes,
+strides and shared memory again.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .copies import Copy, Stored, spanned_elements
 from .described import Memory
 from .prepared import Refused
 
-# The most bytes that are loaded beside, for tensors with gaps.
+# Most bytes of extra memory for loading tensors with gaps.
 _MOST = 1 << 28
 
-#: Of each name of a tensor its kind, and the first name of the tensor, or None where None is held.
+#: For each name of a tensor: its kind and the tensor's first name, or None if the model holds None there.
 Names = dict[str, list[Any]]
 
-#: Of each tensor, by its first name: class, dtype, shape, stride, type of its device, whose memory
-#: it lies in, and from which byte on, and the names of its attributes.
+#: For each tensor, by its first name: class, dtype, shape, stride, device type, the tensor that
+#: owns its memory, its first byte in that memory, and the names of its attributes.
 Rows = dict[str, list[Any]]
 
 
 def _parts_of_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str, str, Any]]:
-    # Module, name there, whole name and kind of all that is, or might be, a tensor.
+    # Yields module, name in it, full name and kind of everything that is, or might be, a tensor.
     for path, module in model.named_modules():
         at = f"{path}." if path else ""
         for leaf, param in module._parameters.items():
@@ -44,8 +44,8 @@ def _parts_of_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module,
 
 
 def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows, Names]:
-    """The tensors with memory of their own, by name, as views that are dense where the memory is;
-    all of them as rows; and all names. Raises Refused for what cannot be put back."""
+    """Returns the tensors with their own memory by name, as views that are dense if the memory is; all
+    tensors as rows; and all names. Raises Refused if something cannot be put back."""
     names: Names = {}
     every: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
@@ -56,15 +56,15 @@ def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows,
     memory = Memory({})
     own: dict[str, torch.Tensor] = {}
     rows: Rows = {}
-    with torch._C.DisableTorchFunctionSubclass():  # engines' parameters answer slowly
-        for name in sorted(every, key=lambda name: every[name].nbytes, reverse=True):  # the largest hold the others
+    with torch._C.DisableTorchFunctionSubclass():  # engines' parameter classes are slow otherwise
+        for name in sorted(every, key=lambda name: every[name].nbytes, reverse=True):  # the largest contain the others
             tensor = every[name]
             if (
                 tensor.device.type == "meta"
                 or tensor.layout is not torch.strided
                 or getattr(tensor, "_vllm_is_uva_offloaded", False)
             ):
-                raise Refused(f"{name} has no memory of its own on {tensor.device.type}")
+                raise Refused(f"{name} does not have its own memory on {tensor.device.type}")
             at = memory.find_holder(tensor)
             if at is None:
                 memory.add(name, tensor)
@@ -82,7 +82,7 @@ def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows,
 
 
 def _dense_order(tensor: torch.Tensor) -> torch.Tensor:
-    # The same with its dimensions in the order of its memory.
+        # Permutes the dimensions into the order of the memory.
     if tensor.is_contiguous():
         return tensor
     steps: list[int] = list(tensor.stride())
@@ -90,19 +90,19 @@ def _dense_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Arriving:
-    """Tensors with memory of their own, which come while an engine makes its model.
+    """Loads tensors with their own memory while an engine builds its model.
 
-    The memory is taken when this is made, by the thread that makes it, so that an engine's pool of
-    memory has it; the file is opened meanwhile.
+    The memory is allocated by the constructor on the calling thread, so that it comes from an
+    engine's memory pool. The file is opened in parallel.
     """
 
     def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
-        """Begins to load. rows: of each tensor, as `take_tensors` describes it. device: for those that are not the
-        host's. Raises Refused where the file holds other tensors, or a row has a device or dtype that there is not, and
-        what torch and opening raise; nothing is held then."""
+        """Begins to load. rows: describes each tensor, as `take_tensors` does. device: for tensors that are not on the
+        host. Raises Refused if the file holds other tensors, or if a row has an unknown device or dtype; also raises
+        what torch and opening raise. It holds nothing then."""
         self._path, self._device = path, device
         self.rows = rows
-        #: By name, in the memory that they come to.
+        #: By name, in the memory that they are loaded into.
         self.tensors: dict[str, torch.Tensor] = {}
         self._file: Any = None
         self._job: Any = None
@@ -115,7 +115,7 @@ class Arriving:
             self._opening.join()
             if self._failed is not None:
                 raise self._failed
-            # On this thread: another one would wait for Python's lock again and again while the model is made.
+        # On this thread: another would wait for the GIL again and again while the model is built.
             self._begin_loading()
         except BaseException:
             self.close()
@@ -127,7 +127,7 @@ class Arriving:
         try:
             self._file = overwire.safe_open(self._path, framework="pt", device=str(self._device))
             names = {name for name, row in self.rows.items() if row[5] is None}
-            if absent := names.difference(self._file.offset_keys()):  # nothing would come to their memory
+            if absent := names.difference(self._file.offset_keys()):  # their memory would not be filled
                 raise Refused(f"{self._path} lacks {min(absent)}")
         except BaseException as error:
             self._failed = error
@@ -143,7 +143,7 @@ class Arriving:
 
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise Refused(f"{self._path} has {name}, which its record does not")
+            raise Refused(f"{self._path} has {name}, but its record does not")
         target = _dense_order(tensor)
         if tuple(target.shape) != shape:
             raise Refused(f"{name} has the shape {shape} in {self._path}")
@@ -152,7 +152,7 @@ class Arriving:
         return copies.whole_copy(Stored(self._file, at, name, dtype, shape), target)
 
     def finish_loading(self) -> None:
-        """Waits until all have come. Raises what loading raises; nothing is held then."""
+        """Waits until all tensors have arrived. Raises what loading raises, and holds nothing then."""
         try:
             job, self._job = self._job, None
             if job is not None:
@@ -163,7 +163,7 @@ class Arriving:
             self.close()
 
     def close(self) -> None:
-        """Ends the load, closes the file and lets go of the tensors."""
+        """Ends the load, closes the file and drops the tensors."""
         if self._opening.ident is not None:  # it was started
             self._opening.join()
         job, self._job = self._job, None
@@ -178,10 +178,10 @@ class Arriving:
 def put_tensors(
     model: torch.nn.Module, arriving: Arriving, names: Mapping[str, list[Any]], engine: str
 ) -> dict[str, torch.Tensor]:
-    """Gives a model of the meta device the tensors of a file, which need not have come, and returns them by all
-    their names. engine: the name of the package whose objects may hold them, too.
+    """Gives a model on the meta device the tensors of a file, which may still be loading. Returns them under all
+    their names. engine: the name of the package; its objects may also hold them.
 
-    Raises Refused where the model has no such place.
+    Raises Refused if the model does not have such a place.
     """
     rows, tensors = arriving.rows, dict(arriving.tensors)
     modules = dict(model.named_modules())
@@ -189,7 +189,7 @@ def put_tensors(
         if row[5] is not None:
             tensors[name] = _view_of(tensors[row[5][0]], row)
     parts: dict[str, torch.Tensor] = {}
-    swaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, so that no other gets its id
+    swaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensor, so that its id stays unique
     for name, (kind, first) in names.items():
         module = modules.get(name.rpartition(".")[0])
         if module is None:
@@ -210,7 +210,7 @@ def put_tensors(
 def _swap_in_objects(
     holder: Any, swaps: Mapping[int, tuple[torch.Tensor, torch.Tensor]], engine: str, seen: set[int]
 ) -> None:
-    # In objects of the engine that a module holds: the very tensors that it had in its places.
+    # Also replaces the tensors in the engine's objects that a module holds, if they are the same objects.
     seen.add(id(holder))
     for name, value in list(vars(holder).items()):
         if isinstance(value, torch.Tensor):
@@ -225,7 +225,7 @@ def _swap_in_objects(
 def _dtype_of(row: list[Any]) -> torch.dtype:
     dtype = getattr(torch, str(row[1]).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise Refused(f"torch has no {row[1]}")
+        raise Refused(f"torch does not have the dtype {row[1]}")
     return dtype
 
 
@@ -237,7 +237,7 @@ def _empty_tensor(row: list[Any], device: torch.device) -> torch.Tensor:
 
 
 def _view_of(base: torch.Tensor, row: list[Any]) -> torch.Tensor:
-    # A tensor in the memory of another one.
+    # Makes a tensor in the memory of another one.
     dtype, (name, at) = _dtype_of(row), row[5]
     if at % dtype.itemsize or at + spanned_elements(row[2], row[3]) * dtype.itemsize > base.untyped_storage().nbytes():
         raise Refused(f"a tensor does not fit into {name}")
@@ -246,15 +246,15 @@ def _view_of(base: torch.Tensor, row: list[Any]) -> torch.Tensor:
 
 
 def _restore_type(name: str, tensor: torch.Tensor, row: list[Any], old: Any) -> torch.Tensor:
-    # With its class and attributes, which what the model holds in its place has.
+    # Restores class and attributes, which the tensor that the model has there also has.
     kinds = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (torch.Tensor, torch.nn.Parameter, type(old))}
     kind = kinds.get(row[0])
     if kind is None or not issubclass(kind, torch.Tensor):
-        raise Refused(f"{name} is a {type(old).__qualname__} when it is made, and was a {row[0]}")
-    # What is an attribute of its own after processing may be a property of the class that the engine makes it of.
+        raise Refused(f"{name} is a {type(old).__qualname__} in the new model, but was a {row[0]}")
+    # An attribute after processing may be a property of the class that the engine creates it with.
     attributes = {attribute: getattr(old, attribute) for attribute in row[6] if hasattr(old, attribute)}
     if absent := [attribute for attribute in row[6] if attribute not in attributes]:
-        raise Refused(f"{name} has no {absent[0]} when it is made")
+        raise Refused(f"{name} has no attribute {absent[0]} in the new model")
     if kind is not torch.Tensor:
         tensor = torch.Tensor._make_subclass(kind, tensor, False)
     vars(tensor).update(attributes)
@@ -262,7 +262,7 @@ def _restore_type(name: str, tensor: torch.Tensor, row: list[Any], old: Any) -> 
 
 
 def _put_in_module(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.Tensor | None) -> None:
-    # Under its name in a module, in the place that it has there.
+    # Puts a tensor into a module, under its name and in the same kind of place.
     homes = {"parameter": module._parameters, "attribute": vars(module)}
     home: Any = homes.get(kind, module._buffers)
     for other in (module._parameters, module._buffers, vars(module)):
@@ -277,8 +277,8 @@ def _put_in_module(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.
 def match_processed(
     model: torch.nn.Module, names: Mapping[str, list[Any]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """After the engine's processing: takes out what has no memory and no name among these, which
-    processing drops, and puts back the attributes that it has made anew. tensors: those of `put_tensors`."""
+    """After the engine's processing: removes tensors without memory and without one of these names,
+    which processing drops, and restores attributes that it has made again. tensors: the result of `put_tensors`."""
     modules = dict(model.named_modules())
     for name, (kind, _) in names.items():
         if kind == "attribute":

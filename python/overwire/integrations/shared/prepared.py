@@ -1,12 +1,12 @@
-"""Models as an engine holds them after its processing: kept as files of a folder, one for each rank.
+"""Keeps models as an engine holds them after processing, in files of a folder, one for each rank.
 
-A file is one of overwire's containers. Its name is a fingerprint of all that the engine's
-processing goes by, as far as that is known before the model is made; its metadata says
-which tensor is what in the model, and describes every attribute of every module. A model that is made
-of it counts only if all of that is so again.
+A file is an overwire container. Its name is a fingerprint of everything that the engine's
+processing depends on and that is known before the model is built. Its metadata says which
+tensor is what in the model, and describes every attribute of every module. A model made from it
+only counts if all of that is the same again.
 
-Files appear complete, are written by their owner alone, and leave when the folder is
-larger than it may be: those first that were not used for the longest time.
+Files appear complete and are only written by their owner. When the folder exceeds its limit,
+the least recently used files are removed.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Under which name the metadata of a container has what a file says about its model.
+#: The key in a container's metadata under which a file describes its model.
 KEY = "overwire.prepared"
 
 _SUFFIX = ".safetensors"
 _BEGUN = ".begun-"
 
-# What files of the folder are called: others in it are not ours to remove.
+# The form of our file names. Other files in the folder are never removed.
 _OURS = re.compile(r"[0-9a-f]{40}" + re.escape(_SUFFIX))
 
-# Seconds that a writer needs, at most, from the last byte of a file that it has begun to its lock.
+# Most seconds that a writer needs from the last byte of a new file until it is locked.
 _LATE = 60.0
 
 _GB = 10**9
 
-# What a record has of a model that fits.
+# The parts of a complete record.
 _RECORD = {"tensors": dict, "names": dict, "modules": dict, "origins": str}
 
-# Read at once, and still in the processor's cache when it is read again.
+# Bytes read at once. They are still in the processor's cache when they are read again.
 _BLOCK = 1 << 20
 
 
 class Refused(Exception):
-    """Why a model is not kept, or not made of what was kept."""
+    """Why a model is not kept, or not made from a kept file."""
 
 
 class Damaged(Refused):
-    """The file that was kept is damaged, and removed: the model may be kept again."""
+    """The kept file is damaged and was removed. The model may be kept again."""
 
 
 class Kept(NamedTuple):
-    """A file of a folder, and what it says about its model."""
+    """A file in the folder, and its record of the model."""
 
     path: str
     record: dict[str, Any]
 
 
 def ensure_folder(chosen: bool | str) -> str:
-    """The folder that an engine's configuration asks for: True is that of OVERWIRE_PREPARED, or
-    overwire/prepared in the cache folder of the user. Raises Refused where there is none."""
+    """Returns the folder that an engine's configuration asks for. True means OVERWIRE_PREPARED, or
+    overwire/prepared in the user's cache folder. Raises Refused if it cannot be used."""
     from ...errors import AccessError
     from ...plumbing import refuse_planted, setting
 
     path = chosen if isinstance(chosen, str) else str(setting("OVERWIRE_PREPARED"))
     if not path:
         base = os.environ.get("XDG_CACHE_HOME", "")
-        if not os.path.isabs(base):  # the rules ignore a relative one
+        if not os.path.isabs(base):  # the XDG rules ignore a relative path
             base = os.path.expanduser("~/.cache")
         path = os.path.join(base, "overwire", "prepared")
     path = os.path.abspath(os.path.expanduser(path))
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         _check_owner(os.stat(path), path)
-        refuse_planted(path)  # who has a folder above may put another in its place
+        refuse_planted(path)  # the owner of a folder above could replace it
     except AccessError as error:
         raise Refused(str(error)) from None
     except OSError as error:
@@ -86,14 +86,14 @@ def ensure_folder(chosen: bool | str) -> str:
 
 
 def _check_owner(found: os.stat_result, path: str) -> None:
-    # What lies here becomes the model's memory and attributes.
+    # Files here become the model's memory and attributes.
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise Refused(f"{path} belongs to another user, or others may write it")
+            raise Refused(f"{path} belongs to another user, or other users may write to it")
 
 
 def find_file(folder: str, name: str) -> Kept | None:
-    """The file of a fingerprint; None if there is none. Raises Refused for one that cannot be
-    used, and where the model was found not to fit for it."""
+    """Finds the file of a fingerprint; None if it does not exist. Raises Refused if it cannot be used,
+    or if a note says that the model does not fit."""
     import overwire
 
     path = os.path.join(folder, name + _SUFFIX)
@@ -108,16 +108,16 @@ def find_file(folder: str, name: str) -> Kept | None:
         with overwire.safe_open(path, framework="pt", device="cpu") as file:
             record = json.loads((file.metadata() or {})[KEY])
         if not isinstance(record, dict):
-            raise ValueError("its record is none")
+            raise ValueError("its record is not valid")
         whole = all(isinstance(record.get(part), kind) for part, kind in _RECORD.items())
         if not record.get("refused") and not whole:
-            raise ValueError("its record lacks a part")
+            raise ValueError("its record is incomplete")
     except (overwire.CorruptError, overwire.FormatError, KeyError, ValueError, RecursionError) as error:
         try_remove(path)
         raise Damaged(f"{path} is damaged: {error}") from None
     except overwire.NotFoundError:
         return None  # another process has removed it
-    except (overwire.OverwireError, OSError) as error:  # of this process or machine: the file may be whole
+    except (overwire.OverwireError, OSError) as error:  # the cause may be this process or machine: keep the file
         raise Refused(f"{path} cannot be read: {error}") from None
     if record.get("refused"):
         raise Refused(str(record["refused"]))
@@ -125,7 +125,7 @@ def find_file(folder: str, name: str) -> Kept | None:
 
 
 def newest_name(folder: str, place: str) -> str | None:
-    """The fingerprint that begins so of the file that was used last; None if there is none."""
+    """The most recently used fingerprint that begins with `place`; None if there is none."""
     files = [(0, "")]
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -142,7 +142,7 @@ def note_use(path: str) -> None:
 
 
 def try_remove(path: str) -> None:
-    """Removes a file, if it is there and can be removed."""
+    """Removes a file if it exists and can be removed."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -150,11 +150,11 @@ def try_remove(path: str) -> None:
 def keep_file(
     folder: str, name: str, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], digests: Mapping[str, str]
 ) -> str:
-    """Writes the file of a fingerprint, and removes old ones; returns its path.
+    """Writes the file of a fingerprint, removes old files, and returns its path.
 
-    digests: those of the tensors when they were described. Raises Refused if they are others
-    now, or were while they were written, and where the folder may not hold the file; and
-    what saving raises. Nothing appears then.
+    digests: of the tensors when they were described. Raises Refused if they have changed since, or
+    while they were written, and if the folder may not hold the file; also raises what saving
+    raises. Then no file appears.
     """
     import overwire
 
@@ -163,14 +163,14 @@ def keep_file(
     most = int(setting("OVERWIRE_PREPARED_GB")) * _GB
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > most:
-        raise Refused(f"its {size / 1e9:.1f} GB are more than {folder} may hold (OVERWIRE_PREPARED_GB)")
+        raise Refused(f"its {size / 1e9:.1f} GB are over the limit of {folder} (OVERWIRE_PREPARED_GB)")
     _remove_left(folder)
     path = os.path.join(folder, name + _SUFFIX)
-    temporary = os.path.join(folder, f"{_BEGUN}{secrets.token_hex(8)}-{name}{_SUFFIX}")  # of this writer alone
+    temporary = os.path.join(folder, f"{_BEGUN}{secrets.token_hex(8)}-{name}{_SUFFIX}")  # only this writer's
     try:
         overwire.save_file(tensors, temporary, {KEY: json.dumps(record)}, digests=True)
         with open(temporary, "rb") as file:
-            with contextlib.suppress(OSError):  # where files cannot be locked, nothing that was begun is removed
+            with contextlib.suppress(OSError):  # without locks, unfinished files are never removed
                 fcntl.flock(file, fcntl.LOCK_SH)
             os.chmod(temporary, 0o600)
             if tensors and not overwire.verify(temporary, tensors=tensors)["ok"] or overwire.digest(tensors) != digests:
@@ -184,7 +184,7 @@ def keep_file(
 
 
 def _remove_left(folder: str) -> None:
-    # What writers have begun that have ended since, in whatever container: no one has it locked.
+    # Removes unfinished files of writers that have ended, in any container: nobody has them locked.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.startswith(_BEGUN) or not entry.is_file(follow_symlinks=False):
@@ -196,8 +196,8 @@ def _remove_left(folder: str) -> None:
 
 
 def _activate_pages(path: str) -> None:
-    # Linux moves each page of a new file to the list of those in use when it is read again, under one lock for all
-    # processors: without this the first load of 16 GB takes 0.2 s longer than later ones.
+    # Linux moves each page of a new file to the active list when it is read again, under one lock for all
+    # processors. Without this the first load of 16 GB takes 0.2 s longer than later ones.
     block = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -206,8 +206,8 @@ def _activate_pages(path: str) -> None:
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error, or one that has led to it, is of this process or machine now, and says nothing about other
-    starts: of loading, of memory, of the GPU, of threads that the system does not start."""
+    """Whether an error, or its cause, comes from the present state of this process or machine and says nothing about
+    other starts: an error of loading, memory, the GPU, or of starting a thread."""
     import overwire
 
     of_gpu = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError)
@@ -229,7 +229,7 @@ def note_refusal(folder: str, name: str, reason: str) -> None:
 
 
 def _evict_files(folder: str, newest: str, most: int) -> None:
-    # Removes what is too much of our files.
+    # Removes our files until the folder is within its limit.
     files = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -246,7 +246,7 @@ def _evict_files(folder: str, newest: str, most: int) -> None:
 
 
 def fingerprint(*parts: Any) -> str:
-    """The digest of parts, as JSON has them or as text."""
+    """The digest of parts, as JSON or as text."""
     out = hashlib.sha256()
     for part in parts:
         text = json.dumps(part, default=str, sort_keys=True).encode()

@@ -1,19 +1,18 @@
-"""Which bytes of a checkpoint a model's own loader puts where, found out without them.
+"""Records where a model's own loader puts which bytes of a checkpoint, without reading them.
 
-`load_weights` of a model runs once on stand-ins: tensors of the meta device, which have
-a shape and a dtype and no memory. Each `copy_` of a view of a stand-in into a parameter is
-noted instead of made, and the engine loads just those bytes, straight into the parameter. What
-needs the data of a stand-in, or of a parameter that is still to be loaded, raises `Unplannable`.
+A model's `load_weights` runs once on stand-ins: tensors on the meta device, with shape and dtype
+but without memory. Each `copy_` of a view of a stand-in into a parameter is noted instead of
+executed. Then the engine loads exactly those bytes, directly into the parameter. An operation
+that needs the data of a stand-in, or of a parameter that is not loaded yet, raises `Unplannable`.
 
-torch's dispatcher has a key for modes of tests, `TESTING_ONLY_GenericMode`, above all others, which
-nothing uses. A thread that records turns it on for itself: torch then brings each operation
-to the recorder first, but for views and for what torch puts together of others, which
-costs nothing so. Whatever tensors there are otherwise keep their ways. While a thread records,
-stand-ins say that they are where the tensors would be.
+torch's dispatcher has an unused key for test modes, `TESTING_ONLY_GenericMode`, above all
+others. A recording thread enables it for itself. torch then passes each operation to the
+recorder first, except for views and composite operations, which so cost nothing. Other tensors
+behave as usual. While a thread records, stand-ins report the device where the tensors would be.
 
-What is noted is loaded while the loader goes on, as long as it only copies: a loader that
-has to be run again, on tensors, does up to where it failed what it did on stand-ins, and
-so writes all that was loaded before it can read any of it.
+Noted copies are loaded while the loader is still running, as long as it only copies. If the loader
+must run again on real tensors, it repeats what it did on stand-ins up to the failure. So it
+overwrites everything that was loaded before it can read any of it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _ITEM = _aten._local_scalar_dense.default
 
-# What a copy of a stand-in may ask for beside dtype and device.
+# Options that a copy of a stand-in may request besides dtype and device.
 _USUAL = {"layout": (None, torch.strided), "pin_memory": (None, False), "memory_format": (None, torch.preserve_format)}
 _ZEROES = frozenset((_aten.fill_.Scalar, _aten.zero_.default))
 
@@ -44,21 +43,21 @@ _KEY = "TESTING_ONLY_GenericMode"
 
 _weak_reference: Any = StorageWeakRef
 
-# Views that the recorder need not see: of stand-ins they are views of the same memory, and of other tensors
-# they read and write nothing.
+# Views that the recorder need not see: of stand-ins they are views of the same memory, and on other
+# tensors they neither read nor write.
 _UNSEEN = (
     "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor",
     "split_with_sizes", "squeeze", "squeeze.dim", "squeeze.dims", "t", "transpose.int", "unbind.int", "unfold",
     "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
 )  # fmt: skip
 
-# Put together of others, and what comes before data are taken out of torch.
+# Composite operations that come before data is read out of torch.
 _READS = (_aten.resolve_conj.default, _aten.resolve_neg.default)
 
-# Stand-ins that may be alive when all were given: those in hand.
+# Stand-ins that may be alive after all were returned: those in use.
 _KEPT = 16
 
-#: The bytes of copies that are worth a load while the loader goes on.
+#: From this many bytes on, copies are worth a load while the loader is still running.
 EARLY = 64 << 20
 
 
@@ -71,8 +70,8 @@ class Unplannable(Exception):
 
 
 class _Stored(NamedTuple):
-    # What a stand-in is of. dtype: the stored one, as torch has it. device: where it would be. memory: whether
-    # a view of it is alive; with this its memory's identity is no other's.
+    # The tensor that a stand-in represents. dtype: the stored one, as in torch. device: where it would be. memory:
+    # whether a view of it is alive; this reference keeps the identity of its memory unique.
 
     stored: Stored
     dtype: torch.dtype
@@ -81,11 +80,11 @@ class _Stored(NamedTuple):
 
 
 class Recorder:
-    """While it is entered, records copies of stand-ins into real tensors, of this thread alone.
+    """A context that records copies of stand-ins into real tensors, only in this thread.
 
-    `load` loads what was recorded since the last call; it gets a list of `Copy`, and
-    runs with the recorder off. `early` begins to load some of them and returns the
-    others; it may return all.
+    `load` loads what was recorded since its last call. It gets a list of `Copy` and runs with the
+    recorder off. `early` begins to load some copies and returns the others, which may be
+    all.
     """
 
     def __init__(
@@ -93,30 +92,30 @@ class Recorder:
     ) -> None:
         self._load, self._early = load, early
         self._noted: list[Copy] = []
-        self._size = 0  # bytes noted since `early` was asked
-        self._destinations = Destinations()  # of the copies that are recorded
+        self._size = 0  # bytes noted since `early` was last called
+        self._destinations = Destinations()  # of the recorded copies
         self._entered = contextlib.ExitStack()
         self._of: dict[int, _Stored] = {}  # by the identity of a stand-in's memory
-        self._living: list[_Stored] = []  # those that were alive when it was looked last, and newer ones
+        self._living: list[_Stored] = []  # those alive at the last check, and newer ones
         self._offered = False
-        #: Whether all was recorded, and the rest of it was begun to be loaded.
+        #: Whether everything was recorded and the load of the rest has begun.
         self.began = False
-        #: Why the load that `offer_early` began has failed.
+        #: Why a load that `offer_early` began has failed.
         self.failed: BaseException | None = None
-        #: What the loader did beside copying, None for nothing.
+        #: The first operation of the loader other than copying; None if there was none.
         self.impure: str | None = None
-        # Memories of integers of which it read elements.
+        # Memories of integer tensors that it read elements from.
         self._reads: set[int] = set()
-        # Memories that it set to zero, before any copy to there, or to small tensors that it was given.
+        # Memories that it set to zero or to small tensors with data, before any copy to them.
         self._zeros: set[int] = set()
-        self._given: set[int] = set()  # the memories of these
-        # Whether it worked on tensors with data, of which some may be loaded later.
+        self._given: set[int] = set()  # the memories of those small tensors
+        # Whether it worked on tensors with data, and some of those may be loaded later.
         self._works = False
 
     def __enter__(self) -> Recorder:
         try:
             key, guard = _recorder_keys()[0], torch._C._IncludeDispatchKeyGuard
-        except Exception as error:  # before anything changes
+        except Exception as error:  # nothing has changed yet
             raise Unplannable("its tensors", f"this torch, without what records operations ({error}),") from error
         outer = getattr(_here, "recorder", None)
         self._entered.callback(setattr, _here, "recorder", outer)
@@ -145,7 +144,7 @@ class Recorder:
                 raise Unplannable(one.stored.name, "its loader, which keeps it,")
 
     def make_stand_in(self, of: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor for the model's loader."""
+        """Makes a stand-in for the model's loader."""
         with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]):
             return self._make_stand_in(of, dtype, dtype, device)
 
@@ -160,13 +159,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """For work that is not the loader's."""
-        # Parameters of vLLM's have a function of torch's in Python.
+        """A context for work that is not the loader's."""
+        # vLLM's parameters have a __torch_function__ in Python.
         with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]), torch._C.DisableTorchFunctionSubclass():
             yield
 
     def offer_early(self) -> None:
-        """Has what is noted loaded early, if it is enough and nothing speaks against it."""
+        """Loads noted copies early, if they are enough and nothing prevents it."""
         if self._size < EARLY or self._early is None:
             return
         self._size = 0
@@ -181,9 +180,9 @@ class Recorder:
             raise
 
     def load_noted(self) -> None:
-        """Loads what is noted."""
+        """Loads the noted copies."""
         if self._count_stand_ins() > _KEPT:
-            self._refuse_kept_stand_ins()  # before anything is loaded in vain
+            self._refuse_kept_stand_ins()  # before anything is loaded needlessly
         notes, self._noted = self._noted, []
         if notes or self._offered:
             self.began, self._offered = True, False
@@ -192,7 +191,7 @@ class Recorder:
         self._destinations.forget_all()
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation of the loader's returns; runs with the recorder off."""
+        """Runs an operation of the loader, with the recorder off, and returns its result."""
         stands = [(tensor, of) for tensor in _tensors_in((args, kwargs)) if (of := self._stored_of(tensor)) is not None]
         if stands:
             return self._run_on_stand_in(func, args, kwargs, stands)
@@ -201,7 +200,7 @@ class Recorder:
         return func(*args, **kwargs)
 
     def _stored_of(self, tensor: Any) -> _Stored | None:
-        # What a stand-in is of; None for another tensor.
+        # The tensor that a stand-in represents; None for another tensor.
         return self._of.get(tensor.untyped_storage()._cdata) if _is_meta(tensor) else None
 
     def _run_on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Stored]]) -> Any:
@@ -211,11 +210,11 @@ class Recorder:
         if len(stands) == 1 and args and args[0] is one:
             if _is_view(func):
                 views = func(*args, **kwargs)
-                if any(view.dtype is not one.dtype for view in _tensors_in(views)):  # other numbers of the same bytes
+                if any(view.dtype is not one.dtype for view in _tensors_in(views)):  # the bytes read as another dtype
                     raise Unplannable(of.stored.name, f"{func} to another dtype")
                 return views
             if func is _aten.clone.default and one.is_contiguous():
-                return one.view(one.shape)  # nothing can write to a stand-in
+                return one.view(one.shape)  # nothing can write to a stand-in, so a view is as good
             usual = all(value in _USUAL.get(key, (value,)) for key, value in kwargs.items())
             if func is _aten._to_copy.default and usual:
                 device = torch.device(kwargs.get("device") or of.device)
@@ -229,8 +228,8 @@ class Recorder:
         return other.as_strided(one.shape, one.stride(), one.storage_offset())
 
     def _note_copy(self, target: torch.Tensor, one: torch.Tensor, of: _Stored) -> torch.Tensor:
-        # A tensor of the meta device is processed by what made it so, when it is complete;
-        # a cast on the way must be the one that the copy makes anyway.
+        # A tensor on the meta device belongs to an engine that processes it once it is complete. A cast
+        # on the way must be the one that the copy makes anyway.
         name = of.stored.name
         if _is_meta(target) or target.shape != one.shape or one.dtype not in (of.dtype, target.dtype):
             what = f"{one.dtype} {list(one.shape)} to {target.dtype} {list(target.shape)} on {target.device}"
@@ -241,21 +240,21 @@ class Recorder:
                 raise Unplannable(name, f"copy_ to a {type(target).__name__} without memory of its own")
             other = self._destinations.note_copy(target, (memory, low, high), name)
             if other is not None:
-                raise Unplannable(name, f"copy_ to where {other} goes")
+                raise Unplannable(name, f"copy_ to the destination of {other}")
             if memory in self._reads:
-                self._note_impure("a copy to where it read")
+                self._note_impure("a copy to memory that it has read")
             offset, shape = int(one.storage_offset()), tuple(one.shape)
             self._noted.append(Copy(of.stored, offset, shape, one.stride(), of.dtype, target))
             self._size += high - low
         return target
 
     def _note_impure(self, what: str) -> None:
-        # What may come out otherwise when it runs again.
+        # Notes an operation that may have another result when it runs again.
         self.impure = self.impure or what
         self._works = True
 
     def _follow_operation(self, func: Any, args: Any, kwargs: Any) -> None:
-        # An operation that is no view, on tensors with data.
+        # Handles an operation that is not a view, on tensors with data.
         one = args[0] if args and not kwargs and isinstance(args[0], torch.Tensor) else None
         if (
             one is not None
@@ -263,15 +262,15 @@ class Recorder:
             and (len(args) == 1 or (len(args) == 2 and type(args[1]) in (int, float) and args[1] == 0))
         ):
             if one.numel() and (self.began or one.untyped_storage().data_ptr() in self._reads):
-                self._note_impure(str(func))  # before that vLLM sets to zero what pads a vocabulary
+                self._note_impure(str(func))  # before the load, vLLM zeroes the padding of a vocabulary
             elif one.numel():
                 self._zeros.add(one.untyped_storage().data_ptr())
         elif one is not None and func is _ITEM and self._note_read(one):
-            pass  # vLLM looks up by expert where an expert is
+            pass  # vLLM reads the position of each expert
         elif one is not None and func is _COPY and self._is_small_given(args[1]):
             memory = one.untyped_storage().data_ptr()
             if memory in self._reads:
-                self._note_impure("a copy to where it read")
+                self._note_impure("a copy to memory that it has read")
             self._zeros.add(memory)
         else:
             operands = list(_tensors_in((args, kwargs)))
@@ -281,7 +280,7 @@ class Recorder:
             self._refuse_pending(func, args, kwargs)
 
     def _note_read(self, tensor: torch.Tensor) -> bool:
-        # Whether an element that it reads was there before it ran.
+        # Whether it reads an element that existed before the loader ran. Notes the memory.
         memory = tensor.untyped_storage().data_ptr()
         if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta" or memory in self._zeros:
             return False
@@ -292,19 +291,19 @@ class Recorder:
         return isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self._given
 
     def give_small(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A small tensor with its data, for the model's loader."""
-        self.impure = self.impure or f"{name}, whose data it was given"
+        """Gives the model's loader a small tensor with its data."""
+        self.impure = self.impure or f"the data of {name}, which it was given"
         self._given.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     def _refuse_pending(self, func: Any, args: Any, kwargs: Any) -> None:
-        # An operation on tensors with data: none of them may be one that is still to come.
+        # Raises if an operation on tensors with data uses one that is still to be loaded.
         for tensor in _tensors_in((args, kwargs)):
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
             other = self._destinations.name_at(*memory_range(tensor))
             if other is not None:
-                raise Unplannable(other, f"{func} on where it goes")
+                raise Unplannable(other, f"{func} on its destination")
 
 
 # The recorder that this thread has entered.
@@ -314,12 +313,12 @@ _is_meta = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class _DeviceAnswers:
-    # While it is entered, by however many threads, stand-ins say that they are where the tensors would be: a loader
-    # may go by that.
+    # A context, which several threads may enter. Inside it stand-ins report the device where the tensors would
+    # be, because loaders may depend on it.
 
     def __init__(self) -> None:
         self._lock, self._count = new_lock(), 0
-        self._before: dict[str, Any] = {}  # what others have put there
+        self._before: dict[str, Any] = {}  # attributes that others had put there
         types = {"is_meta": "meta", "is_cpu": "cpu", "is_cuda": "cuda"}
         answers = {
             name: functools.partial(lambda kind, device: device.type == kind, kind) for name, kind in types.items()
@@ -357,9 +356,9 @@ def _property_that_answers(own: Any, answer: Callable[[torch.device], Any]) -> p
 
 
 def _intercept_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
-    # Where torch brings the operations of a thread that records.
+    # torch calls this for the operations of a recording thread.
     recorder: Recorder = _here.recorder
-    if func is _COPY and not kwargs:  # the most
+    if func is _COPY and not kwargs:  # the common case
         target, one = args[:2]
         if (of := recorder._stored_of(one)) is not None and recorder._stored_of(target) is None:
             return recorder._note_copy(target, one, of)
@@ -369,7 +368,7 @@ def _intercept_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _recorder_keys() -> tuple[Any, Any, Any]:
-    """The key of the recorder, alone and as a set; tells torch what to do with it, once in a process."""
+    """The recorder's dispatch key, by itself and as a set. Registers it with torch, once in a process."""
     with _registering:
         return _register_keys()
 
@@ -401,15 +400,15 @@ def _tensors_in(tree: Any) -> Iterator[Any]:
             yield from _tensors_in(value)
 
 
-# By the identity of an operation, whose hash is a call of Python's. They are kept, so that
-# no other one gets the identity.
-# Those that give other numbers of the same bytes are none here.
+# Whether an operation is a view, by the id of the operation, because its hash is a slow Python call.
+# `_OPERATIONS` keeps the operations, so that ids stay unique. Operations that read the same bytes as
+# other numbers do not count as views.
 _VIEWS: dict[int, bool] = {id(func): False for func in (_aten._conj.default, _aten._neg_view.default, *_READS)}
 _OPERATIONS: list[Any] = []
 
 
 def _is_view(func: Any) -> bool:
-    # Whether all that it returns are views, and it writes nothing.
+    # Whether it only returns views and writes nothing.
     is_view = _VIEWS.get(id(func))
     if is_view is None:
         schema = func._schema
@@ -422,11 +421,11 @@ def _is_view(func: Any) -> bool:
 
 
 class Opened:
-    """A source that a model's loader is to be run on.
+    """A source for a run of a model's loader.
 
-    file: None for a delta. sheet: the table of the file. at: the positions of the tensors
-    that the loader is given, None for all. small: those of at most `SMALL` elements, with
-    their data. device: where they land.
+    file: None for a delta. sheet: the file's table. at: the positions of the tensors that the
+    loader gets, None for all. small: those of at most `SMALL` elements, with their data.
+    device: where they are loaded.
     """
 
     def __init__(self, file: Any, device: torch.device, tensors: list[Stored] | None = None) -> None:
@@ -438,7 +437,7 @@ class Opened:
 
     @property
     def tensors(self) -> list[Stored]:
-        """What the loader is given."""
+        """The tensors that the loader gets."""
         if self._tensors is None:
             rows = self.sheet.rows
             self._tensors = [
@@ -460,9 +459,9 @@ def open_source(
 ) -> Opened:
     """Opens what `iter_weights` would read.
 
-    files: closes the file when its tensors are no longer wanted. wanted: None for all.
-    opening: may have opened it already. The other arguments, and what is raised, are those
-    of `iter_weights`.
+    files: closes the file when its tensors are no longer needed. wanted: None for all.
+    opening: may already have opened it. The other arguments and the exceptions are those of
+    `iter_weights`.
     """
     import overwire
 
@@ -495,7 +494,7 @@ def open_source(
 
 
 def iter_stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `iter_weights` yields, with stand-ins for those that are not small."""
+    """Yields what `iter_weights` does, with stand-ins for all but the small tensors."""
     from ...plumbing import torch_dtype
 
     dtypes = {dtype: torch_dtype(dtype) for dtype in {one.dtype for one in source.tensors}}

@@ -1,5 +1,4 @@
-"""Open files as a load by slices needs them, and files that are opened while an engine makes its
-model."""
+"""Opens files for a load by slices, possibly while an engine builds its model."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from typing import Any
 from ...plumbing import start_thread
 from .copies import elements
 
-#: The elements of a tensor that a loader gets with its data: scales, and shapes of packed matrices, which several
-#: tensors of a file bring to one parameter.
+#: A loader gets tensors of at most this many elements with their data: scales, and shapes of packed matrices, since
+#: several tensors of a file contribute them to one parameter.
 SMALL = 2
 
 
@@ -33,15 +32,15 @@ class Sheet:
 
 
 class Opening:
-    """A source that is opened on a thread, with the device made ready for a load.
+    """Opens a source on a thread, and prepares the device for a load.
 
-    Whatever goes wrong there is said where the source is opened again.
+    Errors there are ignored: opening the source again raises them.
     """
 
     def __init__(
         self, find: Callable[[], tuple[Any, str | None] | None], device: str, chosen: Mapping[str, Any]
     ) -> None:
-        """find: what to open, and its index.json; None for nothing. chosen: see `check_options`."""
+        """find: returns what to open and its index.json, or None for nothing. chosen: see `check_options`."""
         self._find, self._device, self._chosen = find, device, chosen
         self._found: tuple[Any, str | None] | None = None
         self._sheet: Sheet | None = None
@@ -62,14 +61,14 @@ class Opening:
                 return
             options = self._chosen.get("storage_options")
             sheet = Sheet(overwire.safe_open(result[0], framework="pt", device=self._device, storage_options=options))
-            self._found, self._sheet = result, sheet  # from here on `close` closes it
+            self._found, self._sheet = result, sheet  # from now on `close` closes it
             self._absent = missing_names(result[1], result[0], {row[0] for row in sheet.rows})
         except Exception:
             self._found = None
 
     def take(self, where: Any, index: str | None, device: str) -> tuple[Sheet, list[tuple[str, str]]] | None:
-        """What was opened, the caller's from now on, and the names that the index lists and
-        the files lack, see `missing_names`; None if it is not this source, or was taken."""
+        """Returns the opened file, which then belongs to the caller, and the names that the index lists and
+        the files lack (see `missing_names`). None if it is another source, or was already taken."""
         self._wait_for_thread()
         sheet, self._sheet = self._sheet, None
         if sheet is None:
@@ -80,7 +79,7 @@ class Opening:
         return sheet, self._absent
 
     def close(self) -> None:
-        """Closes what was not taken."""
+        """Closes a file that was not taken."""
         self._wait_for_thread()
         sheet, self._sheet = self._sheet, None
         if sheet is not None:

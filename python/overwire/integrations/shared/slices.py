@@ -1,6 +1,6 @@
-"""One load of a model by slices: its own loader is recorded, and what it copied is loaded.
+"""Loads a model by slices: records its own loader, then loads what the loader copied.
 
-Ranks of a group that share the reading meet when each knows what it wants.
+Ranks that share the reading meet once each knows what it needs.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from . import copies, recording
 from .copies import Copy
 from .recording import Opened, Recorder, Unplannable
 
-#: The bytes of a part of a tensor's rows from which ranks that share the reading read it
-#: apart: a chunk at either end, which others may read too, counts for little then.
+#: Ranks that share the reading load a part of a tensor's rows separately from this many bytes on.
+#: The chunk at either end, which others may also read, then matters little.
 APART = 32 << 20
 
 
 class SliceLoad:
-    """What an engine's loader asks while a load by slices runs.
+    """The state of a load by slices, which an engine's loader uses.
 
-    The model's own `load_weights` is replaced while `replace_loader` is entered: it first looks
-    what the engine would read, and opens that; then the model's own runs on stand-ins.
+    While `replace_loader` is entered, it replaces the model's own `load_weights`. It first finds
+    and opens what the engine would read, then runs the model's own on stand-ins.
     """
 
     def __init__(self, recorder: Recorder, files: contextlib.ExitStack, log: Any) -> None:
         self._recorder, self._files, self._log = recorder, files, log
         self._is_listing = False
-        self._quiet = contextlib.ExitStack()  # while the loader runs on stand-ins
+        self._quiet = contextlib.ExitStack()  # entered while the loader runs on stand-ins
         self._sources: list[Opened] = []
         self._left: list[Opened] = []
-        self._group: Any = None  # of ranks that have not met yet, and will once
-        self._postponed: list[Copy] = []  # until then
+        self._group: Any = None  # the group of ranks that still have to meet
+        self._postponed: list[Copy] = []  # copies that wait for that
 
     @property
     def device(self) -> torch.device:
-        """Where tensors land."""
+        """The device for the tensors."""
         return self._sources[0].device
 
     def open_source(
         self, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Opens a source, for `next_stand_ins`, and yields nothing; the arguments are those of `iter_weights`."""
+        """Opens a source for `next_stand_ins`, and yields nothing. The arguments are those of `iter_weights`."""
         self._sources.append(recording.open_source(self._files, where, device, chosen, **asked))
         return iter(())
 
@@ -56,7 +56,7 @@ class SliceLoad:
         return None if self._is_listing else recording.iter_stand_ins(self._recorder, self._left.pop(0))
 
     def load_recorded(self) -> None:
-        """To be called after the last tensor of the last source: loads what was recorded."""
+        """Loads what was recorded. Call it after the last tensor of the last source."""
         if not self._is_listing:
             self._quiet.close()
             self._recorder.load_noted()
@@ -65,10 +65,10 @@ class SliceLoad:
     def replace_loader(
         self, model: Any, look: Callable[[], Iterable[Any]], group: Any = None, pays: bool = False
     ) -> Iterator[None]:
-        """While it lasts, `model.load_weights` loads by slices.
+        """A context in which `model.load_weights` loads by slices.
 
-        look: yields what the engine's loader would give the model. group: a process group
-        of ranks that all do this, and can share the reading. pays: see `should_share_reading`.
+        look: yields what the engine's loader would give the model. group: a process group of ranks
+        that all do this and can share the reading. pays: see `should_share_reading`.
         """
         own_loader = vars(model).get("load_weights")
         original = model.load_weights
@@ -84,8 +84,8 @@ class SliceLoad:
     def _load_slices(self, original: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
         from ...plumbing import many_objects
 
-        # Stand-ins by the ten thousand are no garbage, and would start full collections of
-        # all that an engine has imported.
+        # Tens of thousands of stand-ins are not garbage, but would trigger full collections of
+        # everything that an engine has imported.
         with self._recorder.pause(), many_objects():
             self._open_with_ranks(functools.partial(self._open_sources, look), group, pays)
         try:
@@ -94,11 +94,11 @@ class SliceLoad:
                 return original(weights)
         finally:
             with self._recorder.pause():
-                self._meet_ranks()  # the other ranks wait for one that has failed, or has nothing to load
+                self._meet_ranks()  # the others wait even for a rank that has failed or has nothing to load
 
     def _open_with_ranks(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
-        # With the other ranks, where they share the reading.
-        if group is None:  # one rank alone needs no code of groups, whose import takes 20 ms
+        # Opens together with the other ranks, if they share the reading.
+        if group is None:  # a single rank does not need the group code, and importing it takes 20 ms
             opens()
             return
         from ...plumbing import should_share_reading
@@ -107,7 +107,7 @@ class SliceLoad:
             self._group = group
 
     def _open_sources(self, look: Any) -> None:
-        # Opens what is to be read.
+        # Finds and opens what is to be read.
         self._is_listing = True
         for _ in look():
             pass
@@ -116,12 +116,12 @@ class SliceLoad:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the ranks are to share the reading of what they record."""
+        """Whether the ranks will share the reading of what they record."""
         return self._group is not None
 
     def postpone_shared(self, noted: list[Copy]) -> list[Copy]:
-        """The copies that can be read at once: where the ranks are to meet, parts of a tensor's
-        rows, which most likely no other rank needs. The others are kept for `read_together`."""
+        """Returns the copies that can be read at once. If the ranks will meet, these are parts of a
+        tensor's rows, which most likely no other rank needs; the others are kept for `read_together`."""
         if not self.is_shared:
             return noted
         own_copies: list[Copy] = []
@@ -133,12 +133,12 @@ class SliceLoad:
         return own_copies
 
     def take_postponed(self) -> list[Copy]:
-        """What `postpone_shared` has kept."""
+        """Returns what `postpone_shared` has kept."""
         copies, self._postponed = self._postponed, []
         return copies
 
     def _meet_ranks(self, wanted: Callable[[], Any] = lambda: None) -> Any:
-        # Collective, but where the ranks do not wait: see `meet_to_load`.
+        # Collective, unless the ranks do not wait: see `meet_to_load`.
         group, self._group = self._group, None
         if group is None:
             return None
@@ -150,8 +150,8 @@ class SliceLoad:
         return together
 
     def read_together(self, noted: list[Copy], most: int) -> list[Copy]:
-        """Collective, where the ranks wait: loads the copies together with theirs; returns those
-        that this rank has to load by itself."""
+        """Collective if the ranks wait: loads the copies together with theirs. Returns those that this
+        rank must load by itself."""
         if not self.is_shared:
             return noted
         rows = {id(source.file): array("q") for source in self._sources}
@@ -178,8 +178,8 @@ class SliceLoad:
 
 
 def land_together(together: Any, meanwhile: Callable[[], None], log: Any) -> bool:
-    """Collective: whether the ranks have landed their blocks together. meanwhile: as for `land`
-    of BlockLoad. One line of the log says what was read, or why each rank has to by itself."""
+    """Collective: whether the ranks have loaded their blocks together. meanwhile: as for `land` of
+    BlockLoad. One log line says what was read, or why each rank must read by itself."""
     reason = together.try_land(meanwhile)
     if reason:
         log.info("overwire: each rank reads by itself: %s", reason)
@@ -193,14 +193,14 @@ def land_together(together: Any, meanwhile: Callable[[], None], log: Any) -> boo
 
 
 def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bool:
-    """Whether a model was loaded by slices.
+    """Loads a model by slices. Returns whether that was possible.
 
-    load: runs the engine's loader, which enters `replace_loader` of the attempt that it gets. most: as for
-    `load_copies`.
+    load: runs the engine's loader, which enters `replace_loader` of the SliceLoad that it gets. most: as
+    for `load_copies`.
 
-    False if that cannot be planned, with one line in the log: the whole model must
-    then be loaded in another way, which raises what its loader finds wrong. Raises what
-    loading by the plan raises.
+    If the load cannot be planned, one log line says so. The whole model must then be loaded in another
+    way, which raises the errors that its loader finds. Raises what loading by the plan
+    raises.
     """
 
     began = time.perf_counter()
@@ -236,7 +236,7 @@ def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bo
                 load(attempt)
                 recorder.load_rest()
         except Exception as error:
-            # What the files or the device lack is an error as it is.
+            # If the files or the device are at fault, the error stays as it is.
             if recorder.failed is not None:
                 raise recorder.failed from None
             if recorder.began and not isinstance(error, Unplannable):

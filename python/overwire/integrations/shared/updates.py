@@ -1,12 +1,12 @@
-"""New weights into a model that runs: straight into its parameters, by a slice plan.
+"""Loads new weights into a running model, directly into its parameters, by a slice plan.
 
-Where a model's own loader puts tensors is found out once, on stand-ins, and kept for
-the updates that follow. It is right only for parameters that hold what the loader has put
-there: the engine that uses this says which models are so.
+One run on stand-ins finds out where a model's own loader puts tensors, and the result is kept
+for later updates. It is only right for parameters that hold exactly what the loader put there;
+the calling engine says which models have only such parameters.
 
-A delta is checked by digests of whole tensors. A rank that holds only a slice of one
-gathers the slices of all ranks in a tensor beside, which is compared and changed, and
-takes its own slice back: so each rank checks what all of them hold.
+A delta is checked by digests of whole tensors. If a rank only holds a slice of a tensor, it
+gathers the slices of all ranks in an extra tensor, which is compared and changed, and takes its
+slice back. So each rank checks what all of them hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Incomplete(ValueError):
 
 
 def reason_against(kind: object, path: object) -> str:
-    """All that is wrong with what an engine is told of a push; "" for nothing."""
+    """Describes everything that is wrong with the info of a push; "" if it is valid."""
     reasons = []
     if kind not in ("whole", "delta"):
         reasons.append(f"kind must be 'whole' or 'delta', got {str(kind)[:80]!r}")
@@ -39,15 +39,15 @@ def reason_against(kind: object, path: object) -> str:
 
 
 class _SliceView(NamedTuple):
-    # A slice of a tensor, as a view of it in elements.
+    # A slice of a tensor, as a view in elements.
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
 
 class _Ready(NamedTuple):
-    # A delta and what it goes to. into: tensors that lie whole here. again: others that
-    # hold the same. slices: of divided tensors.
+    # A delta and its targets. into: tensors that are whole on this rank. again: other tensors with the
+    # same content. slices: of divided tensors.
     delta: Any
     into: dict[str, torch.Tensor]
     again: list[tuple[torch.Tensor, str]]
@@ -55,10 +55,10 @@ class _Ready(NamedTuple):
 
 
 class Places:
-    """Where a model's loader puts the tensors of a push.
+    """Loads pushes to the places where a model's loader puts their tensors.
 
-    load: the model's own loader; it may raise `Incomplete` when it has run. device: where
-    the parameters are. most: as for `load_copies`. group: the process group of the ranks that
+    load: the model's own loader; it may raise `Incomplete` at the end. device: where the
+    parameters are. most: as for `load_copies`. group: the process group of the ranks that
     divide tensors among them, None for one rank.
     """
 
@@ -75,14 +75,14 @@ class Places:
         self._copies: list[Copy] = []
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the model makes its own
+        return type(None), ()  # a copied model makes its own
 
     def load_whole(self, where: Any, storage_options: Mapping[str, Any] | None, log: Any) -> bool:
-        """Loads all that the model takes of a file.
+        """Loads everything that the model takes from a file.
 
-        False if that cannot be planned, with one line in the log; no parameter has changed
-        then, but small ones. Raises `Incomplete`, and what loading raises: the
-        parameters then have old values and new ones.
+        Returns False if that cannot be planned, with one log line; then no parameter has changed
+        except small ones. Raises `Incomplete`, and what loading raises: then parameters may
+        have old and new values.
         """
         with contextlib.ExitStack() as files:
             source = open_source(files, where, self._device, {"storage_options": storage_options})
@@ -97,12 +97,12 @@ class Places:
         return True
 
     def apply_delta(self, where: Any, storage_options: Any) -> None:
-        """Applies a delta to the parameters: all ranks of the group, or none.
+        """Applies a delta to the parameters on all ranks of the group, or on none.
 
-        Raises, on all ranks, DeltaBaseError if they are not its base; ValueError where the
-        loader cannot be planned; `Incomplete`; and what `overwire.open_delta` raises:
-        nothing has changed then. What `overwire.apply_delta` raises later leaves whole tensors
-        old or new, the same on all ranks.
+        Raises on all ranks: DeltaBaseError if the parameters are not its base; ValueError if the
+        loader cannot be planned; `Incomplete`; and what `overwire.open_delta` raises. Then nothing
+        has changed. Later errors of `overwire.apply_delta` leave each whole tensor old or new, the
+        same on all ranks.
         """
         from ...plumbing import apply_part
 
@@ -166,12 +166,12 @@ class Places:
                 into[copy.of.name] = whole
         if both := slices.keys() & into.keys():
             raise ValueError(
-                f"overwire: a delta cannot be applied: {min(both)} is there whole and in part: push all weights"
+                f"overwire: a delta cannot be applied: {min(both)} is both whole and divided: push all weights"
             )
         return _Ready(delta, into, again, slices)
 
     def _change_tensors(self, members: Any, ready: _Ready) -> None:
-        # Collective: of the tensors that lie whole here; on all ranks, or on none.
+        # Collective: changes the tensors that are whole on this rank, on all ranks or on none.
         from ...plumbing import apply_part
 
         names: list[str] = []
@@ -190,7 +190,7 @@ class Places:
             raise
 
     def _batch_names(self, ready: _Ready) -> list[list[str]]:
-        # Names of tensors that change and are divided, alike on all ranks.
+        # Names of changed, divided tensors, in batches that are the same on all ranks.
         batches: list[list[str]] = []
         size = 0
         for name in (name for name in sorted(ready.slices) if ready.delta.base(name) != ready.delta.new(name)):
@@ -204,7 +204,7 @@ class Places:
     def _gather_tensors(
         self, members: Any, ready: _Ready, names: list[str], everyone: list[dict[str, list[_SliceView]]]
     ) -> dict[str, torch.Tensor]:
-        # Collective: whole tensors of the slices that all ranks have.
+        # Collective: gathers whole tensors from the slices of all ranks.
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             slices = ready.slices[name]
@@ -240,13 +240,13 @@ class Places:
         with recorder:
             self._load(iter_stand_ins(recorder, source))
             recorder.load_rest()
-        if recorder.impure is None:  # else the loader has to run each time
+        if recorder.impure is None:  # otherwise the loader must run each time
             self._key, self._copies = key, [copy._replace(of=copy.of._replace(file=None)) for copy in copies]
         return copies
 
 
 class _Alone:
-    # What `Places.apply_delta` needs of a group, where there is one rank only.
+    # Replaces a group for `Places.apply_delta` if there is only one rank.
     rank = 0
 
     def gather_results(self, work: Callable[[], Any]) -> list[Any]:
@@ -260,11 +260,11 @@ class _Alone:
         raise error
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        """There is no other."""
+        """Does nothing: there is no other rank."""
 
 
 def _do_on_all_ranks(members: Any, work: Callable[[], Any]) -> None:
-    # Collective: does the work; what it raises on one rank is raised on all.
+    # Collective: runs the work. An exception on one rank is raised on all.
     error: BaseException | None = None
     try:
         work()
@@ -274,7 +274,7 @@ def _do_on_all_ranks(members: Any, work: Callable[[], Any]) -> None:
 
 
 def _whole_target(copy: Copy) -> torch.Tensor | None:
-    # Where a whole tensor lies, in its own shape.
+    # The target of a whole tensor, in the tensor's shape.
     shape = copy.of.shape
     if block_of(copy) != [(0, size) for size in shape[:1]] or copy.dtype != copy.target.dtype:
         return None

@@ -1,7 +1,7 @@
-"""vLLM's plug-in: `vllm serve MODEL --load-format overwire`, transfer of weights, sleep.
+"""Adds `--load-format overwire`, weight transfer and sleep mode to vLLM.
 
-vLLM calls `register` in each of its processes. What is added to a module of vLLM's is
-added when vLLM itself imports it, so a process that loads nothing pays for nothing.
+vLLM calls `register` in each of its processes. A module of vLLM is extended when vLLM itself
+imports it, so a process that loads nothing pays nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORKERS = "vllm.v1.worker.gpu_worker"
 _CPU_WORKERS = "vllm.v1.worker.cpu_worker"
 _STRATEGIES = "modelexpress.load_strategy"
 
-# What of a worker changes weights or their memory.
+# Worker methods that change weights or their memory.
 _CHANGES = (
     "sleep", "discard", "checkpoint_prepare", "reset_weights", "reload_weights", "start_weight_update",
     "start_draft_weight_update",
@@ -35,10 +35,10 @@ _CHANGES = (
 
 
 def register() -> None:
-    """Adds the load format, the weight transfer and the sleep back end to vLLM, and a
-    strategy to ModelExpress; as often as vLLM likes. Imports neither torch nor vLLM, and
-    starts no engine."""
-    if "overwire._core" in sys.modules:  # the engine may run, and it does not survive a fork
+    """Adds the load format, the weight transfer and the sleep back end to vLLM, and a strategy to
+    ModelExpress. May be called repeatedly. Imports neither torch nor vLLM, and does not start
+    the engine."""
+    if "overwire._core" in sys.modules:  # the engine may be running, and it does not survive a fork
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if _imports not in sys.meta_path:
         sys.meta_path.insert(0, _imports)
@@ -86,7 +86,7 @@ def _wrap_gpu_worker(workers: Any) -> None:
         if hasattr(workers.Worker, name):
             setattr(workers.Worker, name, _finish_writing_before(getattr(workers.Worker, name)))
     warm = getattr(workers.Worker, "compile_or_warm_up_model", None)
-    if warm is not None:  # else nothing says when the engine is up, and nothing is kept
+    if warm is not None:  # otherwise nothing tells when the engine is up, and nothing is kept
         workers.Worker.compile_or_warm_up_model = _write_after_warm_up(warm)
 
 
@@ -108,7 +108,7 @@ def _write_after_warm_up(warm: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finish_writing_before(change: Callable[..., Any]) -> Callable[..., Any]:
-    # What is written in the background ends before weights change; layers that are streamed do not change.
+    # Finishes background writing before weights change. Streamed layers must not change at all.
     @functools.wraps(change)
     def changed(*args: Any, **named: Any) -> Any:
         streaming = sys.modules.get(f"{__name__}.streaming")
@@ -127,7 +127,7 @@ def _add_strategy(strategies: Any) -> None:
     join(strategies)
 
 
-# Modules of vLLM's and ModelExpress's, and what is added to each when it has been imported.
+# Modules of vLLM and ModelExpress, and the function that extends each after its import.
 _ADDS: dict[str, Callable[[Any], None]] = {
     _LOADERS: _add_format,
     _TRANSFERS: _add_transfer,

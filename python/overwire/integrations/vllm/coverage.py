@@ -1,7 +1,7 @@
-"""Which parameters of a vLLM model a load has reached, shard by shard.
+"""Checks which parameters of a vLLM model a load has reached, shard by shard.
 
-vLLM takes no notice of a linear weight that no file holds, nor of a third of a fused
-one. So the loaders of parameters are watched while `load_weights` runs.
+vLLM does not notice a linear weight that is missing in all files, or a missing third of a fused
+weight. So this watches the parameters' loaders while `load_weights` runs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _EXPERT = frozenset(("w1", "w2", "w3"))
 
 
 class Coverage:
-    """While it is entered, notes what the `weight_loader` of each weight is called with.
+    """A context that notes the arguments of each weight's `weight_loader`.
 
-    Only parameters named `weight`, or `w13_weight` and `w2_weight` of fused experts, are
-    watched: biases, scales and caches may be missing by right.
+    It only watches parameters named `weight`, and `w13_weight` and `w2_weight` of fused experts:
+    biases, scales and caches may legitimately be missing.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -66,12 +66,12 @@ class Coverage:
     def missing_weights(self, loaded: set[str] | None) -> set[str]:
         """Weights that nothing was loaded into, and parts of fused ones, as `name[part]`.
 
-        loaded: names that the model says it has loaded by whatever way; None if it says
-        nothing, and weights that no loader was called for are then taken as loaded.
+        loaded: names that the model says it has loaded, in any way. None: it says nothing, and
+        weights with a loader that was never called count as loaded.
         """
         out: set[str] = set()
         experts: set[int] = set()
-        parts: dict[bool, set[str]] = {True: set(), False: set()}  # of w2, of w13
+        parts: dict[bool, set[str]] = {True: set(), False: set()}  # True: of w2, False: of w13
         for name, expert_names in self._experts.items():
             parts[name.endswith("w2_weight")] |= expert_names.keys()
             experts.update(*expert_names.values())
@@ -84,7 +84,7 @@ class Coverage:
                 for part in parts[name.endswith("w2_weight")]:
                     out.update(f"{name}[{part} of expert {number}]" for number in experts - self._experts[name][part])
             elif None in shards:
-                continue  # one tensor in the file
+                continue  # the file has it as one tensor
             elif shards & _QKV:
                 out.update(f"{name}[{part}]" for part in _QKV - shards)
             elif all(isinstance(shard, int) for shard in shards):

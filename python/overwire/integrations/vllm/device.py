@@ -1,4 +1,4 @@
-"""Where the weights of a vLLM model are to land."""
+"""Chooses the device for the weights of a vLLM model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..shared.devices import device_or_host
 
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:
-    """Where tensors are to land: where the model's parameters are, but those that are
-    offloaded; the host where the engine does not serve that device."""
+    """The device of the model's parameters, apart from offloaded ones; the host if the engine does not
+    support that device."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
     engram = getattr(config, "engram_config", None)
     if getattr(engram, "cpu_offload", False):
-        return "cpu"  # its tables can be larger than the device
+        return "cpu"  # the model's tables can be larger than the device
     if load_config.device is not None:
         configured_device = torch.device(load_config.device)
     else:
@@ -28,6 +28,6 @@ def device_of(model: torch.nn.Module, load_config: Any) -> str:
 
 
 def device_of_config(config: Any, load_config: Any) -> str:
-    """The same for a model that is still to be made."""
+    """The device for a model that is not built yet."""
     device = config.device_config.device if load_config.device is None else load_config.device
     return device_or_host(torch.device(device))

@@ -1,4 +1,4 @@
-"""What the state of a processed vLLM model depends on, as far as it is known before the model is made."""
+"""Lists what the state of a processed vLLM model depends on, as far as it is known before the model is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...plumbing import start_thread
 from ..shared.origins import digest_of_file_times
 from ..shared.prepared import Refused, fingerprint
 
-#: Code that moves weights, whatever the model.
+#: Code that moves weights in every model.
 CODE = (
     "vllm.model_executor.parameter",
     "vllm.model_executor.utils",
@@ -31,16 +31,16 @@ CODE = (
     "vllm.distributed.parallel_state",
 )
 
-#: Modules whose objects say nothing about weights beyond their class.
+#: Modules with objects that only matter to weights by their class.
 OPAQUE = ("vllm.config.", "vllm.distributed.", "vllm.transformers_utils.", "vllm.compilation.", "vllm.v1.core.")
 
-# Variables of vLLM's that differ from start to start and say nothing about weights.
+# vLLM variables that differ between starts and say nothing about weights.
 _PASSING = (
     "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "VLLM_LOGGING", "VLLM_LOG", "VLLM_PORT", "VLLM_RPC",
     "VLLM_ENGINE", "VLLM_DP_",
 )  # fmt: skip
 
-# Packages whose kernels and layouts vLLM may choose.
+# Packages that provide kernels and layouts for vLLM.
 _KERNELS = (
     "flashinfer-python", "flashinfer-cubin", "deep-gemm", "triton", "amd-aiter", "nvidia-cutlass-dsl",
     "compressed-tensors", "transformers",
@@ -64,18 +64,18 @@ _MODEL = (
     "convert_type",
 )
 
-# Places of a file of which the bytes are looked at, where nothing says its content, and how many there.
+# If nothing identifies a file's content, bytes at this many offsets are compared, this many each.
 _PLACES, _BYTES = 16, 4096
 
-# How much of a fingerprint says for which place it is.
+# How many characters of a fingerprint identify its place.
 _PLACE = 8
 
-# The largest of a model's files of settings.
+# Most bytes of a model's configuration file.
 _SETTINGS = 1 << 20
 
 
 def fingerprint_prefix(config: Any, model_config: Any, prefix: str, device: torch.device) -> str:
-    """What the fingerprint begins with: the model's path and the rank, which are known at once."""
+    """The first part of a fingerprint, for the model's path and the rank, which are known at once."""
     facts = _facts_of_place(config, model_config, prefix)
     return fingerprint(str(model_config.model), device.type, facts)[:_PLACE]
 
@@ -87,21 +87,21 @@ def _facts_of_place(config: Any, model_config: Any, prefix: str) -> list[Any]:
 
 
 def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any, device: torch.device) -> str:
-    """The fingerprint of what a rank's load leaves. Raises Refused where a load leaves no state that
-    can be kept, and what opening the model's files raises."""
+    """The fingerprint of the state after a rank's load. Raises Refused if a load leaves no state that can
+    be kept, and what opening the model's files raises."""
     parallel = config.parallel_config
     if getattr(parallel, "enable_eplb", False):
         raise Refused("experts are moved while the engine runs (EPLB)")
     experts = getattr(parallel_state, "_EP", None)
     if parallel.enable_expert_parallel and experts and experts.world_size > 1 and vllm.__version__.startswith("0.32."):
-        raise Refused("vLLM 0.32 cannot make a model whose experts are divided among ranks without memory")
+        raise Refused("vLLM 0.32 cannot build a model on the meta device if its experts are divided among ranks")
     if torch.version.hip or device.type not in ("cpu", "cuda"):
         raise Refused(f"vLLM uses {device.type}{' by ROCm' if torch.version.hip else ''}")
     if getattr(getattr(config, "engram_config", None), "cpu_offload", False) or is_offloading(config):
         raise Refused("weights are offloaded")
     import overwire
 
-    with ThreadPoolExecutor(1) as worker:  # vLLM's code is looked at while headers of weights are read
+    with ThreadPoolExecutor(1) as worker:  # inspect vLLM's code while headers of weights are read
         code = start_thread(worker.submit, digest_of_file_times, "vllm")
         weights = list(_facts_of_files(model_config, loader))
     whole = fingerprint(
@@ -129,7 +129,7 @@ def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any
 
 
 def is_offloading(config: Any) -> bool:
-    """Whether vLLM's own offloader is asked for."""
+    """Whether vLLM's own offloader is enabled."""
     offload = getattr(config, "offload_config", None)
     return bool(
         getattr(config.cache_config, "cpu_offload_gb", 0)
@@ -153,14 +153,14 @@ def _machine_facts(device: torch.device) -> list[Any]:
 
 
 def _ranks_of_groups() -> Iterator[Any]:
-    # Place and size in each group that there is.
+    # Yields rank and size in each group that exists.
     for name in ("world", "tp", "pp", "dp", "ep", "etp", "pcp", "dcp", "eplb"):
         group = getattr(parallel_state, f"_{name}".upper(), None)
         yield None if group is None else (group.rank_in_group, group.world_size)
 
 
 def _facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
-    # What tells the model's weights, and its settings, from others.
+    # Yields facts that identify the model's weights and configuration files.
     import overwire
 
     from ...plumbing import states_of
@@ -177,7 +177,7 @@ def _facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
             elif state["pin"]:
                 yield state["layout"], state["pin"]
             elif not state["modified"]:
-                raise Refused("nothing tells the files of the model from others")
+                raise Refused("nothing identifies the model's files")
             else:
                 yield state["layout"], state["size"], state["modified"]
     for path in where if isinstance(where, list) else ():
@@ -201,7 +201,7 @@ def _facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
 
 
 def _sample_digest(path: str) -> str:
-    # Of some bytes of a file.
+    # Digests sample bytes of a file.
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

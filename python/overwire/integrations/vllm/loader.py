@@ -1,11 +1,11 @@
-"""vLLM's load format `overwire`: which weights, from where, and in which memory.
+"""Implements vLLM's load format `overwire`.
 
-vLLM's own loader says which files and experts a model wants, and what it must have
-loaded; overwire reads them. Written for vLLM 0.32 and 0.33.
+vLLM's own loader says which files and experts a model wants, and what it must have loaded.
+overwire reads them. Written for vLLM 0.32 and 0.33.
 
-Three words say where weights are: a *part* is what vLLM asks for at once (its `Source`),
-its *files* are paths that hold it, and the *source* is the option, which stands for the
-files of the model that is served.
+Three words name places of weights: a *part* is what vLLM requests at once (its `Source`), its
+*files* are the paths that hold it, and the *source* is the option that replaces the files of the
+served model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .coverage import Coverage
 from .device import device_of, device_of_config
 from .methods import COPIED
 
-# vLLM configures loggers of its own name only.
+# vLLM only configures loggers with names that begin with its own.
 log = init_logger("vllm.overwire")
 
 KNOWN = ("0.32.", "0.33.")
@@ -53,12 +53,12 @@ _KEYS = {
 
 
 class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
-    """Loads plain and compressed safetensors by overwire.
+    """Loads plain and compressed safetensors through overwire.
 
-    The model's own `load_weights` runs on stand-ins first, which shows what it copies
-    where; just those bytes are then loaded, straight into the parameters. Where that
-    cannot be planned, each tensor is yielded to `load_weights` instead, in the order of
-    the files, on the model's device, and is the model's to keep.
+    The model's own `load_weights` first runs on stand-ins, which shows where it copies each
+    part. Then exactly those bytes are loaded, directly into the parameters. If that cannot be
+    planned, `load_weights` gets each tensor instead, in file order, on the model's device,
+    and the model owns it.
 
     Raises ValueError for a wrong `model_loader_extra_config`.
     """
@@ -72,23 +72,23 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         if self._streams and self._options.get("prepared"):
             raise ValueError("overwire: model_loader_extra_config: offload and prepared exclude each other")
         if not vllm.__version__.startswith(KNOWN):
-            log.warning_once("overwire was not tried with vLLM %s; it knows 0.32 and 0.33", vllm.__version__)
+            log.warning_once("overwire was not tested with vLLM %s, only with 0.32 and 0.33", vllm.__version__)
         self._reader = _Reader(load_config, self._options)
 
     def download_model(self, model_config: Any) -> None:
-        """Brings the files that the model needs to this machine; nothing for one at `source`."""
+        """Downloads the files that the model needs. Does nothing for a model at `source`."""
         if not self._reader.at_source(model_config):
             self._reader.download_model(model_config)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor of all that the model reads, secondary weights last."""
+        """Yields name and tensor of everything that the model reads, secondary weights last."""
         self._reader.note_model(model_config, model)
         weights: Iterator[tuple[str, torch.Tensor]] = self._reader.get_all_weights(model_config, model)
         return weights
 
     def load_model(self, vllm_config: Any, model_config: Any, *more: Any, **named: Any) -> torch.nn.Module:
-        """vLLM's own. While it makes the model, the files are opened and the device is made
-        ready. Its collections of garbage look at what the load has made."""
+        """Runs vLLM's own. While vLLM builds the model, the files are opened and the device is
+        prepared. Garbage collections only look at objects that the load has made."""
         self._reader.config = vllm_config
         try:
             with _only_new_garbage():
@@ -98,7 +98,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             self._reader.config = None
 
     def _load_model(self, vllm_config: Any, model_config: Any, prefix: str = "", **named: Any) -> torch.nn.Module:
-        if self._streams and model_config is vllm_config.model_config:  # a draft's layers stay on the GPU
+        if self._streams and model_config is vllm_config.model_config:  # a draft model's layers stay on the GPU
             return self._load_hosted(vllm_config, model_config, prefix, **named)
         start = None
         if option := self._options.get("prepared"):
@@ -130,8 +130,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return not self._streams and bool(self._options.get("plan", method is None or method in COPIED))
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of
-        one, that the files do not hold."""
+        """Loads the model. Raises ValueError, in vLLM's words, for a parameter, or a part of one, that
+        the files lack."""
         self._reader.note_model(model_config, model)
         is_quantised = model_config.quantization is not None
         if not self._takes_slices(model_config) or not load_by_slices(
@@ -152,7 +152,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def _load_checked(self, model: torch.nn.Module, model_config: Any, quantised: bool) -> None:
         if not self._options.get("strict", True) or quantised:
-            self._reader.load_weights(model, model_config)  # names of quantised parameters are vLLM's to know
+            self._reader.load_weights(model, model_config)  # only vLLM knows the names of quantised parameters
             return
         with Coverage(model) as coverage:
             self._reader.load_weights(model, model_config)
@@ -164,14 +164,14 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             )
 
 
-# Python 3.12 begins with some hundreds of objects that are frozen.
+# Python 3.12 starts with a few hundred frozen objects.
 _FROZEN_BY_PYTHON = 1000
 
 
 @contextlib.contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    # vLLM collects garbage twice in a load. What was there before is not the load's, and to look at it, which is all
-    # that vLLM has imported, takes longer than to load the weights. A heap that someone else has frozen stays as it is.
+    # vLLM collects garbage twice in a load. Looking at older objects, which is everything that vLLM has imported, takes
+    # longer than loading the weights, so they are frozen. A heap that someone else has frozen stays as it is.
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
@@ -182,49 +182,49 @@ def _only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-# By source: the model that this process has loaded from there first, where vLLM has no configuration.
+# By source: the first model that this process loaded from it, for calls where vLLM has no configuration.
 _first_models: dict[str, str] = {}
 
 
 def _target_path(config: Any) -> str | None:
-    """The path of the model that a configuration serves; those of its drafts may differ."""
+    """The path of the model that a configuration serves; draft models may have other paths."""
     target = getattr(getattr(config, "speculative_config", None), "target_model_config", None)
     path: str | None = getattr(target or getattr(config, "model_config", None), "model", None)
     return path
 
 
 class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
-    """vLLM's own loader with overwire in the place where it reads files."""
+    """vLLM's own loader, with overwire where it reads files."""
 
     def __init__(self, load_config: Any, chosen: dict[str, Any]) -> None:
         extra = {key: chosen[key] for key in ("enable_weights_track",) if key in chosen}
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
         self._options = chosen
-        #: Where the weights of the model that is served are, if not in its folder, and how that is reached.
+        #: The place of the served model's weights, if not in its folder, and the options to reach them.
         self.source, self.storage_options = chosen.get("source"), chosen.get("storage_options")
         self.counter_before_loading_weights: float = 0.0
         self._device = "cpu"
-        self.loaded: set[str] | None = None  # what the model says it has loaded
-        self.attempt: SliceLoad | None = None  # gives stand-ins instead of tensors
-        self._sourced_model: str | None = None  # the path of the model whose weights are at `source`
+        self.loaded: set[str] | None = None  # the names that the model says it has loaded
+        self.attempt: SliceLoad | None = None  # if set, it provides stand-ins instead of tensors
+        self._sourced_model: str | None = None  # the path of the model that has its weights at `source`
         self.config: Any = None  # vLLM's, while `load_model` runs
         self._opening: Opening | None = None
 
     @property
     def sharing_pays(self) -> bool:
-        """For `should_share_reading`: the weights that `note_model` has found go to GPUs, or lie in a store."""
+        """For `should_share_reading`: the weights of `note_model` go to GPUs, or come from a store."""
         from ...plumbing import is_remote
 
         return self._device != "cpu" or (self._sourced_model is not None and is_remote(str(self.source)))
 
     def open_ahead(self, vllm_config: Any, model_config: Any) -> None:
-        """Begins to open what the model, which is still to be made, most likely reads."""
+        """Begins to open the files that the model, which is not built yet, will most likely read."""
         device = device_of_config(vllm_config, self.load_config)
         self._opening = Opening(functools.partial(self._likely_files, model_config), device, self._options)
 
     def at_source(self, model_config: Any) -> bool:
-        """Whether the weights are at `source`: those of the model that is served, not
-        of a draft, which vLLM loads by the same options."""
+        """Whether the weights are at `source`. They are for the served model, but not for a draft model,
+        which vLLM loads with the same options."""
         from vllm.config import get_current_vllm_config_or_none
 
         if "source" not in self._options:
@@ -237,26 +237,26 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _likely_files(self, model_config: Any) -> tuple[Any, str | None] | None:
         if self.at_source(model_config):
             return self.source, None
-        if not os.path.isdir(model_config.model):  # vLLM downloads it when it is due
+        if not os.path.isdir(model_config.model):  # vLLM downloads it later
             return None
         return self.files_of(DefaultModelLoader.Source(model_config.model, model_config.revision))
 
     def close(self) -> None:
-        """Closes what was opened and is not used."""
+        """Closes files that were opened and not used."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.close()
 
     def note_model(self, model_config: Any, model: torch.nn.Module) -> None:
-        """Notes what is known before vLLM takes the parameters away, as a reload does."""
+        """Notes what must be known before vLLM removes the parameters, as a reload does."""
         self._device = device_of(model, self.load_config)
         # A reload from another path must not read the first model's source.
         is_first = model.__dict__.setdefault("_overwire_model", model_config.model) == model_config.model
         self._sourced_model = model_config.model if is_first and self.at_source(model_config) else None
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor of all that the model reads; after the last stand-in,
-        loads what was recorded."""
+        """Yields name and tensor of everything that the model reads. After the last stand-in, loads what
+        was recorded."""
         yield from super().get_all_weights(model_config, model)
         if self.attempt is not None:
             self.attempt.load_recorded()
@@ -264,7 +264,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _get_weights_iterator(self, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
             raise ValueError(
-                "overwire: torchao's safetensors are put together by vLLM alone: use --load-format safetensors"
+                "overwire: only vLLM can assemble torchao's safetensors: use --load-format safetensors"
             )
         weights = None if self.attempt is None else self.attempt.next_stand_ins()
         if weights is None:
@@ -289,7 +289,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def track_weights_loading(
         self, model: torch.nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
     ) -> None:
-        """vLLM's own check; what the model says is kept for ours."""
+        """Runs vLLM's own check, and keeps the model's list of loaded names for ours."""
         self.loaded = None if loaded_weights is None else set(loaded_weights)
         super().track_weights_loading(model, loaded_weights, *args, **more)
 
@@ -297,7 +297,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         return not should_skip_weight(name, self.local_expert_ids)
 
     def files_of(self, part: Any) -> tuple[list[str], str | None]:
-        """The files of a part in vLLM's order, and their index.json, if it counts."""
+        """The files of a part in vLLM's order, and their index.json if it applies."""
         folder, files, is_safe, index = self._prepare_weights(
             part.model_or_path,
             part.subfolder,
@@ -307,7 +307,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         )
         if not is_safe:
             names = ", ".join(map(os.path.basename, files[:3]))
-            raise ValueError(f"overwire: {folder}: no safetensors files but {names}: use --load-format auto")
+            raise ValueError(f"overwire: {folder}: it only has {names}, not safetensors files: use --load-format auto")
         if self._encoder_only_lm_prefixes is not None:
             from vllm.model_executor.model_loader.weight_utils import filter_mm_encoder_only_safetensors_files
 

@@ -1,9 +1,9 @@
-"""Models that vLLM has processed: kept after a start, and made of what was kept by the next one.
+"""Keeps models that vLLM has processed, so that the next start can make the model from them.
 
-vLLM has a contract for weights that are already processed, made for its own weight cache: the
-model is made on the meta device, gets its tensors, and each quantisation method rebuilds
-only what it holds in Python. What a model made so holds is compared with what was described when
-it was kept, attribute by attribute; unless all is the same, the model is loaded as always.
+vLLM has a contract for weights that are already processed, which it made for its own weight
+cache: the model is built on the meta device, gets its tensors, and each quantisation method only
+rebuilds its Python objects. The contents of such a model are compared, attribute by attribute,
+with the description that was kept. Unless everything is equal, the model is loaded as usual.
 Written for vLLM 0.32 and 0.33.
 """
 
@@ -34,14 +34,14 @@ from .identity import CODE, OPAQUE, fingerprint_of_load, fingerprint_prefix
 
 log = init_logger("vllm.overwire")
 
-# What is to be written when the engine is up, unless the model has gone, as after a failed start; and what writes it.
+# Models to be written when the engine is up, unless they are gone by then (a failed start), and the writing threads.
 _waiting: dict[weakref.ref[torch.nn.Module], Callable[[], None]] = {}
 _writers: list[threading.Thread] = []
 
 
 def begin_writing() -> None:
-    """Begins to write, in the background, what the loads of this process have left to be kept. To
-    be called when the engine is up."""
+    """Begins to write in the background what the loads of this process have left to be kept. Call it
+    when the engine is up."""
     works = list(_waiting.values())
     _waiting.clear()
     if works:
@@ -54,21 +54,21 @@ def begin_writing() -> None:
 
 
 def finish_writing() -> None:
-    """Waits for what `begin_writing` has begun; what it has not begun is not written. To be called before
-    weights change, or their memory goes."""
+    """Waits for the writes that `begin_writing` has begun. Others are dropped. Call it before weights change
+    or their memory is freed."""
     _waiting.clear()
     while _writers:
         if _writers[-1].ident is not None:  # it was started
-            _writers[-1].join()  # until it has ended it is one of them, also if Ctrl-C comes
+            _writers[-1].join()  # keep it in the list until it has ended, also if Ctrl-C comes
         _writers.pop()
 
 
 class PreparedStart:
-    """One start of a model by prepared state: a load of what was kept, or what it takes to keep it."""
+    """One start of a model with prepared state: loads a kept file, or collects what is to be kept."""
 
     def __init__(self, chosen: bool | str, config: Any, model_config: Any, prefix: str, loader: Any) -> None:
-        """loader: vLLM's, which knows the files. Does not raise, since other ranks wait: where
-        nothing can be kept the log says why, and what is wrong with files the load itself raises."""
+        """loader: vLLM's, which knows the files. Never raises, because other ranks wait: if nothing can
+        be kept the log says why, and the load itself raises errors of the files."""
         self._config, self._model_config, self._prefix, self._loader = config, model_config, prefix, loader
         load_config = loader.load_config
         self._device = torch.device(config.device_config.device if load_config.device is None else load_config.device)
@@ -97,7 +97,7 @@ class PreparedStart:
             raise
 
     def _begin_early(self, folder: str, likely: str) -> None:
-        # Loads the file that this place used last while its fingerprint is still made, which says whether it counts.
+        # Loads the file that was last used here while its fingerprint, which decides whether it counts, is computed.
         try:
             self._kept = prepared.find_file(folder, likely)
             if self._kept is not None:
@@ -105,12 +105,12 @@ class PreparedStart:
         except Damaged as error:
             log.info("overwire: no prepared state: %s", error)
         except Exception:
-            self._kept = None  # if the file counts, it is raised again where that is known
+            self._kept = None  # if the file counts, the error is raised again later
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _drop_kept_file(self) -> None:
-        # Of a file that does not count, and of the memory that was taken for it.
+        # Drops a file that does not count, and the memory that was taken for it.
         arriving, self._arriving, self._kept = self._arriving, None, None
         if arriving is not None:
             arriving.close()
@@ -118,8 +118,8 @@ class PreparedStart:
                 torch.cuda.empty_cache()
 
     def load_model(self) -> torch.nn.Module | None:
-        """The model, made of what was kept; None where it has to be loaded as always: on all ranks
-        that share tensors, or on none."""
+        """Returns the model, made from a kept file. None if it must be loaded as usual: on all ranks that
+        share tensors, or on none."""
         try:
             file = self._kept if _all_agree(self._kept is not None) else None
             return None if file is None else self._load_kept(file)
@@ -141,7 +141,7 @@ class PreparedStart:
                 model = None
         if model is None:
             self._reject_kept(kept, reason)
-            reason = None  # with its traceback, which holds what was made: vLLM's own load needs the memory
+            reason = None  # its traceback holds the new model: vLLM's own load needs that memory
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -161,7 +161,7 @@ class PreparedStart:
             prepared.try_remove(kept.path)
         else:
             log.info("overwire: loads as always: the prepared state %s does not fit: %s", kept.path, reason)
-            # The note would take the place of a good file.
+            # A note would replace a good file.
             if not isinstance(reason, Foreign) and not prepared.is_passing(reason) and self._folder is not None:
                 prepared.note_refusal(self._folder, self._name, f"the model does not fit: {reason}")
             self._folder = None
@@ -191,7 +191,7 @@ class PreparedStart:
         return model
 
     def note_model(self, model: torch.nn.Module) -> None:
-        """Notes what is to be kept of a model that was loaded as always, for `begin_writing`."""
+        """Notes what to keep of a model that was loaded as usual, for `begin_writing`."""
         if self._folder is None:
             return
         import overwire
@@ -200,7 +200,7 @@ class PreparedStart:
             _check_supported(model)
             tensors, record = _describe_model(model)
             digests = overwire.digest(tensors)
-        except Exception as error:  # the model is there, and may be used
+        except Exception as error:  # the model is loaded and usable
             log.info("overwire: keeps no prepared state: %s", error or type(error).__name__)
             return
         work = functools.partial(_write_prepared, self._folder, self._name, tensors, record, digests)
@@ -220,7 +220,7 @@ def _write_prepared(
 
 
 def _all_agree(mine: bool) -> bool:
-    # Collective among the ranks that load together: whether all of them say so.
+    # Collective among the ranks that load together: whether all agree.
     group = tensor_parallel_group(parallel_state, "cpu_group")
     if group is None:
         return mine
@@ -231,7 +231,7 @@ def _all_agree(mine: bool) -> bool:
 
 @contextlib.contextmanager
 def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
-    # What making a model leaves outside of it: layers by name, and modules that models share.
+    # Restores what building a model leaves outside of it: layers by name, and modules that models share.
     from vllm.model_executor.layers import rotary_embedding
 
     compilation = config.compilation_config
@@ -239,7 +239,7 @@ def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterato
     experts: list[str] = getattr(compilation, "static_all_moe_layers", [])
     ropes: dict[Any, Any] = rotary_embedding._ROPE_DICT
     before = dict(layers), list(experts), dict(ropes)
-    ropes.clear()  # those of an earlier model are not made of this one's file
+    ropes.clear()  # modules of an earlier model would not come from this file
     try:
         yield
     finally:
@@ -252,7 +252,7 @@ def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterato
 
 
 def _check_supported(model: torch.nn.Module) -> None:
-    # By the rule of vLLM's own weight cache.
+    # Applies the rule of vLLM's own weight cache.
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     for name in ("secondary_weights", "allow_patterns_overrides"):
@@ -265,7 +265,7 @@ def _check_supported(model: torch.nn.Module) -> None:
 
 
 def _describe_model(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    # Tensors to be stored, and the record of the model.
+    # Returns the tensors to store, and the record of the model.
     tensors, rows, names = take_tensors(model)
     modules = Describer(model, tensors, "vllm", OPAQUE).describe_modules()
     return tensors, {
@@ -274,12 +274,12 @@ def _describe_model(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], di
 
 
 def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
-    # Whether a model is as its record says; flags and numbers that only `load_weights` sets are set.
+    # Compares a model with its record, and sets flags and numbers that only `load_weights` sets.
     tensors, rows, names = take_tensors(model)
     for current, was in ((names, record["names"]), (rows, record["tensors"])):
         if current != was:
             name = next(name for name in [*current, *was] if current.get(name) != was.get(name))
-            raise Refused(f"{name} is {current.get(name)}, and was {was.get(name)}")
+            raise Refused(f"{name} is {current.get(name)}, but was {was.get(name)}")
     modules = dict(model.named_modules())
     if absent := record["modules"].keys() - modules.keys():
         raise Refused(f"it has no module {min(absent)}")
@@ -289,17 +289,17 @@ def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
             continue
         for name in entry.keys() | was.keys():
             if entry.get(name) != was.get(name) and not _set_attribute(modules[path], name, was.get(name)):
-                raise Refused(f"{path}.{name} is {entry.get(name)}, and was {was.get(name)}")
+                raise Refused(f"{path}.{name} is {entry.get(name)}, but was {was.get(name)}")
     if digest_of_code(model, "vllm", CODE) != record["origins"]:
         raise Foreign("vLLM's code, or what was put in its place, has changed")
 
 
 def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool:
-    # Whether an attribute is now the plain value that the text is of.
+    # Sets an attribute to the plain value that a text describes. Returns False if it cannot.
     if text is None or not name or "." in name or isinstance(module.__dict__.get(name), torch.Tensor):
         return False
     if name not in vars(module) and not is_plain(getattr(type(module), name, None)):
-        return False  # it would take the place of a method
+        return False  # it would replace a method
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -311,7 +311,7 @@ def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool
 
 
 def _set_restore_device(model: torch.nn.Module, device: torch.device) -> None:
-    # vLLM notes the device on which a model was made, for reloads.
+    # vLLM notes the device on which a model was built, for reloads.
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
     with device:

@@ -1,10 +1,10 @@
-"""vLLM's sleep mode by overwire: `--enable-sleep-mode --sleep-mode-backend overwire`.
+"""Implements vLLM's sleep mode: `--enable-sleep-mode --sleep-mode-backend overwire`.
 
-vLLM's own back end copies the memory of weights to pinned memory that it makes anew for
-each sleep. Here the GPU encodes it first, and the pinned memory is kept. All else is
-vLLM's: addresses stay, so that captured graphs, communicators and compiled code do, and
-the KV cache is released as always. That memory is made ready in the background once a
-worker has loaded its model. Written for vLLM 0.32 and 0.33.
+vLLM's own back end copies the weights to pinned memory that it allocates for each sleep. Here the
+GPU encodes them first, and the pinned memory is kept. Everything else is vLLM's: addresses stay
+the same, so captured graphs, communicators and compiled code stay valid, and the KV cache is
+released as always. The pinned memory is prepared in the background once a worker has loaded its
+model. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ log = init_logger("vllm.overwire")
 
 _TAG = "weights"
 
-# Words of an allocation that are looked at.
+# How many words of an allocation are sampled.
 _SAMPLE = 4096
 
-# By the engine's number of the transform that makes a sample smallest (docs/format.md 3.1).
+# Maps the engine's transform that makes a sample smallest to a dtype (docs/format.md 3.1).
 _DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
 
 
 class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
-    """Level 1 keeps the weights compressed in pinned memory; other levels, and `discard`, are vLLM's own."""
+    """Level 1 keeps the weights compressed in pinned memory. Other levels, and `discard`, are vLLM's own."""
 
     def __init__(self) -> None:
         super().__init__()
         self._asleep: Any = None
-        self._memory: Any = None  # that is being made ready
-        self._dtypes: dict[int, torch.dtype] = {}  # by address, which allocations keep
+        self._memory: Any = None  # memory that is being prepared
+        self._dtypes: dict[int, torch.dtype] = {}  # by address, which does not change
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """Kernels that were compiled stay loaded."""
+        """Compiled kernels stay loaded."""
         return True
 
     def suspend(self, level: int = 1) -> None:
-        """Frees the GPU's memory. Raises what `overwire.sleep` raises: all is awake then."""
+        """Frees the GPU's memory. Raises what `overwire.sleep` raises; then everything is awake."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         allocator = get_mem_allocator_instance()
         if level == 1:
             self._put_to_sleep(allocator)
-        super().suspend(level if level != 1 else 2)  # 2: what is left of the weights is none
+        super().suspend(level if level != 1 else 2)  # 2: the weights are already saved
 
     def _put_to_sleep(self, allocator: Any) -> None:
         from vllm.device_allocator.cumem import unmap_and_release
@@ -61,7 +61,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         if not blocks:
             return
         if self._asleep is not None:
-            raise RuntimeError("overwire: sleep: some weights sleep, and others are awake: wake them first")
+            raise RuntimeError("overwire: sleep: some weights are asleep and others awake: wake them first")
         tensors = self._tensors_of_blocks(blocks)
         self._asleep = overwire.sleep(tensors, release=False)
         del tensors
@@ -74,8 +74,8 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         log.info("overwire: %.2f GiB of weights sleep in %.2f GiB of host memory", size / 2**30, stored_size / 2**30)
 
     def prepare(self) -> None:
-        """Begins to make the host memory of the first sleep ready. What fails is logged:
-        the sleep itself will say it, or do without."""
+        """Begins to prepare the host memory for the first sleep. Failures are logged: the sleep itself
+        reports them, or works without."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         import overwire
@@ -99,8 +99,8 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         return tensors
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Maps the memory again, and decodes the weights in their places. After an error it
-        can be called again."""
+        """Maps the memory again and decodes the weights into it. After an error it can be called
+        again."""
         super().resume(tags)
         if self._asleep is not None and (tags is None or _TAG in tags):
             self._state = "RESUMING"
@@ -110,14 +110,14 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
 
 
 def memory_of(ptr: int, size: int, device: int) -> torch.Tensor:
-    """An allocation as bytes, without a copy."""
+    """An allocation as a tensor of bytes, without a copy."""
     interface = {"shape": (size,), "typestr": "|u1", "data": (ptr, False), "version": 3, "strides": None}
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=f"cuda:{device}")
 
 
 def _dtype_for(memory: torch.Tensor) -> torch.dtype:
-    """As which dtype an allocation is best compressed. It is right for any bytes: only
-    how small they become depends on it."""
+    """The dtype as which an allocation compresses best. Any dtype is correct; it only affects the
+    size."""
     from ... import gpu
 
     usable = memory[: memory.numel() // 4 * 4]

@@ -1,7 +1,7 @@
-"""Whether the parameters of a vLLM model hold a checkpoint's bytes as they are.
+"""Checks whether the parameters of a vLLM model hold a checkpoint's bytes unchanged.
 
-After loading, vLLM may repack, swap, pad or derive weights for its kernels. Bytes may be
-written straight into the parameters only where it has done nothing of that.
+After loading, vLLM may repack, swap, pad or derive weights for its kernels. Only if it has done
+none of that may bytes be written directly into the parameters.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-# Classes, by name, whose `process_weights_after_loading` leaves the bytes where they are, if
-# the parameters also look as they did when they were made.
+# Names of classes with a `process_weights_after_loading` that leaves the bytes in place, if the parameters
+# also look as they did when they were created.
 _METHODS = frozenset(("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"))
 _EXPERTS = "UnquantizedFusedMoEMethod"
 _BACKENDS = frozenset(("TRITON", "BATCHED_TRITON"))
@@ -19,7 +19,7 @@ _ATTENTION = frozenset(("Attention", "MMEncoderAttention"))
 
 
 def obstacle_of(model: torch.nn.Module, model_config: Any) -> str | None:
-    """Why bytes may not be written straight into the parameters; None if they may."""
+    """Why bytes may not be written directly into the parameters; None if they may."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
@@ -42,7 +42,7 @@ def obstacle_of(model: torch.nn.Module, model_config: Any) -> str | None:
             return f"{path}: {type(module).__name__} derives weights"
         info = LAYERWISE_INFO.get(module)
         if info is None:
-            return f"{path}: vLLM has not noted how it was made"
+            return f"{path}: vLLM has not noted how it was created"
         for name, member in info.restore_metadata[0].items():
             param = getattr(module, name, None)
             if param is None or (param.dtype, param.shape, param.stride()) != (
@@ -50,5 +50,5 @@ def obstacle_of(model: torch.nn.Module, model_config: Any) -> str | None:
                 member.shape,
                 member.stride(),
             ):
-                return f"{path}.{name}: it is not as it was made"
+                return f"{path}.{name}: it differs from how it was created"
     return None

@@ -1,8 +1,8 @@
-"""`{"offload": "8GB"}`: layers of a model that vLLM runs eagerly lie compressed on the host, and come while they run.
+"""Implements `{"offload": "8GB"}`: layers of an eager model stay compressed on the host and are streamed.
 
-vLLM gives its offloader each layer as soon as it is made, before weights are loaded into it.
-`HostedLayers` takes them to the host, so that the model is made on a GPU that it does not fit
-on; once vLLM has loaded and processed all weights, `stream_layers` lets overwire.offload's ring bring them.
+vLLM passes each layer to its offloader as soon as it is created, before weights are loaded into it.
+`HostedLayers` moves it to the host, so that a model can be built that does not fit on the GPU. After
+vLLM has loaded and processed all weights, `stream_layers` streams the layers with overwire.offload's ring.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from vllm.model_executor.offloader.base import NoopOffloader
 
 from .identity import is_offloading
 
-# What streams the layers of this process's models.
+# The objects that stream the layers of this process's models.
 _streams: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
-    """Lets the layers of a model for `device` lie on the host while its weights are loaded."""
+    """Keeps the layers of a model for `device` on the host while its weights are loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._names: dict[torch.nn.Module, set[str]] = {}  # by layer: its parameters that were on the device
 
     def wrap_modules(self, modules_generator: Iterable[torch.nn.Module], prefix: str = "") -> list[torch.nn.Module]:
-        """The layers, one made after the other: the weights of each leave the device before the next one is made."""
+        """Returns the layers as vLLM creates them. Each layer's weights leave the device before the next is created."""
         layers = []
         for layer in modules_generator:
             parameters = {name: one for name, one in layer.named_parameters() if one.device.type == self._device.type}
@@ -41,8 +41,8 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
         return layers
 
     def stream_layers(self, model: torch.nn.Module, keep: int) -> None:
-        """Compresses the layers of a model whose weights are loaded, up to `keep` bytes of them
-        excepted, which go to the device. They are streamed as long as the model lives.
+        """Compresses the layers of a model after its weights are loaded. Up to `keep` bytes of layers go to
+        the device instead. The layers are streamed as long as the model lives.
 
         Raises ValueError for a model without layers, and what `overwire.offload` raises.
         """
@@ -57,7 +57,7 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
             parameter
             for layer, names in layers.items()
             for name, parameter in layer.named_parameters()
-            if name in names  # what vLLM itself has put on the host stays there
+            if name in names  # parameters that vLLM itself has put on the host stay there
         ]
         handle = stream_blocks(model, self._device, layers, parameters, keep)
         model.__dict__["_overwire_offloaded"] = handle
@@ -66,7 +66,7 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
 
 @contextmanager
 def hosted_layers(device: torch.device) -> Iterator[HostedLayers]:
-    """Makes `HostedLayers` vLLM's offloader for the models that are made meanwhile."""
+    """A context in which `HostedLayers` is vLLM's offloader for the models that are built."""
     layers, before = HostedLayers(device), get_offloader()
     set_offloader(layers)
     try:
@@ -76,20 +76,20 @@ def hosted_layers(device: torch.device) -> Iterator[HostedLayers]:
 
 
 def refuse_config(config: Any, model_config: Any) -> None:
-    """Raises ValueError for a configuration of vLLM's under which layers cannot be streamed."""
+    """Raises ValueError for a vLLM configuration with which layers cannot be streamed."""
     compilation, parallel = config.compilation_config, config.parallel_config
     reasons = {
         "graphs and compiled models keep the addresses of weights: add --enforce-eager": bool(
             not model_config.enforce_eager or compilation.mode or getattr(compilation.cudagraph_mode, "value", 0)
         ),
-        "it needs one of NVIDIA's GPUs, or the CPU": bool(torch.version.hip)
+        "it needs an NVIDIA GPU or the CPU": bool(torch.version.hip)
         or config.device_config.device_type not in ("cpu", "cuda"),
-        f"weights of {model_config.quantization} are held by its kernels, too": model_config.quantization is not None,
+        f"the kernels of {model_config.quantization} also hold its weights": model_config.quantization is not None,
         "sleep frees memory that the ring writes: leave out --enable-sleep-mode": model_config.enable_sleep_mode,
         "experts are moved while the engine runs: leave out --enable-eplb": parallel.enable_eplb,
-        "two batches at a time wait for one another's layers: leave out --enable-dbo": parallel.use_ubatching,
-        "LoRA puts other layers in the place of the model's": config.lora_config is not None,
-        "vLLM has an offloader of its own: leave out --cpu-offload-gb and --offload-group-size": is_offloading(config)
+        "two batches at a time would wait for each other's layers: leave out --enable-dbo": parallel.use_ubatching,
+        "LoRA replaces the model's layers": config.lora_config is not None,
+        "vLLM's own offloader is enabled: leave out --cpu-offload-gb and --offload-group-size": is_offloading(config)
         or not isinstance(get_offloader(), NoopOffloader),
     }
     for reason, applies in reasons.items():
@@ -98,6 +98,6 @@ def refuse_config(config: Any, model_config: Any) -> None:
 
 
 def refuse_changes(what: str) -> None:
-    """Raises ValueError where layers are streamed, whose weights nothing may change or read meanwhile."""
+    """Raises ValueError if layers are streamed: nothing may change or read their weights."""
     if any(handle.blocks for handle in _streams):
-        raise ValueError(f"overwire: {what}: layers of the model lie compressed on the host: start it without offload")
+        raise ValueError(f"overwire: {what}: layers of the model are compressed on the host: start without offload")

@@ -1,9 +1,9 @@
-"""vLLM's weight transfer by overwire: the engine in its workers, and the trainer's twin.
+"""Implements vLLM's weight transfer: the engine in vLLM's workers, and the trainer's side.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "overwire"}'
 
-The trainer writes a push to a folder or a store, or sends it over a process group; each
-worker loads what it needs of it, straight into its parameters. Written for vLLM 0.32.
+The trainer writes a push to a folder or a store, or sends it over a process group. Each worker
+loads the part that it needs, directly into its parameters. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ BACKEND = "overwire"
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
-    """What the trainer tells a worker once: how pushes are reached, and by what.
+    """The trainer's one-time message to a worker: how to reach pushes.
 
-    master_address, master_port, world_size, rank_offset: of the process group that carries
-    pushes; none of them where a folder or a store does. deltas: whether the trainer will push
-    any. The others: see docs/live-updates.md.
+    master_address, master_port, world_size, rank_offset: of the process group that carries pushes;
+    none of them for a folder or a store. deltas: whether the trainer will push deltas. The
+    others: see docs/live-updates.md.
     """
 
     storage_options: dict[str, Any] | None = None
@@ -63,7 +63,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
 
 @dataclass(kw_only=True)
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
-    """One push: the info that a `Publisher` gives."""
+    """One push: the info from a `Publisher`."""
 
     kind: str
     number: int
@@ -72,11 +72,11 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
 
 
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
-    """Takes pushes into the parameters of one worker.
+    """Loads pushes into the parameters of one worker.
 
-    Parameters that hold the checkpoint's bytes are written to where they are: only the
-    slices of this rank are decoded, nothing is built beside. A model that vLLM has changed
-    after loading it, as quantized ones, is loaded anew layer by layer, vLLM's way.
+    If parameters hold the checkpoint's bytes, they are overwritten in place: only this rank's slices
+    are decoded, without extra memory. A model that vLLM has changed after loading, such as a
+    quantized one, is loaded again layer by layer, in vLLM's way.
     """
 
     init_info_cls = InitInfo
@@ -86,13 +86,13 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         super().__init__(*arguments, **more)
         self._info: Any = InitInfo()
         self._group: Group | None = None
-        self._places: dict[int, Places] = {}  # by the id of a model, which the engine's worker keeps
+        self._places: dict[int, Places] = {}  # by the id of a model, which the engine's worker keeps alive
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Notes how pushes are reached; with a group, joins it.
+        """Notes how to reach pushes. With a group, joins it.
 
-        Raises ValueError if the trainer will push deltas and this model takes none: before
-        the first step, and not at the second push."""
+        Raises ValueError if the trainer will push deltas and this model cannot take them: before the
+        first step, instead of at the second push."""
         from ...plumbing import parse_size
 
         self.shutdown()
@@ -108,7 +108,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             try:
                 self._require_delta_support()
             except ValueError:
-                self.shutdown()  # the trainer waited for this rank, and hears of it now
+                self.shutdown()  # the trainer is waiting for this rank, and learns of the failure
                 raise
 
     def _require_delta_support(self) -> None:
@@ -118,29 +118,29 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             )
 
     def start_weight_update(self) -> None:
-        """Nothing: each push is a whole update."""
+        """Does nothing: each push is a complete update."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: what was pushed is in use when `update_weights` returns."""
+        """Does nothing: a push is in use when `update_weights` returns."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Takes a push."""
-        if self.device.type == "cpu":  # nothing to synchronize, which vLLM's own would try
+        """Loads a push."""
+        if self.device.type == "cpu":  # vLLM's own would try to synchronize a GPU
             self.receive_weights(self.parse_update_info(update_info))
         else:
             super().update_weights(update_info)
 
     @torch.no_grad()
     def receive_weights(self, update_info: Any) -> None:
-        """Takes a push.
+        """Loads a push.
 
-        Raises `Incomplete`, a ValueError, if it lacks a weight, and DeltaBaseError for a
-        delta of other weights: nothing has changed then. After any other error the model
-        may have old weights and new ones: push all of it again.
+        Raises `Incomplete`, a ValueError, if it lacks a weight, and DeltaBaseError for a delta of other
+        weights; then nothing has changed. After any other error the model may have old and new
+        weights: push all of it again.
         """
         if reason := reason_against(update_info.kind, update_info.path):
             if self._group is not None:
-                self._group.refuse_push(update_info.number, reason)  # others would wait for this rank
+                self._group.refuse_push(update_info.number, reason)  # otherwise others would wait for this rank
             raise ValueError(f"overwire: update_info: {reason}")
         with self._receive_file(update_info) as where:
             if update_info.kind == "whole":
@@ -155,7 +155,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             yield info.path
         elif self._group is None:
             raise ValueError(
-                "overwire: update_info has no path, and no group was joined: init_weight_transfer_engine comes first"
+                "overwire: update_info has no path, and no group was joined: call init_weight_transfer_engine first"
             )
         else:
             with self._group.received(info.size, info.number) as where:
@@ -182,7 +182,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         return self._places[id(model)]
 
     def _load_weights(self, tensors: Any) -> None:
-        # Runs on stand-ins: what is missing shows before anything is changed.
+        # Runs on stand-ins: a missing weight shows before anything is changed.
         with Coverage(self.model) as coverage:
             names = self.model.load_weights(tensors)
         missing = coverage.missing_weights(None if names is None else set(names)) if self._info.strict else ()
@@ -215,14 +215,14 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
 
 @dataclass
 class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
-    """The trainer's side; `rank` is this process's, and rank 0 pushes.
+    """Configures the trainer's side. `rank` is this process's rank; rank 0 pushes.
 
-    where: a folder or URI that workers reach by the same name. Or master_address,
-    master_port and world_size (workers and one trainer): a process group carries pushes.
-    deltas: keeps a copy of what was pushed, and pushes what changed since.
-    dtype: casts floating tensors first ("bfloat16"), to what the workers hold.
-    host: takes each tensor to the host as it comes, where no GPU holds all of them.
-    storage_options: of the trainer; workers get worker_options, None: the same.
+    where: a folder or URI that workers reach under the same name. Or master_address, master_port and
+    world_size (workers and one trainer): a process group carries pushes.
+    deltas: keeps a copy of what was pushed, and pushes what has changed since.
+    dtype: casts floating tensors first ("bfloat16"), to the workers' dtype.
+    host: moves each tensor to the host as it comes, if no GPU can hold all of them.
+    storage_options: for the trainer; workers use worker_options, None: the same.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -248,7 +248,7 @@ class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
 
 
 class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-ignore]
-    """Pushes what a `WeightSource` yields, or what changed of it, one push a call."""
+    """Pushes what a `WeightSource` yields, or what has changed of it, one push per call."""
 
     init_info_cls = TrainerInit
 
@@ -259,9 +259,9 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
 
     @classmethod
     def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> TrainerEngine:
-        """Tells the workers, and meets them in the group if there is one."""
+        """Configures the workers, and meets them in the group if there is one."""
         if source is None:
-            raise ValueError("overwire: trainer_init: needs a WeightSource")
+            raise ValueError("overwire: trainer_init: it needs a WeightSource; pass source=")
         engine = cls(init_info, client=client, source=source)
         if engine.is_sender:
             engine._meet_engines()
@@ -280,7 +280,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
         group = None
         if info.master_address is not None and info.master_port is not None and info.world_size is not None:
             facts.update(master_address=info.master_address, master_port=info.master_port, world_size=info.world_size)
-            with ThreadPoolExecutor(1) as side:  # workers wait for the group within the call
+            with ThreadPoolExecutor(1) as side:  # workers wait for the group inside their call
                 future = start_thread(side.submit, self.client.init_weight_transfer_engine, facts)
                 try:
                     group = Group(
@@ -297,11 +297,11 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
 
     @torch.no_grad()
     def send_weights(self, *, whole: bool = False) -> None:
-        """Pushes the source, and returns when all workers have it. To be called on every
-        rank of the trainer. whole: no delta, as for a worker that has just started."""
+        """Pushes the source, and returns when all workers have it. Call it on every rank of the trainer.
+        whole: not a delta, for instance for a worker that has just started."""
         if not self.is_sender:
             for _ in self.source:
-                pass  # takes part in what puts a tensor together
+                pass  # this rank only takes part in assembling tensors
             return
         if self._publisher is None:
             raise RuntimeError("overwire: send_weights: after shutdown")
@@ -319,7 +319,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
                     raise
                 future.result()
             finally:
-                side.shutdown(wait=False)  # a worker that failed may never answer
+                side.shutdown(wait=False)  # a failed worker may never answer
             self.client.finish_weight_update()
 
     def _convert_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -327,13 +327,13 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
         return tensor.detach().to(device="cpu" if self._info.host else None, dtype=dtype)
 
     def shutdown(self) -> None:
-        """Leaves the group; the workers' vLLM goes on."""
+        """Leaves the group. The workers' vLLM keeps running."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
 
 
-# vLLM looks for plug-ins in its own processes only: the import of this module registers
-# the twin in a trainer.
+# vLLM only looks for plug-ins in its own processes. In a trainer, importing this module registers
+# the trainer's side.
 if BACKEND not in WeightTransferTrainerFactory._registry:
     WeightTransferTrainerFactory.register_engine(BACKEND, TrainerEngine)

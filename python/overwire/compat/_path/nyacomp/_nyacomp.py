@@ -1,4 +1,4 @@
-"""The name of nyacomp's extension, on PYTHONPATH."""
+"""Replaces nyacomp's extension when its folder is on PYTHONPATH."""
 
 import overwire.compat
 

@@ -1,4 +1,4 @@
-"""Copiers bring one file's tensors to a device; plug-ins register their own."""
+"""Copies one file's tensors to a device. Plug-ins can register their own copiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a copier is, and the one that loads by overwire's engine."""
+"""Defines the interface of copiers, and the copier that loads with overwire's engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from overwire import stream as stream_tensors  # imported with this, and not by the first call
+from overwire import stream as stream_tensors  # import it now, not at the first call
 from overwire.plumbing import new_lock
 
 from .. import cpp
@@ -18,17 +18,17 @@ from ..st_types import Device, DType, converts
 
 def _whole_number(value: Any, what: str) -> int:
     if isinstance(value, bool):
-        raise ValueError(f"{what}: {value!r} is no number")
+        raise ValueError(f"{what}: {value!r} is not a number")
     try:
         return operator.index(value)
     except TypeError:
-        raise ValueError(f"{what}: {value!r} is no whole number") from None
+        raise ValueError(f"{what}: {value!r} is not a whole number") from None
 
 
 def validated_byte_ranges(
     metadata: SafeTensorsMetadata, byte_ranges: list[tuple[int, int]] | None
 ) -> list[tuple[int, int]] | None:
-    """The ranges [begin, end) of a file, copied; None, the whole file, as it is.
+    """Checks and copies the ranges [begin, end) of a file; None (the whole file) stays None.
     ValueError unless they are in the file's data, in order, disjoint and not empty."""
     if byte_ranges is None:
         return None
@@ -40,7 +40,7 @@ def validated_byte_ranges(
         try:
             begin, end = pair
         except (TypeError, ValueError):
-            raise ValueError(f"{what}: {pair!r} is no (begin, end)") from None
+            raise ValueError(f"{what}: {pair!r} is not a pair (begin, end)") from None
         begin, end = _whole_number(begin, what), _whole_number(end, what)
         if not position <= begin < end <= limit:
             raise ValueError(
@@ -53,96 +53,96 @@ def validated_byte_ranges(
 
 
 def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocation_size: int | None) -> int | None:
-    """The size as an int. ValueError if it is less than the span of all ranges."""
+    """Returns the size as an int. ValueError if it is less than the span of all ranges."""
     if allocation_size is None:
         return None
     size = _whole_number(allocation_size, "allocation_size")
     span = max(end for _, end in byte_ranges) - min(begin for begin, _ in byte_ranges) if byte_ranges else 1
     if size < span or size < 1:
-        raise ValueError(f"allocation_size {size}: the ranges span {span} bytes")
+        raise ValueError(f"allocation_size {size}: expected at least {span}, the span of the ranges")
     return size
 
 
 class CopierInterface(ABC):
-    """Brings one file's tensors to a device: `submit_io`, then `wait_io`.
+    """Copies one file's tensors to a device: `submit_io`, then `wait_io`.
 
-    A copier that can return tensors before all have arrived says so by
-    `enable_tensor_readiness`: then `prepare_tensors` is called in place of
-    `wait_io`, `wait_tensor` before a tensor is used, and `finish_io` at the end.
+    If a copier can return tensors before all have arrived, `enable_tensor_readiness` returns True.
+    Then `prepare_tensors` is called instead of `wait_io`, `wait_tensor` before a tensor is used,
+    and `finish_io` at the end.
     """
 
     metadata: SafeTensorsMetadata
 
     def enable_tensor_readiness(self) -> bool:
-        """Called before `submit_io`: whether tensors can be waited for one by one."""
+        """Called before `submit_io`. Returns whether tensors can be waited for one by one."""
         return False
 
     def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
-        """The file's tensors by name, whether their bytes are there or not."""
-        raise NotImplementedError(f"{type(self).__name__} returns no tensors before all have arrived")
+        """The file's tensors by name, whether or not their bytes have arrived."""
+        raise NotImplementedError(f"{type(self).__name__} only returns tensors after all have arrived")
 
     def wait_tensor(self, name: str) -> None:  # noqa: B027
-        """Waits for the bytes of a tensor of `prepare_tensors`. Raises what reading raised."""
+        """Waits for the bytes of a tensor from `prepare_tensors`. Raises what reading raised."""
 
     def finish_io(self) -> None:  # noqa: B027
-        """Waits for everything that was submitted; the buffer may then be freed."""
+        """Waits for all submitted reads; after that the buffer may be freed."""
 
     def set_byte_ranges(self, byte_ranges: list[tuple[int, int]] | None) -> None:
-        """Called before `submit_io`: only these [begin, end) of the file are wanted.
-        A copier may read more."""
+        """Called before `submit_io`: only these [begin, end) of the file are needed. A copier may
+        read more."""
         validated_byte_ranges(self.metadata, byte_ranges)
 
     def set_chunk(
         self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None
     ) -> None:
-        """Called before `submit_io`: only these tensors, in a buffer of no more than
-        their ranges span, or of allocation_size bytes. NotImplementedError
-        otherwise: the caller has promised to hold no more."""
+        """Called before `submit_io`: load only these tensors, into a buffer of at most the span of
+        their ranges, or of allocation_size bytes. A copier that cannot raises
+        NotImplementedError, because the caller has promised to hold no more."""
         raise NotImplementedError(
-            f"{type(self).__name__} loads whole files: it has no set_chunk, which max_batch_bytes and "
-            f"device_memory_budget need"
+            f"{type(self).__name__} only loads whole files: max_batch_bytes and device_memory_budget need a copier "
+            f"with set_chunk"
         )
 
     @classmethod
     def chunk_transient_multiplier(cls, paths: list[str]) -> int:
-        """How many bytes of the device a byte of a chunk takes while it loads."""
-        raise NotImplementedError(f"{cls.__name__} has no chunk_transient_multiplier, which device_memory_budget needs")
+        """How many device bytes each byte of a chunk takes while it loads."""
+        raise NotImplementedError(f"{cls.__name__} lacks chunk_transient_multiplier, which device_memory_budget needs")
 
     @classmethod
     def chunk_device_overhead(cls, paths: list[str]) -> int:
-        """Bytes of the device that a chunk takes beside that."""
+        """Further device bytes that each chunk takes."""
         return 0
 
     @classmethod
     def fixed_device_overhead(cls, paths: list[str]) -> int:
-        """Bytes of the device that it takes whatever the chunks."""
-        raise NotImplementedError(f"{cls.__name__} has no fixed_device_overhead, which device_memory_budget needs")
+        """Device bytes that the copier takes regardless of the chunks."""
+        raise NotImplementedError(f"{cls.__name__} lacks fixed_device_overhead, which device_memory_budget needs")
 
     @abstractmethod
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> cpp.gds_device_buffer:
-        """Starts. Returns what is counted until it is freed by the framework."""
+        """Starts reading. Returns the buffer, which is counted until the framework frees it."""
 
     @abstractmethod
     def wait_io(
         self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
     ) -> Mapping[str, TensorBase]:
-        """Waits; the file's tensors by name. Raises what reading raised. owner: the
-        SharedDeviceAllocation of gbuf, for `metadata.get_tensors`; a copier that
-        does not name it is not given it."""
+        """Waits and returns the file's tensors by name. Raises what reading raised. owner: the
+        SharedDeviceAllocation of gbuf, for `metadata.get_tensors`. A copier without this parameter
+        does not get it."""
 
 
 CopierConstructFunc = Callable[[SafeTensorsMetadata, Device, FrameworkOpBase], CopierInterface]
 
 
 class DummyDeviceBuffer(cpp.gds_device_buffer):
-    """A buffer of nothing, for copiers that need none."""
+    """An empty buffer, for copiers that need none."""
 
     def __init__(self) -> None:
         super().__init__(0, 0, False)
 
 
 class _Arriving(Mapping[str, TensorBase]):
-    # Tensors by name; one that has not arrived is waited for.
+    # Tensors by name. Looking up a tensor waits until it has arrived.
 
     def __init__(self, names: list[str], copier: EngineCopier) -> None:
         self._names, self._copier = dict.fromkeys(names), copier
@@ -164,11 +164,11 @@ class _Arriving(Mapping[str, TensorBase]):
 
 
 class EngineCopier(CopierInterface):
-    """Loads by overwire: plain or compressed files, straight to the device.
+    """Loads plain or compressed files through overwire, directly to the device.
 
-    names: only these tensors; None: all; set before `submit_io`. read: as for
-    `overwire.load_file`. dtype: what `wait_io` will be asked for, as far as it is known: floats become
-    that as they land. found: what has arrived. Threads may wait at the same time.
+    names: only these tensors, None for all; set it before `submit_io`. read: as for
+    `overwire.load_file`. dtype: the expected dtype of `wait_io`, if it is known: floats are converted
+    to it on arrival. found: what has arrived. Threads may wait at the same time.
     """
 
     read: Any = None
@@ -184,7 +184,7 @@ class EngineCopier(CopierInterface):
         self._lock = new_lock()
 
     def set_o_direct(self, enable: bool) -> None:
-        """Nothing: the engine chooses."""
+        """Does nothing: the engine chooses."""
 
     def enable_tensor_readiness(self) -> bool:
         return True
@@ -197,7 +197,7 @@ class EngineCopier(CopierInterface):
     def set_chunk(
         self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None
     ) -> None:
-        """Each tensor has its own memory, of its size: allocation_size is only checked."""
+        """Each tensor has its own memory of its size, so allocation_size is only checked."""
         ranges = validated_byte_ranges(self.metadata, byte_ranges) or []
         validated_chunk_allocation_size(ranges, allocation_size)
         if missing := set(names) - set(self._names_within(ranges)):
@@ -205,7 +205,7 @@ class EngineCopier(CopierInterface):
         self.names = [name for name in self.metadata.tensors if name in names]
 
     def _names_within(self, ranges: list[tuple[int, int]]) -> list[str]:
-        # Both are in the order of the file.
+        # Tensors and ranges are both in file order.
         inside, at = [], 0
         for name, frame in self.metadata.tensors.items():
             begin, end = (self.metadata.header_length + offset for offset in frame.data_offsets)
@@ -236,7 +236,7 @@ class EngineCopier(CopierInterface):
             self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names, read=self.read,
             dtype=self.dtype.value if torch and self.dtype is not DType.AUTO else None,
         )  # fmt: skip
-        # Represents the tensors, each of which has its own memory.
+        # Represents the tensors, which each have their own memory.
         self._gbuf = self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
         return self._gbuf
 
@@ -244,7 +244,7 @@ class EngineCopier(CopierInterface):
         return list(self.metadata.tensors) if self.names is None else self.names
 
     def _advance(self, until: str | None) -> None:
-        # Takes over what arrives, until a tensor or to the end.
+        # Takes arriving tensors, until a given one or to the end.
         while until is None or until not in self.found:
             with self._lock:
                 if self._error is not None:
@@ -269,7 +269,7 @@ class EngineCopier(CopierInterface):
                 self.found[name] = result
 
     def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
-        """A mapping: looking a tensor up waits for it."""
+        """Returns a mapping. Looking up a tensor waits for it."""
         return _Arriving(self._wanted_names(), self)
 
     def wait_tensor(self, name: str) -> None:
@@ -289,7 +289,7 @@ class EngineCopier(CopierInterface):
     def wait_io(
         self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
     ) -> Mapping[str, TensorBase]:
-        assert self._gbuf is not None, "wait_io comes after submit_io"
+        assert self._gbuf is not None, "call submit_io before wait_io"
         self._advance(None)
         tensors, self.found, self._gbuf = self.found, {}, None
         for name, tensor in tensors.items():

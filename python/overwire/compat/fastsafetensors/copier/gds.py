@@ -1,4 +1,4 @@
-"""The copier "gds": overwire's engine, by GPUDirect Storage where that is real."""
+"""Implements the copier "gds": overwire's engine, by GPUDirect Storage where it is available."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .registry import register_copier_constructor
 
 
 class GdsFileCopier(EngineCopier):
-    """Loads by overwire. Plain files come to a GPU by GPUDirect Storage; where that
-    is not real, or does not reach a file, a warning says so once, and overwire
-    chooses how to read. fallback_cache has no effect."""
+    """Loads through overwire. Plain files go to a GPU by GPUDirect Storage. If that is not available,
+    or not for a file, a warning says so once, and overwire chooses how to read. fallback_cache has
+    no effect."""
 
     def __init__(
         self,
@@ -36,6 +36,6 @@ def new_gds_file_copier(
     device_memory_budget: int | None = None,
     **kwargs: Any,
 ) -> CopierConstructFunc:
-    """Makes GdsFileCopiers. Sizes and threads are the engine's choice, which takes
-    no memory of the device but the tensors'."""
+    """Makes GdsFileCopiers. The engine chooses sizes and threads, and takes no device memory besides
+    the tensors'."""
     return lambda metadata, device, framework: GdsFileCopier(metadata, device, None, framework)

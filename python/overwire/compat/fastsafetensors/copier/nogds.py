@@ -1,4 +1,4 @@
-"""The copier "nogds": overwire's engine."""
+"""Implements the copier "nogds": overwire's engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .registry import register_copier_constructor
 
 
 class NoGdsFileCopier(EngineCopier):
-    """Loads by overwire, which chooses how to read."""
+    """Loads through overwire, which chooses how to read."""
 
 
 @register_copier_constructor("nogds", NoGdsFileCopier)
 def new_nogds_file_copier(
     device: Device, bbuf_size_kb: int = 16 * 1024, max_threads: int = 16, **kwargs: Any
 ) -> CopierConstructFunc:
-    """Makes NoGdsFileCopiers. Sizes and threads are the engine's choice."""
+    """Makes NoGdsFileCopiers. The engine chooses sizes and threads."""
     return lambda metadata, device, framework: NoGdsFileCopier(metadata, device, None, framework)

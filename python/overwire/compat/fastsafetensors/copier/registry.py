@@ -1,4 +1,4 @@
-"""The copiers by name."""
+"""Registers copiers by name."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _classes: dict[str, type[CopierInterface]] = {}
 def register_copier_constructor(
     copier_type: str, copier_class: type[CopierInterface] | None = None
 ) -> Callable[[Callable[..., CopierConstructFunc]], Callable[..., CopierConstructFunc]]:
-    """A decorator: the function takes (device, **kwargs) and returns what makes a
-    copier of (metadata, device, framework). The last one of a name counts.
-    copier_class: what `get_copier_class` says, and `copier_class_of` of what the
-    function returns, unless that came from another registered function."""
+    """A decorator for a function that takes (device, **kwargs) and returns a constructor. The
+    constructor makes a copier from (metadata, device, framework). The last function registered
+    under a name is used. copier_class: the result of `get_copier_class`, and of `copier_class_of`
+    for what the function returns, unless another registered function made that."""
 
     def register(function: Callable[..., CopierConstructFunc]) -> Callable[..., CopierConstructFunc]:
         @functools.wraps(function)
         def factory(*args: Any, **kwargs: Any) -> CopierConstructFunc:
             construct = function(*args, **kwargs)
             if getattr(construct, "copier_class", None) is None and not isinstance(construct, type):
-                with suppress(AttributeError):  # whatever takes no attributes goes without
+                with suppress(AttributeError):  # an object that takes no attributes stays without
                     construct.copier_class = copier_class  # type: ignore[attr-defined]
             return construct
 
@@ -43,7 +43,7 @@ def register_copier_constructor(
 
 
 def copier_class_of(construct: CopierConstructFunc) -> type[CopierInterface]:
-    """The class of the copiers that are made, CopierInterface if it is not known."""
+    """The class of the copiers that are made; CopierInterface if it is not known."""
     copier_class = construct if isinstance(construct, type) else getattr(construct, "copier_class", None)
     return (
         copier_class
@@ -53,12 +53,12 @@ def copier_class_of(construct: CopierConstructFunc) -> type[CopierInterface]:
 
 
 def get_copier_class(copier_type: str) -> type[CopierInterface]:
-    """The class that a kind was registered with, CopierInterface without one."""
+    """The class that a kind was registered with; CopierInterface if it had none."""
     return _classes.get(copier_type, CopierInterface)
 
 
 def create_copier_constructor(copier_type: str, device: Device, **kwargs: Any) -> CopierConstructFunc:
-    """What makes copiers of a kind. KeyError for an unknown one."""
+    """Makes a constructor for copiers of a kind. KeyError for an unknown kind."""
     if copier_type not in _copier_registry:
         raise KeyError(f"Copier type '{copier_type}' is not registered. Available types: {list(_copier_registry)}")
     return _copier_registry[copier_type](device, **kwargs)

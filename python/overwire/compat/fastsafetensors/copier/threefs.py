@@ -1,4 +1,4 @@
-"""The copier "3fs": reads through the caller's reader, made for 3FS."""
+"""Implements the copier "3fs", which reads through the caller's reader for 3FS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..st_types import Device, DType
 from .base import CopierConstructFunc, CopierInterface
 from .registry import register_copier_constructor
 
-# What a GPU's file comes through, in bytes.
+# The size in bytes of the host buffer through which a GPU's file is read.
 _PINNED_BYTES = 256 << 20
 
 
@@ -19,9 +19,9 @@ class ThreeFSFileCopier(CopierInterface):
     """Reads a plain file's data by
     `reader.read_chunked(path=, dev_ptr=, file_offset=, total_length=, chunk_size=) -> bytes read`.
 
-    dev_ptr is memory of the host, pinned for a GPU, which gets the bytes from there,
-    256 MiB at a time: a reader may write to it as the host does, and by CUDA's copies
-    too. With paddle a GPU's reader gets the address on the GPU."""
+    dev_ptr is host memory; for a GPU it is pinned, and the GPU gets the bytes from there, 256 MiB at
+    a time. So a reader may write to it like the host, and also with CUDA copies. With paddle, a
+    GPU's reader gets the address on the GPU."""
 
     def __init__(self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase) -> None:
         self.metadata, self.device, self.reader, self.framework = metadata, device, reader, framework
@@ -29,7 +29,7 @@ class ThreeFSFileCopier(CopierInterface):
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> cpp.gds_device_buffer:
         meta = self.metadata
         if meta.compressed:
-            raise ValueError(f"{meta.src}: it is compressed; load it by the loader 'base'")
+            raise ValueError(f"{meta.src}: the file is compressed; load it with the loader 'base'")
         offset, length = meta.header_length, meta.size_bytes - meta.header_length
         through_host = is_cuda(self.device) and self.framework.get_name() == "pytorch"
         gbuf = self.framework.alloc_tensor_memory(length, self.device)
@@ -67,8 +67,8 @@ class ThreeFSFileCopier(CopierInterface):
 def new_threefs_file_copier(
     device: Device, mount_point: str, entries: int = 64, io_depth: int = 0, buffer_size: int = 64 << 20, **kwargs: Any
 ) -> CopierConstructFunc:
-    """Makes ThreeFSFileCopiers that share a reader of fastsafetensor_3fs_reader,
-    which must be installed."""
+    """Makes ThreeFSFileCopiers that share a reader of the package fastsafetensor_3fs_reader, which
+    must be installed."""
     from fastsafetensor_3fs_reader import ThreeFSFileReader  # type: ignore[import-not-found,unused-ignore]
 
     reader = ThreeFSFileReader(mount_point=mount_point, entries=entries, io_depth=io_depth, buffer_size=buffer_size)

@@ -1,5 +1,5 @@
-"""The copier "unified": one copy from pinned memory, for GPUs that share the
-host's memory."""
+"""Implements the copier "unified": one copy from pinned memory, for GPUs that share the host's
+memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .registry import register_copier_constructor
 
 
 def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
-    """Whether the GPU shares the host's memory, by the name that the framework gives
-    the first GPU; False without a framework. FASTSAFETENSORS_UNIFIED_MEM decides
-    where it is set: 1 or not."""
+    """Whether the GPU shares the host's memory, judged by the framework's name of the first GPU;
+    False without a framework. If FASTSAFETENSORS_UNIFIED_MEM is set, it decides: 1 means
+    yes."""
     setting = os.environ.get("FASTSAFETENSORS_UNIFIED_MEM")
     if setting is not None:
         return setting == "1"
@@ -27,9 +27,9 @@ def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
 
 
 class UnifiedMemCopier(EngineCopier):
-    """Reads the file to anonymous pinned memory and copies it in one go. On the
-    host, for compressed files, and for some names only, as EngineCopier. dma_gate
-    has no effect: one thread copies."""
+    """Reads the file into anonymous pinned memory and copies it at once. On the host, for compressed
+    files, and for a selection of names it works like EngineCopier. dma_gate has no effect, because
+    one thread copies."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class UnifiedMemCopier(EngineCopier):
 
     def cancel(self) -> None:
         if self._pinned:
-            self.framework.synchronize(self.device)  # the copy reads it until then
+            self.framework.synchronize(self.device)  # until then the copy reads the memory
             self._pinned = []
         super().cancel()
 

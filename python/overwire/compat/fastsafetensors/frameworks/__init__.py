@@ -1,4 +1,4 @@
-"""What fastsafetensors' classes need of torch or paddle."""
+"""Defines what fastsafetensors' classes need of torch or paddle."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBase(ABC):
-    """A framework's tensor, wrapped: what is not defined here calls the tensor's own."""
+    """Wraps a framework's tensor. Attributes that are not defined here are the tensor's own."""
 
     device: Device
     dtype: DType
 
     @abstractmethod
     def get_raw(self) -> Any:
-        """The framework's own tensor."""
+        """Returns the framework's own tensor."""
 
     def _with(self, raw: Any) -> Self:
-        # Another tensor of the same kind; adapters are made of device, dtype and it.
+        # Wraps another tensor. Adapters are constructed from device, dtype and tensor.
         return type(self)(self.device, self.dtype, raw)  # type: ignore[call-arg]
 
     def contiguous(self) -> Self:
@@ -60,25 +60,25 @@ class TensorBase(ABC):
         return list(self.get_raw().shape)
 
     def get_shape(self) -> list[int]:
-        """As a file has it: F4's last dimension counts elements, not pairs."""
+        """The shape in a file: the last dimension of F4 counts elements, not pairs."""
         shape = list(self.shape)
         if self.dtype is not DType.F4:
             return shape
         if not shape:
-            raise ValueError("F4 tensors come in pairs: one without dimensions has none")
+            raise ValueError("F4 tensors hold pairs of elements, so they need at least one dimension")
         return [*shape[:-1], 2 * shape[-1]]
 
     def get_nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The number of bytes of its elements."""
         return prod(self.get_shape()) * self.dtype.bits // 8
 
     @abstractmethod
     def copy_to_buffer(self, buf: memoryview) -> None:
-        """Writes its bytes, in C order, to a buffer of as many."""
+        """Writes its bytes in C order to a buffer of the same size."""
 
 
 class ProcessGroupBase(ABC):
-    """Ranks that exchange wrapped tensors. Ranks are those of the group."""
+    """Ranks that exchange wrapped tensors, numbered as in the group."""
 
     @abstractmethod
     def size(self) -> int: ...
@@ -99,25 +99,25 @@ class ProcessGroupBase(ABC):
     def recv(self, t: Any, src_rank: int, tag: int) -> None: ...
 
     def agree(self, error: BaseException | None) -> None:
-        """Raises the error; a group that can also raises it on the other ranks."""
+        """Raises the error. If the group supports it, also raises it on the other ranks."""
         if error is not None:
             raise error
 
 
 class FrameworkOpBase(ABC):
-    """A framework. Leases are the buffers that are open."""
+    """A framework adapter. Its leases are the open buffers."""
 
     def __init__(self) -> None:
-        # No lock: a collection may free a buffer in the middle of anything.
+        # There is no lock: garbage collection may free a buffer at any point.
         self._leases: dict[int, int] = {}
 
     def lease(self, gbuf: cpp.gds_device_buffer) -> cpp.gds_device_buffer:
-        """Counts a buffer, and returns it, until `free_tensor_memory`."""
+        """Counts a buffer until `free_tensor_memory`, and returns it."""
         self._leases[id(gbuf)] = gbuf.get_length()
         return gbuf
 
     def get_mem_used(self) -> int:
-        """Bytes that open buffers hold, also if others hold their tensors."""
+        """Bytes of open buffers, including buffers that others hold."""
         return sum(list(self._leases.values()))
 
     @abstractmethod
@@ -127,7 +127,7 @@ class FrameworkOpBase(ABC):
     def get_device(self, device: Any, pg: ProcessGroupBase) -> Device: ...
 
     def get_device_name(self, index: int) -> str:
-        """The name of a GPU by its number, "" where there is none."""
+        """The name of a GPU by its number, "" if it does not exist."""
         return ""
 
     @abstractmethod
@@ -135,52 +135,52 @@ class FrameworkOpBase(ABC):
 
     @abstractmethod
     def alloc_tensor_memory(self, length: int, dev: Device) -> cpp.gds_device_buffer:
-        """Memory for a plug-in to read a file to; given back by the next, or
-        when its last tensor is gone, whichever is later."""
+        """Allocates memory that a plug-in reads a file into. It is freed by `free_tensor_memory`, or when its
+        last tensor is gone, whichever is later."""
 
     def free_tensor_memory(self, gbuf: cpp.gds_device_buffer, dev: Device) -> None:
-        """Gives a buffer back. Tensors in it live on."""
+        """Frees a buffer. Tensors in it stay valid."""
         gbuf.owner = None
         self.uncount(gbuf)
 
     def uncount(self, gbuf: cpp.gds_device_buffer) -> None:
-        """Stops counting a buffer, also if others hold it."""
+        """Stops counting a buffer, even if others still hold it."""
         self._leases.pop(id(gbuf), None)
 
     @abstractmethod
     def view_of(
         self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None
     ) -> Any:
-        """A tensor whose bytes stand in a buffer. owner: keeps the buffer's memory,
-        where the framework did not allocate it."""
+        """A tensor over bytes in a buffer. owner: keeps the buffer's memory alive if the framework did not
+        allocate it."""
 
     @abstractmethod
     def wrap_tensor(self, tensor: Any) -> Any:
-        """Wraps a tensor of the caller. TypeError for a dtype that files do not have."""
+        """Wraps a caller's tensor. TypeError for a dtype that files do not have."""
 
     @abstractmethod
     def synchronize(self, device: Device) -> None:
-        """Waits for what is queued on a GPU; nothing on the host."""
+        """Waits for the work that is queued on a GPU. Does nothing for the host."""
 
     def synchronize_current_stream(self, device: Device) -> None:
-        """Waits for what this thread's current stream has queued, at least."""
+        """Waits at least for the work that is queued on this thread's current stream."""
         self.synchronize(device)
 
     def get_runtime_lib_dirs(self) -> list[str]:
-        """None: no CUDA runtime library is looked for."""
+        """Returns an empty list: no CUDA runtime library is needed."""
         return []
 
     @abstractmethod
     def get_global_rank(self) -> int:
-        """This process's rank among all, 0 without distribution."""
+        """This process's global rank; 0 if it is not distributed."""
 
     @abstractmethod
     def wrap(self, tensor: Any, dtype: DType, device: Device) -> Any:
-        """Wraps a tensor that overwire loaded."""
+        """Wraps a tensor that overwire has loaded."""
 
     @abstractmethod
     def get_empty_tensor(self, shape: list[int], dtype: DType, device: Device) -> Any:
-        """Memory for a tensor of this shape, as files count it."""
+        """Allocates memory for a tensor. shape: as in files."""
 
     @abstractmethod
     def concat_tensors(self, tensors: list[Any], dim: int) -> Any: ...
@@ -189,7 +189,7 @@ class FrameworkOpBase(ABC):
     def copy_tensor(self, dst: Any, src: Any) -> None: ...
 
     def get_dtype_size(self, dtype: DType) -> float:
-        """Bytes of an element; KeyError for AUTO."""
+        """The bytes of an element. KeyError for AUTO."""
         if dtype is DType.AUTO:
             raise KeyError(dtype)
         return dtype.bits / 8
@@ -204,17 +204,17 @@ class FrameworkOpBase(ABC):
         return 16
 
     def as_workaround_dtype(self, dtype: DType) -> DType:
-        """The type that stands for one which DLPack came to late."""
+        """The integer dtype that replaces a dtype which older DLPack versions lack."""
         return stand_in(dtype)
 
     def get_storage_shape(self, dtype: DType, shape: list[int], strides: list[int]) -> tuple[list[int], list[int]]:
-        """Shape and strides of the bytes that hold a tensor: flat for F4."""
+        """Shape and strides of the bytes that hold a tensor. F4 is flat."""
         if dtype.bits >= 8:
             return shape, strides
         return [prod(shape) * dtype.bits // 8], [1]
 
     def get_native_shape(self, dtype: DType, st_shape: list[int]) -> list[int]:
-        """The shape a tensor has here: F4's last dimension counts pairs."""
+        """The shape of a tensor in the framework: the last dimension of F4 counts pairs."""
         if dtype is not DType.F4:
             return list(st_shape)
         if not st_shape or st_shape[-1] % 2:
@@ -222,7 +222,7 @@ class FrameworkOpBase(ABC):
         return [*st_shape[:-1], st_shape[-1] // 2]
 
     def get_native_slices(self, dtype: DType, st_shape: list[int], slices: Any) -> Any:
-        """Slices of elements as slices of what the tensor has here."""
+        """Converts slices of elements to slices of the framework's tensor."""
         if dtype is not DType.F4 or len(slices) < len(st_shape):
             return slices
         lo, hi, step = slices[-1].indices(st_shape[-1])
@@ -231,15 +231,15 @@ class FrameworkOpBase(ABC):
         return (*slices[:-1], slice(lo // 2, hi // 2, 1))
 
     def pinned(self, length: int) -> Any:
-        """Bytes of pinned host memory, as a wrapped tensor of U8, which holds it.
-        NotImplementedError if the framework pins none."""
-        raise NotImplementedError(f"{type(self).__name__} pins no memory")
+        """Allocates pinned host memory, as a wrapped tensor of U8 that owns it. NotImplementedError if the
+        framework cannot pin memory."""
+        raise NotImplementedError(f"{type(self).__name__} cannot pin memory")
 
     def mmap_file_pinned(self, filename: str, length: int, offset: int) -> Any:
-        """Bytes [offset, offset + length) of a file in pinned anonymous memory, as a
-        wrapped tensor of U8, which holds it. NotImplementedError if the framework
-        pins none."""
-        raise NotImplementedError(f"{type(self).__name__} pins no memory")
+        """Reads bytes [offset, offset + length) of a file into pinned anonymous memory, as a wrapped tensor
+        of U8 that owns it. NotImplementedError if the framework cannot pin
+        memory."""
+        raise NotImplementedError(f"{type(self).__name__} cannot pin memory")
 
     @abstractmethod
     def get_process_group(self, pg: Any) -> ProcessGroupBase: ...
@@ -265,7 +265,7 @@ def _op(kind: str) -> FrameworkOpBase:
 
 
 def get_framework_op(name: str) -> FrameworkOpBase:
-    """Of "pt", "pytorch", "torch" or "paddle"; ValueError for other names."""
+    """The adapter for "pt", "pytorch", "torch" or "paddle". ValueError for other names."""
     if name not in _OPS:
         raise ValueError(f"Unknown framework name: {name}")
     return _op(_OPS[name])

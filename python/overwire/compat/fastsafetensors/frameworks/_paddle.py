@@ -1,7 +1,7 @@
-"""paddle. Importing this imports it.
+"""Implements the framework adapter for paddle. Importing this module imports paddle.
 
-overwire loads numpy arrays for it, which paddle takes over without a copy; on a
-GPU paddle then copies them there.
+overwire loads numpy arrays, which paddle takes over without a copy. For a GPU, paddle then
+copies them there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAMES = {
 def _kind(dtype: DType) -> Any:
     kind = getattr(paddle, _NAMES.get(dtype.value, ""), None)
     if kind is None:
-        raise TypeError(f"paddle has no dtype for {dtype.value}")
+        raise TypeError(f"paddle does not have the dtype {dtype.value}")
     return kind
 
 
@@ -63,7 +63,7 @@ class PaddleTensor(TensorBase):
 
 
 class PaddleProcessGroup(ProcessGroupBase):
-    """A group of paddle.distributed, or none."""
+    """A paddle.distributed group, or none."""
 
     def __init__(self, real_pg: Any) -> None:
         self.real_pg = real_pg
@@ -97,7 +97,7 @@ def _name(device: Device) -> str:
 
 
 class PaddleOp(FrameworkOpBase):
-    """The framework of paddle."""
+    """The framework adapter for paddle."""
 
     def get_name(self) -> str:
         return "paddle"
@@ -148,7 +148,7 @@ class PaddleOp(FrameworkOpBase):
                     Device(DeviceType.GPU, tensor.place.gpu_device_id()) if tensor.place.is_gpu_place() else Device()
                 )
                 return PaddleTensor(place, DType(name), tensor)
-        raise TypeError(f"safetensors files have no {tensor.dtype}")
+        raise TypeError(f"safetensors files cannot hold {tensor.dtype}")
 
     def synchronize(self, device: Device) -> None:
         if is_cuda(device):

@@ -1,4 +1,4 @@
-"""torch. The one module of the package that imports it when it is imported."""
+"""Implements the framework adapter for torch. Only this module of the package imports torch when it is imported."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ..st_types import Device, DType, TensorFrame
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
 from . import get_framework_op as by_name
 
-# "F6" comes as its bytes. What this torch lacks is left out.
+# "F6" arrives as bytes. Dtypes that this torch lacks are left out.
 _kinds = {dtype: torch.uint8 if dtype.bits == 6 else torch_dtype(dtype.value) for dtype in DType}
 dtype_convert: dict[DType, torch.dtype] = {dtype: kind for dtype, kind in _kinds.items() if kind is not None}
 
 _dtypes = {kind: dtype for dtype, kind in reversed(dtype_convert.items())}
 
-#: What stands for types that DLPack came to late.
+#: The integer dtypes that replace dtypes which older DLPack versions lack.
 need_workaround_dtypes = {DType.F8_E5M2: DType.I8, DType.F8_E4M3: DType.I8, DType.F8_E8M0: DType.U8, DType.F4: DType.U8}
 
 
 def fst_dtype(dtype: torch.dtype) -> DType:
-    """A torch dtype as files have it. KeyError for one that they have not."""
+    """The file's dtype for a torch dtype. KeyError if files do not have it."""
     return _dtypes[dtype]
 
 
@@ -60,7 +60,7 @@ class TorchTensor(TensorBase):
 
     def __getitem__(self, index: Any) -> TorchTensor:
         if self.real_tensor.dtype == dtype_convert.get(DType.F4):
-            pairs = self.real_tensor.view(torch.uint8)[index]  # torch has no indexing of pairs
+            pairs = self.real_tensor.view(torch.uint8)[index]  # torch cannot index pairs
             return self._with(pairs.contiguous().view(self.real_tensor.dtype))
         return super().__getitem__(index)
 
@@ -72,8 +72,8 @@ class TorchTensor(TensorBase):
 
 
 class TorchProcessGroup(ProcessGroupBase):
-    """A torch.distributed group, or none. Tensors travel as bytes, and through
-    the host where the group's backend sends no GPU memory."""
+    """A torch.distributed group, or none. Tensors are sent as bytes, through the host if the group's
+    backend cannot send GPU memory."""
 
     def __init__(self, real_pg: Any) -> None:
         self.real_pg = real_pg
@@ -103,7 +103,7 @@ class TorchProcessGroup(ProcessGroupBase):
             self._arrived(dst, wire)
 
     def scatter(self, dst: TorchTensor, scatter_list: list[TorchTensor], src: int) -> None:
-        """The tensors of the list must be of dst's size."""
+        """Scatters the list's tensors, which must have dst's size."""
         if self.real_pg:
             wire = self._wire(dst)
             parts = [self._wire(part) for part in scatter_list]
@@ -132,7 +132,7 @@ def _name(device: Device) -> str:
 
 
 class TorchOp(FrameworkOpBase):
-    """The framework of torch."""
+    """The framework adapter for torch."""
 
     def get_name(self) -> str:
         return "pytorch"
@@ -143,7 +143,7 @@ class TorchOp(FrameworkOpBase):
     def get_device_name(self, index: int) -> str:
         try:
             return torch.cuda.get_device_name(index) if torch.cuda.is_available() else ""
-        except (AssertionError, RuntimeError):  # no such GPU
+        except (AssertionError, RuntimeError):  # the GPU does not exist
             return ""
 
     def set_device(self, device: Device) -> None:
@@ -192,7 +192,7 @@ class TorchOp(FrameworkOpBase):
 
     def wrap_tensor(self, tensor: torch.Tensor) -> TorchTensor:
         if tensor.dtype not in _dtypes:
-            raise TypeError(f"safetensors files have no {tensor.dtype}")
+            raise TypeError(f"safetensors files cannot hold {tensor.dtype}")
         return TorchTensor(Device.of(tensor.device), _dtypes[tensor.dtype], tensor)
 
     def synchronize(self, device: Device) -> None:
@@ -214,7 +214,7 @@ class TorchOp(FrameworkOpBase):
         first = tensors[0]
         if len({tensor.dtype for tensor in tensors}) > 1 or first.dtype.bits > 8:
             result = torch.cat([tensor.real_tensor for tensor in tensors], dim)
-        else:  # as bytes: torch joins few of the small types
+        else:  # join as bytes: torch supports few small dtypes
             result = torch.cat([tensor.real_tensor.view(torch.uint8) for tensor in tensors], dim).view(
                 first.real_tensor.dtype
             )
@@ -245,7 +245,7 @@ class TorchOp(FrameworkOpBase):
         actual = wrapped.real_tensor
         if actual.shape != real.shape or actual.dtype != real.dtype:
             return False
-        # torch compares no pairs; the same bits are the same numbers there.
+        # torch cannot compare pairs, but for them equal bits mean equal numbers.
         small = wrapped.dtype in (DType.F4, DType.F8_E8M0)
         return (
             torch.equal(_bytes(actual.contiguous()), _bytes(real.contiguous())) if small else torch.equal(actual, real)

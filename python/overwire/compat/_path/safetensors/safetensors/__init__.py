@@ -1,5 +1,5 @@
-"""safetensors' name, on PYTHONPATH: the package itself takes its place in
-sys.modules, and reads through overwire."""
+"""Replaces safetensors when its folder is on PYTHONPATH: the real package takes this module's place
+in sys.modules, and reads through overwire."""
 
 import overwire.compat
 

@@ -1,4 +1,4 @@
-"""tensorizer's name, on PYTHONPATH: overwire takes its place in sys.modules."""
+"""Replaces tensorizer when its folder is on PYTHONPATH: overwire takes this module's place in sys.modules."""
 
 import overwire.compat
 

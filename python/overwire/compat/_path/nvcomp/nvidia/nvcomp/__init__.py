@@ -1,5 +1,5 @@
-"""nvCOMP's name, on PYTHONPATH: overwire takes its place in sys.modules. There
-is no nvidia/__init__.py: other packages share that namespace."""
+"""Replaces nvCOMP when its folder is on PYTHONPATH: overwire takes this module's place in sys.modules.
+There is no nvidia/__init__.py, because other packages share that namespace."""
 
 import overwire.compat
 

@@ -1,0 +1,76 @@
+package memory
+
+// Free blocks that wait for the next load.
+
+import (
+	"slices"
+	"time"
+)
+
+// Small tensors of most models are kept for good. The rest is freed when nothing was added or taken for
+// keepFor, so that a model that replaces another finds it.
+const (
+	keepBytes  = 128 << 20
+	keepPieces = 64
+	keepFor    = time.Second
+)
+
+// A keptBlock is device memory without a holder that no work uses.
+type keptBlock struct {
+	at    uint64
+	bytes uint64
+}
+
+// keptBlocks are kept for the next load, since freeing one may wait for everything that is queued on the
+// device, and stop all other calls meanwhile. The oldest come first. Their owner locks them.
+type keptBlocks struct {
+	blocks  []keptBlock
+	touched time.Time // when one was last added or taken
+}
+
+func (k *keptBlocks) add(at, bytes uint64) { k.blocks = append(k.blocks, keptBlock{at, bytes}) }
+
+// take removes the smallest block for n bytes that is not much too long.
+func (k *keptBlocks) take(n uint64) (best keptBlock, ok bool) {
+	at := -1
+	for i, b := range k.blocks {
+		if b.bytes >= n && b.bytes <= n+n/8+1<<20 && (at < 0 || b.bytes < k.blocks[at].bytes) {
+			at = i
+		}
+	}
+	if at < 0 {
+		return keptBlock{}, false
+	}
+	best, k.touched = k.blocks[at], time.Now()
+	k.blocks = slices.Delete(k.blocks, at, at+1)
+	return best, true
+}
+
+// removeSurplus removes what is more than is kept for good, the oldest first. later: it is too early for that.
+func (k *keptBlocks) removeSurplus() (old []uint64, later bool) {
+	n, count := uint64(0), len(k.blocks)
+	for _, b := range k.blocks {
+		n += b.bytes
+	}
+	for _, b := range k.blocks {
+		if n <= keepBytes && count <= keepPieces {
+			break
+		}
+		if time.Since(k.touched) < keepFor {
+			return nil, true
+		}
+		old = append(old, b.at)
+		n, count = n-b.bytes, count-1
+	}
+	k.blocks = k.blocks[len(old):]
+	return old, false
+}
+
+// removeAll removes all blocks.
+func (k *keptBlocks) removeAll() (all []uint64) {
+	for _, b := range k.blocks {
+		all = append(all, b.at)
+	}
+	k.blocks = nil
+	return all
+}

@@ -1,0 +1,490 @@
+package memory
+
+/*
+#include <stdlib.h>
+#include "../driver/context.h"
+*/
+import "C"
+
+import (
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// defaultStream is DLPack's number of the legacy default stream.
+const defaultStream = 1
+
+// A Memory allocates one GPU's memory and frees it.
+//
+// The reaper frees on a goroutine of its own, unless memory is short or Free is called: freeing may make the
+// driver wait for other work, which no load should. Memory of tensors is freed once all work that was queued
+// on the streams of its users is done, as an event on each stream shows. It is then kept for the next load
+// (keptBlocks). While one of these streams is captured into a graph it can have no event, and the memory
+// stays. What the driver refuses to free is tried again.
+type Memory struct {
+	ctx   *driver.Context
+	c     C.owcu_handle // ctx, for calls
+	short func() error  // frees what else the device keeps, where memory is short
+
+	list    *unsafe.Pointer // device.Listed blocks without a holder; in C memory
+	freeing sync.Mutex      // held for each pass over blocks
+	pending pendingFree     // guarded by freeing
+
+	deferring sync.Mutex // held while what is deferred is tried
+
+	mu       sync.Mutex // guards the rest
+	live     int        // blocks not yet freed
+	kept     keptBlocks
+	deferred []Free
+	users    []C.uint64_t // streams passed to NoteStream
+	reaping  bool
+}
+
+// A Free frees something that nothing uses, and reports whether it is gone. Otherwise the driver refused,
+// and it is called again.
+type Free = func() (gone bool, err error)
+
+// pendingFree is memory without a holder, taken off the list, that queued work may still read.
+type pendingFree struct {
+	blocks []*device.Listed
+	marked bool // events are recorded
+	events []C.owcu_handle
+}
+
+// New is the memory of a device. short frees what else is kept for the next load there.
+func New(ctx *driver.Context, short func() error) *Memory {
+	list := (*unsafe.Pointer)(C.calloc(1, C.size_t(unsafe.Sizeof(uintptr(0)))))
+	if list == nil {
+		panic("out of memory for the head of a list")
+	}
+	return &Memory{ctx: ctx, c: C.owcu_handle(ctx.Handle()), short: short, list: list}
+}
+
+// call returns the error of a C function.
+func (m *Memory) call(run func(e *C.struct_owcu_error) C.int) error {
+	var e C.struct_owcu_error
+	if run(&e) != 0 {
+		return m.ctx.ErrorOf(unsafe.Pointer(&e))
+	}
+	return nil
+}
+
+// Alloc returns device memory for tensors of the given sizes, each exact and aligned to Align and with one
+// holder, the caller: all of it or none; its contents are undefined. Work that reads it may still be queued
+// when the last holder releases it: it is freed after that work, if its stream is the default one or was
+// passed to NoteStream.
+func (m *Memory) Alloc(sizes []int64) ([]device.Memory, error) {
+	regions, err := arrangeRegions(sizes)
+	if err != nil {
+		return nil, err
+	}
+	mem := make([]device.Memory, len(sizes))
+	for i := range mem {
+		mem[i].CUDA = int32(m.ctx.Index() + 1)
+	}
+	if len(regions) == 0 {
+		return mem, nil
+	}
+	want := make([]C.uint64_t, len(regions))
+	for i := range regions {
+		want[i] = C.uint64_t(regions[i].bytes)
+	}
+	blocks, err := m.takeBlocks(want, sizes)
+	if err != nil {
+		return nil, err
+	}
+	for i := range regions {
+		region := &regions[i]
+		header := C.calloc(1, C.size_t(unsafe.Sizeof(device.Listed{})))
+		if header == nil {
+			panic("out of memory for a header of 64 bytes")
+		}
+		base := device.Pointer(uintptr(blocks[i]))
+		b := device.NewListed(header, int64(len(region.member)), base, uint64(want[i]), device.KindCUDA,
+			unsafe.Pointer(m.list))
+		for k, n := range region.member {
+			mem[n].Ptr, mem[n].Bytes, mem[n].Block = unsafe.Add(base, region.at[k]), sizes[n], &b.Block
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.live += len(regions)
+	m.startReaper()
+	return mem, nil
+}
+
+// takeBlocks returns memory for regions of the wanted sizes, from what is kept and from the driver, and
+// overwrites want with the length of each.
+func (m *Memory) takeBlocks(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) {
+	pointers := make([]C.owcu_ptr, len(want))
+	var need []C.uint64_t
+	var at []int
+	m.mu.Lock()
+	for i, n := range want {
+		if b, ok := m.kept.take(uint64(n)); ok {
+			pointers[i], want[i] = C.owcu_ptr(b.at), C.uint64_t(b.bytes)
+		} else {
+			need, at = append(need, n), append(at, i)
+		}
+	}
+	m.mu.Unlock()
+	fresh := make([]C.owcu_ptr, len(need))
+	err := m.allocateBlocks(need, fresh, sizes)
+	for k, i := range at {
+		pointers[i] = fresh[k]
+	}
+	if err == nil {
+		return pointers, nil
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for i, p := range pointers {
+		if p != 0 {
+			m.kept.add(uint64(p), uint64(want[i]))
+		}
+	}
+	return nil, err
+}
+
+// allocateBlocks asks the driver. If that has no more memory, it tries again after freeing memory without a
+// holder, which waits for the work that uses it, and a third time after freeing everything that is kept.
+func (m *Memory) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) error {
+	try := func() error {
+		err := m.call(func(e *C.struct_owcu_error) C.int {
+			return C.owcu_alloc(m.c, C.int64_t(len(want)), &want[0], &got[0], e)
+		})
+		if err != nil {
+			refused := make([]uint64, len(got)) // by the driver, to be freed
+			for i, p := range got {
+				refused[i] = uint64(p)
+			}
+			_ = m.freeBlocks(refused)
+			clear(got)
+		}
+		return err
+	}
+	if len(want) == 0 {
+		return nil
+	}
+	err := try()
+	if errors.Is(err, errs.ErrMemory) && m.FreeUnused() == nil {
+		err = try()
+	}
+	if !errors.Is(err, errs.ErrMemory) {
+		return err
+	}
+	if err := m.short(); err != nil {
+		return err
+	}
+	if err = try(); !errors.Is(err, errs.ErrMemory) {
+		return err
+	}
+	var all, most int64
+	for _, n := range sizes {
+		all += n
+		most = max(most, n)
+	}
+	return m.ctx.AddSizes(err, all, fmt.Sprintf("%d tensors, the largest of %d", len(sizes), most))
+}
+
+// NoteStream registers a stream that works on memory of Alloc: what is released from now on is freed only
+// after the work queued there. The stream lives as long as the process; the default stream need not be
+// registered.
+func (m *Memory) NoteStream(stream uintptr) {
+	if stream <= 2 {
+		return
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if !slices.Contains(m.users, C.uint64_t(stream)) {
+		m.users = append(m.users, C.uint64_t(stream))
+	}
+}
+
+// Register pins the caller's memory, which must begin on a page: the device then copies straight from it. It
+// holds for every device of the process until Unregister; a forked child does not get the memory.
+func (m *Memory) Register(b []byte) error {
+	_ = unix.Madvise(b, unix.MADV_DONTFORK)
+	err := m.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_register(m.c, unsafe.Pointer(&b[0]), C.uint64_t(len(b)), e)
+	})
+	if err != nil {
+		_ = unix.Madvise(b, unix.MADV_DOFORK)
+	}
+	return m.ctx.AddSizes(err, int64(len(b)), "pinned memory")
+}
+
+// Unregister undoes Register, after the last copy, and then calls `then`. That may happen after it returns,
+// since the driver may wait for other work; the memory must stay allocated until then.
+func (m *Memory) Unregister(b []byte, then func()) {
+	m.DeferFree(func() (bool, error) {
+		gone := m.ctx.TryRelease(driver.Pinned, unsafe.Pointer(&b[0]))
+		if gone {
+			then()
+		}
+		return gone, nil
+	})
+}
+
+// ExportMemory names memory, which Alloc returned for one tensor, for MapExported in another process. The
+// memory must stay until those have ended that use.
+func (m *Memory) ExportMemory(mem device.Memory) (string, error) {
+	var h C.struct_owcu_ipc
+	err := m.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_export_ipc(m.c, C.owcu_ptr(uintptr(mem.Ptr)), &h, e)
+	})
+	return hex.EncodeToString(unsafe.Slice((*byte)(unsafe.Pointer(&h)), unsafe.Sizeof(h))), err
+}
+
+// MapExported maps memory that another process shares, on this device or one that it can reach, until
+// UnmapExported. It fails where the devices or processes cannot reach each other.
+func (m *Memory) MapExported(name string) (unsafe.Pointer, error) {
+	var h C.struct_owcu_ipc
+	raw, err := hex.DecodeString(name)
+	if err != nil || len(raw) != int(unsafe.Sizeof(h)) {
+		return nil, errs.New(errs.ErrArgument, "%q does not name memory of a device", name)
+	}
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(&h)), len(raw)), raw)
+	var p C.owcu_ptr
+	err = m.call(func(e *C.struct_owcu_error) C.int { return C.owcu_map_ipc(m.c, &h, &p, e) })
+	return device.Pointer(uintptr(p)), err
+}
+
+// UnmapExported ends a MapExported, after the work that uses the memory.
+func (m *Memory) UnmapExported(at unsafe.Pointer) { m.Release(driver.Attached, at) }
+
+// Release frees a thing of the driver's that nothing uses; if the driver refuses, it is tried again.
+func (m *Memory) Release(what driver.Thing, thing unsafe.Pointer) {
+	_ = m.FreeNow(func() (bool, error) { return m.ctx.TryRelease(what, thing), nil })
+}
+
+// FreeNow calls free, and has the reaper call it again if the driver refused.
+func (m *Memory) FreeNow(free Free) error {
+	gone, err := free()
+	if !gone {
+		m.DeferFree(free)
+	}
+	return err
+}
+
+// DeferFree has the reaper call free until what it frees is gone.
+func (m *Memory) DeferFree(free Free) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.deferred = append(m.deferred, free)
+	m.startReaper()
+}
+
+// FreeDeferred calls what DeferFree was given, and keeps what the driver refuses to free.
+func (m *Memory) FreeDeferred() {
+	m.deferring.Lock()
+	defer m.deferring.Unlock()
+	m.mu.Lock()
+	all := m.deferred
+	m.deferred = nil
+	m.mu.Unlock()
+	var rest []Free
+	for _, free := range all {
+		if gone, _ := free(); !gone {
+			rest = append(rest, free)
+		}
+	}
+	m.mu.Lock()
+	m.deferred = append(rest, m.deferred...)
+	m.mu.Unlock()
+}
+
+// FreeUnused frees all tensor memory without a holder, and what is kept; it waits for the work that uses it.
+func (m *Memory) FreeUnused() error {
+	err := m.Reap(true)
+	m.mu.Lock()
+	all := m.kept.removeAll()
+	m.mu.Unlock()
+	if e := m.freeBlocks(all); err == nil {
+		err = e
+	}
+	return err
+}
+
+// Reap keeps the memory of blocks without a holder that no queued work uses for the next load; with wait it
+// waits for such work. When it returns, no other call of it runs.
+func (m *Memory) Reap(wait bool) (err error) {
+	m.freeing.Lock()
+	defer m.freeing.Unlock()
+	for {
+		busy, e := m.reapStep()
+		if err == nil {
+			err = e
+		}
+		if !busy || !wait {
+			return err
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// reapStep takes one step of Reap. busy: another step may do more.
+func (m *Memory) reapStep() (busy bool, err error) {
+	pending := &m.pending
+	var e C.struct_owcu_error
+	if len(pending.blocks) == 0 {
+		for b := (*device.Listed)(atomic.SwapPointer(m.list, nil)); b != nil; b = b.Next() {
+			pending.blocks = append(pending.blocks, b)
+		}
+		pending.marked = false
+	}
+	if len(pending.blocks) == 0 {
+		return false, nil
+	}
+	if !pending.marked {
+		m.mu.Lock()
+		streams := append([]C.uint64_t{defaultStream}, m.users...)
+		m.mu.Unlock()
+		for len(pending.events) < len(streams) {
+			pending.events = append(pending.events, nil)
+		}
+		switch C.owcu_try_record_events(m.c, C.int(len(streams)), &streams[0], &pending.events[0], &e) {
+		case 0:
+			pending.marked = true
+		case 1:
+			return false, nil
+		default:
+			return false, m.ctx.ErrorOf(unsafe.Pointer(&e))
+		}
+	}
+	switch C.owcu_events_passed(m.c, C.int(len(pending.events)), &pending.events[0], &e) {
+	case 0:
+		return true, nil
+	case 1:
+	default:
+		pending.marked = false
+		return false, m.ctx.ErrorOf(unsafe.Pointer(&e))
+	}
+	m.mu.Lock()
+	for _, b := range pending.blocks {
+		base, n := b.Base()
+		m.kept.add(uint64(uintptr(base)), n)
+		C.free(unsafe.Pointer(b))
+	}
+	m.live -= len(pending.blocks)
+	m.kept.touched = time.Now()
+	m.startReaper() // to free the excess later
+	m.mu.Unlock()
+	pending.blocks = pending.blocks[:0]
+	return true, nil // there may be more on the list
+}
+
+// freeOldSurplus frees the excess of what is kept, if it is old enough, and reports whether there is more.
+func (m *Memory) freeOldSurplus() bool {
+	m.mu.Lock()
+	old, more := m.kept.removeSurplus()
+	m.mu.Unlock()
+	_ = m.freeBlocks(old) // the reaper tries again
+	return more
+}
+
+// freeBlocks frees memory that no work uses; zeros are none. What the driver refuses to free, the reaper
+// tries again.
+func (m *Memory) freeBlocks(all []uint64) error {
+	var left []C.owcu_ptr
+	for _, p := range all {
+		if p != 0 {
+			left = append(left, C.owcu_ptr(p))
+		}
+	}
+	if len(left) == 0 {
+		return nil
+	}
+	return m.FreeNow(func() (bool, error) {
+		err := m.call(func(e *C.struct_owcu_error) C.int {
+			return C.owcu_free(m.c, C.int64_t(len(left)), &left[0], e)
+		})
+		left = slices.DeleteFunc(left, func(p C.owcu_ptr) bool { return p == 0 })
+		return len(left) == 0, err
+	})
+}
+
+// startReaper starts the reaper, unless it runs. m.mu is held.
+func (m *Memory) startReaper() {
+	if !m.reaping {
+		m.reaping = true
+		spawn.Go("cuda reaper", m.runReaper)
+	}
+}
+
+// runReaper polls for memory to free, as long as there is any: the deleters that list memory must not wake a
+// thread.
+func (m *Memory) runReaper() {
+	const least, most = 5 * time.Millisecond, 100 * time.Millisecond
+	pause := least
+	for {
+		time.Sleep(pause)
+		more := m.freeOldSurplus()
+		m.mu.Lock()
+		before := m.live + len(m.deferred)
+		if before == 0 && !more {
+			m.reaping = false
+			m.mu.Unlock()
+			return
+		}
+		m.mu.Unlock()
+		_ = m.Reap(false) // errors are tried again, and recur in the next call that reports them
+		m.FreeDeferred()
+		m.mu.Lock()
+		same := m.live+len(m.deferred) == before
+		m.mu.Unlock()
+		pause = least
+		if same {
+			pause = min(most, 2*pause+least)
+		}
+	}
+}
+
+// CountLive is how many blocks are not yet freed.
+func (m *Memory) CountLive() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.live
+}
+
+// Close frees everything, once the reaper has nothing to do: no tensor may be left. Only tests do that.
+func (m *Memory) Close() (err error) {
+	end := time.Now().Add(time.Minute)
+	for m.mu.Lock(); m.reaping; m.mu.Lock() {
+		m.mu.Unlock()
+		if time.Now().After(end) {
+			return errs.New(errs.ErrEngine, "cuda:%d: %d blocks are still held", m.ctx.Index(), m.CountLive())
+		}
+		time.Sleep(time.Millisecond)
+	}
+	m.mu.Unlock()
+	for { // the reaper may have kept what it has just freed
+		e := m.FreeUnused()
+		m.FreeDeferred()
+		if e == nil {
+			break
+		}
+		if err == nil {
+			err = e
+		}
+	}
+	for _, event := range m.pending.events {
+		for !m.ctx.TryRelease(driver.Event, driver.Handle(event)) {
+		}
+	}
+	C.free(unsafe.Pointer(m.list))
+	return err
+}

@@ -1,0 +1,16 @@
+//go:build owfake
+
+package queue
+
+// FakeRing makes the default ring smaller for tests, until end.
+func FakeRing(slots, divided int, bytes int64) (end func()) {
+	usual := ring
+	ring.slots, ring.divided, ring.bytes = slots, divided, bytes
+	return func() { ring = usual }
+}
+
+// FakeMaking makes a pool look as if it made a queue, until end.
+func FakeMaking(p *Pool) (end func()) {
+	p.making.Lock()
+	return p.making.Unlock
+}

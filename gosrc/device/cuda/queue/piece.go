@@ -1,0 +1,401 @@
+package queue
+
+/*
+#include "queue.h"
+#include "../../../../cuda/abi.h"
+#include "../../../../cuda/abi_crc.h"
+#include "../../../../cuda/abi_move.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"hash/crc32"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	SmallRaw = 4 << 20  // smaller copies do not saturate the link
+	fewRaw   = 2        // this many of them cost less than copying through the staging
+	FewRuns  = 8        // likewise of runs: each is mostly much of a piece
+	nearby   = 64 << 10 // above this, tables are copied apart from the piece
+)
+
+// A pieceBuilder turns the decode tasks of a piece into copies, tables and launches, in
+// one round or several. It keeps its memory between pieces.
+type pieceBuilder struct {
+	s                 *Slot
+	tasks             []device.DecodeTask
+	at                int    // the next task
+	begun             bool   // a round was filled
+	base              uint64 // address of the piece's first byte for the kernels
+	lo, hi            int64
+	staged            bool // the bytes [lo, hi) were copied to the staging, or need not be
+	pieceNeedsScratch bool // the piece needs scratch
+	scratch           bool // this round uses it
+	inScr             int64
+	runs              []rawRun // the whole piece, where its tasks are few copies; see Slot.AllowGapWrites
+	copies            []C.struct_owcu_copy
+	t                 tables
+}
+
+// A rawRun is raw tasks that lie in the slot as they do at their destinations: bytes
+// [lo, hi) of the piece.
+type rawRun struct {
+	lo, hi int64
+	dst    unsafe.Pointer
+}
+
+// checkPiece checks a piece's tasks and decides which bytes a kernel reads, and are copied
+// to the staging for that unless it reads them in place. Other raw chunks are copied
+// straight to their destinations.
+func (b *pieceBuilder) checkPiece(s *Slot, n int64, tasks []device.DecodeTask) {
+	b.s, b.tasks, b.at, b.begun, b.staged, b.pieceNeedsScratch, b.base = s, tasks, 0, false, s.isReadInPlace(), false,
+		s.mem.dev
+	switch {
+	case s.mem.onDev != 0: // the caller's view is on the device
+		b.base = s.mem.onDev
+	case s.mem.view != nil && s.q.inPlace: // registered memory has one address on host and device
+		b.base = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(s.mem.view))))
+	}
+	b.lo, b.hi = n, 0
+	small, smallLo, smallHi := 0, n, int64(0)
+	for i := range tasks {
+		task := &tasks[i]
+		if err := b.checkTask(n, task); err != nil {
+			s.result.failures[i] = b.explainBadChunk(task, err)
+			continue
+		}
+		b.pieceNeedsScratch = b.pieceNeedsScratch || b.needsScratch(task)
+		lo, hi := int64(task.Src), int64(task.Src)+int64(task.Chunk.Stored)
+		switch {
+		case task.Chunk.Codec == tensor.CodecX16 || task.View != nil || task.Cast.To != 0:
+			b.lo, b.hi = min(b.lo, lo), max(b.hi, hi)
+		case hi-lo < SmallRaw:
+			small++
+			smallLo, smallHi = min(smallLo, lo), max(smallHi, hi)
+		}
+	}
+	if b.runs = b.runs[:0]; s.modes.loose && !b.staged && len(s.result.failures) == 0 && b.findCopyRuns() {
+		return
+	}
+	if small > fewRaw {
+		b.lo, b.hi = min(b.lo, smallLo), max(b.hi, smallHi)
+	}
+	b.lo &^= 15
+	if s.mem.onDev != 0 {
+		b.lo, b.hi = 0, n
+	}
+}
+
+// findCopyRuns finds the runs of a loose piece without checksums. It reports whether they are few, and
+// all that the piece has.
+func (b *pieceBuilder) findCopyRuns() bool {
+	for i := range b.tasks {
+		task := &b.tasks[i]
+		lo, hi := int64(task.Src), int64(task.Src)+int64(task.Chunk.Stored)
+		k := len(b.runs) - 1
+		next := k < 0 || lo < b.runs[k].hi || lo-b.runs[k].hi >= GapLimit ||
+			unsafe.Add(b.runs[k].dst, lo-b.runs[k].lo) != task.Dst
+		if task.Chunk.Codec != tensor.CodecRaw || task.View != nil || task.Cast.To != 0 || b.comparesSum(task) ||
+			next && k == FewRuns-1 {
+			b.runs = b.runs[:0]
+			return false
+		}
+		if next {
+			b.runs = append(b.runs, rawRun{lo, hi, task.Dst})
+		} else {
+			b.runs[k].hi = hi
+		}
+	}
+	return len(b.runs) > 0
+}
+
+// checkTask checks that a task can run. The kernel checks words in a chunk that only
+// decoding can check.
+func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
+	c := &task.Chunk
+	lo, hi := int64(task.Src), int64(task.Src)+int64(c.Stored)
+	if hi > n || task.Dst == nil && c.Logical > 0 {
+		return errs.New(errs.ErrArgument, "a task on bytes [%d, %d) of %d, to %p", lo, hi, n, task.Dst)
+	}
+	if err := checkCast(task); err != nil {
+		return err
+	}
+	switch c.Codec {
+	case tensor.CodecRaw:
+		if c.Transform != 0 || c.Stored != c.Logical {
+			return errs.New(errs.ErrCorrupt, "raw chunk with transform %d, %d bytes of %d", c.Transform, c.Stored,
+				c.Logical)
+		}
+		return nil
+	case tensor.CodecX16:
+		if (b.base+uint64(lo))%16 != 0 {
+			return errs.New(errs.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
+		}
+		if b.s.mem.onDev != 0 {
+			if c.Transform < 1 || c.Transform > C.OW_BYTES || c.SegTiles == 0 || c.Logical > tensor.MaxChunkBytes {
+				return errs.New(errs.ErrCorrupt, "X16 chunk of %d bytes with transform %d in segments of %d tiles",
+					c.Logical, c.Transform, c.SegTiles)
+			}
+			return nil
+		}
+		return x16.Check(b.s.Memory()[lo:hi], *c)
+	}
+	return errs.New(errs.ErrNotSupported, "codec %d on a GPU", uint8(c.Codec))
+}
+
+// hasAllTasks reports whether every task is in a round.
+func (b *pieceBuilder) hasAllTasks() bool { return b.begun && b.at == len(b.tasks) }
+
+// fillRound takes the next tasks, as many as the tables hold. scratch is the address of
+// scratch memory, if the piece needs it.
+func (b *pieceBuilder) fillRound(scratch uint64) {
+	b.scratch, b.inScr, b.copies = false, 0, b.copies[:0]
+	b.t.reset()
+	for i := range b.runs {
+		r := &b.runs[i]
+		b.copies = appendCopies(b.copies, C.owcu_ptr(uintptr(r.dst)), unsafe.Pointer(&b.s.Memory()[r.lo]), r.hi-r.lo)
+	}
+	for ; b.at < len(b.tasks); b.at++ {
+		task := &b.tasks[b.at]
+		if b.s.result.failures[b.at] == nil && task.Chunk.Logical > 0 && !b.addTask(task, scratch) {
+			break
+		}
+	}
+	b.begun = true
+	b.t.appendLaunches()
+}
+
+// addTask adds a task to the round, and reports whether it fits.
+func (b *pieceBuilder) addTask(task *device.DecodeTask, scratch uint64) bool {
+	before, hasSum := b.t.used, b.comparesSum(task)
+	fits := !hasSum || b.t.reserveForSum(task)
+	switch {
+	case !fits || len(b.runs) > 0 || b.s.modes.sumOnly:
+	case task.Chunk.Codec == tensor.CodecX16:
+		fits = b.addX16(task, scratch)
+	default:
+		fits = b.addRaw(task, scratch)
+	}
+	if !fits {
+		b.t.used = before
+	} else if hasSum {
+		b.t.addSumParts(b.s, b.at, task, b.addressOf(task))
+	}
+	return fits
+}
+
+// checkCast checks that the elements of a task's chunk can be cast.
+func checkCast(task *device.DecodeTask) error {
+	if task.Cast.To == 0 {
+		return nil
+	}
+	if !CanCast(task.Cast) {
+		return errs.New(errs.ErrNotSupported, "cast of %v to %v on a GPU", task.Cast.From, task.Cast.To)
+	}
+	from, to := task.Cast.From.Bits()/8, task.Cast.To.Bits()/8
+	if task.View != nil || int(task.Chunk.Logical)%from != 0 || uintptr(task.Dst)%uintptr(to) != 0 {
+		return errs.New(errs.ErrArgument, "cast of %d bytes of %v, or a part of them, to %p", task.Chunk.Logical,
+			task.Cast.From, task.Dst)
+	}
+	return nil
+}
+
+// needsScratch reports whether a chunk goes through scratch: kernels write whole chunks,
+// at multiples of 16, and cast whole elements.
+func (b *pieceBuilder) needsScratch(task *device.DecodeTask) bool {
+	if task.Cast.To != 0 {
+		return task.Chunk.Codec == tensor.CodecX16 || (b.base+uint64(task.Src))%uint64(task.Cast.From.Bits()/8) != 0
+	}
+	return task.Chunk.Codec == tensor.CodecX16 && (task.View != nil || uintptr(task.Dst)%16 != 0)
+}
+
+// addX16 adds an X16 chunk.
+func (b *pieceBuilder) addX16(task *device.DecodeTask, scratch uint64) bool {
+	through := b.needsScratch(task)
+	n := x16.Segments(task.Chunk)
+	need := chunkSize + n*segSize
+	dst := uint64(uintptr(task.Dst))
+	var moves []C.ow_move
+	if through {
+		at := b.placeInScratch(task, scratch)
+		if task.Cast.To != 0 {
+			need += tableBytesOfCast(task)
+		} else if moves = b.splitIntoMoves(task, at, dst); len(moves) == 0 {
+			return true // the view has no bytes of it
+		}
+		dst = at
+		need += tableBytesOfMoves(moves)
+	}
+	if !b.t.haveSpace(need) || !b.t.haveWords(1) {
+		return false
+	}
+	if through {
+		b.scratch = true
+		b.inScr += (int64(task.Chunk.Logical) + 255) &^ 255
+		b.t.addMoves(moves)
+		if task.Cast.To != 0 {
+			b.t.addCast(task, dst)
+		}
+	}
+	b.t.addChunk(b.at, &task.Chunk, b.base+uint64(task.Src), dst, n)
+	b.t.used += need
+	return true
+}
+
+// addRaw adds a raw chunk: by a kernel if that reads those bytes, else by a copy of its own.
+func (b *pieceBuilder) addRaw(task *device.DecodeTask, scratch uint64) bool {
+	if task.Cast.To != 0 {
+		return b.addRawCast(task, scratch)
+	}
+	lo, hi := int64(task.Src), int64(task.Src)+int64(task.Chunk.Stored)
+	if lo < b.lo || hi > b.hi {
+		if len(b.copies)+3+int((hi-lo)/memory.RegisterAlignment()) > C.OWCU_COPIES-8 {
+			return false
+		}
+		b.copies = appendCopies(b.copies, C.owcu_ptr(uintptr(task.Dst)), unsafe.Pointer(&b.s.Memory()[lo]), hi-lo)
+		return true
+	}
+	moves := b.splitIntoMoves(task, b.base+uint64(lo), uint64(uintptr(task.Dst)))
+	need := tableBytesOfMoves(moves)
+	if !b.t.haveSpace(need) {
+		return false
+	}
+	b.t.addMoves(moves)
+	b.t.used += need
+	return true
+}
+
+// splitIntoMoves splits a task's bytes into moves: one, or for a view whole rows and a
+// partial row at either end.
+func (b *pieceBuilder) splitIntoMoves(task *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
+	if task.View == nil {
+		return []C.ow_move{{src: C.uint64_t(src), dst: C.uint64_t(dst), width: C.uint32_t(task.Chunk.Logical), rows: 1}}
+	}
+	task.View.Runs(int64(task.Chunk.Logical), func(to, from, n int64) {
+		if k := len(out) - 1; k >= 0 && out[k].width == C.uint32_t(n) {
+			m := &out[k]
+			end := func(base, pitch C.uint64_t) uint64 { return uint64(base) + uint64(m.rows)*uint64(pitch) }
+			if m.rows == 1 {
+				m.src_pitch, m.dst_pitch = C.uint64_t(src+uint64(from))-m.src, C.uint64_t(dst+uint64(to))-m.dst
+			}
+			if end(m.src, m.src_pitch) == src+uint64(from) && end(m.dst, m.dst_pitch) == dst+uint64(to) {
+				m.rows++
+				return
+			}
+		}
+		out = append(out, C.ow_move{src: C.uint64_t(src + uint64(from)), dst: C.uint64_t(dst + uint64(to)),
+			width: C.uint32_t(n), rows: 1})
+	})
+	return out
+}
+
+// addRawCast adds a raw chunk: its elements are cast from where the kernels read it, or
+// from scratch if they are not aligned to their size there.
+func (b *pieceBuilder) addRawCast(task *device.DecodeTask, scratch uint64) bool {
+	src := b.base + uint64(task.Src)
+	need := tableBytesOfCast(task)
+	var moves []C.ow_move
+	if b.needsScratch(task) {
+		at := b.placeInScratch(task, scratch)
+		moves = b.splitIntoMoves(task, src, at)
+		need += tableBytesOfMoves(moves)
+		src = at
+	}
+	if !b.t.haveSpace(need) {
+		return false
+	}
+	if moves != nil {
+		b.scratch = true
+		b.inScr += (int64(task.Chunk.Logical) + 255) &^ 255
+		b.t.addMoves(moves)
+	}
+	b.t.addCast(task, src)
+	b.t.used += need
+	return true
+}
+
+// placeInScratch returns the task's address in scratch. Earlier chunks there may
+// have to be launched first.
+func (b *pieceBuilder) placeInScratch(task *device.DecodeTask, scratch uint64) uint64 {
+	if b.inScr+int64(task.Chunk.Logical) > scratchBytes {
+		b.t.appendLaunches()
+		b.inScr = 0
+	}
+	return scratch + uint64(b.inScr)
+}
+
+// writeRound writes the round into the slot's pinned memory and its C struct.
+func (b *pieceBuilder) writeRound() {
+	s := b.s
+	size := b.t.size()
+	table := unsafe.Add(s.mem.host, -size)
+	dev := s.mem.dev - uint64(size)
+	near := !s.isReadInPlace() && len(b.runs) == 0
+	if !near {
+		// The kernels read the tables in host memory: a copy would wait for copies of other queues, which occupy
+		// the link for milliseconds, or interrupt those of runs.
+		dev = uint64(s.c.status) + headBytes - uint64(size)
+	}
+	b.t.write(table, unsafe.Add(s.mem.host, -headBytes), dev, s.c)
+	copies := s.c.copies[:0]
+	if size > 0 && near {
+		upto := int64(0)
+		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.mem.view == nil {
+			upto, b.staged = b.hi, true
+		}
+		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(dev), src: table,
+			n: C.uint64_t(int64(size) + upto)})
+		if !b.staged && b.hi > b.lo {
+			b.staged = true
+			copies = appendCopies(copies, C.owcu_ptr(s.mem.dev+uint64(b.lo)),
+				unsafe.Pointer(&s.Memory()[b.lo]), b.hi-b.lo)
+		}
+	}
+	copies = append(copies, b.copies...)
+	s.c.early = C.uint32_t(len(b.copies))
+	s.c.ncopies = C.uint32_t(len(copies))
+}
+
+// appendCopies adds a copy from pinned memory, in as many pieces as it has seams.
+func appendCopies(all []C.struct_owcu_copy, dst C.owcu_ptr, src unsafe.Pointer, n int64) []C.struct_owcu_copy {
+	for n > 0 {
+		k := min(n, memory.RegisterAlignment()-int64(uintptr(src)%uintptr(memory.RegisterAlignment())))
+		all = append(all, C.struct_owcu_copy{dst: dst, src: src, n: C.uint64_t(k)})
+		dst, src, n = dst+C.owcu_ptr(k), unsafe.Add(src, k), n-k
+	}
+	return all
+}
+
+// comparesSum reports whether the device compares a task's checksum.
+func (b *pieceBuilder) comparesSum(task *device.DecodeTask) bool {
+	return b.s.modes.sumOnly || b.s.modes.checks && task.Summed && !b.s.isReadInPlace()
+}
+
+// addressOf is where the device has a task's stored bytes.
+func (b *pieceBuilder) addressOf(task *device.DecodeTask) uint64 {
+	lo, n := int64(task.Src), int64(task.Chunk.Stored)
+	if lo >= b.lo && lo+n <= b.hi {
+		return b.base + uint64(lo)
+	}
+	return uint64(uintptr(task.Dst)) // copied straight there
+}
+
+// explainBadChunk is err, which says that stored bytes are not a chunk, or that they are not those that were written.
+func (b *pieceBuilder) explainBadChunk(task *device.DecodeTask, err error) error {
+	if !errors.Is(err, errs.ErrCorrupt) || !b.comparesSum(task) {
+		return err
+	}
+	storedBytes := b.s.Memory()[task.Src:][:task.Chunk.Stored]
+	if sum := crc32.Checksum(storedBytes, castagnoli); sum != task.Chunk.Sum {
+		return errs.NewMismatch(task.Chunk.Sum, sum)
+	}
+	return err
+}

@@ -1,0 +1,434 @@
+package queue
+
+/*
+#include "queue.h"
+#include "../../../../cuda/abi.h"
+*/
+import "C"
+
+import (
+	"context"
+	"sync"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	statusBytes = 16 << 10
+	tableBytes  = headBytes - statusBytes
+
+	// MaxWords is the most status words of a round: of chunks, and of parts of those that have their checksums
+	// compared.
+	MaxWords = statusBytes / 4
+
+	// GapLimit is more than the bytes that may lie between neighbours of a piece that AllowGapWrites is for.
+	GapLimit = 16
+
+	// GroupSlots is the most slots that are worth waiting for each other: each call of the driver takes
+	// microseconds, and slots that fit a core's cache are thousands a load.
+	GroupSlots = 16
+
+	// Chunks that do not land contiguously or aligned are decoded into scratch first; any chunk fits.
+	scratchBytes = 16 << 20
+)
+
+// A Queue is what one load needs of a device; see device.Queue.
+type Queue struct {
+	pool    *Pool
+	c       *C.struct_owcu_queue
+	inPlace bool // the kernels read slots where they are; see ReadInPlace
+	pages   memory.Pages
+	size    int64   // of a slot
+	all     []*Slot // all that were made
+	slots   []*Slot // those in use
+	free    *freeSlots
+	end     completer
+	closed  bool // guarded by end.mu
+
+	order sync.Mutex // of submissions, held during the driver's calls: pieces that use scratch must not interleave
+	next  uint32     // compute stream; guarded by order
+}
+
+// A FilledSlot is a filled slot: what Submit takes.
+type FilledSlot struct {
+	Slot  *Slot
+	N     int64
+	Tasks []device.DecodeTask
+	Done  func(task int, err error)
+}
+
+// fits reports whether the queue can be divided into these slots, without being much too large.
+func (q *Queue) fits(slots int, slotBytes int64) bool {
+	need := roundUpToRing(int64(slots) * slotStride(slotBytes))
+	return slots <= len(q.all) && need <= q.pages.N && q.pages.N <= 2*need+memory.HugePage
+}
+
+// divideIntoSlots divides the queue's memory into slots of `room` bytes each, tables included. No slot may be in use.
+func (q *Queue) divideIntoSlots(slots int, room int64) {
+	q.free.takeSlots(len(q.slots))
+	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
+	base := q.c.arena.device
+	if q.inPlace {
+		base = q.c.arena.mapped
+	}
+	for i, s := range q.slots {
+		s.mem.at = int64(i)*room + headBytes
+		s.mem.host = unsafe.Add(q.pages.P, s.mem.at)
+		s.mem.own = unsafe.Slice((*byte)(s.mem.host), q.size)
+		s.mem.dev = uint64(base) + uint64(s.mem.at)
+		s.c.status = q.c.arena.mapped + C.owcu_ptr(s.mem.at-headBytes)
+		q.free.putSlot(s)
+	}
+}
+
+// ReadInPlace makes the kernels read slots where they are, until Close, as those of a
+// coherent device do anyway: for tests, since over another link it is slow. No slot may
+// be in use.
+func (q *Queue) ReadInPlace() {
+	q.inPlace = true
+	q.divideIntoSlots(len(q.slots), q.size+headBytes)
+}
+
+// Get waits for a free slot, or for the end of ctx.
+func (q *Queue) Get(ctx context.Context) (device.Slot, error) { return q.GetFor(ctx, anyone) }
+
+// GetFor is Get for one of several readers that each fill slots of their own: if it can, it gives
+// one that this reader has filled.
+func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
+	s, err := q.free.takeSlotFor(ctx, reader)
+	if err != nil {
+		return nil, err
+	}
+	s.ownFresh()
+	return s, nil
+}
+
+// TryGet is Get that does not wait: nil if no slot is free.
+func (q *Queue) TryGet() *Slot { return q.TryGetFor(anyone) }
+
+// TryGetFor is GetFor that does not wait: nil if no slot is free.
+func (q *Queue) TryGetFor(reader int) *Slot {
+	s := q.free.tryTakeSlotFor(reader)
+	if s != nil {
+		s.ownFresh()
+	}
+	return s
+}
+
+// StagingMemory is the device memory that contains the slots' mirrors. A queue of a coherent
+// device has none before the first call. No slot may be in use.
+func (q *Queue) StagingMemory() (base unsafe.Pointer, n int64, err error) {
+	q.order.Lock()
+	defer q.order.Unlock()
+	if err := q.allocateOnce(&q.c.arena.device, q.pages.N, "the staging of a load"); err != nil {
+		return nil, 0, err
+	}
+	return device.Pointer(uintptr(q.c.arena.device)), q.pages.N, nil
+}
+
+// allocateOnce allocates the queue's scratch or staging, unless it is there. q.order is held.
+func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
+	var e C.struct_owcu_error
+	if *which == 0 && C.owcu_queue_alloc(q.c, which, C.uint64_t(n), &e) != 0 {
+		return q.pool.ctx.AddSizes(q.end.recordError(&e), n, what)
+	}
+	return nil
+}
+
+// Put returns a slot that was not submitted. Returning one twice is a bug, and
+// panics.
+func (q *Queue) Put(s device.Slot) {
+	own := s.(*Slot)
+	if !own.owned {
+		panic("cuda: slot given back twice")
+	}
+	own.owned = false
+	q.free.putSlot(own)
+}
+
+// Submit copies the first n bytes of a slot to the device, unless its kernels read them
+// in place, and decodes each task's chunk to its Dst, in device memory. It takes the slot
+// back, whatever it returns. Checksums are compared here after CheckOnSubmit, along with the decoding,
+// which is safe for any bytes; else the caller has compared them. Everything else about
+// the chunks is checked here in any case.
+//
+// done is called once for each task when its bytes are in place or its error is known: by another
+// goroutine or, of a polled queue, by the caller of FinishEnded or Close. It must not wait for this
+// queue. If Submit returns an error, done is not called, and nothing writes any more.
+func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
+	s, isBegun := slot.(*Slot), false
+	defer func() {
+		if !isBegun && s.owned { // a panic: Close waits for every slot
+			q.Put(s)
+		}
+	}()
+	s.beginPiece(n, tasks, done)
+	isBegun = true
+	return q.submitJoined(s)
+}
+
+// submitJoined queues the work of a slot that has begun, and of those with it.
+func (q *Queue) submitJoined(s *Slot) error {
+	q.order.Lock()
+	defer q.order.Unlock()
+	b, isQueued := &s.build, false
+	defer func() {
+		if !isQueued { // also after a panic: Close waits for every slot
+			q.free.putSlotAndJoined(s)
+		}
+	}()
+	err := q.end.deviceError()
+	for err == nil && !b.hasAllTasks() {
+		err = q.queueRound(s, b)
+	}
+	if err != nil {
+		return err
+	}
+	isQueued = true
+	q.end.add(s)
+	return nil
+}
+
+// queueRound queues as many of a piece's tasks as the tables hold. It waits for every
+// round but the last, since the next one overwrites the tables; pieces that need
+// several are rare. q.order is held.
+func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
+	if b.pieceNeedsScratch {
+		if err := q.allocateOnce(&q.c.scratch, scratchBytes, "scratch"); err != nil {
+			return err
+		}
+	}
+	b.fillRound(uint64(q.c.scratch))
+	for _, m := range s.joined {
+		m.build.fillRound(0)
+		b.copies = append(b.copies, m.build.copies...)
+	}
+	c := s.c
+	c.wait = 0
+	if !b.hasAllTasks() {
+		c.wait = 1
+	}
+	c.stream = 0
+	switch {
+	case s.modes.sumOnly: // others wait for it, and the kernels on the other streams may wait for copies
+		c.stream = C.OWCU_STREAMS - 1
+	case !b.scratch: // chunks in scratch wait for each other on the first stream
+		c.stream = C.uint32_t(q.next % (C.OWCU_STREAMS - 1))
+		q.next++
+	}
+	b.writeRound()
+	for i := range b.copies {
+		if s.isReadInPlace() {
+			s.copied += int64(b.copies[i].n)
+		}
+	}
+	var e C.struct_owcu_error
+	if C.owcu_submit_slot(q.c, C.int(s.index), &e) != 0 {
+		return q.end.recordError(&e)
+	}
+	if c.wait != 0 {
+		b.t.collectErrors(s)
+	}
+	return nil
+}
+
+// Drain waits until everything submitted has landed and its done calls have returned, or for the end of ctx: then
+// work continues, and Close waits for it. It returns the error that broke the queue, if there is one.
+func (q *Queue) Drain(ctx context.Context) error { return q.end.drain(ctx) }
+
+// UsePolling makes the queue a polled one until Close: no goroutine of its own finishes slots. Its user calls
+// FinishEnded again and again, since a thread that sleeps until the device wakes it, and then wakes others, is late by
+// hundreds of microseconds. Get and Drain may wait for these calls, which another goroutine then makes. UsePolling is
+// called while no slot is in use.
+func (q *Queue) UsePolling() { q.end.polled = true }
+
+// FinishEnded finishes the slots with work that has ended by now, on each stream in the order of submission: it calls
+// their done and takes them back. It reports whether there were any, and does not wait for the device.
+func (q *Queue) FinishEnded() (worked bool) { return q.end.finishEnded() }
+
+// CountFlying is how many slots of a polled queue were submitted, and neither are finished nor being finished.
+func (q *Queue) CountFlying() int { return q.end.countFlying() }
+
+// CountFree is how many slots TryGet would give now.
+func (q *Queue) CountFree() int { return len(q.free.tokens) }
+
+// Close waits for work in flight and until every slot is back, and returns the queue to its pool. It may be called
+// once.
+func (q *Queue) Close() {
+	if q.end.polled {
+		q.end.finishAll()
+		q.end.polled = false
+	}
+	q.free.takeSlots(len(q.slots))
+	for _, s := range q.slots {
+		q.free.putSlot(s)
+	}
+	_ = q.Drain(context.Background()) // the completer's last steps
+	q.end.mu.Lock()
+	healthy := q.end.broken == nil && !q.closed
+	q.closed = true
+	q.end.mu.Unlock()
+	if healthy && q.pool.keep(q) {
+		return
+	}
+	q.end.stop()
+	q.pool.mem.DeferFree(q.tryFree)
+}
+
+// tryFree frees a queue after its completer has ended; see memory.Free.
+func (q *Queue) tryFree() (gone bool, err error) {
+	var e C.struct_owcu_error
+	rc := C.owcu_queue_free(q.c, &e)
+	if rc <= 0 {
+		q.pages.Free() // only now: they were registered
+	}
+	if rc != 0 {
+		err = q.pool.ctx.ErrorOf(unsafe.Pointer(&e))
+	}
+	return rc <= 0, err
+}
+
+// SubmitAll is Submit for each piece, in their order. Neighbours that wait for one event and are
+// loose, have no checksums, and lie as at their destinations, go up as one: each by its copies,
+// and they end together. An error is one of each task of the pieces that did not go up: unlike
+// Submit, it calls their done here, and returns none.
+func (q *Queue) SubmitAll(pieces []FilledSlot) {
+	count := 0
+	defer func() { // after a panic: Close waits for every slot
+		for i := range pieces {
+			if s := pieces[i].Slot; i < count || s.owned {
+				s.owned = false
+				q.free.putSlotAndJoined(s)
+			}
+		}
+	}()
+	for i := range pieces {
+		p := &pieces[i]
+		p.Slot.beginPiece(p.N, p.Tasks, p.Done)
+		count++
+	}
+	for len(pieces) > 0 {
+		s, n := pieces[0].Slot, 1
+		for n < len(pieces) && s.tryJoinSlot(pieces[n].Slot) {
+			n++
+		}
+		together := pieces[:n]
+		pieces = pieces[n:]
+		if err := q.submitJoined(s); err != nil {
+			for _, p := range together {
+				for i := range p.Tasks {
+					p.Done(i, err)
+				}
+			}
+		}
+	}
+}
+
+// FollowStream makes everything submitted from now on wait for the work that is queued now on a stream of the same
+// device: memory of torch's allocator may still be in use there. The number is DLPack's: 1 the legacy default stream,
+// 2 the thread's, else a handle.
+func (q *Queue) FollowStream(stream uintptr) error {
+	q.order.Lock()
+	defer q.order.Unlock()
+	if err := q.end.deviceError(); err != nil {
+		return err
+	}
+	var e C.struct_owcu_error
+	if C.owcu_queue_follow(q.c, C.uint64_t(stream), &e) != 0 {
+		return q.end.recordError(&e)
+	}
+	return nil
+}
+
+// MeasureLink measures the link: count copies of n bytes from the queue's slots to their staging, and nothing else. No
+// slot may be in use.
+func (q *Queue) MeasureLink(n int64, count int) (time.Duration, error) {
+	if n <= 0 || n > q.size || count <= 0 {
+		return 0, errs.New(errs.ErrArgument, "cannot copy %d bytes %d times: expected 1 to %d bytes, once or more", n,
+			count, q.size)
+	}
+	if _, _, err := q.StagingMemory(); err != nil {
+		return 0, err
+	}
+	ctx := C.owcu_handle(q.pool.ctx.Handle())
+	on := C.uint64_t(uintptr(unsafe.Pointer(*q.c.arena.streams)))
+	start := time.Now()
+	for i := range count {
+		s := q.slots[i%len(q.slots)]
+		dst, src := q.c.arena.device+C.owcu_ptr(s.mem.at), C.owcu_ptr(uintptr(s.mem.host))
+		if err := call(q.pool.ctx, func(e *C.struct_owcu_error) C.int {
+			return C.owcu_copy(ctx, on, dst, src, C.uint64_t(n), cBool(i+1 == count), e)
+		}); err != nil {
+			var ignored C.struct_owcu_error
+			C.owcu_stream_sync(ctx, on, &ignored)
+			return 0, err
+		}
+	}
+	return time.Since(start), nil
+}
+
+// PinnedBytes is how many bytes of host memory are registered for the queue; the staging on the device, where there is
+// one, has the same size.
+func (q *Queue) PinnedBytes() int64 { return q.pages.N }
+
+// Asynchronous is true: a completer reports what has landed.
+func (q *Queue) Asynchronous() bool { return true }
+
+// CanCheck reports whether Submit compares checksums: where the bytes are copied to the device. From a coherent
+// device's slots the kernels would read them twice.
+func (q *Queue) CanCheck() bool { return !q.inPlace }
+
+// TraceTimes calls trace for every piece that has landed, with the times of its copy and of its kernels; nil ends this.
+// No piece may be in flight. For a piece of several rounds it reports the last.
+func (q *Queue) TraceTimes(trace device.TraceFunc) error {
+	if err := q.end.deviceError(); err != nil {
+		return err
+	}
+	var e C.struct_owcu_error
+	var err error
+	if C.owcu_time_slots(q.c, cBool(trace != nil), &e) != 0 {
+		err, trace = q.end.recordError(&e), nil
+	}
+	q.end.setTrace(trace)
+	return err
+}
+
+// CastAndWait converts the elements of src, of type from, to elements of type to at dst,
+// on the device, and waits: floats of 32 and 16 bits into one another, and of 8
+// bits into those. src, at a multiple of 16, and dst must not overlap.
+func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error {
+	c := device.Cast{From: from, To: to}
+	if !CanCast(c) {
+		return errs.New(errs.ErrNotSupported, "cast of %v to %v on a GPU", from, to)
+	}
+	in, out := int64(from.Bits()/8), int64(to.Bits()/8)
+	n := src.Bytes / in
+	if n*in != src.Bytes || n*out != dst.Bytes {
+		return errs.New(errs.ErrArgument, "cast of %d bytes of %v to %d bytes of %v", src.Bytes, from, dst.Bytes, to)
+	}
+	const step = 64 << 20 // elements that fit into the tables at once
+	for at := int64(0); at < n; at += step {
+		s, err := q.Get(ctx)
+		if err != nil {
+			return err
+		}
+		bytes := min(step, n-at) * in
+		s.(*Slot).ViewDevice(uintptr(src.Ptr)+uintptr(at*in), bytes)
+		task := device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(bytes),
+			Logical: uint32(bytes)},
+			Dst: unsafe.Add(dst.Ptr, at*out), Cast: c}
+		results := make(chan error, 1)
+		if err := q.Submit(s, bytes, []device.DecodeTask{task}, func(_ int, err error) { results <- err }); err != nil {
+			return err
+		}
+		if err := <-results; err != nil {
+			return err
+		}
+	}
+	return nil
+}

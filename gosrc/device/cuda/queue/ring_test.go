@@ -1,0 +1,16 @@
+package queue
+
+import "testing"
+
+// Finer rings have more and smaller slots than that of files, in no more memory than a first queue may have.
+func TestFinerRings(t *testing.T) {
+	slots, size := DefaultRing()
+	fine, fineSize := RemoteRing()
+	finest, finestSize := ExchangeRing(11)
+	for _, cut := range [][2]int64{{int64(fine), fineSize}, {int64(finest), finestSize}} {
+		if cut[0] <= int64(slots) || cut[1] >= size ||
+			cut[0]*slotStride(cut[1]) > int64(ring.divided)*slotStride(size) {
+			t.Errorf("%d slots of %d of a finer ring, %d of %d for files", cut[0], cut[1], slots, size)
+		}
+	}
+}

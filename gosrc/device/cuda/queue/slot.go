@@ -1,0 +1,220 @@
+package queue
+
+/*
+#include "queue.h"
+*/
+import "C"
+
+import (
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// A Slot is the staging memory of one piece. The caller that got it owns it until Submit or Put.
+//
+// It has status words, tables and bytes in pinned memory; its mirror, in the staging on the device, has the same
+// layout. Tables are written right before the bytes, so that one copy usually takes both.
+type Slot struct {
+	q      *Queue
+	c      *C.struct_owcu_slot
+	index  int
+	owned  bool
+	reader int // the only one that filled it last; or anyone
+	mem    slotMemory
+
+	// The submission.
+	modes  slotModes
+	joined []*Slot // their work is part of this one's; see SubmitAll
+	copied int64   // bytes, for the trace
+	build  pieceBuilder
+
+	result slotResult
+}
+
+// A slotMemory is where the bytes of a slot's piece are.
+type slotMemory struct {
+	own    []byte         // pinned
+	at     int64          // of own, in the queue's memory
+	host   unsafe.Pointer // of own
+	dev    uint64         // of own, where the kernels read it: in the staging, or in place
+	view   []byte         // registered memory used in place of own; nil: none
+	onDev  uint64         // device memory used in place of own; 0: none
+	devLen int64
+}
+
+// slotModes say what the next Submit does.
+type slotModes struct {
+	loose   bool // see AllowGapWrites
+	checks  bool // see CheckOnSubmit
+	sumOnly bool // see SumOnly
+}
+
+// A slotResult is what becomes of a slot's tasks.
+type slotResult struct {
+	count    int
+	done     func(task int, err error)
+	failures map[int]error // by task
+}
+
+// ownFresh makes the slot its caller's, as if it were new.
+func (s *Slot) ownFresh() {
+	s.owned, s.modes, s.mem.view, s.mem.onDev = true, slotModes{}, nil, 0
+	s.c.after, s.c.nbehind = nil, 0
+}
+
+// Memory is the piece's bytes in host memory.
+func (s *Slot) Memory() []byte {
+	if s.mem.view != nil {
+		return s.mem.view
+	}
+	return s.mem.own
+}
+
+// View replaces the slot's bytes by b until the slot is back: memory that was registered (memory.Register), from
+// which the device then copies.
+func (s *Slot) View(b []byte) {
+	if !s.owned || len(b) > len(s.mem.own) {
+		panic("cuda: a slot that is not the caller's, or more memory than it has")
+	}
+	s.mem.view = b
+}
+
+// ViewMirror is the slot's memory in the staging on the device, if there is one. A caller that asks for it puts the
+// piece's bytes there before Submit, which then copies only its tables; as with ViewDevice.
+func (s *Slot) ViewMirror() unsafe.Pointer {
+	if s.q.c.arena.device == 0 {
+		return nil
+	}
+	at := s.q.c.arena.device + C.owcu_ptr(s.mem.at)
+	s.ViewDevice(uintptr(at), int64(len(s.mem.own)))
+	return device.Pointer(uintptr(at))
+}
+
+// ViewDevice replaces the slot's bytes, until the slot is back, by n bytes at p in memory of the slot's own device:
+// they are not copied. p is a multiple of 16. The caller has waited for the work that wrote them (FollowStream) and
+// compared their checksums. The host does not see them: before the kernels, which are safe for any bytes, only the
+// chunks' records are checked.
+func (s *Slot) ViewDevice(p uintptr, n int64) {
+	if !s.owned || p == 0 || p%16 != 0 {
+		panic("cuda: a slot that is not the caller's, or memory that is not aligned")
+	}
+	s.mem.onDev, s.mem.devLen = uint64(p), n
+}
+
+// isReadInPlace reports whether the kernels read the slot's piece without a copy to the staging.
+func (s *Slot) isReadInPlace() bool { return s.mem.onDev != 0 || s.q.inPlace }
+
+// capacityBytes is how many bytes the slot has now.
+func (s *Slot) capacityBytes() int64 {
+	if s.mem.onDev != 0 {
+		return s.mem.devLen
+	}
+	return int64(len(s.Memory()))
+}
+
+// CheckOnSubmit makes the slot's next Submit compare the checksums of its tasks that have one.
+func (s *Slot) CheckOnSubmit() { s.modes.checks = true }
+
+// SumOnly makes the slot's next Submit only compare the checksums of its tasks, with bytes in device memory
+// (ViewDevice): it writes nothing to their destinations.
+func (s *Slot) SumOnly() { s.modes.sumOnly = true }
+
+// AllowGapWrites lets the slot's next Submit also write the bytes between the destinations of neighbouring tasks,
+// fewer than GapLimit: what lies alike in the slot and at its destinations then goes there in one copy, without the
+// staging and without a kernel.
+func (s *Slot) AllowGapWrites() { s.modes.loose = true }
+
+// FollowEvent makes the slot's next Submit wait for an event before it writes to destinations, though its bytes may
+// be copied to the staging before. nil: it waits for none.
+func (s *Slot) FollowEvent(event *Event) {
+	s.c.after = nil
+	if event != nil {
+		s.c.after = event.c
+	}
+}
+
+// DelayKernels makes the kernels of the slot's next Submit wait for what is queued on these streams then, at most
+// OWCU_BEHIND of them. The numbers are as for FollowStream.
+func (s *Slot) DelayKernels(streams ...uintptr) {
+	for i, stream := range streams {
+		s.c.behind[i] = C.uint64_t(stream)
+	}
+	s.c.nbehind = C.uint32_t(len(streams))
+}
+
+// EndEvent is the event of the end of the slot's last Submit. It stays that until the slot, once it is back, is
+// submitted again. The slot's queue owns it.
+func (s *Slot) EndEvent() *Event { return &Event{ctx: s.q.pool.ctx, c: s.c.done} }
+
+// beginPiece takes the slot, and what is to be done with its first n bytes. After a panic its caller still owns it.
+func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int, err error)) {
+	if !s.owned || n < 0 || n > s.capacityBytes() {
+		panic("cuda: a slot that is not the caller's, or a piece larger than it")
+	}
+	s.result.count, s.result.done = len(tasks), done
+	clear(s.result.failures)
+	s.copied = n
+	if s.isReadInPlace() {
+		s.copied = 0 // except for what queueRound copies
+	}
+	s.build.checkPiece(s, n, tasks)
+	s.owned = false
+}
+
+// tryJoinSlot takes another slot's work into this one's, and reports whether it did.
+func (s *Slot) tryJoinSlot(other *Slot) bool {
+	b, o := &s.build, &other.build
+	if len(b.runs) == 0 || len(o.runs) == 0 || s.c.after != other.c.after || len(s.joined)+1 == GroupSlots {
+		return false
+	}
+	s.copied += other.copied
+	s.joined = append(s.joined, other)
+	return true
+}
+
+// callDone calls done for each task of a slot, also after a panic of one.
+func (s *Slot) callDone(err error) {
+	for i := range s.result.count {
+		each := s.result.failures[i]
+		if err != nil {
+			each = err
+		}
+		_ = spawn.Guard("cuda completer", func() error { s.result.done(i, each); return nil })
+	}
+}
+
+// lastStream is the stream on which the slot's work ends, as submit_slot in queue.c has it.
+func (s *Slot) lastStream() int {
+	if s.c.nlaunches == 0 {
+		return 0
+	}
+	return int(1+s.c.stream) % C.OWCU_STREAMS
+}
+
+// tensorBytes is the tensor bytes of a slot's tasks.
+func (s *Slot) tensorBytes() (n int64) {
+	for i := range s.build.tasks {
+		n += int64(s.build.tasks[i].Chunk.Logical)
+	}
+	return n
+}
+
+// An Event is the end of a slot's work, by which queues and streams are ordered. It refers to the slot's last Submit;
+// before the first, waiting for it returns at once.
+type Event struct {
+	ctx *driver.Context
+	c   C.owcu_handle
+}
+
+// MakeStreamWait makes a stream wait for the event, if there is one; the stream's number is as for FollowStream.
+func (v *Event) MakeStreamWait(stream uintptr) error {
+	if v == nil {
+		return nil
+	}
+	return call(v.ctx, func(e *C.struct_owcu_error) C.int {
+		return C.owcu_stream_follow_event(C.owcu_handle(v.ctx.Handle()), v.c, C.uint64_t(stream), e)
+	})
+}

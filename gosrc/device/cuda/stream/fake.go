@@ -1,0 +1,10 @@
+//go:build owfake
+
+package stream
+
+// FakePackSlot makes a Packer's slots smaller for tests, until end.
+func FakePackSlot(n int64) (end func()) {
+	usual := packSlot
+	packSlot = n
+	return func() { packSlot = usual }
+}

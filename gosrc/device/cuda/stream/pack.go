@@ -1,0 +1,209 @@
+package stream
+
+/*
+#include "pack.h"
+#include "../../../../cuda/abi_batch.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/blocksum"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+)
+
+const (
+	packRows = 1024 // ranges of a slot
+	tailRoom = (blocksum.MaxTail + 15) &^ 15
+	itemSize = int(unsafe.Sizeof(C.ow_batch_item{}))
+	// A chunk of 1 MiB has eight segments, a warp each: blocks of twice the threads of
+	// a large batch, since few blocks run at once and the time of each counts.
+	packThreads = 256
+	leastSlots  = 3
+)
+
+// packSlot is how many bytes a slot encodes at a time; tests make it smaller.
+var packSlot int64 = 16 << 20
+
+// A Packer copies device memory to pinned memory of the host, and encodes it on the
+// way, in the slots of a ring. Slots are independent; of one slot, Encode, QueueFetches and
+// Wait are called in this order. It works on streams of its own and waits for no other
+// work: what writes the memory must have ended.
+type Packer struct {
+	on     *Streams
+	arena  *arena
+	slot   int64
+	pinned int64 // bytes of a slot in the arena's pinned memory: its items, and its sums
+	encode C.owcu_handle
+	hash   C.owcu_handle
+}
+
+// NewPacker makes a Packer, to be closed, which can also make sums where that is asked
+// for. It takes less device memory, down to an eighth, where there is little.
+func NewPacker(d *Batches, sums bool) (*Packer, error) {
+	kernels, err := d.kernels.Get()
+	if err != nil {
+		return nil, err
+	}
+	p := &Packer{on: d.on, slot: packSlot, pinned: int64(packRows * itemSize),
+		encode: C.owcu_handle(kernels[batchEncode])}
+	if sums {
+		p.hash = C.owcu_handle(kernels[batchHash])
+		p.pinned = sizes.RoundUp(2*p.pinned+p.slot/blocksum.Block*blocksum.Sum+packRows*tailRoom, 4096)
+	}
+	for n := C.OWCU_PACK_SLOTS; ; n /= 2 {
+		p.arena, err = newArena(d.on, int64(n)*p.pinned, int64(n)*p.slot, n+C.OWCU_PACK_COPIERS, n, n, "encoding")
+		if !errors.Is(err, errs.ErrMemory) || n/2 < leastSlots {
+			return p, err
+		}
+	}
+}
+
+// Close waits for the packer's own work and frees it.
+func (p *Packer) Close() { _ = p.on.mem.FreeNow(p.arena.tryFree) } // the reaper frees what the driver refuses
+
+// SlotCount is how many slots there are.
+func (p *Packer) SlotCount() int { return int(p.arena.c.nevents) }
+
+// SlotBytes is how many bytes a slot encodes at most, each range rounded up to 16.
+func (p *Packer) SlotBytes() int64 { return p.slot }
+
+// DeviceBytes is the device memory that the packer takes.
+func (p *Packer) DeviceBytes() int64 { return int64(p.SlotCount()) * p.slot }
+
+// Encode encodes ranges by the kernel of codec X16 and waits for it. A range without a
+// transform, one that is not aligned to 16 and one that gains too little stay as they
+// are.
+func (p *Packer) Encode(slot int, all []PackedRange) error {
+	base := slot * int(p.pinned)
+	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.arena.pages.P, base)), packRows)[:0:packRows]
+	var rows []int
+	offset := int64(0)
+	for i := range all {
+		r := &all[i]
+		r.Stored, r.Tiles, r.at = r.N, 0, r.Src
+		if r.Transform == 0 || r.Src%16 != 0 {
+			continue
+		}
+		room := (r.N + 15) &^ 15
+		if len(rows) == packRows || offset+room > p.slot {
+			return errs.New(errs.ErrArgument, "%d ranges in a slot of %d bytes", len(all), p.slot)
+		}
+		at := uint64(p.arena.c.device) + uint64(int64(slot)*p.slot+offset)
+		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(at),
+			dst_cap: C.uint64_t(r.N),
+			arg:     C.uint32_t(r.Transform)})
+		rows = append(rows, i)
+		offset += room
+	}
+	if len(rows) == 0 {
+		return nil
+	}
+	err := p.on.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_pack_launch(p.on.c, &p.arena.c, C.int(slot), p.encode, p.arena.c.mapped+C.owcu_ptr(base),
+			C.uint32_t(len(rows)), packThreads, e)
+	})
+	if err == nil {
+		err = p.Wait(slot)
+	}
+	if err != nil {
+		return err
+	}
+	for k, i := range rows {
+		it, r := &items[k], &all[i]
+		switch {
+		case it.status == C.OW_BATCH_GAIN:
+		case it.status != 0 || it.written == 0 || int64(it.written) >= r.N:
+			return errs.New(errs.ErrEngine, "cuda:%d: a chunk of %d bytes was encoded to %d, status %d",
+				p.on.ctx.Index(), r.N, it.written, it.status)
+		default:
+			r.Stored, r.Tiles, r.at = int64(it.written), uint16(it.arg>>16), uint64(it.dst)
+		}
+	}
+	return nil
+}
+
+// QueueSums queues the sums of the ranges that want them, for SumsAndTail once Wait has returned.
+// Encode may follow at once. The Packer was made with sums.
+func (p *Packer) QueueSums(slot int, all []PackedRange) error {
+	base := slot*int(p.pinned) + packRows*itemSize
+	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.arena.pages.P, base)), packRows)[:0:packRows]
+	at, end := base+packRows*itemSize, (slot+1)*int(p.pinned)
+	for i := range all {
+		r := &all[i]
+		if !r.Hash {
+			continue
+		}
+		n := int(r.N/blocksum.Block*blocksum.Sum) + r.Tail
+		if len(items) == packRows || at+n > end || r.Src%8 != 0 {
+			return errs.New(errs.ErrArgument, "the sums of %d ranges in a slot of %d bytes", len(all), p.slot)
+		}
+		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N),
+			dst:     C.uint64_t(p.arena.c.mapped) + C.uint64_t(at),
+			dst_cap: C.uint64_t(n), arg: C.uint32_t(r.Tail)})
+		r.sums = unsafe.Slice((*byte)(unsafe.Add(p.arena.pages.P, at)), n)
+		at += (n + 15) &^ 15
+	}
+	if len(items) == 0 {
+		return nil
+	}
+	return p.on.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_pack_launch(p.on.c, &p.arena.c, C.int(slot), p.hash, p.arena.c.mapped+C.owcu_ptr(base),
+			C.uint32_t(len(items)), packThreads, e)
+	})
+}
+
+// QueueFetches queues the copies of encoded ranges to their places, in pinned memory.
+func (p *Packer) QueueFetches(slot int, all []PackedRange) error {
+	var copies []C.struct_owcu_fetch
+	for i := range all {
+		r := &all[i]
+		for offset := int64(0); offset < r.Stored; {
+			to := unsafe.Add(r.To, offset)
+			n := min(r.Stored-offset, memory.RegisterAlignment()-int64(uintptr(to)%uintptr(memory.RegisterAlignment())))
+			copies = append(copies, C.struct_owcu_fetch{dst: to, src: C.owcu_ptr(r.at + uint64(offset)),
+				n: C.uint64_t(n)})
+			offset += n
+		}
+	}
+	return p.queueCopies(slot, copies)
+}
+
+func (p *Packer) queueCopies(slot int, copies []C.struct_owcu_fetch) error {
+	return p.on.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_pack_fetch(p.on.c, &p.arena.c, C.int(slot), C.uint64_t(len(copies)), unsafe.SliceData(copies), e)
+	})
+}
+
+// Wait waits for the copies of a slot.
+func (p *Packer) Wait(slot int) error {
+	return p.on.call(func(e *C.struct_owcu_error) C.int { return C.owcu_pack_wait(p.on.c, &p.arena.c, C.int(slot), e) })
+}
+
+// CopySamples copies n bytes from each address to the host and calls got with each, which
+// may keep nothing of them. No slot may be in use.
+func (p *Packer) CopySamples(at []uint64, n int64, got func(i int, b []byte)) error {
+	most := int(p.arena.pages.N / n)
+	for first := 0; first < len(at); first += most {
+		part := at[first:min(len(at), first+most)]
+		copies := make([]C.struct_owcu_fetch, len(part))
+		for i, src := range part {
+			copies[i] = C.struct_owcu_fetch{dst: unsafe.Add(p.arena.pages.P, int64(i)*n), src: C.owcu_ptr(src),
+				n: C.uint64_t(n)}
+		}
+		if err := p.queueCopies(0, copies); err != nil {
+			return err
+		}
+		if err := p.Wait(0); err != nil {
+			return err
+		}
+		for i := range part {
+			got(first+i, unsafe.Slice((*byte)(copies[i].dst), n))
+		}
+	}
+	return nil
+}

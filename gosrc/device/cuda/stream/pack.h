@@ -1,0 +1,28 @@
+// Device memory on its way to the host: chunks are encoded into the slots of a ring,
+// and what came of them is copied to pinned memory. They are those of a arena: its host's
+// memory has the items of all slots, and each slot has an event and a stream that encodes;
+// the last streams copy. Only owcu_pack_wait waits, and only for the slots' own work.
+#ifndef OWCU_PACK_H
+#define OWCU_PACK_H
+
+#include "../driver/context.h"
+
+enum { OWCU_PACK_SLOTS = 24, OWCU_PACK_COPIERS = 2 };
+
+struct owcu_fetch {
+	void *dst;
+	owcu_ptr src;
+	uint64_t n;
+};
+
+// owcu_pack_launch launches kernel(items, n) a block an item.
+int owcu_pack_launch(owcu_handle ctx, const struct owcu_arena *arena, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n,
+                     uint32_t threads, struct owcu_error *e);
+// owcu_pack_fetch queues copies to pinned memory of what has been encoded.
+int owcu_pack_fetch(owcu_handle ctx, const struct owcu_arena *arena, int slot, uint64_t n,
+                    const struct owcu_fetch *copies, struct owcu_error *e);
+// owcu_pack_wait waits for the slot's last encode or fetch. Whatever it returns, that
+// work has ended, unless the driver let no one into the context for five seconds.
+int owcu_pack_wait(owcu_handle ctx, const struct owcu_arena *arena, int slot, struct owcu_error *e);
+
+#endif

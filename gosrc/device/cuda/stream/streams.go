@@ -1,0 +1,134 @@
+package stream
+
+/*
+#include "../driver/context.h"
+*/
+import "C"
+
+import (
+	"sync"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+	"github.com/overwire/overwire/gosrc/device/cuda/memory"
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// An Order says where work is queued: on a stream, by DLPack's number (1 the legacy default stream, 2 the
+// thread's, else a handle; 0 is 1), after what is queued on others now.
+type Order struct {
+	Stream uintptr
+	After  []uintptr
+}
+
+// Streams are the streams of a device: their order, and copies on them.
+type Streams struct {
+	ctx *driver.Context
+	mem *memory.Memory
+	c   C.owcu_handle // ctx, for calls
+
+	linking sync.Mutex    // of link
+	link    C.owcu_handle // event of MakeStreamWait
+}
+
+// New is the streams of a device, which frees them by mem.
+func New(ctx *driver.Context, mem *memory.Memory) *Streams {
+	return &Streams{ctx: ctx, mem: mem, c: C.owcu_handle(ctx.Handle())}
+}
+
+// call returns the error of a C function.
+func (d *Streams) call(run func(e *C.struct_owcu_error) C.int) error {
+	var e C.struct_owcu_error
+	if run(&e) != 0 {
+		return d.errorOf(&e)
+	}
+	return nil
+}
+
+func (d *Streams) errorOf(e *C.struct_owcu_error) error { return d.ctx.ErrorOf(unsafe.Pointer(e)) }
+
+// Copy queues a copy of n bytes between any two addresses of the device or the host; with wait it returns
+// when the copy is done. It waits for host memory that is not pinned in any case.
+func (d *Streams) Copy(on Order, dst, src uint64, n int64, wait bool) error {
+	if n <= 0 {
+		return nil
+	}
+	if err := d.MakeStreamWait(on.Stream, on.After...); err != nil {
+		return err
+	}
+	return d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_copy(d.c, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), cBool(wait), e)
+	})
+}
+
+// MakeStreamWait makes a stream wait for what is queued on others now.
+func (d *Streams) MakeStreamWait(stream uintptr, after ...uintptr) error {
+	if len(after) == 0 {
+		return nil
+	}
+	others := make([]C.uint64_t, len(after))
+	for i, s := range after {
+		others[i] = C.uint64_t(s)
+	}
+	d.linking.Lock()
+	defer d.linking.Unlock()
+	return d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_stream_follow(d.c, &d.link, C.uint64_t(stream), &others[0], C.uint64_t(len(others)), e)
+	})
+}
+
+// NewStream makes a stream, to be freed with FreeStream.
+func (d *Streams) NewStream() (uintptr, error) {
+	var s C.uint64_t
+	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_new(d.c, &s, e) })
+	return uintptr(s), err
+}
+
+// FreeStream frees a stream once its work is done, without waiting for that.
+func (d *Streams) FreeStream(stream uintptr) error {
+	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_free(d.c, C.uint64_t(stream), e) })
+}
+
+// SyncAndFreeStream waits for a stream's work and frees it. On a lost device it is simply dropped.
+func (d *Streams) SyncAndFreeStream(stream uintptr) {
+	for range 2 { // a call that fails once may not fail again
+		if d.SyncStream(stream) == nil {
+			break
+		}
+	}
+	d.mem.Release(driver.Stream, device.Pointer(stream))
+}
+
+// SyncStream waits for what is queued on a stream.
+func (d *Streams) SyncStream(stream uintptr) error {
+	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_sync(d.c, C.uint64_t(stream), e) })
+}
+
+// CheckStream refuses a stream of another device. The special ones belong to every device.
+func (d *Streams) CheckStream(stream uintptr) error {
+	if stream <= 2 {
+		return nil
+	}
+	var here C.int
+	err := d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_check_stream(d.c, C.uint64_t(stream), &here, e)
+	})
+	if err == nil && here == 0 {
+		err = errs.New(errs.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.ctx.Index())
+	}
+	return err
+}
+
+// Close frees what MakeStreamWait uses. Only tests do that.
+func (d *Streams) Close() {
+	for !d.ctx.TryRelease(driver.Event, driver.Handle(d.link)) {
+	}
+}
+
+func cBool(yes bool) C.int {
+	if yes {
+		return 1
+	}
+	return 0
+}

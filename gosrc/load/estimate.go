@@ -1,0 +1,173 @@
+package load
+
+// Estimates of what a load would take, which refuse what is over a budget. They
+// allocate nothing and touch no GPU.
+
+import (
+	"strings"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/pipeline"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A Prospect is a load that may come.
+type Prospect struct {
+	Device string `json:"device"`
+	// DType is what floating tensors become, "" where the engine has no name for it, and
+	// Item the bytes of its elements; 0: they stay as they are. A GPU casts as they land
+	// what it has a kernel for, unless Late; the caller casts the rest afterwards.
+	DType string `json:"dtype"`
+	Item  int64  `json:"item"`
+	Late  bool   `json:"late"`
+	// Unpack: the caller gives each F4 a byte.
+	Unpack bool `json:"unpack"`
+	// Budget is the most bytes that tensors may take, 0 for any number.
+	Budget int64 `json:"max_memory"`
+	// Stream: not all at once but in windows within the budget.
+	Stream bool `json:"stream"`
+	// Keep is how many bytes of blocks an offload would keep on the device; nil: none is
+	// planned.
+	Keep *int64 `json:"keep"`
+}
+
+// An Estimate is what a load would take.
+type Estimate struct {
+	Bytes []int64 `json:"bytes"` // of each tensor, when all is done
+	Peak  int64   `json:"peak"`  // of all tensors, at any moment
+	// Staging is the memory on the device that stored bytes pass through, at most: a
+	// coherent GPU has none. Pinned is the host memory that a GPU's load has for them.
+	Staging int64         `json:"staging"`
+	Pinned  int64         `json:"pinned"`
+	Windows []plan.Window `json:"windows"` // of a stream
+	Offload *plan.Offload `json:"offload,omitempty"`
+}
+
+// A Part is as plan has it.
+type Part = plan.Part
+
+// KeptBlocks is as plan has it.
+func KeptBlocks(nbytes []int64, keep int64) []int64 { return plan.KeptBlocks(nbytes, keep) }
+
+// Estimate tells what loading parts of tensors would take, all tensors for nil. What is
+// over the budget is an ErrMemory.
+func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
+	if q.Budget < 0 || q.Item < 0 || q.Stream && q.Budget == 0 {
+		return o, errs.New(errs.ErrArgument, "max_memory %d, elements of %d bytes", q.Budget, q.Item)
+	}
+	if parts == nil {
+		parts = make([]Part, len(m.ix.Tensors))
+		for i := range parts {
+			parts[i] = Part{Tensor: int64(i), Elements: plan.Whole}
+		}
+	}
+	costs, err := m.costsOf(parts, q)
+	if err != nil {
+		return o, err
+	}
+	o.Bytes, o.Peak = make([]int64, len(costs)), plan.Peak(costs)
+	largest := 0
+	for i := range costs {
+		o.Bytes[i] = costs[i].Stays
+		if o.Bytes[i] > o.Bytes[largest] {
+			largest = i
+		}
+	}
+	if q.Keep != nil {
+		offload := plan.OffloadOf(m.ix, parts, o.Bytes, *q.Keep)
+		o.Offload = &offload
+	}
+	if q.Stream {
+		var over int
+		if o.Windows, over = plan.Windows(costs, q.Budget); over >= 0 {
+			n := plan.Peak(costs[over : over+1])
+			return o, m.overBudget("stream", parts[over].Tensor,
+				"'%[1]s' alone takes %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d", n, q)
+		}
+		return o, nil
+	}
+	if err := m.countStaging(&o, parts, q); err != nil {
+		return o, err
+	}
+	if q.Budget > 0 && o.Peak > q.Budget {
+		return o, m.overBudget("load", parts[largest].Tensor,
+			"%[6]d tensors take %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d; the largest is '%[1]s' with "+
+				"%[7]d; reading takes %[8]d bytes more. Ask for less with keys= or filter=, or use "+
+				"stream(max_memory=)", o.Peak, q,
+			len(parts), o.Bytes[largest], o.Staging)
+	}
+	return o, nil
+}
+
+// overBudget is the error of a tensor that is over the budget, or the largest of those that
+// together are.
+func (m *Model) overBudget(verb string, at int64, format string, n int64, q Prospect, more ...any) error {
+	t := &m.ix.Tensors[at]
+	args := append([]any{t.Name, n, q.Device, n - q.Budget, q.Budget}, more...)
+	return &errs.At{Verb: verb, Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: -1,
+		Err: errs.New(errs.ErrMemory, format, args...)}
+}
+
+func (q *Prospect) onGPU() bool { return strings.HasPrefix(q.Device, "cuda") }
+
+func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
+	to, known := tensor.ParseDType(q.DType)
+	if q.DType != "" && !known {
+		return nil, errs.New(errs.ErrArgument, "cast to %q: expected a dtype", q.DType)
+	}
+	then := plan.Conversion{To: to, Item: q.Item, Unpack: q.Unpack}
+	if q.onGPU() && known && !q.Late {
+		then.OnTheWay = func(from tensor.DType) bool { return queue.CanCast(device.Cast{From: from, To: to}) }
+	}
+	return plan.Costs(m.ix, parts, then)
+}
+
+// countStaging counts the slots that whole tensors are read into.
+func (m *Model) countStaging(o *Estimate, parts []Part, q Prospect) error {
+	gpu := q.onGPU()
+	reqs := make([]Request, len(parts))
+	for i, p := range parts {
+		reqs[i] = Request{Tensor: p.Tensor, Hi0: plan.Whole, Hi1: plan.Whole}
+	}
+	wants, err := plan.Check(m.ix, reqs)
+	if err != nil {
+		return err
+	}
+	dest, maps := make([]unsafe.Pointer, len(reqs)), m.mapped()
+	for i := range wants {
+		if gpu || !m.inFile(&wants[i], maps) {
+			dest[i] = device.Pointer(pending)
+		}
+	}
+	mc := m.Machine(gpu, 0, true)
+	p := plan.Make(m.ix, wants, dest, mc.Limits())
+	if gpu {
+		slots, size := ringFor(p.Slot, mc)
+		o.Staging = queue.StagingSize(slots, size)
+		o.Pinned = o.Staging
+		return nil
+	}
+	o.Staging = int64(pipeline.HostSlots(min(mc.Workers(0), len(p.Shares)), mc.RangeBytes > 0)) * p.Slot
+	return nil
+}
+
+// mapped says, by source, whether a load to the host maps its plain tensors.
+func (m *Model) mapped() []bool {
+	maps := make([]bool, len(m.srcs))
+	for i, s := range m.srcs {
+		maps[i] = m.maps(s)
+	}
+	return maps
+}
+
+// inFile is whether a want may be mapped where it lies in its file, one of those that
+// maps says.
+func (m *Model) inFile(w *plan.Want, maps []bool) bool {
+	t := &m.ix.Tensors[w.Data]
+	off, row := w.SourceRange(m.ix)
+	return row && maps[t.Source] && !m.ix.Sources[t.Source].Overwire() && off%int64(t.DType.Align()) == 0
+}

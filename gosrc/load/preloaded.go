@@ -1,0 +1,436 @@
+package load
+
+// Preloaded tensors: models that were loaded before anything asked for their tensors.
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// A Preloaded is all tensors of a model, loaded before anything asks for them. Loads of
+// other models of the same files (see Model.Attach) take tensors out of it: each
+// tensor is given once, and what is missing is read from the file. An error of
+// preloading is not an error of the loads that use it.
+type Preloaded struct {
+	model *Model
+	l     *Loading // request k is tensor k, whole
+	names []map[string]int32
+
+	mu     sync.Mutex
+	landed []bool
+	over   bool          // no more tensors will land
+	wake   chan struct{} // closed and renewed when a field above changes
+	files  []preloadedFile
+	left   int  // files that are not gone
+	drop   bool // free files when no model uses them
+}
+
+type preloadedFile struct {
+	users int
+	taken bool // a load took some of its tensors: the last user frees the rest
+	gone  bool
+}
+
+// NewPreloaded begins to load all of a model, and owns the model from then on.
+func NewPreloaded(m *Model, opt Options) (*Preloaded, error) {
+	l, err := m.Start(nil, opt)
+	if err != nil {
+		return nil, err
+	}
+	s := &Preloaded{model: m, l: l, names: make([]map[string]int32, len(m.srcs)), landed: make([]bool, l.Len()),
+		wake:  make(chan struct{}),
+		files: make([]preloadedFile, len(m.srcs)), left: len(m.srcs)}
+	for i := range s.names {
+		s.names[i] = map[string]int32{}
+	}
+	for k := range m.ix.Tensors {
+		t := &m.ix.Tensors[k]
+		s.names[t.Source][t.Name] = int32(k)
+	}
+	spawn.Go("preloaded", func() {
+		for more := true; more; {
+			var at []int
+			at, more = l.Ready(1<<20, time.Hour)
+			s.arrived(at, !more)
+		}
+	})
+	return s, nil
+}
+
+// Job is the load that fills it.
+func (s *Preloaded) Job() *job.Job { return s.l.Job() }
+
+// Model is the model, which Preloaded owns.
+func (s *Preloaded) Model() *Model { return s.model }
+
+// Spent reports whether every file of it is gone.
+func (s *Preloaded) Spent() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.left == 0
+}
+
+// Whole reports whether no load has taken anything from it.
+func (s *Preloaded) Whole() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return !slices.ContainsFunc(s.files, func(f preloadedFile) bool { return f.taken || f.gone })
+}
+
+// Gone reports whether nothing of a file is left.
+func (s *Preloaded) Gone(file int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.files[file].gone
+}
+
+// Drop frees the files that no model uses, and the others as soon as none does.
+func (s *Preloaded) Drop() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.drop = true
+	for i := range s.files {
+		s.freeUnwanted(i)
+	}
+}
+
+func (s *Preloaded) arrived(at []int, over bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, k := range at {
+		s.landed[k] = true
+		if s.files[s.model.ix.Tensors[k].Source].gone {
+			s.freeTensor(k)
+		}
+	}
+	s.over = s.over || over
+	close(s.wake)
+	s.wake = make(chan struct{})
+}
+
+func (s *Preloaded) freeTensor(k int) {
+	if mem, _, _, ok := s.l.Take(k); ok {
+		mem.Release()
+	}
+}
+
+// useFile adds n (1 or -1) to a file's users; false: the file is gone.
+func (s *Preloaded) useFile(file, n int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f := &s.files[file]
+	if f.gone {
+		return false
+	}
+	f.users += n
+	s.freeUnwanted(file)
+	return true
+}
+
+// freeUnwanted frees a file's tensors once no model will ask for them. mu is held.
+func (s *Preloaded) freeUnwanted(file int) {
+	f := &s.files[file]
+	if f.gone || f.users > 0 || !f.taken && !s.drop {
+		return
+	}
+	f.gone = true
+	for _, k := range s.names[file] {
+		if s.landed[k] {
+			s.freeTensor(int(k))
+		}
+	}
+	if s.left--; s.left == 0 {
+		s.l.Close()
+		s.model.Close()
+	}
+}
+
+// findTensor returns the preloaded tensor that equals a model's tensor.
+func (s *Preloaded) findTensor(m *Model, tensor int32, file int) (k int32, ok bool) {
+	t := &m.ix.Tensors[tensor]
+	if k, ok = s.names[file][t.Name]; !ok {
+		return 0, false
+	}
+	u := &s.model.ix.Tensors[k]
+	return k, t.Off == u.Off && t.Bytes == u.Bytes && t.DType == u.DType && t.Count == u.Count &&
+		slices.Equal(t.Shape, u.Shape)
+}
+
+// claimFile notes that a tensor of a file will be taken.
+func (s *Preloaded) claimFile(file int) {
+	s.mu.Lock()
+	s.files[file].taken = true
+	s.mu.Unlock()
+}
+
+// takeTensor waits for a tensor and returns its memory. ok is false if it was taken
+// before, if preloading failed, or if ctx has ended.
+func (s *Preloaded) takeTensor(ctx context.Context, k int32) (mem device.Memory, ok bool) {
+	for {
+		s.mu.Lock()
+		landed, over, wake := s.landed[k], s.over, s.wake
+		s.mu.Unlock()
+		if landed {
+			mem, _, _, ok = s.l.Take(int(k))
+			return mem, ok
+		}
+		if over {
+			return mem, false
+		}
+		select {
+		case <-wake:
+		case <-ctx.Done():
+			return mem, false
+		}
+	}
+}
+
+// attached is the file of a preloaded model that a model's file is.
+type attached struct {
+	preloaded *Preloaded
+	file      int
+	id        source.Identity // of both
+}
+
+// FileIdentities are the identities of the model's files when they were opened. known is
+// false if one has none; settled is false if one could have changed without a new
+// identity.
+func (m *Model) FileIdentities() (ids []source.Identity, settled, known bool) {
+	settled, known = true, true
+	for _, s := range m.srcs {
+		f := s.Facts()
+		ids, settled, known = append(ids, f.Identity), settled && f.Settled, known && f.Identity.Known()
+	}
+	return ids, settled, known
+}
+
+// Reached is format.Access.Key of the way to the model's files.
+func (m *Model) Reached() string { return m.key }
+
+// Attach lets loads of the model take what is preloaded of the model's file i, which
+// is number `file` there, until the model ends. id is the file's identity when the
+// preloading began. If the model's file has another one, or has been written to since,
+// Attach returns false and does nothing.
+func (m *Model) Attach(i int, s *Preloaded, file int, id source.Identity) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.shut || m.pin != nil || m.pinning {
+		return false
+	}
+	if m.preloaded == nil {
+		m.preloaded = make([]attached, len(m.srcs))
+	}
+	if m.preloaded[i].preloaded != nil {
+		return m.preloaded[i].preloaded == s
+	}
+	if !m.srcs[i].Facts().Unchanged(id) || !s.useFile(file, 1) {
+		return false
+	}
+	m.preloaded[i] = attached{s, file, id}
+	return true
+}
+
+// detachPreloaded undoes Attach, when the model ends.
+func (m *Model) detachPreloaded() {
+	for _, j := range m.preloaded {
+		if j.preloaded != nil {
+			j.preloaded.useFile(j.file, -1)
+		}
+	}
+}
+
+// MapsAs reports whether two models treat a file alike, one's file i and the
+// other's k: both map its plain tensors, or neither does.
+func (m *Model) MapsAs(i int, other *Model, k int) bool {
+	return m.ix.Sources[i].Overwire() || m.maps(m.srcs[i]) == other.maps(other.srcs[k])
+}
+
+// Mapped reports whether plain tensors of the preloaded file are mapped.
+func (s *Preloaded) Mapped(file int) bool {
+	return slices.ContainsFunc(s.l.wants, func(w plan.Want) bool {
+		return int(s.model.ix.Tensors[w.Tensor].Source) == file && s.l.files.mapped[w.Tensor]
+	})
+}
+
+// due is a request that preloaded tensors serve.
+type due struct {
+	at   int // request
+	from attached
+	k    int32
+	// reread: the preloaded tensor is in a mapping, but the request has a
+	// destination. Bytes of a mapping are never copied, since reading a truncated
+	// file's mapping ends the process. The tensor is read again instead, and the
+	// preloaded one freed.
+	reread bool
+}
+
+// servedByPreloaded says which requests preloaded tensors serve; nil: none.
+func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
+	m.mu.Lock()
+	sources := slices.Clone(m.preloaded) // others may attach meanwhile
+	m.mu.Unlock()
+	if sources == nil || opt.Cast != "" {
+		return nil
+	}
+	var all []*due
+	same := make([]int8, len(sources)) // by file: whether it is unchanged since Attach; 0: not checked
+	for i, r := range reqs {
+		if r.Dest == BindLater {
+			return nil
+		}
+		n := m.ix.Tensors[wants[i].Tensor].Source
+		from := sources[n]
+		if from.preloaded != nil && same[n] == 0 {
+			if same[n] = 1; !m.srcs[n].Facts().Unchanged(from.id) {
+				same[n] = -1
+				from.preloaded.Drop()
+			}
+		}
+		if same[n] < 0 {
+			continue
+		}
+		whole := r.Lo0 == 0 && r.Hi0 == plan.Whole && r.Lo1 == 0 && r.Hi1 == plan.Whole
+		if from.preloaded == nil || !whole || from.preloaded.l.target != tgt || r.Dest != 0 && tgt.GPU != nil {
+			continue
+		}
+		k, ok := from.preloaded.findTensor(m, wants[i].Tensor, from.file)
+		if !ok {
+			continue
+		}
+		all = append(all, &due{at: i, from: from, k: k, reread: r.Dest != 0 && from.preloaded.l.files.mapped[k]})
+	}
+	for _, d := range all {
+		d.from.preloaded.claimFile(d.from.file)
+	}
+	// In the order in which they were preloaded.
+	slices.SortStableFunc(all, func(a, b *due) int { return int(a.k) - int(b.k) })
+	return all
+}
+
+// startFromPreloaded is Start for requests that preloaded tensors serve in part; the others, and
+// those that cannot be given, are loads of their own.
+func (m *Model) startFromPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options,
+	all []*due) (*Loading, error) {
+	if err := m.Hold(); err != nil {
+		return nil, err
+	}
+	l := newLoading(m, tgt, wants)
+	all = slices.DeleteFunc(all, func(d *due) bool { return d.reread })
+	given := make([]bool, len(reqs))
+	for _, d := range all {
+		given[d.at] = true
+	}
+	var rest []int
+	for i := range reqs {
+		if !given[i] {
+			rest = append(rest, i)
+		}
+	}
+	var other *Loading
+	if len(rest) > 0 {
+		var err error
+		if other, err = m.startRequests(pickSome(reqs, rest), pickSome(wants, rest), tgt, opt); err != nil {
+			m.Drop()
+			return nil, err
+		}
+	}
+	l.job.Go(func(ctx context.Context, j *job.Job) error {
+		defer l.afterWorkers()
+		start := time.Now()
+		rep := Report{Tensors: int64(len(reqs))}
+		for i := range wants {
+			rep.Bytes += wants[i].Bytes
+		}
+		j.TotalBytes.Store(rep.Bytes)
+		j.TotalTensors.Store(rep.Tensors)
+		ended := make(chan error, 1)
+		spawn.Go("load rest", func() {
+			ended <- spawn.Guard("load rest", func() error { return forwardLanded(ctx, l, other, rest, &rep) })
+		})
+		missing := takePreloaded(ctx, l, reqs, all, &rep)
+		err := <-ended
+		if err == nil && ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		if err == nil && len(missing) > 0 {
+			var more *Loading
+			if more, err = m.startRequests(pickSome(reqs, missing), pickSome(wants, missing), tgt, opt); err == nil {
+				err = forwardLanded(ctx, l, more, missing, &rep)
+			}
+		}
+		rep.Seconds = time.Since(start).Seconds()
+		j.SetReport(rep)
+		return err
+	})
+	return l, nil
+}
+
+func pickSome[T any](all []T, at []int) []T {
+	some := make([]T, len(at))
+	for i, k := range at {
+		some[i] = all[k]
+	}
+	return some
+}
+
+// takePreloaded takes what is due of preloaded tensors, and returns what was missing.
+func takePreloaded(ctx context.Context, l *Loading, reqs []Request, all []*due, rep *Report) (missing []int) {
+	var mapped int64
+	for _, d := range all {
+		mem, ok := d.from.preloaded.takeTensor(ctx, d.k)
+		switch {
+		case !ok:
+			missing = append(missing, d.at)
+			continue
+		case reqs[d.at].Dest != 0:
+			copy(unsafe.Slice((*byte)(device.Pointer(reqs[d.at].Dest)), mem.Bytes), mem.Slice())
+			mem.Release()
+			mem = device.Memory{}
+		case d.from.preloaded.l.files.mapped[d.k]:
+			mapped += mem.Bytes
+		}
+		l.landForeign(d.at, mem)
+	}
+	l.out.mu.Lock()
+	rep.Mapped += mapped
+	l.out.mu.Unlock()
+	slices.Sort(missing)
+	return missing
+}
+
+// forwardLanded passes on what another load of the model brings; at maps its requests to
+// this load's. It returns when that load has ended; a nil load is empty.
+func forwardLanded(ctx context.Context, l, from *Loading, at []int, rep *Report) error {
+	if from == nil {
+		return nil
+	}
+	defer from.Close()
+	defer context.AfterFunc(ctx, from.job.Cancel)()
+	for more := true; more; {
+		var landed []int
+		landed, more = from.Ready(1<<20, time.Hour)
+		for _, i := range landed {
+			mem, _, _, _ := from.Take(i)
+			l.landForeign(at[i], mem)
+		}
+	}
+	if err := from.job.Err(); err != nil {
+		return err
+	}
+	if r, ok := from.job.Value().(Report); ok {
+		l.out.mu.Lock()
+		rep.Mapped, rep.DirectIO, rep.GDS = rep.Mapped+r.Mapped, rep.DirectIO+r.DirectIO, rep.GDS+r.GDS
+		rep.NoGDS, rep.Stages, rep.Trace = r.NoGDS, r.Stages, r.Trace
+		l.out.mu.Unlock()
+	}
+	return nil
+}

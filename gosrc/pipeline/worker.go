@@ -1,0 +1,370 @@
+package pipeline
+
+// Workers, which take shares through all stages.
+
+import (
+	"context"
+	"errors"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// A worker does batches one after the other. It takes each share through all
+// stages, while its bytes are in that core's cache.
+type worker struct {
+	run   *run
+	task  *Task
+	n     int // of this worker
+	st    Stages
+	spans []span
+
+	// The open range, nil if there is none; its offset; a buffer for gaps.
+	steps source.Range
+	at    int64
+	waste []byte
+}
+
+func (w *worker) runLoop() error {
+	for {
+		b, from, ok := w.run.feed.takeBatch(nil)
+		if !ok {
+			return nil
+		}
+		if w.run.ctx.Err() != nil {
+			return context.Cause(w.run.ctx)
+		}
+		var err error
+		if from == nil {
+			err = w.runBatch(b)
+		} else {
+			err = w.readRange(from, w.task.Plan.Pieces[w.task.Plan.Shares[b.first].Piece].First)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// readRange waits for a permit and does the next batch with it, unless other workers
+// have done them all; task says where an error happened.
+func (w *worker) readRange(from source.Ranges, task int32) error {
+	t0 := time.Now()
+	steps, err := from.OpenRange(w.run.feed.permits)
+	if err != nil {
+		if w.run.ctx.Err() == nil && w.run.feed.permits.Err() != nil {
+			return nil // others did the rest
+		}
+		return w.run.locateError("read", task, err)
+	}
+	w.steps = steps
+	defer func() {
+		_ = steps.Close()
+		w.steps = nil
+	}()
+	b, now, ok := w.run.feed.takeBatch(from)
+	if !ok || now != from {
+		return nil
+	}
+	share := &w.task.Plan.Shares[b.first]
+	p := &w.task.Plan.Pieces[share.Piece]
+	w.at = p.Off + share.From
+	if err := steps.Begin(w.run.ctx, w.at, b.n); err != nil { // keep no slot while waiting for the response
+		return w.run.locateError("read", p.First, err)
+	}
+	w.subtractWaits(&t0)
+	return w.runBatch(b)
+}
+
+func (w *worker) runBatch(b batch) error {
+	for i := b.first; i < b.end; i++ {
+		if w.run.ctx.Err() != nil {
+			return context.Cause(w.run.ctx)
+		}
+		share := &w.task.Plan.Shares[i]
+		w.run.announcePieces(int64(share.Piece))
+		if err := w.runShare(share, &w.task.Plan.Pieces[share.Piece]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// readBytes fills b from off of a source, or of the open range.
+func (w *worker) readBytes(src source.Source, b []byte, off int64) error {
+	if w.steps == nil {
+		return src.ReadAt(w.run.ctx, b, off)
+	}
+	for w.at < off {
+		if w.waste == nil {
+			w.waste = make([]byte, 32<<10)
+		}
+		n := min(off-w.at, int64(len(w.waste)))
+		if err := w.steps.Next(w.waste[:n]); err != nil {
+			return err
+		}
+		w.at += n
+	}
+	w.at += int64(len(b))
+	return w.steps.Next(b)
+}
+
+func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
+	src, view := w.task.Sources[p.Source], w.run.feed.facts[p.Source].View
+	t0 := time.Now()
+	if w.task.Gate != nil {
+		if err := w.task.Gate(w.run.ctx, p.First); err != nil {
+			return err
+		}
+		w.st.WaitNS += w.lapTime("stage", &t0, 0)
+	}
+	if p.InPlace != nil {
+		b := unsafe.Slice((*byte)(p.InPlace), p.Len)
+		if err := w.readBytes(src, b, p.Off); err != nil {
+			return w.run.locateError("read", p.First, err)
+		}
+		w.subtractWaits(&t0)
+		w.st.ReadNS += w.lapTime("read", &t0, p.Len)
+		if w.comparesSums(p) {
+			if err := w.checkSum(p.First, b); err != nil {
+				return err
+			}
+			w.st.CheckNS += w.lapTime("check", &t0, p.Len)
+		}
+		w.run.landTask(p.First)
+		return nil
+	}
+	s := &w.run.staged[share.Piece]
+	slot, err := w.stagePiece(s)
+	if err != nil {
+		return err
+	}
+	w.st.WaitNS += w.lapTime("stage", &t0, 0)
+	switch {
+	case w.byGDS(p):
+		// Read the whole piece at once: shares exist for decoding on several cores,
+		// which this does not need.
+		if share.From == 0 {
+			if err := w.task.GDS[p.Source].ReadInto(w.run.ctx, slot.ViewMirror(), p.Len, p.Off); err != nil {
+				return w.run.locateError("read", p.First, err)
+			}
+			w.st.ReadNS += w.lapTime("read", &t0, p.Len)
+		}
+	case view == nil:
+		if err := w.fillShare(src, p, share, slot.Memory()[:p.Len], &t0); err != nil {
+			return err
+		}
+	case w.run.checks && w.comparesSums(p):
+		if err := w.compareSums(view, p, share, &t0); err != nil {
+			return err
+		}
+	}
+	if !s.last() {
+		return nil
+	}
+	return w.submitSlot(slot, view, p, &t0)
+}
+
+// submitSlot gives a filled slot to the device, and after an error or a panic back to the
+// queue: its Close waits for every slot.
+func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, error), p *plan.Piece,
+	t0 *time.Time) error {
+	mine := true
+	defer func() {
+		if mine {
+			w.run.queue.Put(slot)
+		}
+	}()
+	if view != nil {
+		b, err := view(p.Off, p.Len)
+		if err != nil {
+			return w.run.locateError("read", p.First, err)
+		}
+		slot.View(b)
+	}
+	if !w.run.checks && w.comparesSums(p) {
+		slot.CheckOnSubmit()
+	}
+	if err := w.bindTasks(p, t0); err != nil {
+		return err
+	}
+	mine = false
+	w.run.pending.Add(int(p.Count))
+	err := w.run.queue.Submit(slot, p.Len, w.task.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
+		defer w.run.pending.Done()
+		if err != nil {
+			w.run.cancel(w.run.locateError(stageOf(err), p.First+int32(i), err)) // only the first cause stays
+			return
+		}
+		w.run.landTask(p.First + int32(i))
+	})
+	w.st.DecodeNS += w.lapTime(w.run.last, t0, p.Len)
+	if err != nil { // an error of the device: none of the piece's tasks began
+		w.run.pending.Add(-int(p.Count))
+		return w.run.locateError("copy", p.First, err)
+	}
+	return nil
+}
+
+// bindTasks resolves the destinations of a piece's decode tasks.
+func (w *worker) bindTasks(p *plan.Piece, t0 *time.Time) error {
+	if w.task.Destination == nil {
+		return nil
+	}
+	for i := p.First; i < p.First+p.Count; i++ {
+		dst, err := w.task.Destination(w.run.ctx, w.task.Plan.Refs[i].Want, w.task.Plan.Tasks[i].Dst)
+		if err != nil {
+			return err
+		}
+		w.task.Plan.Tasks[i].Dst = dst
+	}
+	w.st.WaitNS += w.lapTime("stage", t0, 0)
+	return nil
+}
+
+// byGDS reports whether a piece goes from its source to the device without the
+// host: if there is a reader, and no checksum to compare.
+func (w *worker) byGDS(p *plan.Piece) bool {
+	if w.task.GDS == nil || w.task.GDS[p.Source] == nil {
+		return false
+	}
+	for i := p.First; i < p.First+p.Count; i++ {
+		if w.task.Plan.Tasks[i].Summed {
+			return false
+		}
+	}
+	return true
+}
+
+// stagePiece returns the slot of a piece; the first worker that asks waits for a free
+// one, and the others for that worker.
+func (w *worker) stagePiece(s *staged) (slot device.Slot, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.slot != nil {
+		return s.slot, nil
+	}
+	if len(w.task.Plan.Shares) > len(w.task.Plan.Pieces) {
+		slot, err = w.run.queue.Get(w.run.ctx)
+	} else {
+		slot, err = w.run.queue.GetFor(w.run.ctx, w.n)
+	}
+	s.slot = slot
+	return slot, err
+}
+
+// fillShare reads a share of a piece into its slot, at once, and compares its checksums. A
+// share is small enough for the core's cache; reads of a quarter of it, each summed
+// before the next, summed faster and read slower.
+func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, b []byte, t0 *time.Time) error {
+	if err := w.readBytes(src, b[share.From:share.To], p.Off+share.From); err != nil {
+		return w.run.locateError("read", w.taskAt(p, share, err), err)
+	}
+	w.subtractWaits(t0)
+	w.st.ReadNS += w.lapTime("read", t0, share.To-share.From)
+	return w.checkShare(share, b, t0)
+}
+
+// taskAt is the task of a share that could not be read, or, where the error does not say
+// at which byte, the first one.
+func (w *worker) taskAt(p *plan.Piece, share *plan.Share, err error) int32 {
+	at := share.From
+	if inner, ok := errors.AsType[*errs.At](err); ok {
+		at = max(at, inner.Offset-p.Off)
+	}
+	i := max(p.First, share.First-1) // an earlier share's may reach into this one
+	for i+1 < share.First+share.Count && int64(w.task.Plan.Tasks[i+1].Src) <= at {
+		i++
+	}
+	return i
+}
+
+// lapTime returns the nanoseconds since *t, moves *t to now, and records the stage.
+func (w *worker) lapTime(verb string, t *time.Time, bytes int64) int64 {
+	begin, now := *t, time.Now()
+	*t = now
+	if w.task.Trace != nil {
+		w.spans = append(w.spans, span{verb, onWorker, w.n, begin, now, bytes})
+	}
+	return now.Sub(begin).Nanoseconds()
+}
+
+// subtractWaits moves a range's waiting times out of the time since *t.
+func (w *worker) subtractWaits(t *time.Time) {
+	if w.steps == nil {
+		return
+	}
+	permit, answer := w.steps.Waited()
+	w.st.PermitNS += permit.Nanoseconds()
+	w.st.AnswerNS += answer.Nanoseconds()
+	for _, x := range []struct {
+		verb string
+		took time.Duration
+	}{{"permit", permit}, {"answer", answer}} {
+		if w.task.Trace != nil && x.took > 0 {
+			w.spans = append(w.spans, span{x.verb, onWorker, w.n, *t, t.Add(x.took), 0})
+		}
+		*t = t.Add(x.took)
+	}
+}
+
+// comparesSums reports whether checksums of a piece are compared: of what was read, and of bytes
+// in memory that may have changed.
+func (w *worker) comparesSums(p *plan.Piece) bool {
+	f := &w.run.feed.facts[p.Source]
+	return f.View == nil || f.Compare
+}
+
+// compareSums compares the checksums of a share where it lies in memory.
+func (w *worker) compareSums(view func(off, n int64) ([]byte, error), p *plan.Piece, share *plan.Share,
+	t0 *time.Time) error {
+	b, err := view(p.Off, p.Len)
+	if err != nil {
+		return w.run.locateError("read", p.First, err)
+	}
+	return w.checkShare(share, b, t0)
+}
+
+// checkShare compares the checksums of a share of the piece in b.
+func (w *worker) checkShare(share *plan.Share, b []byte, t0 *time.Time) error {
+	n := int64(0)
+	for i := share.First; w.run.checks && i < share.First+share.Count; i++ {
+		j := &w.task.Plan.Tasks[i]
+		if !j.Summed { // bytes of a plain file
+			continue
+		}
+		if err := w.checkSum(i, b[j.Src:int64(j.Src)+int64(j.Chunk.Stored)]); err != nil {
+			return err
+		}
+		n += int64(j.Chunk.Stored)
+	}
+	if n > 0 { // bytes without checksums cost no time here
+		w.st.CheckNS += w.lapTime("check", t0, n)
+	}
+	return nil
+}
+
+// checkSum compares the checksum of a chunk's stored bytes, if it has one.
+func (w *worker) checkSum(task int32, stored []byte) error {
+	j := &w.task.Plan.Tasks[task]
+	if !w.run.checks || !j.Summed {
+		return nil
+	}
+	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
+		return w.run.locateError("check", task, errs.NewMismatch(j.Chunk.Sum, sum))
+	}
+	return nil
+}
+
+// stageOf is the verb in which a task failed on the device.
+func stageOf(err error) string {
+	if errs.RuleOf(err) == errs.RuleChecksum {
+		return "check"
+	}
+	return "decode"
+}
