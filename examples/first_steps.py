@@ -1,4 +1,4 @@
-"""Save, load, slice, stream and verify; run in a folder that may be written to.
+"""Saves, loads, slices, streams and verifies. Run it in a writable folder.
 
 Works with torch or numpy; this file uses numpy.
 """
@@ -13,18 +13,18 @@ weights = {
     "bias": np.zeros(512, "float32"),
 }
 
-# Save compressed. The file is complete or absent, whatever happens meanwhile.
+# Save compressed. The file is either complete or absent, also after a crash.
 report = ow.save_file(weights, "model.safetensors", metadata={"made": "here"})
 print(f"{report.bytes_in} -> {report.bytes_out} bytes, {report.ratio:.3f} of it")
 
-# Load: a dict of tensors that are yours. Plain safetensors files load the same way.
+# Load a dict of tensors that are yours. Plain safetensors files load the same way.
 tensors = ow.load_file("model.safetensors", framework="np")
 
 # Open without loading, and read only what is asked for.
 with ow.safe_open("model.safetensors", framework="np") as f:
     first_rows = f.get_slice("embed")[:16]
 
-# Tensors in the order of arrival, each complete when it is yielded.
+# Get tensors as they arrive, each complete when it is yielded.
 for name, tensor in ow.stream("model.safetensors", framework="np"):
     print(name, tensor.dtype, tensor.shape)
 

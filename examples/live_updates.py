@@ -1,7 +1,7 @@
-"""A trainer pushes what changed after each step; a model that runs takes it in place.
+"""Pushes what changed after each training step into a running model, in place.
 
-Both sides are in this program; in between lies a file, as it would in a folder, in S3 or
-in Redis. Engines take the same pushes: docs/live-updates.md.
+Both sides are in this program. They exchange a file, which could also be in a shared folder, in S3 or in Redis. Engines
+take the same pushes: docs/live-updates.md.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ x, y = torch.randn(512, 64).bfloat16(), torch.randint(0, 8, (512,))
 with tempfile.TemporaryDirectory() as folder:
     whole, delta = Path(folder, "whole.safetensors"), Path(folder, "delta.safetensors")
 
-    # The first push has all weights; the trainer keeps what it pushed.
+    # The first push has all weights; the trainer keeps a copy of what it pushed.
     ow.save_model(trainer, whole)
     ow.load_model(runs, whole)
     pushed = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Save a dict of tensors compressed, load it back: the same words as safetensors."""
+"""Saves a dict of tensors compressed and loads it back, with the same calls as safetensors."""
 
 import overwire as ow
 import torch
@@ -8,11 +8,11 @@ tensors = {"embed": torch.randn(1000, 256).bfloat16(), "norm": torch.ones(256)}
 report = ow.save_file(tensors, "model.safetensors", metadata={"format": "pt"})
 print(f"{report.bytes_in} -> {report.bytes_out} bytes, ratio {report.ratio:.3f}")
 
-loaded = ow.load_file("model.safetensors")  # name -> tensor, the caller's own
+loaded = ow.load_file("model.safetensors")  # name -> tensor, owned by the caller
 assert torch.equal(loaded["embed"], tensors["embed"])
 
-half = ow.load_file("model.safetensors", keys=["norm"], dtype=torch.float16)  # reads only that
-arrays = ow.load_file("model.safetensors", framework="np")  # numpy, bfloat16 by ml_dtypes
+half = ow.load_file("model.safetensors", keys=["norm"], dtype=torch.float16)  # reads only these tensors
+arrays = ow.load_file("model.safetensors", framework="np")  # numpy, with bfloat16 from ml_dtypes
 assert half["norm"].dtype == torch.float16 and arrays["norm"].shape == (256,)
 
 ow.convert("model.safetensors", "plain.safetensors", compress=False)  # for any safetensors reader

@@ -1,4 +1,4 @@
-"""What is in a file, whether it is whole, and how far a load has come."""
+"""Shows what is in a file, whether it is intact, and how far a load has come."""
 
 import overwire as ow
 import torch

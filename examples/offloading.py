@@ -1,6 +1,6 @@
-"""A language model whose layers do not stay on the device: they come while they run.
+"""Runs a language model and loads each layer only while it runs.
 
-Run in a folder that may be written to; on a GPU where there is one.
+Run it in a writable folder; it uses a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "do_sampl
 resident = model.generate(prompt, **how)
 ow.save_model(model, "model.safetensors")
 
-# What would be streamed, and what it would take.
+# What would be streamed, and how much memory and time it would take.
 print(ow.plan("model.safetensors", keep="1.1MB"))
 
 # Two of the eight layers stay on the device.
@@ -40,11 +40,11 @@ with ow.offload(model, device, keep="1.1MB") as offloaded:
 # Straight from a file, into a model that has no weights.
 with torch.device("meta"):
     empty = LlamaForCausalLM(config).bfloat16().eval()  # type: ignore[no-untyped-call, unused-ignore]
-empty.model.rotary_emb = model.model.rotary_emb  # its buffers are in no file
+empty.model.rotary_emb = model.model.rotary_emb  # its buffers are not in the file
 with ow.offload(empty, device, source="model.safetensors"):
     assert torch.equal(empty.generate(prompt, **how), resident)
 
-# As accelerate spreads a model: what stays on the CPU beside a GPU is streamed.
+# As accelerate places a model: weights that stay on the CPU next to a GPU are streamed.
 if device == "cuda":
     model.save_pretrained("model")
     where = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0, "model.layers": "cpu"}

@@ -1,6 +1,6 @@
-"""A pipeline of diffusers whose models do not fit on the device together: their blocks come while they run.
+"""Runs a diffusers pipeline that does not fit on the device: each block is loaded while it runs.
 
-Run on a GPU where there is one.
+Run it on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ except ImportError:
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 
-# In a program: pipe = StableDiffusionPipeline.from_pretrained(NAME, torch_dtype=torch.bfloat16)
+# In your program: pipe = StableDiffusionPipeline.from_pretrained(NAME, torch_dtype=torch.bfloat16)
 pipe = StableDiffusionPipeline(
     unet=UNet2DConditionModel(
         block_out_channels=(32, 64),

@@ -1,4 +1,4 @@
-"""Libraries that read with safetensors read compressed files, too.
+"""Makes libraries that read with safetensors read compressed files as well.
 
 transformers, diffusers and accelerate work the same way:
 
@@ -19,7 +19,7 @@ with ow.patch_safetensors():
     tensors = safetensors.torch.load_file("model.safetensors")
 assert torch.equal(tensors["embed"], weights["embed"])
 
-# Or without the package safetensors, by its names.
+# Or use the names of safetensors without installing it.
 from overwire.compat.safetensors import safe_open  # noqa: E402
 
 with safe_open("model.safetensors", framework="pt") as f:

@@ -1,10 +1,10 @@
-"""Any Python object with tensors in it: a small pickle, its tensors compressed beside it."""
+"""Saves any Python object with tensors in it: a small pickle, with its tensors compressed next to it."""
 
 import overwire as ow
 import torch
 
 words, head = torch.nn.Embedding(500, 64), torch.nn.Linear(64, 500, bias=False)
-head.weight = words.weight  # a tie, stored once and tied again when loaded
+head.weight = words.weight  # tied: stored once, and tied again when loaded
 model = torch.nn.Sequential(words, head)
 
 ratio = ow.compress(model, "boneless_model.pth")  # stored / original
@@ -17,7 +17,7 @@ assert ow.load_bundle("bundle.pkl")["step"] == 7
 
 ow.save_bundle({"check": print}, "odd.pkl")
 try:
-    ow.load_bundle("odd.pkl")  # tensors, containers, numpy and torch.nn only
+    ow.load_bundle("odd.pkl")  # only tensors, containers, numpy and torch.nn
 except ow.UntrustedPickleError as error:
     print(error)
 assert ow.load_bundle("odd.pkl", trust=True) == {"check": print}

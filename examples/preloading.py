@@ -1,4 +1,4 @@
-"""Load while Python imports: by hand, or by a variable that is set outside."""
+"""Loads while Python imports: by a call, or by an environment variable."""
 
 import os
 import subprocess
@@ -17,6 +17,6 @@ print(f"{done} of {total} bytes while importing {json.__name__}")
 tensors = ow.load_file("model.safetensors")  # joins it
 assert tensors["w"].shape == (2000, 500)
 
-# The same without a line of code: OVERWIRE_PRELOAD starts it at `import overwire`.
+# The same without code: OVERWIRE_PRELOAD starts it at `import overwire`.
 program = "import overwire as ow, torch; print(ow.load_file('model.safetensors')['w'].shape)"
 subprocess.run([sys.executable, "-c", program], env=os.environ | {"OVERWIRE_PRELOAD": "model.safetensors"}, check=True)

@@ -1,4 +1,4 @@
-"""Open files and read only what is needed: single tensors and slices."""
+"""Opens files and reads only what is needed: single tensors and slices."""
 
 import overwire as ow
 import torch
@@ -11,7 +11,7 @@ with ow.safe_open(["a.safetensors", "b.safetensors"], framework="pt") as f:
     bias = f.get_tensor("b")
     w = f.get_slice("w")
     print(w.get_shape(), w.get_dtype())
-    columns = w[:, 1:3]  # only this block is read
+    columns = w[:, 1:3]  # reads only this block
     last = w[-1, ::2]
 
 assert columns.tolist() == [[1.0, 2.0], [5.0, 6.0], [9.0, 10.0]]  # tensors outlive the file

@@ -1,4 +1,4 @@
-"""Use each tensor as soon as it has landed; or let them land in a module."""
+"""Uses each tensor as soon as it is loaded, or loads tensors straight into a module."""
 
 import overwire as ow
 import torch
@@ -6,7 +6,7 @@ import torch
 source = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
 ow.save_model(source, "model.safetensors")
 
-for name, tensor in ow.stream("model.safetensors"):  # in the order of arrival
+for name, tensor in ow.stream("model.safetensors"):  # in order of arrival
     print(name, tuple(tensor.shape))
 
 module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))

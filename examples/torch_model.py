@@ -1,6 +1,6 @@
-"""A torch module: into its own parameters, and as a whole bundle.
+"""Loads a torch module into its own parameters, and saves it as a whole bundle.
 
-Run in a folder that may be written to.
+Run it in a writable folder.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ def network() -> torch.nn.Module:
 
 model, twin = network(), network()
 
-# Tensors straight into a module's own parameters: no second copy.
+# Tensors go straight into the module's own parameters: no second copy.
 ow.save_model(model, "weights.safetensors")
 ow.load_model(twin, "weights.safetensors")
 
-# Any Python object with tensors in it, ties and views included.
+# Any Python object with tensors in it, including tied tensors and views.
 ow.save_bundle({"model": model, "step": 7}, "bundle/checkpoint.pkl")
 checkpoint = ow.load_bundle("bundle/checkpoint.pkl")
 

@@ -1,6 +1,6 @@
-"""transformers saves a model compressed, and loads it to where it is asked for.
+"""Saves a transformers model compressed, and loads it to the device that is asked for.
 
-The same two lines serve diffusers' pipelines and peft's adapters.
+The same two lines work for diffusers pipelines and peft adapters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of the Python face share."""
+"""Shares fixtures and helpers among the tests of the Python package."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_configure() -> None:
-    """Ctrl-C as a program at a terminal has it: background jobs of a shell start with SIGINT ignored, and hand that
-    on."""
+    """Handles Ctrl-C as a program at a terminal does: background jobs of a shell start with SIGINT ignored, and pass
+    that on."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_cores(os.environ, len(os.sched_getaffinity(0)))
     processes.adopt()
@@ -29,16 +29,16 @@ def pytest_configure() -> None:
 
 
 def share_cores(env: MutableMapping[str, str], cores: int) -> None:
-    """Divides the cores among pytest's workers. Torch has a thread a core in each otherwise, and threads that
-    wait for those of their process spin: work on the host takes ten times as long."""
+    """Divides the cores among pytest's workers. Otherwise torch has a thread per core in each worker, and threads that
+    wait for others of their process spin: work on the host takes ten times as long."""
     workers = int(env.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
 
 
-# Their tests take longest: with them at the end, all but one worker would wait.
+# These tests take longest: at the end, all but one worker would wait for them.
 FIRST = ("test_transformers.py", "test_waiting.py", "test_process.py", "test_build.py")
-# Files whose tests start many processes, or builds: `make quick` leaves them out.
+# Files with tests that start many processes, or builds: `make quick` leaves them out.
 HEAVY = """benches build compat_nvcomp demo distributed examples face_memory face_stream fastsafetensors fastsafetensors_later
     fastsafetensors_plugins fastsafetensors_release forked guides hostile_manifests http interrupts nyacomp_readme
     patch_safetensors pickle_hostile pickle_limits preload preload_identity process process_handles processes
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """No process that a test has started outlives the tests, however they end."""
+    """Ensures that no process started by a test outlives the tests, however they end."""
     yield
     warm.end()
     stayed = processes.left(float(os.environ.get("OVERWIRE_TEST_GRACE") or 30))
@@ -64,7 +64,7 @@ def nothing_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A program that imports torch anew takes seconds: a test that needs one says so."""
+    """A program that imports torch anew takes seconds: a test that needs one is marked."""
     warm.anew.clear()
     yield
     marked = request.node.get_closest_marker("imports_torch") is not None
@@ -73,8 +73,8 @@ def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_gpu_for_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Workers share a GPU: a test that measures or fills its memory (whole_gpu) has it alone. It keeps the door
-    until the others have ended, so that none that comes later is before it."""
+    """Workers share a GPU. A test that measures or fills its memory (whole_gpu) uses it exclusively. It locks out
+    newcomers until the other tests have ended."""
     if request.path.parent.name != "gpu":
         yield
         return
@@ -91,14 +91,14 @@ def one_gpu_for_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A new seed each run, printed when the test fails; OVERWIRE_TEST_SEED sets it."""
+    """Returns a new seed for each run, printed when the test fails; OVERWIRE_TEST_SEED sets it."""
     value = int(os.environ.get("OVERWIRE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {value} (OVERWIRE_TEST_SEED={value} repeats it)")
     yield value
 
 
 def soon(ok: Callable[[], bool], limit: float = 60) -> bool:
-    """Whether something is so within limit seconds: what ends in the background ends later on a busy machine."""
+    """Waits up to limit seconds for something to become true: background work ends later on a busy machine."""
     until = time.monotonic() + limit
     while not ok() and time.monotonic() < until:
         time.sleep(0.01)
@@ -106,7 +106,7 @@ def soon(ok: Callable[[], bool], limit: float = 60) -> bool:
 
 
 def cleaned(*more: str) -> dict[str, str]:
-    """The environment without what sets the engine, and without variables that begin with one of more."""
+    """Returns the environment without the engine's settings, and without variables that begin with one of more."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", *more))}
 
 
@@ -124,7 +124,7 @@ def _script(
 
 @pytest.fixture
 def torch_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python source in a process of its own, in tmp_path, that has imported torch and nothing else: see warm."""
+    """Runs Python source in tmp_path, in a separate process that has imported only torch: see warm."""
     return _script(warm.run, tmp_path)
 
 
@@ -135,7 +135,7 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 def every_dtype() -> dict[str, Any]:
-    """A torch tensor of each dtype that torch has, with every byte value in it."""
+    """Returns a torch tensor of each dtype that torch has, with every byte value in it."""
     import torch
     from overwire.frameworks.torch import _TYPES
 
@@ -146,7 +146,7 @@ def every_dtype() -> dict[str, Any]:
 
 
 def ugly() -> dict[str, Any]:
-    """Shapes and values that loaders get wrong."""
+    """Returns shapes and values that loaders often get wrong."""
     import torch
 
     torch.manual_seed(7)
@@ -172,7 +172,7 @@ def ugly() -> dict[str, Any]:
 
 
 def raw(tensor: Any) -> bytes:
-    """The logical bytes of a torch tensor or numpy array."""
+    """Returns the logical bytes of a torch tensor or numpy array."""
     if hasattr(tensor, "detach"):
         import torch
 

@@ -1,11 +1,11 @@
-"""Runs the files tests/gpu/test_gpu_*.py that need no torch on a GPU without a GPU: on an
-engine whose driver is the fake one of gosrc/device/cuda and whose kernels are
-the host twins.
+"""Runs the tests/gpu/test_gpu_*.py files that need no torch on a GPU, without a GPU.
+
+Their engine uses the fake driver of gosrc/device/cuda and the host twins of the kernels.
 
     python tests/fake_gpu.py [pytest's arguments]
 
-The engine is compiled into build/fake, beside links to the package's files.
-`make fakepy` calls this, with CGO_CXXFLAGS as Go's tests of the fake have them.
+The engine is compiled into build/fake, next to links to the package's files.
+`make fakepy` calls this, with the CGO_CXXFLAGS of Go's tests of the fake driver.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Programs that tests start: each in a process group of its own, which ends with the test.
+"""Starts programs for tests: each in its own process group, which ends with the test.
 
-A test that fails, or is interrupted, leaves neither the program nor anything
-that the program has started.
+A test that fails, or is interrupted, leaves neither the program nor anything that the program has started.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kill what is left of the group that process leads, and wait for process."""
+    """Kill what is left of the process group that process leads, and wait for process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -29,7 +28,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 @contextlib.contextmanager
 def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program in a process group of its own; kill the group when the block is left."""
+    """Start a program in its own process group; kill the group when the block is left."""
     process = subprocess.Popen(argv, start_new_session=True, **options)
     try:
         yield process
@@ -42,7 +41,7 @@ def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
 
 @contextlib.contextmanager
 def overwire_serve(folder: Path, *options: str) -> Iterator[str]:
-    """The URL of an `overwire serve` of a folder, which runs until the block is left."""
+    """Yield the URL of an `overwire serve` of a folder, which runs until the block is left."""
     command = [sys.executable, "-m", "overwire", "serve", str(folder), *options]
     with started(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -57,7 +56,7 @@ def adopt() -> None:
 
 
 def left(grace: float) -> list[str]:
-    """The command lines of this process's descendants that do not end within grace seconds. They are killed."""
+    """Return the command lines of this process's descendants that do not end within grace seconds. They are killed."""
     until = time.monotonic() + grace
     while (running := _descendants()) and time.monotonic() < until:
         time.sleep(0.02)
@@ -66,12 +65,12 @@ def left(grace: float) -> list[str]:
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        running = _descendants()  # with what became ours
+        running = _descendants()  # including those that became ours
     return stayed
 
 
 def _descendants() -> dict[int, str]:
-    """Process id -> command line of every descendant that runs. Those of ours that have ended are waited for."""
+    """Return process id -> command line of every running descendant. Children that have ended are waited for."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -87,6 +86,6 @@ def _descendants() -> dict[int, str]:
         for pid in more:
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if "resource_tracker" not in command:  # Python's, ends with this process
+                if "resource_tracker" not in command:  # Python's own, which ends with this process
                     found[pid] = command[:300]
     return found

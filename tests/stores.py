@@ -1,4 +1,4 @@
-"""Real servers for tests: versitygw as S3, redis-server. Both check passwords."""
+"""Starts real servers for tests: versitygw as S3, and redis-server. Both check passwords."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 S3_KEY = "AKIAOVERWIRETESTKEY1"
 S3_SECRET = "planted/Secret+OfTheS3Server0123456789ab"
 REDIS_PASSWORD = "planted-Redis-Password-0123456789"
-#: What no text may show.
+# Secrets that no text may show.
 SECRETS = ("planted", S3_KEY, "X-Amz-Signature", "Credential=")
 
 
 def found(name: str) -> str | None:
-    """The path of a program: in build/bin, or as the shell finds it."""
+    """Returns the path of a program: in build/bin, or as the shell finds it."""
     own = ROOT / "build" / "bin" / name
     return str(own) if own.exists() else shutil.which(name)
 
@@ -42,8 +42,7 @@ def _program(name: str, how: str) -> str:
     return path
 
 
-#: An address of this machine that no other test process uses: a port that is free there stays free until a server takes
-#: it.
+# An address of this machine that no other test process uses: a free port there stays free until a server takes it.
 HOST = f"127.{64 + (os.getpid() >> 16 & 63)}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
 
 
@@ -75,7 +74,7 @@ def _running(argv: list[str], port: int, **env: str) -> Iterator[None]:
 
 @contextmanager
 def s3() -> Iterator[tuple[dict[str, object], Path]]:
-    """Storage options of a server with one bucket, "models", and its folder."""
+    """Returns storage options of a server with one bucket, "models", and its folder."""
     program = _program("versitygw", "`make build/bin/versitygw` builds it, as `make test` does")
     for parent in (None, "/dev/shm"):
         root = Path(tempfile.mkdtemp(prefix="overwire-s3-", dir=parent))
@@ -99,14 +98,14 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 class Front(BaseHTTPRequestHandler):
-    """A proxy before a store, which keeps the host, since that is signed. It records what is asked, as (method, path
-    with its query, headers, status, bytes of the answer's body), and refuses the requests that the test names."""
+    """A proxy before a store, which keeps the host, since that is signed. It records requests as (method, path with its
+    query, headers, status, bytes of the answer's body), and refuses those that the test names."""
 
     protocol_version = "HTTP/1.1"
     behind: str
     asked: list[tuple[str, str, Message, int, int]]
-    refuse: str  # in a path: answered by AccessDenied
-    methods: tuple[str, ...]  # of what is refused; none: all
+    refuse: str  # in a path: answered with AccessDenied
+    methods: tuple[str, ...]  # methods that are refused; empty means all
 
     def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -126,7 +125,7 @@ class Front(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         if answer or "Content-Length" not in headers:
             self.send_header("Content-Length", str(len(answer)))
-        with contextlib.suppress(ConnectionError):  # who has asked may be gone
+        with contextlib.suppress(ConnectionError):  # the client may be gone
             self.end_headers()
             self.wfile.write(answer)
 
@@ -138,7 +137,7 @@ class Front(BaseHTTPRequestHandler):
 
 @contextmanager
 def front(url: str) -> Iterator[tuple[str, type[Front]]]:
-    """The URL of a `Front` before a server, and where to look and to say."""
+    """Yields the URL of a `Front` before a server, and the proxy to inspect and control."""
     kind = type("OneFront", (Front,), {"behind": url.split("/")[2], "asked": [], "refuse": "", "methods": ()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -151,8 +150,8 @@ def front(url: str) -> Iterator[tuple[str, type[Front]]]:
 
 @contextmanager
 def redis(password: str | None = REDIS_PASSWORD, config: Path | None = None) -> Iterator[tuple[dict[str, object], str]]:
-    """Storage options of a server, and what its URIs begin with. None: it asks for no password. config: a file that
-    says which, in place of `password`."""
+    """Returns storage options of a server, and the beginning of its URIs. None: it asks for no password. config: a file
+    with the password, in place of `password`."""
     program = _program("redis-server", "a package of the system (Debian: redis-server)")
     with tempfile.TemporaryDirectory() as folder:
         port = _port()

@@ -1,4 +1,4 @@
-"""The casts that the engine does on a GPU: both sides name the same ones."""
+"""Tests that both sides name the same casts that the engine does on a GPU."""
 
 from __future__ import annotations
 

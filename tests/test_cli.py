@@ -1,4 +1,4 @@
-"""The command `overwire` as a user runs it: a process, its streams, its exit status."""
+"""Tests the command `overwire` as a user runs it: a process, its streams, its exit status."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_full_disk(plain: Path):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_closed_streams(plain: Path, tmp_path: Path, number: int):
-    """A closed standard output is an error in words, and no file that is written instead takes its place."""
+    """A closed standard output is a clear error, and no output file takes its descriptor."""
     small = tmp_path / "small.safetensors"
     done = run("compress", str(plain), "-o", str(small), preexec_fn=functools.partial(os.close, number))
     assert done.returncode == {1: 4, 2: 0}[number] and "Traceback" not in done.stderr
@@ -133,7 +133,7 @@ def test_closed_streams(plain: Path, tmp_path: Path, number: int):
 
 
 def test_ctrl_c(tmp_path: Path):
-    """Interrupted in the middle of its work, it says 130 and leaves nothing."""
+    """Interrupted during its work, it exits with 130 and leaves nothing."""
     command = [sys.executable, "-m", "overwire", "bench", "--size", "2GB", "--dir", str(tmp_path)]
     with processes.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
@@ -176,7 +176,7 @@ def test_settings_come_from_the_environment():
 
 
 def test_bench_runs_small():
-    """It has an answer for every row, and speaks of no goal."""
+    """It has an answer for every row, and mentions no goal."""
     report = json.loads(must("bench", "--size", "8MB", "--repeat", "1", "--json"))
     assert {row["group"] for row in report["rows"]} == {"this machine", "size", "save", "load"}
     assert report["estimate"] > 0
@@ -187,8 +187,8 @@ def test_bench_runs_small():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: signal.Signals):
-    """SIGTERM and SIGHUP end it as they end any program, but first its temporary file goes."""
-    # The slow server keeps the command at work.
+    """SIGTERM and SIGHUP end it like any program, but its temporary file is removed first."""
+    # The slow server keeps the command busy.
     folder, out = tmp_path / "out", tmp_path / "out" / "x.safetensors"
     folder.mkdir()
     serve = [sys.executable, "-m", "overwire", "serve", str(plain.parent), "--each", "10KB"]
@@ -210,8 +210,8 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
 
 
 def test_a_verb_ends_with_its_reader(tmp_path: Path):
-    """After `| head` has read enough a verb ends as other programs do, by SIGPIPE and silently, and no file of it
-    stays."""
+    """After `| head` has read enough a command ends like other programs, silently by SIGPIPE, and none of its files
+    stay."""
     command = [sys.executable, "-m", "overwire", "bench", "--size", "64MB", "--dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr and process.stdout.readline()
@@ -221,8 +221,7 @@ def test_a_verb_ends_with_its_reader(tmp_path: Path):
 
 
 def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
-    """The program, its arguments, environment, exit status and children are its own; only safetensors reads through
-    overwire."""
+    """The program keeps its arguments, environment, exit status and children; only safetensors reads through overwire."""
     numpy = pytest.importorskip("numpy")
     plain, small = tmp_path / "plain.safetensors", tmp_path / "small.safetensors"
     report = overwire.save_file({"w": numpy.arange(9e4, dtype="float32").reshape(300, 300), "b": numpy.ones(7)}, small)
@@ -259,8 +258,8 @@ def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
 
 
 def test_file_uris(tmp_path: Path) -> None:
-    """file:// stands wherever a path does: for folders, an index.json, files of torch.save, what is read and what is written,
-    by the command line and in Python."""
+    """file:// works in place of any path: for folders, an index.json, torch.save files, inputs and outputs, on the
+    command line and in Python."""
     import torch
 
     folder = tmp_path / "a folder%"

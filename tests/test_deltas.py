@@ -1,6 +1,6 @@
-"""Deltas: files of what changed between two models, applied in place.
+"""Tests deltas: files of what changed between two models, applied in place.
 
-Every dtype, layout and tie; wrong bases are refused before a byte changes; chains.
+They cover every dtype, layout and tie, chains, and wrong bases, which are refused before a byte changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def model(rng: random.Random) -> dict[str, torch.Tensor]:
-    """Tensors of all kinds, of any bits."""
+    """Returns tensors of all kinds, with random bits."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "bf16": (torch.bfloat16, (700, 513)),
         "f32": (torch.float32, (1000,)),
@@ -61,7 +61,7 @@ def model(rng: random.Random) -> dict[str, torch.Tensor]:
 
 
 def stepped(base: dict[str, torch.Tensor], rng: random.Random, share: float = 0.02) -> dict[str, torch.Tensor]:
-    """The same with some bits of some elements changed; "f16" stays."""
+    """Returns the same with some bits of some elements changed; "f16" stays."""
     new = {name: tensor.clone() for name, tensor in base.items()}
     for name, tensor in new.items():
         if name != "f16" and tensor.numel():
@@ -78,8 +78,8 @@ def rng() -> random.Random:
 
 
 def test_a_delta_makes_the_new_model_of_the_base(tmp_path: Path, rng: random.Random) -> None:
-    """In place, for every dtype; the file is small, the same every time, and names both
-    states; what did not change takes no space."""
+    """A delta is applied in place, for every dtype. The file is small, always the same, and names both states;
+    unchanged tensors take no space."""
     base = model(rng)
     new = stepped(base, rng)
     path = tmp_path / "d.safetensors"
@@ -113,7 +113,8 @@ def test_a_delta_may_be_given_in_every_form(tmp_path: Path, rng: random.Random, 
 
 
 def test_a_wrong_base_is_refused_before_a_byte_changes(tmp_path: Path, rng: random.Random) -> None:
-    """Other bits, another shape, another dtype, a missing name; also twice the same."""
+    """A base with other bits, another shape, another dtype or a missing name is refused before a byte changes; so is a
+    second application."""
     base = model(rng)
     new = stepped(base, rng)
     path = tmp_path / "d.safetensors"
@@ -143,8 +144,8 @@ def test_a_wrong_base_is_refused_before_a_byte_changes(tmp_path: Path, rng: rand
 
 
 def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
-    """A tied tensor is stored and changed once; slices of a fused tensor in place; what is
-    not dense through a copy; numpy arrays too. Names that the delta lacks are left alone."""
+    """A tied tensor is stored and changed once. Slices of a fused tensor change in place, tensors that are not dense
+    through a copy, and numpy arrays also work. Names that the delta lacks stay unchanged."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     fused = torch.randn(6, 64, generator=generator)
     head = torch.randn(50, 8, generator=generator)
@@ -187,8 +188,8 @@ def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is changed by way of a copy and cannot take it back is refused before any other changes; those of
-    inference mode, views of leaves, scalars and F4 pairs take it; Ctrl-C comes after the last."""
+    """A tensor that is changed through a copy and cannot take it back is refused before any other changes. Those of
+    inference mode, views of leaves, scalars and F4 pairs work. Ctrl-C comes after the last."""
     path, wide = tmp_path / "d", torch.arange(40.0).reshape(8, 5)
     shared = np.lib.stride_tricks.as_strided(np.ones(8, np.float32), (8, 5), (4, 0), writeable=True)
     for odd in (torch.ones(8, 1).expand(8, 5), torch.ones(20).as_strided((8, 5), (2, 1)), shared):
@@ -211,7 +212,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
 
     def interrupted(tensor: Any, copy: Any) -> None:
         written.append(tensor)
-        if len(written) == len(base) + 2:  # of the second copy, after those that are tried
+        if len(written) == len(base) + 2:  # of the second copy, after those of the trial
             raise KeyboardInterrupt
         write(tensor, copy)
 
@@ -222,7 +223,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
 
 
 def test_a_module_is_changed_in_place(tmp_path: Path) -> None:
-    """Parameters and buffers; optimisers keep their tensors."""
+    """Parameters and buffers change in place; optimisers keep their tensors."""
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -238,7 +239,7 @@ def test_a_module_is_changed_in_place(tmp_path: Path) -> None:
 
 
 def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
-    """A path or tensors, which stay as they are; without it, the error says what to do."""
+    """The base may be a path or tensors, which stay as they are; without it, the error says what to do."""
     base = model(rng)
     one = stepped(base, rng)
     two = stepped(one, rng)
@@ -262,8 +263,7 @@ def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_chains(tmp_path: Path, rng: random.Random) -> None:
-    """Applied as a whole, and merged into the very delta of their ends; a hole or the
-    wrong order is refused."""
+    """A chain is applied as a whole, or merged into the delta between its ends; a gap or a wrong order is refused."""
     states = [model(rng)]
     paths = []
     for step in range(4):
@@ -284,7 +284,7 @@ def test_chains(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
-    """A delta is a safetensors file that other readers can list; any damage to it is seen."""
+    """A delta is a safetensors file that other readers can list; any damage to it is noticed."""
     base = model(rng)
     path = tmp_path / "d.safetensors"
     ow.save_delta(stepped(base, rng), base, path)
@@ -313,7 +313,7 @@ def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:
-    """A long run of pushes ends bit-equal, and leaves no handle behind."""
+    """A long run of pushes ends bit-equal, and leaves no handle."""
     trained = {"w": torch.zeros(5000, dtype=torch.bfloat16), "b": torch.zeros(40)}
     live = {name: tensor.clone() for name, tensor in trained.items()}
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -328,7 +328,7 @@ def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_diff(tmp_path: Path) -> None:
-    """From Python and from the command line: what differs, how much, and what only one has."""
+    """diff reports, in Python and on the command line, what differs, how much, and what only one model has."""
     a = {"w": torch.zeros(1000, dtype=torch.bfloat16), "same": torch.ones(3), "a": torch.zeros(1), "other": torch.zeros(2)}
     b = {"w": torch.zeros(1000, dtype=torch.bfloat16), "same": torch.ones(3), "b": torch.zeros(1), "other": torch.zeros(3)}
     b["w"][[1, 5, 900]] = 1
@@ -353,11 +353,11 @@ def as_folder(path: Path, tensors: dict[str, torch.Tensor], shard: int | str, na
 
 
 def test_deltas_of_folders(tmp_path: Path, rng: random.Random) -> None:
-    """Folders of shards on each side, divided and named differently, give a folder of shards
-    with an index and what lies beside the new model; every verb takes it, and its index."""
+    """Folders of shards on each side, divided and named differently, give a folder of shards with an index and the new
+    model's auxiliary files; every function takes it, and its index."""
     base = model(rng)
     new = stepped(base, rng)
-    for tensors in (base, new):  # tied, and in other shards than what they are tied to
+    for tensors in (base, new):  # tied, in other shards than the tensors they are tied to
         tensors["tied"] = tensors["bf16"]
     old = as_folder(tmp_path / "a base", base, "100KB")
     now = as_folder(tmp_path / "new", new, 40_000, "weights")
@@ -401,7 +401,7 @@ def test_deltas_of_folders(tmp_path: Path, rng: random.Random) -> None:
         ow.open_delta(next(at.glob("delta-00001-*")))
     assert same(live, base)
     with pytest.raises(ow.ArgumentError, match="other weights"):
-        ow.save_delta(now, old, now)  # beside the weights it would be a second model
+        ow.save_delta(now, old, now)  # next to the weights it would be a second model
     with pytest.raises(ow.ArgumentError, match="base lacks 'f32'"):
         ow.save_delta(now, {name: tensor for name, tensor in base.items() if name != "f32"}, tmp_path / "none")
     with pytest.raises(ow.ArgumentError, match="new lacks 'f32'"):
@@ -441,8 +441,8 @@ def test_one_delta_applied_by_many(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_files_are_compared_in_batches(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of models in files a few tensors are in memory at once, and the delta is the same: tied
-    tensors of different batches are stored once; the reports are those of one batch."""
+    """For models in files only a few tensors are in memory at once, and the delta is the same: tied tensors of
+    different batches are stored once, and the reports are those of one batch."""
     from overwire.model.opened import Model
 
     base = model(rng)

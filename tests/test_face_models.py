@@ -1,4 +1,4 @@
-"""load_model and save_model: a module's own tensors, in place."""
+"""Tests load_model and save_model: a module's own tensors, in place."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_meta_modules_get_what_was_loaded(tmp_path: Path) -> None:
 def test_max_memory_is_of_what_is_loaded_beside(tmp_path: Path) -> None:
     one, two = fill(nn.Linear(30, 40), 1), fill(nn.Linear(30, 40), 2)
     ow.save_model(one, tmp_path / "m")
-    ow.load_model(two, tmp_path / "m", max_memory=1)  # all of it lands in place
+    ow.load_model(two, tmp_path / "m", max_memory=1)  # everything is loaded in place
     equal(one, two)
     half, kept = nn.Linear(30, 40).bfloat16(), fill(nn.Linear(30, 40), 3).bfloat16().weight.detach()
     half.weight.data.copy_(kept)
@@ -133,7 +133,7 @@ def test_mismatches_are_all_named_and_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_mismatch_lists_few_names(tmp_path: Path) -> None:
-    """Of each kind eight, and how many more there are: a large model has thousands."""
+    """An error lists eight of each kind, and how many more there are: a large model has thousands."""
     model = torch.nn.ModuleDict({f"l{n}": torch.nn.Linear(2, 2) for n in range(1000)})
     ow.save_file({f"x{n}": torch.ones(1) for n in range(20)} | {f"l{n}.bias": torch.ones(1) for n in range(9)},
                  tmp_path / "m.safetensors")  # fmt: skip
@@ -155,7 +155,7 @@ def test_joins_a_preload(tmp_path: Path) -> None:
 
 
 def test_inside_compiled_functions(torch_script: Callable[..., Any]) -> None:
-    """torch.compile leaves every verb alone, also one that it meets before any other call."""
+    """torch.compile does not trace any function of overwire, also not the first one that it meets."""
     torch_script("""
 import overwire as ow, torch
 
@@ -192,7 +192,8 @@ for function in (load, read, stream, fill, save):
 
 
 def test_the_cycle_collector_waits_for_whole_loads(tmp_path: Path) -> None:
-    """By one process or by a group, into a dict or a module: what they make is no garbage, however many it is."""
+    """Tensors that a process or a group loads into a dict or a module do not trigger garbage collections, however many
+    there are."""
     distributed = pytest.importorskip("torch.distributed")
     module = fill(Tied(), 1)
     ow.save_model(module, tmp_path / "m")

@@ -1,5 +1,5 @@
-"""What people try on their first day: the jobs and the mistakes of a newcomer's list, from the command line and
-in Python, on a machine without a GPU."""
+"""Tests what people try on their first day: a newcomer's tasks and mistakes, on the command line and in Python, on a
+machine without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process, expects an exit status, and returns what it printed."""
+    """Runs a command line in this process, expects an exit status, and returns the output."""
 
     def command(*words: str | Path, status: int = 0) -> str:
         capfd.readouterr()
@@ -37,12 +37,12 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 
 def weights(seed: int, names: int = 3) -> dict[str, torch.Tensor]:
-    """Tensors that become smaller, as trained ones do."""
+    """Returns compressible tensors, like trained ones."""
     generator = torch.Generator().manual_seed(seed)
     return {f"layers.{n}.mlp.weight": torch.randn(256, 256, generator=generator).mul(0.02).bfloat16() for n in range(names)}
 
 
-# The folders that people have: by what they call them, the files of weights, and what lies beside.
+# Folders that people have, by name: the weight files, and the auxiliary files.
 FOLDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a model of the Hub": (("model.safetensors",), ("config.json", "tokenizer.json", "generation_config.json")),
     "a LoRA": (("adapter_model.safetensors",), ("adapter_config.json",)),
@@ -68,7 +68,7 @@ def make_folder(path: Path, files: tuple[str, ...], beside: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
-    """Compressed and decompressed, every file of a folder is byte for byte what it was; the sum is that of the
+    """After compressing and decompressing, every file of a folder is byte for byte the same; the total is that of the
     weights."""
     files, beside = FOLDERS[kind]
     plain, small, back = (tmp_path / name for name in ("plain", "small", "back"))
@@ -85,8 +85,7 @@ def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
 
 
 def test_shards(run: Run, tmp_path: Path) -> None:
-    """A set of shards is compressed, made anew in other sizes, and each tensor comes back; a size without a unit is
-    asked for."""
+    """A set of shards is compressed and rewritten in other sizes, and each tensor comes back; a size needs a unit."""
     (tmp_path / "set").mkdir()
     ow.save_file(weights(0, 6), tmp_path / "set/model.safetensors", max_shard_size="300kB", compress=False)
     run("compress", tmp_path / "set", "-o", tmp_path / "small")
@@ -98,7 +97,7 @@ def test_shards(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.imports_torch
 def test_what_torch_save_wrote(tmp_path: Path) -> None:
-    """A .pt, a .ckpt and a folder with pytorch_model.bin come in by compress and convert, with what lies beside."""
+    """compress and convert read a .pt, a .ckpt and a folder with pytorch_model.bin, with auxiliary files."""
     state = weights(1)
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub/config.json").write_text("{}")
@@ -150,8 +149,7 @@ def test_a_server(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_bucket(run: Run, tmp_path: Path) -> None:
-    """A folder goes to S3 and comes back with its configuration, with and without the last slash; it is replaced by -f
-    alone."""
+    """A folder goes to S3 and comes back with its configuration, with or without a last slash; only -f replaces it."""
     make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
     with stores.s3() as (options, _):
         storage = "--storage=" + json.dumps({key: value for key, value in options.items() if isinstance(value, str)})
@@ -182,7 +180,7 @@ def test_keys(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_delta(run: Run, tmp_path: Path) -> None:
-    """What changed is saved and applied in Python; the command line says so."""
+    """Changes are saved and applied in Python; the command line says so."""
     base, new = weights(0), weights(0) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}
     ow.save_delta(new, base, tmp_path / "d.safetensors")
     ow.apply_delta(base, tmp_path / "d.safetensors")
@@ -191,8 +189,8 @@ def test_a_delta(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_other_readers_say(tmp_path: Path) -> None:
-    """A compressed file is a valid safetensors file, so that its own reader has no error; torch's strict loading names
-    overwire, and the metadata say what to install."""
+    """A compressed file is a valid safetensors file, so safetensors itself reports no error; torch's strict loading
+    names overwire, and the metadata say what to install."""
     safetensors = pytest.importorskip("safetensors.torch")
     module = torch.nn.Linear(256, 256, bias=False)
     with torch.no_grad():
@@ -204,7 +202,7 @@ def test_what_other_readers_say(tmp_path: Path) -> None:
         module.load_state_dict(safetensors.load_file(tmp_path / "m.safetensors"))
 
 
-# Command lines that people get wrong, and what the answer says; M is a file, F a folder with a pytorch_model.bin.
+# Command lines that people get wrong, and words of the answer; M is a file, F a folder with a pytorch_model.bin.
 MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compres M -o x", 2, "did you mean compress?"),
     ("version", 2, "write overwire --version"),

@@ -1,4 +1,5 @@
-"""Which files of a folder are the model: docs/folders.md, in every verb, beside the choice that transformers makes."""
+"""Tests which files of a folder are the model, as in docs/folders.md, in every function, compared with transformers'
+choice."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def _files(folder: Path, stem: str = "model", value: float = 1, count: int = 0) -> None:
-    """One file, or that many shards, of the tensors a, b and c, each of one value."""
+    """Writes one file, or that many shards, of the tensors a, b and c, each of one value."""
     names = [f"{stem}-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)] or [f"{stem}.safetensors"]
     for k, name in enumerate(names):
         safetensors.numpy.save_file({t: np.full(3, value) for t in "abc"[k :: len(names)]}, folder / name)
@@ -89,7 +90,7 @@ def _pipeline(folder: Path) -> None:
     _files(folder / "unet", "diffusion_pytorch_model.fp16", 2)
 
 
-# folder, the model that it is (or the error), the one that transformers takes (None: it finds none).
+# folder, its model (or the error), the one that transformers takes (None: it finds none)
 CASES: dict[str, tuple[Callable[[Path], object], Any, float | None]] = {
     "one file": (_single, 1, 1),
     "shards": (_shards, 1, 1),
@@ -118,7 +119,7 @@ CASES: dict[str, tuple[Callable[[Path], object], Any, float | None]] = {
 
 
 def _of_transformers(folder: Path) -> float | None:
-    """The value in the first file that transformers chooses."""
+    """Returns the value in the first file that transformers chooses."""
     from transformers.modeling_utils import _get_resolved_checkpoint_files
 
     try:
@@ -151,8 +152,8 @@ def _converted(folder: Path, out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
-    """Each verb takes the files that the page names or raises its error, and a conversion does not change which model
-    the folder is."""
+    """Each function takes the files that docs/folders.md names or raises its error, and a conversion does not change
+    which model the folder is."""
     make, want, _ = CASES[case]
     folder, out = tmp_path / "model", tmp_path / "out"
     folder.mkdir()
@@ -167,7 +168,7 @@ def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
     ]
     if isinstance(want, tuple):
         error, *words = want
-        if case != "a pipeline":  # of which these take all models
+        if case != "a pipeline":  # these take all models of it
             verbs += [lambda: ow.verify(folder), lambda: ow.inspect(folder)]
         for verb in verbs:
             with pytest.raises(error) as raised:
@@ -184,8 +185,8 @@ def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
 
 
 def test_a_save_replaces_a_set_by_its_index(tmp_path: Path) -> None:
-    """Over an earlier set the shards have names of their own, in an empty folder the usual ones, and in the end nothing
-    else is there."""
+    """Shards over an earlier set have new names, in an empty folder the usual ones, and in the end nothing else is
+    there."""
     names = []
     for value in (1.0, 2.0, 3.0):
         report = ow.save_file({t: np.full(300, value) for t in "abc"}, tmp_path / "model.safetensors", compress=False, max_shard_size=5000)
@@ -198,7 +199,7 @@ def test_a_save_replaces_a_set_by_its_index(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transformers_chooses_what_the_page_says(tmp_path: Path) -> None:
-    """transformers takes the files that the table names, of the folder, of a conversion of it and of one onto itself,
+    """transformers takes the files that the table names, in the folder, in a conversion of it, and in one onto itself,
     which gives shards without an index one."""
     pytest.importorskip("transformers")
     for number, (make, want, theirs) in enumerate(CASES.values()):
@@ -214,7 +215,7 @@ def test_transformers_chooses_what_the_page_says(tmp_path: Path) -> None:
 
 
 def test_a_slash_says_that_the_target_is_a_folder(tmp_path: Path) -> None:
-    """`convert` of one file into FOLDER/ makes the folder, as the command does."""
+    """`convert` of one file into FOLDER/ makes the folder, like the command."""
     ow.save_file({f"{i}": np.full(64, i, "float32") for i in range(8)}, tmp_path / "one.safetensors", compress=False)
     ow.convert(tmp_path / "one.safetensors", f"{tmp_path}/out/", compress=False, max_shard_size=512)
     assert (tmp_path / "out/model.safetensors.index.json").exists()

@@ -1,4 +1,5 @@
-"""GGUF files, which are listed and verified by their headers and not stored; the package gguf is the reference."""
+"""Tests GGUF files, which are listed and verified by their headers and not stored; the package gguf is the reference.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from overwire._engine import cli
 
-#: (values of a block, its bytes), by type.
+# (values of a block, its bytes), by type.
 SIZES = gguf.GGML_QUANT_SIZES
 
 
 def write(path: Path, seed: int, types: list[Type]) -> None:
-    """A file of the reference's writer: a tensor of each type, entries of each kind."""
+    """Writes a file with the reference's writer: a tensor of each type, entries of each kind."""
     rng = random.Random(seed)
     writer = gguf.GGUFWriter(path, "llama", endianess=rng.choice(list(gguf.GGUFEndian)))
     writer.add_custom_alignment(rng.choice([8, 32, 256]))
@@ -48,7 +49,7 @@ def write(path: Path, seed: int, types: list[Type]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) -> None:
-    """Names, types, shapes, sizes, places and entries are those that the package gguf reads, of every type that it
+    """Names, types, shapes, sizes, offsets and entries equal those that the package gguf reads, for every type that it
     knows."""
     path = tmp_path / "m.gguf"
     types = list(SIZES)
@@ -73,7 +74,7 @@ def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) 
 
 
 def test_types_are_those_of_the_reference() -> None:
-    """The engine's table has every type of the package gguf, and no other."""
+    """The engine's table has exactly the types of the package gguf."""
     text = (Path(__file__).resolve().parents[1] / "gosrc/format/gguf/types.go").read_text()
     rows = re.findall(r'(\d+): \{"(\w+)", (\d+), (\d+)\}', text)
     table = {int(number): (name, int(values), int(size)) for number, name, values, size in rows}
@@ -81,8 +82,8 @@ def test_types_are_those_of_the_reference() -> None:
 
 
 def test_types_that_came_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A tensor of a type that is not known is listed without its size, with all that the file has of others; verify
-    checks the others, and says so."""
+    """A tensor of an unknown type is listed without its size, and the others completely; verify checks the others, and
+    says so."""
     path = tmp_path / "m.gguf"
     write(path, 5, [Type.Q4_K, Type.F16, Type.F32])
     known = ow.inspect(path)["sources"][0]
@@ -105,8 +106,8 @@ def test_types_that_came_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 
 def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`overwire inspect` and `verify` take it, beside other files and from a server; --html makes a page; nothing that
-    a terminal would obey is printed."""
+    """`overwire inspect` and `verify` take a GGUF file, together with other files and from a server. --html makes a
+    page. Terminal control characters are never printed."""
     write(tmp_path / "m.gguf", 1, [Type.Q4_K, Type.F16])
     ow.save_file({"a": np.zeros(3, "f4")}, tmp_path / "a.safetensors")
     both = [str(tmp_path / "m.gguf"), str(tmp_path / "a.safetensors")]
@@ -124,7 +125,7 @@ def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 def test_its_head_is_asked_for_once(tmp_path: Path) -> None:
-    """A server is asked once for the beginning of a file that is named as GGUF files are."""
+    """A server is asked once for the beginning of a file with a GGUF name."""
     write(tmp_path / "m.gguf", 4, [Type.Q4_K])
     data, heads = (tmp_path / "m.gguf").read_bytes(), []
 
@@ -156,7 +157,7 @@ def test_its_head_is_asked_for_once(tmp_path: Path) -> None:
 
 
 def test_it_is_not_stored(tmp_path: Path) -> None:
-    """Verbs that would store or load it say what it is, and why overwire does not."""
+    """Functions that would store or load it say what it is, and why overwire does not."""
     write(tmp_path / "m.gguf", 2, [Type.Q8_0])
     target = tmp_path / "x.safetensors"
     for verb in (ow.load_file, lambda path: ow.convert(path, target), lambda path: ow.save_file({}, path)):
@@ -166,8 +167,7 @@ def test_it_is_not_stored(tmp_path: Path) -> None:
 
 
 def test_damaged_headers(tmp_path: Path) -> None:
-    """A header that was cut short or changed is refused by the engine, with the file's name, or read; it is no
-    crash."""
+    """The engine refuses a truncated or changed header with the file's name, or reads it; it does not crash."""
     write(tmp_path / "m.gguf", 3, [Type.Q4_0, Type.F32])
     data = (tmp_path / "m.gguf").read_bytes()
     rng = random.Random(3)

@@ -1,6 +1,8 @@
-"""Manifests that want more than their siblings: each is refused by class, before anything it names is asked for.
+"""Tests that manifests that name more than their siblings are refused with a typed error, before anything they name is
+requested.
 
-What they name would be there: a file beside the folder, a server that counts who asks it."""
+The named targets exist: a file outside the folder, and a server that counts its requests.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ OUTSIDE = "outside.safetensors"
 
 
 class Place:
-    """A folder, served; a file beside it that must not be read; a server that must not be asked."""
+    """A served folder, a file next to it that must not be read, and a server that must not be asked."""
 
     def __init__(self, root: Path, url: str, canary: str) -> None:
         self.root, self.folder, self.url, self.canary = root, root / "models", url, canary
@@ -63,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def names(place: Place) -> list[str]:
-    """What an index.json has no business to name."""
+    """Names that an index.json must not contain."""
     far = ["s3://bucket/x", "redis://127.0.0.1/x", "hf://org/name/x", "http://169.254.169.254/x", "http://[::1]/x", "gopher://h/x"]
     up = ["..", ".", "", "/", f"../{OUTSIDE}", f"sub/../../{OUTSIDE}", f"./../{OUTSIDE}", f"..//{OUTSIDE}", f"..\\{OUTSIDE}",
           f"%2e%2e/{OUTSIDE}", "sub/x.safetensors", "./sub/x.safetensors", "sub\\x.safetensors"]  # fmt: skip
@@ -80,7 +82,7 @@ def refuses(load: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("far", [False, True], ids=["local", "http"])
 def test_index_json(place: Place, far: bool) -> None:
-    """34 names here and over HTTP."""
+    """34 names are refused, here and over HTTP."""
     index = place.folder / "model.safetensors.index.json"
     all_names = names(place)
     assert len(all_names) == 34
@@ -109,8 +111,8 @@ def test_links_are_not_served(place: Place) -> None:
 
 
 def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
-    """A meta.csv of this machine may come from anywhere: no preload at import asks the URLs in it unless DOWNLOAD says
-    so; who loads it by hand asks them."""
+    """A local meta.csv may come from anywhere: a preload at import does not request the URLs in it unless DOWNLOAD says
+    so; an explicit load does."""
     asked: list[str] = []
 
     class Counts(BaseHTTPRequestHandler):
@@ -147,8 +149,8 @@ def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
 
 
 def test_no_redis_server_of_a_file_is_asked(tmp_path: Path) -> None:
-    """A meta.csv that names a Redis server is refused before a connection is made: the environment's password would go
-    there."""
+    """A meta.csv that names a Redis server is refused before a connection is made, because the environment's password
+    would be sent there."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

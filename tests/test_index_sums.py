@@ -1,4 +1,4 @@
-"""Errors of sums that cover an index and a header name their rule."""
+"""Tests that errors of sums over an index and a header name their rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.parametrize("part", ["index", "header"])
 def test_a_wrong_sum_of_what_describes_tensors_has_a_rule(tmp_path: Path, part: str) -> None:
-    """A changed bit of the index, or of the header before it, is refused by the rule that a chunk's wrong sum has."""
+    """A changed bit of the index, or of the header before it, is refused with the same rule as a chunk's wrong sum."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"w": np.zeros((256, 256), np.float32)}, path, metadata={"note": "abcd"})
     stored = bytearray(path.read_bytes())

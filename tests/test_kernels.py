@@ -1,8 +1,7 @@
-"""The committed GPU kernels are what their sources say: no GPU is needed.
+"""Tests without a GPU that the committed GPU kernels match their sources.
 
-cuda/built holds the compiled module and the hashes of what it was made of. The
-compiler comes from wheels; where it is neither here nor can be fetched, only
-the hashes are compared.
+cuda/built holds the compiled module and the hashes of its inputs. The compiler comes from wheels; if it is neither here
+nor can be fetched, only the hashes are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def noted() -> dict[str, str]:
 
 
 def included(name: str, seen: set[str]) -> set[str]:
-    """Return the files that nvcc reads for one: those that only the host twin includes are left out."""
+    """Return the files that nvcc reads for one, without those that only the host twin includes."""
     if name not in seen:
         seen.add(name)
         for other in re.findall(r'^#include "([^"]+)"', (CUDA / name).read_text(encoding="utf-8"), re.M):
@@ -50,7 +49,7 @@ def test_hashes() -> None:
 
 
 def test_every_kernel_is_in_the_module() -> None:
-    # Compressed, but the names that Go asks for stand in its source.
+    # The module is compressed, except for the names that Go asks for.
     names = set(re.findall(r"ow_\w+", (ROOT / "gosrc/device/cuda/queue/pool.go").read_text(encoding="utf-8")))
     text = "".join((CUDA / f).read_text(encoding="utf-8") for f in ("x16_decode.cu", "move.cu"))
     kernels = {f"ow_x16_{n}" for n in re.findall(r"^OW_X16_KERNEL\((\w+),", text, re.M)}
@@ -93,7 +92,7 @@ def nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_rebuild_gives_the_same_bytes(nvcc: Path, tmp_path: Path) -> None:
-    # build.sh refuses PTX other than version 9.0, which newer drivers alone read.
+    # build.sh refuses PTX versions other than 9.0, which only newer drivers read.
     subprocess.run(["sh", str(BUILT / "build.sh"), str(nvcc), str(tmp_path)], check=True, timeout=600)
     assert (tmp_path / "sources.sha256").read_text() == (BUILT / "sources.sha256").read_text()
     for name in MODULES:

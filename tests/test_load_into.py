@@ -1,4 +1,4 @@
-"""safe_open.load_into: blocks of tensors into tensors that are there already."""
+"""Tests safe_open.load_into: blocks of tensors into existing tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compress(request: Any) -> bool:
 
 
 def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
-    """Random blocks of every dtype and rank equal what torch cuts out; nothing beside them changes."""
+    """Random blocks of every dtype and rank equal what torch cuts out; nothing around them changes."""
     seed = time.time_ns() & 0xFFFFFFFF
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -52,7 +52,7 @@ def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
                 low = rng.randint(0, size)
                 ranges.append((low, rng.randint(low, size)))
             cut = tensor[tuple(slice(*one) for one in ranges)] if ranges else tensor
-            # One row more on both sides, which must stay as it is.
+            # One more row on both sides, which must stay unchanged.
             around = (
                 torch.full((cut.shape[0] + 2, *cut.shape[1:]), 1).to(cut.dtype)
                 if cut.dim()
@@ -74,7 +74,7 @@ def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
-    """q, k and v of one rank land side by side in one parameter, and columns in another."""
+    """q, k and v of one rank are loaded side by side into one parameter, and columns into another."""
     q, k, v, o = (torch.randn(n, 64).bfloat16() for n in (128, 64, 64, 32))
     path = make(tmp_path / "m.safetensors", compress, {"q": q, "k": k, "v": v, "o": o})
     fused, down = torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.bfloat16)
@@ -92,7 +92,7 @@ def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
 
 
 def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: bool) -> None:
-    """Other dtypes, strides, and memory that an earlier destination has."""
+    """Other dtypes, strides, and memory that an earlier destination uses are filled through a copy."""
     tensor = torch.randn(64, 48).bfloat16()
     path = make(tmp_path / "m.safetensors", compress, {"a": tensor, "b": tensor + 1})
     cast, strided, both = (
@@ -109,8 +109,8 @@ def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: boo
 
 
 def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None:
-    """Random targets in one memory, dense, strided and cast, alone and out of a preload, leave what copies one after
-    the other leave."""
+    """Random targets in one memory, dense, strided and cast, with and without a preload, give the same as copies one
+    after the other."""
     rng, side = random.Random(seed), 12
     tensors = {
         f"t{n}": torch.full((side, side), n + 1.0, dtype=torch.float16 if n % 4 == 3 else torch.float32)
@@ -164,7 +164,7 @@ def test_elements_that_share_memory_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_preload_is_taken_over(tmp_path: Path, compress: bool) -> None:
-    """Whole tensors and blocks come out of a preload of the same file."""
+    """Whole tensors and blocks are taken from a preload of the same file."""
     tensors = {f"t{n}": torch.randn(64, 32).bfloat16() for n in range(6)}
     path = make(tmp_path / "m.safetensors", compress, tensors)
     overwire.preload(path).result(60)
@@ -179,7 +179,7 @@ def test_a_preload_is_taken_over(tmp_path: Path, compress: bool) -> None:
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    """Each wrong target is refused by name before the others are touched."""
+    """Each wrong target is refused by name before the others change."""
     path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "s": torch.tensor(2.0)})
     good = torch.zeros(8, 4)
     wrong: list[tuple[Any, Any, Any, type[Exception]]] = [
@@ -209,7 +209,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
-    """A block of a damaged tensor is an error; of a sound one beside it none."""
+    """A block of a damaged tensor is an error, and a block of an intact one is not."""
     path = make(tmp_path / "m.safetensors", True, {"bad": torch.randn(4096, 64).bfloat16(), "good": torch.randn(64).bfloat16()})
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

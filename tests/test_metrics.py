@@ -1,4 +1,4 @@
-"""metrics, their Prometheus text, spans of OpenTelemetry, and JSON logs."""
+"""Tests metrics, their Prometheus text, OpenTelemetry spans, and JSON logs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
-    """Runs, tensors, bytes, seconds and stages of each verb, and errors by their class; also of threads, and of more
-    than are kept."""
+    """Runs, tensors, bytes, seconds and stages of each function are counted, and errors by class, also from threads,
+    and beyond the number that is kept."""
     before = ow.metrics().get("load", ow.VerbMetrics())
     for _ in range(3):
         ow.load_file(model, framework="np")
@@ -54,11 +54,11 @@ def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
     one = ow.metrics()["none"]
     assert (one.runs, one.bytes, one.seconds) == (1201, 2400, 600.0) and len(metering._noted) == 0
     one.errors["x"] = 1
-    assert not ow.metrics()["none"].errors  # a copy is given
+    assert not ow.metrics()["none"].errors  # the caller gets a copy
 
 
 def test_a_signal_handler_asks_while_verbs_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each verb is counted once, and neither the verb nor `metrics` fails, where a handler that prints `metrics` runs
+    """Each function is counted once, and neither it nor `metrics` fails, if a handler that prints `metrics` runs
     between any two notes."""
 
     class Interrupted(deque[tuple[str, str, str]]):
@@ -88,7 +88,7 @@ def test_a_signal_handler_asks_while_verbs_are_added_up(monkeypatch: pytest.Monk
 
 
 def test_a_fork_while_another_thread_counts() -> None:
-    """The child can ask what was done, by itself alone; no lock of another thread stays."""
+    """A forked child can ask only for its own counts; no lock of another thread stays held."""
     metering.note("before", "null")
     holds, go_on = threading.Event(), threading.Event()
 
@@ -101,7 +101,7 @@ def test_a_fork_while_another_thread_counts() -> None:
     thread.start()
     holds.wait(20)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads beside a fork
+        warnings.simplefilter("ignore")  # about threads during a fork
         child = os.fork()
     if not child:
         signal.alarm(10)
@@ -113,8 +113,8 @@ def test_a_fork_while_another_thread_counts() -> None:
 
 
 def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
-    """Loads, streams, safe_open, inspect and bundles that find no file count an error of "open", each once; names
-    that are tried in turn count none."""
+    """Loads, streams, safe_open, inspect and bundles that find no file each count one "open" error; names that are
+    tried in turn count none."""
     errors = lambda: ow.metrics().get("open", ow.VerbMetrics()).errors.get("NotFoundError", 0)  # noqa: E731
     before = errors()
     for verb in (ow.load_file, ow.safe_open, ow.inspect, lambda path: list(ow.stream(path, framework="np"))):
@@ -131,8 +131,8 @@ def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_caches_do(tmp_path: Path) -> None:
-    """Objects and bytes that came from a store and from the cache are counted, and those that came from the cache
-    because the store was away; also in Prometheus' text."""
+    """Objects and bytes from a store and from the cache are counted, and those from the cache because the store was
+    away, also in the Prometheus text."""
     (tmp_path / "served").mkdir()
     size = ow.save_file({"a": np.ones((300, 300), "f4")}, tmp_path / "served" / "m.safetensors").bytes_out
     options = {"cache": str(tmp_path / "cache"), "retries": 0}
@@ -161,7 +161,7 @@ def test_what_caches_do(tmp_path: Path) -> None:
 
 
 def test_prometheus(model: Path) -> None:
-    """Its text is read by Prometheus' own parser, labels with odd characters too."""
+    """Prometheus' own parser reads the text, also labels with unusual characters."""
     ow.load_file(model, framework="np")
     metering.note('od"d\\\n', "", "Error")
     samples = {
@@ -176,9 +176,8 @@ def test_prometheus(model: Path) -> None:
 
 
 def test_spans(model: Path) -> None:
-    """Where the program has OpenTelemetry each verb is a span below the program's own, with its counters; errors say
-    so."""
-    from opentelemetry import trace  # only here: from its import on, every verb of the process is a span
+    """If the program has OpenTelemetry, each function is a span below the program's, with its counters and errors."""
+    from opentelemetry import trace  # only here: once it is imported, every function of the process makes a span
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -198,7 +197,7 @@ def test_spans(model: Path) -> None:
 
 
 def test_json_logs(script: Callable[..., Any], model: Path) -> None:
-    """OVERWIRE_LOG=json has one object a line on stderr, with a load's counters."""
+    """OVERWIRE_LOG=json prints one object per line on stderr, with a load's counters."""
     done = script(
         f"import overwire as ow; ow.load_file({str(model)!r}, framework='np')", OVERWIRE_LOG="json", OVERWIRE_THREADS="many"
     )

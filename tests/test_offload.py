@@ -1,4 +1,4 @@
-"""offload: a model's blocks are away while they do not run, and outputs are those of the resident model."""
+"""Tests offload: blocks of a model are offloaded while they do not run, and outputs equal the resident model's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ IDS = torch.arange(14).reshape(2, 7)
 
 @pytest.fixture(autouse=True)
 def slots_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads a slot after its block, or before its bytes are there, reads 0xff."""
+    """Poisons slots: reads after a slot's block, or before its bytes are there, give 0xff."""
     release, fetch = rings.Ring.release, rings._HostCarrier.fetch
 
     def poison(self: Any, at: int) -> bool:
@@ -79,7 +79,7 @@ BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 class Cast(torch.nn.Module):
-    """A block whose weights, of a dtype that no matrix product takes, are cast where they are used."""
+    """A block with weights of a dtype that no matrix product takes, cast where they are used."""
 
     def __init__(self, dtype: torch.dtype, rows: int = 61) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Cast(torch.nn.Module):
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 @pytest.mark.parametrize("source", [None, "plain", "compressed"])
 def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Path) -> None:
-    """fp8 and int8, of the model or of a file, in every order; odd sizes; close puts every byte back."""
+    """fp8 and int8, from the model or a file, in every order, with odd sizes, are right; close restores every byte."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
     x = torch.linspace(-1, 1, 3 * 61).reshape(3, 61)
@@ -113,7 +113,7 @@ def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("keep", [None, 150_000, "1GB"])
 def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int | str | None) -> None:
-    """Bit for bit, in every order of the blocks, skipped and run twice; close puts every byte back."""
+    """Outputs are equal bit for bit, in every order of the blocks, skipped and run twice; close restores every byte."""
     model = Model(dtype=dtype)
     reference = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
@@ -128,7 +128,7 @@ def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int |
 
 
 def test_a_parameter_that_is_away_says_so() -> None:
-    """Metadata is answered; reading and writing names the parameter; nothing is saved of it."""
+    """Metadata of an offloaded parameter is available; reading and writing raise with its name; it is not saved."""
     model = Model()
     with ow.offload(model, "cpu"):
         weight = model.layers[1].up.weight
@@ -154,7 +154,7 @@ def test_a_parameter_that_is_away_says_so() -> None:
 
 
 def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
-    """In words, also the handle, and where all blocks stay."""
+    """Pickling and copying are refused with a clear error, also for the handle, and if all blocks stay."""
     model = Model()
     with ow.offload(model, "cpu") as offloaded:
         for use in (pickle.dumps, copy.deepcopy, lambda one: torch.save(one, io.BytesIO())):
@@ -167,7 +167,7 @@ def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
 
 
 def test_compiled_blocks_work() -> None:
-    """Compiled before or after, hooks included."""
+    """Blocks compiled before or after offloading work, including hooks."""
     model = Model(3)
     reference = outputs(model)
     model.layers[0].compile(backend="eager")
@@ -200,7 +200,7 @@ def test_gradients_and_what_is_wrong_are_refused_before_anything_changes() -> No
 
 
 def test_an_error_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error, or Ctrl-C, in a block the next pass is right, and all can be closed."""
+    """After an error, or Ctrl-C, in a block the next pass is right, and everything can be closed."""
     model = Model()
     reference = outputs(model)
     offloaded = ow.offload(model, "cpu")
@@ -222,7 +222,7 @@ def test_an_error_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_two_threads_run_the_model() -> None:
-    """At the same time, with as many slots as threads, and with fewer."""
+    """Two threads run the model at the same time, with as many slots as threads, and with fewer."""
     model = Model()
     reference = outputs(model)
     for slots in (1, 2, 3):
@@ -242,7 +242,7 @@ def test_two_threads_run_the_model() -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
-    """Of a model with other values, or on the meta device; a file that lacks weights is refused."""
+    """A model with other values, or on meta, gets its weights from a file; a file that lacks some is refused."""
     model = Model()
     reference = outputs(model)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
@@ -263,7 +263,7 @@ def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_pipeline_of_models() -> None:
-    """Each model of it is streamed, through one ring; one without lists of modules stays on the device."""
+    """Each model of a pipeline is streamed, through one ring; one without module lists stays on the device."""
 
     class Pipeline:
         def __init__(self) -> None:
@@ -283,7 +283,7 @@ def test_a_pipeline_of_models() -> None:
 
 
 def test_blocks_are_cut_where_lists_cover_them() -> None:
-    """A block with more than a sixteenth of the model is cut where nearly all of it is in lists; others stay whole."""
+    """A block with more than a sixteenth of the model is cut if nearly all of it is in lists; others stay whole."""
     stage = torch.nn.Module()
     stage.blocks = torch.nn.ModuleList(Layer(96, torch.float32) for _ in range(3))
     mixed = torch.nn.Module()
@@ -297,7 +297,7 @@ def test_blocks_are_cut_where_lists_cover_them() -> None:
 @pytest.mark.parametrize("keep", [0, 150_000, "1GB"])
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, compress: bool) -> None:
-    """By names alone it finds the same blocks, and the same bytes, nested lists and tied weights included."""
+    """A plan finds the same blocks and bytes only from names, including nested lists and tied weights."""
     nested = torch.nn.Module()
     nested.stages = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
     for stage in nested.stages:
@@ -309,7 +309,7 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
         plan = ow.plan(path, keep=keep).offload
         with ow.offload(model, "cpu", keep=keep or None) as offloaded:
             assert plan.blocks == tuple(offloaded.blocks)
-            # The file has the blocks' buffers, too, which stay.
+            # The file also has the blocks' buffers, which stay.
             buffers = (
                 sum(buffer.nbytes for name, buffer in model.named_buffers() if name.startswith(plan.blocks))
                 if plan.blocks
@@ -324,8 +324,7 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
 
 
 def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
-    """A file stores equal tensors once, `offload` each: what the plan says of the host is not less than what is
-    taken."""
+    """A file stores equal tensors once, `offload` each one: the plan's host memory is not less than what is taken."""
     layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(copy.deepcopy(layer) for _ in range(5))
@@ -336,7 +335,7 @@ def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
 
 
 class Plain(torch.nn.Module):
-    """Layers, a buffer that no file has, and tied ends."""
+    """Layers, a buffer that is not in any file, and tied ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +368,7 @@ def to_meta(model: torch.nn.Module, buffers: bool) -> torch.nn.Module:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress: bool) -> None:
-    """Buffers with values that no file has keep them, tied weights stay tied."""
+    """Buffers with values that are not in the file keep them, and tied weights stay tied."""
     model = Plain()
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     empty = to_meta(Plain(), buffers=False)
@@ -379,7 +378,7 @@ def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress
 
 
 def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> None:
-    """No buffer gets whatever lay in its memory, and the model stays on meta."""
+    """No buffer is left with uninitialised memory, and the model stays on meta."""
     ow.save_model(Plain(), tmp_path / "m.safetensors")
     empty = to_meta(Plain(), buffers=True)
     with pytest.raises(ow.ModelMismatchError, match="lacks 1 weights of the model: scale"):
@@ -428,7 +427,7 @@ class Shows(torch.nn.Module):
 
 
 def test_what_would_change_later_is_found_in_nested_outputs() -> None:
-    """A part of the weights that a block returns stays what it is; a graph that needs them is refused."""
+    """A part of the weights that a block returns stays unchanged; a graph that needs them is refused."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Shows() for _ in range(3))
     with ow.offload(model, "cpu"):
@@ -440,7 +439,7 @@ def test_what_would_change_later_is_found_in_nested_outputs() -> None:
 
 
 def test_parameters_are_those_of_before_also_for_autograd() -> None:
-    """An offload within inference mode leaves a model that can be trained."""
+    """An offload within inference mode leaves a trainable model."""
     model = Plain()
     with torch.inference_mode(), ow.offload(model, "cpu"):
         model(X)
@@ -455,7 +454,7 @@ def test_parameters_are_those_of_before_also_for_autograd() -> None:
 
 
 def test_threads_that_wait_for_each_others_slots_end() -> None:
-    """Two threads, each in a block that calls another, with two slots: one of them is refused."""
+    """If two threads are each in a block that calls another, with two slots, one of them is refused."""
     barrier = threading.Barrier(2)
 
     class Caller(torch.nn.Linear):
@@ -489,7 +488,7 @@ def test_threads_that_wait_for_each_others_slots_end() -> None:
 
 
 def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None:
-    """Ctrl-C may come while a parameter goes away or comes back: the next try ends it."""
+    """Ctrl-C may come while a parameter is offloaded or restored: the next try completes it."""
     import sys
 
     from overwire.offloading import away
@@ -531,7 +530,7 @@ def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None
 
 
 def test_a_run_has_ended_when_its_frame_has() -> None:
-    """Asked of the frame alone, of this thread or of one that runs: no stack of another thread is walked."""
+    """Only the frame is asked, for this thread or a running one: no stack of another thread is walked."""
     import sys
 
     frames: list[Any] = []
@@ -552,8 +551,8 @@ def test_a_run_has_ended_when_its_frame_has() -> None:
 
 
 def test_what_is_offloaded_says_so() -> None:
-    """A model twice, a model that was compiled as a whole, a device that is not there; what is open and closed by its
-    name."""
+    """A second offload of a model, one compiled as a whole, and a missing device are refused; the repr shows open and
+    closed ones by name."""
     model = Model()
     with ow.offload(model, "cpu", keep="1GB") as whole:
         assert "0 blocks" in repr(whole)
@@ -563,6 +562,6 @@ def test_what_is_offloaded_says_so() -> None:
     if not torch.cuda.is_available():
         with pytest.raises((ow.DeviceError, ow.NotFoundError, ow.NotSupportedError)):
             ow.offload(model, "cuda")
-    model._compiled_call_impl = lambda *_: None  # what Module.compile leaves
+    model._compiled_call_impl = lambda *_: None  # as Module.compile leaves it
     with pytest.raises(ow.NotSupportedError, match="compiled"):
         ow.offload(model, "cpu")

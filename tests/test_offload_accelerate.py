@@ -1,4 +1,4 @@
-"""accelerate's weights on the host, streamed under `patch_safetensors(offload=True)`: every value is accelerate's
+"""Tests accelerate's weights on the host, streamed under `patch_safetensors(offload=True)`: every value is accelerate's
 own."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAP = {"embed": GPU, "layers.0": GPU, "layers.1": "cpu", "layers.2": "cpu", "lay
 
 @pytest.fixture
 def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hosted]]:
-    """What was taken over, and the patch in force."""
+    """Returns what was taken over, with the patch active."""
     taken: list[Hosted] = []
     run = Hosted.run
 
@@ -51,7 +51,8 @@ def dispatched(model: Any, how: str) -> Any:
 @pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_outputs_and_states_are_those_of_accelerate(hosted: list[Hosted], how: str, dtype: torch.dtype) -> None:
-    """Outputs in every order, meta tensors between runs, values where accelerate gives values, all back at the end."""
+    """Outputs are right in every order, tensors are meta between runs, values are where accelerate has values, and
+    everything is back at the end."""
     reference = Model(dtype=dtype)
     model = dispatched(copy.deepcopy(reference), how)
     assert hosted[0].blocks == [f"layers.{at}" for at in (range(5) if how == "cpu_offload" else (1, 2, 4))]
@@ -74,7 +75,7 @@ def test_outputs_and_states_are_those_of_accelerate(hosted: list[Hosted], how: s
 
 
 def test_gradients_are_those_of_accelerate(hosted: list[Hosted]) -> None:
-    """A forward with gradients takes accelerate's way, and says so; the next one is streamed again."""
+    """A forward with gradients uses accelerate's own path, and says so; the next one is streamed again."""
     reference = Model(dtype=torch.float32)
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
     x = torch.randn(2, 96, requires_grad=True)
@@ -92,7 +93,7 @@ def test_gradients_are_those_of_accelerate(hosted: list[Hosted]) -> None:
 
 
 def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
-    """A deep copy reads the weights by itself; after an error in a block the next pass is right; threads may share a
+    """A deep copy reads the weights by itself. After an error in a block the next pass is right. Threads may share a
     model."""
     reference = Model()
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
@@ -122,7 +123,8 @@ def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
 
 
 def test_what_is_shared_or_unusual_stays_with_accelerate(hosted: list[Hosted]) -> None:
-    """Tied weights, a layer in two blocks, buffers that come along, empty and strided weights: the same outputs."""
+    """Tied weights, a layer in two blocks, buffers that are moved along, and empty and strided weights give the same
+    outputs."""
 
     def unusual() -> Model:
         model = Model(dtype=torch.float32)
@@ -145,7 +147,8 @@ def test_what_is_shared_or_unusual_stays_with_accelerate(hosted: list[Hosted]) -
 
 
 def test_without_the_option_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patch alone leaves accelerate as it is; a model that was taken over is streamed after the patch, too."""
+    """The patch without the option leaves accelerate as it is; a model that was taken over is also streamed after the
+    patch."""
     reference = Model()
     monkeypatch.setattr(Hosted, "add", None)
     with ow.patch_safetensors():
@@ -158,7 +161,7 @@ def test_without_the_option_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_model_of_transformers(hosted: list[Hosted], tmp_path: Path) -> None:
-    """from_pretrained with a device_map: generates the same tokens, and save_pretrained writes every weight."""
+    """A from_pretrained model with a device_map generates the same tokens, and save_pretrained writes every weight."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=80, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
@@ -206,7 +209,7 @@ ACTS = {
 
 @pytest.mark.parametrize("how", ACTS)
 def test_what_a_layer_keeps_or_changes_is_right(hosted: list[Hosted], how: str) -> None:
-    """Outputs and weights are those of the resident model, and a view lets its layer go when it ends."""
+    """Outputs and weights equal the resident model's, and the end of a view releases its layer."""
     reference = Model(dtype=torch.float32)
     reference.layers = torch.nn.ModuleList(Keeps(96, torch.float32) for _ in range(5)).requires_grad_(False)
     model = dispatched(copy.deepcopy(reference), "dispatch_model")

@@ -1,6 +1,6 @@
-"""The ring's work on streams, on a device of this file: each stream runs as early or as late as
-its waits allow, a slot and a staging buffer that nothing may read are poisoned, and a slot that
-is written before those who read it have ended is an error."""
+"""Tests the ring's work on streams, on a device made in this file. Each stream runs as early or as late as its waits
+allow. A slot and a staging buffer that nothing may read are poisoned. Writing a slot before its readers have ended is
+an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from test_offload import BYTES, Cast, Model, outputs
 
 
 class Event:
-    """A place in a stream, and what of each thread's computing comes before it."""
+    """A position in a stream, and how much of each thread's computing comes before it."""
 
     def __init__(self, stream: Any, position: int, after: dict[int, int]) -> None:
         self.stream, self.position, self.after = stream, position, after
@@ -54,7 +54,7 @@ class Stream:
     def __init__(self, device: object) -> None:
         self.todo: list[Callable[[], None]] = []
         self.done = 0
-        self.after: dict[int, int] = {}  # of each thread, how many steps of its computing this comes after
+        self.after: dict[int, int] = {}  # by thread, how many of its computing steps come before this
         self.cuda_stream = len(self.device.streams)
         self.device.streams.append(self)
 
@@ -87,7 +87,7 @@ class Stream:
 
 
 class Decoding:
-    """What `gpu.decode` returns."""
+    """The result of `gpu.decode`."""
 
     results: list[Any] | None = None
 
@@ -96,14 +96,14 @@ class Decoding:
 
 
 class Device:
-    """Stands for torch's and the engine's calls of a GPU."""
+    """Replaces torch's and the engine's GPU calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, eager: Callable[[int], bool]) -> None:
         self.eager = eager
         self.streams: list[Stream] = []
-        self.read: dict[int, dict[int, int]] = {}  # by a slot's address: after which steps nothing reads it
+        self.read: dict[int, dict[int, int]] = {}  # by a slot's address: the steps after which nothing reads it
         self.current = threading.local()
-        self.breaks: int | None = None  # after how many copies a driver's call fails
+        self.breaks: int | None = None  # the number of copies after which a driver call fails
         cpu = torch.device("cpu")
         monkeypatch.setattr(Stream, "device", self, raising=False)
         monkeypatch.setattr(rings, "_carrier_for", lambda device, nbytes: rings._GPUCarrier(cpu, nbytes))
@@ -173,7 +173,7 @@ def device(request: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> Device:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_in_every_order(device: Device, slots: int, seed: int) -> None:
-    """Blocks skipped, run twice and in changing orders; close puts every byte back."""
+    """Outputs are right with blocks skipped, run twice and in changing orders; close restores every byte."""
     model, dice = Model(), random.Random(seed)
     with ow.offload(model, "cpu", slots=slots):
         orders = [
@@ -191,7 +191,7 @@ def test_outputs_in_every_order(device: Device, slots: int, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, *BYTES], ids=str)
 def test_every_dtype(device: Device, dtype: torch.dtype, seed: int) -> None:
-    """Blocks of other dtypes than bf16, in changing orders, come as they were."""
+    """Blocks of other dtypes than bf16, in changing orders, arrive unchanged."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype, rows) for rows in (61, 61, 3, 61, 200))
     inputs = [torch.linspace(-1, 1, 2 * len(layer.weight)).reshape(2, -1) for layer in model.layers]
@@ -203,7 +203,7 @@ def test_every_dtype(device: Device, dtype: torch.dtype, seed: int) -> None:
 
 
 def test_threads_on_streams_of_their_own(device: Device) -> None:
-    """Three threads, whose runs a slot may not be taken from."""
+    """Three threads run on their own streams; no run's slot is taken away."""
     model = Model()
     reference = outputs(model)
     with ow.offload(model, "cpu", slots=2):
@@ -222,7 +222,7 @@ def test_threads_on_streams_of_their_own(device: Device) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_errors_in_the_middle_of_a_pass(device: Device, error: type[BaseException]) -> None:
-    """Of a block, of Ctrl-C and of the driver: the next pass is right."""
+    """After errors in a block, from Ctrl-C and from the driver, the next pass is right."""
     model = Model()
     reference = outputs(model)
     with ow.offload(model, "cpu"):
@@ -244,7 +244,7 @@ def test_errors_in_the_middle_of_a_pass(device: Device, error: type[BaseExceptio
 
 
 def test_a_part_of_the_weights_may_leave(device: Device) -> None:
-    """It stays what it is while its block's slot gets others."""
+    """Weights that leave a block stay unchanged while its slot gets others."""
 
     class Row(torch.nn.Module):
         def __init__(self, at: int) -> None:

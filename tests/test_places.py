@@ -1,4 +1,4 @@
-"""Tensors that have no one memory of their own: of a DTensor a rank's part is loaded, others are refused by name."""
+"""Tests tensors without one memory of their own: a rank's part of a DTensor is loaded, others are refused by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def emptied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def odd() -> dict[str, Any]:
-    """Tensors without one memory of their own, by what they are."""
+    """Returns tensors without one memory of their own, by kind."""
     with FakeTensorMode():
         fake = torch.zeros(4, 4)
     seen: list[torch.Tensor] = []
@@ -108,7 +108,7 @@ VERBS: dict[str, Callable[[Path, torch.Tensor, Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_has_no_memory_is_refused_by_name(files: Path, verb: str) -> None:
-    """Every verb refuses each of these tensors, names it, and has changed nothing then."""
+    """Every function refuses each of these tensors by name before it changes anything."""
     for kind, tensor in odd().items():
         good = torch.zeros(4, 4)
         with pytest.raises((ow.ArgumentError, ow.NotSupportedError, ow.ModelMismatchError), match=r"['\"]x['\"]"):
@@ -118,7 +118,7 @@ def test_what_has_no_memory_is_refused_by_name(files: Path, verb: str) -> None:
 
 
 def test_bundles_keep_what_they_can(tmp_path: Path) -> None:
-    """A nested tensor, a lazy module's parameter come back; sleeping tensors are refused instead of saved without
+    """A nested tensor and a lazy module's parameter come back; sleeping tensors are refused instead of saved without
     bytes."""
     path, tensors = tmp_path / "x.pkl", odd()
     ow.compress_pickle({name: tensors[name] for name in ("nested", "parameter")}, path)
@@ -141,7 +141,7 @@ def test_sleeping_tensors_are_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_is_not_taken_for_tied(files: Path) -> None:
-    """strict=True misses a tensor that has no address as it does others; the same tensor under two names is tied."""
+    """strict=True reports a missing tensor without an address like any other; one tensor under two names is tied."""
     wrapped = torch.nn.Module()
     wrapped.a, wrapped.other = (torch.nn.Parameter(Wrapper(torch.zeros(4, 4)), requires_grad=False) for _ in range(2))
     with pytest.raises(ow.ModelMismatchError, match="missing.*'other'"):
@@ -154,7 +154,7 @@ def test_a_missing_tensor_is_not_taken_for_tied(files: Path) -> None:
 
 
 def test_copies_of_a_state_dict_are_refused(files: Path) -> None:
-    """A module whose state dict has copies, as FSDP's first version makes them, is refused: they would be loaded and
+    """A module with copies in its state dict, as FSDP's first version makes them, is refused: they would be loaded and
     dropped."""
     model = module(torch.zeros(4, 4), torch.zeros(4, 4))
     model._register_state_dict_hook(
@@ -171,7 +171,7 @@ def test_copies_of_a_state_dict_are_refused(files: Path) -> None:
 
 
 def test_extra_state_is_kept(tmp_path: Path) -> None:
-    """What a module has beside its tensors does not stop strict=True; a tensor among it goes to `set_extra_state`."""
+    """A module's extra state does not stop strict=True; a tensor in it goes to `set_extra_state`."""
 
     class Counted(torch.nn.Linear):
         extra: Any = None
@@ -214,8 +214,8 @@ def _quantised() -> torch.nn.Module:
 
 @pytest.mark.parametrize("make", [lambda: torch.nn.Sequential(_Packed()), _quantised], ids=["tuple", "quantised"])
 def test_entries_that_are_not_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], torch.nn.Module]) -> None:
-    """A state dict may hold weights in them: a file without them would be called complete, and models that differ in
-    them equal. Nothing is written or changed."""
+    """Such entries of a state dict may hold weights: a file without them would be called complete, and models that
+    differ in them equal. Nothing is written or changed."""
     model, file, delta = make(), tmp_path / "m.safetensors", tmp_path / "d.safetensors"
     ow.save_file({"0.scale": torch.zeros(2)}, file)
     ow.save_delta({"0.scale": torch.ones(2)}, {"0.scale": torch.zeros(2)}, delta)
@@ -292,8 +292,8 @@ print(count > 100 and refused > 0)
 
 
 def test_a_rank_gets_its_part_of_a_dtensor(torch_script: Callable[..., Any]) -> None:
-    """Each rank of two meshes gets of every placement, uneven and empty shards too, what torch's own distribution has;
-    partial sums and orders that are not known are refused."""
+    """Each rank of two meshes gets the same part as from torch's own distribution, for every placement, also uneven and
+    empty shards; partial sums and unknown orders are refused."""
     assert torch_script(BLOCKS).stdout.split() == ["True"]
 
 
@@ -348,14 +348,13 @@ os._exit(0)
 
 
 def test_ranks_load_into_sharded_modules(torch_script: Callable[..., Any]) -> None:
-    """Modules of FSDP2 and of tensor parallelism on two ranks have the file's values, each rank by itself or
-    together."""
+    """FSDP2 and tensor-parallel modules on two ranks get the file's values, each rank by itself or together."""
     assert torch_script(RANKS).stdout.split() == ["loaded"] * 2
 
 
 def test_under_a_fake_tensor_mode_nothing_is_called_done(tmp_path: Path) -> None:
-    """FakeTensorMode computes shapes alone, also where it takes real tensors: a copy that it swallowed would leave old
-    values, and a wake lose the new ones. Every verb of torch tensors refuses it in words, and works after it."""
+    """FakeTensorMode only computes shapes, also for real tensors: a swallowed copy would leave old values, and a wake
+    would lose the new ones. Every function on torch tensors refuses it with a clear error, and works after it."""
     tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.empty(0)}
     path, strided = tmp_path / "m", torch.zeros(4, 3).t()
     ow.save_file(tensors, path)

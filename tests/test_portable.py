@@ -1,4 +1,4 @@
-"""The reader without the engine, written from docs/format.md alone, and the engine: each other's twin."""
+"""Compares the engine with the reader without the engine, which was written only from docs/format.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSALS = (ow.CorruptError, ow.FormatError, ow.NotSupportedError, ow.ArgumentEr
 
 
 def alike(path: Path) -> None:
-    """Both readers give the same names, metadata, dtypes, shapes and bytes."""
+    """Asserts that both readers give the same names, metadata, dtypes, shapes and bytes."""
     with read.safe_open(path, "bytes") as ours, ow.safe_open(path, framework="bytes") as engine:
         assert sorted(ours.keys()) == sorted(engine.keys()) and (ours.metadata() or None) == (
             engine.metadata() or None
@@ -52,13 +52,13 @@ def alike(path: Path) -> None:
 
 @pytest.mark.parametrize("path", GOLDENS, ids=str)
 def test_goldens(path: Path) -> None:
-    """Every golden file of every version, whatever wrote it."""
+    """Both read every golden file of every version, whatever wrote it."""
     pytest.importorskip("zstandard" if "level" in str(path) else "numpy")
     alike(ROOT / path)
 
 
 def test_checksums() -> None:
-    """CRC32C of RFC 3720's vectors, and of lengths around the rows that are folded."""
+    """CRC32C is right for RFC 3720's vectors, and for lengths around the folded rows."""
     assert crc32c(np.zeros(32, np.uint8)) == 0x8A9136AA and crc32c(np.full(32, 255, np.uint8)) == 0x62A8AB43
     assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46DD794E and crc32c(np.zeros(0, np.uint8)) == 0
     data = np.random.default_rng(5).integers(0, 256, 3 * 8192 + 77, dtype=np.uint8)
@@ -72,8 +72,7 @@ def test_checksums() -> None:
 
 
 def test_random_files(tmp_path: Path, seed: int) -> None:
-    """Files of every dtype and kind of values, in parts, with aliases, at every level but the one that needs
-    Zstandard."""
+    """Both read files of every dtype and kind of values, in parts, with aliases, at levels without Zstandard."""
     torch = pytest.importorskip("torch")
     r = random.Random(seed)
     torch.manual_seed(seed)
@@ -110,12 +109,12 @@ def test_random_files(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 3, 255, 256, 133119])
 def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
-    """A segment's only escape, at any place, of any value: its list has one place that begins where the words end,
-    though the bytes behind it may look like a list, too."""
+    """A segment's only escape, at any position and of any value, is found: its list begins where the words end, though
+    the bytes after it may also look like a list."""
     r = np.random.default_rng(seed + place)
     path, count, escapes = tmp_path / "m.safetensors", 133120, set()
     for rare in (0, place & 0xFF, 3, 91, 200, 255):
-        # 15 exponents, and two that are there once, in two segments: a symbol stands for both.
+        # 15 exponents, and two that occur once, in two segments: a symbol stands for both.
         exponents = (100 + r.integers(0, 15, count)).astype(np.uint16)
         exponents[place], exponents[(place + count // 2) % count] = rare, 77
         data = (exponents << 7 | r.integers(0, 128, count).astype(np.uint16)).tobytes()
@@ -136,7 +135,7 @@ def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
 
 
 def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:
-    """Of a container, every changed byte but those of padding; with tensor and chunk where they are."""
+    """Every changed byte of a container, except padding, is refused, with tensor and chunk where they are known."""
     r = random.Random(seed)
     for path in GOLDENS:
         golden = bytearray((ROOT / path).read_bytes())
@@ -168,8 +167,8 @@ def _fate(load: Any, path: Path) -> dict[str, bytes] | None:
 
 
 def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
-    """Of a container whose index was changed and has right checksums again, both readers give the same tensors, or
-    none; and neither makes a list of what only a number says."""
+    """If a container's index was changed and has right checksums again, both readers give the same tensors, or none;
+    and neither allocates a list for a mere number."""
     r, path = random.Random(seed), tmp_path / "m.safetensors"
     values = np.random.default_rng(seed).standard_normal(3000).astype(np.float32)
     ow.save_file({"a": values, "b": values.copy(), "n": np.arange(900), "e": values[:0]}, path)
@@ -202,7 +201,7 @@ def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
 
 _ENTRY = '"dtype":"U8","shape":[2],"data_offsets":[0,2]'
 _NOTED = '{"__metadata__":{"overwire":%s},"a":{' + _ENTRY + "}}"
-#: Headers of files with two bytes of data, and whether both readers take them.
+# Headers of files with two bytes of data, and whether both readers accept them.
 HEADERS = [
     ('{"a":{%s,"more":{"x":[1,null]}}}' % _ENTRY, True),
     ('{"a":{%s,"more":NaN}}' % _ENTRY, False),
@@ -230,7 +229,7 @@ HEADERS = [
 
 @pytest.mark.parametrize(("header", "is_taken"), HEADERS)
 def test_both_readers_take_the_same_headers(tmp_path: Path, header: str, is_taken: bool) -> None:
-    """Of plain files: keys that are not known, numbers and texts at the edge, notes of other programs."""
+    """Both agree on plain files with unknown keys, extreme numbers and texts, and notes of other programs."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + b"ab")
     fates = [_fate(load, path) for load in (ow.load_file, read.load_file)]
@@ -247,7 +246,7 @@ def test_both_readers_take_the_same_headers(tmp_path: Path, header: str, is_take
     ],
 )  # fmt: skip
 def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor: int, is_taken: bool) -> None:
-    """What stands for a version in the note; of a newer minor, reserved bytes may have a meaning."""
+    """Both accept the same versions in the note; in a newer minor version, reserved bytes may have a meaning."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.arange(3000, dtype=np.int64)}, path)
     data = path.read_bytes()
@@ -266,7 +265,7 @@ def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor
 
 
 def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
-    """It is sound, and beside numpy alone reads every golden as the engine does; what needs the engine says so."""
+    """The portable wheel is valid, and reads every golden with only numpy; functions that need the engine say so."""
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     assert check.audit(wheel) == []
     for path, digests in check.read_goldens(wheel, check.goldens()).items():
@@ -275,7 +274,7 @@ def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
 
 
 def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
-    """By pip; its command lists a file and writes it plain, whole or not at all, as stock readers need it."""
+    """pip installs it; its command lists a file and writes it plain, whole or not at all, for other readers."""
     stock = pytest.importorskip("safetensors.numpy")
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
@@ -327,7 +326,7 @@ def _index(folder: Path, **files: str) -> None:
 
 _SHARD = "model-0000{}-of-00002.safetensors"
 _ONE, _TWO = _SHARD.format(1), _SHARD.format(2)
-#: Folders, by what is put into them: (file, its tensors), an index, or the text of a file.
+# Folders by their contents: (file, its tensors), an index, or the text of a file.
 FOLDERS: dict[str, list[Any]] = {
     "a file": [("model.safetensors", "a", "b")],
     "shards without an index": [(_ONE, "a"), (_TWO, "b")],
@@ -377,8 +376,8 @@ FOLDERS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_both_readers_take_the_same_files_of_a_folder(tmp_path: Path, case: str) -> None:
-    """By its index, and whole without one; what is a part of a model, or of several, is refused by both, by its class,
-    by load_file and decompress; inspect lists what is loaded."""
+    """Both readers load a folder by its index, and whole without one. A part of a model, or of several, is refused by
+    both with its class, by load_file and decompress; inspect lists what is loaded."""
     folder, parts = tmp_path / "model", iter(FOLDERS[case])
     folder.mkdir()
     for part in parts:
@@ -413,7 +412,7 @@ def test_both_readers_take_the_same_files_of_a_folder(tmp_path: Path, case: str)
 
 
 def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are those of one index: they are opened again when another is published; twice is an error."""
+    """A folder's files belong to one index: they are reopened once when another is published; twice is an error."""
     tensors = {f"t{n}": np.full(999, 10.0**n, "f4") for n in range(3)}
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size=4000)
     opened, turns = read.safe_open, []
@@ -470,8 +469,8 @@ def test_what_is_written_is_on_the_disk_before_it_appears(tmp_path: Path, monkey
 
 
 def test_folders_below_are_decompressed_too(tmp_path: Path) -> None:
-    """Each folder of a pipeline has plain files then, also where the top has none; a part of a model in one, and a link
-    to a folder, are refused."""
+    """Each folder of a pipeline then has plain files, also if the top has none; a part of a model in one, and a link to
+    a folder, are refused."""
     for name in ("unet", "vae"):
         (tmp_path / "model" / name).mkdir(parents=True)
         _put(tmp_path / "model" / name, "model.safetensors", name)
@@ -492,7 +491,7 @@ def test_folders_below_are_decompressed_too(tmp_path: Path) -> None:
 
 
 def test_chunks_that_no_writer_makes(tmp_path: Path) -> None:
-    """Both readers refuse tiles that X16 does not have, also of chunks of one symbol, and transforms of another dtype,
+    """Both readers refuse tiles that X16 does not have, also in chunks of one symbol, and transforms of another dtype,
     with tensor and chunk."""
     path = tmp_path / "m.safetensors"
     codes = {"BF16": 15, "F64": 20, "I32": 16, "U16": 13}
@@ -521,8 +520,8 @@ def test_chunks_that_no_writer_makes(tmp_path: Path) -> None:
 
 
 def test_frames_that_say_something_else(tmp_path: Path) -> None:
-    """Both readers take a Zstandard frame that states the plane's size, and refuse one that states another or none, a
-    dictionary, a reserved bit, or a window that is larger than a chunk; and what follows a frame."""
+    """Both readers accept a Zstandard frame that states the plane's size. They refuse one that states another size or
+    none, a dictionary, a reserved bit, or a window larger than a chunk, and anything after a frame."""
     zstandard = pytest.importorskip("zstandard")
     path, plane = tmp_path / "m.safetensors", b"abcdefgh" * 8192
     values = np.random.default_rng(1).normal(128, 20, len(plane)).astype(np.uint8)
@@ -546,7 +545,7 @@ def test_frames_that_say_something_else(tmp_path: Path) -> None:
     assert fates(frame) == [{"a": plane}] * 2 and frame[4] >> 6 == 1 and not frame[4] & 15
     assert fates(zstandard.ZstdCompressor(write_checksum=True).compress(plane)) == [{"a": plane}] * 2
     single = frame[4] & 32
-    at = 5 if single else 6  # of the size
+    at = 5 if single else 6  # offset of the size
     large = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=27))
     streamed = large.compressobj(size=len(plane))
     for changed in (
@@ -563,7 +562,7 @@ def test_frames_that_say_something_else(tmp_path: Path) -> None:
 
 
 def test_torch_and_folders(tmp_path: Path) -> None:
-    """Tensors of torch where it is there, of a folder's files; a name in two files is refused, and so are URIs."""
+    """It gives torch tensors if torch is there, from a folder's files; a name in two files and URIs are refused."""
     torch = pytest.importorskip("torch")
     tensors = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(5).to(torch.float8_e4m3fn), "c": torch.tensor(True)}
     ow.save_file(tensors, tmp_path / "1.safetensors")

@@ -1,4 +1,4 @@
-"""preload: by hand and at import, joined, watched, cancelled, and gone wrong."""
+"""Tests preload: by hand and at import, joined, watched, cancelled, and failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conftest import same
 
 
 def save(folder: Path) -> None:
-    """A file of each kind that a preload takes."""
+    """Saves a file of each kind that a preload takes."""
     ow.save_file({"a": torch.arange(1000), "b": torch.ones(300, 300)}, folder / "m.safetensors")
     ow.save_file({"a": torch.arange(1000)}, folder / "plain.safetensors", compress=False)
     ow.compress_pickle({"w": torch.arange(9)}, folder / "x.pkl")
@@ -34,7 +34,7 @@ def test_a_load_joins_its_preload(tmp_path: Path, compress: bool) -> None:
     assert job.wait(60) and job.path == str(path) and str(path) in repr(job)
     progress = job.progress()
     assert progress.bytes == progress.total_bytes == 500 * 400 * 4 + 8 and progress.tensors == 3
-    path.rename(tmp_path / "gone")  # what is in memory is not read again
+    path.rename(tmp_path / "gone")  # data in memory is not read again
     (tmp_path / "m").symlink_to(tmp_path / "gone")
     loaded = ow.load_file(path)
     for name, tensor in tensors.items():
@@ -125,7 +125,7 @@ def test_errors_show_in_wait_and_in_the_load(tmp_path: Path) -> None:
 _WHAT = ["m.safetensors", "plain.safetensors", "repo", "i.index.json", "x.pkl", "nya/meta.csv", "meta.csv"]
 
 
-# Under nyacomp's name one of them will do; each imports torch.
+# One test is enough under nyacomp's name; each imports torch.
 @pytest.mark.parametrize(
     ("what", "name"),
     [(what, "OVERWIRE_PRELOAD") for what in _WHAT]
@@ -153,7 +153,7 @@ else:
 
 @pytest.mark.parametrize("stop", ["NO_PRELOAD", "LOAD_UNCOMPRESSED", "OVERWIRE_NO_PRELOAD"])
 def test_what_stops_it(tmp_path: Path, script, torch_script, stop: str) -> None:
-    """nyacomp's names count under its drop-in, and only there."""
+    """nyacomp's names count only under its drop-in."""
     save(tmp_path)
     under = "import sys, overwire.compat.nyacomp\nprint('overwire._core' in sys.modules)"
     alone = "import sys, overwire\nprint('overwire._core' in sys.modules)"

@@ -1,4 +1,4 @@
-"""A preload is joined by loads of the same bytes, wherever they are asked for, and by no others."""
+"""Tests that loads of the same bytes, wherever they are requested, join a preload, and no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Log = pytest.LogCaptureFixture
 
 
 def dropped(log: Log) -> list[str]:
-    """What the log says of preloads that were dropped, once each."""
+    """Returns the log lines about dropped preloads, once each."""
     said = [record.getMessage() for record in log.records if "is dropped" in record.getMessage()]
     log.clear()
     return said
@@ -92,7 +92,8 @@ READS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "change", [_save, _rename, _in_place, _convert, _by_safetensors, _by_the_original], ids=lambda made: made.__name__[1:]
 )
 def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, change: Callable[..., None]) -> None:
-    """However the file was replaced, and in every way of reading: the tensors of now, and one line in the log."""
+    """However the file was replaced, and in every way of reading, the load gets the current tensors, and there is one
+    line in the log."""
     path = tmp_path / "m.safetensors"
     for name, read in READS.items():
         ow.save_file(OLD, path, compress=compress)
@@ -105,7 +106,7 @@ def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, c
 
 
 def test_a_file_that_was_cut_off(tmp_path: Path, caplog: Log) -> None:
-    """A plain file that was truncated after its preload, which had mapped it: an error of the load, and no signal."""
+    """A plain file that was truncated after its preload had mapped it is an error of the load, and not a signal."""
     path = tmp_path / "m.safetensors"
     for size in (0, 5, 200, 4096):
         ow.save_file({"a": torch.zeros(100_000)}, path, compress=False)
@@ -118,7 +119,8 @@ def test_a_file_that_was_cut_off(tmp_path: Path, caplog: Log) -> None:
 
 @pytest.mark.parametrize("what", ["folder", "index"])
 def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> None:
-    """One shard of several, or the index: the tensors of now. Shards that did not change are joined one by one."""
+    """If one shard, or the index, was replaced, the load gets the current tensors. Unchanged shards are joined one by
+    one."""
     folder = tmp_path / "a model"
     folder.mkdir()
     tensors = {f"t{i}": torch.full((1000,), float(i)) for i in range(8)}
@@ -131,10 +133,10 @@ def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> No
         with ow.safe_open(shard) as file:
             for name in file.offset_keys():
                 same(file.get_tensor(name), tensors[name])
-                same(file.get_tensor(name), tensors[name])  # again: it is read
+                same(file.get_tensor(name), tensors[name])  # the second time it is read
         assert joined(caplog), shard
         caplog.clear()
-    # One that was replaced.
+    # A replaced one.
     assert ow.preload(source).wait(60)
     with ow.safe_open(shards[1]) as file:
         changed = {name: file.get_tensor(name) + 100 for name in file.offset_keys()}
@@ -143,7 +145,7 @@ def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> No
     for name, tensor in (tensors | changed).items():
         same(found[name], tensor)
     assert len(dropped(caplog)) == 1
-    # An index that leaves a shard out.
+    # An index that omits a shard.
     assert ow.preload(source).wait(60)
     index = next(folder.glob("*.index.json"))
     text = json.loads(index.read_text())
@@ -168,7 +170,7 @@ def test_bundles(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_modules(tmp_path: Path, caplog: Log) -> None:
-    """load_model joins, into memory of the module's, and reads what was replaced."""
+    """load_model joins, into the module's memory, and reads what was replaced."""
     for compress in (True, False):
         path = tmp_path / "m.safetensors"
         module = torch.nn.Linear(40, 30)
@@ -186,7 +188,7 @@ def test_modules(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_a_tensors_file_that_was_replaced(tmp_path: Path, caplog: Log) -> None:
-    """TensorSerializer writes over the file in place, plain or encrypted."""
+    """TensorSerializer overwrites the file in place, plain or encrypted."""
     from overwire.compat.tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 
     path = tmp_path / "m.tensors"
@@ -207,7 +209,7 @@ def mapped(path: Path) -> bool:
 
 
 def let_go(path: Path) -> bool:
-    """Whether nothing maps the file soon: what populates a mapping holds it until it is done."""
+    """Returns whether the file is soon unmapped: a thread that populates a mapping holds it until it is done."""
     until = time.monotonic() + 60
     while mapped(path) and time.monotonic() < until:
         time.sleep(0.002)
@@ -215,7 +217,7 @@ def let_go(path: Path) -> bool:
 
 
 def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
-    """mmap and read are the call's, whatever the preload did; lenient, dtype, keys and framework join."""
+    """mmap and read are the call's, whatever the preload did; lenient, dtype, keys and framework still join."""
     path = tmp_path / "m.safetensors"
     ow.save_file(NEW, path, compress=False)
     for arguments in ({"mmap": False}, {"read": "direct"}):
@@ -230,7 +232,7 @@ def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
         assert ow.preload(path).wait(60)
         same(ow.load_file(path, **arguments)["a"], NEW["a"].to(arguments.get("dtype", torch.float32)))
         assert joined(caplog) and not dropped(caplog), arguments
-    # Compressed tensors are never mapped: there is nothing to be honoured.
+    # Compressed tensors are never mapped, so the setting does not matter.
     ow.save_file(NEW, path)
     assert ow.preload(path).wait(60)
     same(ow.load_file(path, mmap=False)["a"], NEW["a"])
@@ -238,7 +240,8 @@ def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_a_failed_preload_is_no_error_of_the_load(tmp_path: Path, caplog: Log) -> None:
-    """Not there, half of it, nonsense, no container beside a pickle: the load finds what is there by then."""
+    """A preload of a missing, half or invalid file, or of a pickle without its container, is not an error of the load,
+    which finds what is there by then."""
     path = tmp_path / "m.safetensors"
     whole = tmp_path / "whole.safetensors"
     ow.save_file(NEW, whole, compress=False)
@@ -269,7 +272,7 @@ def test_a_look_leaves_the_preload(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_a_pinned_model_keeps_what_it_pinned(tmp_path: Path) -> None:
-    """Also when the file is replaced or preloaded afterwards."""
+    """A pinned model keeps its bytes, also when the file is replaced or preloaded afterwards."""
     path = tmp_path / "m.safetensors"
     ow.save_file(OLD, path)
     with ow.pin(path) as model:
@@ -281,7 +284,7 @@ def test_a_pinned_model_keeps_what_it_pinned(tmp_path: Path) -> None:
 
 
 def test_other_packages_faces_join(tmp_path: Path, caplog: Log) -> None:
-    """What stands for safetensors, fastsafetensors, tensorizer and nyacomp takes the preload, too."""
+    """The stand-ins for safetensors, fastsafetensors, tensorizer and nyacomp also take the preload."""
     from overwire.compat import safetensors as compat
     from overwire.compat.fastsafetensors import fastsafe_open
     from overwire.compat.nyacomp import load_compressed_pickle
@@ -326,7 +329,7 @@ def test_other_packages_faces_join(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_one_copy_in_memory(script, tmp_path: Path) -> None:
-    """OVERWIRE_PRELOAD and a library that opens shard by shard, tensor by tensor, hold the model once."""
+    """With OVERWIRE_PRELOAD and a library that opens each shard and tensor separately, the model is in memory once."""
     tensors = {f"t{i}": torch.randn(1 << 20) for i in range(24)}  # 96 MiB
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size="33MB")
     done = script(
@@ -401,7 +404,7 @@ def test_a_fifo_does_not_block_the_import(script, tmp_path: Path, what: str) -> 
 
 
 def test_children_do_not_preload(script, tmp_path: Path) -> None:
-    """Workers of multiprocessing import the program, and overwire with it: only the program itself preloads."""
+    """multiprocessing workers import the program and overwire, but only the program itself preloads."""
     ow.save_file({"w": torch.ones(1000)}, tmp_path / "m.safetensors")
     (tmp_path / "program.py").write_text(
         """
@@ -456,7 +459,7 @@ if __name__ == "__main__":
     ],
 )
 def test_each_rank_preloads_to_its_gpu(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], device: int) -> None:
-    """Without torch: the GPU that the launcher means."""
+    """Without torch, a rank preloads to the GPU that the launcher means."""
     import sys
 
     from overwire.verbs import preload as preloading
@@ -470,11 +473,11 @@ def test_each_rank_preloads_to_its_gpu(monkeypatch: pytest.MonkeyPatch, env: dic
     assert preloading._device_of("cuda:6") == "cuda:6"
 
 
-# -- what is no local file
+# -- sources that are not local files
 
 
 class Server:
-    """Files in memory over HTTP, with ETags, dates, or neither."""
+    """Serves files from memory over HTTP, with ETags, dates, or neither."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -523,7 +526,7 @@ def server() -> Iterator[Server]:
 
 
 def test_objects_over_http(server: Server, tmp_path: Path, caplog: Log) -> None:
-    """Another ETag or date is another object; without either nothing is preloaded. The same one is joined, and read
+    """Another ETag or date means another object; without either nothing is preloaded. The same one is joined, and read
     once."""
     big = {"a": torch.randn(200_000), "b": torch.arange(500)}
     other = {"a": torch.randn(200_000), "b": torch.arange(500)}

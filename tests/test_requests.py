@@ -1,4 +1,4 @@
-"""What a wrong argument of a public function is answered: the argument's name, its value, and what is expected."""
+"""Tests the answer to a wrong argument of a public function: the argument's name, its value, and what is expected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE = {"a": torch.arange(10.0), "b": torch.ones(3)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a file and a delta of it, in which the test stands."""
+    """Makes a folder with a file and a delta of it, which is the test's working folder."""
     path = tmp_path_factory.mktemp("requests")
     before = os.getcwd()
     os.chdir(path)
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-# What each function is called with, beside the argument that is wrong.
+# Each function's other arguments, besides the wrong one.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "apply_delta": (ow.apply_delta, {"tensors": dict(STATE), "delta": "d.safetensors"}),
     "compress_pickle": (ow.compress_pickle, {"obj": STATE, "path": "x.pkl"}),
@@ -73,7 +73,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 BOOLS = ("no", 3, [])
 SWITCHES = "compress digests wait original measure trust strict in_order missing lenient mmap".split()
 SIZES = (-1, "4 apples", [], True)
-# By name of the argument: wrong values, and what the message says is expected.
+# By name of the argument: wrong values, and the message's words about what is expected.
 WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "level": ((9, "best", None, ["default"]), get_args(options.Level)),
     "placement": ((9, "best", None), get_args(options.Placement)),
@@ -102,7 +102,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     )
     for name in names
 }
-# Where a name means something else, counts beside another argument alone, or its errors are another library's.
+# Names that mean something else, only count together with another argument, or have another library's errors.
 OTHER = {
     ("sleep", "storage_options"),
     ("codecs.encode", "level"),
@@ -118,12 +118,12 @@ TABLE = [
 ]
 
 
-# What the engine may be asked of a wrong request: it reads the names of devices, and knows what its settings say.
+# Engine functions that a wrong request may call: they read the names of devices, and the settings.
 LOOKS = {"device", "knobs", "shown"}
 
 
 class Recorder:
-    """Stands in for the engine's module, and notes the verbs that it is asked for."""
+    """Replaces the engine's module, and notes the functions that are called."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.verbs = module, set[str]()
@@ -142,7 +142,7 @@ class Recorder:
 
 @pytest.mark.parametrize(("name", "argument"), TABLE)
 def test_wrong_values(folder: Path, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong value of each argument is refused before the engine opens, starts or writes anything, by name and with
+    """A wrong value of each argument is refused before the engine opens, starts or writes anything, with its name and
     what is expected."""
     function, arguments = CALLS[name]
     values, expected = WRONG[argument]
@@ -161,7 +161,7 @@ def test_wrong_values(folder: Path, name: str, argument: str, monkeypatch: pytes
 
 
 def test_every_function_is_in_the_table() -> None:
-    """A public function that takes an argument of these names stands in CALLS, or is another name of one that does."""
+    """A public function that takes an argument of these names is in CALLS, or is another name of one that is."""
     same = {"compress": "save_bundle", "load_compressed": "load_bundle"}
     for name in ow.__all__:
         value = getattr(ow, name)
@@ -191,7 +191,7 @@ def test_signatures_have_the_options(function: Any) -> None:
     ],
 )
 def test_signatures_of_saving_have_the_options(function: Any, kind: Any) -> None:
-    """They are shown by name, with the default that the function has, and another one is refused."""
+    """They are shown by name, with the function's default, and another one is refused."""
     shown = inspect.signature(function).parameters
     assert kind.__optional_keys__ <= shown.keys()
     assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
@@ -215,7 +215,7 @@ def test_waits_take_seconds(folder: Path, timeout: Any) -> None:
 
 
 def test_a_hint_is_a_keyword_of_the_verb() -> None:
-    """A verb that takes neither device nor framework proposes neither; none proposes the word that it refuses."""
+    """A function that takes neither device nor framework suggests neither; none suggests the word that it refuses."""
     calls: list[Any] = [
         lambda: ow.save_file(STATE, "x", framework="pt"), lambda: ow.save_file(STATE, "x", devise="cpu"),
         lambda: ow.load_model(LINEAR, "x", framework="pt"), lambda: ow.load_model(LINEAR, "x", torch_dtype="F16"),
@@ -231,7 +231,7 @@ def test_a_hint_is_a_keyword_of_the_verb() -> None:
 
 
 def test_what_to_write_instead(folder: Path) -> None:
-    """Habits of other libraries are answered with what to write here."""
+    """Habits from other libraries are answered with what to write here."""
     for call, text in (
         (lambda: ow.load_file("m.safetensors", map_location="cpu"), "write device='cpu'"),
         (lambda: ow.safe_open("m.safetensors", map_location="cpu"), "write device='cpu'"),

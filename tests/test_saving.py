@@ -1,5 +1,5 @@
-"""Saves that go on while the caller does: files that are whole or not there, errors that reach someone, one save of a
-path at a time."""
+"""Tests saves in the background: files are whole or absent, every error reaches someone, and a path has one save at a
+time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def weights(seed: int, count: int = 40_000) -> dict[str, Any]:
-    """Tensors of the ugly kind."""
+    """Returns difficult tensors."""
     r = np.random.default_rng(seed)
     w = (r.standard_normal(count) * 0.02).astype(np.float32)
     return {
@@ -41,7 +41,7 @@ def weights(seed: int, count: int = 40_000) -> dict[str, Any]:
 
 
 def check(path: str | Path, want: dict[str, Any]) -> None:
-    """What a file or folder holds."""
+    """Checks the contents of a file or folder."""
     got = ow.load_file(path, framework="np")
     assert got.keys() == want.keys()
     for name, one in want.items():
@@ -51,13 +51,13 @@ def check(path: str | Path, want: dict[str, Any]) -> None:
 
 
 def hidden(folder: Path) -> list[str]:
-    """What a save has left."""
+    """Returns what a save has left."""
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
 @contextmanager
 def small_files(most: int) -> Iterator[None]:
-    """A disk that is full, as far as this process sees: no file grows beyond `most` bytes."""
+    """Simulates a full disk for this process: no file grows beyond `most` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))  # Python ignores the signal
     try:
@@ -68,7 +68,7 @@ def small_files(most: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("how", [{}, {"compress": False}, {"max_shard_size": 50_000}, {"level": "smaller"}, {"digests": True}])
 def test_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, how: dict[str, Any]) -> None:
-    """A save in the background writes, byte for byte, the files of one that is waited for, of the tensors as they
+    """A save in the background writes, byte for byte, the files of one that is waited for, from the tensors as they
     were."""
     tensors = weights(1)
     (tmp_path / "a").mkdir()
@@ -90,7 +90,7 @@ def test_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, how: dict[
 
 
 def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
-    """Each stage that a save, a conversion or a tensorizer file has takes time, and no other."""
+    """Each stage of a save, a conversion or a tensorizer file takes time, and no other stage does."""
     tensors = weights(2)
     rest = {"plan", "write", "publish"}
     ways: list[tuple[Any, set[str]]] = [
@@ -109,15 +109,15 @@ def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
 
 
 def test_tensorizer_files(tmp_path: Path) -> None:
-    """A .tensors file is saved in the background, too."""
+    """A .tensors file is also saved in the background."""
     tensors = weights(2)
     ow.save_file(tensors, tmp_path / "m.tensors", wait=False).wait()
     check(tmp_path / "m.tensors", tensors)
 
 
 def test_modules_and_pickles(torch_script: Run) -> None:
-    """save_model, compress_pickle and compress give a Saving, whose files load as what was saved, not as what came of
-    it."""
+    """save_model, compress_pickle and compress return a Saving, with files that load as what was saved, not as later
+    changes."""
     done = torch_script(
         textwrap.dedent("""
         import torch, overwire as ow
@@ -149,8 +149,7 @@ def test_modules_and_pickles(torch_script: Run) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A save that could need more than max_memory is refused before it writes anything; arguments that mean nothing
-    are, too."""
+    """A save that could need more than max_memory is refused before it writes; so are meaningless arguments."""
     with pytest.raises(ow.OutOfMemoryError) as caught:
         ow.save_file(weights(3), tmp_path / "m.safetensors", wait=False, max_memory="100KB")
     assert caught.value.asked > 100_000 and not os.listdir(tmp_path)
@@ -160,8 +159,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An error of the writing is logged, and raised by wait; the old file stays, nothing is left, and the next save
-    works."""
+    """A write error is logged, and raised by wait; the old file stays, nothing is left, and the next save works."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(4), path)
     before = path.read_bytes()
@@ -177,7 +175,7 @@ def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_next_save_raises_what_no_one_has_waited_for(tmp_path: Path) -> None:
-    """An error that no one waited for is raised by the next save to the path, once, and by none to another."""
+    """An error that no one waited for is raised once by the next save to the path, and by none to another."""
     path = tmp_path / "m.safetensors"
     (tmp_path / "link").symlink_to(tmp_path)
     for again, wait in ((path, True), (f"file://{path}", False), (tmp_path / "link/m.safetensors", False)):
@@ -293,7 +291,7 @@ for t in tensors.values():
 
 
 def test_the_interpreter_ends(tmp_path: Path, script: Run) -> None:
-    """A save that runs when the program ends is finished, after an exception, too."""
+    """A save that runs when the program ends is finished, also after an exception."""
     for end in ("", "sys.exit(0)", "raise SystemExit(0)"):
         done = script(EXITING.format(tests=str(Path(__file__).parent)) + end)
         assert done.returncode == 0, done.stderr
@@ -302,7 +300,7 @@ def test_the_interpreter_ends(tmp_path: Path, script: Run) -> None:
 
 
 def test_killed(tmp_path: Path) -> None:
-    """A save whose process is killed leaves the old file, and the next save removes what is left."""
+    """A save with a killed process leaves the old file, and the next save removes what is left."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(15), path)
     program = (
@@ -318,7 +316,7 @@ def test_killed(tmp_path: Path) -> None:
     except AssertionError:
         check(path, weights(14, 2_000_000))  # it was complete before the signal
     for name in hidden(tmp_path):
-        os.utime(tmp_path / name, (1, 1))  # as if it had lain there for long
+        os.utime(tmp_path / name, (1, 1))  # as if it had been there for long
     ow.save_file(weights(16), path)
     assert not hidden(tmp_path)
 
@@ -348,7 +346,7 @@ if {background}:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_interrupted(tmp_path: Path, script: Run, background: bool) -> None:
-    """Ctrl-C ends a save whose tensors are still needed, and only the wait for one that needs them no more."""
+    """Ctrl-C ends a save that still needs its tensors; otherwise it only ends the wait."""
     done = script(INTERRUPTED.format(tests=str(Path(__file__).parent), how="wait=False" if background else "", background=background))
     assert done.returncode == 0, done.stderr
     assert not hidden(tmp_path)
@@ -359,7 +357,7 @@ def test_interrupted(tmp_path: Path, script: Run, background: bool) -> None:
 
 
 def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
-    """A child of fork gets a ForkedError for its parent's save, does not wait for it, and does not spoil it."""
+    """A forked child gets a ForkedError for its parent's save, does not wait for it, and does not damage it."""
     done = script(
         textwrap.dedent(f"""
         import os, sys
@@ -384,7 +382,7 @@ def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
 
 
 def test_a_signal_handler_saves(tmp_path: Path, script: Run) -> None:
-    """A handler that saves to the path whose save it interrupts gets an error, not a wait without end."""
+    """A handler that interrupts a save and saves to the same path gets an error instead of an endless wait."""
     done = script(
         textwrap.dedent(f"""
         import signal, sys
@@ -409,8 +407,8 @@ def test_a_signal_handler_saves(tmp_path: Path, script: Run) -> None:
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_s3_that_refuses_in_the_middle(wait: bool) -> None:
-    """A store that refuses in the middle of an upload is a typed error; the object that was there stays, and the next
-    save works."""
+    """If S3 refuses in the middle of an upload, there is a typed error; the existing object stays, and the next save
+    works."""
     large = {"noise": np.random.default_rng(22).integers(0, 256, 30_000_000, np.uint8)}
     with stores.s3() as (options, _), stores.front(str(options["endpoint_url"])) as (url, between):
         options["endpoint_url"] = url

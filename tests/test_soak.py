@@ -1,4 +1,4 @@
-"""The soak (tests/soak): a short round of each loop that costs little, and what it says of loops that fail."""
+"""Tests the soak (tests/soak): a short round of each cheap loop, and its report on loops that fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from soak.outcomes import KINDS
 
 @pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.cheap])
 def test_a_short_round_finds_nothing(name: str, seed: int) -> None:
-    """A round of a fifth of a second counts what it did, and fails nowhere."""
+    """A round of a fifth of a second counts what it did, and does not fail."""
     command = [ROOT / "tests" / "soak" / "loops.py", name, f"{seed} {name} 0", "cpu", "0.2"]
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:  # sockets of multiprocessing have 107 bytes for their path
         done = warm.run(command, cwd=folder, env=cleaned())

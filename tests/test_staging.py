@@ -1,4 +1,4 @@
-"""CheckpointStager: a state is staged as it was, or refused by the name of a tensor before anything is copied."""
+"""Tests CheckpointStager: a state is staged as it was, or refused with a tensor's name before anything is copied."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Made(Mapping[str, Any]):
 
 
 def test_a_stager_asks_once_for_each_value() -> None:
-    """A mapping that makes its tensors when it is asked, or has others the next time, is staged as it was once."""
+    """A mapping that makes its tensors on request, or has others the next time, is staged as it was at one moment."""
     made = _Made()
     staged = CheckpointStager().stage({"model": made, "list": [made, 3]})
     assert [value.tolist() for value in staged["model"].values()] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
@@ -44,7 +44,7 @@ def test_a_stager_asks_once_for_each_value() -> None:
 
 
 def test_what_outlives_a_staged_state_is_not_overwritten() -> None:
-    """A tensor that is kept while its state goes keeps its values; the buffer serves again after it."""
+    """A tensor that outlives its staged state keeps its values; the buffer is reused after it."""
     stager = CheckpointStager()
     kept = stager.stage({"a": torch.full((1000,), 1.0)})["a"][3:9]
     storage = stager.stage({"a": torch.full((1000,), 2.0)})["a"].untyped_storage()
@@ -101,7 +101,8 @@ UNSTAGED: dict[str, tuple[type[ow.OverwireError], Any]] = {
 @pytest.mark.parametrize("what", UNSTAGED)
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_without_memory_of_their_own_are_refused_by_name(what: str, tmp_path: Path) -> None:
-    """By the stager before it takes memory, and by the writer: none is read past its memory, or loses a part."""
+    """The stager refuses them before it allocates memory, and so does the writer: none is read past its memory, or
+    loses a part."""
     kind, make = UNSTAGED[what]
     held = len(buffers.offer_buffers().buffers)
     one = make()

@@ -1,4 +1,4 @@
-"""storage_options: what a caller says about reaching a store arrives whole, and is refused by name."""
+"""Tests storage_options: what a caller says about reaching a store arrives complete, and is refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_environment_names_are_those_of_the_engine() -> None:
-    """Python sends the variables that the engine lists, proxies in both cases, and no others."""
+    """Python sends exactly the variables that the engine lists, with proxies in both cases."""
     text = (ROOT / "gosrc/source/options.go").read_text()
     listed = re.findall(r'"([A-Z_*]+)"', text[text.index("var EnvNames") : text.index("// Check refuses")])
     proxies = {name.lower() for name in listed if name.endswith("_PROXY")}
@@ -33,7 +33,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_become_text() -> None:
-    """bool, numbers, paths and headers are texts; None is left out."""
+    """bool, numbers, paths and headers become texts; None is left out."""
     made = storage.storage({"anon": True, "timeout": 2.5, "cacert": Path("/x"), "key": None, "headers": {"A": 1}}, ["s3://b/k"])
     assert made["storage"] == {"anon": "true", "timeout": "2.5", "cacert": "/x", "header.A": "1"}
     assert storage.storage(None, ["/x", "file:///y"]) == {}
@@ -41,25 +41,25 @@ def test_values_become_text() -> None:
 
 @pytest.mark.parametrize("options", [[("a", 1)], {"a": object()}, {1: "a"}, {"headers": "x"}])
 def test_wrong_kinds(options: object) -> None:
-    """What is no option is refused before anything is opened."""
+    """An unknown option is refused before anything is opened."""
     with pytest.raises(ow.ArgumentError, match="storage_options"):
         ow.load_file("s3://bucket/key", storage_options=options)
 
 
 def test_local_paths_take_none(tmp_path: Path) -> None:
-    """Options beside a local path alone are a mistake; none or empty ones are not."""
+    """Options with only a local path are an error; none or empty ones are not."""
     path = tmp_path / "a.safetensors"
     numpy = pytest.importorskip("numpy")
     ow.save_file({"x": numpy.zeros(3)}, path, storage_options={})
     for call in (ow.load_file, ow.stream, ow.safe_open, ow.inspect, ow.verify, ow.preload, ow.plan):
         with pytest.raises(ow.ArgumentError, match="local path"):
             call(path, storage_options={"token": "x"})
-    for none in (None, {"token": None}):  # an option that is None is as if not given
+    for none in (None, {"token": None}):  # an option that is None counts as not given
         assert list(ow.load_file(path, framework="np", storage_options=none)) == ["x"]
 
 
 def test_insecure_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Turning certificates off is said, once a process."""
+    """Turning certificates off is reported once per process."""
     storage._warn_once.cache_clear()
     for _ in range(3):
         storage.storage({"insecure": True}, ["https://h/x"])

@@ -1,4 +1,4 @@
-"""Models that torch.save wrote are compressed and converted, and nothing in them is run."""
+"""Tests that torch.save models are compressed and converted, and that nothing in them is run."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Arguments:
 
 
 class Other(torch.Tensor):  # type: ignore[misc]
-    """A class whose tensors may mean anything."""
+    """A class with tensors of unknown meaning."""
 
 
 def state() -> dict[str, Any]:
-    """Tensors of every kind that safetensors has: views, ties, parameters, no elements, no dimensions."""
+    """Returns tensors of every kind that safetensors has: views, ties, parameters, empty ones, scalars."""
     w = torch.randn(64, 48)
     every = {
         str(dtype): torch.arange(24, dtype=torch.uint8).view(dtype)
@@ -57,7 +57,7 @@ def state() -> dict[str, Any]:
 
 
 def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
-    """The same names, dtypes, shapes and bytes."""
+    """Asserts the same names, dtypes, shapes and bytes."""
     assert sorted(got) == sorted(want)
     for name, tensor in want.items():
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
@@ -66,7 +66,7 @@ def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def test_tensors_with_attributes_come_over_and_none_is_left_out(tmp_path: Path) -> None:
-    """Those of torch's own classes; bytes that are of no tensor, or of one of another class, are refused."""
+    """Tensors of torch's own classes are converted; bytes of no tensor, or of one of another class, are refused."""
     path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
     marked = torch.arange(3.0)
     marked.note = 1
@@ -85,11 +85,11 @@ def test_tensors_with_attributes_come_over_and_none_is_left_out(tmp_path: Path) 
 
 @pytest.mark.parametrize("bit", ["conj", "neg", "neg of uint16"])
 def test_lazy_conjugates_and_negatives_are_refused(tmp_path: Path, bit: str) -> None:
-    """Their storage has other values than they have; what torch resolves comes over."""
+    """Their storage has other values than they have, so they are refused; tensors that torch resolves are converted."""
     number = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     lazy = number.conj() if bit == "conj" else torch._neg_view(number.real.clone())
     path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
-    if bit == "neg of uint16":  # torch writes dtypes without a typed storage by another function
+    if bit == "neg of uint16":  # torch writes dtypes without a typed storage with another function
         lazy = torch._neg_view(torch.ones(2, dtype=torch.uint16))
     assert lazy.is_conj() or lazy.is_neg()
     torch.save({"a": lazy}, path)
@@ -105,7 +105,7 @@ def test_lazy_conjugates_and_negatives_are_refused(tmp_path: Path, bit: str) -> 
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_every_tensor_comes_over(tmp_path: Path, compress: bool) -> None:
-    """A state dict becomes a file of the same tensors, bit for bit, strided ones and those of new dtypes too."""
+    """A state dict becomes a file of the same tensors, bit for bit, also strided ones and new dtypes."""
     want = state()
     torch.save(OrderedDict(want), tmp_path / "pytorch_model.bin")
     report = ow.convert(tmp_path / "pytorch_model.bin", tmp_path / "m.safetensors", compress=compress)
@@ -114,7 +114,7 @@ def test_every_tensor_comes_over(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_training_checkpoint(tmp_path: Path) -> None:
-    """Tensors of a checkpoint have their paths for names, its numbers are kept, and objects of classes are named, not
+    """A checkpoint's tensors are named by their paths, its numbers are kept, and objects of classes are named, not
     made."""
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -134,7 +134,7 @@ def test_a_training_checkpoint(tmp_path: Path) -> None:
 
 
 def folder(path: Path) -> dict[str, Any]:
-    """A folder as transformers wrote it before safetensors: shards, an index, and what lies beside them."""
+    """Makes a folder as transformers wrote it before safetensors: shards, an index, and auxiliary files."""
     weights = {f"layer.{n}.w": torch.randn(64, 64).bfloat16() for n in range(4)}
     names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
     path.mkdir()
@@ -150,8 +150,8 @@ def folder(path: Path) -> dict[str, Any]:
 
 
 def test_a_folder_from_the_command_line(tmp_path: Path) -> None:
-    """A folder of shards with an index becomes one of safetensors by compress, with what lies beside; nothing else is
-    left."""
+    """compress makes a safetensors folder from a folder of shards with an index, including auxiliary files; nothing
+    else is left."""
     weights = folder(tmp_path / "model")
     must("compress", str(tmp_path / "model"), "-o", str(tmp_path / "packed"))
     kept = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
@@ -166,7 +166,7 @@ def test_a_folder_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
-    """A pickle that would run a command is read without: what it names becomes a placeholder."""
+    """A pickle that would run a command is read without running it: what it names becomes a placeholder."""
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
     ran = tmp_path / "ran"
 
@@ -180,7 +180,7 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, change: Any) -> None:
-    """Writes an archive again, each entry as `change(name, data)` says."""
+    """Rewrites an archive, each entry as `change(name, data)` says."""
     with zipfile.ZipFile(path) as old:
         entries = {name: old.read(name) for name in old.namelist()}
     with zipfile.ZipFile(path, "w") as new:
@@ -189,7 +189,7 @@ def rewritten(path: Path, change: Any) -> None:
 
 
 def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
-    """Files that are cut short, of another kind, or whose tensors lie outside of what is stored are refused by name."""
+    """Truncated files, files of another kind, and files with tensors outside what is stored are refused by name."""
     path = tmp_path / "x.pt"
     cases: list[tuple[type[Exception], str]] = []
 
@@ -230,8 +230,8 @@ def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
 
 
 def test_changed_bytes_are_refused(tmp_path: Path) -> None:
-    """Of the pickle and the storages, every changed byte: torch.load takes them, and a container would vouch for
-    them. Files whose writer computed no checksums are read."""
+    """Every changed byte of the pickle and the storages is refused: torch.load accepts them, and a container would
+    vouch for them. Files without checksums from their writer are read."""
     path = tmp_path / "m.pt"
     torch.save({"weight": torch.arange(3000), "other": torch.ones(700).bfloat16()}, path)
     whole = path.read_bytes()
@@ -259,8 +259,8 @@ def test_changed_bytes_are_refused(tmp_path: Path) -> None:
 
 
 def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
-    """A directory of 16 MiB may name the same bytes a hundred thousand times, which would be read as often: no
-    checksum of storages that overlap is computed."""
+    """A directory of 16 MiB may name the same bytes a hundred thousand times, which would be read as often: checksums
+    of overlapping storages are not computed."""
     path = tmp_path / "m.pt"
     torch.save({"a": torch.ones(300), "b": torch.ones(300)}, path)
     infos = {info.filename.rpartition("/")[2]: info for info in zipfile.ZipFile(path).infolist()}
@@ -277,7 +277,7 @@ def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_first_wrong_checksum_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ctrl-C does: the caller waits for the blocks that are being read, not for whole storages."""
+    """As with Ctrl-C, the caller waits for the blocks that are being read, not for whole storages."""
     path, reads, starts = tmp_path / "m.pt", os.preadv, list[int]()
     torch.save({"a": torch.ones(300), "b": torch.zeros(10 << 20)}, path)
     data = bytearray(path.read_bytes())
@@ -333,7 +333,7 @@ def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
-    """An index of safetensors files that are not there is left out, and not written through."""
+    """An index of missing safetensors files is left out, and not written through."""
     source = tmp_path / "model"
     source.mkdir()
     torch.save({"w": torch.ones(3)}, source / "pytorch_model-00001-of-00001.bin")
@@ -347,7 +347,7 @@ def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_files_that_become_one(tmp_path: Path) -> None:
-    """Two files of weights that differ in their endings alone are refused: one would be lost."""
+    """Two weight files with names that differ only in their extension are refused, since one would be lost."""
     (tmp_path / "model").mkdir()
     for ending in ("pt", "pth"):
         torch.save({ending: torch.ones(3)}, tmp_path / f"model/model.{ending}")
@@ -357,7 +357,7 @@ def test_files_that_become_one(tmp_path: Path) -> None:
 
 
 def test_a_number_that_stands_for_many(tmp_path: Path) -> None:
-    """An expanded tensor comes over; one that would take far more memory than the file is refused."""
+    """An expanded tensor is converted; one that would take far more memory than the file is refused."""
     torch.save({"row": torch.arange(3).expand(5, 3)}, tmp_path / "small.pt")
     ow.convert(tmp_path / "small.pt", tmp_path / "small.safetensors")
     equal(ow.load_file(tmp_path / "small.safetensors"), {"row": torch.arange(3).expand(5, 3)})
@@ -367,7 +367,7 @@ def test_a_number_that_stands_for_many(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_conversion_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A temporary folder that goes before it is locked is made anew."""
+    """A temporary folder that is removed before it is locked is made anew."""
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     made: list[str] = []
     original = torchfolders.tempfile.mkdtemp
@@ -395,7 +395,7 @@ def _text(text: bytes) -> bytes:
 
 
 def _tensor(nbytes: int) -> bytes:
-    """One of U8 that has the storage `data/0`."""
+    """Returns a U8 tensor with the storage `data/0`."""
     return (
         b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text(b"storage") + b"ctorch\nByteStorage\n" + _text(b"0")
         + _text(b"cpu") + b"J" + nbytes.to_bytes(4, "little") + b"tQK\0J" + nbytes.to_bytes(4, "little") + b"\x85K\1\x85\x89NtR"
@@ -418,7 +418,7 @@ def _dict(count: int, value: bytes) -> bytes:
     ids=["names", "texts", "lists", "classes", "tensors"],
 )
 def test_what_is_there_once_is_not_many_times_as_large(tmp_path: Path, pickled: bytes, error: type[Exception]) -> None:
-    """A pickle that names one key, value, class or tensor many times takes no memory and no disk for each of them."""
+    """A pickle that names one key, value, class or tensor many times takes no memory or disk space for each of them."""
     path = _archive(tmp_path / "small.pt", pickled + b".", (("data/0", bytes(1 << 20)),))
     with pytest.raises(error, match=re.escape(str(path))):
         ow.convert(path, tmp_path / "x.safetensors")
@@ -426,8 +426,8 @@ def test_what_is_there_once_is_not_many_times_as_large(tmp_path: Path, pickled: 
 
 
 def test_values_and_names_that_no_file_can_have(tmp_path: Path) -> None:
-    """Numbers of thousands of digits and halves of characters are left out as values, and refused as names; so are
-    names that cannot be a tensor's, by an error that names the file."""
+    """Numbers of thousands of digits and half characters are left out as values, and refused as names. So are names
+    that cannot be a tensor's, with an error that names the file."""
     digits = b"\x8b" + (4000).to_bytes(4, "little") + b"\1" * 4000
     half = _text(b"\xed\xa0\x80")
     entry = (("data/0", b"abcd"),)
@@ -444,8 +444,8 @@ def test_values_and_names_that_no_file_can_have(tmp_path: Path) -> None:
 
 
 def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
-    """A directory that claims to be larger than it may, in a file with holes, is not read; an entry that is there twice
-    has no meaning; an index of shards that is nested without an end is no index."""
+    """A directory that claims to be too large, in a sparse file, is not read. A duplicate entry has no meaning, and an
+    endlessly nested shard index is invalid."""
     size, path = 1 << 40, tmp_path / "holes.pt"
     with open(path, "wb") as file:
         file.truncate(size)
@@ -468,8 +468,8 @@ def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_off_while_it_is_read(torch_script: Any, tmp_path: Path) -> None:
-    """A file that is cut off behind its directory's back, once it was read, is a CorruptError and not the end of the
-    process: before the pickle, before a strided tensor, before a plain one."""
+    """A file that is truncated after its directory was read is a CorruptError and does not end the process: before the
+    pickle, before a strided tensor, before a plain one."""
     torch_script("""
 import os, torch, overwire as ow
 from overwire.bundles import torchfiles, torchfolders
@@ -504,7 +504,7 @@ def test_strided_tensors_in_small_reads(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_file_that_is_not_opened_is_not_left_out(tmp_path: Path) -> None:
-    """Without a descriptor to look at it, a file may be one of the model's: an error."""
+    """A file that cannot be inspected for lack of a descriptor may belong to the model, so it is an error."""
     torch.save({"a": torch.arange(9)}, tmp_path / "pytorch_model.bin")
     assert torchfolders.is_torch_model(str(tmp_path / "pytorch_model.bin"))
     free = os.open(os.devnull, os.O_RDONLY)

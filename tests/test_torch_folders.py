@@ -1,4 +1,4 @@
-"""Of files and folders that torch.save wrote nothing is left out without a word, and readers agree about them."""
+"""Tests that nothing in torch.save files and folders is silently left out, and that readers agree about them."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", _DAMAGES)
 def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> None:
-    """One of its files that cannot be read is an error that names it and what it is, before anything is written
-    or loaded: under usual names of weights, under others, with usual ones, and in a folder below."""
+    """A file of a folder that cannot be read is an error that names it and what it is, before anything is written or
+    loaded: with a usual weight name, with others, next to usual ones, and in a subfolder."""
     make, text = _DAMAGES[damage]
     for number, (good, bad) in enumerate([
         ("pytorch_model.bin", "pytorch_model_1.bin"), ("consolidated.00.pth", "consolidated.01.pth"),
@@ -88,7 +88,7 @@ def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> 
 
 
 def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An archive with more entries than are read is not left out of a folder, either."""
+    """An archive with more entries than are read is not left out of a folder either."""
     monkeypatch.setattr(zips, "_DIRECTORY", 100)
     (tmp_path / "model").mkdir()
     torch.save({"w": torch.ones(3)}, tmp_path / "model/pytorch_model.bin")
@@ -97,8 +97,8 @@ def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
-    """Weights of other libraries are copied, and named where they are large; so are hidden folders. What lies too deep
-    to be looked for, or is listed and missing, is an error."""
+    """Weights of other libraries are copied, and named if they are large; so are hidden folders. Files too deep to be
+    searched, or listed and missing, are an error."""
     source = tmp_path / "model"
     folder(source)
     (source / "flax_model.msgpack").write_bytes(b"flax")
@@ -133,7 +133,7 @@ def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
 
 
 class _Loud:
-    """A class that says when it is made."""
+    """A class that reports when it is made."""
 
     def __init__(self) -> None:
         raise AssertionError("it was run")
@@ -169,8 +169,8 @@ _OBJECTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_objects_beside_the_weights(tmp_path: Path, protocol: int) -> None:
-    """Dates, zones, bytes, default dicts and others by every protocol: the tensors come over, what is plain data in
-    them is kept, and the rest has its line; nothing is made or called."""
+    """With dates, zones, bytes, default dicts and others in every protocol, the tensors are converted, plain data in
+    them is kept, and the rest gets its line; nothing is made or called."""
     tensors = defaultdict(folder, w=torch.ones(3))
     torch.save({"model": tensors, "saved": _OBJECTS}, tmp_path / "m.ckpt", pickle_protocol=protocol)
     report = ow.convert(tmp_path / "m.ckpt", tmp_path / "m.safetensors")
@@ -194,7 +194,7 @@ def test_tensors_under_keys_that_are_not_names(tmp_path: Path) -> None:
 
 
 def test_values_of_one_name(tmp_path: Path) -> None:
-    """Keys that make one name keep the first value; each other one has its line."""
+    """Keys that make the same name keep the first value; each other one gets its line."""
     torch.save({"w": torch.ones(2), "a.b": 1, "a": {"b": 2}, 7: "x", "7": "y"}, tmp_path / "m.pt")
     report = ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
     with ow.safe_open(tmp_path / "m.safetensors", "np") as file:
@@ -205,8 +205,8 @@ def test_values_of_one_name(tmp_path: Path) -> None:
 
 
 def test_one_storage_is_of_one_type_and_length(tmp_path: Path) -> None:
-    """A key that is named by two types is refused, since torch takes the first for both; so is one of more or fewer
-    elements than its entry has. Bytes that are named as bytes and as no type are one storage."""
+    """A key with two types is refused, since torch takes the first for both; so is one with more or fewer elements than
+    its entry has. Bytes named as bytes and without a type are one storage."""
     integer = (
         b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text(b"storage") + b"ctorch\nIntStorage\n" + _text(b"0")
         + _text(b"cpu") + b"K\1tQK\0K\1\x85K\1\x85\x89NtR"
@@ -229,7 +229,7 @@ def test_one_storage_is_of_one_type_and_length(tmp_path: Path) -> None:
 
 
 def test_views_without_elements(tmp_path: Path) -> None:
-    """Their offsets may lie anywhere."""
+    """Their offsets may be anywhere."""
     want = {"rows": torch.empty(3, 0)[1::2], "end": torch.ones(4)[4:], "w": torch.ones(2)}
     torch.save(want, tmp_path / "m.pt")
     ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
@@ -237,8 +237,8 @@ def test_views_without_elements(tmp_path: Path) -> None:
 
 
 def test_pairs_of_float4(tmp_path: Path) -> None:
-    """Those of no dimension are refused by name, as safetensors cannot hold them; transposed ones of any size come
-    over, from a file and from memory."""
+    """Pairs without a dimension are refused by name, as safetensors cannot hold them; transposed ones of any size are
+    converted, from a file and from memory."""
     target = tmp_path / "m.safetensors"
     pairs = torch.arange(257 * 257).to(torch.uint8).view(torch.float4_e2m1fn_x2)
     torch.save({"x": pairs[:1].reshape(())}, tmp_path / "m.pt")
@@ -256,8 +256,8 @@ def test_pairs_of_float4(tmp_path: Path) -> None:
 
 
 def test_archives_that_were_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deflated entries, which torch.load reads, come over, contiguous and strided; damaged ones, those that inflate to
-    more than the file accounts for, and other methods are refused. Nothing is left of them."""
+    """Deflated entries, which torch.load reads, are converted, contiguous and strided. Damaged ones, those that inflate
+    to more than the file accounts for, and other methods are refused. Nothing is left of them."""
     want = state()
     path, target = tmp_path / "m.pt", tmp_path / "m.safetensors"
 

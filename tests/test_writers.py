@@ -1,7 +1,9 @@
-"""Everything that writes a file: it appears whole, with the mode, the owner and the link of the one that it replaces.
+"""Tests everything that writes a file: it appears whole, with the mode, the owner and the link of the one that it
+replaces.
 
-That no moment in between is open to more readers is TestModes of gosrc/internal/atomicfile, by a file system that looks
-after every call; here each writer is held to its end."""
+TestModes in gosrc/internal/atomicfile tests, with a file system that looks after every call, that no moment in between
+is open to more readers. Here only each writer's result is checked.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 def states(folder: Path) -> dict[str, tuple[Path, int | None]]:
-    """What a target may be: (path, the mode that it keeps; None: what the umask leaves)."""
+    """Returns the possible states of a target: (path, the mode that it keeps; None: what the umask leaves)."""
     (folder / "sub").mkdir()
 
     def file(name: str, mode: int) -> Path:
@@ -111,8 +113,7 @@ def test_modes_and_links(tmp_path: Path, name: str) -> None:
 
 
 def test_fastsafetensors_shards(tmp_path: Path) -> None:
-    """A set of shards that the caller's own code fills keeps modes and links, too, and is private while it is
-    filled."""
+    """A set of shards that the caller's code fills also keeps modes and links, and is private while it is filled."""
     torch = pytest.importorskip("torch")
     from overwire.compat.fastsafetensors import saver
 
@@ -127,7 +128,7 @@ def test_fastsafetensors_shards(tmp_path: Path) -> None:
 
     def watched(work: Any) -> None:
         for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            with contextlib.suppress(FileNotFoundError):  # the folder's own mode
                 if os.readlink(f"/proc/self/fd/{number}").startswith(str(tmp_path)):
                     modes[os.fstat(int(number)).st_ino] = stat.S_IMODE(os.fstat(int(number)).st_mode)
         fill(work)
@@ -139,7 +140,7 @@ def test_fastsafetensors_shards(tmp_path: Path) -> None:
 
 
 def test_private_bundles(tmp_path: Path) -> None:
-    """A private pickle's first container is private; meta.csv, which is the folder's, keeps its own mode."""
+    """A private pickle's first container is private; meta.csv, which belongs to the folder, keeps its own mode."""
     path = tmp_path / "x.pkl"
     path.write_bytes(b"")
     path.chmod(0o600)
@@ -152,7 +153,7 @@ def test_private_bundles(tmp_path: Path) -> None:
 
 
 def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The umask is the whole process's: no writer sets it, not for a moment."""
+    """The umask belongs to the whole process: no writer sets it, not even for a moment."""
 
     def never(mask: int) -> int:
         raise AssertionError("the umask was set")
@@ -164,7 +165,7 @@ def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_failures_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no file is refused, a writer that fails half-way leaves the old file and nothing beside it."""
+    """Anything that is not a file is refused; a writer that fails halfway leaves only the old file."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "null").symlink_to("/dev/null")
@@ -193,7 +194,7 @@ def test_failures_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that has no files without a name."""
+    """Simulates a file system without unnamed files."""
     really = os.open
 
     def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
@@ -206,7 +207,7 @@ def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [stores.FileWriter, stores.ObjectWriter])
 def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Of two threads that close a file, as one does at the exit, one writes it and the other waits for that."""
+    """Of two threads that close a file, as one does at exit, one writes it and the other waits for that."""
     path, results = tmp_path / "x", []
     file = kind(str(path))
     file.write(b"bytes")
@@ -223,7 +224,7 @@ def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def write_beside() -> None:
         other.start()
-        other.join(0.1)  # it would be through
+        other.join(0.1)  # it would be done by now
         really()
 
     monkeypatch.setattr(file, "_write_object", write_beside)
@@ -233,7 +234,7 @@ def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused in words, by close and by drop, and the close that it interrupts goes on."""
+    """The handler is refused with a clear error, by close and by drop, and the close that it interrupts goes on."""
     path = tmp_path / "x"
     file = stores.FileWriter(str(path))
     file.write(b"bytes")
@@ -252,7 +253,7 @@ def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeyp
 
 
 def test_ctrl_c_in_a_close_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has its second name when the interrupt comes, and nothing but the old file is there after it."""
+    """The file has its second name when the interrupt comes; only the old file is there after it."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
     file, really = stores.FileWriter(str(path)), os.link
@@ -269,7 +270,8 @@ def test_ctrl_c_in_a_close_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_writer_that_goes_before_it_was_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt between a writer and its `with` block replaces nothing; what was written to is still finished."""
+    """An interrupt between a writer and its `with` block replaces nothing; a file that was written to is still
+    finished."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
     for name in (False, True):
@@ -288,7 +290,7 @@ def test_a_writer_that_goes_before_it_was_written_to(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is dropped is not written before: neither its error nor its temporary file stays."""
+    """A dropped file is not written first: neither its error nor its temporary file stays."""
     without_unnamed_files(monkeypatch)
     path = tmp_path / "x"
     path.write_bytes(b"old")
@@ -304,13 +306,13 @@ def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_no_python_code_writes_by_itself() -> None:
-    """Files get their names from the engine's writer alone: no umask, no os.replace, no os.rename in the package."""
+    """Files get their names only from the engine's writer: no umask, no os.replace, no os.rename in the package."""
     import re
 
     folder = Path(ow.__file__).parent
     allowed = {
-        folder / "_bench_faces.py": [".write_text("],  # of its own temporary folder
-        folder / "bundles/bundle.py": ["os.rename"],  # an old container's second name where a file system has no links
+        folder / "_bench_faces.py": [".write_text("],  # in its own temporary folder
+        folder / "bundles/bundle.py": ["os.rename"],  # an old container's second name on a file system without links
         folder / "portable/files.py": ["os.replace"],  # it has no engine
     }
     for path in folder.rglob("*.py"):
@@ -319,7 +321,7 @@ def test_no_python_code_writes_by_itself() -> None:
 
 
 def test_one_file_beside_an_index(tmp_path: Path) -> None:
-    """save_file beside the index of shards of its name is refused, since the folder would still be loaded by that."""
+    """save_file next to the shard index of its name is refused, since the folder would still load by that index."""
     path = tmp_path / "model.safetensors"
     many: dict[str, Any] = {"x": np.zeros(999, "f4"), "y": np.arange(999, dtype="f4")}
     ow.save_file(many, path, max_shard_size=4000)
@@ -335,7 +337,7 @@ def test_one_file_beside_an_index(tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_folder_is_no_file(tmp_path: Path) -> None:
-    """Where a file is to be written, a name that ends with / is refused: it wrote a file of that name without it."""
+    """An output name that ends with / is refused: it used to write a file of that name without the slash."""
     tensors = {"a": np.zeros(4, np.float32)}
     ow.save_file(tensors, tmp_path / "m.safetensors")
     folder = f"{tmp_path}/new/"

@@ -1,11 +1,9 @@
-"""Programs that tests start with torch imported: forks of one process that has done that.
+"""Starts test programs with torch imported: forks of one process that has done that.
 
-Importing torch takes most of the time of a test that is a small program. Here it
-happens once a pytest worker: `run` gives the program to a process that has torch,
-torch._dynamo, which many of torch's functions import when they are called, and nothing
-else, which forks; the child runs it as `python` would, to the end of
-the interpreter. What an import of torch, or what comes before it, has to show needs
-a process of its own: the fixture `script`.
+Importing torch takes most of the time of a small test program. Here it happens once per pytest worker. `run` gives the
+program to a process that has imported only torch and torch._dynamo, which many torch functions import when they are
+called. That process forks, and the child runs the program as `python` would, to the end of the interpreter. Tests of
+the import of torch, or of what comes before it, need a separate process: the fixture `script`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class _Parent:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # its threads would not be there in a fork
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # its threads would be missing in a fork
             )  # fmt: skip
         self.socket = ours
 
@@ -64,8 +62,8 @@ def run(
     argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, *argv], ...)` returns, with both outputs as text. argv is "-c", a program
-    and its arguments, or a file and its arguments."""
+    """Returns what `subprocess.run([sys.executable, *argv], ...)` returns, with both outputs as text. argv is "-c", a
+    program and its arguments, or a file and its arguments."""
     global _parent
     if _parent is None:
         _parent = _Parent()
@@ -99,19 +97,19 @@ def fresh(
     argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """The same in a fresh interpreter."""
+    """Does the same in a fresh interpreter."""
     return subprocess.run(
         [sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout * SLOWER, check=False
     )
 
 
-# Programs that import torch anew, which this process has started since a test began.
+# Programs that import torch anew, started by this process since a test began.
 anew: list[str] = []
 _IMPORTS = re.compile(r"(?:^|; ?)(?:import|from) (?:torch|transformers|diffusers|vllm)\b", re.M)
 
 
 def watch() -> None:
-    """From now on `anew` lists them: those whose text says so, not those that import torch through overwire."""
+    """Makes `anew` list them from now on: those whose text imports torch, not those that import it through overwire."""
     sys.addaudithook(_started)
 
 
@@ -168,13 +166,13 @@ def _serve(s: socket.socket) -> dict[str, Any]:
         os.environ.update(job["env"])
         named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         rest = (path for path in sys.path[1:] if path not in own)
-        # What the folders of tests share lies beside this file.
+        # Modules that the test folders share are next to this file.
         sys.path[:] = ["", *named, *rest, str(Path(__file__).parent)]
         return job
 
 
 def _begin(argv: list[str]) -> tuple[types.CodeType, dict[str, Any]]:
-    """The program as code, in a new `__main__`."""
+    """Returns the program as code, in a new `__main__`."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
@@ -196,11 +194,11 @@ if __name__ == "__main__":
     import torch._dynamo  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # a collection in a child copies no page of what was imported
+    gc.freeze()  # so that a collection in a child copies no page of the imports
 
     assert os.listdir("/proc/self/task") == threads, "a fork would lose threads"
-    # What torch's libraries do at the end of a process, after the interpreter's own, unregisters each of its kernels:
-    # half a second of a processor, of each child. What is loaded later ends before this.
+    # After the interpreter's exit, torch's libraries unregister each of their kernels: half a second of processor time
+    # per child. Libraries that are loaded later end before this.
     libc = ctypes.CDLL(None)
     assert libc.on_exit(libc._exit, None) == 0
     exec(*_begin(_serve(socket.socket(fileno=int(sys.argv[1])))["argv"]))

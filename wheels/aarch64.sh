@@ -4,17 +4,17 @@
 #   wheels/aarch64.sh tests [PACKAGE...]   Go tests, of every package if none is named
 #   wheels/aarch64.sh wheel                the wheel: built, audited, imported by CPythons
 #                                          for aarch64 (wheels/pythons.sh)
-#   wheels/aarch64.sh python [FILE...]     Python tests of that wheel, with numpy and torch: all
-#                                          but the slow ones, if none is named
+#   wheels/aarch64.sh python [FILE...]     Python tests of that wheel, with numpy and torch; if
+#                                          none is named, all except the slow ones
 #   wheels/aarch64.sh all                  these three, one after the other, and a summary
 #   wheels/aarch64.sh count                instructions of decoders and CRC-32C, for
 #                                          docs/benchmarks/host.md
 #
 # It needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user, and installs them
-# if it may. What is missing is named, and the step is skipped. Tests that qemu cannot run
-# stand in wheels/aarch64-left-out.txt, each with its reason. All takes hours: 330 Python
-# tests of 15 files took 18 minutes, 6.5 of processor time, on two cores that were busy
-# with other work. JOBS sets how many processes run Python tests.
+# if it may. Otherwise it names what is missing and skips the step. Tests that qemu cannot
+# run are listed in wheels/aarch64-left-out.txt with their reasons. `all` takes hours: 330
+# Python tests of 15 files took 18 minutes, 6.5 of processor time, on two cores that were
+# busy with other work. JOBS sets how many processes run Python tests.
 set -eu
 cd "$(dirname "$0")/.."
 work=$PWD/build/aarch64
@@ -22,7 +22,7 @@ cross=/usr/aarch64-linux-gnu
 python=${PYTHON:-.venv/bin/python}
 mkdir -p "$work"
 
-# say WORDS: prints a line, and keeps it for the summary of all.
+# say WORDS: prints a line, and keeps it for the final summary.
 say() { echo "aarch64: $*" | tee -a "$work/said.txt"; }
 
 skip() {
@@ -30,7 +30,7 @@ skip() {
 	exit 0
 }
 
-# logged COMMAND...: runs it, keeps what it prints in $work/$verb.log, ends as it ends.
+# logged COMMAND...: runs it, keeps its output in $work/$verb.log, and returns its status.
 logged() {
 	rm -f "$work/failed"
 	{ "$@" || echo $? >"$work/failed"; } 2>&1 | tee "$work/$verb.log"
@@ -45,11 +45,11 @@ tools() {
 	} >"$work/apt.log" 2>&1 || skip "gcc-aarch64-linux-gnu, libc6-dev-arm64-cross or qemu-user is missing and cannot be installed"
 }
 
-# left_out go|py: what is left out of Go's or Python's tests.
+# left_out go|py: prints the tests that are left out in Go or Python.
 left_out() { sed -n "s/^$1 \([^ ]*\): .*/\1/p" wheels/aarch64-left-out.txt; }
 
-# Test programs start themselves, and those of Go's tests a C compiler: each program is
-# moved aside, and a script in its place starts it by qemu.
+# Test programs start themselves, and Go's test programs also a C compiler. So each program
+# is moved aside, and a script in its place starts it with qemu.
 runner() {
 	mkdir -p "$work/bin"
 	ln -sf "$(command -v aarch64-linux-gnu-gcc)" "$work/bin/cc"
@@ -63,8 +63,8 @@ runner() {
 	chmod +x "$work/exec"
 }
 
-# The packages of .venv for aarch64, and those of .venv/transformers5. torch 2.10 is the
-# last whose wheel for aarch64 needs no library of CUDA.
+# The packages of .venv and of .venv/transformers5, for aarch64. torch 2.10 is the last
+# with an aarch64 wheel that needs no CUDA library.
 packages() {
 	"$python" -m pip list --format=freeze --disable-pip-version-check |
 		grep -viE '^(nvidia|cuda|triton|overwire|pip|setuptools|ruff|mypy|torch)[-_=]' >"$work/wanted.txt"
@@ -75,7 +75,7 @@ packages() {
 	cat "$work/wanted.txt" requirements/transformers5.txt >"$work/packages/.ready"
 }
 
-# installed FOLDER WHAT...: packages for aarch64, in a folder.
+# installed FOLDER WHAT...: installs packages for aarch64 into a folder.
 installed() {
 	into=$1
 	shift
@@ -117,7 +117,7 @@ python)
 	"$python" -m zipfile -e "$work"/dist/*.whl "$work/packages"
 	unset PYTHONPATH PYTHONDONTWRITEBYTECODE # or each program compiles what it imports of torch
 	export OVERWIRE_TEST_SLOW=1 OVERWIRE_TEST_GRACE=300 OVERWIRE_TEST_TRANSFORMERS5="$work/transformers5"
-	# The packages are found as installed ones are: tests set PYTHONPATH.
+	# The packages are found like installed ones, since tests set PYTHONPATH.
 	site=build/pythons/aarch64/.bookworm/sys/usr/lib/python3/dist-packages
 	mkdir -p $site
 	trap 'rm -f $site/packages.pth' EXIT

@@ -1,8 +1,7 @@
 """Build the sdist, and the wheels from the unpacked sdist: python wheels/build.py DIR
 
-So the wheels show that the sdist is whole: that of this machine, and that of all others, which
-reads files by numpy alone. Each is built twice, in folders of different names, and has to have
-the same bytes.
+So the wheels show that the sdist is complete: the wheel of this machine, and that of all others, which reads files with
+only numpy. Each is built twice, in folders of different names, and must have the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def hook(tree: Path, name: str, out: Path) -> Path:
-    """Run one hook of the build backend in a process of its own, as pip does."""
+    """Run one hook of the build backend in a separate process, as pip does."""
     code = f"import sys, setup; print(setup.{name}(sys.argv[1]))"
     env = dict(os.environ, PYTHONPATH=str(tree))
     done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, env=env, stdout=subprocess.PIPE, text=True, check=False)

@@ -2,7 +2,7 @@
 
     python wheels/changes.py X.Y.Z [YEAR-MONTH-DAY]
 
-A file has one line, `Kind: sentence`; changes/README.md says more. What stands under Unreleased goes along.
+A file has one line, `Kind: sentence`; changes/README.md says more. Entries under Unreleased are moved along.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ HEADING = re.compile(r"^## (.*)\n", re.M)
 
 
 def list_fragments(root: Path) -> list[Path]:
-    """The files of changes that are not released."""
+    """Return the files of unreleased changes."""
     return sorted(path for path in (root / "changes").glob("*") if path.name != "README.md")
 
 
 def read_fragment(path: Path) -> tuple[str, str]:
-    """The kind of a change and its sentence; ValueError names the file that has another form."""
+    """Return the kind of a change and its sentence; ValueError names a file with another form."""
     parts = re.fullmatch(r"(\w+): (\S.*)\n?", path.read_text(encoding="utf-8"))
     if path.suffix != ".md" or not parts or parts[1] not in KINDS:
         raise ValueError(f"{path}: one line, `Kind: sentence`, in a file of that name: {', '.join(KINDS)}")
@@ -35,7 +35,7 @@ def read_fragment(path: Path) -> tuple[str, str]:
 
 
 def join_changes(text: str, changes: list[tuple[str, str]], version: str, day: str) -> str:
-    """The text of CHANGELOG.md with an entry for a version: what stood under Unreleased, and the changes."""
+    """Return the text of CHANGELOG.md with an entry for a version: the entries under Unreleased, and the changes."""
     head, heading, rest = text.partition("## Unreleased\n")
     if not heading:
         raise ValueError("CHANGELOG.md has no section Unreleased")

@@ -1,12 +1,10 @@
 """Audit wheels and import them in every CPython of this machine: python wheels/check.py FILE...
 
-Read from the library's own symbols: it exports PyInit__core alone, needs libc
-alone, no newer glibc than its tag says, and of Python only the stable ABI of
-3.10. RECORD has to be right, the licences of all that is linked are there, and it has at
-most LARGEST bytes. Then each interpreter found on PATH, by pyenv, or fetched by
-wheels/pythons.sh unpacks the wheel, imports it and asks the engine something. Wheels of
-another machine are imported by fetched interpreters, which run under qemu-user. The wheel
-without the engine reads every golden file beside numpy alone.
+The library's own symbols decide: it exports only PyInit__core, needs only libc, no newer glibc than its tag says, and
+of Python only the stable ABI of 3.10. RECORD has to be right, the licences of all linked modules are there, and it has
+at most LARGEST bytes. Then each interpreter found on PATH, by pyenv, or fetched by wheels/pythons.sh unpacks the wheel,
+imports it and calls the engine. Wheels of another machine are imported by fetched interpreters, which run under
+qemu-user. The wheel without the engine reads every golden file with only numpy.
 """
 
 from __future__ import annotations
@@ -35,9 +33,8 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
 LARGEST = 8_200_000
 E_MACHINE = {"x86_64": 62, "aarch64": 183}  # in the ELF header
 
-# Names outside the stable ABI of 3.10 that a mistake in the shim would let in.
-# PyObject_GetBuffer and PyBuffer_Release joined it with 3.11; 3.10 has the same:
-# gosrc/bind/core/memory.c.
+# Names outside the stable ABI of 3.10 that a mistake in the shim would let in. PyObject_GetBuffer and PyBuffer_Release
+# joined it with 3.11; 3.10 has the same: gosrc/bind/core/memory.c.
 NOT_STABLE = re.compile(
     r"^_Py(?!Arg_\w+_SizeT$|_(Dealloc|IncRef|DecRef|NoneStruct|TrueStruct|FalseStruct|BuildValue_SizeT)$)"
     r"|^Py(Complex_AsC|Run_|Buffer_(?!Release$))"
@@ -84,7 +81,7 @@ print(json.dumps(digests))
 
 
 def pythons(machine: str = platform.machine()) -> dict[str, str | None]:
-    """For each version its interpreter for a machine, or None."""
+    """Return for each version its interpreter for a machine, or None."""
     found: dict[str, str | None] = {}
     for version in PYTHONS:
         fetched = ROOT / "build" / "pythons" / machine / f"python{version}"
@@ -104,7 +101,7 @@ def works(python: str, version: str) -> bool:
 
 
 def audit(wheel: Path) -> list[str]:
-    """What is wrong with a wheel."""
+    """Return what is wrong with a wheel."""
     if wheel.name.endswith("-py3-none-any.whl"):
         return audit_portable(wheel)
     wrong = []
@@ -145,7 +142,7 @@ def audit(wheel: Path) -> list[str]:
 
 
 def wrong_records(files: dict[str, bytes]) -> list[str]:
-    """Where RECORD and the contents of a wheel differ."""
+    """Return where RECORD and the contents of a wheel differ."""
     wrong = []
     record = next(name for name in files if name.endswith(".dist-info/RECORD"))
     listed = {row[0]: row[1:] for row in csv.reader(io.StringIO(files[record].decode()))}
@@ -159,7 +156,7 @@ def wrong_records(files: dict[str, bytes]) -> list[str]:
 
 
 def audit_portable(wheel: Path) -> list[str]:
-    """What is wrong with the wheel without the engine."""
+    """Return what is wrong with the wheel without the engine."""
     wrong = []
     with zipfile.ZipFile(wheel) as z:
         files = {name: z.read(name) for name in z.namelist()}
@@ -183,8 +180,8 @@ def smoke(wheel: Path, python: str) -> str:
 
 
 def read_goldens(wheel: Path, paths: Iterable[Path]) -> dict[str, dict[str, str]]:
-    """The SHA-256 of each tensor of some files, by the wheel without the engine, in this Python
-    with numpy and, for level "smaller", zstandard. Raises RuntimeError for what went wrong."""
+    """Return the SHA-256 of each tensor of some files, read by the wheel without the engine in this Python, with numpy
+    and, for level "smaller", zstandard. Raises RuntimeError if something went wrong."""
     with tempfile.TemporaryDirectory() as t:
         with zipfile.ZipFile(wheel) as z:
             z.extractall(Path(t, "wheel"))
@@ -205,7 +202,7 @@ def read_goldens(wheel: Path, paths: Iterable[Path]) -> dict[str, dict[str, str]
 
 
 def goldens() -> list[Path]:
-    """The golden files that this Python can read: those of level "smaller" need zstandard."""
+    """Return the golden files that this Python can read: those of level "smaller" need zstandard."""
     paths = sorted((ROOT / "tests" / "goldens").rglob("*.safetensors"))
     return [path for path in paths if "level" not in str(path) or find_spec("zstandard")]
 

@@ -1,7 +1,7 @@
 """Reads a shared library's exports, libraries and symbol versions.
 
-A reader of little-endian ELF64 with what an audit of a wheel needs and nothing
-else. It reads the section headers, which every linker writes and `-s` keeps.
+It reads little-endian ELF64, only as far as a wheel's audit needs, by the section headers, which every linker writes
+and `-s` keeps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STB_LOCAL = 0
 
 
 class Version(NamedTuple):
-    """A symbol version that one needed library must have."""
+    """A symbol version that a needed library must have."""
 
     library: str
     version: str
@@ -51,14 +51,14 @@ class Elf:
         return strings[offset : strings.index(b"\0", offset)].decode()
 
     def dynamic(self, tag: int) -> list[str]:
-        """The texts of a tag of the dynamic section."""
+        """Return the texts of a tag of the dynamic section."""
         section = self._section(SHT_DYNAMIC)
         if section is None:
             return []
         return [self._text(section, value) for key, value in struct.iter_unpack("<qQ", section.data) if key == tag]
 
     def needed(self) -> list[str]:
-        """The libraries that the loader must find."""
+        """Return the libraries that the loader must find."""
         return self.dynamic(DT_NEEDED)
 
     def needed_versions(self) -> list[Version]:
@@ -78,7 +78,7 @@ class Elf:
         return sorted(found)
 
     def symbols(self) -> list[Symbol]:
-        """The global dynamic symbols."""
+        """Return the global dynamic symbols."""
         section = self._section(SHT_DYNSYM)
         if section is None:
             return []

@@ -1,8 +1,7 @@
-"""Who wrote what the library is linked from: their licences, and a bill of materials.
+"""Collects the licences of everything linked into the library, and a bill of materials.
 
-The modules are those that `go list` names for the build; their texts come from where Go
-has their sources, the module cache or vendor/. A module without a licence, or with one
-that is not known here, ends the build.
+The modules are those that `go list` names for the build. Their texts come from where Go has their sources: the module
+cache or vendor/. A module with a missing or unknown licence ends the build.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ __all__ = ["BOM", "TEXTS", "Module", "bill", "expression", "linked", "notices"]
 TEXTS = "THIRD-PARTY.txt"
 BOM = "overwire.cdx.json"
 
-# Names of licence files and their companions.
+# Names of licence files and related files.
 NAMED = re.compile(r"(licen[cs]e|copying|copyright|notice|patents)([._-].*)?", re.I)
 LICENCE = re.compile(r"licen[cs]e|copying", re.I)
 
-# SPDX id -> words that its text contains, and words that it must not.
+# SPDX id -> words that its text contains, and words that it must not contain.
 KNOWN = {
     "Apache-2.0": ("Apache License Version 2.0", ""),
     "BSD-3-Clause": ("Redistribution and use in source and binary forms", ""),
@@ -37,7 +36,7 @@ KNOWN = {
 
 @dataclass
 class Module:
-    """A Go module that the library is linked from; `std` is Go's own."""
+    """A Go module that is linked into the library; `std` is Go's own."""
 
     path: str
     version: str
@@ -45,25 +44,25 @@ class Module:
 
     @property
     def url(self) -> str:
-        """Its package URL."""
+        """Return its package URL."""
         return f"pkg:golang/{'stdlib' if self.path == 'std' else self.path}@{self.version}"
 
     @property
     def licences(self) -> list[str]:
-        """The SPDX ids of its texts."""
+        """Return the SPDX ids of its texts."""
         return sorted({name for text in self.texts.values() for name in kinds(text)})
 
 
 def kinds(text: str) -> set[str]:
-    """The SPDX ids of the licences in a text; none in a notice or a grant of patents."""
+    """Return the SPDX ids of the licences in a text; none for a notice or a patent grant."""
     words = " ".join(text.split())
     found = {name for name, (has, lacks) in KNOWN.items() if has in words and not (lacks and lacks in words)}
-    # The text of three clauses contains that of two.
+    # The three-clause text contains the two-clause one.
     return found - {"BSD-3-Clause"} if "BSD-2-Clause" in found else found
 
 
 def linked(root: Path, go: str, tags: str, env: dict[str, str]) -> list[Module]:
-    """The modules of the library that is built from root, sorted by path."""
+    """Return the modules of the library that is built from root, sorted by path."""
 
     def ask(*words: str) -> str:
         return subprocess.run([go, *words], cwd=root, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -95,7 +94,7 @@ def linked(root: Path, go: str, tags: str, env: dict[str, str]) -> list[Module]:
 
 
 def texts_in(folder: Path, top: Path) -> dict[str, str]:
-    """The texts in a folder, by their names below top."""
+    """Return the texts in a folder, by their names below top."""
     return {
         path.relative_to(top).as_posix(): path.read_text(encoding="utf-8", errors="replace").strip() + "\n"
         for path in sorted(folder.iterdir())
@@ -104,7 +103,7 @@ def texts_in(folder: Path, top: Path) -> dict[str, str]:
 
 
 def notices(modules: list[Module]) -> str:
-    """All texts, each once, under the modules that have it."""
+    """Return all texts, each once, under the modules that have it."""
     owners: dict[str, list[str]] = {}
     for one in modules:
         for name, text in sorted(one.texts.items()):
@@ -116,13 +115,13 @@ def notices(modules: list[Module]) -> str:
 
 
 def expression(own: str, modules: list[Module]) -> str:
-    """The SPDX expression of everything together."""
+    """Return the SPDX expression of everything together."""
     return " AND ".join(sorted({own, *(name for one in modules for name in one.licences)}))
 
 
 def bill(name: str, version: str, own: str, modules: list[Module], root: Path, suffix: str = "") -> str:
-    """The bill of materials in CycloneDX 1.6; the same tree gives the same text. suffix:
-    of the names of the GPU's modules."""
+    """Return the bill of materials in CycloneDX 1.6; the same tree gives the same text. suffix is that of the GPU
+    module names."""
     url = f"pkg:pypi/{name}@{version}"
     sums = dict(re.findall(r"^(\S+ \S+) (h1:\S+)$", (root / "go.sum").read_text(encoding="utf-8"), re.M))
     components: list[dict[str, Any]] = []

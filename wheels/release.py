@@ -3,11 +3,11 @@
     python wheels/release.py [--rehearse] --twine TWINE DIR
     python wheels/release.py --reproduce DIR
 
-A release is a tagged commit: the tree is clean, the tag is that of the version, and
-CHANGELOG.md has its entry. A rehearsal asks for the clean tree alone. Then everything that
+A release is a tagged commit: the tree is clean, the tag matches the version, and
+CHANGELOG.md has its entry. A rehearsal only needs the clean tree. Then everything that
 is generated is generated again, the site is built, and DIR gets the sdist, a wheel for
 each architecture, and their hashes. --reproduce builds the commit in two new folders, one
-of them without anything compiled before, and compares all files, with DIR's too.
+of them without anything compiled before, and compares all files, also with DIR's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from changes import list_fragments
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = "SHA256SUMS"
 
-# Each has a wheel in a release: architecture -> what builds it on x86-64.
+# Each has a wheel in a release: architecture -> its builder on x86-64.
 ARCHITECTURES: dict[str, dict[str, str]] = {
     "x86_64": {},
     "aarch64": {"GOARCH": "arm64", "CC": "aarch64-linux-gnu-gcc", "GOEXPERIMENT": "", "GOFLAGS": ""},
@@ -40,23 +40,23 @@ ARCHITECTURES: dict[str, dict[str, str]] = {
 
 
 def ask(root: Path, *command: str) -> str:
-    """What a command prints; its failure ends this program."""
+    """Return what a command prints; its failure ends this program."""
     return subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def version_of(root: Path) -> str:
-    """The version, from where it stands."""
+    """Return the version from its source."""
     found = re.search(r'^const Version = "(.*)"$', (root / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
     return found[1] if found else ""
 
 
 def unclean(root: Path) -> list[str]:
-    """What differs from the commit."""
+    """Return what differs from the commit."""
     return [f"the tree is not clean: {line}" for line in ask(root, "git", "status", "--porcelain").splitlines()]
 
 
 def unready(root: Path) -> list[str]:
-    """What a commit lacks that is to be released."""
+    """Return what a commit lacks for a release."""
     version = version_of(root)
     wrong = []
     if f"v{version}" not in ask(root, "git", "tag", "--points-at", "HEAD").split():
@@ -74,7 +74,7 @@ def unready(root: Path) -> list[str]:
 
 
 def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
-    """What is missing among the archives of a folder, and in them."""
+    """Return what is missing among the archives of a folder, and in them."""
     wrong = []
     for architecture in ARCHITECTURES:
         found = list(out.glob(f"overwire-{version}-*_{architecture}.whl"))
@@ -95,19 +95,19 @@ def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
     for wheel in sorted(out.glob("*manylinux*.whl")):
         with zipfile.ZipFile(wheel) as z:
             bills = [z.read(name) for name in z.namelist() if name.endswith("/overwire.cdx.json")]
-        # An architecture may link fewer modules than the sdist lists, not others.
+        # An architecture may link fewer modules than the sdist lists, but no others.
         if len(bills) != 1 or parts(bills[0]) - parts(bytes_of):
             wrong.append(f"the bill of materials of {wheel.name} is missing, or has what that of {sdist.name} lacks")
     return wrong
 
 
 def parts(bill: bytes) -> set[str]:
-    """The modules that a bill of materials lists; each architecture has kernels of its own."""
+    """Return the modules that a bill of materials lists; each architecture has its own kernels."""
     return {part["bom-ref"] for part in json.loads(bill or b"{}").get("components", []) if part["type"] == "library"}
 
 
 def sums(out: Path) -> str:
-    """The hashes of a folder's archives, as sha256sum prints and checks them."""
+    """Return the hashes of a folder's archives, as sha256sum prints and checks them."""
     files = sorted([*out.glob("overwire-*.whl"), *out.glob("overwire-*.tar.gz")])
     return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
 
@@ -120,13 +120,13 @@ def step(what: str, wrong: list[str]) -> None:
 
 
 def ran(*command: str | Path, **env: str) -> list[str]:
-    """Run a command in the tree; what went wrong."""
+    """Run a command in the tree; return what went wrong."""
     done = subprocess.run([str(word) for word in command], cwd=ROOT, env=os.environ | env, check=False)
     return [f"{' '.join(map(str, command))}: exit status {done.returncode}"] if done.returncode else []
 
 
 def built(out: Path) -> list[str]:
-    """Build the sdist and the wheels into a folder; what went wrong."""
+    """Build the sdist and the wheels into a folder; return what went wrong."""
     wrong = ran(sys.executable, ROOT / "wheels/build.py", out)
     for architecture, env in ARCHITECTURES.items():
         if env and not wrong:
@@ -140,7 +140,7 @@ def built(out: Path) -> list[str]:
 
 
 def release(out: Path, twine: Path, rehearse: bool) -> None:
-    """All steps of a release but the upload."""
+    """Run all steps of a release except the upload."""
     version = version_of(ROOT)
     step(f"overwire {version}, {ask(ROOT, 'git', 'describe', '--always', '--dirty')}: a clean tree", unclean(ROOT))
     if rehearse:
@@ -160,7 +160,7 @@ def release(out: Path, twine: Path, rehearse: bool) -> None:
 
 
 def tracked() -> list[str]:
-    """The files of the commit that belong into an sdist."""
+    """Return the files of the commit that belong in an sdist."""
     top = ("cuda", "docs", "examples", "gosrc", "python", "tests", "wheels")
     names = ask(ROOT, "git", "ls-files").splitlines()
     return [name for name in names if "/" not in name or name.startswith(tuple(f"{folder}/" for folder in top))]

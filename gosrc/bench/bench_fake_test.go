@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// Loads to a GPU are compared with the link and with plain reading and copying in the same run, and nothing
-// is left on the device.
+// Loads to a GPU are compared with the link and with plain reading and copying in the same run. Nothing is left on the
+// device.
 func TestRunFake(t *testing.T) {
 	end := cuda.Fake(2 << 30)
 	var text bytes.Buffer
@@ -47,7 +47,7 @@ func TestRunFake(t *testing.T) {
 	}
 }
 
-// The floor of ranks' loads brings a file's bytes to a GPU, and leaves nothing there.
+// The baseline of ranks' loads brings a file's bytes to a GPU, and leaves nothing there.
 func TestReadingFake(t *testing.T) {
 	end := cuda.Fake(64 << 20)
 	want := bytes.Repeat([]byte("0123456789abcdef~"), 200_000)

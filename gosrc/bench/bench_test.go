@@ -51,8 +51,8 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// Wrong requests, a cancelled context, a folder that is not there or too small,
-// and a file that is none are errors by class, and leave nothing behind.
+// Wrong requests, a cancelled context, a missing or too small folder, and a file that is not a model are typed errors
+// and leave nothing behind.
 func TestRunRefuses(t *testing.T) {
 	done, cancel := context.WithCancel(context.Background())
 	cancel()

@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// The bound of data whose entropy is known by construction.
+// The bound is right for data with an entropy known by construction.
 func TestBound(t *testing.T) {
 	all := func(n int, f func(i int) byte) []byte {
 		b := make([]byte, n)
@@ -68,7 +68,7 @@ func TestBound(t *testing.T) {
 	}
 }
 
-// The first error of parallel work wins, every part is done once otherwise.
+// The first error of parallel work wins; without an error each part is done once.
 func TestParallel(t *testing.T) {
 	done := make([]int, 1000)
 	if err := runParallel(4, 1000, 7, func(_ int, lo, hi int64) error {
@@ -90,7 +90,7 @@ func TestParallel(t *testing.T) {
 	}
 }
 
-// A reading brings just the bytes it is asked for, and refuses what it cannot do.
+// A reading gets exactly the bytes it is asked for, and refuses what it cannot do.
 func TestReading(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	want := make([]byte, 5<<20+13)

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// cache lists and removes files of prepared state, and no other.
+// cache lists and removes only files of prepared state.
 func TestCache(t *testing.T) {
 	folder := t.TempDir()
 	name := strings.Repeat("0a", 20) + ".safetensors"

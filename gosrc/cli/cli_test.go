@@ -28,7 +28,7 @@ func overwire(argv ...string) (status int, stdout, stderr string) {
 	return status, out.String(), messages.String()
 }
 
-// must runs one that has to succeed.
+// must runs a command line that has to succeed.
 func must(t *testing.T, argv ...string) string {
 	t.Helper()
 	status, out, stderr := overwire(argv...)
@@ -46,7 +46,7 @@ func made(t *testing.T, kind string) string {
 	return path
 }
 
-// What every wrong command line gets: status, and a text that helps.
+// Every wrong command line gets a status and a text that helps.
 func TestUsage(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "x.safetensors")
@@ -117,8 +117,7 @@ func TestUsage(t *testing.T) {
 	}
 }
 
-// Every verb has a help text with an example and the exit statuses, by --help
-// and by help VERB, on stdout.
+// Every command has a help text with an example and the exit statuses, printed on stdout by --help and by help COMMAND.
 func TestHelp(t *testing.T) {
 	all := must(t, "--help")
 	if n := len(verbs()); n > 14 {
@@ -153,7 +152,7 @@ func TestHelp(t *testing.T) {
 	}
 }
 
-// Without -o, compress and decompress name a file after its source, and replace nothing.
+// Without -o, compress and decompress name the output after the source, and replace nothing.
 func TestUsualOutput(t *testing.T) {
 	for _, c := range []struct{ verb, source, want string }{
 		{"compress", "a/m.safetensors", "a/m.ow.safetensors"}, {"decompress", "a/m.ow.safetensors", "a/m.safetensors"},
@@ -173,7 +172,7 @@ func TestUsualOutput(t *testing.T) {
 	must(t, "decompress", small, "-f")
 }
 
-// Compress, verify, inspect and decompress bring back the very file.
+// Compress, verify, inspect and decompress bring back the very same file.
 func TestRoundTrip(t *testing.T) {
 	for _, kind := range []string{"llama-bf16", "hostile", "tied"} {
 		plain := made(t, kind)
@@ -198,7 +197,7 @@ func TestRoundTrip(t *testing.T) {
 		if !bytes.Equal(a, b) {
 			t.Errorf("%s: another file came back", kind)
 		}
-		// Asked for again it is refused, and forced it is the same.
+		// A second run is refused; with --force it gives the same file.
 		if status, _, _ := overwire("compress", plain, "-o", filepath.Join(dir, "x"), "--level", "best"); status == 0 {
 			t.Errorf("%s: an unknown level is taken", kind)
 		}
@@ -218,7 +217,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// Damage is status 1 and names tensor and chunk, for machines too.
+// Damage exits with 1 and names tensor and chunk, also in JSON.
 func TestDamage(t *testing.T) {
 	small := filepath.Join(t.TempDir(), "small.safetensors")
 	must(t, "compress", made(t, "llama-bf16"), "-o", small)
@@ -251,7 +250,7 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// With --json every verb prints exactly one JSON document.
+// With --json every command prints exactly one JSON document.
 func TestJSON(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	small := filepath.Join(filepath.Dir(plain), "small.safetensors")
@@ -273,7 +272,7 @@ func TestJSON(t *testing.T) {
 	}
 }
 
-// load tells rate and, with a trace, every stage; what is no device is refused.
+// load prints the rate and, with a trace, every stage; an unknown device is refused.
 func TestLoad(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	small := filepath.Join(filepath.Dir(plain), "small.safetensors")
@@ -290,7 +289,7 @@ func TestLoad(t *testing.T) {
 		t.Errorf("the trace: %v", err)
 	}
 	page := filepath.Join(filepath.Dir(plain), "small.safetensors.html")
-	// One of the workers may do all of the work.
+	// One worker may do all of the work.
 	if out := must(t, "inspect", trace, "--html", page); !strings.Contains(out, page) ||
 		!regexp.MustCompile(` of [23] workers and queues`).MatchString(out) {
 		t.Errorf("inspect of the trace says %s", out)
@@ -315,7 +314,7 @@ func TestLoad(t *testing.T) {
 		{"load", small, "--trace"}, {"load"}} {
 		want := ExitUsage
 		if slices.Contains(argv, "tpu") {
-			want = ExitNotSupported // a device, but none of ours
+			want = ExitNotSupported // a device that this build does not support
 		}
 		var stdout, stderr bytes.Buffer
 		if status := Main(t.Context(), nil, argv, &stdout, &stderr, Env{}); status != want {
@@ -324,7 +323,7 @@ func TestLoad(t *testing.T) {
 	}
 }
 
-// What people read says what was gained, and no rate of what was not read.
+// The text output says what was gained, and gives no rate for bytes that were not read.
 func TestAnswers(t *testing.T) {
 	for _, c := range []struct {
 		in, out int64
@@ -347,7 +346,7 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-// The progress line has gone when the result appears.
+// The progress line is cleared when the result appears.
 func TestClear(t *testing.T) {
 	var out bytes.Buffer
 	c := &call{stdout: &out, clear: func() { out.WriteString("[cleared]") }}
@@ -358,7 +357,7 @@ func TestClear(t *testing.T) {
 	}
 }
 
-// --json may stand before the verb.
+// --json may come before the command.
 func TestJSONFirst(t *testing.T) {
 	if a, b := must(t, "--json", "--version"), must(t, "--version", "--json"); a != b {
 		t.Errorf("%q and %q", a, b)
@@ -369,7 +368,7 @@ func TestJSONFirst(t *testing.T) {
 	}
 }
 
-// --json and --help count wherever they stand, also behind a value that is refused.
+// --json and --help count wherever they are, also after a value that is refused.
 func TestBehindAWrongValue(t *testing.T) {
 	if status, out, _ := overwire("load", "none", "--repeat", "0", "--json"); status != ExitUsage ||
 		!strings.Contains(out, `"ArgumentError"`) {
@@ -400,8 +399,7 @@ func TestInterrupted(t *testing.T) {
 	}
 }
 
-// Doctor shows every setting and where it came from, and warns of a preload
-// that is not there.
+// doctor shows every setting and where it comes from, and warns of a preload that does not exist.
 func TestDoctor(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	knob.Load(map[string]string{"PRELOAD_PATH": "/no/such/file", "NUM_THREADS": "3"})
@@ -419,7 +417,7 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
-// A pipeline's folder goes through every verb whole, and what was copied and left is said.
+// Every command handles a pipeline's folder as a whole, and says what it copied and what it left.
 func TestPipeline(t *testing.T) {
 	src := filepath.Join(t.TempDir(), "pipe")
 	model, err := os.ReadFile(made(t, "llama-bf16"))
@@ -470,7 +468,7 @@ func TestPipeline(t *testing.T) {
 	}
 }
 
-// What inspect --estimate says before is what compress does, within a few per cent.
+// inspect --estimate predicts the size that compress reaches within a few per cent.
 func TestEstimate(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	var before struct {
@@ -489,7 +487,7 @@ func TestEstimate(t *testing.T) {
 		math.Abs(e.Ratio-after.Ratio) > 0.02 {
 		t.Errorf("%+v, and compress %+v", before, after)
 	}
-	// For a compressed file it is what is already stored.
+	// For a compressed file the estimate is what is already stored.
 	if out := must(t, "inspect", small, "-e", "--summary"); !strings.Contains(out, "compress would turn ") {
 		t.Error(out)
 	}
@@ -505,7 +503,7 @@ func TestEstimate(t *testing.T) {
 	}
 }
 
-// A preload that cannot succeed is no secret: doctor opens what is named.
+// doctor opens the files that OVERWIRE_PRELOAD names, and reports a preload that cannot succeed.
 func TestDoctorOfPreloads(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	dir := t.TempDir()
@@ -530,7 +528,7 @@ func TestDoctorOfPreloads(t *testing.T) {
 	}
 }
 
-// A file whose name has no ending is put into a folder under a name by which the folder is opened.
+// A file without an extension gets a name in the folder by which the folder can be opened.
 func TestFolderOfANameWithoutAnEnding(t *testing.T) {
 	plain, dir := made(t, "llama-bf16"), t.TempDir()
 	bare := filepath.Join(dir, "bare")

@@ -41,8 +41,8 @@ func said(t *testing.T, dir, shell string, argv ...string) []string {
 	return words
 }
 
-// Bash, which has read the script, completes verbs, the options of the verb, shells and
-// verbs where they are arguments, and leaves names of files to itself.
+// With the script, Bash completes commands, their options, shells and commands where they are arguments, and leaves
+// file names to its own completion.
 func TestCompletionBash(t *testing.T) {
 	script := written(t, "bash")
 	ask := `source "$0"; complete -p overwire >/dev/null || exit 1; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _overwire; printf '%s\n' "${COMPREPLY[@]}"`
@@ -66,14 +66,14 @@ func TestCompletionBash(t *testing.T) {
 	}
 }
 
-// Zsh reads the script and completes overwire by it.
+// With the script, Zsh completes overwire's command line.
 func TestCompletionZsh(t *testing.T) {
 	script := written(t, "zsh")
 	ask := `autoload -U compinit; compinit -u -D; source "$0" && (( $+functions[_overwire] )) && print $_comps[overwire]`
 	if got := said(t, t.TempDir(), "zsh", "-f", "-c", ask, script); !slices.Equal(got, []string{"_overwire"}) {
 		t.Errorf("overwire is completed by %q", got)
 	}
-	// What it hands to zsh's own functions, which work only in the line editor.
+	// Replaces zsh's own functions, which only work in the line editor, to see what they are given.
 	ask = `function compdef { :; }; source "$0"; function _describe { print ${(P)2%%:*}; }; function _arguments { print -l -- "$@"; }
 		words=("$@"); CURRENT=$#; _overwire`
 	for _, c := range []struct{ line, want []string }{
@@ -90,7 +90,7 @@ func TestCompletionZsh(t *testing.T) {
 	}
 }
 
-// Fish, which has read the script, completes verbs, options and shells.
+// With the script, Fish completes commands, options and shells.
 func TestCompletionFish(t *testing.T) {
 	script := written(t, "fish")
 	for _, c := range []struct {
@@ -110,7 +110,7 @@ func TestCompletionFish(t *testing.T) {
 	}
 }
 
-// A shell that is not known is refused with the names of those that are.
+// An unknown shell is refused with the names of the known ones.
 func TestCompletionUnknown(t *testing.T) {
 	status, out, stderr := overwire("completion", "tcsh")
 	if status != ExitUsage || out != "" || !strings.Contains(stderr, "bash, fish, zsh") {

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// inspect --top lists the largest tensors alone, and --summary an empty list.
+// inspect --top lists only the largest tensors, and --summary lists none.
 func TestInspectTop(t *testing.T) {
 	a := made(t, "llama-bf16")
 	out := must(t, "inspect", a, "--top", "2")
@@ -19,7 +19,7 @@ func TestInspectTop(t *testing.T) {
 	}
 }
 
-// inspect --filter lists and counts the tensors of a glob, digests of them too; in a glob
+// inspect --filter lists and counts the tensors of a glob, also with digests; in a glob
 // * stands for any letters.
 func TestInspectFilter(t *testing.T) {
 	a := made(t, "llama-bf16")
@@ -40,8 +40,7 @@ func TestInspectFilter(t *testing.T) {
 	}
 }
 
-// diff --limit lists the tensors that changed most, and says how many it leaves out; --json
-// has all.
+// diff --limit lists the tensors that changed most and says how many it leaves out; --json lists all.
 func TestDiffLimit(t *testing.T) {
 	a := made(t, "llama-bf16")
 	b := filepath.Join(t.TempDir(), "b.safetensors")
@@ -56,8 +55,8 @@ func TestDiffLimit(t *testing.T) {
 	}
 }
 
-// diff --exit-code tells by its status whether models differ, and prints its result all the
-// same; --summary leaves the tensors out.
+// diff --exit-code tells by its status whether models differ, and still prints its result; --summary leaves the tensors
+// out.
 func TestDiffStatus(t *testing.T) {
 	a := made(t, "llama-bf16")
 	b := filepath.Join(t.TempDir(), "b.safetensors")

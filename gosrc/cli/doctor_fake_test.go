@@ -15,8 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
-// Doctor shows each GPU, what it runs, and its wire if that is asked for; it
-// leaves nothing on them.
+// doctor shows each GPU, what runs on it, and on request its PCIe link. It leaves nothing on the GPUs.
 func TestDoctorFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	out := must(t, "doctor")
@@ -39,7 +38,7 @@ func TestDoctorFake(t *testing.T) {
 	if len(d.GPU.Devices) != 2 || d.GPU.Devices[1].Wire <= 0 || d.GPU.Reason != "" {
 		t.Errorf("%+v", d.GPU)
 	}
-	// On a host of several nodes it says which are near, and what is refused.
+	// On a host with several NUMA nodes it says which GPUs are local, and what is refused.
 	root := t.TempDir()
 	put := func(name, text string) {
 		path := filepath.Join(root, name)
@@ -75,8 +74,7 @@ func TestDoctorFake(t *testing.T) {
 	}
 }
 
-// Of a model it says whether it fits, and how an offload would run it where it does not: with a
-// fifth of the GPU left.
+// For a model, doctor says whether it fits, and if not, how an offload would run it with a fifth of the GPU left.
 func TestDoctorOfModelsFake(t *testing.T) {
 	path := layered(t)
 	for bytes, want := range map[int64]string{

@@ -17,14 +17,13 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// extremes are the numbers at which sums, products and conversions wrap.
+// extremes are the numbers at which sums, products and conversions wrap around.
 var extremes = []uint64{0, 1, 1 << 31, 1 << 32, 1<<63 - 64, 1 << 63, 1<<64 - 1}
 
 var le = binary.LittleEndian
 
-// fields sets the 4 and the 8 bytes at every offset of b[lo:hi], step by step, to
-// each of the extremes that they can hold, and yields what comes of it: so every
-// integer of a header becomes each of them.
+// fields sets the 4 and the 8 bytes at every offset of b[lo:hi], step by step, to each of the extremes that they can
+// hold, and yields the results. So every integer of a header becomes each extreme.
 func fields(b []byte, lo, hi, step int, yield func(what string, changed []byte)) {
 	for at := lo; at < hi; at += step {
 		for _, width := range []int{4, 8} {
@@ -33,7 +32,7 @@ func fields(b []byte, lo, hi, step int, yield func(what string, changed []byte))
 			}
 			for _, v := range extremes {
 				if width < 8 && v >= 1<<(8*width) {
-					v = 1<<(8*width) - 1 // and so what every narrower field can be
+					v = 1<<(8*width) - 1 // and so the extremes of every narrower field
 				}
 				changed := append([]byte(nil), b...)
 				for k := range width {
@@ -45,8 +44,8 @@ func fields(b []byte, lo, hi, step int, yield func(what string, changed []byte))
 	}
 }
 
-// pairs sets the integers of 8 bytes at two offsets to each pair of extremes:
-// products and quotients of both can wrap where neither does alone.
+// pairs sets the 8-byte integers at two offsets to each pair of extremes. Their product or quotient can wrap where
+// neither number does.
 func pairs(b []byte, first, second int, yield func(what string, changed []byte)) {
 	for _, v := range extremes {
 		for _, w := range extremes {
@@ -58,8 +57,7 @@ func pairs(b []byte, first, second int, yield func(what string, changed []byte))
 	}
 }
 
-// numbers sets each number of a JSON header to each of the extremes, and the
-// header's own length.
+// numbers sets each number of a JSON header, and the header's own length, to each of the extremes.
 func numbers(b []byte, yield func(what string, changed []byte)) {
 	n := le.Uint64(b)
 	header, data := string(b[8:8+n]), b[8+n:]
@@ -76,9 +74,8 @@ func numbers(b []byte, yield func(what string, changed []byte)) {
 	}
 }
 
-// container yields a compressed file with each field of its index and of a
-// chunk's own header set to each of the extremes, and every checksum made true
-// again: what is left to refuse it is the field.
+// container yields a compressed file with each field of its index and of a chunk's header set to each of the extremes.
+// Every checksum is made right again, so that only the field itself can be refused.
 func container(b []byte, yield func(what string, changed []byte)) {
 	castagnoli := crc32.MakeTable(crc32.Castagnoli)
 	data := 8 + int(le.Uint64(b))
@@ -94,7 +91,7 @@ func container(b []byte, yield func(what string, changed []byte)) {
 	fields(b, data+4, data+40, 4, sealed)
 	fields(b, data+64, min(end, data+64+8*dims+2*64), 4, sealed)
 	fields(b, chunkAt, min(end, chunkAt+2*32), 2, sealed)
-	// The first chunk that is coded: its header, directory and first words.
+	// The first coded chunk: its header, directory and first words.
 	for c := range chunks {
 		record := chunkAt + 32*c
 		if b[record+20] == 0 {
@@ -111,7 +108,7 @@ func container(b []byte, yield func(what string, changed []byte)) {
 	panic("no chunk is coded")
 }
 
-// small is a plain file of a tensor that is worth coding and one that is not.
+// small is a plain file with one tensor that is worth coding and one that is not.
 func small() []byte {
 	header := `{"norm":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},"weight":{"dtype":"BF16","shape":[64,32],"data_offsets":[12,4108]}}`
 	header += strings.Repeat(" ", (8-len(header)%8)%8)
@@ -123,8 +120,8 @@ func small() []byte {
 	return b
 }
 
-// No integer of a file's header, whatever it is set to, gets more than an error
-// of a class: no verb ends as a bug of ours, and the engine goes on afterwards.
+// An integer of a file's header, whatever its value, causes at most a typed error: no command reports an internal bug,
+// and the engine still works afterwards.
 func TestIntegers(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string) string { return filepath.Join(dir, name) }
@@ -175,11 +172,11 @@ func TestIntegers(t *testing.T) {
 		{"encrypted tensors", convert("y.tensors", "--encrypt-key", "file:"+key),
 			func(b []byte, yield func(string, []byte)) {
 				fields(b, 73, min(index(b), 73+120), 1, yield)
-				// Around the boxes of each of two records.
+				// The bytes around the boxes of each of two records.
 				for _, at := range []int{index(b), int(le.Uint64(b[index(b)-24:]))} {
 					fields(b, at, min(at+200, len(b)), 1, yield)
 				}
-				// The size of a box, and behind the nonce the number of boxes.
+				// The size of a box and, after the nonce, the number of boxes.
 				for at := 0; ; at += 8 {
 					k := bytes.Index(b[at:], le.AppendUint64(nil, 2<<20))
 					if k < 0 {
@@ -195,7 +192,7 @@ func TestIntegers(t *testing.T) {
 			target := path("changed" + filepath.Ext(strings.ReplaceAll(c.kind, "tensors", "x.tensors")))
 			n := 0
 			c.mutate(c.file, func(what string, changed []byte) {
-				_ = os.Remove(target) // a file that is cut to be written again waits for the disk
+				_ = os.Remove(target) // truncating a file to rewrite it waits for the disk
 				if err := os.WriteFile(target, changed, 0o600); err != nil {
 					t.Fatal(err)
 				}

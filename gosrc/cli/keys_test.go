@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Keys and passwords come out of files and variables, never off the command
-// line, and no message shows them; what they encrypt only they decrypt.
+// Keys and passwords come from files and variables, never from the command line, and no message shows them. Only the
+// key that encrypted a file decrypts it.
 func TestKeys(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	dir := t.TempDir()
@@ -54,15 +54,15 @@ func TestKeys(t *testing.T) {
 		{ExitBad, "no key was given", []string{"verify", sealed}},
 		{ExitOK, "", []string{"verify", sealed, "--decrypt-key", text}},
 		{ExitOK, "", []string{"load", sealed, "--decrypt-key=env:THE_KEY"}},
-		{ExitBad, "another key", []string{"verify", sealed, "--decrypt-key", "env:OTHER"}},
-		{ExitBad, "no password's", []string{"verify", sealed, "--decrypt-password", words}},
+		{ExitBad, "the key is wrong", []string{"verify", sealed, "--decrypt-key", "env:OTHER"}},
+		{ExitBad, "a key that does not come from a password", []string{"verify", sealed, "--decrypt-password", words}},
 		{ExitOK, "", []string{"convert", sealed, "-o", again, "--decrypt-key", key, "--encrypt-password", words}},
 		{ExitOK, "", []string{"decompress", again, "-o", back, "--decrypt-password", "env:WORDS"}},
 		{ExitOK, "", []string{"diff", plain, sealed, "--decrypt-key", key, "--exit-code"}},
 		{ExitOK, "", []string{"diff", sealed, plain, "--decrypt-key", key, "--exit-code"}},
 		{ExitOK, "", []string{"diff", open, sealed, "--decrypt-key", key, "--exit-code"}},
 		{ExitBad, "not encrypted", []string{"diff", plain, plain, "--decrypt-key", key}},
-		{ExitBad, "another key", []string{"diff", plain, sealed, "--decrypt-key", "env:OTHER"}},
+		{ExitBad, "the key is wrong", []string{"diff", plain, sealed, "--decrypt-key", "env:OTHER"}},
 		{ExitUsage, "list of processes", []string{"verify", sealed, "--decrypt-key", digits}},
 		{ExitUsage, "list of processes", []string{"verify", sealed, "--decrypt-password=planted"}},
 		{ExitUsage, "cannot be combined", []string{"verify", sealed, "--decrypt-key", key, "--decrypt-password", words}},
@@ -98,8 +98,7 @@ func mkdir(t *testing.T, path string) string {
 	return path
 }
 
-// sameTensors compares two plain files by what compressing them gives, which
-// depends on the tensors alone.
+// sameTensors compares two plain files by their compressed form, which depends only on the tensors.
 func sameTensors(t *testing.T, a, b string) bool {
 	t.Helper()
 	var all [2][]byte

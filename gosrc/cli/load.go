@@ -30,7 +30,7 @@ stream was idle. On the CPU, plain files are memory-mapped, not read: a rate wou
 nothing and is omitted. Set OVERWIRE_MMAP=off to have them read. With
 --plan it loads nothing and does not touch the GPU, but prints the memory that the load
 would need. With --keep SIZE it also prints what overwire.offload would keep on the device
-and stream from host memory, as far as the model's blocks can be told from tensor names.`,
+and stream from host memory, as far as tensor names show the model's blocks.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
 	options: append([]option{
 		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},

@@ -11,7 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// The page of a load to a GPU has rows for its workers, its copies and its kernels.
+// The trace page of a load to a GPU has rows for its workers, copies and kernels.
 func TestTraceFake(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	small := filepath.Join(filepath.Dir(plain), "small.safetensors")

@@ -13,8 +13,7 @@ import (
 	"time"
 )
 
-// Names of files, what files contain, and errors about them cannot steer the terminal; JSON
-// has the very names.
+// File names, file contents, and errors about them cannot steer the terminal; JSON keeps the exact names.
 func TestNamesCannotSteerTheTerminal(t *testing.T) {
 	dir := t.TempDir()
 	name := "m\x1b]0;OWNED\x07\x1b[31m\u202e\u009b\n\x7f"
@@ -56,7 +55,7 @@ func TestNamesCannotSteerTheTerminal(t *testing.T) {
 	}
 }
 
-// Text out of a file breaks no table.
+// Text from a file does not break a table.
 func TestSafe(t *testing.T) {
 	if got := safe("a\x1b[31m\u009bb\nc\xe9\x9b"); got != `a\u001b[31m\u009bb\u000ac`+"\xe9"+`\x9b` {
 		t.Errorf("%q", got)
@@ -66,7 +65,7 @@ func TestSafe(t *testing.T) {
 	}
 }
 
-// The progress line at its stages.
+// The progress line is right at each stage.
 func TestProgressLine(t *testing.T) {
 	for _, c := range []struct {
 		done, total int64
@@ -83,7 +82,7 @@ func TestProgressLine(t *testing.T) {
 	}
 }
 
-// A verb whose reader has gone ends, and leaves no file behind.
+// A command ends when its reader has gone, and leaves no file behind.
 func TestReaderGone(t *testing.T) {
 	folder := t.TempDir()
 	r, w, err := os.Pipe()

@@ -1,6 +1,6 @@
 package cli
 
-// This file tests load --plan and what doctor reports of a model.
+// Tests load --plan and doctor's report on a model.
 
 import (
 	"encoding/binary"
@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// layered writes a model of 16 layers of 1 MB and of 500 KB beside them, and returns its path.
+// layered writes a model of 16 layers of 1 MB and another 500 KB outside them, and returns its path.
 func layered(t *testing.T) string {
 	t.Helper()
 	header, end := `{"embed.weight":{"dtype":"U8","shape":[500000],"data_offsets":[0,500000]}`, 500_000
@@ -29,8 +29,8 @@ func layered(t *testing.T) string {
 	return path
 }
 
-// load --plan says what a load takes, and with --keep what an offload would stream; doctor says so of a
-// model that is named. Neither needs a GPU, and what is wrong is refused.
+// load --plan says how much a load takes, and with --keep what an offload would stream. doctor says the same of a
+// model. Neither needs a GPU, and wrong input is refused.
 func TestPlan(t *testing.T) {
 	path := layered(t)
 	for keep, want := range map[string]int{"0": 0, "2MB": 2, "3500KB": 3, "1TB": 16} {

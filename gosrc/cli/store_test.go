@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// Files go to a store and come back; nothing there is written over without
-// --force; a presigned URL reads the very bytes.
+// Files go to a store and come back; nothing there is overwritten without --force; a presigned URL reads the same
+// bytes.
 func TestStore(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	b, _ := json.Marshal(s.Options())

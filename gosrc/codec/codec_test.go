@@ -11,8 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Decode goes by the chunk record, and refuses one that does not fit its
-// buffers or this build.
+// Decode follows the chunk record, and refuses one that does not fit its buffers or this build.
 func TestDecode(t *testing.T) {
 	src := bytes.Repeat([]byte{0x12, 0x3f, 0x80, 0x3e}, 1<<12)
 	var e x16.Encoder
@@ -47,7 +46,7 @@ func TestDecode(t *testing.T) {
 	}
 }
 
-// Raw chunks pass the suite of codecs, trivial as they are.
+// Raw chunks pass the suite of codecs.
 func TestRaw(t *testing.T) {
 	c := codectest.Codec{
 		Encode: func(dst, src []byte) ([]byte, uint16, bool) { return append(dst, src...), 0, true },
@@ -61,8 +60,8 @@ func TestRaw(t *testing.T) {
 	}, 1)
 }
 
-// Known is the table of docs/format.md 3.1: raw for everything, X16 only for
-// the listed pairs; and that of 3.6: bytes for everything, elements for their types.
+// Known matches the tables of docs/format.md. In 3.1 raw is for everything and X16 only for the listed pairs; in 3.6
+// bytes are for everything and elements for their types.
 func TestKnown(t *testing.T) {
 	want := map[tensor.DType][]uint8{
 		tensor.BF16: {1}, tensor.F16: {2}, tensor.F32: {3}, tensor.C64: {3},
@@ -95,7 +94,7 @@ func TestKnown(t *testing.T) {
 	}
 }
 
-// The checksum is CRC-32C, by the check value that RFC 3720 implies.
+// The checksum is CRC-32C, tested with the check value that RFC 3720 implies.
 func TestSum(t *testing.T) {
 	if got := Sum([]byte("123456789")); got != 0xe3069283 {
 		t.Errorf("%#x", got)

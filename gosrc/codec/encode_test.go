@@ -1,6 +1,6 @@
 package codec
 
-// Tests which of several ways an encoder takes, and how it is called.
+// Tests which of several encodings an encoder chooses, and how it is called.
 
 import (
 	"bytes"
@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// shapes are data of which each way is the best for some.
+// shapes are data for which different encodings are the best.
 func shapes(r *rand.Rand) map[string][]byte {
 	fill := func(n int, f func(i int) byte) []byte {
 		p := make([]byte, n)
@@ -41,8 +41,8 @@ func shapes(r *rand.Rand) map[string][]byte {
 	}
 }
 
-// A chunk is stored by the shortest of its ways, codec 6 only where it saves 1/1024 of the
-// bytes over the others; it comes back through its record, whatever the encoder had before.
+// A chunk is stored in its shortest encoding, with codec 6 only if it saves 1/1024 of the bytes over the others. It
+// decodes through its record, whatever the encoder did before.
 func TestEncodeTakesTheShortest(t *testing.T) {
 	r := rand.New(rand.NewPCG(41, 1))
 	var kept Encoder
@@ -56,7 +56,7 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 				before := bytes.Clone(data)
 				var c, again tensor.Chunk
 				out := bytes.Clone(new(Encoder).Encode(nil, data, ways, &c))
-				// Noise in the record and in the buffer is overwritten.
+				// Leftovers in the record and in the buffer are overwritten.
 				again.Codec, again.Transform, again.SegTiles = 5, 9, 99
 				got := kept.Encode(buf, data, ways, &again)
 				if !bytes.Equal(got, out) || c != again || !bytes.Equal(data, before) {
@@ -94,9 +94,9 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 	}
 }
 
-// What no element of its own rhythm explains may be shorter as bytes.
+// Data that does not follow the rhythm of its elements may be shorter as bytes.
 func TestEncodeTriesBytes(t *testing.T) {
-	row := make([]byte, 1001) // no multiple of an element
+	row := make([]byte, 1001) // not a multiple of an element
 	for i := range row {
 		row[i] = byte(i * i >> 3)
 	}
@@ -114,7 +114,7 @@ func TestEncodeTriesBytes(t *testing.T) {
 	}
 }
 
-// Names are for people: the coding of a chunk, and those of a tensor once each, raw last.
+// Names are readable: the coding of a chunk, and each coding of a tensor once, raw last.
 func TestNames(t *testing.T) {
 	raw, x, y, p := tensor.Chunk{}, tensor.Chunk{Codec: 1, Transform: 1}, tensor.Chunk{Codec: 1, Transform: 8},
 		tensor.Chunk{Codec: 6, Transform: 5}

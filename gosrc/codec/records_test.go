@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// bitwise is CRC-32C by its definition, a bit at a time.
+// bitwise is CRC-32C by its definition, one bit at a time.
 func bitwise(crc uint32, p []byte) uint32 {
 	crc = ^crc
 	for _, b := range p {
@@ -27,9 +27,8 @@ func bitwise(crc uint32, p []byte) uint32 {
 	return ^crc
 }
 
-// The checksum is the polynomial's remainder: by the definition, in every length up to
-// several folds and at every alignment; it tells every flipped bit, every two, and every
-// burst of at most 32 bits.
+// The checksum matches its definition in every length up to several folds and at every alignment. It detects every
+// flipped bit, every two, and every burst of at most 32 bits.
 func TestSumByDefinition(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -72,7 +71,7 @@ func TestSumByDefinition(t *testing.T) {
 			copy(p, data)
 		}
 	}
-	for _, fill := range []byte{0, 0xff} { // runs whose first sums are easily lost
+	for _, fill := range []byte{0, 0xff} { // runs in which the first sums are easily lost
 		for n := range 3000 {
 			p := bytes.Repeat([]byte{fill}, n)
 			if got := Sum(p); got != crc32.Checksum(p, castagnoli) {
@@ -82,14 +81,14 @@ func TestSumByDefinition(t *testing.T) {
 	}
 }
 
-// What the format allows for a dtype is what its encoder is asked for: each listed
-// transform packs and comes back through the chunk record, no other is known.
+// The encoder supports exactly what the format allows for a dtype: each listed transform packs and decodes through the
+// chunk record, and no other is known.
 func TestEveryKnownPair(t *testing.T) {
 	const seed = 71
 	r := rand.New(rand.NewPCG(seed, 0))
 	src := make([]byte, 1<<14)
 	for i := range src {
-		src[i] = byte(r.IntN(3)) // little in it, for every transform
+		src[i] = byte(r.IntN(3)) // low entropy, for every transform
 	}
 	pairs := 0
 	for d := tensor.Bool; d.Valid(); d++ {
@@ -121,8 +120,8 @@ func TestEveryKnownPair(t *testing.T) {
 	}
 }
 
-// A record that does not fit its buffers is the caller's mistake, whatever the codec, and
-// nothing is written; a codec that this build lacks says so.
+// A record that does not fit its buffers is an argument error with every codec, and nothing is written. A codec that is
+// missing from this build is reported as such.
 func TestRecordsThatDoNotFit(t *testing.T) {
 	for codec := range 256 {
 		for _, sizes := range [][4]uint32{{4, 4, 5, 4}, {4, 4, 4, 5}, {4, 4, 0, 4}, {4, 4, 4, 0}, {0, 0, 1, 0},
@@ -147,7 +146,7 @@ func TestRecordsThatDoNotFit(t *testing.T) {
 	}
 }
 
-// Use takes the names of the setting; anything else is the best of the machine.
+// Use takes the setting's names; anything else selects the machine's best.
 func TestUse(t *testing.T) {
 	defer Use("")
 	for name, want := range map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2,
@@ -162,7 +161,7 @@ func TestUse(t *testing.T) {
 	}
 }
 
-// Chunks of several codecs are decoded by many threads into one tensor, each to its place.
+// Many threads decode chunks of several codecs into one tensor, each to its own offset.
 func TestChunksTogether(t *testing.T) {
 	const seed, each = 81, 6000
 	r := rand.New(rand.NewPCG(seed, 0))

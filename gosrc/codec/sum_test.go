@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// Sum is the standard library's CRC-32C, for every length and alignment.
+// Sum equals the standard library's CRC-32C for every length and alignment.
 func TestSumIsTheStandardLibrarys(t *testing.T) {
 	now := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", now)

@@ -12,8 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Promise: what is copied and what is left, by kind. (Package save tests links,
-// caches, modes and whole folders.)
+// Files are copied or left by kind. (Package save tests links, caches, modes and whole folders.)
 func TestFind(t *testing.T) {
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }
@@ -60,8 +59,8 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// Promise: a copy has the bytes that were there when it was found, or fails: by a
-// class, and with the file's name; a cancel and a failing write end it at once.
+// A copy has the bytes that were there when the file was found, or fails with a typed error that names the file. A
+// cancel and a failing write end it at once.
 func TestCopy(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	want := make([]byte, 2*step+7)

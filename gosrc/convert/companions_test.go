@@ -17,8 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// Promise: links are followed within the folder and into the blobs of a Hugging Face
-// cache, and the copies are plain files; what leads elsewhere is left, and named.
+// Links are followed within the folder and into the blobs of a Hugging Face cache, and the copies are plain files.
+// Links that lead elsewhere are left, and named.
 func TestCompanionLinks(t *testing.T) {
 	top := t.TempDir()
 	secret := filepath.Join(top, "secret")
@@ -41,7 +41,7 @@ func TestCompanionLinks(t *testing.T) {
 	dst := filepath.Join(top, "out")
 	rep := convert(t, []string{src}, dst, save.Spec{Compress: true})
 	want := []string{"blob.json", "config.json", "inside.json", "unet/blob.json", "unet/twice.json", "unet/up.json"}
-	want = append(want, "weights.json") // a file of the cache like any other
+	want = append(want, "weights.json") // a cached file like any other
 	slices.Sort(want)
 	if got := names(dst, rep.Copied); !slices.Equal(got, want) {
 		t.Errorf("copied %q", got)
@@ -58,7 +58,7 @@ func TestCompanionLinks(t *testing.T) {
 	})
 	same(t, in, read(t, filepath.Join(dst, "unet")))
 
-	// The blobs of a cache are those of a real folder.
+	// Only blobs in a real folder count as a cache's blobs.
 	put(t, top, map[string]string{"bad/blobs": "-> .."})
 	src = filepath.Join(top, "bad", "snapshots", "rev")
 	put(t, src, map[string]string{"out.json": "-> ../../blobs/secret"})
@@ -69,8 +69,7 @@ func TestCompanionLinks(t *testing.T) {
 	}
 }
 
-// Promise: the folder of a model in a Hugging Face cache, whose blobs have no names, is
-// refused with the snapshot to name.
+// The cache folder of a Hugging Face model, which has nameless blobs, is refused with the snapshot to name.
 func TestConvertWholeCache(t *testing.T) {
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	put(t, src, map[string]string{"blobs/aa": "large", "refs/main": "rev", "snapshots/rev/config.json": "-> ../../blobs/aa"})
@@ -88,8 +87,8 @@ func TestConvertWholeCache(t *testing.T) {
 	}
 }
 
-// Promise: a converted file has no wider mode than its source; the umask narrows it
-// further, and a replaced file has its old mode.
+// A converted file has no wider mode than its source, and the umask narrows it further. A replaced file keeps its old
+// mode.
 func TestConvertModes(t *testing.T) {
 	old := syscall.Umask(0o027)
 	defer syscall.Umask(old)
@@ -138,7 +137,7 @@ func TestConvertModes(t *testing.T) {
 	check(map[string]fs.FileMode{"one.safetensors": 0o600}) // its first shard is private
 }
 
-// filesOf are the shards that a report has written into a folder, by name.
+// filesOf returns the shards that a report has written into a folder, by name.
 func filesOf(t *testing.T, dir string, rep save.Report) (out []string) {
 	t.Helper()
 	for _, path := range rep.Files {
@@ -152,9 +151,8 @@ func filesOf(t *testing.T, dir string, rep save.Report) (out []string) {
 	return out
 }
 
-// Promise: a companion may have any size and is never in memory whole; one that
-// changes while it is copied fails the save, and large weights of other formats are
-// left.
+// An auxiliary file may have any size and is never in memory whole. One that changes while it is copied fails the save,
+// and large weights of other formats are left.
 func TestCompanionSizes(t *testing.T) {
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, some(newRand(t)))
@@ -193,7 +191,7 @@ func TestCompanionSizes(t *testing.T) {
 	noTemps(t, dst)
 }
 
-// Promise: folders below the limit of depth are refused, not dropped.
+// Folders below the depth limit are refused, not dropped.
 func TestConvertDepth(t *testing.T) {
 	src := t.TempDir()
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, some(newRand(t)))

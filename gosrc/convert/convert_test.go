@@ -32,9 +32,8 @@ func convert(t testing.TB, src []string, dst string, spec save.Spec) save.Report
 }
 
 func TestConvertThereAndBack(t *testing.T) {
-	// Promise: compressing and decompressing gives the same tensors and
-	// metadata, through any chunk grid; a decompressed file has exactly the
-	// bytes of a plain one written from the same tensors.
+	// Compressing and decompressing gives the same tensors and metadata with any chunk grid. A decompressed file has
+	// exactly the bytes of a plain one written from the same tensors.
 	r := newRand(t)
 	in := some(r)
 	dir := t.TempDir()
@@ -68,7 +67,7 @@ func TestConvertThereAndBack(t *testing.T) {
 }
 
 func TestConvertAnIndexOfAnyName(t *testing.T) {
-	// Promise: the name of an index.json may have any bytes: no index lists it.
+	// The name of an index.json may have any bytes, since no index lists it.
 	in := some(newRand(t))
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors"), Shard: 700000}, in)
@@ -80,8 +79,7 @@ func TestConvertAnIndexOfAnyName(t *testing.T) {
 }
 
 func TestConvertFolder(t *testing.T) {
-	// Promise: a folder stays the folder it was: names, shards, index.json and
-	// the auxiliary files; weights in other forms are not copied.
+	// A folder keeps its names, shards, index.json and auxiliary files. Weights in other forms are not copied.
 	r := newRand(t)
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	in := some(r)
@@ -110,7 +108,7 @@ func TestConvertFolder(t *testing.T) {
 	if len(es) != len(rep.Files)+1 {
 		t.Errorf("%v", es)
 	}
-	// Onto itself, then into one file, then into other shards.
+	// First onto itself, then into one file, then into other shards.
 	convert(t, []string{src}, src, save.Spec{Compress: true})
 	same(t, in, read(t, src))
 	one := filepath.Join(t.TempDir(), "one.safetensors")
@@ -122,8 +120,8 @@ func TestConvertFolder(t *testing.T) {
 }
 
 func TestShards(t *testing.T) {
-	// Promise: shards have huggingface's names and index; none is larger than
-	// asked unless one tensor is; a single shard is a plain file.
+	// Shards have Hugging Face's names and index. None is larger than asked unless one tensor is; a single shard is a
+	// plain file.
 	r := fixedRand()
 	dir := t.TempDir()
 	p := filepath.Join(dir, "model.safetensors")
@@ -164,8 +162,7 @@ func TestShards(t *testing.T) {
 }
 
 func TestConvertRefuses(t *testing.T) {
-	// Promise: a conversion that cannot be done leaves nothing, not even a
-	// folder, and says why by class.
+	// A conversion that cannot be done leaves nothing, not even a folder, and gives a typed reason.
 	r := fixedRand()
 	dir := t.TempDir()
 	at := func(n string) string { return filepath.Join(dir, n) }
@@ -208,8 +205,7 @@ func TestConvertRefuses(t *testing.T) {
 }
 
 func TestConvertOneFileFolder(t *testing.T) {
-	// Promise: a folder in gives a folder out, with its auxiliary files,
-	// though they are one file and OUT is new and has no slash.
+	// A folder converts to a folder with its auxiliary files, even if it has one file and OUT is new and has no slash.
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	in := some(newRand(t))
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, in)
@@ -223,15 +219,14 @@ func TestConvertOneFileFolder(t *testing.T) {
 			t.Errorf("%s: %q %v", name, b, err)
 		}
 	}
-	// A name that says file is one.
+	// A name with a file extension is a file.
 	file := filepath.Join(t.TempDir(), "one.safetensors")
 	convert(t, []string{src}, file, save.Spec{Compress: true})
 	same(t, in, read(t, file))
 }
 
 func TestConvertIntoAFolderNamedAsAFile(t *testing.T) {
-	// Promise: a folder that is there is one whatever its name is: files in it are compressed and divided, as in
-	// any other folder.
+	// An existing folder is a folder whatever its name: files in it are compressed and divided as in any other.
 	src, top := t.TempDir(), t.TempDir()
 	in := []save.Input{bf16("a", newRand(t), 64, 64), bf16("b", newRand(t), 64, 64)}
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, in)
@@ -250,8 +245,8 @@ func TestConvertIntoAFolderNamedAsAFile(t *testing.T) {
 }
 
 func TestConvertTree(t *testing.T) {
-	// Promise: a folder with models in folders below it stays one; what is not
-	// copied is listed; a failure leaves nothing of a folder that was made.
+	// A folder with models in subfolders keeps them. Files that are not copied are listed, and a failure leaves nothing
+	// of a new folder.
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	in := some(newRand(t))
 	for _, part := range []string{"unet", "vae", ".cache"} {
@@ -297,9 +292,8 @@ func TestConvertTree(t *testing.T) {
 }
 
 func TestConvertComparesHashes(t *testing.T) {
-	// Promise: a container with a false hash of a tensor is not converted, also
-	// not into column parts with digests: no false hash is passed on. The error
-	// names it.
+	// A container with a false tensor hash is not converted, not even into column parts with digests: no false hash is
+	// passed on. The error names the tensor.
 	r := newRand(t)
 	path, dst := filepath.Join(t.TempDir(), "m"), filepath.Join(t.TempDir(), "out")
 	write(t, save.Spec{Path: path, Compress: true}, []save.Input{bf16("big", r, 700, 1024)})

@@ -26,7 +26,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// pipeline is a folder of several models, with a variant and auxiliary files.
+// pipeline is a folder of several models with a variant and auxiliary files.
 func pipeline(t *testing.T) (dir string, in []save.Input) {
 	t.Helper()
 	dir, in = t.TempDir(), []save.Input{bf16("a", newRand(t), 64, 100), bf16("b", newRand(t), 64, 100)}
@@ -37,7 +37,7 @@ func pipeline(t *testing.T) (dir string, in []save.Input) {
 	return dir, in
 }
 
-// tree has the files below a folder by their names, without hidden ones.
+// tree returns the files below a folder by name, without hidden ones.
 func tree(t *testing.T, dir string) map[string]string {
 	t.Helper()
 	out := map[string]string{}
@@ -68,9 +68,8 @@ func sameTree(t *testing.T, want, got map[string]string) {
 	}
 }
 
-// Promise: a folder goes into a store and comes back, byte for byte, with its folders and
-// its auxiliary files, whether its URI ends in a slash or not; every verb that
-// reads it takes either.
+// A folder goes into a store and comes back byte for byte, with its subfolders and auxiliary files, whether or not its
+// URI ends in a slash. Every command that reads it takes either form.
 func TestStoredTree(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -95,7 +94,7 @@ func TestStoredTree(t *testing.T) {
 			(err != nil || len(rep.Sources) != 2) {
 			t.Errorf("%+v, %v", rep, err)
 		}
-		// The folder that is written is not read.
+		// The folder that is being written is not read.
 		convert(t, []string{there}, there+"/copies"[len(slash):], save.Spec{Compress: true, Storage: opt})
 		if err := os.RemoveAll(filepath.Join(s.Data, "p")); err != nil {
 			t.Fatal(err)
@@ -106,7 +105,7 @@ func TestStoredTree(t *testing.T) {
 		t.Error(err)
 	}
 
-	// An object of the very name is that object; a file is one, whatever the folder has.
+	// An object of exactly that name is used. A file of that name is a file, whatever the folder has.
 	write(t, save.Spec{Path: "s3://models/m", Storage: opt}, in)
 	file := filepath.Join(t.TempDir(), "m.safetensors")
 	convert(t, []string{dir + "/unet"}, "s3://models/m2", save.Spec{Storage: opt})
@@ -117,8 +116,7 @@ func TestStoredTree(t *testing.T) {
 	same(t, in, read(t, file))
 }
 
-// Promise: a tree that cannot be written whole into an empty folder of a store leaves none
-// of its files there.
+// A tree that cannot be written whole into an empty store folder leaves none of its files there.
 func TestStoredTreeFails(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -132,8 +130,7 @@ func TestStoredTreeFails(t *testing.T) {
 	}
 }
 
-// Promise: a tree that cannot be written whole over an earlier one names the files that
-// were replaced before it failed.
+// A tree that cannot be written whole over an earlier one names the files that were replaced before it failed.
 func TestPartialTree(t *testing.T) {
 	dir, _ := pipeline(t)
 	dst := filepath.Join(t.TempDir(), "out")
@@ -150,8 +147,8 @@ func TestPartialTree(t *testing.T) {
 	}
 }
 
-// A fakeHub serves one commit of a repository as the Hub does: its list, and its files by
-// only that commit. asked has the paths of requests.
+// A fakeHub serves one commit of a repository as the Hub does: its file list, and its files only by that commit. asked
+// has the paths of requests.
 func fakeHub(t *testing.T, files map[string]string) (opt format.Access, asked *[]string) {
 	t.Helper()
 	asked = new([]string)
@@ -184,8 +181,8 @@ func fakeHub(t *testing.T, files map[string]string) (opt format.Access, asked *[
 		Storage: map[string]string{"retries": "0"}}}, asked
 }
 
-// Promise: a repository of the Hub becomes a folder with all its auxiliary files,
-// of the one commit that the branch means when it is listed; so does a folder of it.
+// A Hub repository becomes a folder with all its auxiliary files, from the one commit that the branch points to when it
+// is listed. So does a folder of a repository.
 func TestHubTree(t *testing.T) {
 	dir, _ := pipeline(t)
 	want := tree(t, dir)

@@ -56,9 +56,8 @@ func oddFiles(t testing.TB) map[string][]byte {
 }
 
 func TestSameFile(t *testing.T) {
-	// Promise: the file that was compressed comes back, byte for byte, whatever its
-	// header looks like, through any parts and through a second container; the
-	// report has its SHA-256.
+	// The file that was compressed comes back byte for byte, whatever its header looks like, through any parts and
+	// through a second container. The report has its SHA-256.
 	for name, want := range oddFiles(t) {
 		dir := t.TempDir()
 		at := func(n string) string { return filepath.Join(dir, n+".safetensors") }
@@ -95,8 +94,8 @@ func TestSameFile(t *testing.T) {
 	}
 }
 
-// A container without a SHA-256 gives the very file that it was made from; none is made
-// then, and the report says that no sum was compared.
+// A container without a SHA-256 gives back the original file. No sum is made then, and the report says that none was
+// compared.
 func TestSameFileWithoutItsSum(t *testing.T) {
 	for name, want := range oddFiles(t) {
 		dir := t.TempDir()
@@ -121,8 +120,7 @@ func TestSameFileWithoutItsSum(t *testing.T) {
 }
 
 func TestEmptyMetadata(t *testing.T) {
-	// Promise: no metadata, and metadata without entries, stay what they are in plain and
-	// compressed files, whatever is made of them.
+	// Missing metadata and empty metadata stay distinct in plain and compressed files, through all conversions.
 	in := some(fixedRand())
 	dir := t.TempDir()
 	at := func(n string) string { return filepath.Join(dir, n+".safetensors") }
@@ -150,8 +148,8 @@ func TestEmptyMetadata(t *testing.T) {
 }
 
 func TestNoOriginal(t *testing.T) {
-	// Promise: a file that is no longer the one that was compressed is reported as written
-	// anew: other metadata, shards, files that never were plain.
+	// A file that is not the one that was compressed is reported as newly written: other metadata, other shards, or a
+	// file that never was plain.
 	dir := t.TempDir()
 	at := func(n string) string { return filepath.Join(dir, n+".safetensors") }
 	in := some(fixedRand())
@@ -187,7 +185,7 @@ func TestNoOriginal(t *testing.T) {
 }
 
 func TestSameFolder(t *testing.T) {
-	// Promise: of a folder, every shard and the index.json come back as they were.
+	// Every shard of a folder and its index.json come back unchanged.
 	src, packed, back := t.TempDir(), filepath.Join(t.TempDir(), "packed"), filepath.Join(t.TempDir(), "back")
 	files := oddFiles(t)
 	_ = os.WriteFile(filepath.Join(src, "2.safetensors"), files["padded to 8"], 0o600)
@@ -210,7 +208,7 @@ func TestSameFolder(t *testing.T) {
 }
 
 func TestGoldenOriginal(t *testing.T) {
-	// Promise: the file that version 1.1 compressed comes back.
+	// The file that version 1.1 compressed comes back.
 	dir := filepath.Join(goldens, "original-1.1")
 	out := filepath.Join(t.TempDir(), "out.safetensors")
 	rep := convert(t, []string{filepath.Join(dir, "container.safetensors")}, out, save.Spec{})

@@ -12,8 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Of the auxiliary files of a model only regular ones are copied,
-// also through a link; nothing waits.
+// Only regular auxiliary files of a model are copied, also through a link. Special files do not block.
 func TestConvertLeavesSpecialFiles(t *testing.T) {
 	dir, out := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	at := func(n string) string { return filepath.Join(dir, n) }

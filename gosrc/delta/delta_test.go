@@ -86,8 +86,7 @@ func (m *model) same(o *model) bool {
 	return true
 }
 
-// mixed is a model of every width, with tensors of several chunks, without bytes, and
-// tied.
+// mixed is a model with tensors of every width, of several chunks, empty, and tied.
 func mixed(r *rand.Rand) *model {
 	m := &model{}
 	m.add(r, "z.big", tensor.BF16, 700, 513)
@@ -106,7 +105,7 @@ func mixed(r *rand.Rand) *model {
 func encode(t *testing.T, now, base *model) *File {
 	t.Helper()
 	f, err := Encode(context.Background(), pairs(now, base), map[string]string{"step": "1"}, 2, func(int64) {})
-	runtime.KeepAlive(now) // pairs have addresses only
+	runtime.KeepAlive(now) // pairs hold only addresses
 	runtime.KeepAlive(base)
 	if err != nil {
 		t.Fatal(err)
@@ -152,7 +151,7 @@ func seeded(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 2))
 }
 
-// trained returns a model and what became of it: some tensors changed.
+// trained returns a model and a later state of it with some tensors changed.
 func trained(r *rand.Rand) (now, base *model) {
 	base = mixed(r)
 	now = base.clone()
@@ -166,8 +165,8 @@ func trained(r *rand.Rand) (now, base *model) {
 	return now, base
 }
 
-// TestFile: a delta survives its file, turns the base into the new model, names both by
-// digest, stores tied tensors once, and is the same every time.
+// TestFile: a delta survives its file, turns the base into the new model, names both by digest, stores tied tensors
+// once, and is the same every time.
 func TestFile(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := encode(t, now, base)
@@ -212,7 +211,7 @@ func TestRefusedBefore(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
 	other := base.clone()
-	other.data[6][9]++ // of a tensor that the delta does not change
+	other.data[6][9]++ // in a tensor that the delta does not change
 	before := other.clone()
 	if err := applySteps(other, f); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), `"f.same"`) ||
 		!strings.Contains(err.Error(), "delta "+f.URI) || !other.same(before) {
@@ -256,11 +255,11 @@ func TestRefusedBefore(t *testing.T) {
 	}
 }
 
-// broken is an applier of the host that fails as memory may.
+// broken is an applier on the host that fails as memory may.
 type broken struct {
 	*host
 	steps  []step
-	times  int // applications that go wrong from now on
+	times  int // applications that fail from now on
 	refuse bool
 }
 
@@ -278,8 +277,8 @@ func (b *broken) apply() error {
 	return err
 }
 
-// The parts of Apply do all of it: a check changes nothing and finds tensors that are not the base, the
-// change does not look again, and taking it back gives the base.
+// The parts of Apply do all of it. A check changes nothing and finds tensors that are not the base, the change does not
+// check again, and undoing it gives the base.
 func TestParts(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
@@ -305,8 +304,8 @@ func TestParts(t *testing.T) {
 	}
 }
 
-// TestUndone: when a tensor does not become what the delta says, all become what they
-// were; if that also fails, the error names each. It names the file.
+// TestUndone: when a tensor does not become what the delta says, all tensors are restored. If that also fails, the
+// error names each one and the file.
 func TestUndone(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
@@ -329,7 +328,7 @@ func TestUndone(t *testing.T) {
 			t.Error("not undone")
 		}
 	}
-	// Of two devices the second refuses: the first is undone.
+	// The second of two devices refuses: the first is undone.
 	m := base.clone()
 	m.data[len(m.data)-1] = m.data[0]
 	defer runtime.KeepAlive(m)
@@ -350,8 +349,8 @@ func TestUndone(t *testing.T) {
 	}
 }
 
-// TestChain: a chain is applied in one pass, or merged into the very delta of its ends;
-// one with a hole is refused.
+// TestChain: a chain is applied in one pass, or merged into exactly the delta between its ends; one with a gap is
+// refused.
 func TestChain(t *testing.T) {
 	r := seeded(t)
 	models := []*model{mixed(r)}
@@ -386,7 +385,7 @@ func TestChain(t *testing.T) {
 	if _, err := Merge(context.Background(), []*File{chain[1], chain[0]}, 2); !errors.Is(err, errs.ErrBase) {
 		t.Errorf("merged in the wrong order: %v", err)
 	}
-	// There and back again: nothing has changed.
+	// Forward and back again: nothing has changed.
 	back := encode(t, models[0], models[1])
 	none, err := Merge(context.Background(), []*File{chain[0], back}, 2)
 	if err != nil || slices.ContainsFunc(none.Tensors, func(t Tensor) bool { return len(t.Chunks) > 0 }) {
@@ -426,7 +425,7 @@ func TestManyDeltas(t *testing.T) {
 	}
 }
 
-// TestChanged: whatever byte of a file changes, it is refused.
+// TestChanged: a file with any changed byte is refused.
 func TestChanged(t *testing.T) {
 	r := seeded(t)
 	base := &model{}
@@ -453,7 +452,7 @@ func TestChanged(t *testing.T) {
 	}
 }
 
-// FuzzTable: a table that passes its checksum is refused, or applies within its tensors.
+// FuzzTable: a table that passes its checksum is refused, or applied within its tensors.
 func FuzzTable(f *testing.F) {
 	r := rand.New(rand.NewPCG(9, 2))
 	base := &model{}
@@ -485,7 +484,7 @@ func FuzzTable(f *testing.F) {
 		if len(table) < 128 || len(table)%64 != 0 || len(data) > 1<<16 {
 			return
 		}
-		// A right checksum where the table says that it is.
+		// Puts a correct checksum where the table says it is.
 		end := headSize + 8*int(le.Uint32(table[16:])) + recordSize*int(le.Uint32(table[8:])) +
 			entrySize*int(le.Uint32(table[12:])) + int(le.Uint32(table[20:]))
 		if end+4 > len(table) {
@@ -542,7 +541,7 @@ func TestNamesAreText(t *testing.T) {
 	}
 }
 
-// TestDiff: what differs is counted by tensor.
+// TestDiff: differences are counted by tensor.
 func TestDiff(t *testing.T) {
 	r := seeded(t)
 	base := &model{}

@@ -38,8 +38,8 @@ func names(t *testing.T, dir string) (out []string) {
 	return out
 }
 
-// Promise: shards of any size say what the one file says, also of tied tensors, and are
-// read by their folder, their index, or all of them in a folder without one.
+// Shards of any size hold the same as one file, also for tied tensors. They are read by their folder, by their index,
+// or all of them in a folder without an index.
 func TestShards(t *testing.T) {
 	r := seeded(t)
 	now, base := trained(r)
@@ -85,9 +85,8 @@ func TestShards(t *testing.T) {
 	runtime.KeepAlive(base)
 }
 
-// Promise: files that are not one whole delta are refused by name and class: only one shard, a
-// missing one, one of another delta (also of the same tensors), one that is there twice,
-// two deltas in one folder, an index that names what is not there.
+// Files that do not form one whole delta are refused by name with a typed error: a single shard, a missing one, one of
+// another delta (also of the same tensors), a duplicate, two deltas in one folder, an index that names a missing file.
 func TestShardsThatDoNotBelongTogether(t *testing.T) {
 	r := seeded(t)
 	now, base := trained(r)
@@ -120,7 +119,7 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 		{"missing without an index", func(dir, _ string) {
 			_ = os.Remove(shard(dir, 1))
 			_ = os.Remove(filepath.Join(dir, "delta.safetensors.index.json"))
-		}, errs.ErrFormat, "shards are there, and shard 2 is missing"},
+		}, errs.ErrFormat, "shards are there: shard 2 is missing"},
 		{"foreign", func(dir, other string) { move(shard(other, 1), shard(dir, 1)) }, errs.ErrFormat, "a different delta"},
 		{"twice", func(dir, _ string) { move(shard(dir, 0), shard(dir, 1)) }, errs.ErrFormat, "not in this file"},
 		{"twice without an index", func(dir, _ string) {
@@ -168,8 +167,8 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 	runtime.KeepAlive([]*model{now, base})
 }
 
-// Promise: a write that fails or is cancelled leaves the old delta, or nothing; one that
-// succeeds leaves no shard of the old one.
+// A write that fails or is cancelled leaves the old delta, or nothing. One that succeeds leaves no shard of the old
+// one.
 func TestShardsReplaceOthers(t *testing.T) {
 	r := seeded(t)
 	now, base := trained(r)

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A tensor on a GPU is described as such, and its deleter only lists its block,
-// as Memory.Release does: the last holder of each is who puts it there.
+// A tensor on a GPU is described as such. Its deleter only lists its block, as Memory.Release does: the last holder of
+// a block lists it.
 func TestCUDA(t *testing.T) {
 	page, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
@@ -41,7 +41,7 @@ func TestCUDA(t *testing.T) {
 	if first != want[1] || first.Next() != want[0] || want[0].Next() != nil {
 		t.Error("the list is not what was let go, the last first")
 	}
-	// The other way round: Go lets go first, the deleter lists it.
+	// The reverse: Go releases first, and the deleter lists it.
 	b := device.NewListed(unsafe.Pointer(&page[512]), 2, base, 512, device.KindCUDA, list)
 	mem := device.Memory{Ptr: base, Bytes: 512, Block: &b.Block, CUDA: 1}
 	mem.Release()

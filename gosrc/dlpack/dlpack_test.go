@@ -12,8 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Every dtype is described, with as many bytes as it has, under the dtype that
-// torch knows it by and under the unsigned integer of its width.
+// Every dtype is described with its full size, as the dtype that torch knows and as the unsigned integer of its width.
 func TestDescribe(t *testing.T) {
 	for d := tensor.Bool; d.Valid(); d++ {
 		shape := []int64{3, 8}
@@ -69,8 +68,7 @@ func mapped(t *testing.T, pages int, n int64, kind int64) (unsafe.Pointer, *devi
 	return p, device.NewBlock(unsafe.Add(p, size-64), n, p, uint64(size), kind)
 }
 
-// isMapped asks the system whether a page is there, by mincore: qemu-user answers
-// madvise itself.
+// isMapped asks the system whether a page is mapped, with mincore, because qemu-user answers madvise itself.
 func isMapped(p unsafe.Pointer) bool {
 	var resident byte
 	_, _, err := unix.Syscall(unix.SYS_MINCORE, uintptr(p), 4096, uintptr(unsafe.Pointer(&resident)))
@@ -99,7 +97,7 @@ func described(m unsafe.Pointer) (d struct {
 	return d
 }
 
-// What a batch makes of many is what it makes of one, and each frees its own hold.
+// A batch describes many tensors as single calls do, and each frees its own hold.
 func TestBatch(t *testing.T) {
 	const n = 5
 	p, block := mapped(t, 2, n, device.KindMap)
@@ -152,7 +150,7 @@ func exported(t *testing.T, mem device.Memory, typ Type, shape []int64) (m unsaf
 	return m
 }
 
-// The memory goes when the last of its holders does, whether that is C or Go.
+// Memory is freed when its last holder ends, in C or in Go.
 func TestLastHolderUnmaps(t *testing.T) {
 	for last := range 3 {
 		base, block := mapped(t, 4, 3, device.KindMap)
@@ -180,8 +178,7 @@ func TestLastHolderUnmaps(t *testing.T) {
 	}
 }
 
-// A tensor of a shared region gives its own whole pages back at once, and
-// nothing of its neighbours'.
+// A tensor of a shared region returns its own whole pages at once, and nothing of its neighbours.
 func TestRegionGivesPagesBack(t *testing.T) {
 	const pages = 64
 	base, block := mapped(t, pages, 2, device.KindRegion)
@@ -216,8 +213,7 @@ func TestNothingToFree(t *testing.T) {
 	}
 }
 
-// A arena goes to its list when its last holder goes, whether that is C or Go, and back to the system where
-// the list has enough.
+// An arena goes to its list when its last holder ends, in C or in Go, and to the system if the list is full.
 func TestArenas(t *testing.T) {
 	const size = 4096
 	p, err := unix.MmapPtr(-1, 0, nil, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)

@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// Class promises one Python name for every sentinel, found through any wrapping.
+// Class gives one Python name for every sentinel, through any wrapping.
 func TestClass(t *testing.T) {
 	seen := map[string]bool{}
 	for _, c := range classes {
@@ -30,7 +30,7 @@ func TestClass(t *testing.T) {
 	}
 }
 
-// At promises the sentence of the house, with secrets taken out of the source.
+// At writes the standard sentence, without the secrets of the source.
 func TestAtText(t *testing.T) {
 	err := &At{"decode", "https://u:p4ss@host/m.safetensors?sig=s3cret", "x", 17, 4096, New(ErrCorrupt, "checksum mismatch")}
 	want := `decode https://***@host/m.safetensors?*** tensor "x" chunk 17 @4096: corrupt data: checksum mismatch`
@@ -43,7 +43,7 @@ func TestAtText(t *testing.T) {
 	}
 	for path, want := range map[string]string{
 		"a": "open a: not found: no such file or directory",
-		"b": "open a: not found: open b: no such file or directory", // a path of a folder's, say
+		"b": "open a: not found: open b: no such file or directory", // for example a path in a folder
 	} {
 		err := &At{"open", "a", "", -1, -1, FromOS(&os.PathError{Op: "open", Path: path, Err: syscall.ENOENT})}
 		if err.Error() != want || !errors.Is(err, syscall.ENOENT) {
@@ -56,7 +56,7 @@ func TestAtText(t *testing.T) {
 	}
 }
 
-// FromOS promises a class for each error of the system and keeps the error.
+// FromOS gives every system error a class and keeps the error.
 func TestFromOS(t *testing.T) {
 	for _, c := range []struct {
 		err   error
@@ -89,8 +89,8 @@ func TestFromOS(t *testing.T) {
 	}
 }
 
-// Text promises one line of JSON, joined from every At on the way, without what is
-// not known, the rule that was broken and where memory lacks, and no secret in any of it.
+// Text is one line of JSON, joined from every At on the way. It leaves out unknown fields, the broken rule, and where
+// memory is short, and has no secret.
 func TestText(t *testing.T) {
 	inner := &At{"decode", "", "", 3, 99, New(ErrCorrupt, "bad \"bytes\"\n\xff in s3://AKIAABCDEFGHIJKLMNOP:k/y@b/k")}
 	err := &At{"load", "redis://:hunter2@host/0?password=hunter2", "läyer", -1, -1, fmt.Errorf("wrapped: %w", inner)}
@@ -130,7 +130,7 @@ func TestText(t *testing.T) {
 	}
 }
 
-// Redact promises that no planted secret survives and that harmless texts do.
+// Redact removes every planted secret and leaves harmless texts.
 func TestRedact(t *testing.T) {
 	const canary = "cAnArY1234567890abcdef"
 	for _, text := range []string{

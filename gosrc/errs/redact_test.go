@@ -7,8 +7,7 @@ import (
 	"testing"
 )
 
-// RedactURI hides the whole user part and query of a URI, whatever is in them, and nothing
-// else.
+// RedactURI hides the whole user part and query of a URI, whatever they contain, and nothing else.
 func TestRedactURI(t *testing.T) {
 	for uri, want := range map[string]string{
 		"http://host:9/m?user=a@b&token=S":            "http://***",
@@ -50,7 +49,7 @@ func TestRedactURI(t *testing.T) {
 	}
 }
 
-// Words of sentences are no secrets.
+// Ordinary words in sentences are not secrets.
 func TestRedactWords(t *testing.T) {
 	for _, text := range []string{
 		"--decrypt-password: environment variable WORDS is not set", "invalid signature: self-signed certificate", "a file called signature: x",
@@ -70,8 +69,8 @@ func TestRedactWords(t *testing.T) {
 	}
 }
 
-// A message shows no credential of the URIs that an error names, at any depth, also where
-// its reason repeats one, and the paths of local files as they are.
+// A message shows no credentials of the URIs that an error names, at any depth, also if its reason repeats one. Paths
+// of local files stay as they are.
 func TestMessage(t *testing.T) {
 	const uri = "redis://:my secret/word@host/k"
 	inner := &At{Verb: "read", Source: uri, Chunk: -1, Offset: 7, Err: New(ErrIO, "no answer of %s for password=hunter", uri)}
@@ -98,7 +97,7 @@ func TestMessage(t *testing.T) {
 	}
 }
 
-// No password is in what RedactURI leaves of a URI, in whatever part it stands.
+// RedactURI leaves no password in a URI, in whatever part it is.
 func FuzzRedactURI(f *testing.F) {
 	for _, word := range []string{"p@ss", "pa/ss", "pa ss", "pa%2Fss", "pa?ss", "pa#ss", `pa"ss'`, "12/34", "://x", "a@b&token=c", "pass\n", "[::1]", "?@", "y?"} {
 		f.Add(word)
@@ -113,7 +112,7 @@ func FuzzRedactURI(f *testing.F) {
 		} {
 			uri := parts[0] + word + parts[1]
 			got := RedactURI(uri)
-			// What it may leave: that which the words around the password have.
+			// It may leave what the words around the password contain.
 			if frame := "://***@host:6379/key ://***@bucket/key host/key?***"; strings.Contains(got, word) && !strings.Contains(parts[0]+parts[1]+frame, word) {
 				t.Errorf("%q: %q", uri, got)
 			}
@@ -124,7 +123,7 @@ func FuzzRedactURI(f *testing.F) {
 	})
 }
 
-// redactPlainly is the twin of Redact that asks every expression.
+// redactPlainly is the twin of Redact that tries every expression.
 func redactPlainly(text string) string {
 	uri, others := patterns()
 	text = uri.ReplaceAllStringFunc(text, func(s string) string {
@@ -137,7 +136,7 @@ func redactPlainly(text string) string {
 	return text
 }
 
-// An expression that is not asked has nothing to hide.
+// An expression that is skipped would not have hidden anything.
 func FuzzRedact(f *testing.F) {
 	for _, text := range []string{
 		"open http://u:p@h/m?x=y#z, see", "Cookie: a", "PROXY-authorization = b", "bearer abc", "Bearer\n tok", "x-amz-credential=S3",

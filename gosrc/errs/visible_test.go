@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// What a terminal obeys is shown, and all else stays as it is.
+// Control characters are shown visibly, and everything else stays.
 func TestVisible(t *testing.T) {
 	for text, want := range map[string]string{
 		"": "", "a b~é日\u00a0": "a b~é日\u00a0", "a\nb\tc": "a\nb\tc", "\x00\x1b\x7f": `\u0000\u001b\u007f`,

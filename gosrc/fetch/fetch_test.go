@@ -24,8 +24,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Bodies come whole and in order, whatever the network does; a missing one is
-// an error after what came before it; a writer that fails ends it all.
+// Bodies arrive whole and in order, whatever the network does. A missing one is an error after what came before it, and
+// a failing writer ends everything.
 func TestFetch(t *testing.T) {
 	dir := t.TempDir()
 	r := rand.New(rand.NewPCG(1, 2))
@@ -55,7 +55,7 @@ func TestFetch(t *testing.T) {
 	}
 	spec := Spec{URIs: uris, Storage: source.Options{Storage: map[string]string{"retries": "50"}}}
 	var got bytes.Buffer
-	for range 50 { // opening gives up sooner than reading
+	for range 50 { // opening gives up earlier than reading
 		got.Reset()
 		if _, err = Fetch(context.Background(), nil, spec, &got); err == nil {
 			break
@@ -85,8 +85,8 @@ func TestFetch(t *testing.T) {
 	}
 }
 
-// A fetch reports what it has opened, and one that is pinned to that gives no
-// byte of what has come in its place: another size, another date, another file.
+// A fetch reports what it has opened. One that is pinned to that report gives no byte of a replaced object: another
+// size, date or file.
 func TestPin(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "x")
@@ -96,7 +96,7 @@ func TestPin(t *testing.T) {
 		if err := os.WriteFile(path+".new", []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		day = day.Add(time.Hour) // inodes come again, and two writes may be one tick
+		day = day.Add(time.Hour) // inodes are reused, and two writes may share a clock tick
 		if err := os.Chtimes(path+".new", day, day); err != nil {
 			t.Fatal(err)
 		}
@@ -139,11 +139,11 @@ func TestPin(t *testing.T) {
 	}
 }
 
-// The bytes that are read ahead grow with the bytes that were taken: two parts before any was, and two
-// more for each. Who opens an object to look at it has a server send no more.
+// The bytes read ahead grow with the bytes that were taken: two parts at first, and two more for each. A caller that
+// only looks at an object makes the server send no more.
 func TestAhead(t *testing.T) {
 	const parts = 6
-	var asked atomic.Int64 // the highest byte so far
+	var asked atomic.Int64 // the highest byte requested so far
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		var from, to int64
 		if _, err := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &from, &to); err != nil {
@@ -156,7 +156,7 @@ func TestAhead(t *testing.T) {
 	defer s.Close()
 	n := int64(0)
 	rep, err := Fetch(context.Background(), nil, Spec{URIs: []string{s.URL}}, writer(func(p []byte) (int, error) {
-		time.Sleep(20 * time.Millisecond) // for reads that should not be
+		time.Sleep(20 * time.Millisecond) // time for reads that should not happen
 		if most := (begin + 2*n) * part; asked.Load() >= most {
 			t.Errorf("%d parts were taken, and byte %d was asked for", n, asked.Load())
 		}
@@ -172,9 +172,8 @@ type writer func(p []byte) (int, error)
 
 func (w writer) Write(p []byte) (int, error) { return w(p) }
 
-// An external downloader is started once for all objects of known sizes,
-// and at the latest dead when Fetch returns; sizes are compared with and without
-// one.
+// An external downloader is started once for all objects of known sizes, and is dead when Fetch returns. Sizes are
+// compared with and without one.
 func TestDownloader(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	dir := t.TempDir()
@@ -215,7 +214,7 @@ func TestDownloader(t *testing.T) {
 			for _, by := range []int64{-1, 1} {
 				wrong := slices.Clone(whole)
 				wrong[i] += by
-				// A stream that is cut otherwise is known by what is too much, or missing, at its end.
+				// A stream that is cut elsewhere is recognised by extra or missing bytes at its end.
 				if err := fetch(io.Discard, wrong...); !errors.Is(err, errs.ErrCorrupt) &&
 					(wrong[i] >= 0 || !errors.Is(err, errs.ErrArgument)) {
 					t.Errorf("%q: body %d of %d bytes: %v", program, i, wrong[i], err)

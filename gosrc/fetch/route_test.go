@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// Fetched objects are under the one policy of redirects.
+// Fetched objects follow the common redirect policy.
 func TestRoutes(t *testing.T) {
 	sourcetest.Routes(t, func(uri string, opt source.Options) ([]byte, error) {
 		var b bytes.Buffer

@@ -28,8 +28,8 @@ func (c counted) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return c.File.ReadAt(ctx, p, off)
 }
 
-// plainFile writes a safetensors file of n one-byte tensors, last changed an
-// hour ago as far as its times tell; its inode is changed right now.
+// plainFile writes a safetensors file of n one-byte tensors. Its times claim that it last changed an hour ago, but its
+// inode changes right now.
 func plainFile(t *testing.T, path string, n int, prefix string) {
 	t.Helper()
 	var entries []string
@@ -44,8 +44,7 @@ func plainFile(t *testing.T, path string, n int, prefix string) {
 	}
 }
 
-// settled is a counted file that claims to have been left alone for long, as
-// it would be some seconds later.
+// settled is a counted file that claims to have been unchanged for long, as it would some seconds later.
 type settled struct{ counted }
 
 func (s settled) Facts() source.Facts {
@@ -54,8 +53,8 @@ func (s settled) Facts() source.Facts {
 	return f
 }
 
-// A second open reads and parses nothing, names the file as it is called now,
-// and sees every change of the file: rewritten in place, replaced, touched.
+// A second open reads and parses nothing, uses the file's current name, and sees every change of the file: rewritten in
+// place, replaced, touched.
 func TestCache(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "a.safetensors")
 	plainFile(t, path, 100, "t")
@@ -97,7 +96,7 @@ func TestCache(t *testing.T) {
 		t.Fatal(err)
 	}
 	time.Sleep(20 * time.Millisecond) // a tick of the file system's clock
-	plainFile(t, path, 100, "u")      // in place, as long, under its old time
+	plainFile(t, path, 100, "u")      // in place, same length, with the old time
 	if err := os.Chtimes(path, st.ModTime(), st.ModTime()); err != nil {
 		t.Fatal(err)
 	}
@@ -116,14 +115,14 @@ func TestCache(t *testing.T) {
 	}
 }
 
-// A file that changed a moment ago is not kept: it may change again within the
-// same tick of its clock. Nor are bad files, nor sources that do not know.
+// A file that changed a moment ago is not cached, because it may change again within the same clock tick. Bad files,
+// and sources that do not know, are not cached either.
 func TestCacheKeepsNot(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "a.safetensors")
 	var c Cache
 	var reads atomic.Int64
 	var f *file.File
-	for f == nil || f.Facts().Settled { // a slow host lets seconds pass in between
+	for f == nil || f.Facts().Settled { // a slow host may let seconds pass in between
 		plainFile(t, path, 3, "t")
 		var err error
 		if f, err = file.Open(path); err != nil {
@@ -158,7 +157,7 @@ func TestCacheKeepsNot(t *testing.T) {
 	}
 }
 
-// The cache holds no more than its bound, and the latest.
+// The cache stays within its bound and keeps the latest.
 func TestCacheBound(t *testing.T) {
 	dir := t.TempDir()
 	var c Cache
@@ -177,7 +176,7 @@ func TestCacheBound(t *testing.T) {
 	for i := range 600 {
 		k := cacheKey{id: source.Identity{Inode: uint64(i)}}
 		c.put(k, ix)
-		c.put(k, ix) // two who read it at the same time
+		c.put(k, ix) // two readers at the same time
 		if kept = append(kept, k); c.getIndex(kept[0], "x") == nil {
 			t.Fatalf("the one that is used was dropped after %d", i)
 		}
@@ -191,7 +190,7 @@ func TestCacheBound(t *testing.T) {
 	}
 }
 
-// Of several bad files, the first is named, whatever order they are read in.
+// Of several bad files the first is named, in whatever order they are read.
 func TestOpenNamesTheFirst(t *testing.T) {
 	dir := t.TempDir()
 	var srcs []source.Source

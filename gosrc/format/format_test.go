@@ -21,10 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Every single flipped bit of header and index is refused, and every
-// truncation and extension of the file: as corrupt in the index, as corrupt or
-// no such format in the JSON, where "upgrade" is the answer to a changed
-// version.
+// Every single flipped bit of header and index is refused, and every truncation and extension of the file: in the index
+// as corrupt, in the JSON as corrupt or not this format. A changed version gets the advice to upgrade.
 func TestFlips(t *testing.T) {
 	for name, b := range golden(t) {
 		ix, err := open(b)
@@ -69,7 +67,7 @@ func TestFlips(t *testing.T) {
 	}
 }
 
-// attack is a container whose checksums are right and whose words are not.
+// attack is a container with right checksums and wrong contents.
 type attack struct {
 	name  string
 	spoil func(blob []byte) // the index
@@ -101,39 +99,39 @@ func attacks(ix *tensor.Index) []attack {
 		{"critical feature", u64(8, 1<<62), ns, "features 0x4000000000000000"},
 		{"a feature that no chunk needs", u64(8, 1), f, "features 0x1"},
 		{"another", u64(8, 2), f, "features 0x2"},
-		{"a delta", u64(8, 4), ns, "it is a delta"},
+		{"a delta", u64(8, 4), ns, "this is a delta, not a model"},
 		{"tensor record size", u16(28, 72), ns, "upgrade"},
 		{"chunk record size", u16(30, 40), ns, "upgrade"},
-		{"magic", u8(0, 'X'), c, "no index"},
-		{"size", u64(32, 1<<40), c, "says it has"},
-		{"tensors", u32(16, math.MaxUint32), c, "says it has"},
-		{"chunks", u32(20, math.MaxUint32), c, "says it has"},
-		{"dims", u32(24, math.MaxUint32), c, "says it has"},
+		{"magic", u8(0, 'X'), c, "the index is too short"},
+		{"size", u64(32, 1<<40), c, "but its header says"},
+		{"tensors", u32(16, math.MaxUint32), c, "but its header says"},
+		{"chunks", u32(20, math.MaxUint32), c, "but its header says"},
+		{"dims", u32(24, math.MaxUint32), c, "but its header says"},
 		{"a tensor for two chunks", func(b []byte) {
 			le.PutUint32(b[16:], le.Uint32(b[16:])-1)
 			le.PutUint32(b[20:], le.Uint32(b[20:])+2)
-		}, f, "tensors in the index"},
+		}, f, "the index has 10 tensors"},
 		{"a dim less, padding", func(b []byte) { le.PutUint32(b[24:], le.Uint32(b[24:])-1) }, nil, ""},
 		{"reserved", u8(63, 1), f, "reserved"},
 		{"negative dimension", u64(64, 1<<63), f, "negative"},
 		{"huge dimension", u64(64, 1<<62), f, ""},
 		{"dtype 0", u8(rec(whole), 0), f, "dtype code 0"},
 		{"dtype 23", u8(rec(whole), 23), f, "dtype code 23"},
-		{"another dtype", u8(rec(whole), byte(tensor.I8)), nil, ""}, // as sound as the first: nothing else says it
-		{"another dtype of a plain tensor", u8(rec(long), byte(tensor.U64)), f, "in the header"},
+		{"another dtype", u8(rec(whole), byte(tensor.I8)), nil, ""}, // as valid as the first: nothing contradicts it
+		{"another dtype of a plain tensor", u8(rec(long), byte(tensor.U64)), f, "but the header"},
 		{"rank 65", u8(rec(whole)+1, 65), f, "rank 65"},
 		{"rank 255", u8(rec(whole)+1, 255), f, "rank 255"},
 		{"a rank more", u8(rec(whole)+1, 2), f, ""},
-		{"a rank less", u8(rec(tied)+1, 0), f, "dims belong to no tensor"},
+		{"a rank less", u8(rec(tied)+1, 0), f, "dimensions belong to no tensor"},
 		{"layout 3", u8(rec(whole)+2, 3), ns, "layout 3"},
-		{"plain, but is not", u8(rec(whole)+2, 1), f, "in the header"},
-		{"chunks, but is plain", u8(rec(long)+2, 0), f, "not a row of U8"},
+		{"plain, but is not", u8(rec(whole)+2, 1), f, "but the header"},
+		{"chunks, but is plain", u8(rec(long)+2, 0), f, "expected one-dimensional U8"},
 		{"an alias to no tensor", u8(rec(whole)+2, 2), f, "layout 2"},
 		{"alias out of range", u32(rec(tied)+48, 1000), f, "alias of tensor 1000"},
 		{"alias of an alias", u32(rec(tied)+48, uint32(find(0, "a tie of bytes"))), f, "no bytes itself"},
 		{"alias of itself", u32(rec(tied)+48, uint32(tied)), f, "no bytes itself"},
 		{"alias of another", u32(rec(tied)+48, uint32(whole)), f, "differs"},
-		{"alias from chunks", u32(rec(whole)+48, 0), f, "with alias"},
+		{"alias from chunks", u32(rec(whole)+48, 0), f, "does not fit alias"},
 		{"hash of an alias", u8(rec(tied)+32, 99), f, "differs"},
 		{"parts 0", u8(rec(whole)+3, 0), f, "0 parts"},
 		{"parts 3", u8(rec(whole)+3, 3), f, "column parts: 3"},
@@ -144,7 +142,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"chunk bytes 32 MiB", u32(rec(whole)+4, 32<<20), f, "chunk size"},
 		{"bytes", u64(rec(whole)+8, 8999), f, "TensorInvalidInfo"},
 		{"bytes 2^64-1", u64(rec(whole)+8, math.MaxUint64), f, "bytes"},
-		{"stored", u64(rec(whole)+16, 64), f, "in the header"},
+		{"stored", u64(rec(whole)+16, 64), f, "but the header"},
 		{"stored 2^63", u64(rec(whole)+16, 1<<63), f, "stored"},
 		{"first", u32(rec(whole)+24, 0), f, "from number 0"},
 		{"first of nothing", u32(rec(none)+24, 1<<31-1), f, "first chunk"},
@@ -175,8 +173,8 @@ func attacks(ix *tensor.Index) []attack {
 	}
 }
 
-// An index whose checksum is right is refused for each thing that it may not
-// say, by class, naming the file, and without allocating for it.
+// An index with a right checksum is refused for each forbidden value, with a class, with the file's name, and without
+// allocating for it.
 func TestAttacks(t *testing.T) {
 	good := golden(t)["kinds"]
 	ix, err := open(good)
@@ -195,7 +193,7 @@ func TestAttacks(t *testing.T) {
 			t.Errorf("%s: %d bytes of heap for %d", a.name, heap, len(b))
 		}
 		if a.class == nil {
-			continue // whatever is said of it, nothing may break
+			continue // whatever it says, nothing may break
 		}
 		if !errors.Is(err, a.class) || !strings.Contains(errs.RuleOf(err)+" "+err.Error(), a.words) ||
 			!strings.Contains(err.Error(), "model.safetensors") {
@@ -214,7 +212,7 @@ func TestNewerMinor(t *testing.T) {
 	}
 }
 
-// The mark and the index belong together: one alone is never read as plain.
+// The mark and the index belong together: a file with only one of them is never read as plain.
 func TestHalfAContainer(t *testing.T) {
 	header := func(metadata, name string) []byte {
 		head, err := safetensors.AppendHeader(nil, map[string]string{"k": "v", overwire.MetadataKey: metadata},
@@ -237,7 +235,7 @@ func TestHalfAContainer(t *testing.T) {
 		{`{"format":"x.y","index":"overwire.index"}`, "overwire.index", errs.ErrCorrupt},
 		{`{}`, "overwire.index", errs.ErrCorrupt},
 		{`yes`, "overwire.index", errs.ErrCorrupt},
-		{`{"format":"1.0","index":"overwire.index"}`, "overwire.index", errs.ErrCorrupt}, // of no bytes
+		{`{"format":"1.0","index":"overwire.index"}`, "overwire.index", errs.ErrCorrupt}, // no bytes
 		{`yes`, "x", nil}, // another program's entry in a plain file
 	} {
 		_, err := open(header(c.metadata, c.name))
@@ -252,7 +250,7 @@ func TestHalfAContainer(t *testing.T) {
 	}
 }
 
-// Several sources become one index whose numbers fit, plain and container mixed.
+// Several sources become one consistent index, also plain files mixed with containers.
 func TestOpenMany(t *testing.T) {
 	gs := golden(t)
 	plain, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
@@ -303,7 +301,7 @@ func TestOpenMany(t *testing.T) {
 	}
 }
 
-// An index over the first read costs one more, and one over the limit none.
+// An index larger than the first read costs one more read, and one over the limit none.
 func TestLargeIndex(t *testing.T) {
 	items := make([]overwire.Item, 5000)
 	for i := range items {
@@ -330,7 +328,7 @@ func TestLargeIndex(t *testing.T) {
 	}
 }
 
-// sparse is a source that is larger than what it holds.
+// sparse is a source that is larger than its contents.
 type sparse struct {
 	memory
 	size int64
@@ -347,10 +345,9 @@ func (s *sparse) ReadAt(_ context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// FuzzIndex changes containers behind their checksums: the JSON, the index, and
-// how many bytes follow. Whatever is accepted writes again to a file that reads
-// equal, and no input breaks anything or costs more memory than a small
-// multiple of its size. Run it with -fuzzminimizetime 1x: the inputs are large.
+// FuzzIndex changes containers under right checksums: the JSON, the index, and how many bytes follow. Anything accepted
+// is written again to a file that reads equal. No input breaks anything or costs more memory than a small multiple of
+// its size. Run it with -fuzzminimizetime 1x: the inputs are large.
 func FuzzIndex(f *testing.F) {
 	for _, b := range golden(f) {
 		n := 8 + binary.LittleEndian.Uint64(b)

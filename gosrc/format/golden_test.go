@@ -23,7 +23,7 @@ const goldens = "../../tests/goldens/container"
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// memory is a source that lies in memory.
+// memory is a source in memory.
 type memory struct {
 	name  string
 	b     []byte
@@ -50,7 +50,7 @@ func open(b []byte) (*tensor.Index, error) {
 	return ix, err
 }
 
-// bytesOf are the bytes that item i of a golden file has.
+// bytesOf returns the bytes of item i of a golden file.
 func bytesOf(i int, n int64) []byte {
 	b := make([]byte, n)
 	for k := range b {
@@ -59,8 +59,8 @@ func bytesOf(i int, n int64) []byte {
 	return b
 }
 
-// build writes a container with raw chunks, as this package may not import codecs: every layout and
-// every grid, and bytes that read back.
+// build writes a container with raw chunks, since this package may not import codecs: every layout and every grid, and
+// bytes that read back.
 func build(t testing.TB, metadata map[string]string, items []overwire.Item) []byte {
 	t.Helper()
 	l, err := overwire.NewLayout(metadata, items, nil, false)
@@ -114,7 +114,7 @@ func gather(data []byte, t *tensor.Tensor, g tensor.Grid, part int64) []byte {
 	return out
 }
 
-// golden is every kind of container of this version, by file name.
+// golden maps file names to every kind of container of this version.
 func golden(t testing.TB) map[string][]byte {
 	var dtypes []overwire.Item
 	for d := tensor.DType(1); int(d) <= tensor.NumDTypes; d++ {
@@ -147,13 +147,12 @@ func golden(t testing.TB) map[string][]byte {
 	}
 }
 
-// goldenPath is a file of the current writer; overwire-1.0 lacks the note in the
-// metadata entry.
+// goldenPath is a file of the current writer; overwire-1.0 lacks the note in the metadata entry.
 func goldenPath(name string) string {
 	return filepath.Join(goldens, "overwire-1.0-note", name+".safetensors")
 }
 
-// The writer still makes the golden files, byte for byte, and they still read.
+// The writer still makes the golden files byte for byte, and they still read.
 func TestGoldens(t *testing.T) {
 	for name, b := range golden(t) {
 		if *update {
@@ -174,8 +173,7 @@ func TestGoldens(t *testing.T) {
 	}
 }
 
-// Files of every released writer load forever, and every byte of a container
-// is the one that was put there.
+// Files of every released writer still load, and every byte of a container is the one that was written.
 func TestGoldensRead(t *testing.T) {
 	paths, err := filepath.Glob(filepath.Join(goldens, "*", "*.safetensors"))
 	if err != nil || len(paths) < 4 {
@@ -209,7 +207,7 @@ func TestGoldensRead(t *testing.T) {
 	}
 }
 
-// TestKinds reads back exactly what was put in.
+// TestKinds reads back exactly what was written.
 func TestKinds(t *testing.T) {
 	b := golden(t)["kinds"]
 	ix, err := open(b)
@@ -225,7 +223,7 @@ func TestKinds(t *testing.T) {
 	for i := range ix.Tensors {
 		got = append(got, ix.Tensors[i].Name)
 	}
-	// compressed; plain in multiples of 64 bytes; the rest by alignment; aliases
+	// first compressed, then plain in multiples of 64 bytes, then by alignment; aliases last
 	want := []string{"eight", "nibbles", "two", "whole", "long", "none", "nothing", "scalar", "odd", "a tie of bytes",
 		"tied"}
 	if !slices.Equal(got, want) {
@@ -245,15 +243,15 @@ func TestKinds(t *testing.T) {
 	if !slices.Equal(b[second.Off:second.Off+int64(second.Stored)], columns) {
 		t.Error("part 1 does not hold the right columns")
 	}
-	// The same file is a plain safetensors file for others.
+	// Other readers see the same file as plain safetensors.
 	h, err := safetensors.Parse("x", b[:4096], int64(len(b)), safetensors.Options{})
 	if err != nil || h.Tensors[0].Name != overwire.IndexName || h.Metadata[overwire.MetadataKey] == "" {
 		t.Errorf("as safetensors: %v", err)
 	}
 }
 
-// restamp makes the checksums of a container right again, so that tests reach
-// what lies behind them. What is no container stays.
+// restamp corrects the checksums of a container, so that tests reach the checks after them. Anything else stays
+// unchanged.
 func restamp(b []byte) []byte {
 	if len(b) < 8 {
 		return b

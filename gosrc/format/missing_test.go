@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// Promise: what is not there is said once, and what was probably meant.
+// A missing file is reported once, with a suggestion of what was probably meant.
 func TestMissing(t *testing.T) {
 	dir := t.TempDir()
 	t.Chdir(dir)
@@ -34,12 +34,12 @@ func TestMissing(t *testing.T) {
 		"unlike":                        "",
 		"none/model.safetensors":        "; there is no folder none",
 		dir + "/a/b/c.safetensors":      "; there is no folder " + dir + "/a",
-		"org/name":                      "; a model of the Hugging Face hub is hf://org/name",
+		"org/name":                      "; write a model of the Hugging Face Hub as hf://org/name",
 		dir + "/org/name":               "hf://org/name",
 		dir + "/org/deep/name":          "; there is no folder " + dir + "/org",
-		"~/model.safetensors":           "; ~ is a word of the shell's",
-		dir + "/~/m.safetensors":        "; ~ is a word of the shell's",
-		"*.safetensors":                 "; it is read as a name",
+		"~/model.safetensors":           "; ~ is not expanded here",
+		dir + "/~/m.safetensors":        "; ~ is not expanded here",
+		"*.safetensors":                 "; patterns are not expanded here",
 		"another-name.of.an.index.json": "",
 		"":                              "",
 	} {
@@ -53,6 +53,6 @@ func TestMissing(t *testing.T) {
 		}
 	}
 	if err := missingPath(filepath.Join(dir, "link.safetensors")); err != nil {
-		t.Error(err) // opening it says what is wrong
+		t.Error(err) // opening it reports the error
 	}
 }

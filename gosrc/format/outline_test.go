@@ -10,8 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The first bytes of a file say how long it is, or that they are too few to say, or that it
-// is none.
+// The first bytes of a file tell its length, that they are too few to tell, or that it is not such a file.
 func TestSizeOf(t *testing.T) {
 	header := `{"a":{"dtype":"U8","shape":[3],"data_offsets":[5,8]},"b":{"dtype":"U8","shape":[5],"data_offsets":[0,5]}}` + strings.Repeat(" ", 1000)
 	file := append(binary.LittleEndian.AppendUint64(nil, uint64(len(header))), header...)

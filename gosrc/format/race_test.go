@@ -2,6 +2,6 @@
 
 package format
 
-// thin: the exhaustive loops take a sample under the race detector, which
-// makes them 30 times slower and has nothing to find in them.
+// thin: under the race detector the exhaustive loops take a sample, since it makes them 30 times slower and cannot find
+// anything in them.
 const thin = true

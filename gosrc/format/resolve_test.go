@@ -1,7 +1,6 @@
 package format
 
-// This file tests which files of a folder, of a store or of an index are a model's, and
-// that no opened file is left behind.
+// Tests which files of a folder, a store or an index form a model, and that no opened file is left open.
 
 import (
 	"context"
@@ -21,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A store has objects in memory, and counts what is open.
+// A store keeps objects in memory, and counts open ones.
 type store struct {
 	mu     sync.Mutex
 	files  map[string][]byte
@@ -52,7 +51,7 @@ func (s *store) Open(_ context.Context, uri string) (source.Source, error) {
 	return &object{memory{name: uri, b: b}, s}, nil
 }
 
-// of is a plain file of tensors of one byte.
+// of is a plain file of one-byte tensors.
 func of(t *testing.T, names ...string) []byte {
 	t.Helper()
 	var entries []safetensors.Entry
@@ -67,7 +66,7 @@ func of(t *testing.T, names ...string) []byte {
 	return append(head, make([]byte, len(names))...)
 }
 
-// listing is an index.json of tensor, file, tensor, file, ...
+// listing is an index.json from tensor, file, tensor, file, ...
 func listing(pairs ...string) []byte {
 	var rows []string
 	for i := 0; i < len(pairs); i += 2 {
@@ -76,8 +75,8 @@ func listing(pairs ...string) []byte {
 	return []byte(`{"metadata":{},"weight_map":{` + strings.Join(rows, ",") + `}}`)
 }
 
-// A remote name stands for itself, for what its index.json lists, or for the model in its
-// folder: the one that the store lists, or else the first of the usual names.
+// A remote name means the object itself, the files that its index.json lists, or the model in its folder: the one that
+// the store lists, or else the first of the usual names.
 func TestResolveRemote(t *testing.T) {
 	const dir = "https://host/models/m/"
 	two := listing("a", "1.safetensors", "b", "2.safetensors")
@@ -85,12 +84,12 @@ func TestResolveRemote(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		uri    string
-		store  []string // what the folder has
-		listed error    // what the store says instead of a listing
+		store  []string // files in the folder
+		listed error    // the store's answer instead of a listing
 		want   []string // below the folder
 		class  error
 	}{
-		{"a file", dir + "x.safetensors", nil, nil, []string{"x.safetensors"}, nil}, // it is not looked for yet
+		{"a file", dir + "x.safetensors", nil, nil, []string{"x.safetensors"}, nil}, // not looked for yet
 		{"an index", dir + "m.safetensors.index.json", []string{"m.safetensors.index.json"}, nil, []string{"1.safetensors", "2.safetensors"}, nil},
 		{"an index that is not there", dir + "m.safetensors.index.json", nil, nil, nil, errs.ErrNotFound},
 		{"one file of a folder", dir, []string{"b.safetensors", "README.md"}, nil, []string{"b.safetensors"}, nil},
@@ -137,8 +136,8 @@ func TestResolveRemote(t *testing.T) {
 	}
 }
 
-// A store that refuses the names that are not there, as those do that may not be listed, hides no model that is; if there is none, the
-// first refusal is the error. Of the Hub a refusal counts, and so does a failure of any store.
+// A store that refuses missing names, as stores without listing rights do, hides no model that exists. If there is
+// none, the first refusal is the error. A refusal by the Hub counts at once, and so does a failure of any store.
 func TestRefusedNames(t *testing.T) {
 	denied := errs.In("open", "x", errs.New(errs.ErrPermission, "HTTP 403 Forbidden"))
 	bad := errs.In("open", "x", errs.WithRule(source.RuleRefused, errs.New(errs.ErrIO, "HTTP 400 Bad Request")))
@@ -178,7 +177,7 @@ func TestRefusedNames(t *testing.T) {
 	}
 }
 
-// shards are the names of a family.
+// shards are the names of one set of shards.
 func shards(stem string, n int) (names []string) {
 	for k := range n {
 		names = append(names, fmt.Sprintf("%s-%05d-of-%05d.safetensors", stem, k+1, n))
@@ -186,7 +185,7 @@ func shards(stem string, n int) (names []string) {
 	return names
 }
 
-// A local folder has one model, or says which there are, one level further down too.
+// A local folder has one model, or the error lists the ones there are, also one level down.
 func TestResolveFolders(t *testing.T) {
 	two := string(listing("a", "1.safetensors", "b", "2.safetensors"))
 	for _, c := range []struct {
@@ -198,11 +197,11 @@ func TestResolveFolders(t *testing.T) {
 	}{
 		{"by name", []string{"b.safetensors", "a.safetensors", ".c.safetensors", "d.bin"}, []string{"a.safetensors", "b.safetensors"}, nil, ""},
 		{"by its index", []string{"m.safetensors.index.json", "z.safetensors"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
-		{"several indexes", []string{"m.safetensors.index.json", "n.safetensors.index.json"}, nil, errs.ErrArgument, "several models in one folder"},
+		{"several indexes", []string{"m.safetensors.index.json", "n.safetensors.index.json"}, nil, errs.ErrArgument, "the folder contains several models"},
 		{"a whole family", shards("model", 3), shards("model", 3), nil, ""},
 		{"a family that counts from 0", []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, nil, ""},
-		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "1 of 3 shards are there, and shards 1, 2 are missing"},
-		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat, "3 shards are there under numbers of 2"},
+		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "only 1 of 3 shards are there: shards 1, 2 are missing"},
+		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat, "3 shards with numbers out of 2"},
 		{"two families", append(shards("a", 2), shards("b", 2)...), nil, errs.ErrArgument, "a-00001-of-00002.safetensors"},
 		{"families of two counts", append(shards("m", 1), shards("m", 2)...), nil, errs.ErrArgument, "several models"},
 		{"one file and shards, without an index", append(shards("model", 3)[1:], "model.safetensors"), []string{"model.safetensors"}, nil, ""},
@@ -221,12 +220,12 @@ func TestResolveFolders(t *testing.T) {
 		{"consolidated without an index", append(shards("consolidated", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
 		{"consolidated alone", []string{"consolidated.safetensors"}, []string{"consolidated.safetensors"}, nil, ""},
 		{"what a killed save left beside", append(shards("model-ow0123abcd", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
-		{"what a killed save left", shards("model-ow0123abcd", 2), nil, errs.ErrFormat, "a save that did not end"},
+		{"what a killed save left", shards("model-ow0123abcd", 2), nil, errs.ErrFormat, "an unfinished save"},
 		{"empty", nil, nil, errs.ErrNotFound, "no .safetensors file in this folder"},
-		{"a pipeline", []string{"vae/x.safetensors", "unet/x.safetensors", "unet/y.safetensors", "text/notes"}, nil, errs.ErrNotFound, "open a folder below it (unet, vae)"},
+		{"a pipeline", []string{"vae/x.safetensors", "unet/x.safetensors", "unet/y.safetensors", "text/notes"}, nil, errs.ErrNotFound, "open one of its subfolders (unet, vae)"},
 		{"a cache", []string{"blobs/x", "snapshots/abc/x.safetensors"}, nil, errs.ErrNotFound, "name one of its snapshots"},
 	} {
-		for _, base := range []string{"plain", "[a]*?"} { // the second is no pattern
+		for _, base := range []string{"plain", "[a]*?"} { // the second must not act as a pattern
 			dir := filepath.Join(t.TempDir(), base)
 			if err := os.MkdirAll(dir, 0o700); err != nil {
 				t.Fatal(err)
@@ -254,8 +253,7 @@ func TestResolveFolders(t *testing.T) {
 	}
 }
 
-// Everything that was opened is closed if one of the files is bad, and none is opened of
-// which no tensor is wanted.
+// Everything that was opened is closed if one of the files is bad, and a file without a requested tensor is not opened.
 func TestOpenAllLeavesNothingOpen(t *testing.T) {
 	const dir = "https://host/m/"
 	index := dir + "m.safetensors.index.json"
@@ -311,13 +309,12 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 	}
 }
 
-// Of several files that cannot be opened the first is named, whichever fails first, and
-// those behind it are not waited for.
+// Of several files that cannot be opened the first is named, whichever fails first, and later ones are not waited for.
 func TestTheFirstMissingFileIsNamed(t *testing.T) {
 	failed := make(chan struct{})
 	open := func(ctx context.Context, uri string) (source.Source, error) {
 		switch uri {
-		case "2": // fails last of all
+		case "2": // fails last
 			<-failed
 			return nil, errs.New(errs.ErrNotFound, "file 2")
 		case "5":
@@ -334,7 +331,7 @@ func TestTheFirstMissingFileIsNamed(t *testing.T) {
 	}
 	files := []string{"0", "1", "2", "3", "4", "5", "6", "7", "8", "9"}
 	srcs, err := openSources(t.Context(), files, open)
-	if !errors.Is(err, errs.ErrNotFound) || slices.Contains(srcs, nil) || len(srcs) < 2 { // 0 and 1 at least
+	if !errors.Is(err, errs.ErrNotFound) || slices.Contains(srcs, nil) || len(srcs) < 2 { // at least 0 and 1
 		t.Errorf("%d sources, %v", len(srcs), err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -344,8 +341,8 @@ func TestTheFirstMissingFileIsNamed(t *testing.T) {
 	}
 }
 
-// A tree has the folders with files, each before the one above it, and no hidden folder, no
-// link and not the folder that is written. Parts of which the folder above has the whole are marked.
+// A tree has the folders with files, each before its parent, but no hidden folder, no link, and not the output folder.
+// Folders are marked whose files are the parts of whole weights in the parent folder.
 func TestTree(t *testing.T) {
 	dir := t.TempDir()
 	put := func(names ...string) {
@@ -401,8 +398,8 @@ func TestTree(t *testing.T) {
 	}
 }
 
-// Where an index.json decides, its tensors are the model, with names that are asked for and
-// without: what else lies in its files, and a stale duplicate of a name, is not.
+// An index.json defines the model's tensors, with and without requested names. Other tensors in its files, such as a
+// stale duplicate of a name, do not count.
 func TestTheIndexDecides(t *testing.T) {
 	dir := t.TempDir() + "/"
 	put := func(name string, b []byte) {
@@ -441,13 +438,13 @@ func TestTheIndexDecides(t *testing.T) {
 			}
 		}
 	}
-	// It decides, too, where its files are named one by one, about what two of them have.
+	// It also decides which copy counts if its files are named one by one and two of them have the tensor.
 	ix, _, _, err := OpenAll(t.Context(), []string{dir + "2.safetensors", dir + "1.safetensors"}, open, Options{})
 	if err != nil || len(ix.Tensors) != 4 || ix.Tensors[0].Name != "a" || ix.Tensors[0].Source != 0 ||
 		ix.Tensors[3].Name != "more" {
 		t.Errorf("%+v, %v", ix, err)
 	}
-	// It decides nothing about what none of the named files has to give, or one alone has.
+	// It does not decide about tensors that the named files lack, or that only one of them has.
 	put("3.safetensors", of(t, "a", "c"))
 	ix, _, _, err = OpenAll(t.Context(), []string{dir + "3.safetensors", dir + "1.safetensors"}, open, Options{})
 	if err != nil || len(ix.Tensors) != 5 { // both copies, which the reader refuses
@@ -463,7 +460,7 @@ func TestTheIndexDecides(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, _, _, err = OpenAll(t.Context(), []string{dir}, open, Options{})
-	for _, name := range []string{"2.safetensors", "m.safetensors.index.json", "m.safetensors, a model by itself"} {
+	for _, name := range []string{"2.safetensors", "m.safetensors.index.json", "m.safetensors, a complete model"} {
 		if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), dir+name) {
 			t.Errorf("a stale index beside one file: %v", err)
 		}
@@ -475,8 +472,8 @@ func TestTheIndexDecides(t *testing.T) {
 	}
 }
 
-// If the index is replaced while the shards are opened, they are opened again, once: a load
-// has the files of one save, or fails.
+// If the index is replaced while the shards are opened, they are opened again, once. A load gets the files of one save,
+// or fails.
 func TestAnIndexThatIsReplaced(t *testing.T) {
 	for _, where := range []string{"far", "near"} {
 		dir := "https://host/m/"
@@ -485,7 +482,7 @@ func TestAnIndexThatIsReplaced(t *testing.T) {
 		}
 		index := dir + "m.safetensors.index.json"
 		for _, c := range []struct {
-			saves int // while the shards are opened
+			saves int // saves while the shards are opened
 			class error
 			want  string
 		}{{0, nil, "1.safetensors"}, {1, nil, "2.safetensors"}, {9, errs.ErrCorrupt, ""}} {

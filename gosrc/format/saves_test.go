@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// savedAs is a file with one tensor of a checkpoint's save; "": of none.
+// savedAs is a file with one tensor of a checkpoint's save; "" means of no save.
 func savedAs(t *testing.T, name, save string) []byte {
 	t.Helper()
 	metadata := map[string]string{"format": "pt"}
@@ -29,12 +29,12 @@ func savedAs(t *testing.T, name, save string) []byte {
 }
 
 func TestFilesOfTwoSaves(t *testing.T) {
-	// Promise: files of one checkpoint that are opened together are of one save: of several they are an error that
-	// names the file, or opened again, once, if that has passed. Files of other folders and names may be of any.
+	// Checkpoint files that are opened together belong to one save. Files of several saves are an error that names the
+	// file, or are opened again, once, if that helps. Files of other folders and names may belong to any save.
 	const one, two = "save one", "save two"
 	for name, c := range map[string]struct {
 		files []string // path, save
-		mixed string   // in the error; "": none
+		mixed string   // in the error; "" if none
 	}{
 		"one save":           {[]string{"c/model-00001-of-00002", one, "c/model-00002-of-00002", one}, ""},
 		"no ids":             {[]string{"c/model-00001-of-00002", "", "c/model-00002-of-00002", ""}, ""},

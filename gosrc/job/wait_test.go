@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A job that has ended has ended, however short the wait.
+// A job that has ended reports so, however short the wait.
 func TestWaitZero(t *testing.T) {
 	want := errors.New("so it ended")
 	j := Start("x", func(context.Context, *Job) error { return want })
@@ -26,8 +26,8 @@ func TestWaitZero(t *testing.T) {
 	}
 }
 
-// A job that runs here has ended when the call returns, with its error or that of its panic, and nothing
-// of it is left.
+// A job that runs on the caller's thread has ended when the call returns, with its error or its panic's, and nothing of
+// it is left.
 func TestRunHere(t *testing.T) {
 	want := errors.New("so it ended")
 	j := New("x")
@@ -46,8 +46,8 @@ func TestRunHere(t *testing.T) {
 	}
 }
 
-// A cancelled job that cleans up keeps only CancelAll waiting; one that was not
-// cancelled has not failed before its end.
+// A cancelled job that cleans up keeps only CancelAll waiting. One that was not cancelled has not failed before its
+// end.
 func TestFailed(t *testing.T) {
 	clean, begun := make(chan struct{}), make(chan struct{})
 	end := sync.OnceFunc(func() { close(clean) })

@@ -14,7 +14,7 @@ func load(t *testing.T, env map[string]string) []string {
 	return Load(env)
 }
 
-// Values, aliases, precedence and bad values: what each environment means.
+// Values, aliases, precedence and bad values give the documented settings for each environment.
 func TestLoad(t *testing.T) {
 	preload := func() any { return Preload.Get() }
 	threads := func() any { return Threads.Get() }
@@ -25,7 +25,7 @@ func TestLoad(t *testing.T) {
 		env  map[string]string
 		get  func() any
 		want any
-		warn string // part of the one warning, "" for none
+		warn string // part of the one warning, "" if none
 	}{
 		{"nothing set", nil, preload, "", ""},
 		{"our name", map[string]string{"OVERWIRE_PRELOAD": "a"}, preload, "a", ""},
@@ -76,8 +76,7 @@ func TestLoadReplaces(t *testing.T) {
 	}
 }
 
-// Every declared knob is in the table, its name starts with OVERWIRE_, its
-// text is one sentence, and no name stands twice.
+// Every declared knob is in the table once, its name starts with OVERWIRE_, and its text is one sentence.
 func TestTable(t *testing.T) {
 	file, err := parser.ParseFile(token.NewFileSet(), "table.go", nil, 0)
 	if err != nil {

@@ -11,7 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// On a GPU, too: two loads of which one follows the other have one queue in turn.
+// On a GPU, a load that follows another uses the same queue after it.
 func TestAfterFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})
@@ -23,9 +23,8 @@ func TestAfterFake(t *testing.T) {
 	}
 }
 
-// A load on a GPU that follows another has that one's queue from the moment when the first
-// has submitted everything, and does not wait for its end; one that wants the device's
-// times, or another dtype, waits.
+// A load on a GPU that follows another gets its queue as soon as the first has submitted everything, and does not wait
+// for its end. One that wants the device's times, or another dtype, waits.
 func TestAfterTakesTheQueueFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})

@@ -22,7 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// otherShape is a random shape for that number of elements.
+// otherShape is a random shape with that number of elements.
 func otherShape(r *rand.Rand, n int64) []int64 {
 	shape := []int64{n}
 	for range r.IntN(4) {
@@ -37,9 +37,8 @@ func otherShape(r *rand.Rand, n int64) []int64 {
 	return shape
 }
 
-// aliased writes a container of tensors in all numbers of column parts, each with aliases of
-// other shapes, which no writer stores so any more; it returns its path, and the bytes of
-// each tensor by name.
+// aliased writes a container with tensors in all numbers of column parts, each with aliases of other shapes, as only
+// old writers stored them. It returns its path, and each tensor's bytes by name.
 func aliased(t *testing.T, r *rand.Rand) (string, map[string][]byte) {
 	t.Helper()
 	var items []overwire.Item
@@ -115,8 +114,8 @@ func aliased(t *testing.T, r *rand.Rand) (string, map[string][]byte) {
 	return path, bytesOf
 }
 
-// blockOf is what a request asks for of a tensor's bytes; ok is false where it does not
-// begin and end on whole bytes.
+// blockOf returns the part of a tensor's bytes that a request asks for; ok is false if it does not begin and end on
+// whole bytes.
 func blockOf(x *tensor.Tensor, data []byte, q Request) (out []byte, ok bool) {
 	rows, columns, cell := int64(1), int64(1), int64(x.DType.Bits())
 	for i, n := range x.Shape {
@@ -149,8 +148,8 @@ func blockOf(x *tensor.Tensor, data []byte, q Request) (out []byte, ok bool) {
 	return out, true
 }
 
-// requestsOf are random requests of a model: every tensor, and rows, columns and blocks of
-// each; want are their bytes.
+// requestsOf returns random requests for a model, every tensor, and rows, columns and blocks of each; want is their
+// bytes.
 func requestsOf(r *rand.Rand, ix *tensor.Index, bytesOf map[string][]byte) (reqs []Request, want [][]byte) {
 	for i := range ix.Tensors {
 		x := &ix.Tensors[i]
@@ -172,7 +171,7 @@ func requestsOf(r *rand.Rand, ix *tensor.Index, bytesOf map[string][]byte) (reqs
 	return reqs, want
 }
 
-// loadsBlocks loads random blocks of a model, to memory of the engine's and of the caller's.
+// loadsBlocks loads random blocks of a model, to the engine's memory and to the caller's.
 func loadsBlocks(t *testing.T, r *rand.Rand, m *Model, opt Options, bytesOf map[string][]byte) {
 	t.Helper()
 	reqs, want := requestsOf(r, m.Index(), bytesOf)
@@ -209,8 +208,8 @@ func loadsBlocks(t *testing.T, r *rand.Rand, m *Model, opt Options, bytesOf map[
 	}
 }
 
-// An alias of any shape, of a tensor in any number of column parts, loads whole and in
-// blocks, from its file, beside another model and from pinned memory.
+// An alias of any shape, of a tensor in any number of column parts, loads whole and in blocks, from its file, together
+// with another model, and from pinned memory.
 func TestAliasesOfParts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -239,8 +238,8 @@ func TestAliasesOfParts(t *testing.T) {
 	}
 }
 
-// A request with bytes that no task brings is an error of the engine that names the tensor,
-// and so is an alias that is planned with column parts of other rows: neither lands.
+// A request for bytes that no task brings is an engine error that names the tensor. So is an alias that is planned with
+// column parts of other rows. Neither is loaded.
 func TestUnplanned(t *testing.T) {
 	path, _ := write(t, "a", []int64{40, 4})
 	off := false
@@ -272,8 +271,8 @@ func TestUnplanned(t *testing.T) {
 	}
 }
 
-// A changed byte of a tensor in column parts is found by its checksum where an alias of
-// other rows is loaded, and the error says where.
+// A changed byte in column parts is found by its checksum when an alias with other rows is loaded, and the error says
+// where.
 func TestAliasesOfPartsDamage(t *testing.T) {
 	b, err := os.ReadFile("../../tests/goldens/save/other-rows-1.0/parts.safetensors")
 	if err != nil {

@@ -13,17 +13,16 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// From a server without ranges, which states no length, no more comes than the header says
-// there is, and nothing of what has none; a body without an end ends in an error with a
-// class.
+// From a server without ranges or a length, a load reads only as much as the header promises, and nothing if there is
+// no header. An endless body ends in a typed error.
 func TestServerThatNeverStops(t *testing.T) {
 	path, want := write(t, "a", []int64{300_000}, []int64{700})
 	file, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	const endless = 256 << 20 // more than is ever taken
-	var most atomic.Int64     // bytes that one request of a case was sent
+	const endless = 256 << 20 // more than is ever read
+	var most atomic.Int64     // bytes sent to one request of a case
 	var answers sync.WaitGroup
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		begin, more := file, []byte(nil)
@@ -59,7 +58,7 @@ func TestServerThatNeverStops(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		lenient bool
-		class   error // nil: the tensors come
+		class   error // nil if the tensors load
 		most    int64 // bytes that the server could send after the file's
 	}{
 		{"whole.safetensors", false, nil, 0},
@@ -92,7 +91,7 @@ func TestServerThatNeverStops(t *testing.T) {
 		if (c.class == nil) != (err == nil) || err != nil && !errors.Is(err, c.class) {
 			t.Errorf("%+v: %v", c, err)
 		}
-		answers.Wait() // one that went on would be counted for the next case
+		answers.Wait() // one that continues would count for the next case
 		if n := most.Swap(0); n > c.most {
 			t.Errorf("%+v: %d bytes were sent", c, n)
 		}

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// What a GPU's load is said to take is what it takes: its slots, on the device and
-// pinned, and of tensors that become another dtype as they land only that one.
+// A GPU's load takes what was estimated: its slots, on the device and pinned, and only the cast dtype of tensors that
+// are cast during the load.
 func TestEstimateFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	path := t.TempDir() + "/m.safetensors"
@@ -37,7 +37,7 @@ func TestEstimateFake(t *testing.T) {
 			t.Fatalf("%q has not landed", x.Name)
 		}
 		landed += mem.Bytes
-		// F64 is cast by the caller: what lands is twice what stays.
+		// F64 is cast by the caller, so twice as much is loaded as stays.
 		if stays := 300 * 100 * int64(d.Bits()/8) / map[bool]int64{true: 2,
 			false: 1}[d == tensor.F64]; o.Bytes[i] != stays {
 			t.Errorf("%q: %d bytes, foretold %d", x.Name, stays, o.Bytes[i])

@@ -10,8 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// The memory beside the tensors that a load is said to take is what it takes: none for
-// mapped files, the ring of slots for others.
+// A load takes the estimated memory in addition to its tensors: none for mapped files, the ring of slots for others.
 func TestEstimateStages(t *testing.T) {
 	plain, _ := write(t, "a", []int64{3, 5}, []int64{1_300_001}, []int64{0, 4}, []int64{7})
 	stored, _ := packed(t)
@@ -39,7 +38,7 @@ func TestEstimateStages(t *testing.T) {
 		}
 		l, rep := ended(t, m, Options{Device: "cpu"})
 		l.Close()
-		// Slots are rounded to pages, a queue to huge ones.
+		// Slots are rounded to pages, a queue to huge pages.
 		if ring := rep.Stages.RingBytes; (o.Staging == 0) != (ring == 0) || (o.Staging == 0) != c.none ||
 			o.Staging > ring || ring > o.Staging+4<<20 {
 			t.Errorf("%s: a ring of %d bytes, foretold %d", c.name, ring, o.Staging)
@@ -48,8 +47,8 @@ func TestEstimateStages(t *testing.T) {
 	settled(t)
 }
 
-// What is over a budget is refused with its numbers and the tensor that is the largest;
-// what is not even a part of the model is a mistake. A GPU is counted without one.
+// A load over budget is refused with its numbers and the largest tensor. A name that is not part of the model is an
+// error. A GPU's load is counted without a GPU.
 func TestEstimateBudget(t *testing.T) {
 	path, _ := write(t, "a", []int64{3, 5}, []int64{1000}, []int64{0, 4}, []int64{80})
 	m := opened(t, Spec{URIs: []string{path}})

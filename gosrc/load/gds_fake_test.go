@@ -23,8 +23,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A libcufile that reads by pread, into what is device memory on the fake
-// driver. It does what the first byte of the file MODE says, and counts in COUNTS.
+// A libcufile that reads with pread into the fake driver's device memory. The first byte of the file MODE selects its
+// behaviour, and it counts in COUNTS.
 const fakeCufile = `
 #include <errno.h>
 #include <fcntl.h>
@@ -160,8 +160,8 @@ func fakeGDS(t *testing.T, mode string) (counts func() cufile) {
 	}
 }
 
-// Plain tensors of every kind come by libcufile, short reads included, whether
-// or not it takes the staging, which a coherent device gets for it; and so do slices. Nothing of it is left open.
+// Plain tensors of every kind and slices load through libcufile, also with short reads and with or without the staging,
+// which a coherent device gets for it. Nothing of it is left open.
 func TestGDS(t *testing.T) {
 	for mode, device := range map[string]string{"": "cuda:0", "s": "cuda:1", "b": "cuda:0"} {
 		t.Run("mode "+mode, func(t *testing.T) {
@@ -208,8 +208,8 @@ func TestGDS(t *testing.T) {
 	}
 }
 
-// Where it is not real, or does not reach the file, or the bytes have checksums,
-// the load goes through the host and says why.
+// If GPUDirect Storage is not real, does not reach the file, or the bytes have checksums, the load goes through the
+// host and says why.
 func TestGDSFallsBack(t *testing.T) {
 	for _, c := range []struct {
 		mode, why string
@@ -246,8 +246,7 @@ func TestGDSFallsBack(t *testing.T) {
 	}
 }
 
-// A read that fails is an error of the file, tensor and offset; nothing is left
-// open, and the next load is good.
+// A failed read is an error with file, tensor and offset. Nothing is left open, and the next load is good.
 func TestGDSFails(t *testing.T) {
 	for _, c := range []struct {
 		mode, why string
@@ -270,8 +269,8 @@ func TestGDSFails(t *testing.T) {
 	}
 }
 
-// Whichever call of the driver fails meanwhile, once or from then on, the load
-// ends typed or goes on, and nothing is left: no handle, no registration.
+// Whichever driver call fails meanwhile, once or from then on, the load continues or ends with a typed error. No handle
+// or registration is left.
 func TestGDSLosesTheDevice(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{}, "", 1<<20)
 	counts := fakeGDS(t, "")
@@ -315,7 +314,7 @@ func TestGDSLosesTheDevice(t *testing.T) {
 	loadtest.CheckQuiet(t)
 }
 
-// Elements are cast on their way out of the staging, as they are otherwise.
+// Elements are cast on their way out of the staging, as in other loads.
 func TestGDSCasts(t *testing.T) {
 	loadtest.UseEngine(t)
 	fakeGDS(t, "")

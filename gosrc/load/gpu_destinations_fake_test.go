@@ -21,9 +21,9 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Memory that is allocated while the load runs gets the right bytes, plain and
-// compressed; so do the caller's own destinations, settled one by one in any order, also
-// while a queue is being made, for which a load does not wait before it has begun.
+// Memory that is allocated while the load runs gets the right bytes, plain and compressed. So do the caller's own
+// destinations, bound one by one in any order, also while a queue is being made. A load does not wait for a queue
+// before it has begun.
 func TestLateDestinations(t *testing.T) {
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 		for _, making := range []bool{false, true} {
@@ -69,7 +69,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 		t.Fatal(err)
 	}
 	if making {
-		time.Sleep(50 * time.Millisecond) // by then the job waits for its queue
+		time.Sleep(50 * time.Millisecond) // the job is waiting for its queue by then
 	}
 	if err := l.Bind([]int64{int64(mine[0]) + 1, 4096}, 0); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a place for a request that waits for none: %v", err)
@@ -106,7 +106,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	l.Close()
 }
 
-// A load whose destinations are never settled waits, and ends when it is cancelled.
+// A load waits for destinations that are never bound, and ends when it is cancelled.
 func TestDestinationsNeverSettled(t *testing.T) {
 	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true}, "", 4<<20)
 	loadtest.UseEngine(t)
@@ -130,8 +130,7 @@ func TestDestinationsNeverSettled(t *testing.T) {
 	}
 }
 
-// Whichever call fails while memory is got beside the load, the load ends with
-// the error, and nothing is left behind.
+// Whichever call fails while memory is allocated during the load, the load ends with the error, and nothing leaks.
 func TestLateMemoryFails(t *testing.T) {
 	path, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
 	m.Close()
@@ -175,7 +174,7 @@ func TestLateMemoryFails(t *testing.T) {
 	loadtest.CheckQuiet(t)
 }
 
-// A queue that is prepared is the one that the next load uses.
+// The next load uses a queue that was prepared.
 func TestPrepare(t *testing.T) {
 	loadtest.UseEngine(t)
 	d, err := cuda.Open(0)

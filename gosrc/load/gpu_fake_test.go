@@ -17,12 +17,11 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Whichever call of the driver fails during a load, whether or not the device
-// recovers, the load goes on or ends with a typed error that names the file and
-// the call, and the tensor if one was on its way; nothing is left behind.
+// Whichever driver call fails during a load, and whether or not the device recovers, the load continues or ends with a
+// typed error. The error names the file, the call, and the tensor if one was in progress. Nothing leaks.
 func TestLoadEveryCallFails(t *testing.T) {
 	path, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "hostile", 0)
-	// A few tensors of each way to land: coded, raw, in part, without bytes.
+	// A few tensors for each way of loading: coded, raw, partial, empty.
 	var reqs []load.Request
 	for i := range m.Index().Tensors {
 		x := &m.Index().Tensors[i]
@@ -111,16 +110,15 @@ func TestLoadEveryCallFails(t *testing.T) {
 	loadtest.LoadAll(t, loadtest.OpenModel(t, path), want, 1)
 }
 
-// A load that the device has no room for says how much it wanted and how much
-// there was, and what did fit is given back: the next load works. So does one
-// whose room is taken by what is only kept.
+// A load that does not fit on the device says how much it needed and how much there was, and returns what it had
+// allocated: the next load works. So does a load when only kept memory takes the space.
 func TestOutOfMemory(t *testing.T) {
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	var bytes int64
 	for i := range m.Index().Tensors {
 		bytes += m.Index().Tensors[i].Bytes
 	}
-	const queue = 8 << 20 // of a small ring
+	const queue = 8 << 20 // for a small ring
 	for _, c := range []struct {
 		name  string
 		room  int64
@@ -144,7 +142,7 @@ func TestOutOfMemory(t *testing.T) {
 		}
 	}
 	end := cuda.Fake(bytes + queue + 4<<20)
-	for range 3 { // the second finds the tensors of the first let go, but not yet freed
+	for range 3 { // the second finds the first one's tensors released, but not yet freed
 		loadtest.LoadAll(t, m, want, 0)
 	}
 	if err := cuda.Trim(); err != nil {
@@ -162,8 +160,8 @@ func TestOutOfMemory(t *testing.T) {
 	}
 }
 
-// Chunks are read in pinned memory by loads to the coherent device and by those that ask
-// for it, and by no other, though one queue serves them all.
+// Only loads to the coherent device and loads that ask for it read chunks in pinned memory, though one queue serves
+// all.
 func TestWhoReadsInPlace(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {

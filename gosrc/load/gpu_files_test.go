@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// inputs are tensors that pack, that do not, and that are hardly there.
+// inputs are tensors that pack, tensors that do not, and almost empty ones.
 func inputs() []save.Input {
 	r := rand.New(rand.NewPCG(1, 1))
 	var in []save.Input
@@ -45,8 +45,7 @@ func inputs() []save.Input {
 	return in
 }
 
-// Files, compressed in one or several column parts and plain, arrive on the GPU
-// as they were, whole and in slices.
+// Files load to the GPU unchanged, whole and in slices: compressed in one or several column parts, and plain.
 func TestLoad(t *testing.T) {
 	loadtest.UseEngine(t)
 	in := inputs()
@@ -105,7 +104,7 @@ func TestLoad(t *testing.T) {
 	}
 }
 
-// A changed byte of a file is a corrupt chunk, and the next load is good.
+// A changed byte in a file is reported as a corrupt chunk, and the next load is good.
 func TestLoadCorrupt(t *testing.T) {
 	loadtest.UseEngine(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
@@ -117,7 +116,7 @@ func TestLoadCorrupt(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, hurt := range []bool{true, false} {
-		b[len(b)/2] ^= 1 // the second time it is as it was
+		b[len(b)/2] ^= 1 // the second time restores it
 		if err := os.WriteFile(path, b, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -140,8 +139,8 @@ func TestLoadCorrupt(t *testing.T) {
 	}
 }
 
-// A traced load tells when the device copied and decoded, and the next load on
-// the same queue is not timed any more. What is read in place is not copied.
+// A traced load reports when the device copied and decoded, and the next load on the same queue is not timed. In-place
+// reads are not copied.
 func TestLoadTrace(t *testing.T) {
 	loadtest.UseEngine(t)
 	dir := t.TempDir()

@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// What level "smaller" stores for the CPU alone lands on a GPU bit for bit, beside what
-// the GPU decodes itself, from the file and from pinned memory.
+// Files of level "smaller", stored only for the CPU, load on a GPU bit for bit, along with data that the GPU decodes
+// itself, from the file and from pinned memory.
 func TestWholeSmaller(t *testing.T) {
 	loadtest.UseEngine(t)
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, Level: "smaller", ChunkBytes: 64 << 10}, "hostile",
@@ -44,8 +44,7 @@ func TestWholeSmaller(t *testing.T) {
 	m.Close()
 }
 
-// Integers with packed nibbles are decoded by the kernels of nibbles, bytes by those
-// of bytes.
+// Kernels for nibbles decode integers with packed nibbles, and kernels for bytes decode bytes.
 func TestPackedIntegers(t *testing.T) {
 	loadtest.UseEngine(t)
 	r := rand.New(rand.NewPCG(4, 4))

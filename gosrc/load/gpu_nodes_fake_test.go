@@ -25,8 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// twoNodes makes the tables of a host whose cores belong to node 0 and 1 in turns; cuda:N
-// is near node N.
+// twoNodes makes the tables of a host with cores that belong to nodes 0 and 1 in turn; cuda:N is near node N.
 func twoNodes(t *testing.T, had *unix.CPUSet) (root string, near [2]unix.CPUSet) {
 	t.Helper()
 	root = t.TempDir()
@@ -58,7 +57,7 @@ func twoNodes(t *testing.T, had *unix.CPUSet) (root string, near [2]unix.CPUSet)
 	return root, near
 }
 
-// A watched source notes where the threads run that read it.
+// A watched source notes where its reading threads run.
 type watched struct {
 	source.Source
 	mu   sync.Mutex
@@ -67,7 +66,7 @@ type watched struct {
 
 func (w *watched) Facts() source.Facts {
 	f := w.Source.Facts()
-	f.File = nil // it is read by ReadAt
+	f.File = nil // so it is read by ReadAt
 	return f
 }
 
@@ -85,8 +84,7 @@ func (w *watched) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return w.Source.ReadAt(ctx, p, off)
 }
 
-// policy is what the kernel does with the memory of an address: 0 what it likes, 1 a node
-// that is preferred.
+// policy is the kernel's policy for the memory at an address: 0 is the default, 1 a preferred node.
 func policy(t *testing.T, b []byte) (kind int32, nodes uint64) {
 	t.Helper()
 	var mask [16]uint64
@@ -97,9 +95,8 @@ func policy(t *testing.T, b []byte) (kind int32, nodes uint64) {
 	return kind, mask[0]
 }
 
-// On a host of several nodes, readers run on the cores near the GPU, and the slots lie
-// there; where the kernel refuses that, loads are right all the same. On a host of one,
-// or of which nothing is known, nothing is asked of the kernel.
+// On a host with several nodes, readers run on the cores near the GPU, and the slots are in memory near it. Loads are
+// also right where the kernel refuses that. On a host with one node or unknown nodes, the kernel is not asked.
 func TestNodes(t *testing.T) {
 	path, _, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	var had unix.CPUSet

@@ -27,13 +27,13 @@ import (
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// Weights of every kind and dtype, packed and plain, go the whole way: into the
-// engine's memory and out by DLPack, and into the caller's, wherever it begins.
+// Weights of every kind and dtype, packed and plain, take the whole path: into the engine's memory and out by DLPack,
+// and into the caller's memory at any offset.
 func TestWholeWay(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, kind := range weights.Kinds() {
 		if kind.Name == "moe-bf16" {
-			continue // as many tensors as a real one: bf16 like the first
+			continue // as many tensors as a real model: bf16 like the first
 		}
 		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 			t.Run(fmt.Sprintf("%s/%v", kind.Name, spec.Compress), func(t *testing.T) {
@@ -43,7 +43,7 @@ func TestWholeWay(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				// One memory of the caller's, tensors at odd places in it.
+				// One buffer of the caller's, with tensors at odd offsets.
 				var reqs []load.Request
 				var total int64
 				for i := range m.Index().Tensors {
@@ -88,8 +88,7 @@ func TestWholeWay(t *testing.T) {
 	}
 }
 
-// A chunk that changed is named, whatever notices it, and the device serves the
-// next load.
+// A changed chunk is named, whatever notices it, and the device serves the next load.
 func TestCorruptChunkIsNamed(t *testing.T) {
 	loadtest.UseEngine(t)
 	path, good, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 32 << 10}, "", 4<<20)
@@ -159,7 +158,7 @@ func TestCancelAtAnyMoment(t *testing.T) {
 	t.Logf("%d were cancelled on their way", cancelled)
 }
 
-// Loads to two devices at once do not meet.
+// Loads to two devices at once do not interfere.
 func TestTwoDevicesAtOnce(t *testing.T) {
 	loadtest.UseEngine(t)
 	all, err := driver.Info()
@@ -195,8 +194,8 @@ func TestTwoDevicesAtOnce(t *testing.T) {
 	}
 }
 
-// A pinned model lands on the devices without its file, over memory that was
-// registered once, by the pinning or by the first load; closed, it lets go.
+// A pinned model loads to the devices without its file, from memory that was registered once, by the pinning or by the
+// first load. When closed, it releases everything.
 func TestPinned(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
@@ -231,8 +230,8 @@ func TestPinned(t *testing.T) {
 	}
 }
 
-// Tensors are saved from where they lie on a device, chunk by chunk: the file is
-// that of the same tensors on the host, byte for byte, ties included.
+// Tensors are saved from device memory chunk by chunk. The file equals, byte for byte, that of the same tensors on the
+// host, including ties.
 func TestSaveFromDevice(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, kind := range []string{"tied", "hostile"} {
@@ -273,7 +272,7 @@ func TestSaveFromDevice(t *testing.T) {
 				t.Fatal(err)
 			}
 			if kind == "tied" && !spec.Compress && len(one) != len(two) || kind == "hostile" && !spec.Compress {
-				// a plain file's order is that of its tensors
+				// a plain file has the order of its tensors
 				loadtest.LoadAll(t, loadtest.OpenModel(t, spec.Path), want, 0)
 			} else if !bytes.Equal(one, two) {
 				t.Errorf("%s, compressed %v: %d and %d bytes, or others", kind, spec.Compress, len(one), len(two))
@@ -282,9 +281,8 @@ func TestSaveFromDevice(t *testing.T) {
 	}
 }
 
-// A cast while landing gives the bytes of the cast after it, whole and in slices,
-// from packed, parted and plain files, into the engine's memory and the
-// caller's; what has no kernel stays what it is.
+// A cast during the load gives the same bytes as a cast after it, whole and in slices, from packed, partitioned and
+// plain files, into the engine's memory and the caller's. Dtypes without a kernel stay as they are.
 func TestCastWhileLanding(t *testing.T) {
 	loadtest.UseEngine(t)
 	d, err := cuda.Open(0)
@@ -382,8 +380,8 @@ func TestCastWhileLanding(t *testing.T) {
 	}
 }
 
-// Over HTTP, from a server whose connections break, files arrive as from a disk, by
-// however many of them, and the load tells what it waited for.
+// Files load over HTTP as from a disk, with any number of connections and from a server with breaking connections. The
+// load reports what it waited for.
 func TestWholeWayOverHTTP(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 128 << 10}, {}} {
@@ -394,7 +392,7 @@ func TestWholeWayOverHTTP(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// Opening gives up sooner than reading.
+		// Opening gives up earlier than reading.
 		opened := func(connections string) (m *load.Model) {
 			access := format.Access{Options: source.Options{Storage: map[string]string{"connections": connections}}}
 			for range 50 {
@@ -420,7 +418,7 @@ func TestWholeWayOverHTTP(t *testing.T) {
 		}
 		l.Close()
 		m.Close()
-		for _, connections := range []string{"1", "64"} { // each has a slot of its own
+		for _, connections := range []string{"1", "64"} { // each has its own slot
 			m := opened(connections)
 			loadtest.LoadAll(t, m, want, 0)
 			m.Close()

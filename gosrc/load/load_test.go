@@ -20,8 +20,8 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// write makes a plain safetensors file of U8 tensors t0, t1, … of the given
-// shapes, and returns its path and the tensors' bytes.
+// write makes a plain safetensors file of U8 tensors t0, t1, … of the given shapes, and returns its path and the
+// tensors' bytes.
 func write(t testing.TB, name string, shapes ...[]int64) (string, [][]byte) {
 	t.Helper()
 	var entries []string
@@ -60,7 +60,7 @@ func opened(t testing.TB, spec Spec) *Model {
 	return m
 }
 
-// ended starts a load of all of m, waits for its end, and returns its report, too.
+// ended starts a load of all of m, waits for its end, and also returns its report.
 func ended(t testing.TB, m *Model, opt Options) (*Loading, Report) {
 	t.Helper()
 	l, err := m.Start(nil, opt)
@@ -77,7 +77,7 @@ func ended(t testing.TB, m *Model, opt Options) (*Loading, Report) {
 	return l, rep
 }
 
-// settled waits until no goroutine of ours is left.
+// settled waits until none of our goroutines is left.
 func settled(t *testing.T) {
 	t.Helper()
 	if n := spawn.Left(); len(n) != 0 {
@@ -85,8 +85,7 @@ func settled(t *testing.T) {
 	}
 }
 
-// Mapped or read, whole or sliced, from one file or several: the bytes are the
-// file's, and they outlive the model.
+// Mapped or read, whole or sliced, from one file or several: the bytes are the file's, and they outlive the model.
 func TestLoad(t *testing.T) {
 	p1, b1 := write(t, "a", []int64{3, 5}, []int64{}, []int64{0, 4}, []int64{700, 1000})
 	p2, b2 := write(t, "b", []int64{2, 2, 2})
@@ -193,7 +192,7 @@ func TestStartRefuses(t *testing.T) {
 	}
 }
 
-// Ready gives every request once, in the order of arrival, and then the end.
+// Ready returns every request once, in order of arrival, and then the end.
 func TestReady(t *testing.T) {
 	var shapes [][]int64
 	for i := range 50 {
@@ -248,7 +247,7 @@ func TestCloseAtAnyMoment(t *testing.T) {
 	settled(t)
 }
 
-// A file that is cut off while it is open gives a typed error that names it.
+// A file that is truncated while it is open gives a typed error that names it.
 func TestTruncatedUnderUs(t *testing.T) {
 	for _, mapped := range []bool{true, false} {
 		p, _ := write(t, "a", []int64{300_000}, []int64{300_000})

@@ -19,8 +19,8 @@ func mappings(t *testing.T, path string) int {
 	return strings.Count(string(b), path)
 }
 
-// Tensors that are loaded one by one share one mapping, however many they are;
-// one that is loaded again has bytes of its own. All go when the last does.
+// Tensors that are loaded one by one share one mapping, however many there are. One that is loaded again has its own
+// bytes. All mappings end with the last owner.
 func TestOneMapping(t *testing.T) {
 	shapes := make([][]int64, 50)
 	for i := range shapes {
@@ -51,11 +51,11 @@ func TestOneMapping(t *testing.T) {
 		t.Error("a tensor that was loaded again has another owner's changes")
 	}
 	again.Release()
-	settled(t) // prefaulting holds it, too
+	settled(t) // prefaulting also holds it
 	if n := mappings(t, path); n != 1 {
 		t.Errorf("%d mappings after the second was released", n)
 	}
-	// Who goes takes his changes with him, and no one else's bytes.
+	// A released owner takes its changes with it, and no one else's bytes.
 	page := first.Slice()[100_000:]
 	first.Release()
 	if page[0] != want[7][100_000] {
@@ -81,9 +81,8 @@ func TestOneMapping(t *testing.T) {
 	}
 }
 
-// However often tensors and their rows are loaded and kept, a file has few mappings, and
-// each owner has bytes of its own: rows that are apart share one, and what is asked for
-// again is copied once many have been made.
+// However often tensors and their rows are loaded and kept, a file has few mappings, and each owner has its own bytes.
+// Separate rows share one mapping; a row that is asked for again is copied once there are many mappings.
 func TestFewMappings(t *testing.T) {
 	path, want := write(t, "a", []int64{3000, 64}, []int64{100_000})
 	m := opened(t, Spec{URIs: []string{path}})
@@ -134,7 +133,7 @@ func TestFewMappings(t *testing.T) {
 	}
 }
 
-// A file is not mapped for little, of which none may be kept by a mapping of its own.
+// A file is not mapped for small parts, and none of them keeps a mapping of its own.
 func TestLittleIsCopied(t *testing.T) {
 	path, want := write(t, "a", []int64{300}, []int64{500})
 	for range 3 {
@@ -162,7 +161,7 @@ func TestLittleIsCopied(t *testing.T) {
 	}
 }
 
-// Ranges are added once; their neighbours become one with them.
+// Ranges are added once, and merge with their neighbours.
 func TestSpans(t *testing.T) {
 	var s spans
 	for i, c := range []struct {

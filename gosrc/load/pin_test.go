@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// packed makes a compressed file of two tensors of several chunks.
+// packed makes a compressed file of two tensors with several chunks each.
 func packed(t testing.TB) (string, [][]byte) {
 	t.Helper()
 	path := t.TempDir() + "/m.safetensors"
@@ -43,8 +43,8 @@ func pin(t testing.TB, m *Model) error {
 	return err
 }
 
-// A pinned model, packed or plain, gives its tensors and slices without its
-// files, to several loads at once, and after it was closed to those that run.
+// A pinned model, packed or plain, gives its tensors and slices without its files, to several loads at once, and to
+// running loads after it was closed.
 func TestPin(t *testing.T) {
 	plain, b0 := write(t, "a", []int64{400, 1000}, []int64{0, 3}, []int64{300, 700})
 	coded, b1 := packed(t)
@@ -105,8 +105,7 @@ func TestPin(t *testing.T) {
 	settled(t)
 }
 
-// What cannot be pinned stays what it was: damage is named, and the file still
-// loads what is whole of it.
+// A model that cannot be pinned stays as it was: damage is named, and the file still loads its intact parts.
 func TestPinFails(t *testing.T) {
 	path, want := packed(t)
 	whole := opened(t, Spec{URIs: []string{path}})
@@ -142,7 +141,7 @@ func TestPinFails(t *testing.T) {
 	}
 	l.Close()
 	settled(t)
-	if err := m.Hold(); err != nil { // as a load that runs does
+	if err := m.Hold(); err != nil { // as a running load does
 		t.Fatal(err)
 	}
 	if _, err := m.Pin(Options{}); !errors.Is(err, errs.ErrArgument) {
@@ -162,7 +161,7 @@ func TestPinFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := m.Start(nil, Options{}); err != nil && !errors.Is(err, errs.ErrArgument) {
-		t.Error(err) // or it was quicker
+		t.Error(err) // or it finished first
 	}
 	j.Cancel()
 	if _, err := j.Wait(-1); err != nil && !errors.Is(err, errs.ErrCancelled) {

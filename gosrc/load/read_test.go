@@ -16,9 +16,8 @@ import (
 
 var ways = []string{"auto", "buffered", "direct"}
 
-// In every way of reading, whole and sliced, all bytes are the file's: small
-// tensors that share pieces, large ones that are read to their place, none of
-// them aligned.
+// In every way of reading, whole and sliced, all bytes are the file's: small tensors that share pieces, and large ones
+// that are read directly to their destination, none of them aligned.
 func TestReadWays(t *testing.T) {
 	p1, b1 := write(t, "a", []int64{3, 5}, []int64{1_300_001}, []int64{7}, []int64{130, 10_001}, []int64{200_000})
 	p2, b2 := write(t, "b", []int64{2, 2, 2}, []int64{2_500_000})
@@ -65,9 +64,8 @@ func TestReadWays(t *testing.T) {
 	settled(t)
 }
 
-// A file that is cut off after it was opened fails the load with the tensor
-// and the place of the first byte that is missing, in every way of reading,
-// and when it would have been mapped; nothing is left running.
+// A file that was truncated after it was opened fails the load with the tensor and the offset of the first missing
+// byte, in every way of reading, and also where it would have been mapped. Nothing is left running.
 func TestTruncatedUnderALoad(t *testing.T) {
 	for _, how := range append(ways, "mapped") {
 		path, _ := write(t, "a", []int64{1 << 20}, []int64{3 << 20}, []int64{100})
@@ -91,7 +89,7 @@ func TestTruncatedUnderALoad(t *testing.T) {
 			t.Errorf("%s: %v, want ErrCorrupt", how, err)
 			continue
 		}
-		// Which of the reads that miss bytes is first is a matter of luck.
+		// Any of the reads that miss bytes may come first.
 		if mapped && at.Offset != cut {
 			t.Errorf("mapped: %v, cut at %d", err, cut)
 		}
@@ -102,8 +100,8 @@ func TestTruncatedUnderALoad(t *testing.T) {
 	settled(t)
 }
 
-// A file that is cut off while it is read gives its old bytes or an error,
-// never others; one that is replaced gives its old bytes.
+// A file that is truncated while it is read gives its old bytes or an error, never others. A replaced file gives its
+// old bytes.
 func TestChangedDuringALoad(t *testing.T) {
 	off := false
 	failed := 0
@@ -149,7 +147,7 @@ func TestChangedDuringALoad(t *testing.T) {
 	settled(t)
 }
 
-// remote is a file as if it lay on a network.
+// remote is a file that claims to be on a network.
 type remote struct{ *file.File }
 
 func (r remote) Facts() source.Facts {
@@ -158,8 +156,8 @@ func (r remote) Facts() source.Facts {
 	return f
 }
 
-// Plain files are mapped unless that is turned off, on a network only if it is turned
-// on, and the argument wins over the setting.
+// Plain files are mapped unless that is turned off; on a network only if it is turned on. The argument wins over the
+// setting.
 func TestWhatIsMapped(t *testing.T) {
 	path, want := write(t, "a", []int64{3000, 100})
 	yes, no := true, false
@@ -204,8 +202,8 @@ func (a *asked) Facts() source.Facts { return source.Facts{File: a} }
 
 func (a *asked) Expect(int64, bool, string) int { a.times++; return 3 }
 
-// A file is announced once, however often a relay of several files comes back to it, and
-// one that is not read is not.
+// A file is announced once, however often a group load of several files returns to it. One that is not read is not
+// announced.
 func TestExpectOnce(t *testing.T) {
 	srcs := []source.Source{&asked{}, &asked{}, &asked{}}
 	p := &plan.Plan{Pieces: []plan.Piece{{Source: 0}, {Source: 2}, {Source: 0}, {Source: 2}, {Source: 2}}}
@@ -221,9 +219,8 @@ func TestExpectOnce(t *testing.T) {
 	}
 }
 
-// A file that is written to in place after it was opened is refused, whichever way it is
-// read, and so is its pin; one that is replaced by a rename, linked or given another mode is
-// read on.
+// A file that is written in place after it was opened is refused in every way of reading, and so is its pin. One that
+// is replaced by a rename, linked or given another mode is still read.
 func TestWrittenInPlace(t *testing.T) {
 	for _, mapped := range []bool{true, false} {
 		path, want := write(t, "a", []int64{300_000}, []int64{10})

@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Models of equal names are one model by number, of the files that they had open, and
-// outlive their own handles; a closed one is refused.
+// Models with equal names become one model by number, from the files that they had open, and outlive their own handles.
+// A closed one is refused.
 func TestSeveral(t *testing.T) {
 	first, want := packed(t)
 	third, _ := packed(t)

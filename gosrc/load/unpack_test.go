@@ -16,8 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// smaller writes a container whose tensors have codec 6, X16 and none, large and
-// small, and returns its path and what is in it.
+// smaller writes a container with large and small tensors of codec 6, of X16 and uncoded, and returns its path and
+// contents.
 func smaller(t *testing.T) (string, []save.Input) {
 	t.Helper()
 	seed := uint64(time.Now().UnixNano())
@@ -54,8 +54,8 @@ func smaller(t *testing.T) (string, []save.Input) {
 	return path, in
 }
 
-// Tensors of codec 6 load whole, by rows and by columns, from the file and from pinned
-// memory; the table says how they are stored.
+// Tensors of codec 6 load whole, by rows and by columns, from the file and from pinned memory. The table says how they
+// are stored.
 func TestUnpacked(t *testing.T) {
 	path, in := smaller(t)
 	m := opened(t, Spec{URIs: []string{path}})
@@ -119,8 +119,7 @@ func TestUnpacked(t *testing.T) {
 	check()
 }
 
-// A changed byte of a chunk of codec 6 is found by its checksum, by a load and by Pin,
-// and the error says where.
+// A changed byte in a chunk of codec 6 is found by its checksum, by a load and by Pin, and the error says where.
 func TestUnpackedDamage(t *testing.T) {
 	path, _ := smaller(t)
 	m := opened(t, Spec{URIs: []string{path}})

@@ -18,7 +18,7 @@ import (
 
 var kinds = []Kind{Native, Raw, WithSize}
 
-// text is n bytes that compress a little, the same for a seed.
+// text returns n bytes that compress a little, the same for a seed.
 func text(n int, seed uint64) []byte {
 	r := rand.New(rand.NewPCG(seed, 1))
 	out := make([]byte, 0, n+64)
@@ -35,7 +35,7 @@ func text(n int, seed uint64) []byte {
 	return out[:n:n]
 }
 
-// one runs one buffer and returns a copy of what came out.
+// one runs one buffer and returns a copy of the result.
 func one(t testing.TB, s Spec, src []byte) ([]byte, error) {
 	t.Helper()
 	out, err := Run(context.Background(), s, []Buffer{{Src: src}})
@@ -52,8 +52,8 @@ func one(t testing.TB, s Spec, src []byte) ([]byte, error) {
 	return bytes.Clone(out[0].Mem.Slice()), nil
 }
 
-// Every algorithm gives back every content in every kind, the size that it
-// finds is the content's, and no stream is longer than its bound.
+// Every algorithm gives back every content in every kind. The size that it finds is the content's, and no stream is
+// longer than its bound.
 func TestRoundTrip(t *testing.T) {
 	long := 2<<20 + 5
 	if testing.Short() {
@@ -126,8 +126,8 @@ func TestBoundOfNoise(t *testing.T) {
 	}
 }
 
-// What is written sized begins with the length of the content, in 4 bytes of LZ4 and
-// 8 of others, and is otherwise the raw block.
+// A sized stream begins with the length of the content, in 4 bytes for LZ4 and 8 for others, and continues as the raw
+// block.
 func TestSized(t *testing.T) {
 	for _, name := range Names() {
 		for _, src := range [][]byte{nil, {0}, make([]byte, 16), make([]byte, 70_000), text(40, 1), text(70_000, 2)} {
@@ -147,15 +147,15 @@ func TestSized(t *testing.T) {
 	}
 }
 
-// The last sequence of an LZ4 block has no match: what its token says of the length of
-// one means nothing, and other writers leave bits there.
+// The last sequence of an LZ4 block has no match. The match length in its token means nothing, and other writers leave
+// bits there.
 func TestLastTokenOfLZ4(t *testing.T) {
 	for _, c := range []struct {
 		before, last, want string
 	}{
 		{"", "\x10z", "z"},
 		{"", "\x70bcdefgh", "bcdefgh"},
-		{"\x18a\x01\x00", "\xC0bcdefghijklm", "aaaaaaaaaaaaabcdefghijklm"}, // a, and 12 of it again
+		{"\x18a\x01\x00", "\xC0bcdefghijklm", "aaaaaaaaaaaaabcdefghijklm"}, // a, and 12 copies of it
 	} {
 		for bits := range 16 {
 			src := []byte(c.before + c.last)
@@ -168,11 +168,11 @@ func TestLastTokenOfLZ4(t *testing.T) {
 	}
 }
 
-// The algorithms of nvCOMP's open release, and the bytes of their own headers.
+// The algorithms of nvCOMP's open release, and the sizes of their own headers in bytes.
 var ownOpen = map[string]int{"GDeflate": 4, "LZ4": 4, "Snappy": 1, "Cascaded": 24}
 
-// openStream lays a content out as nvCOMP 2.2 does: chunks in any order and without
-// gaps, room for checksums that are flagged and private.
+// openStream lays a content out as nvCOMP 2.2 does: chunks in any order without gaps, and room for checksums that are
+// flagged and private.
 func openStream(t testing.TB, a *algorithm, own int, src []byte, step int) []byte {
 	le := binary.LittleEndian
 	var chunks [][]byte
@@ -201,8 +201,8 @@ func openStream(t testing.TB, a *algorithm, own int, src []byte, step int) []byt
 	return append(head, payload...)
 }
 
-// Streams of nvCOMP 2.2, the last release that was open, are read; their private
-// checksums are refused by name where they are asked for.
+// Streams of nvCOMP 2.2, the last open release, are read. Their private checksums are refused by name if they are asked
+// for.
 func TestStreamsOfTheOpenRelease(t *testing.T) {
 	le := binary.LittleEndian
 	src := text(150_000, 8)
@@ -229,7 +229,7 @@ func TestStreamsOfTheOpenRelease(t *testing.T) {
 	}
 }
 
-// A stream of another writer is refused, and the error names what reads it.
+// A stream of another writer is refused, and the error names a tool that reads it.
 func TestStreamsOfOthers(t *testing.T) {
 	made, err := one(t, Spec{Op: OpEncode, Algorithm: "LZ4", Sums: true}, text(1000, 1))
 	if err != nil {
@@ -257,7 +257,7 @@ func TestStreamsOfOthers(t *testing.T) {
 	}
 }
 
-// The header and the tables behind it, field for field.
+// The header and the tables after it match field for field.
 func TestNativeLayout(t *testing.T) {
 	le := binary.LittleEndian
 	src := text(10_000, 1)
@@ -300,8 +300,8 @@ func TestNativeLayout(t *testing.T) {
 	}
 }
 
-// Buffers with memory of their own land there, one that is too small is an
-// error of its own, and the rest of the batch is done.
+// Results go into the caller's memory where it gives some. A buffer that is too small has its own error, and the rest
+// of the batch is done.
 func TestOwnMemory(t *testing.T) {
 	src := text(100_000, 1)
 	made, err := one(t, Spec{Op: OpEncode, Algorithm: "Zstd"}, src)
@@ -328,8 +328,8 @@ func TestOwnMemory(t *testing.T) {
 	}
 }
 
-// A stream with checksums is refused when any byte of a chunk, or a sum, has
-// changed; the content's length stays, so that it can be looked at.
+// A stream with checksums is refused when any byte of a chunk, or a sum, has changed. The content's length stays
+// readable.
 func TestChecksums(t *testing.T) {
 	src := text(150_000, 5)
 	made, err := one(t, Spec{Op: OpEncode, Algorithm: "Snappy", Sums: true}, src)
@@ -346,7 +346,7 @@ func TestChecksums(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if out[0].Err == nil && at < len(made)-8 { // the last may be padding
+		if out[0].Err == nil && at < len(made)-8 { // the last bytes may be padding
 			t.Errorf("a flip at %d went unseen", at)
 		}
 		if at >= 64+3*16 && at < len(made)-8 && (!errors.Is(out[0].Err, errs.ErrCorrupt) || !out[0].Summed ||
@@ -364,7 +364,7 @@ func TestChecksums(t *testing.T) {
 	}
 }
 
-// typed holds an error to the classes that bytes may cause.
+// typed checks that an error has one of the classes that bad bytes may cause.
 func typed(t testing.TB, what string, err error) {
 	t.Helper()
 	if err != nil && !errors.Is(err, errs.ErrCorrupt) && !errors.Is(err, errs.ErrFormat) &&
@@ -373,8 +373,8 @@ func typed(t testing.TB, what string, err error) {
 	}
 }
 
-// No integer of a stream, its header, tables or block (Gzip's own among them), gets
-// more than an error of a class, whatever it is set to.
+// An integer of a stream, its header, tables or block (including Gzip's own) causes at most a typed error, whatever its
+// value.
 func TestIntegers(t *testing.T) {
 	src := text(1_000, 3)
 	for _, name := range Names() {
@@ -399,7 +399,7 @@ func TestIntegers(t *testing.T) {
 	}
 }
 
-// What is done at once is little, also where hostile bytes promise or hold much.
+// Work that is done at once is small, also when hostile bytes promise or hold much.
 func TestQuick(t *testing.T) {
 	src := text(100_000, 3)
 	for _, c := range []struct {
@@ -430,8 +430,7 @@ func TestQuick(t *testing.T) {
 	}
 }
 
-// Specs that make no sense are the caller's mistake, and names that only
-// nvCOMP decodes are not supported.
+// Nonsensical specs are argument errors, and names that only nvCOMP decodes are reported as not supported.
 func TestSpecs(t *testing.T) {
 	for _, c := range []struct {
 		s    Spec
@@ -475,8 +474,8 @@ func TestCancel(t *testing.T) {
 	}
 }
 
-// FuzzDecode gives every open format bytes of a stranger: a typed error or a
-// content, never a panic, and never memory that the bytes cannot fill.
+// FuzzDecode gives foreign bytes to every open format. The result is a typed error or a content, never a panic, and
+// never memory that the bytes cannot fill.
 func FuzzDecode(f *testing.F) {
 	src := text(600, 11)
 	for i, name := range Names() {

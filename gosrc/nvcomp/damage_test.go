@@ -1,6 +1,6 @@
 package nvcomp
 
-// Tests streams that are damaged, or claim what they cannot have.
+// Tests streams that are damaged or claim the impossible.
 
 import (
 	"bytes"
@@ -17,8 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// No truncation of a stream decodes, and no flip of a bit does worse than a
-// typed error or other bytes of the same length, in memory of that length.
+// No truncation of a stream decodes. A flipped bit gives a typed error or other bytes of the same length, in memory of
+// that length.
 func TestDamage(t *testing.T) {
 	src := text(700, 9)
 	for _, name := range Names() {
@@ -34,14 +34,14 @@ func TestDamage(t *testing.T) {
 				}
 				got, err := one(t, d, made[:n])
 				typed(t, "truncated", err)
-				// A raw block of LZ4, cut between two sequences, is one still.
+				// A raw LZ4 block that is cut between two sequences is still valid.
 				if err == nil && !(name == "LZ4" && kind == Raw && len(got) < len(src)) {
 					t.Fatalf("%s kind %d cut at %d of %d decodes to %d", name, kind, n, len(made), len(got))
 				}
 			}
 			bad := bytes.Clone(made)
 			step := 1
-			if testing.Short() { // under the race detector
+			if testing.Short() { // also set under the race detector
 				step = 41
 			}
 			for bit := 0; bit < 8*len(made); bit += step {
@@ -54,8 +54,8 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// A block is accepted behind its length exactly if it is accepted alone, whatever damage it has, and both give the same
-// bytes: no decoder takes what the walk over a raw block refuses, as the extensions of S2 in Snappy.
+// A block after its length is accepted exactly if the raw block is accepted, whatever damage it has, and both give the
+// same bytes. No decoder accepts what the walk over a raw block refuses, such as the S2 extensions in Snappy.
 func TestSizedBlocksAreRawBlocks(t *testing.T) {
 	src := append(text(700, 5), bytes.Repeat([]byte("abcdefgh"), 20)...)
 	for _, name := range Names() {
@@ -71,7 +71,7 @@ func TestSizedBlocksAreRawBlocks(t *testing.T) {
 			prefix = prefix[:4]
 		}
 		bad, step := bytes.Clone(block), 1
-		if testing.Short() { // under the race detector
+		if testing.Short() { // also set under the race detector
 			step = 41
 		}
 		for bit := 0; bit < 8*len(block); bit += step {
@@ -85,15 +85,14 @@ func TestSizedBlocksAreRawBlocks(t *testing.T) {
 			bad[bit/8] ^= 1 << (bit % 8)
 		}
 	}
-	repeat := []byte{16, 0x1C, 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 1, 8, 1, 0} // the last copy is as far back as before
+	repeat := []byte{16, 0x1C, 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 1, 8, 1, 0} // the last copy repeats the distance
 	if _, err := one(t, Spec{Op: OpDecode, Algorithm: "Snappy", Kind: WithSize},
 		append([]byte{16, 0, 0, 0, 0, 0, 0, 0}, repeat...)); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("a block of S2: %v", err)
 	}
 }
 
-// Lengths that the stored bytes cannot have are refused before any memory is
-// taken for them.
+// Lengths that the stored bytes cannot have are refused before memory is allocated for them.
 func TestBombs(t *testing.T) {
 	le := binary.LittleEndian
 	src := text(10_000, 2)
@@ -120,7 +119,7 @@ func TestBombs(t *testing.T) {
 			}
 		}
 	}
-	// Blocks of one byte, repeated more often than a block may be.
+	// Blocks of one byte, repeated more often than a block allows.
 	frame := []byte{0x28, 0xB5, 0x2F, 0xFD, 0xA0, 0, 0, 0, 1} // of 16 MiB
 	for i := range 9 {
 		last := byte(0)
@@ -129,7 +128,7 @@ func TestBombs(t *testing.T) {
 		}
 		frame = append(frame, last|2, 0, 0x80|0x7F, 'x')
 	}
-	for _, op := range []string{OpSize, OpDecode} { // before memory is taken
+	for _, op := range []string{OpSize, OpDecode} { // before memory is allocated
 		if out, err := one(t, Spec{Op: op, Algorithm: "Zstd", Kind: Raw}, frame); !errors.Is(err, errs.ErrCorrupt) ||
 			!strings.Contains(err.Error(), "Zstandard block at") {
 			t.Errorf("%s: %d bytes, %v", op, len(out), err)
@@ -147,9 +146,9 @@ func TestBombs(t *testing.T) {
 	}
 }
 
-// Frames of Zstandard that do not state their content's length take no memory for windows that they only name.
+// Zstandard frames without a content length take no memory for windows that they only name.
 func TestFramesThatNameLargeWindows(t *testing.T) {
-	frame := []byte{0x28, 0xB5, 0x2F, 0xFD, 0, 0x88, 1<<3 | 1, 0, 0, 'x'} // 128 MiB, for a byte
+	frame := []byte{0x28, 0xB5, 0x2F, 0xFD, 0, 0x88, 1<<3 | 1, 0, 0, 'x'} // 128 MiB for one byte
 	src := bytes.Repeat(frame, 100)
 	size := func(src []byte) (Result, uint64) {
 		var before, after runtime.MemStats
@@ -167,17 +166,17 @@ func TestFramesThatNameLargeWindows(t *testing.T) {
 	if got, err := one(t, Spec{Op: OpDecode, Algorithm: "Zstd", Kind: Raw}, src); string(got) != strings.Repeat("x", 100) {
 		t.Errorf("%q, %v", got, err)
 	}
-	frame[5] = 0x89 // larger than is read
+	frame[5] = 0x89 // a larger window than is accepted
 	if r, _ := size(frame); !errors.Is(r.Err, errs.ErrNotSupported) {
 		t.Errorf("a window of 144 MiB: %d bytes, %v", r.Bytes, r.Err)
 	}
-	long := bytes.Repeat([]byte("some text that comes again and again. "), 20_000) // several blocks, of matches
+	long := bytes.Repeat([]byte("some text that comes again and again. "), 20_000) // several blocks of matches
 	var b bytes.Buffer
 	w, err := zstd.NewWriter(&b, zstd.WithWindowSize(8<<20), zstd.WithEncoderConcurrency(1))
 	if err != nil {
 		t.Fatal(err)
 	}
-	for at := 0; at < len(long); at += 100_000 { // as a stream, whose length no one knows
+	for at := 0; at < len(long); at += 100_000 { // as a stream of unknown length
 		if _, err := w.Write(long[at:min(at+100_000, len(long))]); err != nil {
 			t.Fatal(err)
 		}

@@ -10,8 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// inspection is a model of n tensors in two files, some of whose names want out of
-// the page.
+// inspection is a model of n tensors in two files, with some names that try to break out of the page.
 func inspection(n int) *verify.Inspection {
 	in := &verify.Inspection{Sources: []verify.InspectedFile{{URI: "a.safetensors"}, {URI: "<b>&.safetensors"}}}
 	for i := range n {
@@ -29,9 +28,8 @@ func inspection(n int) *verify.Inspection {
 	return in
 }
 
-// Promise: every tensor is in the page's data with its own values; no text of a
-// model ends the element that it stands in; a model of 18,867 tensors takes at most
-// 3 MB.
+// Every tensor is in the page's data with its own values. No text of a model ends the element that contains it, and a
+// model of 18,867 tensors takes at most 3 MB.
 func TestModel(t *testing.T) {
 	in := inspection(18_861)
 	text, err := Model(in)
@@ -66,8 +64,7 @@ func TestModel(t *testing.T) {
 	}
 }
 
-// Promise: no page asks for anything, each has one place for its data, and a policy
-// that forbids the rest.
+// No page makes a request. Each has one place for its data, and a policy that forbids everything else.
 func TestPagesAskForNothing(t *testing.T) {
 	for name, body := range map[string]string{"model": modelBody, "trace": traceBody} {
 		text := staticPage(body)

@@ -15,8 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/pipeline"
 )
 
-// Promise: what overwire writes as a trace is in the page span by span, in rows by
-// worker.
+// The page shows a trace that overwire wrote span by span, in rows by worker.
 func TestTrace(t *testing.T) {
 	trace := pipeline.NewTrace()
 	now := time.Now()
@@ -52,8 +51,7 @@ func TestTrace(t *testing.T) {
 	}
 }
 
-// Promise: rows of the device come last, in the order of their numbers; no name of a
-// trace ends the element that it stands in.
+// The device's rows come last, in numerical order. No name in a trace ends the element that contains it.
 func TestTraceNames(t *testing.T) {
 	bad := "</script><img src=x onerror=alert(1)>"
 	text := `{"traceEvents":[{"ph":"X","name":"copy","pid":2,"tid":0,"ts":5,"dur":1.5,"args":{"bytes":3}},{"ph":"i","name":"mark"},
@@ -79,7 +77,7 @@ func TestTraceNames(t *testing.T) {
 	}
 }
 
-// Promise: what is no trace is refused by class, whatever it is.
+// Anything that is not a trace is refused with a typed error.
 func TestTraceRefuses(t *testing.T) {
 	span := func(at, took string) string {
 		return fmt.Sprintf(`{"traceEvents":[{"ph":"X","name":"read","pid":1,"tid":1,"ts":%s,"dur":%s}]}`, at, took)

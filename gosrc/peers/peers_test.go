@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// joined are the parts of some ranks, all in this process, which have joined.
+// joined returns the parts of some ranks, all in this process, that have joined.
 func joined(t *testing.T, ranks int) []*Peers {
 	t.Helper()
 	all := make([]*Peers, ranks)
@@ -40,7 +40,7 @@ func joined(t *testing.T, ranks int) []*Peers {
 	return all
 }
 
-// together are such parts that have mapped each other's memory.
+// together returns such parts after they have mapped each other's memory.
 func together(t *testing.T, ranks int) []*Peers {
 	t.Helper()
 	all := joined(t, ranks)
@@ -75,8 +75,7 @@ func over(t *testing.T, all []*Peers) {
 	}
 }
 
-// What one writes the others read, once it was published; a buffer is free when all
-// have taken it.
+// After one part has published what it wrote, the others read it. A buffer is free when all have taken it.
 func TestTogether(t *testing.T) {
 	all := together(t, 3)
 	for from, p := range all {
@@ -105,7 +104,7 @@ func TestTogether(t *testing.T) {
 	over(t, all)
 }
 
-// A process that waits is woken by what it waits for, not only when it next looks for itself.
+// A waiting process is woken by the event that it waits for, not only when it next polls.
 func TestBell(t *testing.T) {
 	usual := lifeEvery
 	lifeEvery = time.Hour
@@ -119,7 +118,7 @@ func TestBell(t *testing.T) {
 		"turn": {func() error { return all[1].Board.AwaitMapTurn(t.Context()) }, func() { all[0].Board.EndMapTurn() }},
 	} {
 		go func() { woken <- step.wait() }()
-		time.Sleep(20 * time.Millisecond) // it waits, most likely
+		time.Sleep(20 * time.Millisecond) // it is most likely waiting by then
 		step.then()
 		if err := <-woken; err != nil {
 			t.Errorf("%s: %v", name, err)
@@ -136,7 +135,7 @@ func TestBell(t *testing.T) {
 	over(t, all[2:])
 }
 
-// Trouble of one ends the waiting of all, by an error of its own class.
+// A failure of one ends the waits of all with an error of its class.
 func TestTrouble(t *testing.T) {
 	all := together(t, 3)
 	all[2].Board.ReportFailure()
@@ -148,7 +147,7 @@ func TestTrouble(t *testing.T) {
 	over(t, all)
 }
 
-// One that hangs is given up; the others end.
+// A part that hangs is given up, and the others end.
 func TestSilence(t *testing.T) {
 	usual := silence
 	silence = 300 * time.Millisecond
@@ -171,8 +170,8 @@ func TestSilence(t *testing.T) {
 	all[1].Close()
 }
 
-// Memory may be asked for while another goroutine maps it: it is there, or not yet. The race
-// detector sees whether both agree.
+// Memory may be requested while another goroutine maps it: it is there, or not yet. The race detector checks that both
+// agree.
 func TestMemoryWhileItIsMapped(t *testing.T) {
 	all := joined(t, 2)
 	seen := make(chan unsafe.Pointer)
@@ -194,8 +193,7 @@ func TestMemoryWhileItIsMapped(t *testing.T) {
 	over(t, all)
 }
 
-// One that is cancelled does not wait for another that does nothing, and lets its memory go
-// when that has ended.
+// A cancelled part does not wait for an idle one, and releases its memory when that one has ended.
 func TestStoppedEndsSoon(t *testing.T) {
 	all := together(t, 2)
 	memory := uintptr(all[0].file.raw)
@@ -226,8 +224,8 @@ func TestStoppedEndsSoon(t *testing.T) {
 	}
 }
 
-// isShared reports whether a shared memory is mapped at an address, as the system has it: another goroutine
-// may be freeing it.
+// isShared reports whether shared memory is mapped at an address according to the system, since another goroutine may
+// be freeing it.
 func isShared(t *testing.T, at uintptr) bool {
 	maps, err := os.ReadFile("/proc/self/maps")
 	if err != nil {
@@ -241,7 +239,7 @@ func isShared(t *testing.T, at uintptr) bool {
 	return false
 }
 
-// A process that was killed is missed at once, before its parent has waited for it.
+// A killed process is noticed at once, before its parent has waited for it.
 func TestKilled(t *testing.T) {
 	child := exec.Command("sleep", "60")
 	if err := child.Start(); err != nil {
@@ -267,7 +265,7 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// What leads to something else than was offered is refused.
+// A handle that leads to something other than what was offered is refused.
 func TestStrangers(t *testing.T) {
 	a, err := New(nil, 4096, 0, 2)
 	if err != nil {
@@ -304,7 +302,7 @@ func TestStrangers(t *testing.T) {
 	}
 }
 
-// Memory that processes share keeps its size, also for a process that has it open; what could shrink is refused.
+// Memory shared by processes keeps its size, also for a process that has it open. Memory that could shrink is refused.
 func TestSharedMemoryKeepsItsSize(t *testing.T) {
 	token := bytes.Repeat([]byte{7}, tokenBytes)
 	s, err := newShared(8192, token)

@@ -21,16 +21,16 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// model is a made-up index with its bytes: tensors plain and in raw chunks,
-// with column parts, spread over sources, some aliases.
+// model is an invented index with its bytes: plain tensors and raw chunks, with column parts, spread over sources, with
+// some aliases.
 type model struct {
 	ix      *tensor.Index
 	srcs    []source.Source
 	logical [][]byte // by tensor
-	trace   *Trace   // of the next run
-	steps   int64    // Task.Range of the next run
-	slots   int      // of a queue of its own; 0: the pipeline's
-	stages  Stages   // of the last
+	trace   *Trace   // for the next run
+	steps   int64    // Task.Range for the next run
+	slots   int      // for a queue of its own; 0 means the pipeline's
+	stages  Stages   // of the last run
 }
 
 func build(r *rand.Rand) *model {
@@ -200,8 +200,8 @@ func pointers(mem []device.Memory) []unsafe.Pointer {
 	return dest
 }
 
-// Any request of any layout gives the bytes that slicing element by element gives,
-// for every size of piece and share and every number of workers.
+// Any request for any layout gives the same bytes as slicing element by element, for every size of piece and share and
+// every number of workers.
 func TestRunMatchesSlicing(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -212,7 +212,7 @@ func TestRunMatchesSlicing(t *testing.T) {
 		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)),
 			Share:   int64(r.IntN(2) * r.IntN(900)),
 			InPlace: r.IntN(2) == 0, Align: []int64{0, 1, 16, 256, 4096}[r.IntN(5)]}
-		if r.IntN(2) == 0 { // in ranges of several pieces, or of several parts
+		if r.IntN(2) == 0 { // in ranges of several pieces or parts
 			m.steps, m.slots = int64(r.IntN(9000)), r.IntN(3)
 			for i, s := range m.srcs {
 				m.srcs[i] = &sourcetest.Steps{Source: s}
@@ -245,8 +245,7 @@ func TestRunMatchesSlicing(t *testing.T) {
 	}
 }
 
-// Every read that fails ends the run with that error and its position, and leaves
-// no worker behind.
+// Every read that fails ends the run with that error and its position, and leaves no worker.
 func TestRunEndsWithTheFirstError(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 5))
 	m := build(r)
@@ -289,8 +288,7 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 	}
 }
 
-// Pieces that are contiguous, or nearly, are one range, up to the requested size;
-// others are not.
+// Contiguous or nearly contiguous pieces form one range, up to the requested size; others do not.
 func TestRanges(t *testing.T) {
 	data := make([]byte, 3<<20)
 	_, _ = rand.NewChaCha8([32]byte{1}).Read(data)
@@ -329,9 +327,8 @@ func TestRanges(t *testing.T) {
 	}
 }
 
-// With few slots a range continues from piece to piece, if there is space for more
-// than one, and never ends within one. One permit, or one slot, is enough for four
-// workers.
+// With few slots a range continues from piece to piece if there is space for more than one, and never ends within a
+// piece. One permit, or one slot, is enough for four workers.
 func TestRangesWithFewSlots(t *testing.T) {
 	for _, c := range []struct {
 		slots  int
@@ -424,7 +421,7 @@ func (r *permitted) Close() error {
 	return r.Range.Close()
 }
 
-// A changed byte in any chunk is found before it is decoded, and named.
+// A changed byte in any chunk is found before it is decoded, and the error names the chunk.
 func TestRunChecksEveryChunk(t *testing.T) {
 	r := rand.New(rand.NewPCG(9, 9))
 	m := build(r)
@@ -471,8 +468,7 @@ func TestRunCancel(t *testing.T) {
 	}
 }
 
-// A read that fails names the tensor at the byte that could not be read, whichever
-// others are read with it.
+// A failed read names the tensor at the byte that could not be read, whichever others are read with it.
 func TestRunNamesWhatCannotBeRead(t *testing.T) {
 	const each, tensors = 1000, 20
 	for bad := range tensors {

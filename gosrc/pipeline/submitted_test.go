@@ -12,8 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// A lateQueue keeps what done calls have to say until `release`; it has other users, so that
-// it never falls empty.
+// A lateQueue delays done calls until `release`. It has other users, so that it never becomes empty.
 type lateQueue struct {
 	device.Queue
 	fails error
@@ -43,8 +42,8 @@ func (q *lateQueue) release() {
 	}
 }
 
-// Submitted is called when everything has been submitted; Run then waits for its own done
-// calls alone, since the queue may have other users, and returns their error.
+// Submitted is called when everything has been submitted. Run then waits only for its own done calls, since the queue
+// may have other users, and returns their error.
 func TestSubmitted(t *testing.T) {
 	m := build(rand.New(rand.NewPCG(4, 4)))
 	for _, fails := range []error{nil, errors.New("the device failed")} {

@@ -28,8 +28,7 @@ func made() *Trace {
 	return t
 }
 
-// Chrome and Perfetto read the file: named rows, spans in microseconds that are
-// never negative.
+// Chrome and Perfetto can read the file: named rows, and spans in microseconds that are never negative.
 func TestTraceFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "trace.json")
 	tr := made()
@@ -71,8 +70,7 @@ func TestTraceFile(t *testing.T) {
 	if spans != len(tr.spans) {
 		t.Errorf("%d spans of %d", spans, len(tr.spans))
 	}
-	// A program that has the old file open reads it to its end: the new one is
-	// another file.
+	// A program that has the old file open reads it to its end, because the new one is another file.
 	other := filepath.Join(t.TempDir(), "other")
 	if err := errors.Join(os.Link(path, other), os.Chmod(path, 0o600), (&Trace{}).WriteFile(path)); err != nil {
 		t.Fatal(err)
@@ -88,7 +86,7 @@ func TestTraceFile(t *testing.T) {
 	}
 }
 
-// The summary adds each stage up and finds what the copy stream waited for.
+// The summary adds up each stage and finds what the copy stream waited for.
 func TestSummary(t *testing.T) {
 	s := made().Summary()
 	near := func(name string, got, ms float64) {
@@ -125,8 +123,7 @@ func TestSummary(t *testing.T) {
 	}
 }
 
-// A run on the host has, for every piece, a span of each stage that it went
-// through, and its bytes add up.
+// A run on the host has a span for every piece in each of its stages, and the bytes add up.
 func TestTraceOfARun(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

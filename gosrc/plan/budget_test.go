@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// The cost of a dtype: floats are cast, packed and scale types are not, and F4 is
-// unpacked only for a caller that asks for it. A cast on the way is held once.
+// The cost of a dtype is right: floats are cast, packed and scale types are not, and F4 is unpacked only for a caller
+// that asks for it. A cast during the load is counted once.
 func TestCost(t *testing.T) {
 	narrow := func(d tensor.DType) bool { return d != tensor.F64 }
 	for _, c := range []struct {
@@ -44,8 +44,8 @@ func TestCost(t *testing.T) {
 	}
 }
 
-// Peak is what a ledger without limits finds, and Windows keep every tensor once, in
-// order, no two windows that one could be, and none over its share.
+// Peak equals what a ledger without limits finds. Windows keep every tensor once, in order; no two windows could be
+// merged, and none is over its share.
 func TestBudgets(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Blocks are cut where lists cover them; what is kept is spread evenly and never more than
-// is allowed; every byte is counted once, tensors that share their bytes in a file too.
+// Blocks are cut where lists cover them. Kept tensors are spread evenly and never exceed the allowance. Every byte is
+// counted once, also for tensors that share bytes in a file.
 func TestOffloadOf(t *testing.T) {
 	var ix tensor.Index
 	var nbytes []int64
@@ -27,7 +27,7 @@ func TestOffloadOf(t *testing.T) {
 	for i := range 20 {
 		add(10, 7, fmt.Sprintf("layers.%d.up.weight", i), fmt.Sprintf("layers.%d.experts.0.w", i))
 	}
-	for i := range 3 { // 60 bytes each, of which lists have 50
+	for i := range 3 { // 60 bytes each, 50 of them in lists
 		add(25, 0, fmt.Sprintf("stages.7.blocks.%d.w", i))
 	}
 	add(10, 10, "stages.7.norm")
@@ -69,7 +69,7 @@ func TestKeptBlocks(t *testing.T) {
 		{nil, 10, []int64{}},
 		{[]int64{10, 10, 10, 10}, 20, []int64{0, 2}},
 		{[]int64{10, 10, 10, 10}, 1000, []int64{0, 1, 2, 3}},
-		{[]int64{30, 1, 1, 1}, 3, []int64{}}, // spread evenly, each choice has the first
+		{[]int64{30, 1, 1, 1}, 3, []int64{}}, // spread evenly; each choice includes the first
 		{[]int64{math.MaxInt64, math.MaxInt64}, math.MaxInt64 - 1, []int64{}},
 		{[]int64{1, 1}, -5, []int64{}},
 	} {

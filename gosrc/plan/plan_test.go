@@ -11,15 +11,14 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// With Align, every piece begins and ends at a block or the end of its file, no
-// staged piece outgrows a slot for that, and every task lies inside its piece;
-// what is read to its place begins at a block from a tensor's second piece on.
+// With Align, every piece begins and ends at a block or the end of its file, no staged piece outgrows its slot for
+// that, and every task is inside its piece. Direct reads begin at a block from a tensor's second piece on.
 func TestAlign(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
 	const block, piece = 4096, 1 << 20
-	// Addresses that are never read or written, outside of Go's heap.
+	// Addresses that are never read or written, outside Go's heap.
 	place, err := unix.Mmap(-1, 0, 8<<20, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
 		t.Fatal(err)

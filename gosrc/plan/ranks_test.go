@@ -11,9 +11,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Whatever the ranks need, each chunk that some rank needs is read once, by a rank that needs it
-// if only one does; no share is too large; a rank reads no more than the others but for a chunk or
-// what is its own; and each piece is as the files have it.
+// Whatever the ranks need, each needed chunk is read once, by a rank that needs it if only one does. No share is too
+// large. A rank reads no more than the others, except for one chunk or for what only it needs. Each piece is as in the
+// files.
 func TestDivide(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -77,8 +77,8 @@ func TestDivide(t *testing.T) {
 	}
 }
 
-// A chunk that one rank needs is that rank's, and one that two need several ranks'; what none
-// needs is no rank's, and needs of a rank that there is not are refused.
+// A chunk that one rank needs belongs to that rank, and one that two need is shared. A chunk that no rank needs belongs
+// to none, and needs of a rank that does not exist are refused.
 func TestNeededBy(t *testing.T) {
 	ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}},
 		Tensors: []tensor.Tensor{{DType: tensor.U8, Alias: -1, Shape: []int64{40}, Bytes: 40, Parts: 1, ChunkBytes: 10,

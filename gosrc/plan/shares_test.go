@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Shares cover each piece once and in order, hold each of its tasks once, and cut
-// no bytes that have a checksum, and no block in two that fits a piece.
+// Shares cover each piece once and in order, and hold each of its tasks once. They do not cut bytes that have a
+// checksum, nor a block that fits a piece.
 func TestParts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -62,7 +62,7 @@ func TestParts(t *testing.T) {
 					t.Fatalf("%+v of %+v after %d, task %d", share, piece, at, task)
 				}
 				at, task = share.To, task+share.Count
-				if j := task - 1; j >= piece.First && share.To < piece.Len { // the task that the cut is in or behind
+				if j := task - 1; j >= piece.First && share.To < piece.Len { // the task at or before the cut
 					x := &ix.Tensors[wants[p.Refs[j].Want].Data]
 					in := piece.Off + share.To - x.Off
 					if x.Block > 0 && x.Block <= lim.Piece && in < x.Bytes && in%x.Block != 0 {

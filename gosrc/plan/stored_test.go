@@ -8,8 +8,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// With Cut every stored byte comes to its read once, no piece is larger than was asked, and pieces of a run
-// without gaps are full, whatever the size of its chunks; no checksum of a part is compared.
+// With Cut every stored byte reaches its destination once, no piece is larger than requested, and pieces of a run
+// without gaps are full, whatever its chunk sizes. Checksums of parts are not compared.
 func TestPiecesThatCutChunks(t *testing.T) {
 	seed := rand.Uint64()
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -34,7 +34,7 @@ func TestPiecesThatCutChunks(t *testing.T) {
 		}
 		p, wants := PlanStored(ix, reads, lim)
 		came, left := make([]int, to), make([]int32, len(wants))
-		last := map[int32]int{} // by group: its last piece
+		last := map[int32]int{} // the last piece by group
 		for i := range p.Pieces {
 			last[reads[p.Refs[p.Pieces[i].First].Want].Group] = i
 		}

@@ -50,7 +50,7 @@ func opening(t *testing.T, spec load.Spec) *load.Model {
 	return m
 }
 
-// joins says whether a load of a model joins, and what was said of preloads.
+// joins reports whether a load of a model joins a preload, and what was logged about preloads.
 func joins(t *testing.T, m *load.Model, opt load.Options) (bool, string) {
 	t.Helper()
 	a, done := Join(m, opt, false, time.Minute)
@@ -83,8 +83,7 @@ func bytes(t *testing.T, m *load.Model) string {
 	return string(all)
 }
 
-// A load joins a preload by any name of its file, gets each tensor once, and reads
-// what it needs again.
+// A load joins a preload by any name of its file, gets each tensor once, and reads again what it needs again.
 func TestJoin(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	p := begin(t, load.Options{}, path)
@@ -118,7 +117,7 @@ func TestJoin(t *testing.T) {
 	}
 }
 
-// A look at a file takes nothing, and leaves its preload to a load.
+// Inspecting a file takes nothing, and leaves its preload to a load.
 func TestLook(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	p := begin(t, load.Options{}, path)
@@ -136,8 +135,8 @@ func TestLook(t *testing.T) {
 	}
 }
 
-// Whatever happens to a file between its preload and the load, the load has the
-// bytes of now, and one note says that the preload was dropped.
+// Whatever happens to a file between its preload and the load, the load has the current bytes, and one note says that
+// the preload was dropped.
 func TestReplaced(t *testing.T) {
 	for name, change := range map[string]func(path string){
 		"renamed over": func(path string) { _ = os.Rename(plainFile(t, path+".new", "5678"), path) },
@@ -192,8 +191,8 @@ func TestReplaced(t *testing.T) {
 	}
 }
 
-// A file that is written to right after its preload has opened it, in one tick of
-// the file system's clock, is another one.
+// A file that is written right after its preload has opened it, in the same clock tick of the file system, counts as
+// another file.
 func TestWrittenInTheSameMoment(t *testing.T) {
 	for i := range 30 {
 		path := plainFile(t, "", "1234")
@@ -211,8 +210,8 @@ func TestWrittenInTheSameMoment(t *testing.T) {
 	}
 }
 
-// However often a preload pauses for a file that is being written to, and however coarse
-// the file's times, it says so once, and a load waits for it no longer.
+// However often a preload pauses for a file that is being written, and however coarse the file's times are, it says so
+// once, and a load no longer waits for it.
 func TestPausesOnce(t *testing.T) {
 	for _, changed := range []int64{5, int64(3 * time.Second)} {
 		synctest.Test(t, func(t *testing.T) {
@@ -227,7 +226,7 @@ func TestPausesOnce(t *testing.T) {
 	}
 }
 
-// later writes a file again, with a time that its file system tells from the one before.
+// later writes a file again, with a time that the file system distinguishes from the previous one.
 func later(t *testing.T, path, data string) {
 	t.Helper()
 	plainFile(t, path, data)
@@ -236,7 +235,7 @@ func later(t *testing.T, path, data string) {
 	}
 }
 
-// refused loads a model whose file was written to since it was opened.
+// refused loads a model with a file that was written after it was opened.
 func refused(t *testing.T, m *load.Model) {
 	t.Helper()
 	l, err := m.Start(nil, load.Options{})
@@ -249,8 +248,8 @@ func refused(t *testing.T, m *load.Model) {
 	}
 }
 
-// A file that was opened, and then written to, joins nothing: neither before the
-// load begins nor by a model that was opened before, which is refused.
+// A file that was opened and then written joins nothing, neither before the load begins nor through a model that was
+// opened before. That model is refused.
 func TestWrittenAfterItWasOpened(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	begin(t, load.Options{}, path)
@@ -262,7 +261,7 @@ func TestWrittenAfterItWasOpened(t *testing.T) {
 	refused(t, m)
 }
 
-// A model that has joined is refused if its file was written to since.
+// A model that has joined is refused if its file was written since.
 func TestWrittenAfterItWasJoined(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	p := begin(t, load.Options{}, path)
@@ -278,7 +277,7 @@ func TestWrittenAfterItWasJoined(t *testing.T) {
 	}
 }
 
-// Files of one preload are joined one by one; one that was replaced drops all of it.
+// Files of one preload are joined one by one; a replaced file drops the whole preload.
 func TestShards(t *testing.T) {
 	dir := t.TempDir()
 	var paths []string
@@ -333,8 +332,8 @@ func mustRead(t *testing.T, path string) []byte {
 	return b
 }
 
-// A load that asks for something else than the preload is drops it: other ways of
-// mapping and of reading, another device, none of it.
+// A load with other settings than the preload drops it: another way of mapping or reading, another device, or nothing
+// to load.
 func TestOtherSettings(t *testing.T) {
 	off := false
 	for name, c := range map[string]struct {
@@ -345,7 +344,7 @@ func TestOtherSettings(t *testing.T) {
 		"read direct": {load.Spec{}, load.Options{Read: "direct"}},
 		"to a GPU":    {load.Spec{}, load.Options{Device: "cuda:3"}},
 	} {
-		data := strings.Repeat("1234", 20_000) // enough to be mapped
+		data := strings.Repeat("1234", 20_000) // large enough to be mapped
 		path := plainFile(t, "", data)
 		on := true
 		p := Start(load.Spec{URIs: []string{path}, Map: &on}, load.Options{})
@@ -366,7 +365,7 @@ func TestOtherSettings(t *testing.T) {
 	}
 }
 
-// What a preload failed with is its own: no load hears of it.
+// An error of a preload stays its own: no load gets it.
 func TestFailed(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "later")
 	p := Start(load.Spec{URIs: []string{path}}, load.Options{})
@@ -385,7 +384,7 @@ func TestFailed(t *testing.T) {
 	}
 }
 
-// A preload that is dropped is joined no more; what a load has joined it keeps.
+// A dropped preload is no longer joined. A load that has joined it keeps it.
 func TestDrop(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	m := opening(t, load.Spec{URIs: []string{path}})
@@ -406,7 +405,7 @@ func TestDrop(t *testing.T) {
 	}
 }
 
-// A save drops the preload of what it replaced, of stores by name, and no other.
+// A save drops the preload of what it replaced, also of stores by name, and no other.
 func TestSweep(t *testing.T) {
 	path, other := plainFile(t, "", "1234"), plainFile(t, "", "1234")
 	p, q := begin(t, load.Options{}, path), begin(t, load.Options{}, other)

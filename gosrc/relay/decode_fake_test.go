@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// startOnFake starts a relay of one rank on the fake driver, of a tensor of that many bytes, whose first piece has been
-// read. end waits for the job's end, with an error of a class, and checks that nothing is left.
+// startOnFake starts a group load of one rank on the fake driver, with a tensor of that many bytes and its first piece
+// read. end waits for the job to end with an error of a class, and checks that nothing leaks.
 func startOnFake(t *testing.T, size int64) (r *Relay, end func(class error)) {
 	t.Helper()
 	endFake := cuda.Fake(64 << 20)
@@ -56,8 +56,8 @@ func startOnFake(t *testing.T, size int64) (r *Relay, end func(class error)) {
 	}
 }
 
-// A call of DecodePiece that waits for a slot ends when the job does: nothing finishes slots then, and
-// the job waits for the call.
+// A DecodePiece call that waits for a slot ends with the job: nothing finishes slots then, and the job waits for the
+// call.
 func TestDecodePieceEndsWithJob(t *testing.T) {
 	r, end := startOnFake(t, 4<<20)
 	var slots []*queue.Slot
@@ -72,7 +72,7 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 	select {
 	case err := <-decoded:
 		t.Fatalf("decoded without a slot: %v", err)
-	case <-time.After(50 * time.Millisecond): // it waits by now, most likely
+	case <-time.After(50 * time.Millisecond): // it is most likely waiting by now
 	}
 	r.job.Cancel()
 	select {
@@ -89,8 +89,8 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 	end(errs.ErrCancelled)
 }
 
-// While the goroutine of movePieces stands still, as where the system has given its core to something else, readers
-// that wait for slots do its work: a piece that is decoded meanwhile is counted.
+// While the goroutine of movePieces is stopped, for example because the system gave its core away, readers that wait
+// for slots do its work: a piece that is decoded meanwhile is counted.
 func TestReadersMovePieces(t *testing.T) {
 	r, end := startOnFake(t, 40<<20)
 	var slot *queue.Slot
@@ -118,7 +118,7 @@ func TestReadersMovePieces(t *testing.T) {
 	end(errs.ErrCancelled)
 }
 
-// Once the job has failed, a reader that was about to move takes no step again.
+// Once the job has failed, a reader that was about to move takes no further step.
 func TestNoStepAfterFailure(t *testing.T) {
 	r, end := startOnFake(t, 4<<20)
 	r.prog.mu.Lock()
@@ -134,7 +134,7 @@ func TestNoStepAfterFailure(t *testing.T) {
 	end(errs.ErrCancelled)
 }
 
-// After a panic in a step of moveOnce the job ends, which waits for every slot, and nothing is left.
+// After a panic in a step of moveOnce the job ends after waiting for every slot, and nothing is left.
 func TestPanicsWhileMoving(t *testing.T) {
 	for _, panics := range map[string]func(r *Relay, slot *queue.Slot, done func(int, error)) error{
 		"a sum": func(r *Relay, slot *queue.Slot, _ func(int, error)) error {
@@ -163,8 +163,8 @@ func TestPanicsWhileMoving(t *testing.T) {
 	}
 }
 
-// A caller that waits for its share for a while gets an answer while the queues are being made; a job that is cancelled
-// then ends once they are.
+// A caller that waits a while for its share gets an answer while the queues are being made. A job that is cancelled
+// then ends once they are made.
 func TestAwaitWhileQueuesAreMade(t *testing.T) {
 	end := cuda.Fake(64 << 20)
 	m := plain(t, []int64{1 << 20})

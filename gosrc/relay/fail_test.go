@@ -20,7 +20,7 @@ func callAll(r *Relay) []error {
 	return []error{r.Aim(nil), shares, await, r.DecodePiece(0, 0)}
 }
 
-// Where the layout fails, or panics, all that wait for it get that error, however early they look, and nothing is left.
+// If the layout fails or panics, all its waiters get that error, however early they ask, and nothing is left.
 func TestLayoutFails(t *testing.T) {
 	ring := make([]byte, 4<<20)
 	m := plain(t, []int64{1 << 20})
@@ -60,7 +60,7 @@ func TestLayoutFails(t *testing.T) {
 	}
 }
 
-// A piece of which this rank has not read its share is not decoded.
+// A piece is not decoded before this rank has read its share of it.
 func TestDecodeBeforeShare(t *testing.T) {
 	const mib = 1 << 20
 	m, release := openHeld(t, plain(t, []int64{4 * mib}).Index().Sources[0].URI)
@@ -85,7 +85,7 @@ func TestDecodeBeforeShare(t *testing.T) {
 	}
 }
 
-// A rank gets none of what another rank alone needs: it does not travel.
+// Bytes that only one rank needs are not sent to the others.
 func TestAimAtAnothersOwn(t *testing.T) {
 	m := plain(t, []int64{1000}, []int64{1000})
 	var needs []plan.Request
@@ -111,8 +111,8 @@ func TestAimAtAnothersOwn(t *testing.T) {
 	}
 }
 
-// An error of ErrNotSupported of a relay that has failed by itself does not say that the ranks cannot reach each
-// other; that of an offer of no process does.
+// ErrNotSupported of a group load that failed by itself does not say that the ranks cannot reach each other. The error
+// for an offer without a process does.
 func TestUnmappedIsOfJoin(t *testing.T) {
 	m := plain(t, []int64{7})
 	for _, earlier := range []bool{false, true} {

@@ -20,8 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Whichever call of the driver fails during a relay, it ends with a typed error
-// and leaves nothing behind.
+// Whichever driver call fails during a group load, it ends with a typed error and leaves nothing.
 func TestRelayEveryCallFails(t *testing.T) {
 	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 1<<20)
 	travel := filled(m)
@@ -75,10 +74,9 @@ func TestRelayEveryCallFails(t *testing.T) {
 	loadtest.CheckQuiet(t)
 }
 
-// What a first load of a group needs of a GPU is made while the headers are read: its
-// context, its kernels, the slots and the streams. A relay that maps memory then makes its
-// handle and streams before the first byte arrives, and compiles and pins nothing more but
-// a small queue's tables.
+// Everything that a group's first load needs of a GPU is made while the headers are read: its context, its kernels, the
+// slots and the streams. A group load that maps memory then makes its handle and streams before the first byte arrives,
+// and compiles and pins only a small queue's tables.
 func TestRelayPrepared(t *testing.T) {
 	end := cuda.Fake(512 << 20)
 	cudatest.TakeHistory()
@@ -145,7 +143,8 @@ func TestRelayPrepared(t *testing.T) {
 	}
 }
 
-// While two groups of slots wait for the GPU, the driver gets no third: what readers fill meanwhile goes together.
+// While two groups of slots wait for the GPU, the driver does not get a third: what readers fill meanwhile goes
+// together.
 func TestSlotsGoInGroups(t *testing.T) {
 	end := cuda.Fake(512 << 20)
 	path, _, _ := loadtest.WriteModel(t, save.Spec{}, "", 24<<20)
@@ -209,10 +208,10 @@ func TestSlotsGoInGroups(t *testing.T) {
 	}
 }
 
-// passed carries a relay of one rank through.
+// passed runs a group load of one rank to its end.
 func passed(r *relay.Relay) error {
 	shares, err := r.ShareSizes()
-	for k := range shares { // none after an error, which is the job's
+	for k := range shares { // none after an error, which the job reports
 		if landed, err := r.AwaitOwnShare(k, time.Minute); !landed || err != nil {
 			break
 		}

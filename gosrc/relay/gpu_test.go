@@ -22,7 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// memory is some of a device's, or of the host's.
+// memory allocates some on a device or on the host.
 type memory struct {
 	at   []uint64
 	read func(i int) []byte
@@ -76,7 +76,7 @@ func memoryOn(t *testing.T, where string, sizes []int64) memory {
 	return m
 }
 
-// filled are the tensors of a model that travel: those that have bytes.
+// filled returns the tensors of a model that are sent: those with bytes.
 func filled(m *load.Model) (travel []int64) {
 	for i := range m.Index().Tensors {
 		if m.Index().Tensors[i].Bytes > 0 {
@@ -86,12 +86,11 @@ func filled(m *load.Model) (travel []int64) {
 	return travel
 }
 
-// Bytes of a buffer: of several ranks or chunks of 1 MiB, of one rank.
+// Bytes of a buffer: for several ranks or chunks of 1 MiB, and for one rank.
 const relayed, alone = 3 << 20, 320 << 10
 
-// Ranks that read a share each, into buffers that the others see as well, decode
-// all tensors, or their part of them, to what was saved; on a GPU and on the host.
-// One rank alone goes round a ring of two.
+// Ranks that each read a share, into buffers that the others also see, decode all tensors, or their part of them, to
+// what was saved, on a GPU and on the host. One rank by itself uses a ring of two.
 func TestRelay(t *testing.T) {
 	loadtest.UseEngine(t)
 	all, err := driver.Info()
@@ -121,7 +120,7 @@ func TestRelay(t *testing.T) {
 	}
 }
 
-// asked are a rank's requests: whole tensors, rows and columns, in turn.
+// asked returns a rank's requests: whole tensors, rows and columns, in turn.
 func asked(m *load.Model, travel []int64, rank int) (reqs []load.Request) {
 	for i, at := range travel {
 		x := &m.Index().Tensors[at]
@@ -139,7 +138,7 @@ func asked(m *load.Model, travel []int64, rank int) (reqs []load.Request) {
 	return reqs
 }
 
-// sliced is what a load on the host gives for the requests.
+// sliced returns what a load on the host gives for the requests.
 func sliced(t *testing.T, m *load.Model, reqs []load.Request) (all [][]byte) {
 	t.Helper()
 	l, err := m.Start(reqs, load.Options{})
@@ -160,7 +159,7 @@ func sliced(t *testing.T, m *load.Model, reqs []load.Request) (all [][]byte) {
 
 func ranksLoad(t *testing.T, m *load.Model, travel []int64, where string, ranks int) {
 	buffers := make([]int64, 32)
-	if ranks == 1 { // no other rank reads them: they are reused
+	if ranks == 1 { // no other rank reads them, so they are reused
 		buffers = buffers[:2]
 	}
 	for i := range buffers {
@@ -228,7 +227,7 @@ func streamOf(where string) uintptr {
 	return 1
 }
 
-// begun is a relay that has its requests.
+// begun is a group load that has its requests.
 func begun(m *load.Model, spec *relay.Spec, requests []load.Request) (*relay.Relay, error) {
 	r, err := relay.Start(m, spec)
 	if err != nil {
@@ -256,8 +255,8 @@ func specOf(travel []int64, ring memory, where string, rank, ranks int, size int
 	return spec
 }
 
-// A relay that is cancelled, or left alone in the middle, ends and lets go of the
-// device; one that asks for nonsense does not begin.
+// A group load that is cancelled or abandoned halfway ends and releases the device. One with invalid requests does not
+// begin.
 func TestRelayEnds(t *testing.T) {
 	loadtest.UseEngine(t)
 	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)

@@ -20,8 +20,8 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// sparse opens a plain model of n tensors of a chunk, of which all from `at` on have the
-// bytes that it returns, and the others zeros.
+// sparse opens a plain model of n tensors of one chunk each. All from `at` on have the bytes that it returns, and the
+// others zeros.
 func sparse(t *testing.T, n, at int64) (*load.Model, []byte) {
 	t.Helper()
 	const each = plainChunkBytes
@@ -50,9 +50,8 @@ func sparse(t *testing.T, n, at int64) (*load.Model, []byte) {
 	return m, want
 }
 
-// A group of a thousand ranks, of several hosts, loads through buffers that end where the
-// offsets of decode tasks do; larger ones, and those without a share for each rank, are
-// refused before anything is read.
+// A group of a thousand ranks on several hosts loads through buffers that are limited by the offsets of decode tasks.
+// Larger ones, and those without a share for each rank, are refused before anything is read.
 func TestManyRanks(t *testing.T) {
 	const ranks, rank, n = 1000, 997, 2800
 	m, want := sparse(t, n, n-12)

@@ -19,7 +19,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// plain opens a model of plain U8 tensors of these shapes, in this order.
+// plain opens a model of plain U8 tensors with these shapes, in this order.
 func plain(t *testing.T, shapes ...[]int64) *load.Model {
 	t.Helper()
 	path := t.TempDir() + "/m.safetensors"
@@ -42,8 +42,7 @@ func plain(t *testing.T, shapes ...[]int64) *load.Model {
 	return m
 }
 
-// needsOf are the blocks that ranks need of tensors that are cut along these dimensions; -1: each
-// needs all.
+// needsOf returns the blocks that ranks need of tensors cut along these dimensions; -1 means each needs all.
 func needsOf(m *load.Model, ranks int64, dims ...int64) (needs []plan.Request) {
 	for at, dim := range dims {
 		for rank := range ranks {
@@ -64,7 +63,7 @@ func needsOf(m *load.Model, ranks int64, dims ...int64) (needs []plan.Request) {
 	return needs
 }
 
-// startLaidOut is Start that waits for the layout, and returns its error.
+// startLaidOut runs Start, waits for the layout, and returns its error.
 func startLaidOut(m *load.Model, spec *Spec) (*Relay, error) {
 	r, err := Start(m, spec)
 	if err == nil {
@@ -76,9 +75,8 @@ func startLaidOut(m *load.Model, spec *Spec) (*Relay, error) {
 	return r, err
 }
 
-// What one rank alone needs is read by that rank and does not travel; what several
-// need is read by one and travels; nothing is read twice, and each rank reads about as
-// much as every other.
+// Bytes that only one rank needs are read by that rank and not sent. Bytes that several need are read by one and sent.
+// Nothing is read twice, and each rank reads about as much as every other.
 func TestCuts(t *testing.T) {
 	m := plain(t, []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{7}, []int64{3 << 20})
 	const ranks = 3
@@ -106,7 +104,7 @@ func TestCuts(t *testing.T) {
 			if first := c.Data == 1 || c.Data == 2; first && !travels {
 				t.Errorf("rank %d keeps chunk %v, which all need", rank, c)
 			}
-			// A third of tensor 0's rows is each rank's; chunks with rows of two travel.
+			// A third of tensor 0's rows belongs to each rank; chunks with rows of two ranks are sent.
 			third := 1366 * m.Index().Tensors[0].Bytes / 4096
 			if c.Data == 0 && travels && int64(c.N) != third/plainChunkBytes && int64(c.N) != 2*third/plainChunkBytes {
 				t.Errorf("chunk %v travels", c)
@@ -146,9 +144,8 @@ func TestCuts(t *testing.T) {
 	}
 }
 
-// Aliases of other rows travel with the column parts of their tensor, whole and cut along
-// either dimension; a request for a name that the spec does not share is refused, though its
-// bytes travel.
+// Aliases with other rows are sent with the column parts of their tensor, whole and cut along either dimension. A
+// request for a name that the spec does not share is refused, even if its bytes are sent.
 func TestAliasesTravel(t *testing.T) {
 	const golden = "../../tests/goldens/save/other-rows-1.0/parts.safetensors"
 	m, err := load.Open(t.Context(), load.Spec{URIs: []string{golden}})
@@ -216,8 +213,8 @@ func TestAliasesTravel(t *testing.T) {
 	}
 }
 
-// Requests of what does not travel are refused, of plain tensors as of others; a good one
-// still goes afterwards.
+// Requests for bytes that are not sent are refused, for plain tensors and others. A good request still works
+// afterwards.
 func TestAimRefuses(t *testing.T) {
 	m := plain(t, []int64{4096, 16}, []int64{4096, 16}, []int64{0, 16})
 	r, err := Start(m, &Spec{Tensors: []int64{1, 2}, Size: 1<<21 + 8192, Ranks: 1, Mapped: true, Buffers: 2})

@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Eight ranks get the bytes of whole tensors, of rows and columns, and of columns alone, on GPUs and
-// on the host, of compressed and of plain files that have tied, empty and odd tensors.
+// Eight ranks get the bytes of whole tensors, of rows and columns, and of only columns, on GPUs and on the host, from
+// compressed and plain files with tied, empty and odd tensors.
 func TestEightRanksExchange(t *testing.T) {
 	for _, compress := range []bool{true, false} {
 		path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: compress, ChunkBytes: 64 << 10}, "tied", 1<<20)

@@ -2,8 +2,8 @@
 
 package relay_test
 
-// Runs the ranks of a group as processes of their own, which exchange the
-// pieces of a relay by the fake driver's shared memory, or by that of the host.
+// Runs the ranks of a group as separate processes. They exchange the pieces of a group load through the fake driver's
+// shared memory, or through the host's.
 
 import (
 	"bufio"
@@ -32,20 +32,20 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// A trial is one relay of all ranks, and what goes wrong in one of them.
+// A trial is one group load by all ranks, and what goes wrong in one of them.
 type trial struct {
 	Where  string
 	Cut    string // "some": the ranks cut tensors along dimensions 0 and 1, alternating; "columns": all along 1
-	Wrong  string // "": nothing; "call": a call of the driver; else a step at which the rank dies, or cancels
-	Rank   int    // of which this is true
+	Wrong  string // "": nothing; "call": a driver call; else a step at which the rank dies or cancels
+	Rank   int    // the rank that this is about
 	Call   int64
 	Sticky bool
-	After  int64 // microseconds after Start when it is cancelled; Wrong is "soon"
+	After  int64 // microseconds from Start until it is cancelled, if Wrong is "soon"
 
-	Buffers, Stages int // of the relay; 0: 3 and 2
+	Buffers, Stages int // for the group load; 0 means 3 and 2
 }
 
-// said is what a rank says at each step, and all get of all.
+// said is what a rank reports at each step; all ranks get all reports.
 type said struct {
 	Offer *peers.Offer `json:",omitempty"`
 	Error string       `json:",omitempty"`
@@ -53,10 +53,10 @@ type said struct {
 	Lost  []int        `json:",omitempty"`
 	Left  string       `json:",omitempty"`
 	Wrong string       `json:",omitempty"` // tensors that differ
-	Came  []string     `json:",omitempty"` // tensors that landed before an error
+	Came  []string     `json:",omitempty"` // tensors that were loaded before an error
 	Calls int64        `json:",omitempty"`
 	Pulls int64        `json:",omitempty"` // bytes copied from other ranks
-	Gone  bool         `json:",omitempty"` // it says nothing any more
+	Gone  bool         `json:",omitempty"` // it no longer reports
 }
 
 func (s *said) failed(err error) *said {
@@ -66,7 +66,7 @@ func (s *said) failed(err error) *said {
 	return s
 }
 
-const rankEnv = "OVERWIRE_TEST_RANK" // rank, ranks and file of a process that is one
+const rankEnv = "OVERWIRE_TEST_RANK" // rank, ranks and file of a process that is a rank
 
 // A ranked is a group of such processes.
 type ranked struct {
@@ -101,7 +101,7 @@ func newRanked(t *testing.T, ranks int, path string) *ranked {
 		}
 		g.in, g.out = append(g.in, in), append(g.out, bufio.NewReader(out))
 		g.ended.Add(1)
-		go func() { // a child's end
+		go func() { // waits for a child's end
 			defer g.ended.Done()
 			_ = c.Wait()
 		}()
@@ -109,7 +109,7 @@ func newRanked(t *testing.T, ranks int, path string) *ranked {
 	return g
 }
 
-// step gathers what all ranks say, and tells all.
+// step collects the reports of all ranks, and sends them to all.
 func (g *ranked) step() []said {
 	all := make([]said, len(g.in))
 	for rank, out := range g.out {
@@ -134,7 +134,7 @@ func (g *ranked) step() []said {
 	return all
 }
 
-// try runs a trial, and returns what the ranks say at its end.
+// try runs a trial, and returns the ranks' final reports.
 func (g *ranked) try(c trial) []said {
 	text, _ := json.Marshal(c)
 	for _, in := range g.in {
@@ -196,7 +196,7 @@ func TestRank(t *testing.T) {
 	}
 }
 
-// cutting is along which dimension each tensor is cut.
+// cutting returns the dimension along which each tensor is cut.
 func cutting(m *load.Model, travel []int64, how string) (cuts []int64) {
 	for i, at := range travel {
 		cut := int64(i%3) - 1
@@ -211,7 +211,7 @@ func cutting(m *load.Model, travel []int64, how string) (cuts []int64) {
 	return cuts
 }
 
-// blocks are a rank's requests of tensors that are cut so.
+// blocks returns a rank's requests for tensors that are cut that way.
 func blocks(m *load.Model, travel, cuts []int64, rank, ranks int) (reqs []load.Request) {
 	for i, at := range travel {
 		q := load.Request{Tensor: at, Hi0: plan.Whole, Hi1: plan.Whole}
@@ -341,7 +341,7 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	return end.failed(err)
 }
 
-// fine fails the test unless all ranks have ended well.
+// fine fails the test unless all ranks have ended successfully.
 func (g *ranked) fine(what any, all []said) (most int64) {
 	g.t.Helper()
 	for rank, s := range all {
@@ -353,8 +353,8 @@ func (g *ranked) fine(what any, all []said) (most int64) {
 	return most
 }
 
-// Four ranks exchange the pieces of a relay by themselves; whichever call of the
-// driver fails in one of them, all end, nothing is left, and the next relay is good.
+// Four ranks exchange the pieces of a group load by themselves. Whichever driver call fails in one of them, all end,
+// nothing leaks, and the next group load succeeds.
 func TestRanksExchange(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
 	g := newRanked(t, 4, path)
@@ -370,8 +370,7 @@ func TestRanksExchange(t *testing.T) {
 	g.fine("after all", g.try(trial{Where: "cuda:0"}))
 }
 
-// Each rank gets its columns of plain tensors out of the shares of all; also where calls fail, and
-// with eight ranks.
+// Each rank gets its columns of plain tensors from everyone's shares, also when calls fail, and with eight ranks.
 func TestRanksExchangeColumns(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{}, "tied", 6<<20)
 	for _, ranks := range []int{4, 8} {
@@ -393,8 +392,8 @@ func TestRanksExchangeColumns(t *testing.T) {
 	}
 }
 
-// refuse lets every step-th call of the driver fail in one of the ranks: all end with an
-// error or well, and nothing is left; every third time with the other cut.
+// refuse makes every step-th driver call fail in one of the ranks. All end, with or without an error, and nothing
+// leaks. Every third time uses the other cut.
 func (g *ranked) refuse(calls, step int64, cut, other string) {
 	t, failed := g.t, 0
 	t.Helper()
@@ -428,9 +427,9 @@ func (g *ranked) refuse(calls, step int64, cut, other string) {
 	}
 }
 
-// What travels was compared with its checksum where it was read, before another rank may
-// copy it: where a chunk is damaged its reader names file, tensor and chunk, the relays of
-// all end with an error, and its tensor lands on no rank.
+// Sent bytes were compared with their checksum where they were read, before another rank may copy them. If a chunk is
+// damaged, its reader names file, tensor and chunk, the loads of all ranks end with an error, and its tensor is loaded
+// on no rank.
 func TestRanksDamaged(t *testing.T) {
 	path, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	g := newRanked(t, 3, path)
@@ -475,7 +474,7 @@ func TestRanksDamaged(t *testing.T) {
 	g.fine("after all", g.try(trial{Where: "cuda:0"}))
 }
 
-// flip flips a bit of a file as a disk does that is damaged: the file's times stay.
+// flip flips a bit of a file as a damaged disk does: the file's times stay.
 func flip(t *testing.T, path string, off int64) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
@@ -500,8 +499,7 @@ func flip(t *testing.T, path string, off int64) {
 	}
 }
 
-// A rank that dies or is cancelled, at whichever step, ends the relays of all, with an
-// error that says so.
+// A rank that dies or is cancelled, at any step, ends the loads of all ranks, with an error that says so.
 func TestRanksDie(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
 	for i, wrong := range []string{"offered", "joined", "alone", "moving", "cancelled"} {
@@ -528,11 +526,11 @@ func TestRanksDie(t *testing.T) {
 			if s.Error == "" && wrong != "offered" {
 				t.Fatalf("%+v: rank %d: it ended as if all were well", c, rank)
 			}
-			// One that joins behind the death finds no such process, as if it were in another container.
+			// A rank that joins after the death finds no such process, as if it were in another container.
 			if wrong == "joined" && s.Class == "NotSupportedError" && len(s.Lost) == 0 {
 				continue
 			}
-			// One that learned of the death from others cancels.
+			// A rank that learned of the death from others cancels.
 			if died := wrong == "alone" || wrong == "moving"; (died ||
 				wrong == "joined") != slices.Equal(s.Lost, []int{c.Rank}) || died && s.Class != "IOFailure" {
 				t.Fatalf("%+v: rank %d: %+v", c, rank, s)
@@ -541,8 +539,8 @@ func TestRanksDie(t *testing.T) {
 	}
 }
 
-// Ranks with one buffer, and space for one share of each other, get all; and so do those that load after one of them
-// was cancelled, at whichever moment, which ends the relays of all and leaves nothing.
+// Ranks with one buffer, and space for one share of each other, get everything. So do those that load after one of them
+// was cancelled at any moment, which ends the loads of all ranks and leaves nothing.
 func TestRanksWithOneBuffer(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 2<<20)
 	for _, ranks := range []int{1, 2, 5} {
@@ -552,7 +550,7 @@ func TestRanksWithOneBuffer(t *testing.T) {
 			g.fine(c, g.try(c))
 			c.Wrong, c.After, c.Rank = "soon", after, i%ranks
 			for rank, s := range g.try(c) {
-				// The others may have joined what was closed meanwhile.
+				// The others may have joined a load that was closed meanwhile.
 				if s.Gone || s.Left != "" || s.Wrong != "" || len(s.Lost) > 0 || s.Class == "EngineError" ||
 					s.Error != "" && s.Class != "CancelledError" && s.Class != "IOFailure" && s.Class != "NotSupportedError" {
 					t.Fatalf("%+v: rank %d of %d: %+v", c, rank, ranks, s)

@@ -12,8 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// Ranks share the host's cores unless each has its own; where the host does not say how
-// many it has, they share.
+// Ranks share the host's cores unless each has its own. They also share if the host does not say how many cores it has.
 func TestSharing(t *testing.T) {
 	for _, c := range []struct{ all, ranks, cores, want int }{
 		{64, 4, 64, 4}, {64, 4, 16, 1}, {64, 4, 17, 4}, {8, 2, 8, 2}, {8, 2, 4, 1}, {1, 2, 1, 2}, {64, 1, 64, 1},
@@ -25,9 +24,8 @@ func TestSharing(t *testing.T) {
 	}
 }
 
-// On a host of two nodes with 32 cores and four GPUs each, readers are near the GPU of
-// their rank, and the ranks of a node have together as many as it has cores. A rank that
-// may not run there has as many as on a host of one node.
+// On a host with two nodes of 32 cores and four GPUs each, readers are near their rank's GPU, and the ranks of a node
+// together have as many as it has cores. A rank that may not run there has as many as on a host with one node.
 func TestDivided(t *testing.T) {
 	root := t.TempDir()
 	put := func(name, text string) {
@@ -84,7 +82,7 @@ func TestDivided(t *testing.T) {
 			t.Errorf("%s: %d readers on %d cores, want %d on %d", c.name, readers, cores, c.readers, c.cores)
 		}
 	}
-	// On a host of one node nothing is asked of threads.
+	// On a host with one node, threads are not moved.
 	if cores, ranks := countCores(4, 64, nil, nil, root); cores != 64 || ranks != 4 {
 		t.Errorf("%d cores, %d ranks", cores, ranks)
 	}

@@ -16,8 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// Relays that bring nothing find each other, too, in whatever order they join: the first
-// one stays until the last has come. Each maps the memory of the others when the one before it has.
+// Group loads that bring nothing also find each other, in whatever order they join: the first stays until the last has
+// come. Each maps the others' memory when the one before it has.
 func TestNothingToBring(t *testing.T) {
 	m := plain(t, []int64{7})
 	const ranks = 3
@@ -54,7 +54,7 @@ func TestNothingToBring(t *testing.T) {
 	}
 }
 
-// A heldWriter lets the first bytes of an answer pass, and the others when `open` is closed.
+// A heldWriter lets the first bytes of an answer pass, and the rest when `open` is closed.
 type heldWriter struct {
 	http.ResponseWriter
 	open chan struct{}
@@ -68,7 +68,7 @@ func (w heldWriter) Write(p []byte) (int, error) {
 	return w.ResponseWriter.Write(p)
 }
 
-// openHeld opens a file over HTTP, of which no answer brings more than 256 KiB before release.
+// openHeld opens a file over HTTP. No answer brings more than 256 KiB before release.
 func openHeld(t *testing.T, path string) (m *load.Model, release func()) {
 	t.Helper()
 	open := make(chan struct{})
@@ -84,8 +84,8 @@ func openHeld(t *testing.T, path string) (m *load.Model, release func()) {
 	return m, func() { close(open) }
 }
 
-// A rank that reads late delays only what it reads: all ranks get all that the others read,
-// however many buffers that takes, before it has read anything.
+// A rank that reads late delays only its own reads: before it has read anything, all ranks get everything that the
+// others read, however many buffers that takes.
 func TestLateReader(t *testing.T) {
 	const ranks, late, mib = 3, 1, 1 << 20
 	m := plain(t, []int64{12, mib}, []int64{9 * mib})

@@ -33,7 +33,7 @@ type faultyFS struct {
 	at, n int
 	err   error
 	what  string // the call that failed
-	full  bool   // no free space is known
+	full  bool   // free space is unknown
 	then  func() // if not nil, runs at that call
 }
 
@@ -94,7 +94,7 @@ type faultyFile struct {
 
 func (f *faultyFile) WriteAt(p []byte, off int64) (int, error) {
 	if err := f.fs.fails("write"); err != nil {
-		n, _ := f.File.WriteAt(p[:len(p)/2], off) // as a disk that fills up does
+		n, _ := f.File.WriteAt(p[:len(p)/2], off) // like a disk that fills up
 		return n, err
 	}
 	return f.File.WriteAt(p, off)
@@ -127,10 +127,9 @@ func (f *faultyFile) Close() error {
 }
 
 func TestDiskFaults(t *testing.T) {
-	// Promise: whichever call to the disk fails, the error has the path, the
-	// old model stays whole, and nothing unfinished stays. Each call fails once,
-	// until a save has none left to fail. The last call, the sync of the folder
-	// after the rename, is the one that finds the new model in place.
+	// Whichever disk call fails, the error has the path, the old model stays whole, and nothing unfinished stays. Each
+	// call fails once, until a save has no more calls to fail. Only the last call, the sync of the folder after the
+	// rename, finds the new model in place.
 	r := newRand(t)
 	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
 	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
@@ -190,8 +189,8 @@ func TestDiskFaults(t *testing.T) {
 }
 
 func TestCancelAtEachCall(t *testing.T) {
-	// Promise: a save that is cancelled (also by Ctrl-C) in any call to the disk ends with the old model
-	// or, once it has its name, the new one, whole, and leaves nothing unfinished.
+	// A save that is cancelled in any disk call (also by Ctrl-C) leaves the old model or, once it has its name, the new
+	// one, whole, and nothing unfinished.
 	r := newRand(t)
 	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
 	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
@@ -232,8 +231,7 @@ func TestCancelAtEachCall(t *testing.T) {
 }
 
 func TestNoRoom(t *testing.T) {
-	// Promise: a save that cannot fit is refused with both numbers before
-	// anything is written.
+	// A save that cannot fit is refused with both numbers before anything is written.
 	dir := t.TempDir()
 	_, err := save.Write(bg, nil, save.Spec{Path: filepath.Join(dir, "m"), FS: &faultyFS{at: -1, full: true}},
 		[]save.Input{bf16("w", fixedRand(), 40, 64)})
@@ -247,8 +245,7 @@ func TestNoRoom(t *testing.T) {
 }
 
 func TestFullDisk(t *testing.T) {
-	// Promise: a disk that fills up in the middle gives an i/o error with path
-	// and offset, and the old file stays.
+	// A disk that fills up in the middle gives an I/O error with path and offset, and the old file stays.
 	dir := t.TempDir()
 	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=512k"); err != nil {
 		t.Skipf("no small disk here: mounting tmpfs: %v", err)
@@ -258,7 +255,7 @@ func TestFullDisk(t *testing.T) {
 	p := filepath.Join(dir, "m")
 	old := []save.Input{bf16("w", r, 100, 100)}
 	write(t, save.Spec{Path: p}, old)
-	// The free-space check would refuse this too; here the disk itself does.
+	// The free-space check would also refuse this; here the disk itself does.
 	spec := save.Spec{Path: p, ChunkBytes: 1 << 16, FS: &faultyFS{at: -1}}
 	_, err := save.Write(bg, nil, spec, []save.Input{bf16("w", r, 1000, 1000)})
 	if !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "no space") {
@@ -275,14 +272,13 @@ func TestFullDisk(t *testing.T) {
 	noTemps(t, dir)
 }
 
-// blind is a disk that cannot tell how much room it has.
+// blind is a disk that does not report its free space.
 type blind struct{ atomicfile.Disk }
 
 func (blind) Free(string) (int64, bool) { return 0, false }
 
 func TestCancel(t *testing.T) {
-	// Promise: a cancelled save ends, leaves the old file, no temporary file and no
-	// goroutine.
+	// A cancelled save ends and leaves the old file, no temporary file and no goroutine.
 	r := newRand(t)
 	dir := t.TempDir()
 	p := filepath.Join(dir, "m")
@@ -325,8 +321,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// version is the model that the killed child writes in turn k: every tensor
-// says k in every byte, so that a mix cannot go unseen.
+// version is the model that the killed child writes in turn k: every byte of every tensor is k, so that a mix is
+// noticed.
 func version(k byte) []save.Input {
 	var in []save.Input
 	for _, n := range []string{"a", "b", "c"} {
@@ -348,8 +344,8 @@ func saveForEver(path, shard string) {
 }
 
 func TestKill(t *testing.T) {
-	// Promise: kill -9 at any moment leaves the old model or the new one, whole, in a file
-	// or in shards, and never a mix; the next save removes what is left of others.
+	// kill -9 at any moment leaves the old model or the new one, whole, in a file or in shards, and never a mix. The
+	// next save removes what others left.
 	r := newRand(t)
 	rounds := 60
 	if testing.Short() {
@@ -360,7 +356,7 @@ func TestKill(t *testing.T) {
 		p := filepath.Join(dir, "m.safetensors")
 		main := p
 		if shard != "0" {
-			main = dir // of the model in shards, or in one file if its tensors are stored once
+			main = dir // of the model in shards, or in one file if tensors are stored once
 		}
 		kept, none, temps := 0, 0, []string(nil)
 		for round := 0; round < rounds || len(temps) == 0; round++ {
@@ -406,7 +402,7 @@ func TestKill(t *testing.T) {
 			}
 			kept++
 		}
-		for _, temp := range temps { // those of killed saves go at some age
+		for _, temp := range temps { // those of killed saves are removed at some age
 			_ = os.Chtimes(temp, time.Now(), time.Now().Add(-time.Hour))
 		}
 		_, err := save.Write(bg, nil, save.Spec{Path: p, ChunkBytes: 1 << 15,
@@ -421,8 +417,8 @@ func TestKill(t *testing.T) {
 }
 
 func TestTargets(t *testing.T) {
-	// Promise: links are followed and stay links; the mode of a replaced file
-	// is kept, a new one obeys the umask; anything but a file is not replaced.
+	// Links are followed and stay links. A replaced file keeps its mode, a new one obeys the umask, and anything but a
+	// file is not replaced.
 	r := fixedRand()
 	in := []save.Input{bf16("w", r, 40, 64)}
 	dir := t.TempDir()

@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// Many small tensors, with trials in memory and without, become the same file with any number of threads
-// and staged, and every checksum of it holds; a batch's gaps are zero.
+// Many small tensors, with and without trials in memory, give the same file with any number of threads and when staged.
+// Every checksum holds, and a batch's gaps are zero.
 func TestSmallTensors(t *testing.T) {
 	r := newRand(t)
 	var in []save.Input
@@ -57,7 +57,7 @@ func TestSmallTensors(t *testing.T) {
 	}
 }
 
-// A save is run by the caller's thread if all that it writes is little: tensors, names and metadata.
+// The caller's thread runs a save if everything it writes is small: tensors, names and metadata.
 func TestIsBrief(t *testing.T) {
 	dir, err := os.MkdirTemp("/dev/shm", "overwire")
 	if err != nil {

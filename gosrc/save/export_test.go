@@ -1,6 +1,6 @@
 package save
 
-// This file opens what tests in package save_test look at.
+// Exports what tests in package save_test need.
 
 import "context"
 
@@ -9,10 +9,10 @@ var (
 	ItemsIn    = itemsIn
 )
 
-// SetParts chooses how many column parts the item has, at most asked.
+// SetParts sets how many column parts the item has, at most the number asked for.
 func (t *Item) SetParts(asked int) { t.parts = t.chooseParts(asked) }
 
-// Parts is how many it has, and Bytes their bytes together.
+// Parts is the number of column parts, and Bytes their total size.
 func (t *Item) Parts() int64 { return t.parts }
 func (t *Item) Bytes() int64 { return t.bytes }
 func (t *Item) Name() string { return t.name }

@@ -24,15 +24,15 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// encodeAll lets GPUs encode however little lies on them.
+// encodeAll makes GPUs encode even the smallest tensors.
 func encodeAll(t testing.TB) {
 	before := *save.LeastOnGPU
 	*save.LeastOnGPU = 1
 	t.Cleanup(func() { *save.LeastOnGPU = before })
 }
 
-// trained are tensors of the ugly kind: odd sizes, one and no elements, tied and equal ones,
-// some that gain nothing, and tensors with chunks that gain nothing next to chunks that do.
+// trained returns difficult tensors: odd sizes, one element and none, tied and equal ones, some that gain nothing, and
+// tensors that mix chunks with and without gain.
 func trained(r *rand.Rand) (in []save.Input) {
 	add := func(name string, d tensor.DType, shape ...int64) []byte {
 		n, _ := tensor.Size(d, shape)
@@ -69,7 +69,7 @@ func trained(r *rand.Rand) (in []save.Input) {
 	return in
 }
 
-// onGPU puts every tensor but each `host`th into a GPU's memory.
+// onGPU puts every tensor except each `host`th into GPU memory.
 func onGPU(t testing.TB, d *cuda.Device, in []save.Input, host int) (out []save.Input, free func()) {
 	t.Helper()
 	at := map[*byte]device.Memory{}
@@ -86,7 +86,7 @@ func onGPU(t testing.TB, d *cuda.Device, in []save.Input, host int) (out []save.
 				t.Fatal(err)
 			}
 			m = mem[0]
-			copy(m.Slice(), x.Data) // the fake's memory is the host's
+			copy(m.Slice(), x.Data) // the fake's memory is host memory
 			at[&x.Data[0]], all = m, append(all, m)
 		}
 		out[i].Data = nil
@@ -115,8 +115,8 @@ func ended(t testing.TB, end func() string) {
 	}
 }
 
-// Files of tensors that a GPU encodes are, byte for byte, those that the host writes:
-// compressed and plain, one and several, waited for and staged, with some tensors on the host.
+// Files of tensors that a GPU encodes are, byte for byte, those that the host writes: compressed and plain, one and
+// several, waited for and staged, with some tensors on the host.
 func TestGPUWritesTheSameFilesFake(t *testing.T) {
 	encodeAll(t)
 	end := cuda.Fake(64 << 20)
@@ -131,7 +131,7 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 		spec   save.Spec
 		host   int
 		staged bool
-		gpu    bool // it has something to encode
+		gpu    bool // there is something to encode
 	}{
 		{save.Spec{Compress: true}, 0, false, true},
 		{save.Spec{Compress: true}, 0, true, true},
@@ -194,8 +194,8 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 	same(t, in, read(t, dir+"/m.safetensors"))
 }
 
-// Whichever call of the driver fails, a save ends typed, leaves no file, no memory and no
-// goroutine, and leaves the old file as it was.
+// Whichever driver call fails, a save ends with a typed error, leaves no file, memory or goroutine, and keeps the old
+// file.
 func TestGPUEveryCallFailsFake(t *testing.T) {
 	encodeAll(t)
 	r := random(t)
@@ -244,8 +244,7 @@ func TestGPUEveryCallFailsFake(t *testing.T) {
 	}
 }
 
-// A GPU without memory for slots leaves its tensors to the host, and a save that is
-// cancelled ends, staged or not.
+// A GPU without memory for slots leaves its tensors to the host. A cancelled save ends, staged or not.
 func TestGPULittleMemoryAndCancelFake(t *testing.T) {
 	encodeAll(t)
 	end := cuda.Fake(4 << 20)

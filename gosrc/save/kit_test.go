@@ -1,6 +1,6 @@
 package save_test
 
-// This file gives the shared helpers short names.
+// Gives the shared helpers short names.
 
 import (
 	"context"

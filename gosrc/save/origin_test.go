@@ -21,9 +21,8 @@ import (
 )
 
 func TestHostileOrigin(t *testing.T) {
-	// Promise: whatever a container says of its origin, decompressing it gives the
-	// file with that SHA-256 or an error with a class and the container's name; it
-	// leaves nothing, takes bounded memory, and the tensors load all the same.
+	// Whatever a container says of its origin, decompressing it gives the file with that SHA-256, or a typed error with
+	// the container's name. It leaves nothing, takes bounded memory, and the tensors still load.
 	dir := t.TempDir()
 	in := []save.Input{bf16("w", fixedRand(), 100, 100)}
 	header := `{"w":{"dtype":"BF16","shape":[100,100],"data_offsets":[0,20000]}}`
@@ -41,7 +40,7 @@ func TestHostileOrigin(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		o     *overwire.Origin
-		class error // nil: it is the original
+		class error // nil if it is the original
 	}{
 		"not hashed":      {origin(func(*overwire.Origin) {}), nil},
 		"other digest":    {origin(func(o *overwire.Origin) { o.SHA256 = overwire.Pending }), errs.ErrCorrupt},

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// Tensors in several places of memory, cut anywhere, become the very file that they become in one
-// place, plain, compressed, in column parts and staged.
+// Tensors in several pieces of memory, cut anywhere, give exactly the file of contiguous ones: plain, compressed, in
+// column parts and staged.
 func TestPieces(t *testing.T) {
 	r := newRand(t)
 	in := some(r)

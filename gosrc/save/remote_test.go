@@ -30,7 +30,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// tiled is a tensor of many rows of 4096, quickly made.
+// tiled is a tensor of many rows of 4096 that is quickly made.
 func tiled(name string, r *rand.Rand, rows int) save.Input {
 	in := bf16(name, r, 20, 4096)
 	in.Data = bytes.Repeat(in.Data, rows/20)
@@ -53,8 +53,8 @@ func object(t testing.TB, uri string, opt format.Access) []byte {
 	return b
 }
 
-// A file in a store has, byte for byte, what the same save writes to the disk:
-// small, in many parts, plain and compressed, with any header.
+// A file in a store has exactly the bytes that the same save writes to disk: small, in many parts, plain and
+// compressed, with any header.
 func TestFarIsNear(t *testing.T) {
 	s3 := sourcetest.StartS3(t, false)
 	red := sourcetest.StartRedis(t, false)
@@ -100,8 +100,8 @@ func TestFarIsNear(t *testing.T) {
 	}
 }
 
-// Shards in a store: the index comes last, a new set replaces an old one, what
-// the old one leaves goes, and nothing else does.
+// Shards in a store: the index is written last, a new set replaces an old one and removes its leftovers, and nothing
+// else.
 func TestFarShards(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -148,8 +148,7 @@ func TestFarShards(t *testing.T) {
 	}
 }
 
-// A store that fails at any request, or a caller who cancels, leaves the old
-// model, and nothing of the new one.
+// A store that fails at any request, or a caller who cancels, leaves the old model and nothing of the new one.
 func TestFarFailures(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	direct := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -220,7 +219,7 @@ func TestFarFailures(t *testing.T) {
 	unchanged("cancelled", err, errs.ErrCancelled)
 }
 
-// Convert reads from one store and writes to another, folders and all.
+// Convert reads from one store and writes to another, including folders.
 func TestFarConvert(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}

@@ -22,8 +22,8 @@ import (
 )
 
 func TestRoundTrip(t *testing.T) {
-	// Promise: whatever can be saved comes back bit for bit, plain or
-	// compressed, in any number of column parts and chunks, and verifies.
+	// Everything that can be saved comes back bit for bit, plain or compressed, in any number of column parts and
+	// chunks, and verifies.
 	in := ugly(newRand(t))
 	meta := map[string]string{"format": "pt", "": "empty key", "ключ": "\x00\"quote"}
 	for _, spec := range []save.Spec{
@@ -60,7 +60,7 @@ func TestRoundTrip(t *testing.T) {
 }
 
 func TestNothing(t *testing.T) {
-	// Promise: a model without tensors is a file like any other.
+	// A model without tensors is a valid file.
 	for _, c := range []bool{false, true} {
 		p := filepath.Join(t.TempDir(), "m.safetensors")
 		write(t, save.Spec{Path: p, Compress: c}, nil)
@@ -74,8 +74,7 @@ func TestNothing(t *testing.T) {
 }
 
 func TestDeterministic(t *testing.T) {
-	// Promise: the same input gives the same bytes for any number of threads,
-	// any order of the tensors, and any time.
+	// The same input gives the same bytes for any number of threads, any order of the tensors, and at any time.
 	r := newRand(t)
 	in := append(ugly(r), bf16("big", r, 900, 1500), bf16("big2", r, 2100, 300))
 	in = append(in, input("twin", tensor.BF16, []int64{1500, 900}, bytes.Clone(in[len(in)-2].Data)))
@@ -99,8 +98,8 @@ func TestDeterministic(t *testing.T) {
 }
 
 func TestAliases(t *testing.T) {
-	// Promise: tied and identical tensors are stored once, whatever their
-	// shapes; the same bytes as another dtype, and near twins, are not.
+	// Tied and identical tensors are stored once, whatever their shapes. The same bytes with another dtype, and near
+	// duplicates, are not shared.
 	r := newRand(t)
 	a := bf16("m.a", r, 64, 64)
 	small := noise(r, 100)
@@ -140,9 +139,8 @@ func TestAliases(t *testing.T) {
 	same(t, in, read(t, p))
 }
 
-// A tensor is stored in column parts if all its aliases have rows of its size, and else
-// in one part where one has others; both verify and come back, also when the file is
-// compressed again.
+// A tensor is stored in column parts if all its aliases have rows of its size, and otherwise in one part. Both verify
+// and come back, also when the file is compressed again.
 func TestPartsOfAliases(t *testing.T) {
 	r := newRand(t)
 	a, b := bf16("a", r, 64, 256), bf16("b", r, 64, 256)
@@ -172,8 +170,7 @@ func TestPartsOfAliases(t *testing.T) {
 	same(t, otherRows(), read(t, again))
 }
 
-// otherRows are the tensors of the golden file of column parts that have aliases of other
-// rows.
+// otherRows are the tensors of the golden file of column parts that have aliases with other rows.
 func otherRows() []save.Input {
 	r := fixedRand()
 	a := gaussian(r, 64, 256)
@@ -191,8 +188,7 @@ func otherRows() []save.Input {
 	}
 }
 
-// The golden file that a writer without that rule has made loads and verifies; no writer
-// makes it any more.
+// The golden file of a writer without that rule loads and verifies; no writer makes it any more.
 func TestGoldenOtherRows(t *testing.T) {
 	golden := filepath.Join(goldens, "other-rows-1.0", "parts.safetensors")
 	same(t, otherRows(), read(t, golden))
@@ -201,7 +197,7 @@ func TestGoldenOtherRows(t *testing.T) {
 	}
 }
 
-// exponentEntropy is the order-0 entropy of the exponents of bf16, in bits.
+// exponentEntropy is the order-0 entropy of bf16 exponents, in bits.
 func exponentEntropy(p []byte) (h float64) {
 	var n [256]float64
 	for i := 0; i < len(p); i += 2 {
@@ -216,9 +212,8 @@ func exponentEntropy(p []byte) (h float64) {
 }
 
 func TestRatio(t *testing.T) {
-	// Promise: generated bf16 weights come within 1 %
-	// of the entropy of their exponents, noise takes never more than
-	// 1.001, and what does not gain 1 % is left readable for everyone.
+	// Generated bf16 weights come within 1 % of the entropy of their exponents, noise never takes more than 1.001, and
+	// tensors that do not gain 1 % stay readable for everyone.
 	r := fixedRand()
 	p := filepath.Join(t.TempDir(), "m")
 	w := bf16("w", r, 2048, 2048)
@@ -237,8 +232,7 @@ func TestRatio(t *testing.T) {
 }
 
 func TestArguments(t *testing.T) {
-	// Promise: what no file can hold is refused by class, with the tensor's
-	// name, before the folder is touched.
+	// Input that no file can hold is refused with a typed error and the tensor's name, before the folder is touched.
 	one := []byte{1}
 	for name, c := range map[string]struct {
 		spec save.Spec
@@ -279,7 +273,7 @@ func TestArguments(t *testing.T) {
 }
 
 func TestSchemes(t *testing.T) {
-	// Promise: file:// is a local path; what cannot be written to says so.
+	// file:// is a local path; a target that cannot be written says so.
 	p := filepath.Join(t.TempDir(), "m")
 	write(t, save.Spec{Path: "file://" + p}, nil)
 	if len(read(t, p)) != 0 {
@@ -291,8 +285,7 @@ func TestSchemes(t *testing.T) {
 }
 
 func TestProgress(t *testing.T) {
-	// Promise: the counters end at their totals, aliases and empty tensors
-	// included.
+	// The counters end at their totals, including aliases and empty tensors.
 	r := fixedRand()
 	a := bf16("a", r, 600, 1000)
 	in := []save.Input{a, input("tied", tensor.BF16, []int64{600, 1000}, a.Data), input("empty", tensor.F32, []int64{0}, nil)}
@@ -309,9 +302,9 @@ func TestProgress(t *testing.T) {
 }
 
 func TestBesideAnIndex(t *testing.T) {
-	// Promise: one file is not written next to the index of shards of its name, by which
-	// the folder is still loaded as the old model; with a limit for shards it replaces
-	// them, as does a file that the index lists, or any file if the index is invalid.
+	// One file is not written next to a shard index of its name, because the folder would still be loaded as the old
+	// model. With a shard limit it replaces the shards. It also replaces a file that the index lists, or any file if
+	// the index is invalid.
 	r := fixedRand()
 	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
 	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
@@ -358,8 +351,7 @@ func link(t *testing.T, to string) string {
 }
 
 func TestNamesOfShards(t *testing.T) {
-	// Promise: shards that no index.json can list are refused before anything is
-	// written; one file of such a name is not.
+	// Shards that no index.json can list are refused before anything is written; a single file of such a name is not.
 	r := fixedRand()
 	in := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
 	dir := t.TempDir()
@@ -381,7 +373,7 @@ func TestNamesOfShards(t *testing.T) {
 }
 
 func TestPrivateSets(t *testing.T) {
-	// Promise: a private model stays private, whatever its files are called after.
+	// A private model stays private, whatever its files are called afterwards.
 	r := fixedRand()
 	in := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
 	for name, steps := range map[string][]int64{"one, then shards": {1 << 20, 6000}, "shards, then others": {6000, 11000}, "shards, then one": {6000, 1 << 20}} {
@@ -411,7 +403,7 @@ func TestPrivateSets(t *testing.T) {
 }
 
 func TestDotDot(t *testing.T) {
-	// Promise: ".." after a symbolic link is where the system finds it.
+	// ".." after a symbolic link is resolved as the system does.
 	r := fixedRand()
 	in := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
 	dir := t.TempDir()

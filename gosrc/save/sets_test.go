@@ -1,7 +1,7 @@
 package save_test
 
-// This file tests that a set of files is replaced in one step, whatever stops it, and that
-// every model of a folder is converted.
+// Tests that a set of files is replaced in one step, whatever interrupts it, and that every model of a folder is
+// converted.
 
 import (
 	"errors"
@@ -30,7 +30,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// A watchedFS calls look before each change of a name, and after it.
+// A watchedFS calls look before and after each change of a name.
 type watchedFS struct {
 	atomicfile.Disk
 	look func()
@@ -54,9 +54,8 @@ func (w watchedFS) Remove(path string) error {
 	return w.Disk.Remove(path)
 }
 
-// Promise: at every step of a save over an earlier model, in a file or in shards, a folder is
-// the old model or the new one, and once it is the new one it stays that; in the end nothing
-// else is there.
+// At every step of a save over an earlier model, in a file or in shards, a folder is the old model or the new one, and
+// once it is the new one it stays so. In the end nothing else is there.
 func TestEveryStepOfAReplacement(t *testing.T) {
 	for name, c := range map[string]struct{ old, now int64 }{
 		"shards over as many": {1500, 1500}, "over more": {1500, 2500}, "over fewer": {2500, 1500}, "over one file": {0, 1500}, "one file over shards": {1500, 1 << 20},
@@ -67,7 +66,7 @@ func TestEveryStepOfAReplacement(t *testing.T) {
 			write(t, save.Spec{Path: path, Shard: c.old}, of(1, 4))
 			if !indexed {
 				if err := os.Remove(path + ".index.json"); c.old == 0 || c.now > 1<<16 || err != nil {
-					continue // shards without an index cannot be replaced by one file in one step
+					continue // one file cannot replace shards without an index in one step
 				}
 			}
 			steps, replaced := 0, false
@@ -91,8 +90,8 @@ func TestEveryStepOfAReplacement(t *testing.T) {
 	}
 }
 
-// Promise: a folder that is converted onto itself, or over an earlier conversion, is a whole
-// model at every step; with and without an index.json.
+// A folder that is converted onto itself, or over an earlier conversion, is a whole model at every step, with and
+// without an index.json.
 func TestEveryStepOfAConversion(t *testing.T) {
 	for _, indexed := range []bool{true, false} {
 		src, dst := t.TempDir(), t.TempDir()
@@ -120,8 +119,7 @@ func TestEveryStepOfAConversion(t *testing.T) {
 	}
 }
 
-// Promise: of two saves that begin in an empty folder, one is whole there, and the other one
-// fails or replaces it.
+// Of two saves that begin in an empty folder, one is whole there, and the other fails or replaces it.
 func TestTwoSavesAtOnce(t *testing.T) {
 	dir := t.TempDir()
 	spec := save.Spec{Path: filepath.Join(dir, "model.safetensors"), Shard: 1500}
@@ -146,8 +144,8 @@ func TestTwoSavesAtOnce(t *testing.T) {
 	noTemps(t, dir)
 }
 
-// Promise: whichever request of a save of shards over shards fails, the store has the old
-// model or the new one, whole, and nothing of another.
+// Whichever request of a save of shards over shards fails, the store has the old model or the new one, whole, and
+// nothing of another.
 func TestFarSetsAreReplaced(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	direct := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -156,7 +154,7 @@ func TestFarSetsAreReplaced(t *testing.T) {
 	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(u); r.Out.Host = r.In.Host }}
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodDelete && seen.Add(1) == fail.Load() {
-			w.WriteHeader(http.StatusForbidden) // it is not tried again
+			w.WriteHeader(http.StatusForbidden) // it is not retried
 			return
 		}
 		p.ServeHTTP(w, r)
@@ -191,9 +189,8 @@ func TestFarSetsAreReplaced(t *testing.T) {
 	}
 }
 
-// Promise: every model of a folder is converted, each with its index.json, so that every
-// library finds the model in the new folder that it found in the old one; the rest is
-// copied once.
+// Every model of a folder is converted with its index.json, so that every library finds the same model in the new
+// folder as in the old one. The rest is copied once.
 func TestConvertEveryModelOfAFolder(t *testing.T) {
 	sets := map[string]int64{"model.safetensors": 1500, "model.fp16.safetensors": 1500, "consolidated.safetensors": 1500}
 	indexes := map[string]string{"model.fp16.safetensors.index.json": "model.safetensors.index.fp16.json"}
@@ -229,7 +226,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		}
 		put(t, src, map[string]string{"config.json": "{}"})
 		var stray []string
-		if c.sets[0] == "model.safetensors" { // whose index decides
+		if c.sets[0] == "model.safetensors" { // its index decides
 			stray = []string{"old-00001-of-00002.safetensors"}
 			put(t, src, map[string]string{stray[0]: "no model"})
 		}
@@ -275,8 +272,8 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 	}
 }
 
-// Promise: shards of a variant belong to it in either writing: a save or a conversion of the
-// default model over its old files does not touch them.
+// Shards of a variant belong to it in either spelling: saving or converting the default model over its old files does
+// not touch them.
 func TestAVariantIsAnotherFamily(t *testing.T) {
 	dir := t.TempDir()
 	for k, path := range []string{"model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors"} {
@@ -295,8 +292,8 @@ func TestAVariantIsAnotherFamily(t *testing.T) {
 	}
 }
 
-// Promise: each index of a folder is a model, also two of one variant: all are converted, and
-// no file goes that another index lists.
+// Each index of a folder is a model, also two of one variant. All are converted, and no file is removed that another
+// index lists.
 func TestTwoIndexesOfOneFamily(t *testing.T) {
 	dir := t.TempDir()
 	want := map[string]byte{"model.safetensors.index.json": 1, "model.safetensors.index.fp16.json": 2, "model.fp16.safetensors.index.json": 3}
@@ -323,13 +320,13 @@ func TestTwoIndexesOfOneFamily(t *testing.T) {
 	}
 }
 
-// Promise: where the disk does not give an index, no file goes that it may list, and the old set stays.
+// If the disk does not return an index, no file that it may list is removed, and the old set stays.
 func TestAnIndexThatIsNotRead(t *testing.T) {
 	for _, broken := range []string{"model.safetensors.index.fp16.json", "model.fp16.safetensors.index.json"} {
 		dir := t.TempDir()
 		path := filepath.Join(dir, "model.fp16.safetensors")
 		write(t, save.Spec{Path: path, Shard: 1500}, of(3, 3))
-		const other = "model-00001-of-00001.fp16.safetensors" // of the same family
+		const other = "model-00001-of-00001.fp16.safetensors" // of the same set
 		write(t, save.Spec{Path: filepath.Join(dir, other)}, of(2, 1))
 		put(t, dir, map[string]string{"model.safetensors.index.fp16.json": `{"weight_map":{"a":"` + other + `"}}`})
 		text, err := os.ReadFile(filepath.Join(dir, broken))
@@ -358,8 +355,7 @@ func TestAnIndexThatIsNotRead(t *testing.T) {
 	}
 }
 
-// Promise: an index with a missing shard is not converted: nothing is written, and
-// both are named.
+// An index with a missing shard is not converted: nothing is written, and both are named.
 func TestConvertNoIndexWithoutItsShards(t *testing.T) {
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, of(1, 3))
@@ -373,8 +369,8 @@ func TestConvertNoIndexWithoutItsShards(t *testing.T) {
 	}
 }
 
-// Promise: a file's tensors that the index does not list go with it where files stay files,
-// and do not where the model's tensors are put together.
+// Tensors of a file that the index does not list stay with the file where files stay files, and are dropped where the
+// model's tensors are merged.
 func TestUnlistedTensors(t *testing.T) {
 	src := t.TempDir()
 	write(t, save.Spec{Path: filepath.Join(src, "m-00001-of-00002.safetensors")}, of(1, 2))
@@ -402,8 +398,7 @@ func TestUnlistedTensors(t *testing.T) {
 	}
 }
 
-// Promise: a file that is written to while it is converted, verified or digested is refused,
-// and what was made of it is not published.
+// A file that is written while it is converted, verified or digested is refused, and the result is not published.
 func TestSourcesThatAreWrittenTo(t *testing.T) {
 	src, dst := filepath.Join(t.TempDir(), "m.safetensors"), filepath.Join(t.TempDir(), "out.safetensors")
 	write(t, save.Spec{Path: src}, of(1, 3))

@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// endingBody is a body that ends with the work on others: it fails once both tensors are being
-// read, or it waits for the end of the other, and keeps why it came.
+// endingBody is a body that ends together with other work: it fails once both tensors are being read, or it waits for
+// the other's end and keeps the cause.
 type endingBody struct {
 	began chan struct{}
 	why   *error
@@ -32,7 +32,7 @@ func (e endingBody) bytes(ctx context.Context, _ []byte, _ int64) ([]byte, error
 }
 
 func TestStepsEndByTheFirstError(t *testing.T) {
-	// Promise: when a tensor cannot be read, what else is under way ends, and by that error.
+	// When a tensor cannot be read, everything else in progress ends with that error.
 	dir, began := t.TempDir(), make(chan struct{})
 	var why error
 	items := make([]*Item, 2)

@@ -15,10 +15,8 @@ import (
 )
 
 func TestStoredRanges(t *testing.T) {
-	// Promise: any range of a stored tensor is the same range of its bytes, and
-	// any range of a column part is what gathering it in memory gives: for
-	// every number of parts, on several threads, through a cache too small for
-	// anything.
+	// Any range of a stored tensor equals that range of its bytes. Any range of a column part equals gathering it in
+	// memory, for every number of parts, on several threads, through a cache that is too small.
 	r := newRand(t)
 	in := some(r)
 	for _, parts := range []int{1, 2, 8} {
@@ -67,7 +65,7 @@ func TestStoredRanges(t *testing.T) {
 }
 
 func TestClassed(t *testing.T) {
-	// Promise: however a context ends, the error has one of our classes.
+	// However a context ends, the error has one of our classes.
 	ctx, cancel := context.WithCancel(bg)
 	cancel()
 	if err := errs.Ended(ctx, context.Canceled); !errors.Is(err, errs.ErrCancelled) {

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// served is a server of a file of size zeros, called x.
+// served is a server with a file of size zeros, called x.
 func served(t *testing.T, size int64, opt Options) *Server {
 	t.Helper()
 	dir := t.TempDir()
@@ -33,7 +33,7 @@ func served(t *testing.T, size int64, opt Options) *Server {
 	return s
 }
 
-// refuseLeft fails a test whose servers, all of them closed, have left goroutines.
+// refuseLeft fails a test if its closed servers have left goroutines.
 func refuseLeft(t *testing.T) {
 	t.Cleanup(func() {
 		if n := spawn.Left(); len(n) != 0 {
@@ -59,11 +59,12 @@ func dial(t *testing.T, s *Server, text string) *net.TCPConn {
 
 const request = "GET /x HTTP/1.1\r\nHost: h\r\n"
 
-// A client that takes, or sends, nothing more, or a byte now and then, is left: with a body, a header, a request's
-// body and between requests, with and without ranges, lengths and faults. Who waits behind it is served then.
+// A client that takes or sends nothing more, or only a byte now and then, is dropped: with a body, a header, a
+// request's body, and between requests, with and without ranges, lengths and faults. The next client in line is served
+// then.
 func TestClientThatHolds(t *testing.T) {
 	refuseLeft(t)
-	const size = 64 << 20 // more than buffers of the kernel have
+	const size = 64 << 20 // more than the kernel's buffers hold
 	drip := func(c *net.TCPConn, stop <-chan struct{}, step func() error) {
 		for step() == nil {
 			select {
@@ -78,7 +79,7 @@ func TestClientThatHolds(t *testing.T) {
 	for name, c := range map[string]struct {
 		text string
 		opt  Options
-		step func(*net.TCPConn) error // again and again; nil: nothing
+		step func(*net.TCPConn) error // again and again; nil means nothing
 	}{
 		"reads nothing":          {request + "\r\n", Options{}, nil},
 		"reads a byte":           {request + "\r\n", Options{}, reads},
@@ -103,7 +104,7 @@ func TestClientThatHolds(t *testing.T) {
 			if c.step != nil {
 				go drip(first, stop, func() error { return c.step(first) })
 			}
-			for try := 0; ; try++ { // a busy machine may take longer than the patience
+			for try := 0; ; try++ { // a busy machine may take longer than the server's patience
 				second := dial(t, s, "HEAD /x HTTP/1.1\r\nHost: h\r\n\r\n")
 				r, err := http.ReadResponse(bufio.NewReader(second), nil)
 				_ = second.Close()
@@ -118,7 +119,7 @@ func TestClientThatHolds(t *testing.T) {
 	}
 }
 
-// A slow client that goes on gets all, though it takes several times the server's patience.
+// A slow client that makes progress gets everything, even if it takes several times the server's patience.
 func TestSlowClient(t *testing.T) {
 	refuseLeft(t)
 	const size = 24 << 20
@@ -142,7 +143,7 @@ func TestSlowClient(t *testing.T) {
 	}
 }
 
-// A header of any length, thousands of ranges and requests sent ahead get bounded answers.
+// Headers of any length, thousands of ranges and pipelined requests get bounded answers.
 func TestHeaders(t *testing.T) {
 	refuseLeft(t)
 	s := served(t, 1<<20, Options{})
@@ -154,7 +155,7 @@ func TestHeaders(t *testing.T) {
 		{"X: " + strings.Repeat("x", 10<<20) + "\r\n", 431, 1000},
 		{strings.Repeat("Range: bytes=0-0\r\n", 1<<20), 431, 1000},
 		{"Range: bytes=" + strings.Repeat("0-0,", 5000) + "1-1\r\n", 206, 2 << 20},
-		{"Range: bytes=" + strings.Repeat("0-,", 5000) + "1-1\r\n", 200, 1 << 20}, // more than all: no ranges
+		{"Range: bytes=" + strings.Repeat("0-,", 5000) + "1-1\r\n", 200, 1 << 20}, // more bytes than the file: ranges are ignored
 		{"Range: bytes=0-" + strings.Repeat("9", 10000) + "\r\n", 416, 1000},
 	} {
 		tcp := dial(t, s, "")
@@ -181,7 +182,7 @@ func TestHeaders(t *testing.T) {
 	}
 }
 
-// More clients than there may be connections are all served, one after the other.
+// More clients than allowed connections are all served, one after the other.
 func TestManyClients(t *testing.T) {
 	refuseLeft(t)
 	s := served(t, 1000, Options{Connections: 3})

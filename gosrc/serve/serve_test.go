@@ -39,7 +39,7 @@ func get(t *testing.T, url, span string) (int, string) {
 	return resp.StatusCode, string(b)
 }
 
-// Files below the folder are served, whole and in ranges, and nothing else is.
+// Only files below the folder are served, whole and in ranges.
 func TestServe(t *testing.T) {
 	top := t.TempDir()
 	dir := filepath.Join(top, "d")
@@ -81,8 +81,8 @@ func TestServe(t *testing.T) {
 	}
 }
 
-// A connection waits for the server's link and for its own, each as fast as its
-// rate says, by a clock that only they move.
+// A connection waits for the server's link and for its own, each as fast as its rate, by a clock that only they
+// advance.
 func TestRate(t *testing.T) {
 	for _, c := range []*conn{{s: &Server{link: link{rate: 10 << 20}}}, {s: &Server{}, own: link{rate: 10 << 20}}} {
 		synctest.Test(t, func(t *testing.T) {
@@ -125,8 +125,7 @@ func TestSeed(t *testing.T) {
 	}
 }
 
-// Each fault shows the client what Kinds says, and leaves no goroutine; faults of
-// ranges leave other requests alone.
+// Each fault shows the client what Kinds says, and leaves no goroutine. Faults of ranges do not affect other requests.
 func TestEachFault(t *testing.T) {
 	dir := t.TempDir()
 	text := make([]byte, 5000)
@@ -143,7 +142,7 @@ func TestEachFault(t *testing.T) {
 	want := map[string]func(r *http.Response, body string, err error) bool{
 		"reset":   broken,
 		"short":   broken,
-		"stall":   broken, // by the client's patience
+		"stall":   broken, // after the client's patience
 		"trickle": broken,
 		"range": func(r *http.Response, body string, err error) bool {
 			return r.StatusCode == 206 && err == nil && r.Header.Get("Content-Range") == "bytes 1001-3000/5000" &&

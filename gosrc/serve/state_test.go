@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// put writes a file of one byte, repeated, whose time of modification is always the same; in place, or by a rename.
+// put writes a file of one repeated byte with a constant modification time, in place or by a rename.
 func put(t *testing.T, path string, fill byte, inPlace bool) {
 	t.Helper()
 	data, to := bytes.Repeat([]byte{fill}, 2<<20), path
@@ -30,8 +30,8 @@ func put(t *testing.T, path string, fill byte, inPlace bool) {
 	}
 }
 
-// Another file of the same size and time has another ETag, by which a client finds that it is another; only what is written
-// to all the time has a weak one.
+// Another file of the same size and time has another ETag, so that a client notices. Only a file that is written all
+// the time has a weak ETag.
 func TestStatesHaveETagsOfTheirOwn(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x")
 	s, err := New(filepath.Dir(path), Options{})
@@ -78,7 +78,7 @@ func TestStatesHaveETagsOfTheirOwn(t *testing.T) {
 	}
 }
 
-// An answer in which the file is replaced, or written to, ends before its end, and has bytes of one file only.
+// An answer during which the file is replaced or written ends early, and has bytes of only one file.
 func TestAnswersHaveOneState(t *testing.T) {
 	for name, opt := range map[string]Options{
 		"ranges": {}, "no ranges": {NoRanges: true}, "chunked": {Chunked: true},

@@ -34,7 +34,7 @@ func onGPU(t testing.TB, d *cuda.Device, in []Tensor) (out []Tensor, free func()
 			if shared := at[&x.Data[0]]; shared != nil {
 				x.Data = shared
 			} else {
-				copy(mem[i].Slice(), x.Data) // the fake's memory is the host's
+				copy(mem[i].Slice(), x.Data) // the fake's memory is host memory
 				at[&x.Data[0]] = mem[i].Slice()
 				x.Data = mem[i].Slice()
 			}
@@ -59,8 +59,8 @@ func ended(t testing.TB, end func() string) func() {
 	}
 }
 
-// Tensors of a GPU come back as they were, from memory that earlier sleeps have used,
-// and the file that is written of it is whole.
+// Tensors of a GPU come back unchanged, from memory that earlier sleeps have used, and the file written from it is
+// whole.
 func TestSleepFake(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()
@@ -103,8 +103,7 @@ func roundTrip(t testing.TB, d *cuda.Device, host []Tensor, path string) {
 	}
 }
 
-// Whichever call of the driver fails, a sleep and its waking end typed, and nothing is
-// left.
+// Whichever driver call fails, a sleep and its waking end with typed errors, and nothing leaks.
 func TestSleepEveryCallFailsFake(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -158,8 +157,7 @@ func TestSleepEveryCallFailsFake(t *testing.T) {
 	}
 }
 
-// A GPU that has little memory left encodes in less of it, and one that has none says
-// so; the tensors are as they were.
+// A GPU with little memory left encodes in less of it, and one with none says so. The tensors stay as they were.
 func TestSleepFakeLittleMemory(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(4<<20))()
@@ -204,8 +202,8 @@ func TestSleepFakeLittleMemory(t *testing.T) {
 	}
 }
 
-// A sleep during a capture, of another thread's and of the default stream's, neither
-// destroys nor joins it, and waits for no other work.
+// A sleep during a graph capture, by another thread or on the default stream, neither destroys nor joins it, and does
+// not wait for other work.
 func TestSleepFakeBesideCapture(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()

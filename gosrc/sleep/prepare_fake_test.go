@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// Memory that was prepared is what the next sleep takes, whether it waits for it or
-// not; the same preparation again does nothing, and it is given back on request.
+// The next sleep uses prepared memory, whether it waits for it or not. The same preparation again does nothing, and it
+// is given back on request.
 func TestPrepareFake(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()
@@ -74,8 +74,8 @@ func TestPrepareFake(t *testing.T) {
 	}
 }
 
-// More than allowed, more than there is, and nothing are refused at once, and a
-// preparation within a small bound leaves a sleep that keeps it.
+// More than allowed, more than available, and nothing are refused at once. A preparation within a small bound leaves a
+// sleep that keeps the bound.
 func TestPrepareBoundsFake(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()
@@ -113,8 +113,7 @@ func TestPrepareBoundsFake(t *testing.T) {
 	m.Close()
 }
 
-// Whichever call of the driver fails, a preparation ends typed, the sleep after it too,
-// and nothing is left.
+// Whichever driver call fails, a preparation and the sleep after it end with typed errors, and nothing leaks.
 func TestPrepareEveryCallFailsFake(t *testing.T) {
 	smaller(t)
 	host := several(random(t), 20_000)
@@ -159,7 +158,7 @@ func TestPrepareEveryCallFailsFake(t *testing.T) {
 	}
 }
 
-// The end of the process ends a preparation.
+// A preparation ends with the process.
 func TestPrepareEndsWithTheProcessFake(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()

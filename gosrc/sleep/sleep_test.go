@@ -29,14 +29,14 @@ func random(t testing.TB) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 7))
 }
 
-// smaller lets a test have tensors of many chunks.
+// smaller gives tests tensors of many chunks.
 func smaller(t testing.TB) {
 	before := chunkBytes
 	chunkBytes = 16 << 10
 	t.Cleanup(func() { chunkBytes = before })
 }
 
-// like is n bytes as weights of a dtype have them.
+// like returns n bytes like weights of a dtype.
 func like(r *rand.Rand, d tensor.DType, n int) []byte {
 	b := make([]byte, n)
 	switch d {
@@ -62,7 +62,7 @@ func like(r *rand.Rand, d tensor.DType, n int) []byte {
 	return b
 }
 
-// several are tensors of every kind that a sleep treats differently.
+// several has tensors of every kind that a sleep treats differently.
 func several(r *rand.Rand, most int) (in []Tensor) {
 	add := func(name string, d tensor.DType, n int) {
 		n -= n % max(1, d.Bits()/8)
@@ -81,7 +81,7 @@ func several(r *rand.Rand, most int) (in []Tensor) {
 	return in
 }
 
-// same holds a model to the bytes of tensors, by a load to a device.
+// same compares a model with the tensors' bytes, by a load to a device.
 func same(t testing.TB, m *load.Model, device string, in []Tensor) {
 	t.Helper()
 	ix := m.Index()
@@ -118,8 +118,7 @@ func nothingRuns(t testing.TB) {
 	}
 }
 
-// Tensors of all kinds come back as they were, those in one memory stored once, and
-// also from the file that was written.
+// Tensors of all kinds come back unchanged, also from the written file. Those that share memory are stored once.
 func TestSleep(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -153,7 +152,7 @@ func TestSleep(t *testing.T) {
 	nothingRuns(t)
 }
 
-// If every tensor shrinks, the file is the one that a save writes.
+// If every tensor shrinks, the file equals the one that a save writes.
 func TestSleepWritesWhatSaveWrites(t *testing.T) {
 	r := random(t)
 	var in []Tensor
@@ -181,7 +180,7 @@ func TestSleepWritesWhatSaveWrites(t *testing.T) {
 	}
 }
 
-// No tensors are also put to sleep.
+// A model without tensors can also be put to sleep.
 func TestSleepNothing(t *testing.T) {
 	m, rep, err := Sleep(t.Context(), job.New("sleep"), Spec{}, nil)
 	if err != nil || rep.Bytes != 0 {
@@ -190,7 +189,7 @@ func TestSleepNothing(t *testing.T) {
 	m.Close()
 }
 
-// Stored bytes that change are found by the next load.
+// Changed stored bytes are found by the next load.
 func TestSleepFindsDamage(t *testing.T) {
 	smaller(t)
 	in := several(random(t), 100_000)
@@ -215,8 +214,8 @@ func TestSleepFindsDamage(t *testing.T) {
 	same(t, m, "", in)
 }
 
-// Tensors that do not fit into the budget are refused in advance with the number of bytes; so are those that
-// only turn out not to fit, and no memory stays taken.
+// Tensors that do not fit the budget are refused in advance with the number of bytes. So are those that turn out not to
+// fit, and no memory stays taken.
 func TestSleepBudget(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -226,7 +225,7 @@ func TestSleepBudget(t *testing.T) {
 	if !errors.As(err, &mem) || mem.Asked < 200_000 || mem.Free != 100_000 {
 		t.Errorf("refused by %v", err)
 	}
-	// Zeros at the places of the samples, noise elsewhere.
+	// Zeros at the sampled positions, noise elsewhere.
 	x := like(r, tensor.F64, 1<<20)
 	for k := range int64(sampleRuns) {
 		off := (int64(len(x)) - sampleBytes) / (sampleRuns - 1) * k &^ 255
@@ -250,7 +249,7 @@ func asleep(t testing.TB, spec Spec, in []Tensor) (*load.Model, error) {
 	return m, err
 }
 
-// A cancelled sleep ends, typed, and leaves nothing.
+// A cancelled sleep ends with a typed error, and leaves nothing.
 func TestSleepCancelled(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -277,7 +276,7 @@ func TestSleepCancelled(t *testing.T) {
 	nothingRuns(t)
 }
 
-// Sleeps that run at once have memory of their own.
+// Concurrent sleeps have separate memory.
 func TestSleepsAtOnce(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -302,7 +301,7 @@ func TestSleepsAtOnce(t *testing.T) {
 	})
 }
 
-// A caller's mistake is an argument error that names the tensor.
+// A wrong argument is an argument error that names the tensor.
 func TestSleepRefuses(t *testing.T) {
 	b := make([]byte, 16)
 	for _, x := range [][]Tensor{

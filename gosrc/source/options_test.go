@@ -50,7 +50,8 @@ func TestOptions(t *testing.T) {
 	}
 }
 
-// What chooses a store makes it another one, for its scheme alone, and no secret is in what tells them apart.
+// An option that selects a store gives a different one, only for its scheme, and no secret is in the key that
+// distinguishes them.
 func TestStore(t *testing.T) {
 	set := func(in, name string) Options {
 		values := map[string]string{name: "value"}

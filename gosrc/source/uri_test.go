@@ -13,7 +13,7 @@ func TestURIs(t *testing.T) {
 	for _, c := range []struct {
 		uri    string
 		folder bool
-		beside string // of "b c"
+		beside string // for "b c"
 	}{
 		{"https://h/x/a.json", false, "https://h/x/b%20c"},
 		{"https://h/x/?sig=1/2", true, "https://h/x/b%20c?sig=1/2"},
@@ -55,12 +55,12 @@ func TestURIs(t *testing.T) {
 	}
 }
 
-// Promise: a location says once what the functions of this file say one by one.
+// LocationOf gives the same answers as the single functions of this file.
 func TestLocationOf(t *testing.T) {
 	for _, want := range []Location{
 		{URI: "/x/a b", Path: "/x/a b"},
 		{URI: "file:///x/a%20b", Scheme: "file", Path: "/x/a b"},
-		{URI: "file:///x?y", Scheme: "file", Path: "file:///x?y"}, // opening it says what is wrong
+		{URI: "file:///x?y", Scheme: "file", Path: "file:///x?y"}, // opening it reports the error
 		{URI: "S3://bucket", Scheme: "s3", Path: "S3://bucket", Remote: true, Name: "bucket", Folder: true, Directory: "S3://bucket/"},
 		{URI: "https://h/x/a%20b.json?s=1", Scheme: "https", Path: "https://h/x/a%20b.json", Remote: true, Name: "a b.json",
 			Directory: "https://h/x/a%20b.json/?s=1"},
@@ -74,8 +74,8 @@ func TestLocationOf(t *testing.T) {
 }
 
 func TestFilePath(t *testing.T) {
-	// Promise: a file:// URI names the very bytes that its escapes stand for; one that
-	// readers take for different files is refused.
+	// A file:// URI names exactly the bytes that its escapes stand for. One that readers would take for different files
+	// is refused.
 	for uri, want := range map[string]string{
 		"file:///a/b": "/a/b", "FILE:///a%20b": "/a b", "file://localhost/x": "/x", "file:///caf%E9": "/caf\xe9", "file:///%E2%82": "/\xe2\x82",
 		"file:///caf\xe9": "/caf\xe9", "file:///caf%EF%BF%BD": "/caf\ufffd", "file:///a%3Fb%23c%25": "/a?b#c%", "file:///a%0Ab": "/a\nb", "file:///a+b;c": "/a+b;c",
@@ -91,8 +91,7 @@ func TestFilePath(t *testing.T) {
 	}
 }
 
-// The escapes of a revision are replaced once, and a URI that is made of its parts means
-// the same.
+// The escapes of a revision are replaced once, and a URI made from its parts means the same.
 func TestRevisions(t *testing.T) {
 	for uri, want := range map[string]HF{
 		"hf://o/n@feature%2Fx/file":       {"o/n", "feature/x", "file"},
@@ -114,7 +113,7 @@ func TestRevisions(t *testing.T) {
 	}
 }
 
-// A path that is escaped stands for itself alone.
+// An escaped path matches only itself.
 func TestEscapeGlob(t *testing.T) {
 	for _, name := range []string{"a", "*", "?", "[a]", `\`, `\*`, "a[b", "[^a]"} {
 		for _, other := range []string{"a", "b", "xx", `\`, "*", "?"} {

@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The table of dtypes is the one of docs/format.md section 5: codes 1..22,
-// names both ways, sizes in bits, alignment.
+// The table of dtypes equals that of docs/format.md section 5: codes 1..22, names in both directions, sizes in bits,
+// alignment.
 func TestDTypes(t *testing.T) {
 	names := strings.Fields("BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ " +
 		"I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64")
@@ -74,8 +74,7 @@ func TestSize(t *testing.T) {
 	}
 }
 
-// The grid cuts every tensor into chunks that cover each byte of each part
-// once, and Find leads back to them.
+// The grid cuts every tensor into chunks that cover each byte of each part once, and Find leads back to them.
 func TestGrid(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -114,7 +113,7 @@ func TestGrid(t *testing.T) {
 	}
 }
 
-// Geometry of the odd shapes.
+// The geometry of odd shapes is right.
 func TestGeometry(t *testing.T) {
 	for _, c := range []struct {
 		d       DType
@@ -152,8 +151,8 @@ func TestGeometry(t *testing.T) {
 	}
 }
 
-// container is a small valid index: a plain file, and a container with a
-// tensor in two parts, a plain one, an alias, and one without bytes.
+// container is a small valid index: a plain file, and a container with a tensor in two parts, a plain one, an alias,
+// and an empty one.
 func container() *Index {
 	h := [16]byte{1}
 	return &Index{
@@ -179,8 +178,7 @@ func container() *Index {
 	}
 }
 
-// The validator accepts the container and refuses each thing that can be wrong
-// with it, by class and with the tensor's name.
+// The validator accepts the container and refuses each possible fault in it, with a class and the tensor's name.
 func TestValidate(t *testing.T) {
 	if err := container().Validate(nil); err != nil {
 		t.Fatal(err)
@@ -286,7 +284,7 @@ func TestValidate(t *testing.T) {
 	}
 }
 
-// Names are found in the source that is asked for; many may ask at once.
+// Names are found in the requested source, also by many at once.
 func TestFind(t *testing.T) {
 	find := container().Finder()
 	var wg sync.WaitGroup

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/crypto/nacl/secretbox"
 )
 
-// Boxes of any size are those of x/crypto's secretbox, and are opened again; a
-// changed bit anywhere, or another MAC, nonce or key, is seen. Both ciphers do that.
+// Boxes of any size equal those of x/crypto's secretbox, and open again. A changed bit anywhere, or another MAC, nonce
+// or key, is noticed, with both ciphers.
 func TestBoxes(t *testing.T) {
 	for _, c := range []cipher{{"x/crypto", sealBox, openBox}, boxes()} {
 		t.Run(c.name, func(t *testing.T) { testBoxes(t, c) })

@@ -13,9 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Whole tensors are compared whatever pieces they are read in, in whatever order,
-// by how many readers, and again; one flipped bit fails the read that completes
-// the tensor, by its name.
+// Whole tensors are checked whatever pieces they are read in, in whatever order, by however many readers, and again.
+// One flipped bit fails the read that completes the tensor, with its name.
 func TestChecked(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -75,8 +74,7 @@ func TestChecked(t *testing.T) {
 	}
 }
 
-// Pieces that follow each other are kept as one, in whatever order they come; what is read
-// again begins the tensor anew.
+// Adjacent pieces are kept as one, in whatever order they come. Reading a piece again restarts the tensor.
 func TestPiecesAreJoined(t *testing.T) {
 	data := make([]byte, 997)
 	_, _ = rand.NewChaCha8([32]byte{5}).Read(data)

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// Sums of parts joined are the sum of the whole, wherever it is cut.
+// The joined sums of parts equal the sum of the whole, wherever it is cut.
 func TestJoin(t *testing.T) {
 	b := make([]byte, 5000)
 	for i := range b {
@@ -34,7 +34,7 @@ func TestJoin(t *testing.T) {
 	}
 }
 
-// A power is that many times x, also above 32 bits.
+// A power is x multiplied that many times, also above 32 bits.
 func TestPower(t *testing.T) {
 	p := uint32(1) << 31
 	for n := range uint64(3000) {

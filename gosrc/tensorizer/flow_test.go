@@ -13,8 +13,7 @@ import (
 	"time"
 )
 
-// Flows of any sizes and kinds, together or in their order, pass whole and in
-// order, with the sums of their bytes.
+// Flows of any sizes and kinds, concurrent or in order, pass whole and in order, with the sums of their bytes.
 func TestRun(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -89,8 +88,7 @@ func TestRunFails(t *testing.T) {
 	}
 }
 
-// BenchmarkRun is the sums of memory on one core, of one tensor after the other
-// and of many at once.
+// BenchmarkRun sums memory on one core, one tensor after another and many at once.
 func BenchmarkRun(b *testing.B) {
 	data := make([]byte, 256<<20)
 	for i := range data {

@@ -14,9 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Promise: of a file on this machine, no changed bit of the index gives a tensor another name,
-// dtype, shape, place or size than its record has; of any source, no tensor whose data the index
-// hides reads as zeros.
+// In a local file, no changed bit of the index gives a tensor another name, dtype, shape, offset or size than its
+// record has. From any source, no tensor with data hidden by the index reads as zeros.
 func TestIndexIsComparedWithRecords(t *testing.T) {
 	whole := file(t, []Item{
 		{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24},
@@ -61,7 +60,7 @@ func TestIndexIsComparedWithRecords(t *testing.T) {
 			}
 		}
 	}
-	size := headSize + bytes.Index(whole[headSize:], le.AppendUint64(nil, 24)) // of the data of x.a
+	size := headSize + bytes.Index(whole[headSize:], le.AppendUint64(nil, 24)) // size of x.a's data
 	for _, isLocal := range []bool{true, false} {
 		if got, err := index(changed(size, make([]byte, 8)), isLocal); !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("data that the index hides, local %v: %+v, %v", isLocal, got, err)

@@ -80,8 +80,8 @@ func file(t testing.TB, items []Item, data [][]byte, length, align int64) []byte
 	return append(b, make([]byte, Tail)...)
 }
 
-// Files of the reference (2.11 and 2.12 write the same bytes) come out byte by
-// byte: every version but the encrypted one, which has random nonces.
+// Files of the reference library (2.11 and 2.12 write the same bytes) are reproduced byte by byte, in every version
+// except the encrypted one, which has random nonces.
 func TestReferenceBytes(t *testing.T) {
 	const f4 = "<f4"
 	one := Item{Name: "x.a", Type: Parameter, Text: f4, Dims: []int64{2, 3}, Bytes: 24}
@@ -147,8 +147,8 @@ func read(t testing.TB, src source.Source) *File {
 	return f
 }
 
-// Files that tensorizer 2.12.1 and libsodium encrypted are decrypted, by key
-// and by password, and their sums are those of the plain bytes.
+// Files that tensorizer 2.12.1 and libsodium encrypted are decrypted, by key and by password, and their sums are those
+// of the plain bytes.
 func TestGoldenEncrypted(t *testing.T) {
 	key := make([]byte, 32)
 	for i := range key {
@@ -206,7 +206,7 @@ func TestGoldenEncrypted(t *testing.T) {
 	}
 }
 
-// The keys of passwords are libsodium's.
+// Keys derived from passwords equal libsodium's.
 func TestDerivation(t *testing.T) {
 	for _, c := range []struct {
 		d    Derivation
@@ -228,7 +228,7 @@ func TestDerivation(t *testing.T) {
 	}
 }
 
-// A key that takes more memory than there is is refused, and the process goes on.
+// A key derivation that needs more memory than there is is refused, and the process goes on.
 func TestDerivationWithoutMemory(t *testing.T) {
 	defer func() { available = hostmem.Available }()
 	available = func() int64 { return 1 << 20 }
@@ -248,8 +248,7 @@ func sealAll(dst, data []byte, key *[32]byte) *Crypt {
 	return c
 }
 
-// sealedFile has three encrypted tensors, one of several boxes, and one without
-// data.
+// sealedFile has three encrypted tensors, one of several boxes, and one without data.
 func sealedFile(t testing.TB, r *rand.Rand, key *[32]byte) (b []byte, data [][]byte) {
 	var items []Item
 	var stored [][]byte
@@ -274,8 +273,7 @@ func sealedFile(t testing.TB, r *rand.Rand, key *[32]byte) (b []byte, data [][]b
 	return file(t, items, stored, IndexBytes(items), 64), data
 }
 
-// Whatever runs are asked for, by however many at once, they are the plain
-// bytes of the file.
+// Any requested ranges, by however many readers at once, are the plain bytes of the file.
 func TestSealed(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -324,7 +322,7 @@ func TestSealed(t *testing.T) {
 	if err := plain.ReadAt(t.Context(), make([]byte, 2), int64(len(want))-1); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("past the end: %v", err)
 	}
-	for i := range ix.Tensors[:3] { // a flip anywhere in what is encrypted
+	for i := range ix.Tensors[:3] { // a flip anywhere in the encrypted bytes
 		at := ix.Tensors[i].Off + r.Int64N(ix.Tensors[i].Bytes)
 		bad := append(bytesSource{}, b...)
 		bad[at] ^= 1 << r.IntN(8)
@@ -339,7 +337,7 @@ func TestSealed(t *testing.T) {
 	}
 }
 
-// Features that this build does not know are refused by one class, damage by another.
+// Features that this build does not know have one error class, and damage has another.
 func TestRefused(t *testing.T) {
 	whole := file(t, []Item{
 		{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24},
@@ -396,7 +394,7 @@ func (h hole) ReadAt(_ context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// Records that take more than an index may, in a file with holes, are refused before one is read.
+// Records that take more than an index may, in a sparse file, are refused before one is read.
 func TestLargeRecords(t *testing.T) {
 	var items []Item
 	at := Start(2000)
@@ -419,8 +417,8 @@ func TestLargeRecords(t *testing.T) {
 	}
 }
 
-// A file with a key of its own for each tensor, derived by as much work as one key may
-// take, is refused before any is derived.
+// A file with a separate key for each tensor, each derived with the most work that one key may take, is refused before
+// any is derived.
 func TestManyKeys(t *testing.T) {
 	f := &File{URI: "x", Encrypted: true, Entries: make([]Entry, 3)}
 	for i := range f.Entries {
@@ -435,8 +433,8 @@ func TestManyKeys(t *testing.T) {
 	}
 }
 
-// Any change of one bit, and any truncation, in head, index and records is reported: the
-// reader says what it sees, or reads a sound index; it never panics.
+// Any changed bit, and any truncation, in head, index and records is reported: the reader reports it or reads a valid
+// index, and never panics.
 func TestFlips(t *testing.T) {
 	whole := file(t, []Item{
 		{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24},
@@ -453,7 +451,7 @@ func TestFlips(t *testing.T) {
 	}
 }
 
-// sound reads a file and, if it is one, holds the index to its rules.
+// sound reads a file and, if it is valid, checks the index against its rules.
 func sound(t *testing.T, b []byte) {
 	src := bytesSource(b)
 	if !Is(b) {
@@ -495,7 +493,7 @@ func FuzzRead(f *testing.F) {
 	f.Fuzz(sound)
 }
 
-// Every dtype that both formats have goes there and back.
+// Every dtype that both formats have survives the round trip.
 func TestDTypes(t *testing.T) {
 	for d := tensor.DType(1); d.Valid(); d++ {
 		text, dims, err := dtypeText(d, []int64{3, 4})
@@ -523,8 +521,7 @@ func TestGoldenWide(t *testing.T) {
 	}
 }
 
-// A dtype that safetensors lacks is refused by its name, or read as bytes if the caller
-// asks for that.
+// A dtype that safetensors lacks is refused by its name, or read as bytes on request.
 func TestOtherDTypes(t *testing.T) {
 	items := []Item{{Name: "z", Type: StateDict, Text: "<c16", Dims: []int64{2}, Bytes: 32},
 		{Name: "h", Type: StateDict, Text: "<V4\x00torch.complex32", Dims: []int64{3}, Bytes: 12}}
@@ -539,8 +536,8 @@ func TestOtherDTypes(t *testing.T) {
 	}
 }
 
-// The end of a context ends the wait for a derivation, while the derivation itself
-// goes on; the next one waits for it, and obeys its own context too.
+// The end of a context ends the wait for a derivation, while the derivation itself goes on. The next caller waits for
+// it, and also obeys its own context.
 func TestDerivationIsLeft(t *testing.T) {
 	long := Derivation{3, 128 << 20, make([]byte, 16)}
 	ctx := t.Context()
@@ -564,7 +561,7 @@ func TestDerivationIsLeft(t *testing.T) {
 		}
 		left = len(deriving) > 0
 	}
-	for range 2 { // with the place taken, and with a context that has ended
+	for range 2 { // while the slot is taken, and with a context that has ended
 		if k, err := long.Key(ctx, []byte("x")); !errors.Is(err, context.Canceled) {
 			t.Fatalf("%x %v", k, err)
 		}

@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save/savetest"
 )
 
-// A container stores the digests of its tensors whatever their parts and chunks are, and
-// they are those of the bytes; without them the same digests are computed.
+// A container stores the digests of its tensors whatever their parts and chunks are, and they match the bytes. Without
+// stored digests the same ones are computed.
 func TestKeptDigests(t *testing.T) {
 	in := some(newRand(t))
 	for _, parts := range []int{1, 4} {
@@ -40,8 +40,8 @@ func TestKeptDigests(t *testing.T) {
 	}
 }
 
-// The golden file of format 1.3 loads with the digests that it stores, and today's writer
-// still makes it: by go test ./gosrc/save -run TestGoldenDigests -args write-goldens, once.
+// The golden file of format 1.3 loads with its stored digests, and today's writer still makes it. It was made once by
+// go test ./gosrc/save -run TestGoldenDigests -args write-goldens.
 func TestGoldenDigests(t *testing.T) {
 	in := savetest.GoldenTensors()
 	golden := filepath.Join(goldens, "digests-1.3", "container.safetensors")

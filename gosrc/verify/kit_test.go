@@ -1,6 +1,6 @@
 package verify
 
-// This file gives the shared helpers short names.
+// Gives the shared helpers short names.
 
 import (
 	"context"

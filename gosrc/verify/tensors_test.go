@@ -21,8 +21,8 @@ import (
 
 var sealedBy = format.Access{Decrypt: map[string]string{tensorizer.OptionKey: strings.Repeat("17", 32)}}
 
-// packedTensors is a .tensors file without padding, so that it is small: flat
-// and nested names, every kind of record, of the given version at least.
+// packedTensors is a .tensors file without padding, so that it is small: flat and nested names, every kind of record,
+// of at least the given version.
 func packedTensors(t *testing.T, sealed bool, version uint32) []byte {
 	t.Helper()
 	key, _ := hex.DecodeString(strings.Repeat("17", 32))
@@ -76,9 +76,8 @@ func packedTensors(t *testing.T, sealed bool, version uint32) []byte {
 	return append(b, make([]byte, tensorizer.Tail)...)
 }
 
-// Every single flipped bit of a plain and of an encrypted .tensors file is
-// refused under verification, with the file's name, and many of files of other
-// versions and of one as save writes it.
+// Verification refuses every single flipped bit of a plain and of an encrypted .tensors file, with the file's name, and
+// many bits of files of other versions and of one that save writes.
 func TestTensorsFlips(t *testing.T) {
 	files := map[string][]byte{}
 	for _, version := range []uint32{1, 2, 4, 5} {
@@ -152,8 +151,8 @@ func anyOf(err error, classes ...error) bool {
 	return false
 }
 
-// Types, modules, dtypes that other formats lack, and tensors without data stay
-// when a .tensors file becomes another, encrypted or no longer.
+// Types, modules, dtypes that other formats lack, and tensors without data are kept when a .tensors file is converted,
+// encrypted or decrypted.
 func TestTensorsRekeyed(t *testing.T) {
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }

@@ -26,15 +26,12 @@ var goldenSpecs = map[string]save.Spec{
 	"parts.safetensors":     {Compress: true, Parts: 2, ChunkBytes: 4096},
 }
 
-// goldenVersion is the folder of the writer that is current: v1.0 lacks the note in
-// the metadata entry. Its files are made
-// once, by go test ./gosrc/verify -run TestGoldens -args write-goldens; those of
-// a released version never change again.
+// goldenVersion is the folder of the current writer; v1.0 lacks the note in the metadata entry. Its files are made
+// once, by go test ./gosrc/verify -run TestGoldens -args write-goldens. Those of a released version never change again.
 const goldenVersion = "v1.0-note"
 
 func TestGoldens(t *testing.T) {
-	// Promise: files of every writer version load, and today's writer still
-	// writes its own version's bytes.
+	// Files of every writer version load, and today's writer still writes its own version's bytes.
 	if slices.Contains(os.Args, "write-goldens") {
 		for name, spec := range goldenSpecs {
 			spec.Path = filepath.Join(goldens, goldenVersion, name)
@@ -82,7 +79,7 @@ func (s bytesSource) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// refused verifies bytes and says whether they were refused in the right way.
+// refused verifies bytes and reports whether they were refused in the right way.
 func refused(b []byte) error {
 	srcs := []source.Source{bytesSource(b)}
 	ix, err := format.Open(bg, srcs, format.Options{Known: codec.Known})
@@ -102,11 +99,9 @@ func refused(b []byte) error {
 }
 
 func TestEveryBitFlip(t *testing.T) {
-	// Promise: every single-bit flip of a container is refused by Verify as
-	// corrupt or as a bad format (or, in a version or codec number, as not
-	// supported), with the file's name: header, spaces, index, padding, chunks.
-	// Inside runs of the header's padding one bit of every byte is tried: one
-	// checksum covers them all.
+	// Verify refuses every single-bit flip of a container as corrupt or as a bad format (or, in a version or codec
+	// number, as not supported), with the file's name: header, spaces, index, padding, chunks. Inside runs of the
+	// header's padding one bit of every byte is tried, since one checksum covers them all.
 	for _, name := range []string{"container.safetensors", "parts.safetensors"} {
 		t.Run(name, func(t *testing.T) { t.Parallel(); everyFlip(t, name) })
 	}
@@ -136,8 +131,7 @@ func everyFlip(t *testing.T, name string) {
 }
 
 func TestEveryTruncation(t *testing.T) {
-	// Promise: every truncation is refused, of plain files too; so are bytes
-	// after the end.
+	// Every truncation is refused, also of plain files, and so are bytes after the end.
 	for name := range goldenSpecs {
 		b, err := os.ReadFile(filepath.Join(goldens, goldenVersion, name))
 		if err != nil {
@@ -155,8 +149,7 @@ func TestEveryTruncation(t *testing.T) {
 }
 
 func TestVerifyPlain(t *testing.T) {
-	// Promise: a plain file's structure is verified, and the report says that
-	// its contents were not.
+	// A plain file's structure is verified, and the report says that its contents were not.
 	v, err := Verify(bg, nil, []string{filepath.Join(goldens, goldenVersion, "plain.safetensors")}, format.Access{}, false)
 	if err != nil || v.Note == "" || v.Files[0].Checked != "structure" || v.Bytes != 0 {
 		t.Fatalf("%+v %v", v, err)
@@ -164,7 +157,7 @@ func TestVerifyPlain(t *testing.T) {
 }
 
 func TestVerifyPlace(t *testing.T) {
-	// Promise: an error says which tensor, chunk and offset.
+	// An error names the tensor, chunk and offset.
 	p := filepath.Join(t.TempDir(), "m")
 	r := fixedRand()
 	write(t, save.Spec{Path: p, Compress: true, ChunkBytes: 4096},
@@ -187,7 +180,7 @@ func TestVerifyPlace(t *testing.T) {
 }
 
 func TestInspect(t *testing.T) {
-	// Promise: Inspect tells dtype, shape, sizes and coding of every tensor.
+	// Inspect reports dtype, shape, sizes and coding of every tensor.
 	got, err := Inspect(bg, []string{filepath.Join(goldens, goldenVersion, "container.safetensors")}, format.Access{})
 	if err != nil {
 		t.Fatal(err)

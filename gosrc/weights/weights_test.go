@@ -42,8 +42,8 @@ func entropy(data []byte, lo, n uint) float64 {
 	return h
 }
 
-// Generated bf16 matrices have the exponent entropy of real checkpoints, and
-// mantissas and signs that no coder can shrink.
+// Generated bf16 matrices have the exponent entropy of real checkpoints, and mantissas and signs that no coder can
+// shrink.
 func TestEntropyIsRealistic(t *testing.T) {
 	for _, kind := range []string{"llama-bf16", "moe-bf16", "tied"} {
 		matrices := 0
@@ -90,8 +90,7 @@ func TestDeterministic(t *testing.T) {
 	}
 }
 
-// Every tensor has exactly the bytes that its dtype and shape say, and no name
-// stands twice.
+// Every tensor has exactly the bytes that its dtype and shape require, and no name occurs twice.
 func TestWhole(t *testing.T) {
 	for _, k := range Kinds() {
 		seen := map[string]bool{}
@@ -111,8 +110,8 @@ func TestWhole(t *testing.T) {
 	}
 }
 
-// Sizes come out as asked, from the smallest that has all tensors upwards, and
-// the mixture of experts always has its 18,867 tensors.
+// Sizes match the request, from the smallest that has all tensors upwards, and the mixture of experts always has its
+// 18,867 tensors.
 func TestSizes(t *testing.T) {
 	for _, c := range []struct {
 		kind string
@@ -126,7 +125,7 @@ func TestSizes(t *testing.T) {
 			t.Errorf("%d tensors", len(all))
 		}
 	}
-	// Whole models, listed only: the published sizes.
+	// Whole models are only listed: their published sizes.
 	k, _ := Find("llama-bf16")
 	var n int64
 	for _, p := range llama(k, 100e9) {
@@ -137,7 +136,7 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// What the variants promise of their bytes.
+// The bytes of the variants have the promised properties.
 func TestVariants(t *testing.T) {
 	first := func(kind string) Tensor { return generate(t, Options{Kind: kind, Size: 4 << 20})[0] }
 	for _, w := range []Tensor{first("fp32-bf16")} {
@@ -165,8 +164,8 @@ func TestVariants(t *testing.T) {
 	}
 }
 
-// half and small agree with a search for the nearest value of the type, ties
-// to even, over every code and the midpoints between codes.
+// half and small agree with a search for the nearest value of the type, ties to even, for every code and the midpoints
+// between codes.
 func TestRounding(t *testing.T) {
 	value := func(code uint32, ebits, mbits int) float64 {
 		bias := 1<<(ebits-1) - 1
@@ -201,7 +200,7 @@ func TestRounding(t *testing.T) {
 	}
 }
 
-// What no kind, or no machine, can give is refused.
+// Requests that no kind, or no machine, can satisfy are refused.
 func TestRefused(t *testing.T) {
 	for _, o := range []Options{{Kind: "gpt"}, {Size: -1}, {Size: MaxSize + 1}} {
 		if _, err := Make(o); err == nil {

@@ -1,7 +1,7 @@
-"""What the line between Python and the engine costs: python tests/benches/bench_binding.py
+"""Measures the cost of calls between Python and the engine: python tests/benches/bench_binding.py
 
-Prints, asserts nothing about time. A file of 18,867 tensors of 1 KB (the number
-of a mixture-of-experts checkpoint) is opened, listed, loaded and exported.
+Prints figures and asserts nothing about time. A file of 18,867 tensors of 1 KB (as many as in a mixture-of-experts
+checkpoint) is opened, listed, loaded and exported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COUNT, SIZE = 18_867, 1024
 def best(
     times: int, prepare: Callable[[], Any], act: Callable[[Any], Any], after: Callable[[Any, Any], None]
 ) -> tuple[float, float]:
-    """Smallest and median seconds of act."""
+    """Returns the smallest and the median seconds of act."""
     took = []
     for _ in range(times):
         given = prepare()

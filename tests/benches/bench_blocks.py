@@ -1,12 +1,12 @@
-"""What ranks take that load blocks of several open files together: python tests/benches/bench_blocks.py
+"""Measures ranks that load blocks of several open files together.
 
     python tests/benches/bench_blocks.py [--ranks 2] [--size 2GB] [--repeat 5] [--dir /dev/shm]
 
-Makes a model of four shards, plain and compressed. A process a rank, on its own GPU if there
-are as many, else on the CPU, opens each shard, and all shards as one file; all want
-tensor-parallel blocks. After every block was compared with torch's cut, alternating: each shard a
-file of its own, all of them one file, and every rank by itself. Printed are the slowest rank's
-median seconds, and what was read and copied in GB. OVERWIRE_EXCHANGE counts for nothing here.
+Makes a model of four shards, plain and compressed. One process per rank, on its own GPU if there
+are enough, else on the CPU, opens each shard, and all shards as one file. All ranks want
+tensor-parallel blocks. First every block is compared with torch's cut. Then three variants alternate:
+each shard as a separate file, all shards as one file, and every rank by itself. The output is the
+slowest rank's median seconds, and the GB read and copied. OVERWIRE_EXCHANGE has no effect here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make(folder: Path, size: str) -> None:
 def blocks(
     files: list[Any], device: str, rank: int, size: int
 ) -> tuple[list[bytes], list[tuple[Any, str, tuple[slice, ...], Any]]]:
-    """By file the requests, and all targets: file, name, what torch cuts, memory."""
+    """Returns the requests by file, and all targets: file, name, torch's cut, memory."""
     import torch
     from overwire import distributed, plumbing
 

@@ -1,15 +1,15 @@
-"""Codecs on a GPU through nvCOMP's API, ours beside nvCOMP's, in one run.
+"""Compares overwire's codecs on a GPU with nvCOMP's through nvCOMP's API, in one run.
 
     python tests/benches/bench_codecs.py [--size 1GiB] [--wheels FOLDER] [--json]
 
-X16 against nvCOMP's ANS `<f2` on the same bf16 weights; LZ4 and Snappy decoded
-by both from the very same streams, which nvCOMP wrote; and what one call costs,
-small batches with a config and an output of the caller's. Every decoder's bytes
-are compared with what went in before it is timed; rates are those of CUDA events
-around a run of calls, in bytes of content. nvCOMP is NVIDIA's and not ours to hand
-on: it is used where its wheels (nvidia-nvcomp-cu13 and nvidia-libnvcomp-cu13, or
--cu12) are installed, or lie in FOLDER, from where they are unpacked. Where it is
-missing its rows are left out; without a GPU there is none, and the exit status is 0.
+X16 runs against nvCOMP's ANS `<f2` on the same bf16 weights. Both decode LZ4 and
+Snappy from the same streams, which nvCOMP wrote. The cost of one call is measured
+with small batches, a config and the caller's own output. Every decoder's bytes are
+compared with the input before it is timed. Rates come from CUDA events around a run
+of calls, in bytes of content. nvCOMP belongs to NVIDIA and may not be redistributed:
+it is used if its wheels (nvidia-nvcomp-cu13 and nvidia-libnvcomp-cu13, or -cu12) are
+installed, or unpacked from FOLDER. Without it, its rows are left out. Without a GPU
+nothing is measured, and the exit status is 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def nvcomp_module(wheels: str | None, folder: str) -> Any:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder)
         sys.path.insert(0, folder)
-        # torch's wheels own the namespace "nvidia" already, if it was imported.
+        # torch's wheels already own the namespace "nvidia" if torch was imported.
         if "nvidia" in sys.modules:
             sys.modules["nvidia"].__path__.append(folder + "/nvidia")
     from nvidia import nvcomp
@@ -45,8 +45,8 @@ def nvcomp_module(wheels: str | None, folder: str) -> Any:
 
 
 def weights(size: str, folder: str) -> Any:
-    """The bits of Llama-shaped bf16 weights as one tensor of float16 on the GPU,
-    because nvCOMP has a half type and no bf16."""
+    """Returns the bits of Llama-shaped bf16 weights as one float16 tensor on the GPU, because nvCOMP has a half type
+    and no bf16."""
     import overwire
     import torch
 
@@ -58,7 +58,7 @@ def weights(size: str, folder: str) -> Any:
 
 
 def rate(nbytes: int, work: Callable[[], Any], times: int = TIMES) -> tuple[float, float, float]:
-    """GB/s: median, lowest, highest of RUNS runs."""
+    """Returns GB/s: median, lowest, highest of RUNS runs."""
     import torch
 
     rates = []
@@ -83,7 +83,7 @@ def same(a: Any, b: Any) -> None:
 
 
 def each_call(work: Callable[[], Any], calls: int = 2000) -> tuple[float, float]:
-    """Microseconds of a call: until it returns, and with a synchronisation each."""
+    """Returns the microseconds of a call: until it returns, and with a synchronisation after each."""
     import torch
 
     for _ in range(50):
@@ -104,7 +104,7 @@ def each_call(work: Callable[[], Any], calls: int = 2000) -> tuple[float, float]
 
 
 def text(nbytes: int) -> Any:
-    """Something that LZ4 and Snappy gain on: words out of a small list."""
+    """Returns content that LZ4 and Snappy can compress: words from a small list."""
     import random
 
     import torch
@@ -117,7 +117,7 @@ def text(nbytes: int) -> Any:
 
 
 def codec_pair(api: Any, data: Any, chunk: int, named: dict[str, Any]) -> dict[str, Any]:
-    """One library's encoder and decoder on data that lies on the GPU."""
+    """Measures one library's encoder and decoder on data in GPU memory."""
     import torch
 
     codec = api.Codec(uncomp_chunk_size=chunk, cuda_stream=torch.cuda.current_stream().cuda_stream, **named)
@@ -174,7 +174,7 @@ def main() -> int:
             line += f"  {found['error']}"
         print(line, flush=True)
 
-    # A stream of its own: nvCOMP takes 0 for "none given".
+    # A separate stream, since nvCOMP takes 0 for "none given".
     with tempfile.TemporaryDirectory() as folder, torch.cuda.stream(torch.cuda.Stream()):
         nvcomp: Any = None
         try:
@@ -201,7 +201,7 @@ def main() -> int:
             measured(what + ", X16", "overwire", lambda c=chunk: codec_pair(ours, data, c, x16))
             if nvcomp is not None:
                 measured(what + ", ANS", theirs, lambda c=chunk: codec_pair(nvcomp, data, c, ans))
-        # What a copy reads and writes, a decoder that makes as many bytes writes, and reads less.
+        # A decoder with as much output writes what a copy writes, and reads less.
         copied = rate(data.nbytes, functools.partial(torch.empty_like(data).copy_, data))
         say("copy within the device's memory", "torch", {"decode": copied})
         words = text(512 << 20)

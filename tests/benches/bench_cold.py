@@ -1,14 +1,14 @@
-"""Cold loads, and warm plain reads on two cores, beside safetensors, in fresh processes.
+"""Compares cold loads, and warm plain reads on two cores, with safetensors in fresh processes.
 
     python tests/benches/bench_cold.py [--size 1GB] [--repeat 7] [--warm 9] [--folder DIR]
 
-Generated bf16, plain and compressed, on a disk. Cold: before each load the file is
-dropped from the page cache, and mincore says which share stays; the ways run in random
-order in each round, beside direct reads of both files (1 MiB, 16 at a time) and the
-first touch of as much memory. Warm: the plain file is in the page cache, and each process
-has two cores. Every process has imported torch and loaded a tiny file before the clock
-starts; after its load torch sums every byte. The first round of each part is
-not counted. Tensors are compared once, before anything is timed.
+The files are generated bf16, plain and compressed, on a disk. Cold: before each load
+the file is dropped from the page cache, and mincore reports the share that stays. The
+variants run in random order in each round, along with direct reads of both files (1 MiB,
+16 at a time) and the first touch of as much memory. Warm: the plain file is in the page
+cache, and each process has two cores. Every process has imported torch and loaded a tiny
+file before the clock starts. After its load torch sums every byte. The first round of each
+part does not count. Tensors are compared once, before anything is timed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOADS = ("overwire compressed", "overwire plain", "safetensors plain")
 
 
 def resident(path: str) -> float:
-    """The share of a file's pages that are in the page cache."""
+    """Returns the share of a file's pages that are in the page cache."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m:
         pages = -(-len(m) // mmap.PAGESIZE)
@@ -47,7 +47,7 @@ def resident(path: str) -> float:
 
 
 def evict(path: str) -> float:
-    """Drops a file from the page cache, and says which share stays."""
+    """Drops a file from the page cache, and returns the share that stays."""
     fd = os.open(path, os.O_RDONLY)
     os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -56,7 +56,7 @@ def evict(path: str) -> float:
 
 
 def direct(path: str) -> float:
-    """Seconds of direct reads of the file's whole MiB, into memory that is touched already."""
+    """Returns the seconds of direct reads of the file's whole MiB, into memory that was touched before."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     size = os.fstat(fd).st_size // MIB
     buffers = [mmap.mmap(-1, MIB) for _ in range(16)]
@@ -77,7 +77,7 @@ def direct(path: str) -> float:
 
 
 def touch(size: int) -> float:
-    """Seconds of the first touch of memory, in huge pages where the kernel gives them."""
+    """Returns the seconds of the first touch of memory, in huge pages if the kernel gives them."""
     with mmap.mmap(-1, size) as m:
         m.madvise(mmap.MADV_HUGEPAGE)
         start = time.perf_counter()
@@ -104,7 +104,7 @@ def loader(way: str) -> Any:
 
 
 def total(tensors: dict[str, Any]) -> int:
-    """Reads every byte, by torch."""
+    """Reads every byte with torch."""
     import torch
 
     flat = (t.reshape(-1) for t in tensors.values())
@@ -112,7 +112,7 @@ def total(tensors: dict[str, Any]) -> int:
 
 
 def worker(way: str, path: str) -> None:
-    """Says when it is ready, and loads when a line says whether the file is to be dropped."""
+    """Reports when it is ready, and loads when a line says whether to drop the file."""
     load = loader(way)
     print("ready", flush=True)
     left = evict(path) if sys.stdin.readline().strip() == "cold" else resident(path)
@@ -137,7 +137,7 @@ def compare(paths: dict[str, str]) -> None:
 
 
 class Turns:
-    """Fresh processes, which import in groups, while nothing is timed, and load one by one."""
+    """Fresh processes that import in groups while nothing is timed, and load one by one."""
 
     def __init__(self, turns: list[tuple[str, str, str]], cores: list[int]) -> None:
         self.turns, self.cores = turns, cores
@@ -164,7 +164,7 @@ def report(name: str, rows: list[float], note: str = "") -> None:
 
 
 def show(found: dict[str, list[list[float]]]) -> dict[str, float]:
-    """Prints a row for each way, and returns the medians."""
+    """Prints a row for each variant, and returns the medians."""
     for way, rows in found.items():
         middle = [statistics.median(column) for column in zip(*rows, strict=True)]
         left = [r[2] for r in rows]
@@ -209,7 +209,7 @@ def warm(path: str, repeat: int, cores: list[int]) -> None:
 
 
 def pair() -> list[int]:
-    """Two cores that are not threads of one, where the machine says so."""
+    """Returns two cores that are not threads of one core, if the machine tells."""
     mine = sorted(os.sched_getaffinity(0))
     for other in mine[1:]:
         try:

@@ -1,13 +1,13 @@
-"""Sizes and speeds of real weights beside other lossless compressors, in fresh processes.
+"""Compares sizes and speeds on real weights with other lossless compressors, in fresh processes.
 
     python tests/benches/bench_compared.py [--rounds 3] [--packages DIR] [--folder DIR]
 
-MiniLM (examples/demo.py fetches it) as it is, cast, and quantised, as plain safetensors
-files; each tool gets a whole file and must give every byte back. zstandard and ZipNN
-work from memory to memory, ZipNN with the dtype of the weights; overwire from file to
-file, with its SHA-256 of the original, and back into memory. `--packages` is a folder
-that `pip install --target` filled. Tools alternate; figures are medians of all rounds.
-The processor time of a process, its threads included, depends less on what else runs.
+The inputs are MiniLM (examples/demo.py fetches it) as it is, cast, and quantised, as plain
+safetensors files. Each tool gets a whole file and must give every byte back. zstandard and
+ZipNN work from memory to memory, ZipNN with the weights' dtype. overwire works from file to
+file, with its SHA-256 of the original, and back into memory. `--packages` is a folder that
+`pip install --target` filled. Tools alternate; figures are medians of all rounds. Processor
+time, which includes threads, depends less on what else runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOOLS = ("overwire", "overwire, smaller", "zstd -3", "ZipNN")
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a call returns, its seconds, and its seconds of processor time."""
+    """Returns a call's result, its seconds, and its seconds of processor time."""
     wall, busy = time.perf_counter(), time.process_time()
     made = call()
     return made, time.perf_counter() - wall, time.process_time() - busy
@@ -53,7 +53,7 @@ def overwire_row(path: str, level: str) -> dict[str, Any]:
 
 
 def coder(tool: str, kind: str) -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]] | None:
-    """How a tool compresses bytes and gives them back; None: it has no way for these."""
+    """Returns how a tool compresses bytes and restores them; None if it cannot."""
     if tool.startswith("zstd"):
         import zstandard
 
@@ -68,7 +68,7 @@ def coder(tool: str, kind: str) -> tuple[Callable[[bytes], bytes], Callable[[byt
 
 
 def work(tool: str, kind: str, path: str) -> dict[str, Any]:
-    """One tool on one file, in this process."""
+    """Runs one tool on one file, in this process."""
     if tool.startswith("overwire"):
         return overwire_row(path, "smaller" if "smaller" in tool else "default")
     ways = coder(tool, kind)

@@ -1,10 +1,10 @@
-"""What an ideal coder of single values would leave of GGUF's blocks: the table of docs/folders.md.
+"""Computes what an ideal coder of single values would leave of GGUF's blocks, for the table in docs/folders.md.
 
     python tests/benches/bench_gguf.py
 
 Prints stored / original of each type, for three kinds of values: the order-0 entropy of each field of
 the blocks (values, scales by byte), as X16 codes exponents. Q4_K and Q6_K are quantised to the nearest
-value, without llama.cpp's search; all else by the package gguf.
+value, without llama.cpp's search; the package gguf quantises all others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ VALUES = 1 << 24
 
 
 def entropy(field: Array) -> float:
-    """Bits of a value of a field."""
+    """Returns the bits per value of a field."""
     counts = np.unique(field, return_counts=True)[1] / field.size
     return float(-(counts * np.log2(counts)).sum())
 
 
 def of_halves(scales: Array) -> float:
-    """Bits of a float16, coded by byte."""
+    """Returns the bits per float16, coded by byte."""
     return sum(entropy(byte) for byte in np.ascontiguousarray(scales).view(np.uint8).reshape(-1, 2).T)
 
 
@@ -40,7 +40,7 @@ def nibbles(data: Array) -> Array:
 
 
 def of_blocks(kind: Type, blocks: Array) -> float:
-    """Bits of a value of the blocks that the package gguf makes."""
+    """Returns the bits per value of the blocks that the package gguf makes."""
     if kind == Type.F16:
         return entropy(blocks.view(np.uint16) >> 10 & 31) + 11
     if kind == Type.BF16:
@@ -55,7 +55,7 @@ def of_blocks(kind: Type, blocks: Array) -> float:
 
 
 def of_q4_k(values: Array) -> float:
-    """Bits of a value of Q4_K: 8 blocks of 32, each with a scale and a minimum of 6 bits."""
+    """Returns the bits per value of Q4_K: 8 blocks of 32, each with a scale and a minimum of 6 bits."""
     blocks = values.reshape(-1, 8, 32)
     low = -np.minimum(blocks.min(2), 0)
     step = (blocks.max(2) + low) / 15
@@ -68,7 +68,7 @@ def of_q4_k(values: Array) -> float:
 
 
 def of_q6_k(values: Array) -> float:
-    """Bits of a value of Q6_K: 16 blocks of 16, each with a scale of 8 bits."""
+    """Returns the bits per value of Q6_K: 16 blocks of 16, each with a scale of 8 bits."""
     blocks = values.reshape(-1, 16, 16)
     step = -np.take_along_axis(blocks, np.abs(blocks).argmax(2)[..., None], 2)[..., 0] / 32
     unit = (np.abs(step).max(1) / 127).astype("f2")
@@ -79,7 +79,7 @@ def of_q6_k(values: Array) -> float:
 
 
 def kinds() -> dict[str, Array]:
-    """Values by what they are."""
+    """Returns values by kind."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "llama.safetensors"

@@ -1,11 +1,11 @@
-"""Loads over HTTP from `overwire serve` on this machine, beside the link or what TCP alone carries.
+"""Measures loads over HTTP from `overwire serve` on this machine against the link or bare TCP.
 
     python tests/benches/bench_net.py [--device cpu] [--size 1GB] [--repeat 5] [--dir /dev/shm] [--json]
 
 Generated bf16 weights, plain and compressed, over links of limited speed to the CPU, and over the bare loopback to
-any device. Every byte is compared before anything is timed; a figure is the median of several loads, timed until the
-whole model has landed. Server and client share the cores. The bare loopback stands beside the best of several numbers
-of connections that sendfile feeds: into fresh memory, or, with a GPU, into pinned slots and on to the device.
+any device. Every byte is compared before anything is timed. A figure is the median of several loads, timed until the
+whole model is loaded. Server and client share the cores. The baseline of the bare loopback is the best of several
+numbers of connections fed by sendfile: into fresh memory or, with a GPU, into pinned slots and on to the device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import overwire as ow
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from processes import overwire_serve  # noqa: E402
 
-# Name, rate of all connections and of one, in GB/s, as `overwire serve` takes them.
+# Name, total rate and rate per connection in GB/s, as `overwire serve` takes them.
 LINKS = (("0.3", ""), ("1.25", ""), ("5", ""), ("1.25", "0.04"))
 FILES = {"compressed": "net.safetensors", "plain": "plain.safetensors"}
-SLOT = 8 << 20  # of a load's ring
+SLOT = 8 << 20  # a slot of a load's ring
 
 
 def overwire(*words: str) -> list[str]:
@@ -40,7 +40,7 @@ def overwire(*words: str) -> list[str]:
 
 
 def median_of(repeat: int, work: Callable[[], object]) -> float:
-    """The median seconds of work."""
+    """Returns the median seconds of work."""
     seconds = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -50,7 +50,7 @@ def median_of(repeat: int, work: Callable[[], object]) -> float:
 
 
 def load_whole(uri: str, device: str) -> dict[str, Any]:
-    """A model, once all of it is on the device."""
+    """Returns a model once all of it is on the device."""
     import torch
 
     tensors = ow.load_file(uri, device=device)
@@ -60,7 +60,7 @@ def load_whole(uri: str, device: str) -> dict[str, Any]:
 
 
 def compare(tensors: dict[str, Any], uri: str, device: str) -> None:
-    """Ends the program unless a model has the same names and bytes as these tensors of the host."""
+    """Ends the program unless a model has the same names and bytes as these tensors on the host."""
     import torch
 
     loaded = load_whole(uri, device)
@@ -82,7 +82,7 @@ def send_file(listener: socket.socket, path: Path) -> None:
 
 
 def receive_file(port: int, view: memoryview, device: str) -> None:
-    """Reads bytes of one connection into fresh memory, or into two pinned slots, alternating, and on to the device."""
+    """Reads bytes of one connection into fresh memory, or alternately into two pinned slots and on to the device."""
     import torch
 
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -103,7 +103,7 @@ def receive_file(port: int, view: memoryview, device: str) -> None:
 
 
 def receive_all(path: Path, connections: int, device: str) -> None:
-    """Carries a file's bytes over the loopback once, by several connections, each a share of them."""
+    """Sends a file's bytes over the loopback once, by several connections with a share each."""
     size = path.stat().st_size
     share = -(-size // connections)
     with socket.create_server(("127.0.0.1", 0), backlog=connections) as listener, mmap.mmap(-1, size) as memory:
@@ -118,7 +118,7 @@ def receive_all(path: Path, connections: int, device: str) -> None:
                 thread.join()
             for view in views:
                 view.release()
-        listener.shutdown(socket.SHUT_RDWR)  # wakes a sender whose receiver had no share
+        listener.shutdown(socket.SHUT_RDWR)  # wakes a sender without a receiver
         for thread in feeders:
             thread.join()
 
@@ -130,7 +130,7 @@ def load_one(uri: str, name: str) -> None:
 
 
 def measure_links(args: argparse.Namespace, folder: Path, tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows, one after the other."""
+    """Measures the rows, one after the other."""
     size = sum(tensor.nbytes for tensor in tensors.values())
 
     def load_row(kind: str, url: str, link: str, floor: float, floor_name: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""How fast the reader without the engine reads compressed bf16 weights on one core: the figure of docs/portable.md.
+"""Measures how fast the reader without the engine reads compressed bf16 weights on one core, for docs/portable.md.
 
     taskset -c 0 python tests/benches/bench_portable.py [MB]
 
-Prints MB/s of tensors, by the clock and by the process's own time, for each of five runs, and beside it
-what numpy takes to copy them. Bytes are compared with the engine's first.
+Prints MB/s of tensors, by wall time and by the process's own time, for each of five runs, next to
+numpy's rate of copying them. Bytes are compared with the engine's first.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Sizes of real weights at both levels, beside other compressors, and decoding speeds.
+"""Compares sizes of real weights at both levels with other compressors, and measures decoding speeds.
 
     python tests/benches/bench_ratio.py [--folder DIR] [--device cuda] [FILE ...]
 
-The files, or MiniLM (examples/demo.py fetches it) as it is, cast, and quantised as int8 by
-rows and as GPTQ packs 4-bit weights; every file is loaded back and compared. Beside the sizes stand
-zstandard at level 3 of the whole file, ZipNN where it is installed, and two order-0
-entropies: of the exponents with the other bits raw, which X16 codes, and of every byte of
-the elements by itself; both by chunks of 1 MiB. Neither bounds other coders, or chunks. Loading is from the page
-cache, the median of five, alternating; beside both levels stands the plain file, read, not
+The inputs are the files, or MiniLM (examples/demo.py fetches it) as it is, cast, and quantised as
+int8 by rows and as GPTQ packs 4-bit weights. Every file is loaded back and compared. The sizes are
+next to those of zstandard at level 3 on the whole file, ZipNN if it is installed, and two order-0
+entropies by chunks of 1 MiB: of the exponents with the other bits raw, as X16 codes them, and of
+every byte of the elements. These do not bound other coders or other chunks. Loads are from the page
+cache, the median of five, alternating between both levels and the plain file, which is read and not
 mapped.
 """
 
@@ -43,7 +43,7 @@ def int8(t: torch.Tensor) -> torch.Tensor:
 
 
 def gptq(name: str, weight: torch.Tensor) -> Tensors:
-    """4 bits by groups of 128 inputs, eight to an I32."""
+    """Packs 4 bits by groups of 128 inputs, eight to an I32."""
     inputs, outputs = weight.shape[1], weight.shape[0]
     group = weight.t().reshape(inputs // 128, 128, outputs)
     low, high = group.amin(1, keepdim=True), group.amax(1, keepdim=True)
@@ -79,13 +79,13 @@ def raw(t: torch.Tensor) -> np.ndarray:
 
 
 def entropy(values: np.ndarray) -> float:
-    """Bytes of the values, coded by their own frequencies."""
+    """Returns the bytes of the values, coded by their own frequencies."""
     counts = np.bincount(values)
     counts = counts[counts > 0]
     return float((counts * (np.log2(counts.sum()) - np.log2(counts))).sum()) / 8
 
 
-# The bits of an exponent: where they begin, and how many there are.
+# The bits of an exponent: the lowest bit, and how many there are.
 EXPONENT = {
     torch.float32: (23, 8), torch.bfloat16: (7, 8), torch.float16: (10, 5), torch.float8_e4m3fn: (3, 4),
     torch.float8_e5m2: (2, 5),
@@ -93,7 +93,7 @@ EXPONENT = {
 
 
 def entropies(tensors: Tensors) -> tuple[float, float]:
-    """The share that is left by coding exponents, and by coding every byte."""
+    """Returns the share that is left by coding exponents, and by coding every byte."""
     total = field = every = 0.0
     for t in tensors.values():
         data, width = raw(t), t.element_size()

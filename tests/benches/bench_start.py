@@ -1,11 +1,11 @@
-"""What comes before a load's first byte, and the memory that a load takes, in fresh processes, alternating.
+"""Measures the time before a load's first byte, and a load's memory, in fresh processes, alternating.
 
     python tests/benches/bench_start.py [--size 2GB] [--repeat 5] [--dir /dev/shm] [--device cuda]
 
-import: what `import overwire` adds to a bare interpreter. first: from the start of the process to the first tensor
-and to all of them, without torch. preload: from the start of the process until tensors that were loaded during
-`import torch` are usable in torch, beside the import alone. memory: the peak beside the tensors, on the host and on
-the GPU.
+import: the time that `import overwire` adds to a bare interpreter. first: from the start of the process to the first
+tensor and to all of them, without torch. preload: from the start of the process until tensors that were loaded during
+`import torch` are usable in torch, compared with only the import. memory: the peak in addition to the tensors, on the
+host and on the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def seconds_since(began: str) -> float:
 
 
 def load_alone(began: str, file: str, device: str) -> dict[str, float]:
-    """The engine without torch."""
+    """Loads with the engine, without torch."""
     import overwire
 
     running = overwire.preload([file], device=device)
@@ -40,7 +40,7 @@ def load_alone(began: str, file: str, device: str) -> dict[str, float]:
 
 
 def load_ahead(began: str, file: str, device: str) -> dict[str, float]:
-    """A load that begins before torch is imported, and that torch takes over."""
+    """Begins a load before torch is imported, and uses it in torch."""
     import overwire
 
     overwire.preload([file], device=device)
@@ -69,7 +69,7 @@ def status_bytes(field: str) -> int:
 
 
 def measure_memory(_: str, file: str, device: str) -> dict[str, float]:
-    """The GPU's is sampled while a load runs; the host's is the system's own high-water mark."""
+    """The GPU's memory is sampled while a load runs; the host's is the system's own high-water mark."""
     import overwire
     import torch
 
@@ -82,7 +82,7 @@ def measure_memory(_: str, file: str, device: str) -> dict[str, float]:
     overwire.load_file  # noqa: B018  # its module is imported before
     if device != "cpu":
         torch.zeros(1, device=device)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     host, before = status_bytes("VmRSS"), used()
     peak, ended = before, threading.Event()
 
@@ -115,13 +115,13 @@ def run_python(*words: str) -> str:
 
 
 def time_imports(repeat: int) -> None:
-    """Prints what `import overwire` adds to a bare interpreter, alternating."""
+    """Prints the time that `import overwire` adds to a bare interpreter, alternating."""
     seconds: dict[str, list[float]] = {"pass": [], "import overwire": []}
     for number in range(3 * repeat + 1):
         for code, times in seconds.items():
             start = time.perf_counter()
             run_python("-c", code)
-            if number:  # the first reads Python's files into memory
+            if number:  # the first run reads Python's files into memory
                 times.append(time.perf_counter() - start)
     bare, ours = (statistics.median(times) for times in seconds.values())
     code = "import os, sys, overwire; print(len(os.listdir('/proc/self/task')), {'torch', 'numpy'} & set(sys.modules))"

@@ -1,12 +1,12 @@
-"""tensorizer's files by `overwire.compat.tensorizer` beside tensorizer itself, in fresh processes, alternating.
+"""Compares `overwire.compat.tensorizer` with tensorizer itself, in fresh processes, alternating.
 
     python tests/benches/bench_tensorizer.py [--size 500MB] [--repeat 2] [--dir /dev/shm]
     python tests/benches/bench_tensorizer.py --device cuda [--kind moe-bf16] ...
 
-Both sides are called in the same way, write files of generated weights, and each reads the other's; every byte is
-compared before anything is timed. A process loads twice; on the CPU every byte is read after a load, and writes are
-measured, too, and loads from S3 where PATH has versitygw (`make build/bin/versitygw`). Needs torch and tensorizer,
-and libsodium for what is encrypted.
+Both sides are called in the same way, write files of generated weights, and read each other's files. Every byte is
+compared before anything is timed. A process loads twice. On the CPU every byte is read after a load, and writes are
+also measured, and loads from S3 if PATH has versitygw (`make build/bin/versitygw`). Needs torch and tensorizer, and
+libsodium for encrypted files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-KEY = bytes.fromhex("5a" * 32)  # for a password, and for the server's key and secret: its digits
+KEY = bytes.fromhex("5a" * 32)  # the key; its digits are the password, and the server's key and secret
 SIDES = ("ours", "theirs")
 URI = "s3://models/theirs.tensors"
 
@@ -37,7 +37,7 @@ def module_of(side: str) -> Any:
 
 
 def write(module: Any, tensors: dict[str, Any], path: str, how: str) -> float:
-    """Seconds of writing tensors to a new file."""
+    """Returns the seconds of writing tensors to a new file."""
     Path(path).unlink(missing_ok=True)
     params = module.EncryptionParams(key=KEY) if how == "key" else None
     if how == "password":
@@ -50,7 +50,7 @@ def write(module: Any, tensors: dict[str, Any], path: str, how: str) -> float:
 
 
 def open_file(module: Any, path: Any, how: str, device: str) -> Any:
-    """A file loaded as a user would."""
+    """Opens a file as a user would."""
     params = module.DecryptionParams.from_key(KEY) if how == "key" else None
     if how == "password":
         params = module.DecryptionParams.from_string(KEY.hex())
@@ -69,7 +69,7 @@ def compare(tensors: dict[str, Any], loaded: dict[str, Any], what: str) -> None:
 
 
 def write_all(plain: str, folder: Path, device: str) -> None:
-    """Writes the files of both sides, and compares what either reads of the other's."""
+    """Writes the files of both sides, and compares what each reads from the other's."""
     import overwire as ow
 
     tensors = ow.load_file(plain, framework="pt")
@@ -94,7 +94,7 @@ def read_every_byte(tensors: dict[str, Any]) -> None:
 
 
 def measure_one(what: str, side: str, path: str, how: str, device: str, other: str) -> list[float]:
-    """The seconds of a first and a second load, or save, of this process."""
+    """Returns the seconds of a first and a second load, or save, of this process."""
     import overwire as ow
     import torch
 
@@ -124,7 +124,7 @@ def measure_one(what: str, side: str, path: str, how: str, device: str, other: s
 
 @contextmanager
 def serve_s3(folder: Path) -> Iterator[str]:
-    """The address of a server with a bucket "models"; "" where PATH has none."""
+    """Returns the address of a server with a bucket "models"; "" if PATH has no server."""
     program = shutil.which("versitygw")
     if program is None:
         yield ""
@@ -190,7 +190,7 @@ def main(words: list[str]) -> None:
         folder = Path(name)
         make = [sys.executable, "-m", "overwire", "bench", "gen", args.kind, "--size", args.size, str(folder / "plain")]
         subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-        nbytes = (folder / "plain").stat().st_size  # a header beside them
+        nbytes = (folder / "plain").stat().st_size  # files with their headers
         write_all(str(folder / "plain"), folder, args.device)
         print(f"{nbytes / 1e9:.2f} GB of {args.kind} to {args.device}, first / second of a process, all bytes compared")
         run_rows(args, folder, nbytes)

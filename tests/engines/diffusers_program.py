@@ -1,7 +1,6 @@
-"""Loads pipelines with the diffusers and transformers that this interpreter finds, unpatched
-and under `patch_safetensors`, and compares every parameter byte for byte;
-`test_transformers.py` runs it with each release. The argument is an empty folder. Ends
-with "ok" and the release."""
+"""Loads pipelines with this interpreter's diffusers and transformers, unpatched and under `patch_safetensors`, and
+compares every parameter byte for byte. `test_transformers.py` runs it with each release. The argument is an empty
+folder. Ends with "ok" and the release."""
 
 from __future__ import annotations
 
@@ -32,17 +31,17 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, StableDif
 from overwire.compat.safetensors import _lazy  # noqa: E402
 
 diffusers.utils.logging.disable_progress_bar()
-gc.freeze()  # a collection looks at what the cases make, not at all of the libraries
+gc.freeze()  # a collection then looks only at objects of the cases, not of the libraries
 MODELS = ("text_encoder", "unet", "vae")
 
 
 def load(folder: Path, **how: Any) -> Any:
-    """The pipeline, without what is no model."""
+    """Loads the pipeline, and keeps only its models."""
     return DiffusionPipeline.from_pretrained(folder, **{"tokenizer": None, "safety_checker": None, "feature_extractor": None, **how})
 
 
 def tiny() -> Any:
-    """A pipeline of Stable Diffusion's classes."""
+    """Builds a small pipeline of Stable Diffusion's classes."""
     torch.manual_seed(3)
     unet = UNet2DConditionModel(
         sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16,
@@ -62,7 +61,7 @@ def tiny() -> Any:
 
 
 def same(want: Any, got: Any, what: Any) -> None:
-    """Every parameter and buffer of each model is of the same dtype, device and bytes."""
+    """Asserts that every parameter and buffer of each model has the same dtype, device and bytes."""
     for model in MODELS:
         a, b = getattr(want, model).state_dict(), getattr(got, model).state_dict()
         assert a.keys() == b.keys(), (what, model, a.keys() ^ b.keys())
@@ -77,7 +76,7 @@ def same(want: Any, got: Any, what: Any) -> None:
 
 
 class Passes:
-    """The engine's passes, in the order of their beginning: the folder of each, and how many tensors."""
+    """Records the engine's passes in the order in which they begin: each one's folder and number of tensors."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -100,12 +99,12 @@ class Passes:
             ow.stream = stream
 
     def ended(self) -> bool:
-        """Whether each has ended: nothing of it is in memory but what was given."""
+        """Returns whether each pass has ended and holds in memory only what it gave."""
         return all("ended" in repr(stream) for stream in self.streams)
 
 
 def folders(folder: Path, **how: Any) -> None:
-    """The pipeline, plain and compressed."""
+    """Writes the pipeline, plain and compressed."""
     pipeline = tiny()
     pipeline.save_pretrained(folder / "plain", **how)
     with ow.patch_safetensors(compress=True):
@@ -114,12 +113,12 @@ def folders(folder: Path, **how: Any) -> None:
 
 
 def stored(folder: Path) -> int:
-    """How many tensors the files of a model have."""
+    """Returns how many tensors the files of a model have."""
     return sum(len(ow.safe_open(path).keys()) for path in folder.glob("*.safetensors"))
 
 
 def whole(folder: Path) -> None:
-    """Each way of loading, against the unpatched one; each model is one pass for a dtype, begun before its turn."""
+    """Compares each way of loading with the unpatched one. A model takes one pass per dtype, begun before its turn."""
     folders(folder)
     shards = folder / "shards"
     folders(shards, max_shard_size="30KB")
@@ -147,7 +146,7 @@ def whole(folder: Path) -> None:
 
 @contextlib.contextmanager
 def building(then: Any) -> Iterator[None]:
-    """Calls then with the name of each of the pipeline's models that is about to be built."""
+    """Calls then with the name of each model of the pipeline that is about to be built."""
     build = diffusers.configuration_utils.ConfigMixin.from_config.__func__
     begin = transformers.CLIPTextModel.__init__
 
@@ -169,8 +168,8 @@ def building(then: Any) -> Iterator[None]:
 
 
 def ahead(folder: Path) -> None:
-    """Each model, the text encoder too, is being read before it is built, and at most one more; one that the caller has
-    is not read."""
+    """Each model, also the text encoder, is being read before it is built, and at most one more. A model that the
+    caller passes in is not read."""
     folders(folder)
     built: list[str] = []
     passes = Passes()
@@ -197,7 +196,7 @@ def ahead(folder: Path) -> None:
     with ow.patch_safetensors(), passes.counted():
         assert load(folder / "packed", text_encoder=None).text_encoder is None
     assert sorted(name for name, _ in passes.seen) == ["unet", "vae"] and passes.ended(), passes.seen
-    config = folder / "packed" / "text_encoder" / "config.json"  # how a quantised one is read is transformers' to say
+    config = folder / "packed" / "text_encoder" / "config.json"  # transformers decides how a quantised one is read
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "none such"}}))
     passes = Passes()
 
@@ -210,11 +209,11 @@ def ahead(folder: Path) -> None:
 
 
 def alone(folder: Path) -> None:
-    """Models by themselves: maps of several modules, offload, without accelerate's way, in threads, and adapters'
+    """Loads models separately: device maps of several modules, offload, without accelerate, in threads, and adapter
     readers."""
     folders(folder, max_shard_size="30KB")
 
-    def unet(*args: Any, **kwargs: Any) -> Any:  # the name is looked up while the patch is in force
+    def unet(*args: Any, **kwargs: Any) -> Any:  # the name is looked up while the patch is active
         return UNet2DConditionModel.from_pretrained(*args, **kwargs)
 
     parts = {"conv_in": "cpu", "time_embedding": torch.device("cpu"), "down_blocks": "cpu", "mid_block": "cpu", "up_blocks": "cpu"}
@@ -229,7 +228,7 @@ def alone(folder: Path) -> None:
                 model = unet(folder / kind / "unet", **how).eval()
             given = torch.ones(1, 4, 8, 8, dtype=model.dtype), 3, torch.ones(1, 5, 16, dtype=model.dtype)
             states.append({name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"})
-            # Some of these keep parameters elsewhere; memory that is aligned otherwise may round otherwise.
+            # Some of these keep parameters elsewhere; memory with another alignment may round differently.
             with torch.no_grad():
                 outputs.append(model(*given).sample)
         for output, state in zip(outputs, states, strict=True):
@@ -240,7 +239,7 @@ def alone(folder: Path) -> None:
     with ow.patch_safetensors():
         modeling = sys.modules["diffusers.models.modeling_utils"]
         got = modeling.load_state_dict(next((folder / "packed" / "unet").glob("*.safetensors")))
-        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # outside from_pretrained: as always
+        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # outside from_pretrained, as always
         modeling.HF_ENABLE_PARALLEL_LOADING = True  # diffusers' worker threads take the shards
         passes = Passes()
         with passes.counted():
@@ -252,14 +251,14 @@ def alone(folder: Path) -> None:
 
 
 def lazy(folder: Path) -> None:
-    """What is done with a tensor before it is read gives what it would give; a tensor of another shape is refused as
+    """Operations on a tensor before it is read have the usual result, and a tensor of another shape is refused as
     always."""
     folders(folder)
     state: dict[str, Any] = {}
 
     def fix(self: Any, given: Any) -> None:
         state.update({name: tensor + 1 for name, tensor in given.items()})
-        given["conv_out.bias"] = given["conv_out.bias"] * 2  # of another file format, say
+        given["conv_out.bias"] = given["conv_out.bias"] * 2  # as from another file format
 
     before = diffusers.ModelMixin._fix_state_dict_keys_on_load
     diffusers.ModelMixin._fix_state_dict_keys_on_load = fix  # type: ignore[method-assign]
@@ -348,7 +347,7 @@ def damaged(folder: Path) -> None:
 
 
 def memory(folder: Path) -> None:
-    """What torch's allocator is asked for at once is what large tensors on a GPU take, once each, as they are cast."""
+    """torch's allocator is asked at once for what large tensors take on a GPU, once each, in their cast dtype."""
     from overwire.compat.safetensors import patching
     from overwire.integrations import diffusers as ours
 

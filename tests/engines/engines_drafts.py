@@ -1,6 +1,7 @@
-"""vLLM's real code: a draft for speculative decoding has its own weights, though `source` has the target's.
+"""Tests in vLLM's real code that a draft for speculative decoding loads its own weights, though `source` has the
+target's.
 
-    PYTHONPATH=python:build/engines python tests/engines/engines_drafts.py
+PYTHONPATH=python:build/engines python tests/engines/engines_drafts.py
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import engines_vllm as base
 
 
 def load(root: Path, port: int) -> None:
-    """The target, its draft and the target again, in the orders in which an engine may load them."""
+    """Loads the target, its draft and the target again, in the orders in which an engine may load them."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs

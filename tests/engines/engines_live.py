@@ -1,11 +1,11 @@
-"""vLLM's real code takes pushes of weights, from the trainer's twin, byte for byte.
+"""Pushes weights from the trainer's side into vLLM's real code, and compares byte for byte.
 
-    python tests/engines/engines_live.py        needs vLLM's Python tree on PYTHONPATH; `make engines` sees to it
+    python tests/engines/engines_live.py        needs vLLM's Python tree on PYTHONPATH (`make engines`)
 
-On the CPU, without vLLM's compiled parts: the factories, the layers and the loaders are
-the released ones. Each model is loaded, pushes of other weights follow, by files and by a
-process group, to one process and to two tensor-parallel ranks; every parameter is
-compared with what a load of the same weights gives.
+It runs on the CPU without vLLM's compiled parts: the factories, the layers and the loaders
+are the released ones. Each model is loaded. Pushes of other weights follow, by files and by a
+process group, to one process and to two tensor-parallel ranks. Every parameter is compared
+with a load of the same weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import engines_vllm as tiny
 import torch
 
-STEPS = 3  # of training, which are pushed
+STEPS = 3  # training steps that are pushed
 
 
 class Workers:
-    """Stands for vLLM's control plane: calls reach the engine of each rank, over gloo."""
+    """Replaces vLLM's control plane: calls reach the engine of each rank over gloo."""
 
     def __init__(self, engine: Any, world: int, config: Any) -> None:
         self.engine, self.world, self.config = engine, world, config
@@ -40,7 +40,7 @@ class Workers:
                 getattr(self.engine, name)(*arguments)
 
     def serve(self) -> None:
-        """What ranks but the first do."""
+        """Serves calls in ranks other than the first."""
         while True:
             heard: list[Any] = [None]
             torch.distributed.broadcast_object_list(heard, 0)
@@ -73,7 +73,7 @@ class Source(dict):  # type: ignore[type-arg]
 
 
 def other(tensors: dict[str, Any], n: int) -> dict[str, Any]:
-    """The same tensors some steps of training later."""
+    """Returns the same tensors after some training steps."""
     torch.manual_seed(n)
     return {name: (t.float() * (1 + 0.01 * torch.randn(t.shape))).to(t.dtype) for name, t in tensors.items()}
 
@@ -94,12 +94,12 @@ def rank_main(base: Path, world: int, rank: int, port: int, names: list[str]) ->
             WeightTransferConfig(backend="overwire"), config, torch.device("cpu"), model
         )
         assert type(engine) is transfer.TransferEngine
-        config.parallel_config.rank = rank  # as vLLM's worker notes it
+        config.parallel_config.rank = rank  # as vLLM's worker sets it
         workers = Workers(engine, world, config)
         way: dict[str, Any] = {"where": str(at / f"pushes-{world}")}
         slices = tiny.planned()
         reason = transfer.obstacle_of(model, config.model_config)
-        assert reason is None or "experts for CPU" in reason, reason  # which vLLM repacks
+        assert reason is None or "experts for CPU" in reason, reason  # vLLM repacks these
         for group, deltas in ((False, False), (True, reason is None)):
             if group:
                 way = {

@@ -1,10 +1,10 @@
-r"""ModelExpress's real chain of strategies in vLLM's real code, with overwire's strategy, on the CPU.
+r"""Runs ModelExpress's real chain of strategies in vLLM's real code, with overwire's strategy, on the CPU.
 
     PYTHONPATH=python:build/engines33/express:build/engines33/vllm-0.33.0:build/engines \
         python tests/engines/engines_modelexpress.py
 
-A compressed model is loaded by `--load-format modelexpress`: nothing else in the chain can read it.
-Each parameter must be as vLLM's own load leaves it, and processed once.
+`--load-format modelexpress` loads a compressed model, which no other strategy of the chain can read.
+Each parameter must equal vLLM's own load, and be processed once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import engines_vllm as base
 
 
 def load(root: Path, port: int) -> None:
-    """One start by ModelExpress, in this process."""
+    """Starts once with ModelExpress, in this process."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -25,7 +25,7 @@ def load(root: Path, port: int) -> None:
     from modelexpress.engines.vllm import adapter, register_modelexpress_loaders
 
     class CudaOnTheHost(CudaAcceleratorBackend):
-        """Waits for nothing, and takes the host's tensors for its own."""
+        """Waits for nothing, and treats the host's tensors as its own."""
 
         synchronize = lambda *_: None  # noqa: E731
         current_device = lambda *_: 0  # noqa: E731
@@ -34,7 +34,7 @@ def load(root: Path, port: int) -> None:
     from vllm.model_executor.model_loader import utils
 
     register_modelexpress_loaders()
-    adapter.accelerator_backend_for = lambda device: CudaOnTheHost()  # ModelExpress knows GPUs only
+    adapter.accelerator_backend_for = lambda device: CudaOnTheHost()  # ModelExpress only knows GPUs
     adapter._get_vllm_device_id = lambda device: 0
     base.without_kernels()
     processed: list[Any] = []

@@ -1,11 +1,11 @@
-"""vLLM's real code on the CPU: layers that are streamed compute what layers that stay compute.
+"""Tests in vLLM's real code on the CPU that streamed layers compute the same as resident layers.
 
     PYTHONPATH=python:build/engines python tests/engines/engines_offload.py
 
 Each model is loaded by vLLM's own path and by overwire with {"offload": ...}, and run by vLLM's
-own forward: hidden states and logits are equal, bit for bit. Attention, whose kernel is
-compiled and not here, is torch's, and other operations are vLLM's own in Python. Then what
-is refused, and two ranks.
+own forward: hidden states and logits are equal, bit for bit. vLLM's attention kernel is compiled
+and not available, so attention is torch's; other operations are vLLM's own in Python. Refusals
+and two ranks follow.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MIB = 1 << 20
 
 
 def without_kernels() -> None:
-    """Puts torch's attention in the place of the compiled one: causal, over the tokens of one request; of other
-    operations vLLM's own in Python."""
+    """Replaces the compiled attention with torch's: causal, over the tokens of one request. Other operations are vLLM's
+    own in Python."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -49,7 +49,7 @@ def without_kernels() -> None:
 
 @torch.inference_mode()
 def outputs(model: Any, config: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and logits of one request."""
+    """Returns hidden states and logits of one request."""
     from vllm.forward_context import set_forward_context
 
     ids = torch.arange(7, 7 + tokens) % 300
@@ -59,7 +59,7 @@ def outputs(model: Any, config: Any, tokens: int) -> tuple[torch.Tensor, torch.T
 
 
 def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
-    """With nothing, one layer and all kept."""
+    """Streams with no layer, one layer and all layers kept."""
     theirs, config = base.load(plain, *where, "safetensors")
     wanted = {tokens: outputs(theirs, config, tokens) for tokens in (1, 9)}
     layer = sum(parameter.nbytes for parameter in theirs.model.layers[0].parameters())
@@ -82,7 +82,7 @@ def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
 
 
 def away() -> None:
-    """What would change or read weights that are away is refused, in a worker before it has done anything."""
+    """Calls that would change or read offloaded weights are refused, in a worker before it has done anything."""
     from overwire.integrations import vllm as plug_in
 
     class Worker:
@@ -109,7 +109,7 @@ def away() -> None:
 
 
 def refusals(path: Path, where: tuple[int, int, int]) -> None:
-    """What cannot work is said before a model is made."""
+    """Settings that cannot work are refused before a model is made."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.offloader import get_offloader

@@ -1,10 +1,10 @@
-"""vLLM's real code on the CPU: models made of prepared state, beside its own loads.
+"""Compares models made from prepared state with vLLM's own loads, in vLLM's real code on the CPU.
 
     PYTHONPATH=python:build/engines python tests/engines/engines_prepared.py
 
-Each model is loaded by vLLM's own path, then by overwire, which keeps what vLLM has made of
-it, then of that: every parameter, buffer and attribute must be the same. Then what differs: files, settings,
-damage, refusals; reloads and pushes on top; two ranks.
+Each model is loaded by vLLM's own path, then by overwire, which keeps vLLM's processed state, then
+from that state. Every parameter, buffer and attribute must be the same. Other cases are changed
+files, settings, damage, refusals, reloads and pushes on top, and two ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import engines_vllm as base
 
 FP8 = {
     **base.LLAMA,
-    "intermediate_size": 192,  # two ranks have whole blocks
+    "intermediate_size": 192,  # so that two ranks have whole blocks
     "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]},
 }
 
 
 class Log:
-    """What overwire's loader says from now on."""
+    """Collects the messages of overwire's loader from now on."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import prepared
@@ -41,7 +41,7 @@ class Log:
     warning = info
 
     def take(self, words: str) -> str:
-        """The line with these words; all are forgotten."""
+        """Returns the line with these words, and clears all lines."""
         lines, self.lines[:] = list(self.lines), []
         for line in lines:
             if words in line:
@@ -50,7 +50,8 @@ class Log:
 
 
 def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) -> tuple[Any, Any]:
-    """A start by prepared state in a folder, with what it leaves to be written. more: of the engine's arguments."""
+    """Starts with prepared state in a folder, and returns what it leaves to be written. more: other arguments of the
+    engine."""
     from overwire.integrations.vllm import prepared
 
     world, rank, port = where
@@ -61,7 +62,7 @@ def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) ->
 
 
 def held(model: Any) -> dict[str, Any]:
-    """All tensors of a model and what it holds beside them."""
+    """Returns all tensors of a model and its other attributes."""
     from overwire.integrations.shared.described import Describer
     from overwire.integrations.shared.parts import take_tensors
     from overwire.integrations.vllm.identity import OPAQUE
@@ -71,7 +72,7 @@ def held(model: Any) -> dict[str, Any]:
 
 
 def same(what: str, model: Any, theirs: Any) -> None:
-    """Compares two models whole."""
+    """Compares two models completely."""
     tensors, more = theirs
     wrong = base.differences(base.state(model), tensors)
     ours = held(model)
@@ -89,8 +90,8 @@ def same(what: str, model: Any, theirs: Any) -> None:
 def starts(
     name: str, path: Path, folder: Path, log: Log, where: tuple[int, int, int], **more: Any
 ) -> tuple[dict[str, Any], Any, Any]:
-    """A first start and a later one, of which each must be as vLLM's own load. more: of the engine's arguments.
-    Returns the tensors of vLLM's load, and the later model with its configuration."""
+    """Compares a first start and a later one with vLLM's own load. more: other arguments of the engine. Returns the
+    tensors of vLLM's load, and the later model with its configuration."""
     slices = base.planned()
     own, _ = base.load(path, *where, "safetensors", **more)
     theirs = base.state(own), held(own)
@@ -107,7 +108,7 @@ def starts(
 
 
 def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) -> None:
-    """Each model, its first start and a later one, and vLLM's reload of that."""
+    """Tests each model's first start, a later one, and vLLM's reload of that."""
     import vllm
 
     for name in names:
@@ -124,8 +125,8 @@ def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) 
 
 
 def with_fp8() -> None:
-    """vLLM's kernels for fp8 need a CPU with AMX and compiled code: their weights become another layout by
-    a function from here."""
+    """vLLM's kernels for fp8 need a CPU with AMX and compiled code, so a function here changes the weights' layout
+    instead."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.utils import replace_parameter
 
@@ -148,7 +149,8 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
 
 
 def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
-    """Damage, changed files, other settings, code of others: the usual load, which says why, and the right weights."""
+    """Damage, changed files, other settings and foreign code lead to the usual load, which says why, and to the right
+    weights."""
     import torch
     from overwire.integrations.vllm import prepared
 
@@ -185,7 +187,7 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     check("it has allow_patterns_overrides")
     del LlamaForCausalLM.allow_patterns_overrides
     for name in folder.glob("*.safetensors"):
-        name.unlink()  # among them the note that such a model does not fit
+        name.unlink()  # removes, among others, the note that such a model does not fit
     check("prepared state kept")
     check("made of prepared state")
     check_failed_starts(path, root / "failed", where, log, (base.state(first), held(first)))
@@ -216,8 +218,8 @@ def fail(error: Exception, *_: Any) -> Any:
 
 
 def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], log: Log, theirs: Any) -> None:
-    """A model that goes before the engine is up leaves nothing to be written, and no memory; what cannot be
-    described, digested or written is no reason to have no model."""
+    """A model that ends before the engine is up leaves nothing to be written, and no memory. State that cannot be
+    described, digested or written does not prevent a start."""
     from overwire.integrations.vllm import prepared
 
     model, _ = base.load(path, *where, "overwire", {"prepared": str(folder)})
@@ -239,7 +241,7 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
 
 
 def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> None:
-    """A record that would put a value in the place of a method, or that has another module, is refused."""
+    """A record that would replace a method with a value, or that has another module, is refused."""
     from overwire.integrations.vllm import prepared
 
     find, note = prepared.prepared.find_file, prepared.prepared.note_refusal
@@ -262,7 +264,7 @@ def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int],
 
 
 def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> int:
-    """How many tensors of a model that is refused are still there when vLLM's own load of it begins."""
+    """Counts the tensors of a refused model that still exist when vLLM's own load of it begins."""
     from overwire.integrations.vllm import prepared
 
     tensors: list[weakref.ref[Any]] = []
@@ -292,7 +294,7 @@ def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], 
 
 
 def make_folders(root: Path) -> None:
-    """The models, plain: ROOT/NAME/plain."""
+    """Writes the plain models to ROOT/NAME/plain."""
     for name, config in {**base.MODELS, "fp8": FP8}.items():
         tensors = base.weights(config)
         tensors = base.quantised(tensors, 16, 32) if name == "fp8" else tensors

@@ -1,11 +1,11 @@
-"""vLLM's real code on the CPU: quantised models by slices, method by method, beside its own loads.
+"""Compares quantised models loaded by slices with vLLM's own loads, method by method, on the CPU.
 
     PYTHONPATH=python:build/engines33/vllm-0.33.0:build/engines python tests/engines/engines_quantised.py [CASE ...]
 
-vLLM makes each model as for a GPU; a checkpoint of random values is derived from the model's own
-parameters, whose fused ones have parts in files. It is loaded by vLLM's own path and by overwire, by
-one process and by two ranks; every parameter, buffer and plain attribute is compared before vLLM
-processes the weights, and, where that needs no compiled kernel, afterwards.
+vLLM makes each model as for a GPU. A checkpoint of random values is derived from the model's own
+parameters; fused ones are split in the files. vLLM's own path and overwire load it in one process and
+in two ranks. Every parameter, buffer and plain attribute is compared before vLLM processes the weights
+and, if that needs no compiled kernel, afterwards.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import engines_vllm as base
 import torch
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-Where = tuple[int, int, int]  # ranks, this one, and the port where they meet
+Where = tuple[int, int, int]  # number of ranks, this rank, and the port where they meet
 MODELS = {"dense": {**base.LLAMA, **SMALL}, "experts": {**base.MIXTRAL, **SMALL}}
 BOTH, CT = ("dense", "experts"), "compressed-tensors"
-GROUP = 32  # columns that have a scale together
+GROUP = 32  # columns that share a scale
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
@@ -37,26 +37,26 @@ SIXTEEN = {"strategy": "tensor_group", "group_size": 16}
 
 
 def numbers(bits: int, kind: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Weights or inputs as compressed-tensors describes them."""
+    """Describes weights or inputs as compressed-tensors does."""
     return {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False, "observer": "minmax", **more}
 
 
 def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The configuration of a checkpoint of compressed-tensors."""
+    """Returns the configuration of a compressed-tensors checkpoint."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     more = {"ignore": ["lm_head"], "quantization_status": "compressed", "kv_cache_scheme": None}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, **more}
 
 
 def modelopt(algorithm: str, group: int | None = None) -> dict[str, Any]:
-    """The configuration of a checkpoint of NVIDIA's ModelOpt."""
+    """Returns the configuration of an NVIDIA ModelOpt checkpoint."""
     more = {} if group is None else {"group_size": group}
     config = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"], **more}
     return {"quant_method": "modelopt", "quantization": config}
 
 
 def quark(weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a checkpoint of AMD's Quark."""
+    """Returns the configuration of an AMD Quark checkpoint."""
     every = {"weight": {**weights, "is_dynamic": False}, "input_tensors": inputs, "output_tensors": None, "bias": None}
     none: dict[str, Any] = {"layer_quant_config": {}, "layer_type_quant_config": {}}
     more = {"export": {"kv_cache_group": [], "pack_method": "reorder"}, "exclude": ["lm_head"]}
@@ -73,7 +73,7 @@ BLOCK_INPUT = numbers(8, "float", {**GROUPED, "dynamic": True})
 OWN_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FBGEMM = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"], "activation_scale_ub": 1200.0}
 
-# By case: vLLM's name of the method, the configuration, and with which models.
+# By case: vLLM's name of the method, the configuration, and its models.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "GPTQ": ("auto_gptq", GPTQ, BOTH),
     "GPTQ, 8 bits": ("auto_gptq", {**GPTQ, "bits": 8}, BOTH),
@@ -111,24 +111,24 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "int8 from bf16": ("int8_per_channel_weight_only", {}, ("dense",)),
 }  # fmt: skip
 
-# Modules of vLLM's kernels of experts that can be imported here, beside those that compute as usual torch.
+# Modules of vLLM's expert kernels that can be imported here, along with those that compute in plain torch.
 KINDS = ("marlin_moe", "triton_moe")
 
-# Those of which vLLM has no experts for CPUs.
+# Methods without experts for CPUs in vLLM.
 INTEGERS = ("GPTQ", "AWQ", "AutoRound", "W4A", "W8A16", "W8A8, int8", "Quark int8")
 
-# Of which vLLM says that it takes weights that are already processed, as prepared state needs it.
+# Methods for which vLLM accepts processed weights, as prepared state needs.
 _EITHER = ("fp8", "fp8, static", "fp8, blocks", "ModelOpt NVFP4")
 PREPARED = frozenset(f"{kind}, {case}" for case in _EITHER for kind in BOTH) | {
     f"dense, {case}" for case in ("ModelOpt MXFP8", "MXFP8", "int8 from bf16")
 }
 
-# What two ranks load: a method for each way in which a parameter is divided.
+# Cases for two ranks: one method for each way in which a parameter is divided.
 DIVIDED = ("GPTQ", "AWQ", "W4A16", "W8A8, int8", "NVFP4", "fp8", "fp8, blocks", "ModelOpt MXFP8", "Quark MXFP4")
 
 
 def choose_as_on_a_gpu() -> None:
-    """Has vLLM choose kernels on the CPU that it would choose on an H100; they never run."""
+    """Makes vLLM choose kernels on the CPU that it would choose on an H100; they never run."""
     from vllm import _custom_ops
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe import experts
@@ -146,7 +146,7 @@ def choose_as_on_a_gpu() -> None:
         for kernel in table[PlatformEnum.CUDA]:
             for test in {"is_supported", "can_implement"}.intersection(dir(kernel)):
                 setattr(kernel, test, classmethod(lambda *_: (True, None)))
-        # First those whose processing of weights is written in Python.
+        # First the kernels that process weights in Python.
         every = sorted(table[PlatformEnum.CUDA], key=lambda kernel: "Emulation" not in kernel.__name__)
         table[PlatformEnum.CPU] = every
     for found in pkgutil.iter_modules(experts.__path__):
@@ -161,7 +161,7 @@ def choose_as_on_a_gpu() -> None:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """While it lasts, vLLM takes the machine for one with NVIDIA's GPUs."""
+    """Makes vLLM take the machine for one with NVIDIA GPUs."""
     from vllm.platforms import current_platform
 
     kind = type(current_platform)
@@ -173,7 +173,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class Starts:
-    """vLLM makes models as for a GPU; what each had before it was processed, and how that ended."""
+    """Makes models as for a GPU, and keeps each one's state before it was processed, and how that ended."""
 
     def __init__(self) -> None:
         from vllm.model_executor.model_loader import base_loader
@@ -192,17 +192,17 @@ class Starts:
         self.before, self.failed = everything(model), ""
         try:
             self._process(model, *more)
-        except Exception as error:  # what has no kernel here, for both loads alike
+        except Exception as error:  # methods without a kernel here, for both loads
             self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def everything(model: Any) -> dict[str, Any]:
-    """Parameters and buffers, and the plain attributes of these and of modules."""
+    """Returns parameters and buffers, and their and the modules' plain attributes."""
     out = base.state(model)
     holders = [*model.named_modules(), *model.named_parameters()]
     for path, holder in holders:
         for name, value in vars(holder).items():
-            if name in ("_overwire_model", "training"):  # models share modules of positions
+            if name in ("_overwire_model", "training"):  # models share position modules
                 continue
             if isinstance(value, (bool, int, float, str, torch.dtype, torch.Size)):
                 out[f"{path}: {name}"] = torch.tensor(list(repr(value).encode()))
@@ -210,17 +210,17 @@ def everything(model: Any) -> dict[str, Any]:
 
 
 def values(name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Random values of a parameter that a checkpoint may have."""
+    """Returns random values for a parameter that a checkpoint may have."""
     if dtype in (torch.int32, torch.int64, torch.uint8, torch.int8):
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max, shape, dtype=torch.int64).to(dtype)
-    if "input" in name:  # those of a fused projection are the same
+    if "input" in name:  # those of a fused projection are equal
         return torch.full(shape, 0.02).to(dtype)
     return (torch.rand(shape) * 0.02 + 0.01 if "scale" in name else torch.randn(shape) * 0.02).to(dtype)
 
 
 def checkpoint_of(model: Any, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors as a file of this model would have them."""
+    """Returns tensors as a file of this model would have them."""
     torch.manual_seed(7)
     out: dict[str, torch.Tensor] = {}
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -260,7 +260,7 @@ def _add_experts(out: dict[str, torch.Tensor], path: str, own: str, param: Any) 
 
 
 def config_of(path: Path, where: Where, load_format: str, extra: dict[str, Any], method: str | None) -> Any:
-    """vLLM's configuration of a start."""
+    """Returns vLLM's configuration of a start."""
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(
@@ -281,7 +281,7 @@ def config_of(path: Path, where: Where, load_format: str, extra: dict[str, Any],
 
 @contextlib.contextmanager
 def current(config: Any, where: Where) -> Iterator[None]:
-    """vLLM's configuration and groups, for a model."""
+    """Sets vLLM's configuration and groups for a model."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.distributed.parallel_state import destroy_model_parallel
@@ -295,7 +295,7 @@ def current(config: Any, where: Where) -> Iterator[None]:
 
 
 def write_checkpoint(path: Path, config: dict[str, Any], where: Where, starts: Starts) -> None:
-    """A folder with a checkpoint of a model."""
+    """Writes a folder with a checkpoint of a model."""
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     empty = base.folder(path / "empty", config, {}, False)
@@ -306,7 +306,7 @@ def write_checkpoint(path: Path, config: dict[str, Any], where: Where, starts: S
 
 
 class Log:
-    """What overwire's loader says from now on."""
+    """Collects the messages of overwire's loader from now on."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import loader
@@ -321,7 +321,7 @@ class Log:
 
 
 def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log: Log) -> None:
-    """Loads a model by vLLM's own path and by overwire, as it does by default and with its plan."""
+    """Loads a model by vLLM's own path and by overwire, with its defaults and with its plan."""
     from overwire.integrations.vllm.methods import COPIED
     from vllm.model_executor.model_loader import get_model
 
@@ -355,7 +355,7 @@ def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log:
 
 
 def takes_processed(model: torch.nn.Module) -> bool:
-    """Whether prepared state can be kept of a model, as far as its methods go."""
+    """Returns whether a model's methods allow prepared state."""
     from overwire.integrations.shared.prepared import Refused
     from overwire.integrations.vllm.prepared import _check_supported
 

@@ -1,10 +1,10 @@
-"""SGLang's real loader and plug-in machinery, with overwire's plug-in.
+"""Tests SGLang's real loader and plug-in machinery with overwire's plug-in.
 
-    python tests/engines/engines_sglang.py      needs SGLang's Python tree on PYTHONPATH; `make engines` sees to it
+    python tests/engines/engines_sglang.py      needs SGLang's Python tree on PYTHONPATH (`make engines`)
 
-On the CPU, without compiled kernels: entry points, hooks, LoadConfig, get_model_loader,
-DefaultModelLoader and the updater are the released ones. No whole model is built. It is
-a script and not a test: SGLang takes long to import.
+It runs on the CPU without compiled kernels: entry points, hooks, LoadConfig, get_model_loader,
+DefaultModelLoader and the updater are the released ones. No whole model is built. It is a
+script and not a test because SGLang takes long to import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def refused(words: str, call: Any) -> None:
 
 
 class Fused(torch.nn.Module):
-    """Rows of q, k and v in one parameter, and half of the columns of the output."""
+    """Holds rows of q, k and v in one parameter, and half of the columns of the output."""
 
     reads = False
 
@@ -52,14 +52,13 @@ class Fused(torch.nn.Module):
 
 
 class Computes(Fused):
-    """The same, by an operation that needs the data."""
+    """The same with an operation that needs the data."""
 
     reads = True
 
 
 def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
-    """SGLang's own way of loading a model, by slices and, where data is needed, tensor by
-    tensor."""
+    """Loads a model SGLang's own way, by slices and, where data is needed, tensor by tensor."""
     at = "model.layers.0.self_attn."
     fused = torch.cat([tensors[f"{at}{part}_proj.weight"] for part in "qkv"])
     config = types.SimpleNamespace(model_path=folder, revision=None, hf_config=types.SimpleNamespace())
@@ -74,8 +73,8 @@ def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """SGLang's own updater, which asks a loader for the weights of one source without having loaded a model by it: new
-    weights, some of them, a folder that fails, after which the old ones come back, and again."""
+    """Uses SGLang's own updater, which asks a loader for the weights of one source without having loaded a model with
+    it: new weights, some of them, a folder that fails, after which the old ones come back, and again."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     at = "model.layers.0.self_attn."
@@ -114,7 +113,7 @@ def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         did, words = update("damaged")
         assert not did, words
-    except Exception as error:  # the rollback reads the same files, which is SGLang's way
+    except Exception as error:  # SGLang's rollback reads the same files
         words = str(error)
     assert file.name in words and "chunk" in words, words
     assert update("first")[0]

@@ -1,10 +1,10 @@
-"""vLLM's real code on the CPU: prepared state under what an engine does with a model.
+"""Tests prepared state in vLLM's real code on the CPU under an engine's operations on a model.
 
     PYTHONPATH=python:build/engines python tests/engines/engines_states.py [PART...]
 
-Scales of the KV cache, LoRA, drafts, and stages of a pipeline: each is started by vLLM's own path, then by overwire,
-which keeps what vLLM has made of it, then of that; every parameter, buffer and attribute must be the same. On what was
-made of prepared state follow a trainer's pushes and sleep.
+The cases are KV cache scales, LoRA, drafts, and pipeline stages. Each is started by vLLM's own path, then by overwire,
+which keeps vLLM's processed state, then from that state. Every parameter, buffer and attribute must be the same. A
+trainer's pushes and sleep follow on models made from prepared state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Where = tuple[int, int, int]
 
 
 def compare_scales(root: Path, log: kept.Log, where: Where) -> None:
-    """Scales of the KV cache that the checkpoint has end in the layers' buffers and numbers."""
+    """KV cache scales of the checkpoint end up in the layers' buffers and numbers."""
     tensors = base.quantised(base.weights(kept.FP8), 16, 32)
     for n in range(base.LAYERS):
         at = f"model.layers.{n}.self_attn."
@@ -43,7 +43,7 @@ def compare_scales(root: Path, log: kept.Log, where: Where) -> None:
 
 
 def write_adapter(path: Path) -> Path:
-    """One of LoRA for two projections of each layer."""
+    """Writes a LoRA adapter for two projections of each layer."""
     path.mkdir()
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
     (path / "adapter_config.json").write_text(json.dumps(settings | {"task_type": "CAUSAL_LM"}))
@@ -58,7 +58,7 @@ def write_adapter(path: Path) -> Path:
 
 
 def add_adapters(model: Any, config: Any, path: Path) -> dict[str, Any]:
-    """What vLLM's manager of adapters makes of a model, with one that is active: tensors by name."""
+    """Returns a model's tensors by name after vLLM's adapter manager has wrapped it, with one active adapter."""
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -77,7 +77,7 @@ def add_adapters(model: Any, config: Any, path: Path) -> dict[str, Any]:
 
 
 def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
-    """A model whose layers vLLM wraps for adapters before its state is written, and that of another start."""
+    """Compares a model whose layers vLLM wraps for adapters before its state is written with that of another start."""
     from overwire.integrations.vllm import prepared
 
     path, more = root / "llama/plain", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -98,7 +98,7 @@ def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
 
 
 def load_draft(kind: str, config: Any, target: Any) -> Any:
-    """The draft that vLLM's proposer loads, and gives what it shares with the model that it drafts for."""
+    """Loads a draft with vLLM's proposer, and gives it what it shares with its target."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
     from vllm.v1.spec_decode.eagle import EagleProposer
@@ -115,8 +115,8 @@ def load_draft(kind: str, config: Any, target: Any) -> Any:
 
 
 def compare_drafts(root: Path, log: kept.Log, where: Where) -> None:
-    """A draft beside its model, each kept by itself: one that shares the model's head and embeddings, and a small
-    model of its own."""
+    """Loads drafts next to their models, each kept separately: one that shares the model's head and embeddings, and a
+    small model of its own."""
     from overwire.integrations.vllm import prepared
 
     torch.manual_seed(11)
@@ -152,14 +152,14 @@ def compare_drafts(root: Path, log: kept.Log, where: Where) -> None:
 
 
 def compare_stages(root: Path, log: kept.Log, where: Where) -> None:
-    """The stages of a pipeline: each rank keeps its own layers."""
+    """Compares pipeline stages: each rank keeps its own layers."""
     more = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
     for name in ("llama", "tied", "experts"):
         kept.starts(f"{name}, stage {where[1]}", root / name / "plain", root / "prepared" / name, log, where, **more)
 
 
 def compare_pushes(root: Path, log: kept.Log, where: Where) -> None:
-    """A trainer's weights on a model that was made of prepared state: they become what a load of them gives."""
+    """Pushes a trainer's weights into a model made from prepared state: they equal a load of them."""
     from overwire.integrations.vllm import transfer
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
@@ -185,7 +185,7 @@ def compare_pushes(root: Path, log: kept.Log, where: Where) -> None:
 
 
 class Allocator:
-    """Stands for vLLM's of a GPU: the memory of a model on the host, which is zero while it sleeps."""
+    """Replaces vLLM's GPU allocator: keeps a model's memory on the host, which is zero while it sleeps."""
 
     def __init__(self, model: Any) -> None:
         self.memory = {}
@@ -208,12 +208,12 @@ class Allocator:
 
 
 def tensors_of(model: Any) -> list[torch.Tensor]:
-    """All tensors of a model."""
+    """Returns all tensors of a model."""
     return [tensor for _, tensor in [*model.named_parameters(), *model.named_buffers()]]
 
 
 def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
-    """A model sleeps while its state is being written, which ends before; one that was made of prepared state, too."""
+    """A model goes to sleep while its state is being written, which ends first; also one made from prepared state."""
     from overwire.integrations import vllm as plugin
     from overwire.integrations.vllm import prepared, sleeping
     from vllm import device_allocator
@@ -233,7 +233,7 @@ def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
             prepared.begin_writing()
 
             def sleep(backend: Any = backend, words: str = words) -> None:
-                log.take(words)  # what is written in the background is there when the memory goes
+                log.take(words)  # state written in the background is there when the memory goes
                 backend.suspend(1)
 
             plugin._finish_writing_before(sleep)()

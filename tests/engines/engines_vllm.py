@@ -1,11 +1,11 @@
-"""vLLM's real code loads tiny models by overwire, byte for byte as by itself.
+"""Loads tiny models in vLLM's real code with overwire, and compares them with vLLM's own loads.
 
-    python tests/engines/engines_vllm.py        needs vLLM's Python tree on PYTHONPATH; `make engines` sees to it
+    python tests/engines/engines_vllm.py        needs vLLM's Python tree on PYTHONPATH (`make engines`)
 
-On the CPU, without vLLM's compiled parts: its configuration, models, layers and loaders
-are the released ones. Each model is loaded by vLLM's own safetensors path, then by
-overwire out of a plain and a compressed folder, by one process and by two ranks over
-gloo; every parameter and buffer is compared. It is a script and not a test: vLLM takes
+It runs on the CPU without vLLM's compiled parts: its configuration, models, layers and
+loaders are the released ones. Each model is loaded by vLLM's own safetensors path, then by
+overwire from a plain and a compressed folder, in one process and in two ranks over gloo.
+Every parameter and buffer is compared. It is a script and not a test because vLLM takes
 half a minute to import.
 """
 
@@ -56,14 +56,14 @@ MIXTRAL = {
 MODELS = {
     "llama": LLAMA,
     "tied": {**LLAMA, "tie_word_embeddings": True},
-    "padded": {**LLAMA, "vocab_size": VOCAB - 20},  # vLLM has rows of zero for the others
+    "padded": {**LLAMA, "vocab_size": VOCAB - 20},  # vLLM has zero rows for the others
     "mixtral": MIXTRAL,
-    "experts": MIXTRAL,  # each rank has its own experts, whole
+    "experts": MIXTRAL,  # each rank has its own whole experts
 }
 
 
 def weights(config: dict[str, Any]) -> dict[str, Any]:
-    """Tensors by the names that Hugging Face gives them."""
+    """Returns tensors by their Hugging Face names."""
     import torch
 
     torch.manual_seed(7)
@@ -92,7 +92,7 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantised(tensors: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
-    """A checkpoint in fp8, with a scale for each block of rows and columns."""
+    """Returns a checkpoint in fp8, with a scale for each block of rows and columns."""
     import torch
 
     out = {}
@@ -109,7 +109,7 @@ def quantised(tensors: dict[str, Any], rows: int, columns: int) -> dict[str, Any
 
 
 def folder(path: Path, config: dict[str, Any], tensors: dict[str, Any], compress: bool) -> Path:
-    """A model in two shards with an index.json, plain or compressed."""
+    """Writes a model in two shards with an index.json, plain or compressed."""
     import overwire
     import safetensors.torch
 
@@ -129,7 +129,7 @@ def folder(path: Path, config: dict[str, Any], tensors: dict[str, Any], compress
 
 
 def plug_in(base: Path) -> Path:
-    """A folder for the import path with the wheel's entry points, as pip would write them."""
+    """Makes a folder for the import path with the wheel's entry points, as pip would write them."""
     sys.path.insert(0, str(ROOT))
     import setup
 
@@ -143,7 +143,7 @@ def plug_in(base: Path) -> Path:
 def load(
     model: Path, world: int, rank: int, port: int, load_format: str, extra: dict[str, Any] | None = None, **more: Any
 ) -> Any:
-    """(model, configuration) of vLLM's get_model. more: other arguments of the engine."""
+    """Returns (model, configuration) of vLLM's get_model. more: other arguments of the engine."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.distributed.parallel_state import destroy_model_parallel
@@ -167,7 +167,7 @@ def load(
     parallel = config.parallel_config
     with set_current_vllm_config(config):
         init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
-        destroy_model_parallel()  # there is a group of experts only where the model has some
+        destroy_model_parallel()  # a group of experts exists only if the model has some
         initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         return get_model(vllm_config=config), config
 
@@ -205,8 +205,7 @@ def fails(what: str, words: tuple[str, ...], call: Any) -> None:
 
 
 def without_kernels() -> None:
-    """Leaves out the repacking of experts for kernels, which are compiled and not here, by vLLM's
-    own function that does nothing."""
+    """Replaces the compiled repacking of experts with vLLM's own function that does nothing."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -214,7 +213,7 @@ def without_kernels() -> None:
 
 
 def planned() -> list[int]:
-    """A list that gets the number of slices of each plan that is carried out."""
+    """Returns a list that gets the number of slices of each executed plan."""
     from overwire.integrations.shared import copies
 
     out: list[int] = []
@@ -229,7 +228,7 @@ def planned() -> list[int]:
 
 
 def reads() -> list[int]:
-    """A list that gets what this rank has read of each load whose reading the ranks share."""
+    """Returns a list that gets the bytes this rank has read in each load that the ranks share."""
     from overwire.integrations.shared import slices
 
     read: list[int] = []
@@ -245,7 +244,7 @@ def reads() -> list[int]:
 
 
 def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> None:
-    """All models from the folder; from a store at the URL if there is one."""
+    """Loads all models from the folder, and from a store at the URL if there is one."""
     if urls:
         from_store(base, rank, port, urls[0])
         return
@@ -283,7 +282,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
 
 
 def from_store(base: Path, rank: int, port: int, url: str) -> None:
-    """Two ranks share the reading of what lies in a store, without being asked to."""
+    """Two ranks share the reading from a store without being asked to."""
     without_kernels()
     read = reads()
     at = base / "llama"
@@ -297,7 +296,7 @@ def from_store(base: Path, rank: int, port: int, url: str) -> None:
 
 
 def shared(path: Path, read: list[int]) -> None:
-    """What both ranks together have read of the files, which is what each has said once."""
+    """Returns what both ranks together have read of the files, as each reported once."""
     import torch
 
     every: list[Any] = [None] * torch.distributed.get_world_size()
@@ -305,14 +304,14 @@ def shared(path: Path, read: list[int]) -> None:
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     most = (
         1.5 if path.parent.name == "experts" else 1.05
-    )  # between a rank's experts lie gaps, which it reads if they are small
+    )  # gaps between a rank's experts, which it reads if they are small
     if None in every or sum(every) > most * stored:
         raise SystemExit(f"{path}: the ranks have read {every} bytes of {stored}")
     print(f"    the ranks read {every} bytes, {sum(every) / stored:.3f} of the files", flush=True)
 
 
 def reload(model: Any, config: Any, theirs: dict[str, Any]) -> None:
-    """vLLM's reload_weights brings zeroed parameters back."""
+    """vLLM's reload_weights restores zeroed parameters."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
@@ -348,7 +347,7 @@ def joins(path: Path, port: int) -> None:
 
 
 def bad(base: Path, port: int) -> None:
-    """What is missing, too much, or damaged is said."""
+    """Missing, unexpected and damaged tensors are reported."""
     plain = weights(LLAMA)
 
     def without(*names: str) -> Path:
@@ -384,7 +383,7 @@ def bad(base: Path, port: int) -> None:
 
 
 def environment(base: Path, site: Path) -> dict[str, str]:
-    """That of a rank."""
+    """Returns a rank's environment."""
     path = os.pathsep.join([str(site), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {
         **os.environ,
@@ -408,7 +407,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def plugged_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A temporary folder, in which overwire is plugged in, and the environment of a rank."""
+    """Makes a temporary folder with overwire plugged in, and the environment of a rank."""
     root = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield root, environment(root, plug_in(root))
@@ -417,20 +416,20 @@ def plugged_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def run_ranks(script: str, root: Path, world: int, names: Iterable[str], env: dict[str, str]) -> None:
-    """Runs a script as each rank of several, which calls `run_as_rank`; SystemExit unless all succeed."""
+    """Runs a script as each of several ranks, which calls `run_as_rank`; SystemExit unless all succeed."""
     command, port = [sys.executable, script, "--rank", str(root), str(world)], str(free_port())
     runs = [subprocess.Popen([*command, str(rank), port, *names], env=env) for rank in range(world)]
     try:
         codes = [run.wait(1200) for run in runs]
     finally:
         for run in runs:
-            run.kill()  # which does nothing to those that have ended
+            run.kill()  # does nothing to processes that have ended
     if any(codes):
         raise SystemExit(f"{world} ranks: exit codes {codes}")
 
 
 def run_as_rank(rank_main: Callable[[Path, int, int, int, list[str]], None]) -> bool:
-    """Whether this process is one that `run_ranks` has started: it then has called the function with the folder, the
+    """Returns whether `run_ranks` has started this process. If so, it has called the function with the folder, the
     number of ranks, its own, the port where they meet, and the names."""
     if sys.argv[1:2] != ["--rank"]:
         return False
@@ -448,7 +447,7 @@ def main() -> None:
             folder(root / name / "plain", config, tensors, False)
             folder(root / name / "compressed", config, tensors, True)
         with overwire_serve(root) as url:
-            # With mapped two ranks share the reading.
+            # With "mapped", two ranks share the reading.
             for world, how, urls in ((1, "mapped", []), (2, "mapped", []), (2, "auto", [url])):
                 run_ranks(__file__, root, world, urls, env | {"OVERWIRE_EXCHANGE": how})
         print("all as vLLM's own")

@@ -1,7 +1,6 @@
-"""Loads a model by transformers' tensor-parallel plan in two ranks, unpatched and under
-`patch_safetensors`, compares each rank's shards byte for byte, and prints what each has
-read; `test_transformers.py` runs it with each release. The argument is an empty
-folder. Ends with "ok" and the release."""
+"""Loads a model with transformers' tensor-parallel plan in two ranks, unpatched and under `patch_safetensors`, compares
+each rank's shards byte for byte, and prints what each has read. `test_transformers.py` runs it with each release. The
+argument is an empty folder. Ends with "ok" and the release."""
 
 from __future__ import annotations
 
@@ -27,17 +26,17 @@ os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK)}
 
 
 def shards(model: Any) -> dict[str, torch.Tensor]:
-    """What this rank has of each parameter and buffer."""
+    """Returns this rank's part of each parameter and buffer."""
     return {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in model.state_dict().items()}
 
 
 def reads() -> int:
-    """The bytes that this process has read from files by system calls."""
+    """Returns the bytes that this process has read from files by system calls."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def check(folder: Path, kind: str) -> None:
-    """One model: its shards are those of the unpatched load, and the compressed files are read in part only."""
+    """Checks one model: its shards equal the unpatched load's, and the compressed files are only partly read."""
     five = int(transformers.__version__.split(".")[0]) >= 5
     if not five:  # its plans say Shard(-1), which torch 2.11 refuses; all weights here have two dimensions
         import transformers.integrations.tensor_parallel as plans
@@ -85,7 +84,7 @@ def main() -> None:
     )
     models = {"dense": dense, "experts": experts}
     if not int(transformers.__version__.split(".")[0]) >= 5:
-        del models["experts"]  # its plan of 4.57 has none for them
+        del models["experts"]  # the plan of 4.57 has none for them
     for kind, config in models.items():
         if RANK == 0:
             torch.manual_seed(5)
@@ -97,7 +96,7 @@ def main() -> None:
         check(root / kind, kind)
         dist.barrier()
     dist.destroy_process_group()
-    # One write: the other rank's must not come into its middle.
+    # In one write, so that the other rank's output does not come into its middle.
     print(f"{'ok' if RANK else 'done'} {transformers.__version__}\n", end="", flush=True)
 
 

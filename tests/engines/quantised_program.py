@@ -1,8 +1,7 @@
-"""Loads models in the formats of quantisers with the transformers that this interpreter finds,
-unpatched and under `patch_safetensors`, from plain and from compressed files, and quantises
-while loading; compares every part of every tensor byte for byte. `test_quantised.py` runs it
-with each release. The argument is an empty folder, those after it are names of cases. Prints a
-line for each case: equal, or why it does not run here. Ends with "ok" and the release."""
+"""Loads models in quantisers' formats with this interpreter's transformers, unpatched and under `patch_safetensors`,
+from plain and from compressed files, and quantises while loading. Compares every part of every tensor byte for byte.
+`test_quantised.py` runs it with each release. The first argument is an empty folder; the others are names of cases.
+Prints a line for each case: equal, or why it does not run here. Ends with "ok" and the release."""
 
 from __future__ import annotations
 
@@ -29,16 +28,16 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 SMALL = {"vocab_size": 192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-GROUP = 128  # columns that have a scale together
+GROUP = 128  # columns that share a scale
 auto = transformers.AutoModelForCausalLM.from_pretrained
 
 
 class Missing(Exception):
-    """A case that this machine cannot run, and why."""
+    """A case that this machine cannot run, with the reason."""
 
 
 def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """The plain tensors that a tensor is made of, and what else it holds."""
+    """Returns the plain tensors that a tensor consists of, and its other contents."""
     if hasattr(type(tensor), "__tensor_flatten__") or hasattr(tensor, "tensor_data_names"):
         inner, rest = tensor.__tensor_flatten__()
         yield f"{name}: {type(tensor).__name__}", repr(rest)
@@ -56,14 +55,14 @@ def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def state(model: Any) -> dict[str, Any]:
-    """Every parameter and buffer in its parts, those that are not saved included."""
+    """Returns every parameter and buffer in parts, including those that are not saved."""
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     found |= {f"state {name}": value for name, value in model.state_dict().items()}
     return {part: held for name, value in found.items() for part, held in parts(name, value)}
 
 
 def same(want: Any, got: Any, what: Any) -> int:
-    """How many parts; all are of the same kind, dtype, device and bytes."""
+    """Returns how many parts there are, after asserting equal kind, dtype, device and bytes."""
     a, b = state(want), state(got)
     assert a.keys() == b.keys(), (what, sorted(a.keys() ^ b.keys())[:9])
     for name, left in a.items():
@@ -80,9 +79,9 @@ def same(want: Any, got: Any, what: Any) -> int:
 
 
 def compare(folder: Path, nibbles: int = 0, answers: bool = False, **more: Any) -> int:
-    """The model in `plain` as it loads unpatched, and patched from plain and compressed files, which
-    no load changes. nibbles: how many tensors at least are compressed as packed numbers of four
-    bits. answers: the models compute, too."""
+    """Compares the model in `plain` as it loads unpatched with patched loads from plain and compressed files, which no
+    load changes. nibbles: the least number of tensors compressed as packed 4-bit numbers. answers: also compares the
+    models' outputs."""
     more = {"device_map": "cpu", "dtype": "auto"} | more
     if not (folder / "packed").exists():
         ow.convert(folder / "plain", folder / "packed")
@@ -112,12 +111,12 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def llama() -> Any:
-    """A small Llama in bf16."""
+    """Builds a small Llama in bf16."""
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16()
 
 
 def while_loading(folder: Path, config: Any, saved: bool = True) -> int:
-    """Quantised while it loads from many shards; and saved by the library, loaded as that."""
+    """Quantises while loading from many shards; the library's save of that loads equal."""
     llama().save_pretrained(folder / "source" / "plain", max_shard_size="400KB")
     count = compare(folder / "source", quantization_config=config)
     if not saved:
@@ -136,7 +135,7 @@ def while_loading(folder: Path, config: Any, saved: bool = True) -> int:
 def replaced(
     model: Any, parts: Callable[[torch.Tensor], dict[str, torch.Tensor]], end: Any = "proj.weight"
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors, those whose names end so in the parts that a quantiser stores of them."""
+    """Returns the model's tensors, with those of matching names replaced by the parts that a quantiser stores."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         found = (
@@ -149,7 +148,7 @@ def replaced(
 
 
 def written(folder: Path, model: Any, quantisation: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """A checkpoint of two files, as another program writes it."""
+    """Writes a checkpoint of two files, as another program would."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "bfloat16"
     model.config.save_pretrained(folder / "plain")
@@ -163,7 +162,7 @@ def written(folder: Path, model: Any, quantisation: dict[str, Any], tensors: dic
 
 
 def need(*packages: str) -> None:
-    """Missing if a package is not installed."""
+    """Raises Missing if a package is not installed."""
     for package in packages:
         try:
             version(package)
@@ -172,7 +171,7 @@ def need(*packages: str) -> None:
 
 
 def five(method: str) -> None:
-    """Missing if this release does not know a quantiser."""
+    """Raises Missing if this release does not know a quantiser."""
     if method not in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING:
         raise Missing(f"transformers {transformers.__version__} does not have it")
 
@@ -222,13 +221,13 @@ def compressed_fp8(folder: Path) -> int:
 
 
 def packed(values: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> torch.Tensor:
-    """Eight numbers below 16 of the last dimension in each I32, the first of `order` in its low bits."""
+    """Packs eight numbers below 16 of the last dimension into each I32, the first of `order` in its low bits."""
     eights = values.long().unflatten(-1, (-1, 8))[..., list(order)]
     return (eights << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
 
 
 def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers below 16, and for each GROUP columns a scale and a zero point: all of (rows, ...)."""
+    """Returns numbers below 16, and a scale and a zero point for each GROUP columns, all of shape (rows, ...)."""
     groups = weight.float().unflatten(-1, (-1, GROUP))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scale = (high - low) / 15
@@ -238,7 +237,7 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def gptq(folder: Path) -> int:
-    """GPTQ of 4 bits, columns in the order of activations: qweight and qzeros packed in I32, scales, g_idx."""
+    """GPTQ with 4 bits, columns in the order of activations: qweight and qzeros packed in I32, scales, g_idx."""
     need("gptqmodel", "optimum")
     model = llama()
 
@@ -254,12 +253,12 @@ def gptq(folder: Path) -> int:
         }
 
     quant = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False, "checkpoint_format": "gptq"}
-    written(folder, model, quant | {"backend": "torch"}, replaced(model, parts))  # a CPU's own is compiled first, for minutes
+    written(folder, model, quant | {"backend": "torch"}, replaced(model, parts))  # the CPU's own backend compiles for minutes first
     return compare(folder, nibbles=6) + compare(folder, dtype=torch.float16, answers=True)
 
 
 def awq(folder: Path) -> int:
-    """AWQ's GEMM of 4 bits: qweight and qzeros packed in I32, every second number first, and scales."""
+    """AWQ's GEMM with 4 bits: qweight and qzeros packed in I32, every second number first, and scales."""
     five = transformers.__version__ >= "5"
     if five:
         need("gptqmodel")
@@ -279,11 +278,11 @@ def awq(folder: Path) -> int:
 
 
 def _autoawq() -> None:
-    """Makes AutoAWQ, which transformers 4.57 loads AWQ by, importable: it has not kept up with that
-    release, and its layers for a CPU want Intel's kernels. Its layers and transformers' code are the
-    real ones; these stand in for what loading does not use, and the model cannot compute."""
+    """Makes AutoAWQ importable, which transformers 4.57 uses to load AWQ. AutoAWQ has not kept up with that release,
+    and its layers for a CPU want Intel's kernels. Its layers and transformers' code are the real ones. The stand-ins
+    replace what loading does not use, so the model cannot compute."""
     need("autoawq")
-    transformers.activations.PytorchGELUTanh = transformers.activations.GELUTanh  # the name that it had
+    transformers.activations.PytorchGELUTanh = transformers.activations.GELUTanh  # its former name
     kernels = "intel_extension_for_pytorch"
     for name in ("datasets", kernels, f"{kernels}.llm", f"{kernels}.llm.quantization"):
         sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, None))
@@ -330,7 +329,7 @@ def mxfp4(folder: Path) -> int:
 
 
 def bitnet(folder: Path) -> int:
-    """BitNet: four numbers of two bits in a U8, and a scale for each matrix."""
+    """BitNet: four 2-bit numbers in a U8, and a scale for each matrix."""
     model = llama()
 
     def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -342,7 +341,7 @@ def bitnet(folder: Path) -> int:
 
 
 def metal(folder: Path) -> int:
-    """MLX's affine quantisation: eight numbers of four bits in a U32, which a CPU gets as bf16."""
+    """MLX's affine quantisation: eight 4-bit numbers in a U32, which a CPU gets as bf16."""
     five("metal")
     model = llama()
 
@@ -356,7 +355,7 @@ def metal(folder: Path) -> int:
 
 
 def gemma(folder: Path) -> int:
-    """Gemma's own: two numbers of four bits in a U8, with scales of F32 for rows and activations."""
+    """Gemma's own: two 4-bit numbers in a U8, with F32 scales for rows and activations."""
     five("gemma")
     model = llama()
 

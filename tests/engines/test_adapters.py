@@ -1,4 +1,4 @@
-"""ModelExpress against small stand-ins of what overwire hooks into, which follow its sources."""
+"""Tests the ModelExpress integration with small stand-ins that follow its sources."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LoadResult:
 """,
 }
 
-# What version 0.8 has instead.
+# The differences of version 0.8.
 EXPRESS_PHASED = {
     "modelexpress/load_strategy/base": """
 class LoadStrategy:
@@ -117,7 +117,7 @@ def execute_load_strategies(model, ctx, strategies):
 
 @pytest.fixture(scope="module")
 def programs(engines: Path) -> Path:
-    """The folder of vLLM's stand-in, with theirs."""
+    """Makes the folder of vLLM's stand-in, with ModelExpress's."""
     for name, text in EXPRESS.items():
         path = engines / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def programs(engines: Path) -> Path:
 
 
 def test_modelexpress(programs: Path, model: Path) -> None:
-    """The chain has one more strategy where a model is compressed, before those that read files."""
+    """For a compressed model the chain has one more strategy, before those that read files."""
     code = """
 import modelexpress.load_strategy as strategies
 register()  # late and again
@@ -159,7 +159,7 @@ assert "overwire" not in [one[0] for one in strategies.tried]
 
 
 def test_modelexpress_in_phases(programs: Path, model: Path, tmp_path: Path) -> None:
-    """Where the chain prepares, processes and registers, the strategy only loads, a reload too; as a plug-in's file, it
+    """If the chain prepares, processes and registers, the strategy only loads, also in a reload. As a plug-in's file it
     is in the chain once."""
     for name, text in {**EXPRESS, **EXPRESS_PHASED}.items():
         path = tmp_path / f"{name}.py"

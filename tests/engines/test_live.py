@@ -1,7 +1,7 @@
-"""Pushes of weights from a trainer to models that run: by files, stores and a process group.
+"""Pushes weights from a trainer to running models, by files, stores and a process group.
 
-The real code of vLLM takes pushes in tests/engines/engines_live.py; what its workers use is
-tested here, and vLLM's engine on stand-ins of what it hooks into.
+vLLM's real code takes pushes in tests/engines/engines_live.py. These tests cover what its workers use, and vLLM's
+engine with stand-ins for what it hooks into.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger("test")
 
 LIMIT = 60 * warm.SLOWER  # seconds until the others of a group have come
 
-# What the folders of tests share lies one folder up.
+# The parent folder has the modules that the test folders share.
 SHARED = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
 
 class Fused(torch.nn.Module):
-    """A rank of a model: rows of q, k and v in one parameter, and half of the columns of o."""
+    """One rank of a model: rows of q, k and v in one parameter, and half of the columns of o."""
 
     whole_o = False
 
@@ -75,8 +75,8 @@ def places(model: Fused) -> Places:
 
 
 def test_pushes_land_in_place(tmp_path: Path) -> None:
-    """The loader runs once for pushes of the same tensors, again for others and for a parameter
-    that has moved; parameters keep their memory."""
+    """The loader runs once for pushes of the same tensors, and again for others and for a parameter that has moved.
+    Parameters keep their memory."""
     model, publisher = Fused(), Publisher(tmp_path / "pushes")
     into = places(model)
     at = model.qkv.data_ptr()
@@ -97,7 +97,7 @@ def test_pushes_land_in_place(tmp_path: Path) -> None:
 
 
 def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
-    """What the loader is given as data does not come out of the plan."""
+    """Values that the loader needs as data do not come from the plan."""
     model, publisher = Fused(), Publisher(tmp_path)
     into = places(model)
     for seed in range(3):
@@ -107,7 +107,7 @@ def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
 
 
 def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
-    """It cannot be planned: nothing has changed, and the caller loads in its own way."""
+    """A loader that cannot be planned changes nothing, and the caller loads in its own way."""
     model, publisher = Fused(), Publisher(tmp_path)
     model.reads = True
     with publisher.push(tensors(1)) as push:
@@ -116,7 +116,7 @@ def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
-    """A loader that misses weights says so; a damaged push is an error, not a fallback."""
+    """A loader with missing weights reports them. A damaged push is an error, not a fallback."""
     model, publisher = Fused(), Publisher(tmp_path)
 
     def strict(given: Any) -> None:
@@ -143,7 +143,7 @@ def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
 
 
 def nudged(before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same with some elements changed, in every tensor."""
+    """Returns the same tensors with some elements of each changed."""
     after = {name: tensor.clone() for name, tensor in before.items()}
     for tensor in after.values():
         tensor.view(-1)[::37] += 1
@@ -151,8 +151,8 @@ def nudged(before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_deltas_land_in_place(tmp_path: Path) -> None:
-    """The first push is whole, and so is one after an error, of other tensors, or by request;
-    a tensor that the model takes twice is changed twice."""
+    """The first push is whole, and so is one after an error, with other tensors, or by request. A tensor that the model
+    uses twice is changed twice."""
     model, publisher = Fused(), Publisher(tmp_path, deltas=True)
     model.whole_o = True
     model.twice = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16), requires_grad=False)
@@ -191,7 +191,7 @@ def test_deltas_land_in_place(tmp_path: Path) -> None:
 
 
 def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
-    """One that computes is refused in words, with nothing changed."""
+    """A loader that computes is refused with a clear text, and nothing changes."""
     model = Fused()
     model.reads = True
     overwire.save_delta(nudged(tensors(1)), tensors(1), tmp_path / "d.safetensors")
@@ -202,8 +202,8 @@ def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
 
 @pytest.mark.imports_torch
 def test_shares_of_ranks_take_deltas(tmp_path: Path) -> None:
-    """Two ranks that divide a tensor by columns and one by rows gather it, check it, and take
-    their shares; a rank that has not the base, or not the delta, stops both, and nothing changes."""
+    """Two ranks that divide one tensor by columns and one by rows gather it, check it, and take their shares. A rank
+    without the base, or without the delta, stops both, and nothing changes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -218,12 +218,12 @@ def test_shares_of_ranks_take_deltas(tmp_path: Path) -> None:
 
 
 def answers(lines: Iterable[str]) -> Iterator[str]:
-    """The lines that a process of the test prints, without those of gloo of torch 2.10 about who is connected."""
+    """Returns the lines that a test process prints, without gloo's messages in torch 2.10 about connections."""
     return (line for line in lines if not line.startswith("[Gloo]"))
 
 
 class Halves(torch.nn.Module):
-    """A rank's half of a: columns; of b: rows; and all of c."""
+    """One rank's columns of a, rows of b, and all of c."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -286,8 +286,8 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 @pytest.mark.imports_torch
 def test_a_group_carries_pushes() -> None:
-    """Two processes of workers get every push of a trainer from memory. One whose size or number is not the push's, or
-    that ends without an answer, has all refuse the push before memory is taken, and the next one comes."""
+    """Two worker processes get every push of a trainer from memory. If a push's size or number does not match, or it
+    ends without an answer, all refuse it before memory is allocated, and the next push comes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -362,7 +362,7 @@ def worker(port: int, rank: int) -> None:
             print(done and model.holds(tensors(seed)), flush=True)
 
 
-# What the transfer of weights hooks into, with the signatures of vLLM 0.32.
+# Stand-ins for vLLM's weight transfer, with the signatures of vLLM 0.32.
 TRANSFER = {
     "distributed/__init__": "",
     "distributed/weight_transfer/__init__": "",
@@ -543,8 +543,8 @@ def stand_ins(folder: Path, modules: dict[str, str]) -> None:
 
 
 def test_vllm_transfers_weights(tmp_path: Path) -> None:
-    """The trainer's twin pushes, the engine takes it in place or, where vLLM has changed the
-    weights, by vLLM's own reload."""
+    """The trainer's side pushes, and the engine takes the push in place or, if vLLM has changed the weights, by vLLM's
+    own reload."""
     stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **TRANSFER})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + WORKER + ENGINE, tmp_path, tmp_path / "pushes")
 
@@ -576,7 +576,7 @@ assert "group" in raised(ValueError, lambda: updates.message({"path": None}))
 
 
 def test_sglang_takes_pushes(tmp_path: Path) -> None:
-    """Its door for custom loaders takes whole pushes and deltas, by slices or by tensors."""
+    """SGLang's entry point for custom loaders takes whole pushes and deltas, by slices or by tensors."""
     stand_ins(tmp_path / "sglang", test_sglang.SGLANG)
     test_vllm.run(tmp_path, test_vllm.PRELUDE + SGLANG, tmp_path, tmp_path / "pushes")
 

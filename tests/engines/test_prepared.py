@@ -1,6 +1,6 @@
-"""Prepared state, beside any engine: tensors taken apart and put back, what is described, files and folders.
+"""Tests prepared state without an engine: tensors taken apart and restored, descriptions, files and folders.
 
-vLLM's real code makes models of it in tests/engines/engines_prepared.py.
+vLLM's real code makes models from it in tests/engines/engines_prepared.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from overwire.integrations.shared.prepared import Refused
 
 
 class Weight(torch.nn.Parameter):
-    """As engines have them: with attributes, one of them bound to its layer."""
+    """A weight like those of engines: with attributes, one of them bound to its layer."""
 
 
 class Guarded(torch.nn.Parameter):
-    """Its loader is a property, which what takes its place after processing has as an attribute."""
+    """Has a loader that is a property; after processing its replacement has it as an attribute."""
 
     @property
     def loader(self) -> Any:
@@ -40,7 +40,7 @@ class Guarded(torch.nn.Parameter):
 
 
 class Manager:
-    """An object of the engine's that holds a tensor of a layer."""
+    """An engine object that holds a layer's tensor."""
 
     __module__ = "engine.managers"
 
@@ -82,7 +82,7 @@ class Model(torch.nn.Module):
 
 
 def processed() -> Model:
-    """A model whose processing has dropped a parameter and set a flag."""
+    """Returns a model after processing that dropped a parameter and set a flag."""
     model = Model()
     for layer in (model.one, model.two):
         del layer.gone
@@ -115,7 +115,7 @@ def made(path: str, record: Any, kind: Callable[[], torch.nn.Module] = Model) ->
 
 
 def test_a_model_comes_back_whole(tmp_path: Path) -> None:
-    """Bytes, classes, attributes, strides, ties, views and what was dropped are as they were."""
+    """Bytes, classes, attributes, strides, ties, views and dropped parameters are restored."""
     model = processed()
     path, record = kept(model, tmp_path)
     again = made(path, json.loads(json.dumps(record)))
@@ -135,8 +135,8 @@ def test_a_model_comes_back_whole(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """Tensors that share a part of their memory, or have none, other classes, other shapes, attributes that
-    only processing sets."""
+    """A model is refused if its tensors share part of their memory or have none, or have other classes, other shapes,
+    or attributes that only processing sets."""
     model = Model()
     memory = torch.arange(12.0)
     model.one.table, model.two.table = memory[:8], memory[4:]
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_describes_what_a_model_holds() -> None:
-    """A flag, an entry of a list, a tensor of an object, a function, a class: each change shows."""
+    """The description shows each change: a flag, an entry of a list, a tensor of an object, a function, a class."""
 
     class Kernel:
         def __init__(self, scale: torch.Tensor) -> None:
@@ -199,7 +199,7 @@ def test_describes_what_a_model_holds() -> None:
     "text", ["{}", "[1]", '{"tensors": [], "names": {}, "modules": {}, "origins": ""}', "[" * 100_000, "nonsense"]
 )
 def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
-    """It says nothing about the model, so the file goes and is written anew."""
+    """A record in another form is treated as damage, so the file is removed and written anew."""
     path = tmp_path / ("a" * 40 + ".safetensors")
     ow.save_file({}, path, {prepared.KEY: text})
     path.chmod(0o600)
@@ -209,8 +209,8 @@ def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
 
 
 def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file has its owner's mode; one of changed weights does not appear; the limit takes those that were not
-    used; damage, other owners and refusals are said."""
+    """A file has its owner's mode, and one of changed weights does not appear. The limit removes the least recently
+    used files. Damage, other owners and refusals are reported."""
     folder = prepared.ensure_folder(str(tmp_path / "new"))
     tensors = {"a": torch.arange(1000)}
     digests = ow.digest(tensors)
@@ -244,8 +244,8 @@ def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_file_of_a_place_that_was_used_last_is_found(tmp_path: Path) -> None:
-    """Of the fingerprints that begin alike the one whose file was used last; none of other places, and none of begun
-    files."""
+    """Of the fingerprints with the same beginning the most recently used one is found, and none of other folders or
+    unfinished files."""
     assert prepared.newest_name(str(tmp_path), "a" * 8) is None
     for at, name in enumerate(("a" * 40, "a" * 8 + "b" * 32, "c" * 40)):
         prepared.keep_file(str(tmp_path), name, {}, {}, {})
@@ -257,7 +257,7 @@ def test_the_file_of_a_place_that_was_used_last_is_found(tmp_path: Path) -> None
 
 
 def test_a_kept_file_was_read_twice(tmp_path: Path) -> None:
-    """The system has its pages among those in use before a start reads them."""
+    """The system counts its pages as in use before a start reads them."""
 
     def count_bytes() -> int:
         words = Path("/proc/self/io").read_text().split()
@@ -275,7 +275,8 @@ def _open_files() -> set[str]:
 
 
 def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
-    """Tensors come while the model is made; if that fails, the load ends, and its file, thread and memory are gone."""
+    """Tensors are loaded while the model is made. If that fails, the load ends, and its file, thread and memory are
+    released."""
     path, record = kept(processed(), tmp_path)
     begun = Arriving(path, record["tensors"], torch.device("cpu"))
     with pytest.raises(ZeroDivisionError), contextlib.closing(begun) as arriving:
@@ -287,7 +288,7 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_tensors_that_get_no_memory_leave_nothing(tmp_path: Path) -> None:
-    """Memory is taken while the file is opened; a row that no memory can be taken for leaves no thread and no file."""
+    """Memory is allocated while the file is opened. A tensor that cannot be allocated leaves no thread and no file."""
     path, record = kept(processed(), tmp_path)
     rows = json.loads(json.dumps(record["tensors"]))
     for at, value, words in ((1, "torch.nothing", "torch has no"), (4, "cuda", "was on cuda")):
@@ -299,7 +300,7 @@ def test_tensors_that_get_no_memory_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_the_file_is_opened_ends_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is interrupted while it waits for the file leaves no thread that opens it, and no open file."""
+    """An interrupt while waiting for the file leaves no thread that opens it, and no open file."""
     path, record = kept(processed(), tmp_path)
     may_open, safe_open = threading.Event(), ow.safe_open
     monkeypatch.setattr(ow, "safe_open", lambda *args, **named: may_open.wait(30) and safe_open(*args, **named))
@@ -321,7 +322,7 @@ def test_ctrl_c_while_the_file_is_opened_ends_the_thread(tmp_path: Path, monkeyp
 def test_tensors_without_dimensions_come_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales of one value cost no load of their own: what is loaded beside are tensors with gaps."""
+    """Single-value scales need no load of their own: only tensors with gaps are loaded separately."""
     path, record = kept(processed(), tmp_path)
     beside: list[str] = []
     load_copies = copies.load_copies
@@ -333,7 +334,7 @@ def test_tensors_without_dimensions_come_with_the_others(
 
 
 def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
-    """A tensor without dimensions goes to one element by itself, and to all of a target that it is expanded to."""
+    """A tensor without dimensions fills one element by itself, and all elements of a target that it is expanded to."""
     ow.save_file({"scale": torch.tensor(0.5)}, tmp_path / "a.safetensors")
     one, many = torch.zeros(1), torch.zeros(3, 2)
     with ow.safe_open(tmp_path / "a.safetensors", framework="pt") as file:
@@ -358,7 +359,7 @@ def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
-    """The record has one more than its file: memory to which nothing comes is never a model's."""
+    """The record has one tensor more than its file: memory without content never becomes a model's."""
     path, record = kept(processed(), tmp_path)
     record["tensors"]["more"] = record["tensors"]["one.weight"]
     with pytest.raises(Refused, match="lacks more"):
@@ -366,7 +367,7 @@ def test_a_tensor_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_another_process_removes_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that goes while the folder is looked through is no reason to use none."""
+    """A file that disappears while the folder is searched is skipped, and others are still used."""
     for name in ("a" * 40, "a" * 8 + "b" * 32):
         prepared.keep_file(str(tmp_path), name, {}, {}, {})
     scan = os.scandir
@@ -383,7 +384,7 @@ def test_a_file_that_another_process_removes_is_passed(tmp_path: Path, monkeypat
 
 
 def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
-    """The file has one more than its record: nothing is put anywhere."""
+    """The file has one tensor more than its record: nothing is assigned."""
     path, record = kept(processed(), tmp_path)
     rows = dict(record["tensors"])
     rows.pop(next(name for name, row in rows.items() if row[5] is None))
@@ -393,7 +394,7 @@ def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
-    """One that is gone, damaged or another one, by shapes or dtypes, is an error, and no file stays open."""
+    """A file that is missing, damaged, or has other shapes or dtypes is an error, and no file stays open."""
     path, record = kept(processed(), tmp_path)
     content = bytearray(Path(path).read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
@@ -411,7 +412,8 @@ def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
         assert str(file) not in _open_files()
 
 def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
-    """Who is interrupted may lose the tensors before the load that writes to them: they stay until it has ended."""
+    """After an interrupt the tensors may be dropped before the load that writes to them: their memory stays until it
+    has ended."""
     path, record = kept(processed(), tmp_path)
     arriving = Arriving(path, record["tensors"], torch.device("cpu"))
     tensors = [weakref.ref(tensor) for tensor in arriving.tensors.values() if tensor.data_ptr() and tensor.dim()]
@@ -424,8 +426,8 @@ def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
 
 
 def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that holds more than it may, as a folder of models that was named by mistake, loses no file of its
-    user's: only those that are called by a fingerprint go."""
+    """A folder over its limit, such as a folder of models named by mistake, loses none of its user's files: only files
+    named by a fingerprint are removed."""
     others = ["model-00001-of-00002.safetensors", "a" * 39 + ".safetensors", "A" * 40 + ".safetensors", ".begun-notes"]
     for name in others:
         (tmp_path / name).write_bytes(bytes(1000))
@@ -440,7 +442,7 @@ def test_what_a_killed_writer_left_goes_before_the_next_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_script: Callable[..., Any]
 ) -> None:
     """A process that is killed while it compares or reads its file leaves a whole one. The next writer removes it
-    before it writes, but not that of a writer that is there, nor one so young that its writer may just lock it."""
+    before it writes, but not that of a living writer, nor one so young that its writer may just be locking it."""
     program = f"""
 import os, signal
 import overwire as ow, torch
@@ -471,8 +473,8 @@ prepared.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors
 
 
 def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines whose processes have one number, as in two containers, write the same file at once: what appears is
-    what its own writer has compared."""
+    """Engines with equal process ids, as in two containers, can write the same file at once: each file that appears was
+    compared by its own writer."""
     tensors, others = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
     verify, inner = ow.verify, iter([True])
 
@@ -488,8 +490,8 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that this process cannot read now, for want of descriptors or memory, stays for other starts; one that
-    another process has just removed is none."""
+    """A file that this process cannot read now, for lack of descriptors or memory, stays for other starts. One that
+    another process has just removed counts as missing."""
     path, _ = kept(processed(), tmp_path)
     for error in (ow.OutOfMemoryError("no memory"), ow.OverwireError("too many files are open"), OSError("no")):
         monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, error))
@@ -501,8 +503,8 @@ def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_passes_is_no_refusal(tmp_path: Path) -> None:
-    """A start for which the system has no thread, memory or descriptor is not noted as one of a model that does not
-    fit; one of another model is."""
+    """A start that fails for lack of threads, memory or descriptors is not recorded as a model that does not fit; a
+    mismatched model is."""
     path, record = kept(processed(), tmp_path)
     before = threading.stack_size(1 << 46)  # more than there are addresses: the system starts no thread
     try:

@@ -1,4 +1,4 @@
-"""Quantised models in transformers 5 and 4.57 under `patch_safetensors`."""
+"""Loads quantised models in transformers 5 and 4.57 under `patch_safetensors`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cases(release: str, folder: Path, *names: str, more: tuple[Path, ...] = ()) 
     ],
 )
 def test_quantised_models_are_those_of_the_unpatched_load(release: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    """Every part of every tensor, in formats that transformers reads by itself."""
+    """Every part of every tensor is equal, in formats that transformers reads by itself."""
     output = cases(release, tmp_path, *names)
     assert all(f"{name} equal" in output for name in names), output
 
@@ -42,12 +42,12 @@ def test_quantised_models_are_those_of_the_unpatched_load(release: str, names: t
 @pytest.mark.parametrize("release", ["4.57", "5"])
 @pytest.mark.parametrize("name", PACKAGES)
 def test_quantisers_get_what_the_unpatched_load_gives(name: str, release: str, tmp_path: Path) -> None:
-    """With the packages that `make quantisers` installs into the folder `OVERWIRE_TEST_QUANTISERS`: for both releases,
-    and for each."""
+    """Quantisers get the same tensors as from the unpatched load, with the packages that `make quantisers` installs
+    into the folder `OVERWIRE_TEST_QUANTISERS`: for both releases, and for each."""
     root = os.environ.get("OVERWIRE_TEST_QUANTISERS")
     if not root:
         pytest.skip("the packages are installed by make quantisers, which runs this")
     folders = (release, "both", *(["torchao"] if name == "torchao_int8" else []))
     output = cases(release, tmp_path, name, more=tuple(Path(root) / folder for folder in folders))
-    unknown = (name, release) == ("hqq_int4", "5")  # in words of transformers' own
+    unknown = (name, release) == ("hqq_int4", "5")  # in transformers' own words
     assert f"{name} skipped: transformers" in output if unknown else f"{name} equal" in output, output

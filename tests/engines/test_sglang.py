@@ -1,7 +1,6 @@
-"""The plug-in for SGLang, against small stand-ins of what it hooks into.
+"""Tests the SGLang plug-in with small stand-ins of what it hooks into.
 
-The stand-ins have the signatures of SGLang 0.5.23. The real code runs in
-tests/engines/engines_sglang.py.
+The stand-ins have the signatures of SGLang 0.5.23. The real code runs in tests/engines/engines_sglang.py.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def get_model_loader(load_config, model_config=None):
 
 @pytest.fixture(scope="module")
 def sglang(engines: Path) -> Path:
-    """The folder of vLLM's stand-in, with SGLang's."""
+    """Makes the folder of vLLM's stand-in, with SGLang's."""
     for name, text in SGLANG.items():
         path = engines / "sglang" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +107,7 @@ def sglang(engines: Path) -> Path:
 
 
 def test_sglang(sglang: Path, model: Path) -> None:
-    """The format is among the choices, its configuration becomes the loader, which reads."""
+    """The format is a valid choice, and its configuration becomes the loader, which reads."""
     code = base.PRELUDE + """
 from overwire.integrations.sglang import register
 register(); register()
@@ -152,7 +151,7 @@ def new(path, made):
 
 
 def test_sglang_asks_in_every_order(sglang: Path, model: Path, tmp_path: Path) -> None:
-    """A start, a start beside a capture, updates of all or some weights, a rollback and two models at once load what
+    """A start, a start during a capture, updates of all or some weights, a rollback and two models at once load what
     was asked for."""
     code = """
 import overwire
@@ -204,8 +203,8 @@ right(two, 2)
 
 
 def test_a_draft_has_its_own_weights(sglang: Path, model: Path, tmp_path: Path) -> None:
-    """`source` is for the model that is served: a draft that is loaded by the same options reads its own files, unless
-    it is a part of the model."""
+    """`source` is for the served model: a draft that is loaded with the same options reads its own files, unless it is
+    part of the model."""
     code = """
 import overwire
 store, target, draft = (sys.argv[2] + "/" + name for name in ("store", "target", "draft"))

@@ -1,6 +1,5 @@
-"""transformers 5 and 4.57, diffusers 0.42 and 0.35, peft, torch's distributed checkpoints and
-programs that are not changed, under `patch_safetensors`; accelerate is in
-test_patch_safetensors.py."""
+"""Tests `patch_safetensors` with transformers 5 and 4.57, diffusers 0.42 and 0.35, peft, torch's distributed
+checkpoints and unchanged programs; accelerate is in test_patch_safetensors.py."""
 
 from __future__ import annotations
 
@@ -42,15 +41,15 @@ def run_program(name: str, release: str, folder: Path, files: Path) -> str:
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: Path) -> None:
-    """Dense, tied, expert, fp8 and odd models, offloaded ones and adapters: see the program."""
+    """Dense, tied, expert, fp8, odd and offloaded models, and adapters, equal the unpatched load: see the program."""
     output = run_program("transformers_program.py", release, tmp_path, tmp_path / "models")
     assert output.splitlines()[-1].startswith(f"ok {release}"), output
 
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
-    """By a tensor-parallel plan two ranks get the shards of the unpatched load, and read the rows that are theirs: see
-    the program."""
+    """With a tensor-parallel plan two ranks get the shards of the unpatched load, and read only their rows: see the
+    program."""
     output = run_program("parallel_program.py", release, tmp_path, tmp_path / "a b")
     assert f"ok {release}" in output and f"done {release}" in output, output
     print(output)
@@ -58,8 +57,7 @@ def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("release", [pytest.param("0.35", marks=pytest.mark.slow), "0.42"])
 def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
-    """Every parameter of several models is that of the unpatched load; one is read while another is built: see the
-    program."""
+    """Every parameter of several models equals the unpatched load, and one is read while another is built."""
     five = release == "0.42"
     if five and not (FIVE / "diffusers").is_dir():
         pytest.skip(f"no diffusers in {FIVE}: make venv puts it there")
@@ -71,7 +69,7 @@ def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["transformers"])
 def test_the_page_runs(page: str, tmp_path: Path) -> None:
-    """The Python of docs/transformers.md runs as it stands, one block after the other."""
+    """The Python code of docs/transformers.md runs as written, one block after the other."""
     pytest.importorskip("transformers")
     text = (ROOT / "docs" / f"{page}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
@@ -81,7 +79,7 @@ def test_the_page_runs(page: str, tmp_path: Path) -> None:
 
 
 def test_slices_land_where_the_patch_says(tmp_path: Path) -> None:
-    """`device=` is for libraries that name none; what is plain goes through the engine, too."""
+    """`device=` is for libraries that name none; plain files also go through the engine."""
     tensors = {"a": torch.arange(60).view(6, 10), "b": torch.randn(7).bfloat16()}
     safetensors.torch.save_file(tensors, tmp_path / "plain.safetensors")
     ow.save_file(tensors, tmp_path / "packed.safetensors")
@@ -105,7 +103,7 @@ def test_slices_land_where_the_patch_says(tmp_path: Path) -> None:
 
 
 def test_writing_compressed(tmp_path: Path) -> None:
-    """Only while some patch says so; what is written is whole or absent, and reads back."""
+    """Files are written compressed only while a patch says so. They are whole or absent, and read back."""
     tensors = {"a": torch.randn(64, 64).bfloat16(), "n": torch.zeros(0, 3), "s": torch.tensor(2.5)}
     plain = ow.patch_safetensors()
     with ow.patch_safetensors(compress=True):
@@ -122,7 +120,7 @@ def test_writing_compressed(tmp_path: Path) -> None:
 
 
 def test_distributed_checkpoints(tmp_path: Path) -> None:
-    """torch's reader of Hugging Face's folders reads compressed ones."""
+    """torch's reader of Hugging Face folders reads compressed ones."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     want = {"a": torch.randn(33, 5), "b": torch.arange(7.0)}
@@ -144,7 +142,7 @@ print(sorted(load_file("packed.safetensors")), load_file("packed.safetensors")["
 
 
 def test_programs_that_are_not_changed(tmp_path: Path) -> None:
-    """By a folder on PYTHONPATH, or by a variable where overwire is imported anyway."""
+    """Programs are patched by a folder on PYTHONPATH, or by a variable if they import overwire anyway."""
     ow.save_file({"a": torch.arange(4.0)}, tmp_path / "packed.safetensors")
     (tmp_path / "program.py").write_text(PROGRAM)
     folder = Path(run(["-m", "overwire.compat", "path", "safetensors"], tmp_path, fresh=True).strip())
@@ -165,7 +163,7 @@ def test_without_the_package_the_variable_warns(script: Any) -> None:
 
 
 def test_a_folder_of_one_file_stays_a_folder(tmp_path: Path) -> None:
-    """And so does a pipeline; loading it whole is refused with the folders' names."""
+    """A pipeline's folder also stays a folder; loading it whole is refused with the folders' names."""
     for part in ("unet", "vae"):
         (tmp_path / "pipe" / part).mkdir(parents=True)
         ow.save_file({"w": torch.randn(999).bfloat16()}, tmp_path / "pipe" / part / "model.safetensors", compress=False)

@@ -1,7 +1,6 @@
-"""The plug-in for vLLM, against small stand-ins of what it hooks into.
+"""Tests the vLLM plug-in with small stand-ins of what it hooks into.
 
-The stand-ins have the signatures of vLLM 0.32 and 0.33. The real code runs in
-tests/engines/engines_vllm.py.
+The stand-ins have the signatures of vLLM 0.32 and 0.33. The real code runs in tests/engines/engines_vllm.py.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class DefaultModelLoader(BaseModelLoader):
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the stand-ins as a package."""
+    """Makes a folder with the stand-ins as a package."""
     base = tmp_path_factory.mktemp("engines")
     for name, text in VLLM.items():
         path = base / "vllm" / f"{name}.py"
@@ -125,7 +124,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two compressed shards with an index.json, and a plain folder beside it."""
+    """Writes two compressed shards with an index.json, and a plain folder next to it."""
     import overwire
     import torch
 
@@ -192,7 +191,7 @@ REGISTER = "from overwire.integrations.vllm import register\nregister()\n"
 
 
 def run(engines: Path, code: str, *arguments: object, fresh: bool = False) -> str:
-    """Runs a program with what stands for the engines; fresh: torch is not imported yet."""
+    """Runs a program with the engines' stand-ins; fresh: torch is not imported yet."""
     words = ["-c", f"import sys\nsys.path.insert(0, {str(engines)!r})\n{code}", *map(str, arguments)]
     done = (warm.fresh if fresh else warm.run)(words, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -201,8 +200,8 @@ def run(engines: Path, code: str, *arguments: object, fresh: bool = False) -> st
 
 @pytest.mark.imports_torch
 def test_registration_runs_nothing(engines: Path) -> None:
-    """It imports neither torch nor vLLM's loaders nor the engine, as often as it is called;
-    the format is there when vLLM has imported its loaders, early or late."""
+    """Registration imports neither torch nor vLLM's loaders nor the engine, however often it is called. The format is
+    there when vLLM has imported its loaders, early or late."""
     code = """
 from overwire.integrations.vllm import register
 register(); register()
@@ -220,7 +219,7 @@ assert "overwire._core" not in sys.modules
 
 
 def test_loads_in_the_order_of_the_files(engines: Path, model: Path) -> None:
-    """Plain and compressed, in little memory; tensors outlive the next step and the loader."""
+    """Plain and compressed files load in file order, in little memory; tensors outlive the next step and the loader."""
     code = """
 for kind in ("plain", "compressed"):
     made = Model(keep=True)
@@ -236,7 +235,7 @@ for kind in ("plain", "compressed"):
 
 
 def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
-    """What the loader copies lands where it would; a loader that cannot be planned gets tensors."""
+    """Slices go where the loader would copy them; a loader that cannot be planned gets tensors."""
     code = """
 import vllm.model_executor.model_loader
 import overwire.integrations.shared.copies as copies
@@ -342,8 +341,8 @@ assert torch.equal(made.third, q.view(4, 16, 64)[..., 3:11]) and torch.equal(mad
 
 
 def test_loads_while_the_loader_runs(engines: Path, model: Path, tmp_path: Path) -> None:
-    """Copies are loaded before the loader is through, as long as it only copies; whatever it
-    does later, the model is as its own loader leaves it, and what the files lack is an error."""
+    """Copies are loaded before the loader is done, as long as it only copies. Whatever it does later, the model is as
+    its own loader leaves it, and missing tensors are an error."""
     code = """
 import shutil, vllm.model_executor.model_loader
 import overwire.integrations.shared.copies as copies, overwire.integrations.shared.recording as recording
@@ -409,7 +408,8 @@ for recording.EARLY in (1, 1 << 40):
 
 
 def test_chooses_as_vllm_does(engines: Path, model: Path) -> None:
-    """Experts of other ranks, unused weights, other patterns, secondary weights, a source."""
+    """The loader chooses as vLLM does: experts of other ranks, unused weights, other patterns, secondary weights, a
+    source."""
     code = """
 from vllm.model_executor.model_loader import DefaultModelLoader
 def names(extra=None, path=base + "/compressed", **settings):
@@ -439,8 +439,9 @@ there.download_model(config("/nowhere"))
 
 
 def test_collects_what_a_load_leaves(engines: Path, model: Path) -> None:
-    """vLLM's collections in a load take its own garbage; what was there before is looked at again after it, also after
-    an error, and what a program has frozen stays so, but for the few objects that Python itself begins with."""
+    """vLLM's garbage collections during a load only look at its own garbage. Earlier objects are looked at again after
+    it, also after an error. Objects that a program has frozen stay frozen, except for the few that Python itself begins
+    with."""
     code = """
 import gc, weakref
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -476,7 +477,7 @@ assert alive[-1] == (True, False) and gc.get_freeze_count() == 0
 
 
 def test_says_what_is_wrong(engines: Path, model: Path, tmp_path: Path) -> None:
-    """Keys, values, missing weights and parts, names that the index lists, damage."""
+    """Errors name wrong keys and values, missing weights and parts, names that the index lists, and damage."""
     code = """
 import os, shutil, overwire
 def without(name, index=False):
@@ -521,20 +522,20 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 
 
 def test_the_table_of_quantised_models_is_the_loaders() -> None:
-    """docs/vllm-internals.md names each method of quantisation once or by its checkpoints; those by slices are the
-    loader's, and those that keep prepared state are those that vLLM says take it."""
+    """docs/vllm-internals.md names each quantisation method once or by its checkpoints. Its methods loaded by slices
+    are the loader's, and those that keep prepared state are those that vLLM says accept it."""
     lines = (ROOT / "docs/vllm-internals.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in (line.split("|") for line in lines) if len(row) == 7 and "`" in row[2]]
     slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}
     assert slices == COPIED and len(rows) > 12
-    for row in rows:  # of the models that engines_quantised.py makes
+    for row in rows:  # rows of the models that engines_quantised.py makes
         names = re.findall(r"`([\w-]+)`", row[2])
         kept = {f"{kind}, {case}" in PREPARED for case, (name, _, kinds) in CASES.items() if name in names for kind in kinds}
         assert not kept or {"yes": {True}, "no": {False}}.get(row[4].strip(), {True, False}) >= kept, row
 
 
 def test_joins_a_preload(engines: Path, model: Path) -> None:
-    """OVERWIRE_PRELOAD in the environment: the load takes over what was read."""
+    """With OVERWIRE_PRELOAD in the environment, the load takes over what was read."""
     code = """
 import os
 os.environ["OVERWIRE_PRELOAD"] = sys.argv[1] + "/compressed"
@@ -557,7 +558,7 @@ assert joined == 0 and alone > size * 0.5, (alone, joined, size)  # two of six t
 
 
 def test_a_parent_of_vllm_does_not_preload(engines: Path, model: Path) -> None:
-    """vLLM's first process leaves the model to a child, which a running engine would not survive."""
+    """vLLM's first process leaves the model to a child, and a running engine would not survive that."""
     code = """
 import os, types
 os.environ["OVERWIRE_PRELOAD"] = sys.argv[1] + "/compressed"
@@ -570,8 +571,8 @@ assert "overwire._core" not in sys.modules and "VLLM_WORKER_MULTIPROC_METHOD" no
 
 
 def test_prepared_state_is_written_when_the_engine_is_up(engines: Path, model: Path) -> None:
-    """A worker that has warmed up begins it; what changes weights or their memory waits for it, and a worker without
-    it is left alone."""
+    """A worker that has warmed up starts writing prepared state. Calls that change weights or their memory wait for it,
+    and a worker without it is unaffected."""
     code = """
 import overwire.integrations.vllm as plug
 done = []

@@ -1,5 +1,5 @@
-"""vLLM's sleep back end of ours, on stand-ins of what it hooks into. Real vLLM sleeps by it
-in tests/gpu/device_vllm.py."""
+"""Tests overwire's sleep back end for vLLM with stand-ins of what it hooks into. Real vLLM sleeps with it in
+tests/gpu/device_vllm.py."""
 
 from __future__ import annotations
 
@@ -110,6 +110,6 @@ assert backend.preserves_compiled_artifacts()
 
 
 def test_vllm_sleeps(tmp_path: Path) -> None:
-    """The weights' memory comes back bit for bit, whatever lies in it; all else is vLLM's."""
+    """The weights' memory comes back bit for bit, whatever it holds; everything else is left to vLLM."""
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + SLEEPS, tmp_path)

@@ -1,7 +1,6 @@
-"""Loads models with the transformers that this interpreter finds, unpatched and under
-`patch_safetensors`, and compares every parameter byte for byte; `test_transformers.py`
-runs it with each release. The argument is an empty folder. Ends with "ok" and the
-release."""
+"""Loads models with this interpreter's transformers, unpatched and under `patch_safetensors`, and compares every
+parameter byte for byte. `test_transformers.py` runs it with each release. The argument is an empty folder. Ends with
+"ok" and the release."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ auto = transformers.AutoModelForCausalLM.from_pretrained
 
 
 def same(want: torch.nn.Module, got: torch.nn.Module, what: Any) -> None:
-    """Every parameter and buffer is of the same dtype, device and bytes."""
+    """Asserts that every parameter and buffer has the same dtype, device and bytes."""
     a, b = want.state_dict(), got.state_dict()
     assert a.keys() == b.keys(), (what, a.keys() ^ b.keys())
     for name, left in a.items():
@@ -41,7 +40,7 @@ def same(want: torch.nn.Module, got: torch.nn.Module, what: Any) -> None:
 
 @contextlib.contextmanager
 def passes() -> Iterator[list[tuple[str, int]]]:
-    """The engine's passes: (dtype that it casts to or "", how many tensors)."""
+    """Records the engine's passes: (dtype that it casts to or "", number of tensors)."""
     seen: list[tuple[str, int]] = []
     stream = ow.stream
 
@@ -57,7 +56,7 @@ def passes() -> Iterator[list[tuple[str, int]]]:
 
 
 def save(model: Any, folder: Path, size: str = "60KB") -> None:
-    """The model, plain and compressed, in many shards."""
+    """Saves the model, plain and compressed, in many shards."""
     model.save_pretrained(folder / "plain", max_shard_size=size)
     with ow.patch_safetensors(compress=True):
         model.save_pretrained(folder / "packed", max_shard_size=size)
@@ -67,7 +66,7 @@ def save(model: Any, folder: Path, size: str = "60KB") -> None:
 
 
 def compare(folder: Path, maps: list[Any], dtypes: tuple[Any, ...] = ("auto", torch.float32), **more: Any) -> None:
-    """Each way of loading, against the unpatched one."""
+    """Compares each way of loading with the unpatched one."""
     for where in maps:
         for dtype in dtypes:
             want = auto(folder / "plain", device_map=where, dtype=dtype, **more)
@@ -75,7 +74,7 @@ def compare(folder: Path, maps: list[Any], dtypes: tuple[Any, ...] = ("auto", to
                 with ow.patch_safetensors(device=device), passes() as seen:
                     got = auto(folder / kind, device_map=where, dtype=dtype, **more)
                 same(want, got, (folder.name, kind, device, where, dtype))
-                # All that one device and cast take is one pass; of transformers 4 one a shard.
+                # One pass takes everything for one device and cast; with transformers 4, one per shard.
                 engine = kind == "packed" or device is not None
                 assert bool(seen) == engine, (folder.name, kind, device, where, seen)
                 if FIVE:
@@ -93,7 +92,7 @@ def dense(folder: Path) -> None:
         "lm_head": torch.device("cpu"),
     }
     compare(folder, [None, "cpu", "auto", {"": "cpu"}, parts])
-    if FIVE:  # transformers 4 asks safetensors for that device, which has none
+    if FIVE:  # transformers 4 asks safetensors for that device, which it does not have
         with ow.patch_safetensors():
             meta = auto(folder / "packed", device_map={"": "meta"}, dtype="auto")
         assert all(p.device.type == "meta" for p in meta.parameters())
@@ -144,7 +143,7 @@ def quantised(folder: Path) -> None:
     import transformers.quantizers.quantizer_finegrained_fp8 as fp8
 
     if FIVE:
-        compare(folder, ["cpu"], ("auto",))  # a CPU has no such kernels: it is dequantised
+        compare(folder, ["cpu"], ("auto",))  # a CPU has no such kernels, so it is dequantised
     fp8.is_torch_xpu_available = lambda *a, **k: True  # type: ignore[assignment]
     compare(folder, ["cpu"], ("auto",))
     with ow.patch_safetensors():
@@ -153,7 +152,7 @@ def quantised(folder: Path) -> None:
 
 
 def odd(folder: Path) -> None:
-    """A name that stands in two files, one that the model lacks, one that it misses."""
+    """A name that is in two files, one that the model lacks, and one that it misses."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16()
     save(model, folder)
     for kind, write in (("plain", safetensors.torch.save_file), ("packed", ow.save_file)):
@@ -174,7 +173,7 @@ def odd(folder: Path) -> None:
     loaded = []
     for kind, patch in (("plain", contextlib.nullcontext), ("packed", ow.patch_safetensors)):
         with patch():
-            torch.manual_seed(3)  # of what is missing
+            torch.manual_seed(3)  # for missing tensors
             got, info = auto(folder / kind, device_map="cpu", dtype="auto", output_loading_info=True)
         loaded.append((got, {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}))
     assert loaded[0][1] == loaded[1][1] and loaded[0][1]["missing_keys"] and loaded[0][1]["unexpected_keys"]
@@ -182,7 +181,7 @@ def odd(folder: Path) -> None:
 
 
 def offloaded(folder: Path) -> None:
-    """What lies on disk is read there when the patch has ended."""
+    """Tensors offloaded to disk are read there after the patch has ended."""
     save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16().eval(), folder)
     where = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     tokens, logits = torch.arange(9)[None], []
@@ -196,7 +195,7 @@ def offloaded(folder: Path) -> None:
 
 
 def ready(folder: Path) -> None:
-    """The engine hears of a GPU as soon as transformers knows it."""
+    """The engine learns of a GPU as soon as transformers knows it."""
     import overwire.compat.safetensors._lazy as lazy
 
     if not FIVE:
@@ -232,7 +231,7 @@ def damaged(folder: Path) -> None:
 
 
 def adapters(folder: Path) -> None:
-    """peft, by itself and by transformers' own integration."""
+    """Loads peft adapters, by peft itself and by transformers' own integration."""
     try:
         import peft
     except ImportError:

@@ -1,4 +1,4 @@
-"""How programs of this folder run themselves in fresh processes."""
+"""Runs programs of this folder in fresh processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-#: Libraries that report progress are quiet, and no model is asked for.
+# Keeps libraries that report progress quiet, and downloads no model.
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
@@ -19,9 +19,9 @@ QUIET = {
 def run_child(
     program: str, folder: Path, device: str, kind: str, *, loud: bool = False
 ) -> tuple[dict[str, Any] | None, bool]:
-    """The result that `program --child KIND` prints after RESULT, None without one, and whether it ended well.
+    """Returns the result that `program --child KIND` prints after RESULT, or None, and whether it succeeded.
 
-    What it printed is shown where it failed, had no result, or is loud.
+    Its output is shown if it failed, had no result, or is loud.
     """
     command = [sys.executable, program, "--dir", str(folder), "--device", device, "--child", kind]
     child = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=200)

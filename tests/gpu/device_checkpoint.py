@@ -1,7 +1,6 @@
-"""Seconds until training may go on, and until a checkpoint is whole: overwire beside torch's
-own ways, of one state in GPU memory. `device_checkpoint.py FOLDER GB`; with WORLD_SIZE ranks,
-forks of this one, a GPU each, of an FSDP2 model. What was saved is loaded and compared
-before anything is timed."""
+"""Measures the seconds until training may continue, and until a checkpoint is whole, for overwire and torch's own
+methods, with one state in GPU memory. `device_checkpoint.py FOLDER GB`; with WORLD_SIZE ranks, forks of this process
+with a GPU each, of an FSDP2 model. Saved data is loaded and compared before anything is timed."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from overwire.checkpoints import CheckpointReader, CheckpointStager, CheckpointW
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 warnings.filterwarnings("ignore")
-ONLY = os.environ.get("ONLY", "")  # a part of the names of ways, which then run three times, one after the other
+ONLY = os.environ.get("ONLY", "")  # part of the names of methods, which then run three times, one after the other
 FOLDER, SIZE, RANKS = Path(sys.argv[1]), int(float(sys.argv[2]) * 1e9), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def state_of(rank: int) -> dict[str, Any]:
-    """Weights in bf16, 1/5 of the bytes, and two moments of them in fp32, sharded over the ranks."""
+    """Returns bf16 weights, 1/5 of the bytes, and two fp32 moments of them, sharded over the ranks."""
     torch.manual_seed(1)
     rows = max(RANKS, SIZE // 10 // 40 // 4096)
     out: dict[str, Any] = {"model": {}, "optimizer": {}}
@@ -64,7 +63,7 @@ def compare(state: dict[str, Any], reader: Any) -> float:
 
 
 class Steps:
-    """Training of a small model: what 20 steps take, while something else runs or nothing."""
+    """Trains a small model: measures 20 steps, with and without something else running."""
 
     def __init__(self) -> None:
         layers = [torch.nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
@@ -82,7 +81,7 @@ class Steps:
             loss.backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
-            loss.item()  # as a loop that logs
+            loss.item()  # as a loop that logs does
         return time.perf_counter() - began
 
 
@@ -124,7 +123,7 @@ def run(rank: int) -> None:
     for name in [name for name in ways if ONLY in name] * (3 if ONLY else 1):
         way = ways[name]
         for turn in range(3 if "async" in name else 2):
-            if name.startswith("torch") or ONLY:  # our saves replace no checkpoint of torch's
+            if name.startswith("torch") or ONLY:  # our saves do not replace torch's checkpoints
                 barrier()
                 if rank == 0:
                     shutil.rmtree(at, ignore_errors=True)
@@ -163,7 +162,7 @@ if __name__ == "__main__":
         if not os.fork():
             rank = other
             break
-    # What hangs, ends.
+    # Ends a run that hangs.
     watch = threading.Timer(float(os.environ.get("LIMIT", "600")), lambda: os._exit(3))
     watch.daemon = True
     watch.start()

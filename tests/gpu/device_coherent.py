@@ -1,12 +1,13 @@
-"""Loads whose kernels read stored bytes where they lie in the host's memory, beside usual
-ones: bytes first, then a table of GB/s.
+"""Compares loads with kernels that read stored bytes in host memory with usual loads.
+
+Bytes are compared first; then comes a table of GB/s.
 
     PYTHONPATH=python python tests/gpu/device_coherent.py [--size 8GB] [--repeat 7] [--dir /dev/shm] [--device cuda]
 
-A GPU with a coherent link (Grace, DGX Spark) always loads so, and both columns are the
-same way there. Any other GPU does it on request, over PCI Express: that shows that the
-way is right, and not how fast it is over the link that it was made for. The status is 1
-if a byte is wrong, or if a load went another way than was asked for.
+A GPU with a coherent link (Grace, DGX Spark) always loads in place, so both columns measure
+the same there. Any other GPU does it on request, over PCI Express: that shows that the mode
+is correct, and not how fast it is over the link that it was made for. The status is 1 if a
+byte is wrong, or if a load used another mode than requested.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ usual_load = _verbs.load
 
 
 def load(request: Any, *rest: Any) -> Any:
-    """The engine's verb, with what this thread asks for beside the public options."""
+    """Calls the engine's function with settings of this thread that the public options lack."""
     return usual_load({**request, **getattr(asked, "more", {})}, *rest)
 
 
@@ -72,7 +73,7 @@ def run(*argv: str) -> None:
 
 
 def made(folder: Path, kind: str, size: str) -> list[Path]:
-    """A file of that kind: plain, compressed, and in column parts."""
+    """Writes a file of that kind: plain, compressed, and in column parts."""
     plain, packed, parts = (folder / f"{kind}-{way}.safetensors" for way in ("plain", "packed", "parts"))
     run("bench", "gen", kind, "--size", size, str(plain))
     run("compress", str(plain), "-o", str(packed))
@@ -81,7 +82,7 @@ def made(folder: Path, kind: str, size: str) -> list[Path]:
 
 
 def copies(path: Path, device: str, trace: Path, **more: object) -> int:
-    """How many pieces a load copies to the GPU."""
+    """Returns how many pieces a load copies to the GPU."""
     with asking(trace=str(trace), **more):
         ow.load_file(path, device=device)
     events = json.loads(trace.read_text())
@@ -89,7 +90,7 @@ def copies(path: Path, device: str, trace: Path, **more: object) -> int:
 
 
 def every_byte(folder: Path, device: str, size: str) -> None:
-    """Every kind and dtype; casts; pinned models; loads of both kinds at once."""
+    """Checks every kind and dtype, casts, pinned models, and loads of both kinds at once."""
     for kind in KINDS:
         for path in made(folder, kind, size):
             usual = ow.load_file(path, device=device)
@@ -108,7 +109,7 @@ def every_byte(folder: Path, device: str, size: str) -> None:
 
 
 def at_once(folder: Path, device: str) -> None:
-    """Loads of both kinds at once, each into memory of its own."""
+    """Runs loads of both kinds at once, each into its own memory."""
     path = made(folder, "fp16", "96MB")[1]
     usual = ow.load_file(path, device=device)
 
@@ -142,7 +143,7 @@ def seconds(source: Any, device: str, **more: object) -> float:
 
 
 def figures(folder: Path, device: str, size: str, repeat: int) -> None:
-    """GB/s of both ways, alternating."""
+    """Returns GB/s of both modes, alternating."""
     plain, packed = made(folder, "llama-bf16", size)[:2]
     nbytes = sum(t.nbytes for t in ow.load_file(plain, device=device).values())
     print(f"\n{nbytes / 1e9:.2f} GB of bf16, page cache warm; medians of {repeat}, alternating; GB/s of tensors")

@@ -1,10 +1,10 @@
-"""Deltas on a GPU: bytes first, then a table of figures beside their floors and goals.
+"""Tests deltas on a GPU: compares bytes, then prints a table of figures with baselines and goals.
 
     python tests/gpu/device_delta.py [--size 16GB] [--tensors 291] [--chain 10000] [--repeat 5]
 
-bf16 tensors of which 1 % and 4.5 % change by one step of their last bit. Floors of the same
-run: what a copy on the device moves (it reads and writes each byte), and the copy of the
-delta's bytes from pinned memory.
+In bf16 tensors, 1 % and 4.5 % change by one step of their last bit. The baselines of the same
+run are a copy on the device (it reads and writes each byte), and the copy of the delta's bytes
+from pinned memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def timed(run: Any) -> float:
 
 
 def on_gpu(run: Any) -> dict[str, float]:
-    """Seconds of the kernels and copies of a call, by name, as the CUDA profiler saw them."""
+    """Returns the seconds of a call's kernels and copies by name, as the CUDA profiler saw them."""
     both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=both) as seen:
         run()
@@ -53,7 +53,7 @@ def breakdown(
     what: str, wall: float, stages: dict[str, float], kernels: dict[str, float], goal: tuple[tuple[str, ...], str],
     nbytes: int,
 ) -> None:
-    """Where the time of a verb goes: the engine's stages, and the GPU's part."""
+    """Breaks down the time of a call into the engine's stages and the GPU's part."""
     print(f"  where {what} goes, {wall * 1e3:.1f} ms in all:")
     for name, seconds in stages.items():
         print(f"    {name:30} {seconds * 1e3:8.1f} ms")
@@ -69,7 +69,7 @@ def breakdown(
 
 
 def stepped(base: dict[str, Any], share: float) -> dict[str, Any]:
-    """A share of the weights, one step of the last bit up."""
+    """Moves a share of the weights up by one step of the last bit."""
     new = {}
     for name, tensor in base.items():
         bits = tensor.view(torch.int16).clone()
@@ -86,7 +86,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def chain(count: int, folder: Path) -> None:
-    """Many pushes end bit-equal, and memory is back where it was."""
+    """Many pushes end bit-equal, and memory returns to its old level."""
     torch.manual_seed(1)
     trained = {"w": torch.randn(1 << 20, device="cuda").bfloat16(), "b": torch.randn(1000, device="cuda")}
     live = {name: tensor.clone() for name, tensor in trained.items()}
@@ -115,7 +115,7 @@ def chain(count: int, folder: Path) -> None:
 
 
 def figures(base: dict[str, Any], folder: Path, share: float, size_goal: float, repeat: int) -> None:
-    """One table: of a delta that changes a share of the weights."""
+    """Prints one table for a delta that changes a share of the weights."""
     nbytes = sum(tensor.nbytes for tensor in base.values())
     new = stepped(base, share)
     there, back = folder / "there.safetensors", folder / "back.safetensors"

@@ -1,4 +1,4 @@
-"""A pipeline of diffusers on a GPU, beside its floor: unpatched, and under
+"""Measures a diffusers pipeline on a GPU against its baseline: unpatched, and under
 `overwire.patch_safetensors` with plain and with compressed files.
 
     python tests/gpu/device_diffusers.py                        one GPU, 5.5 GB, about 100 s
@@ -7,9 +7,9 @@
 Makes a pipeline of Stable Diffusion XL's UNet, CLIP's text encoder and an autoencoder, in
 memory (--dir), plain and compressed. Compares every parameter with the unpatched load's, byte
 for byte. Then fresh processes, alternating, time `DiffusionPipeline.from_pretrained(device_map=...)`;
-the floor is the same call with a `load_file` whose tensors are `torch.empty` on the device. At
+the baseline is the same call with a `load_file` that returns `torch.empty` on the device. At
 the end one more process of each prints where the main thread's time goes in a second load, by
-component and phase (`phases.py`): milliseconds on the clock, of the processor, and calls.
+component and phase (`phases.py`): wall milliseconds, processor milliseconds, and calls.
 Needs overwire, torch, transformers, diffusers, accelerate. The status is 1 if a parameter differs.
 """
 
@@ -33,13 +33,13 @@ MODELS = ("unet", "text_encoder", "vae")
 
 
 def make(folder: Path, device: str, small: bool) -> None:
-    """The pipeline's two folders: the same weights, plain and compressed."""
+    """Writes the pipeline's two folders: the same weights, plain and compressed."""
     import overwire as ow
     import torch
     import transformers
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
-    size = 8 if small else 1  # as many tensors
+    size = 8 if small else 1  # with as many tensors
     text = transformers.CLIPTextConfig(hidden_size=1280 // size, intermediate_size=5120 // size, num_hidden_layers=24)
     with torch.device("meta"):
         models: dict[str, Any] = {
@@ -77,7 +77,7 @@ def make(folder: Path, device: str, small: bool) -> None:
 
 
 def load(kind: str, folder: Path, device: str) -> Any:
-    """The pipeline, loaded one of the four ways."""
+    """Loads the pipeline in one of the four modes."""
     import torch
     from diffusers import DiffusionPipeline
 
@@ -109,7 +109,7 @@ def load(kind: str, folder: Path, device: str) -> Any:
 
 
 def named(phases: Phases) -> None:
-    """The phases of a load: what the libraries do, and what is the patch's."""
+    """Names the phases of a load: the libraries' and the patch's."""
     import diffusers.configuration_utils as config
     import diffusers.models.modeling_utils as modeling
     import diffusers.pipelines.pipeline_loading_utils as loading
@@ -159,18 +159,18 @@ def named(phases: Phases) -> None:
 
 
 def state(pipeline: Any) -> dict[str, Any]:
-    """Every parameter and buffer."""
+    """Returns every parameter and buffer."""
     return {f"{model}.{name}": t for model in MODELS for name, t in getattr(pipeline, model).state_dict().items()}
 
 
 def child(args: argparse.Namespace) -> int:
-    """One fresh process: compares, or loads and prints its times as JSON."""
+    """Runs in a fresh process: compares, or loads and prints its times as JSON."""
     import accelerate  # noqa: F401
     import torch
     import transformers
     from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 
-    # What they import when first used is not the load's.
+    # Imports on first use do not belong to the load.
     assert transformers.CLIPTextModel and AutoencoderKL and StableDiffusionPipeline and UNet2DConditionModel
     folder, gpu = Path(args.dir), args.device != "cpu"
     if args.child == "check":

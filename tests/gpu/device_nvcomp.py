@@ -1,5 +1,5 @@
-"""nvCOMP itself beside overwire, on a machine with a GPU: bytes that one encodes and
-the other decodes are compared, at sizes around a chunk's.
+"""Compares nvCOMP itself with overwire, on a machine with a GPU: each decodes what the
+other encodes, at sizes around a chunk's.
 
     python tests/gpu/device_nvcomp.py [--wheels FOLDER] [--only LZ4,Zstd] [--json]
 
@@ -7,16 +7,16 @@ Each side reads the other's raw streams of standard algorithms. overwire.compat.
 reads nvCOMP's native and sized streams, its checksums and its Cascaded through
 nvCOMP, as it does ANS and Bitcomp.
 
-nvCOMP is NVIDIA's and not ours to hand on: it is used where its wheels
+nvCOMP belongs to NVIDIA and may not be redistributed: it is used if its wheels
 (nvidia-nvcomp-cu13 and nvidia-libnvcomp-cu13, of one version, or -cu12) are
-installed, or lie in FOLDER, from where they are unpacked. It decodes and encodes
-on the GPU, overwire on the CPU.
+installed, or unpacked from FOLDER. It decodes and encodes on the GPU, overwire
+on the CPU.
 
-A case is "ok"; "-" where nvCOMP does not even decode what it encodes itself, or
-refuses to encode; else it says what went wrong. Each algorithm has a process of
-its own: what ends it, breaks the device's context, or hangs for 20 seconds, is
-that case's fault, and the rest goes on. Ends with 1 if anything went wrong, with 0
-where nvCOMP or a GPU is missing, which it says. Takes about a minute.
+A case is "ok"; "-" if nvCOMP does not even decode what it encodes itself, or refuses
+to encode; else it says what went wrong. Each algorithm has a separate process. A case
+that ends it, breaks the device's context, or hangs for 20 seconds has failed, and the
+rest goes on. Ends with 1 if anything went wrong, and with 0 and a message if nvCOMP or
+a GPU is missing. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ DELEGATED = ("ANS", "Bitcomp")
 SIZES = (0, 1, 7, 65535, 65536, 65537, 10_000_000)
 KINDS = {"native": "NVCOMP_NATIVE", "raw": "RAW", "with_size": "WITH_UNCOMPRESSED_SIZE"}
 LIMIT = 20.0  # seconds for one case
-BROKEN = 3  # the exit status of a process whose device answers no more
+BROKEN = 3  # the exit status of a process with a device that no longer answers
 
 
 def content(size: int) -> bytes:
-    """Words in any order, between runs and noise."""
+    """Returns words in random order, between runs and noise."""
     r = random.Random(7)
     words = [r.randbytes(r.randrange(3, 40)) for _ in range(300)] + [bytes(200)]
     out = bytearray()
@@ -56,7 +56,7 @@ def content(size: int) -> bytes:
 
 
 class Theirs:
-    """nvCOMP: bytes to bytes."""
+    """Wraps nvCOMP: bytes to bytes."""
 
     def __init__(self, module: str):
         self.nvcomp = import_module(module)
@@ -80,7 +80,7 @@ Case = tuple[str, Callable[[], str]]
 
 
 def said(why: str) -> None:
-    """What the running case comes to if the process ends in it; "": that it did."""
+    """Prints the running case's result, in case the process ends in it; "" means only that it ended."""
     print(json.dumps([None, why]), flush=True)
 
 
@@ -89,7 +89,7 @@ def same(got: Any, want: bytes) -> str:
 
 
 def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
-    """What is tried with one algorithm: a name, and what it comes to."""
+    """Yields the cases of one algorithm: a name, and the result."""
     from overwire import codecs
 
     ours = Theirs("overwire.compat.nvcomp")
@@ -102,7 +102,7 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
         return
 
     def cannot(kind: str, plain: bytes, options: dict[str, Any]) -> str:
-        """What nvCOMP does not do with its own streams, or "": it does."""
+        """Returns what nvCOMP cannot do with its own streams, or ""."""
         said("- its own encoder ended the process")
         try:
             stored = theirs.encode(algorithm, kind, plain, **options)
@@ -124,7 +124,7 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
             # nvCOMP needs the element type of Cascaded, and so does its caller.
             given = {name: value for name, value in options.items() if name == "data_type"}
             got = same(ours.decode(algorithm, kind, stored, **given), plain)
-            if got == "ok" and kind == "raw" and algorithm in OPEN:  # on the CPU, which never asks nvCOMP
+            if got == "ok" and kind == "raw" and algorithm in OPEN:  # on the CPU, where nvCOMP is never asked
                 got = same(codecs.decode(stored, algorithm, bitstream=kind), plain)
         except Exception as error:
             got = f"ours: {error}"
@@ -154,12 +154,12 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
         for text in ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8"):
             for kind in ("raw", "native"):
                 yield f"{kind} {text} to us", lambda k=kind, y=text: to_us(k, ramp, data_type=y)  # type: ignore[misc]
-    for size in (4, 200, 65540, 3_000_000):  # whole elements of Cascaded, which loses others
+    for size in (4, 200, 65540, 3_000_000):  # whole elements of Cascaded, which drops the rest
         yield f"checksums of {size}", lambda n=size: checksums(theirs, ours, algorithm, n)  # type: ignore[misc]
 
 
 def checksums(theirs: Theirs, ours: Theirs, algorithm: str, size: int) -> str:
-    """Streams with nvCOMP's checksums, and what a changed byte comes to."""
+    """Tests streams with nvCOMP's checksums, and the result of a changed byte."""
     plain = content(size)
     made = theirs.encode(algorithm, "native", plain, checksum_policy=theirs.nvcomp.ChecksumPolicy.COMPUTE_AND_NO_VERIFY)
     verify = {"checksum_policy": ours.nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY}
@@ -169,7 +169,7 @@ def checksums(theirs: Theirs, ours: Theirs, algorithm: str, size: int) -> str:
     if size < 1_000_000:
         return got
     damaged, middle = bytearray(made), len(made) // 2
-    for at in range(middle, middle + 16):  # more than there is between chunks
+    for at in range(middle, middle + 16):  # more than the gap between chunks
         damaged[at] ^= 1
     try:
         ours.decode(algorithm, "native", bytes(damaged), **verify)
@@ -179,7 +179,7 @@ def checksums(theirs: Theirs, ours: Theirs, algorithm: str, size: int) -> str:
 
 
 def child(args: argparse.Namespace) -> int:
-    """Runs one algorithm; a line before each case and one behind it."""
+    """Runs one algorithm, with a line before and after each case."""
     theirs = Theirs(args.module)
     for name, work in cases(theirs, args.child, args.sizes):
         if name in args.skip:
@@ -201,7 +201,7 @@ def child(args: argparse.Namespace) -> int:
 
 
 def run(algorithm: str, args: argparse.Namespace) -> dict[str, str]:
-    """The results of one algorithm's process, started again behind a case that ended it."""
+    """Returns the results of one algorithm's process, which is restarted after a case that ended it."""
     results: dict[str, str] = {}
     while True:
         command = [sys.executable, __file__, "--child", algorithm, "--module", args.module, "--sizes", ",".join(map(str, args.sizes))]

@@ -1,12 +1,12 @@
-"""Prepared state on a GPU, without an engine: a model of vLLM's shapes is kept, and made of the file.
+"""Tests prepared state on a GPU without an engine: a model with vLLM's shapes is kept, and made from the file.
 
     python tests/gpu/device_prepared.py             the fused tensors of Llama's 8B, 16 GB, in /dev/shm
-    python tests/gpu/device_prepared.py --experts   of 48 layers with 128 experts each, 15 GB
+    python tests/gpu/device_prepared.py --experts 48 layers with 128 experts each, 15 GB
     python tests/gpu/device_prepared.py --device cpu --layers 1      here
 
-The first process makes the weights and keeps them. Others, fresh, make the model on the meta device, and
-have the file put into it: every tensor's digest is compared, and the time is printed beside those of
-`load_file` of the same file and of a copy of as many stored bytes from pinned memory.
+The first process makes the weights and keeps them. Fresh processes make the model on the meta device and
+load the file into it. Every tensor's digest is compared, and the time is printed next to those of
+`load_file` on the same file and of a copy of as many stored bytes from pinned memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 
 class Layer(torch.nn.Module):
-    """A decoder's layer as an engine has it: fused, one weight turned as for fp8's kernels."""
+    """A decoder layer as an engine has it: fused, with one weight transposed as for fp8 kernels."""
 
     def __init__(self, experts: bool) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def make(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def floor(stored: int, device: torch.device) -> str:
-    """What a copy of as many bytes from pinned memory takes."""
+    """Returns the time of copying as many bytes from pinned memory."""
     if device.type != "cuda":
         return ""
     host, there = (

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What a machine with two GPUs or more shows of loads by several ranks: that they
+# Tests loads by several ranks on a machine with two or more GPUs: first that they
 # are right over NCCL, then how fast they are. Needs overwire, torch with NCCL and
 # pytest in PYTHON.
 #
@@ -30,7 +30,7 @@ for name in ${*:-tests example bench}; do
         step bench 200 "$PYTHON" -m overwire bench --ranks "$RANKS" --size "$SIZE" --dir "$work"
         rm -r "$work"
         ;;
-    *) echo "no step is called $name" && failed="$failed $name" ;;
+    *) echo "unknown step: $name" && failed="$failed $name" ;;
     esac
 done
 end_steps

@@ -1,21 +1,21 @@
-"""Ranks that map each other's memory (OVERWIRE_EXCHANGE=mapped), on one GPU or several.
+"""Tests ranks that map each other's memory (OVERWIRE_EXCHANGE=mapped), on one GPU or several.
 
     python tests/gpu/device_ranks_one.py [--ranks 2,4] [--size 4GB] [--dir /dev/shm] [--limit 480]
 
-For each number of ranks, processes of their own, rank r on GPU r modulo their number, a
-group of gloo: whole tensors and tensor-parallel slices, compressed and plain, are loaded,
-streamed and put into modules, columns of all matrices too, and each tensor is compared,
-byte for byte, with what safetensors' layout says (a plain load of one rank). Then a rank
-raises in the middle, one is killed in the middle, and the others must say so within
-seconds, and load again. Last a table: the slowest rank's time of the best of three loads,
-beside the same by torch.distributed (gloo, through the host), without exchange, and
-floors: pinned copies by all ranks at once, and one rank alone. The status is 0 if all was
+For each number of ranks, separate processes form a gloo group, with rank r on GPU r
+modulo their number. Whole tensors and tensor-parallel slices, compressed and plain, are
+loaded, streamed and put into modules, also columns of all matrices. Each tensor is
+compared, byte for byte, with safetensors' layout (a plain load of one rank). Then a rank
+raises halfway, and one is killed halfway; the others must report it within seconds, and
+load again. Last comes a table: the slowest rank's time of the best of three loads, the
+same by torch.distributed (gloo, through the host), the same without exchange, and as
+baselines pinned copies by all ranks at once and by one rank. The status is 0 if all was
 right. On one GPU all ranks share one link, so rates say little.
 
-Each step says on standard output when it begins, in seconds from the start, so that a slow
-one has a name. One that takes more than 15 seconds prints the stacks of its threads.
-`--limit` bounds all of it: at its end every rank prints its stacks and is killed. No rank
-survives this process.
+Each step prints when it begins, in seconds from the start, so that a slow one has a
+name. One that takes more than 15 seconds prints the stacks of its threads. `--limit`
+bounds the whole run: at its end every rank prints its stacks and is killed. No rank
+outlives this process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Seconds after which a step of a rank shows where it is.
+# Seconds after which a rank's step prints where it is.
 SLOW = 15
 
 
@@ -72,7 +72,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     world = dist.group.WORLD
     members = grouping.members_of(world)
 
-    def use(exchange: str) -> None:  # the setting is read once; here it changes
+    def use(exchange: str) -> None:  # the setting is read once, and changes here
         grouping.exchange_setting = lambda: exchange
 
     def say(text: str) -> None:
@@ -120,7 +120,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     def count(tensors: dict[str, Any]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
-    modules: dict[Any, Any] = {}  # by cut: made once, outside the clock
+    modules: dict[Any, Any] = {}  # by cut: made once, outside the timing
 
     def filled(path: Path, shard: Any) -> dict[str, Any]:
         module = modules.get(shard)
@@ -262,8 +262,8 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
 
 
 def made(folder: Path, size: str, end: float) -> bool:
-    """Makes the model, plain and packed. Meanwhile torch is imported once, so that its
-    files are in memory when the ranks need them."""
+    """Makes the model, plain and packed. Meanwhile torch is imported once, so that its files are in memory when the
+    ranks need them."""
     begin("python imports torch, in the background")
     warm = subprocess.Popen([sys.executable, "-c", "import torch; torch.cuda.is_available()"])
     plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
@@ -294,7 +294,7 @@ def made(folder: Path, size: str, end: float) -> bool:
 
 
 def together(folder: Path, size: int, end: float) -> int:
-    """Runs that many ranks, and returns how many ended as they should not."""
+    """Runs that many ranks, and returns how many ended in the wrong way."""
     began = os.environ | {"OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([sys.executable, __file__], env=began | {"RANKS_ONE": f"{rank} {size} {folder}"}, stderr=subprocess.STDOUT)
@@ -307,7 +307,7 @@ def together(folder: Path, size: int, end: float) -> int:
         late = [one for one in ranks if one.poll() is None]
         for one in late:
             one.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)  # stacks of two ranks are not mixed
+            time.sleep(0.5)  # keeps the stacks of two ranks apart
     finally:
         for one in ranks:
             one.kill()

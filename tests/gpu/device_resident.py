@@ -1,14 +1,13 @@
-"""What overwire does with weights that stay on a GPU, beside its floors: bytes first, then
-figures.
+"""Tests work on weights that stay on a GPU: compares bytes, then measures against baselines.
 
     python tests/gpu/device_resident.py                    every section; needs 40 GB of the GPU
     python tests/gpu/device_resident.py digest --size 16GB --repeat 7
-    python tests/gpu/device_resident.py digest --size 64MB --device cpu     here, without floors
+    python tests/gpu/device_resident.py digest --size 64MB --device cpu     here, without baselines
 
-A section is a function of this file, by its name: it compares bytes, then adds rows to
-the table: what, seconds, bytes, floor, goal. Medians of --repeat runs, after one that is
-not counted; a floor is measured alternating with its row. The status is 1 if a byte is
-wrong; figures that miss their goal are marked, and change nothing.
+A section is named after a function of this file. It compares bytes, then adds rows to
+the table: name, seconds, bytes, baseline, goal. Figures are medians of --repeat runs, after
+one that does not count; a baseline alternates with its row. The status is 1 if a byte is
+wrong. Figures that miss their goal are marked, and do not change the status.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ import torch
 from overwire import _verbs
 from overwire.jobs import Job
 
-# Tensors as two models have them: those of Llama 3 8B, and those of Qwen3 30B-A3B, whose
-# experts are scaled so that both take as many bytes.
+# The tensors of Llama 3 8B, and those of Qwen3 30B-A3B with experts scaled so that both take as many bytes.
 LLAMA = [(128256, 4096)] + 32 * [
     (4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *3 * [(14336, 4096)], (4096,), (4096,),
 ]
@@ -42,7 +40,7 @@ QWEN += [(75968, 2048), (2048,), (75968, 2048)]
 
 
 class Row(NamedTuple):
-    """One figure: its seconds, and those of its floor (0: none), for as many bytes."""
+    """One figure: its seconds, and those of its baseline (0: none), for as many bytes."""
 
     what: str
     nbytes: int
@@ -64,7 +62,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def times(self, *runs: Callable[[], object]) -> list[float]:
-        """Median seconds of each, alternating; what is queued before a run is not its own."""
+        """Returns the median seconds of each, alternating; work that was queued before a run does not count."""
         found: list[list[float]] = [[] for _ in runs]
         for round_ in range(self.repeat + 1):
             for run, seconds in zip(runs, found, strict=True):
@@ -81,7 +79,7 @@ class Bench:
             self.wrong.append(what)
 
     def tensors(self, shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        """Tensors of bf16 on the device, each with memory of its own, of --size bytes all together."""
+        """Returns bf16 tensors on the device, each with its own memory, of --size bytes in total."""
         scale = self.size / sum(2 * torch.Size(shape).numel() for shape in shapes)
         made = {}
         torch.manual_seed(self.seed)
@@ -92,7 +90,7 @@ class Bench:
 
 
 def digest(bench: Bench) -> Iterator[Row]:
-    """The digests of all tensors, equal to the CPU's; the floor is a sum of the same bytes, which only reads."""
+    """The digests of all tensors equal the CPU's; the baseline is a sum of the same bytes, which only reads."""
     for shapes in (LLAMA, QWEN):
         tensors = bench.tensors(shapes)
         total = sum(t.nbytes for t in tensors.values())

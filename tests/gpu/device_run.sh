@@ -1,7 +1,7 @@
 #!/bin/bash
-# What a machine with an NVIDIA GPU shows of overwire: that it is right, then how
-# fast it is. Needs overwire and torch in PYTHON, pytest for the tests,
-# compute-sanitizer and nvCOMP's wheels (in WHEELS) for what needs them.
+# Tests overwire on a machine with an NVIDIA GPU: first that it is right, then how
+# fast it is. Needs overwire and torch in PYTHON, and for some steps pytest,
+# compute-sanitizer and nvCOMP's wheels (in WHEELS).
 #
 #   tests/gpu/device_run.sh                      everything, 20 minutes at most
 #   tests/gpu/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench net python
@@ -19,7 +19,7 @@ tests() {
     fi
 }
 
-# Every kernel on real chunks, through the engine alone, under each checker.
+# Runs every kernel on real chunks, only through the engine, under each checker.
 sanitizer() {
     if ! command -v compute-sanitizer >/dev/null; then
         echo "-- sanitizer: no compute-sanitizer on PATH, not run"
@@ -39,7 +39,7 @@ sanitizer() {
     rm -r "$dir"
 }
 
-# Whole loads of weights of other kinds, the last with a trace.
+# Loads whole files of other kinds of weights, the last with a trace.
 each_kind() {
     local dir kind
     dir=$(mktemp -d "$DIR/overwire-kinds-XXXXXX")
@@ -57,14 +57,14 @@ for name in ${*:-doctor tests sanitizer nvcomp bench net python}; do
     tests) tests ;;
     sanitizer) sanitizer ;;
     nvcomp) step nvcomp 120 "$PYTHON" tests/benches/bench_codecs.py ${WHEELS:+--wheels "$WHEELS"} ;;
-    # shellcheck disable=SC2086 # BENCH are several words
+    # shellcheck disable=SC2086 # BENCH has several words
     bench) step bench 300 "$PYTHON" -m overwire bench --device cuda --dir "$DIR" ${BENCH:-} ;;
     net) step net 200 "$PYTHON" tests/benches/bench_net.py --device cuda --size 8GB --repeat 3 --dir "$DIR" ;;
     python)
         each_kind
         step starts 120 "$PYTHON" tests/benches/bench_start.py --device cuda --dir "$DIR"
         ;;
-    *) echo "no step is called $name" && failed="$failed $name" ;;
+    *) echo "unknown step: $name" && failed="$failed $name" ;;
     esac
 done
 end_steps

@@ -1,9 +1,9 @@
-"""Figures of saves from a GPU, each beside its floor; bytes are compared first.
+"""Measures saves from a GPU against their baselines; bytes are compared first.
 
     python tests/gpu/device_save.py [--gb 15] [--to /dev/shm/saves] [--seconds 95]
 
-One line a figure: seconds, GB/s of tensor bytes, and the process's processor time, of its
-programs and of the kernel.
+One line per figure: seconds, GB/s of tensor bytes, and the process's processor time in user
+space and in the kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ START = time.monotonic()
 
 
 def model(total: int) -> dict[str, Any]:
-    """Weights of 290 bf16 tensors, as a transformer has them."""
+    """Returns the weights of 290 bf16 tensors, as in a transformer."""
     torch.manual_seed(1)
     rows = total // (2 * 4096 * 145)
     tensors: dict[str, Any] = {}
@@ -48,12 +48,12 @@ def timed(name: str, size: int, work: Callable[[], Any]) -> Any:
 
 
 def stages(report: Any) -> str:
-    """Where the time of a save went, summed over threads."""
+    """Returns where the time of a save went, summed over threads."""
     return " ".join(f"{name} {seconds:.2f}" for name, seconds in getattr(report, "stages", {}).items())
 
 
 def same(tensors: dict[str, Any], path: str) -> None:
-    """Compares what a file, folder or bundle holds."""
+    """Compares the contents of a file, folder or bundle."""
     bundle = os.path.exists(f"{path}/m.pkl")
     load: Any = overwire.load_compressed_pickle if bundle else overwire.load_file
     back = load(f"{path}/m.pkl" if bundle else path, device="cuda")
@@ -65,7 +65,7 @@ def same(tensors: dict[str, Any], path: str) -> None:
 
 
 def floors(folder: str, size: int) -> None:
-    """What the machine gives without overwire."""
+    """Measures the machine without overwire."""
     device = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     for _ in range(2):
@@ -92,7 +92,7 @@ def floors(folder: str, size: int) -> None:
 
 
 def peers(folder: str, tensors: dict[str, Any], size: int) -> None:
-    """Other ways of the same."""
+    """Measures other libraries on the same task."""
     import safetensors.torch
 
     timed("safetensors save_file", size, lambda: safetensors.torch.save_file(tensors, f"{folder}/peer"))

@@ -1,15 +1,15 @@
-"""Sleep and wake on a GPU: every byte compared first, then times beside their floors.
+"""Tests sleep and wake on a GPU: compares every byte, then measures times against baselines.
 
     PYTHONPATH=python python tests/gpu/device_sleep.py [--size 16] [--rounds 20] [--cycles 1000] [--device cuda]
     PYTHONPATH=python python tests/gpu/device_sleep.py --first [--size 16] [--rounds 3]
 
-size: GB of bf16 weights, in 291 tensors of a Llama's shapes. The floors are torch's own
-copies of as many stored bytes between the GPU and pinned memory, in the same run. Exits
+size: GB of bf16 weights, in 291 tensors of a Llama's shapes. The baselines are torch's
+own copies of as many stored bytes between the GPU and pinned memory, in the same run. Exits
 with 1 if a byte is wrong or memory does not come back.
 
 first: only the first sleep of a process, in fresh processes, alternating: without
-`prepare_sleep`, after it has ended, and begun just before the sleep; then the ways to new
-pinned memory, each in a process of its own.
+`prepare_sleep`, after it has ended, and begun just before the sleep; then the methods of
+getting new pinned memory, each in a separate process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GOALS = {"first sleep": 0.35, "later sleep": 0.30, "wake": 0.25}  # seconds for 
 
 
 def llama(size: float, device: str) -> dict[str, torch.Tensor]:
-    """About `size` GB in the 291 tensors of a Llama of 32 layers."""
+    """Returns about `size` GB in the 291 tensors of a Llama with 32 layers."""
     torch.manual_seed(1)
     width = max(256, int((size * 1e9 / 2 / (32 * 12 + 24)) ** 0.5) // 64 * 64)
     shapes: dict[str, tuple[int, ...]] = {"embed": (12 * width, width), "head": (12 * width, width), "norm": (width,)}
@@ -64,9 +64,8 @@ def in_threads(parts: list[tuple[int, int]], call: Any) -> None:
 
 
 def pages(nbytes: int, way: str, count: int) -> tuple[mmap.mmap, int, float]:
-    """New memory, its address, and the seconds until all of its pages are there: by
-    "populate" (MADV_POPULATE_WRITE) or "touch" (memset), from `count` threads, on huge
-    pages unless the way ends in "small"."""
+    """Returns new memory, its address, and the seconds until all of its pages are there: by "populate"
+    (MADV_POPULATE_WRITE) or "touch" (memset), from `count` threads, on huge pages unless the method ends in "small"."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE if way.endswith("small") else mmap.MADV_HUGEPAGE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -84,12 +83,12 @@ def pages(nbytes: int, way: str, count: int) -> tuple[mmap.mmap, int, float]:
 
 
 def first_touch(nbytes: int) -> float:
-    """Seconds until all cores have new huge pages of the system's for as many bytes."""
+    """Returns the seconds until all cores have new huge pages from the system for as many bytes."""
     return pages(nbytes, "populate", os.cpu_count() or 1)[2]
 
 
 def new_pinned(way: str, count: int, nbytes: int) -> None:
-    """Prints the seconds of one way to new pinned memory: its pages, and the driver's part."""
+    """Prints the seconds of one method of getting new pinned memory: its pages, and the driver's part."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     cudart: Any = torch.cuda.cudart()
@@ -109,11 +108,11 @@ def new_pinned(way: str, count: int, nbytes: int) -> None:
             break
     took = time.perf_counter() - start
     print(f"{way:22} {count:3} threads {there:9.3f} {took:9.3f}   {nbytes / (there + took) / 1e9:.1f} GB/s in all", flush=True)
-    os._exit(0)  # pages that are registered are the driver's to the end
+    os._exit(0)  # registered pages belong to the driver until the end
 
 
 def first_sleep(mode: str, size: float, device: str) -> None:
-    """Prints the seconds of the first sleep of this process, and of its preparation."""
+    """Prints the seconds of this process's first sleep, and of its preparation."""
     tensors = llama(size, device)
     want = {name: tensor.clone() for name, tensor in tensors.items()}
     ready = 0.0
@@ -143,7 +142,7 @@ def first_sleep(mode: str, size: float, device: str) -> None:
 
 
 def first(size: float, rounds: int, device: str) -> int:
-    """The first sleep of fresh processes, and the floors of its memory."""
+    """Measures the first sleep of fresh processes, and the baselines of its memory."""
     me = [sys.executable, __file__, "--device", device, "--size", str(size)]
     for _ in range(rounds):
         for mode in ("without", "ended", "begun"):
@@ -160,7 +159,7 @@ def first(size: float, rounds: int, device: str) -> int:
 
 
 def floors(nbytes: int, device: str) -> dict[str, float]:
-    """Seconds for as many bytes down and up, the best of five, by pinned memory of torch's."""
+    """Returns the seconds for as many bytes down and up, the best of five, through torch's pinned memory."""
     part = 256 << 20
     host, there = (
         torch.empty(part, dtype=torch.uint8, pin_memory=True), torch.empty(part, dtype=torch.uint8, device=device),
@@ -173,7 +172,7 @@ def floors(nbytes: int, device: str) -> dict[str, float]:
 
 
 class Lowest:
-    """The least free memory of the GPU while a block runs."""
+    """Records the least free memory of the GPU while a block runs."""
 
     def __enter__(self) -> Lowest:
         self.free, self._over = torch.cuda.mem_get_info()[0], False
@@ -201,7 +200,7 @@ def equal(tensors: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bo
 
 
 def many_cycles(count: int, device: str) -> bool:
-    """Short cycles of a small model of many dtypes; memory is where it was at their end."""
+    """Short cycles of a small model of many dtypes leave memory as it was."""
     torch.manual_seed(2)
     tensors = {
         "a": torch.randn(3000, 1111, device=device).bfloat16(),
@@ -227,7 +226,7 @@ def many_cycles(count: int, device: str) -> bool:
 
 
 def beside_a_full_cache(device: str) -> bool:
-    """torch's allocator keeps all of the GPU's memory: the engine encodes in some of it."""
+    """While torch's allocator keeps all of the GPU's memory, the engine encodes in part of it."""
     tensors = {"a": torch.randn(3000, 1111, device=device).bfloat16()}
     want = tensors["a"].clone()
     part, held = 256 << 20, []
@@ -244,7 +243,7 @@ def beside_a_full_cache(device: str) -> bool:
 
 
 def file_of_two_devices(device: str) -> bool:
-    """Tensors of the host and of the GPU sleep into one file, and wake."""
+    """Tensors of the host and of the GPU sleep in one file, and wake."""
     tensors = {"here": torch.randn(3000, 111).bfloat16(), "there": torch.randn(3000, 1111, device=device).bfloat16()}
     tensors["columns"] = torch.randn(500, 70, device=device)[:, 3:9]
     want = {name: tensor.cpu().clone() for name, tensor in tensors.items()}

@@ -1,18 +1,18 @@
-"""The parts of a start of vLLM on a GPU, by each load format.
+"""Measures the parts of a vLLM start on a GPU, with each load format.
 
     python tests/gpu/device_starts.py                     Llama's 8B shape, 16 GB, in /dev/shm
     python tests/gpu/device_starts.py --shape moe,fp8     18,867 tensors, and Llama's in fp8
     python tests/gpu/device_starts.py --ranks 2           two GPUs, tensor-parallel
     python tests/gpu/device_starts.py --shape tiny --device cpu    here
 
-One process a rank imports vLLM, while others make the files, and then makes each model by each format in turn, as
-often as --repeat says: vLLM's import, the making of the modules, the loading of the weights, of which the recording
-of the model's own loader takes a part, the processing, what prepared state is checked against before and after, and
-Python's collections of garbage, of which vLLM runs two a start. Ranks begin a start together, and its parts are those
-of the slowest. The digest of every parameter, on each rank, must be that of vLLM's own safetensors path. vLLM's
-kernels are not needed: where they cannot be imported, an empty module takes their place, and nothing is generated. A
-format whose package is absent is left out, with a line that says so; what is printed last are medians. The kind
-prepared is overwire with prepared state: a first start, which keeps it, and later ones.
+One process per rank imports vLLM while others make the files, and then makes each model with each format in turn, as
+often as --repeat says. The parts are vLLM's import, making the modules, loading the weights (which includes recording
+the model's own loader), processing, the checks of prepared state before and after, and Python's garbage collections,
+two per start by vLLM. Ranks begin a start together, and its parts are those of the slowest. The digest of every
+parameter, on each rank, must be that of vLLM's own safetensors path. vLLM's kernels are not needed: if they cannot be
+imported, an empty module takes their place, and nothing is generated. A format with a missing package is left out with
+a message. Medians are printed last. The kind prepared is overwire with prepared state: a first start, which keeps it,
+and later ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PARTS = ("whole", "checked", "made", "weights", "recorded", "processed", "collec
 
 
 class Lines:
-    """What overwire's loader says."""
+    """Collects messages of overwire's loader."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import loader, prepared
@@ -63,16 +63,16 @@ class Lines:
 
 
 def without_kernels() -> bool:
-    """Puts modules in the places of vLLM's compiled ones that are not there, so that vLLM's Python code can be imported
-    and makes models: it fails where it calls them. Returns whether any is not there."""
+    """Replaces missing compiled modules of vLLM, so that vLLM's Python code can be imported and makes models. It fails
+    where it calls them. Returns whether any is missing."""
     if is_whole := importlib.util.find_spec("vllm._C_stable_libtorch") is not None:
         print("vLLM's kernels are there", flush=True)
     else:
         print("vLLM's kernels are not there: nothing is computed", flush=True)
         sys.modules["vllm._C_stable_libtorch"] = stand_in_for_operations()
-        # Those repack weights by compiled code; another of vLLM's, in Triton, takes their place.
+        # These repack weights with compiled code; a Triton kernel of vLLM takes their place.
         os.environ["VLLM_DISABLED_KERNELS"] = "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel"
-    # This package refuses to be imported without its compiled modules; what it names can be.
+    # This package refuses to be imported without its compiled modules, but the names in it can be.
     name = "vllm.vllm_flash_attn"
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None
@@ -87,7 +87,7 @@ def without_kernels() -> bool:
 
 
 def stand_in_for_operations() -> types.ModuleType:
-    """A module with the operations that layers hold, and those that say what the kernels can do: nothing."""
+    """Makes a module with the operations that layers hold, and with those that report kernel capabilities: none."""
     import torch
 
     library = torch.library.Library("_C", "FRAGMENT")
@@ -101,8 +101,8 @@ def stand_in_for_operations() -> types.ModuleType:
 
 
 def watch_parts(seconds: dict[str, float]) -> None:
-    """Has the parts of loads added to `seconds`, by name. Nothing is replaced, as prepared state is kept of vLLM's
-    own code only: Python says when the functions begin and end, from 3.12 on."""
+    """Adds the parts of loads to `seconds`, by name. Nothing is replaced, because prepared state is only kept for
+    vLLM's own code: from 3.12 on Python reports when the functions begin and end."""
     from overwire.integrations.shared.parts import Arriving, put_tensors
     from overwire.integrations.shared.prepared import find_file
     from overwire.integrations.vllm import identity, prepared
@@ -152,7 +152,7 @@ def watch_parts(seconds: dict[str, float]) -> None:
 
 
 def measure_link(rank: int) -> None:
-    """What the link of a rank's GPU gives, while the others measure theirs: copies of pinned memory."""
+    """Measures the link of a rank's GPU while the others measure theirs, by copies of pinned memory."""
     import torch
 
     host = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
@@ -185,7 +185,7 @@ def await_ranks(args: argparse.Namespace) -> None:
 
 
 def take_slowest(args: argparse.Namespace, start: Start | None) -> Start | None:
-    """The start of this rank with each part as long as the slowest rank's; None if a rank could not start."""
+    """Returns this rank's start with each part as long as the slowest rank's; None if a rank could not start."""
     if args.ranks == 1:
         return start
     import torch
@@ -201,8 +201,8 @@ def take_slowest(args: argparse.Namespace, start: Start | None) -> Start | None:
 
 
 def parts_of(seconds: dict[str, float]) -> dict[str, float]:
-    """The parts of a start that were measured, below Python 3.12 the whole alone; vLLM's own loader is that of the
-    weights where no other one was called."""
+    """Returns the measured parts of a start; below Python 3.12 only the whole. vLLM's own loader counts as the loading
+    of weights if no other one was called."""
     known = {"weights": seconds["own weights"], **seconds} if "own weights" in seconds else seconds
     return {part: known[part] for part in PARTS if part in known}
 
@@ -214,8 +214,8 @@ def start_once(
     lines: Lines,
     theirs: dict[str, str],
 ) -> Start | None:
-    """One start; compares its parameters with `theirs`, which the first one fills. Returns its name and parts, None
-    where the format could not be loaded."""
+    """Starts once and compares the parameters with `theirs`, which the first start fills. Returns its name and parts,
+    or None if the format could not be loaded."""
     import overwire
     import torch
 
@@ -262,7 +262,7 @@ def start_once(
 
 
 def start_all(args: argparse.Namespace) -> None:
-    """All formats of all shapes in turn, when the files are made: when the standard input ends."""
+    """Runs all formats of all shapes in turn, once the files are made: when standard input ends."""
     import torch
 
     began = time.perf_counter()
@@ -276,7 +276,7 @@ def start_all(args: argparse.Namespace) -> None:
 
     load_general_plugins()
     if lacks_kernels:
-        registry._run_in_subprocess = lambda inspect: inspect()  # which would lack what stands in for them
+        registry._run_in_subprocess = lambda inspect: inspect()  # a subprocess would lack the stand-ins
     took = time.perf_counter() - began
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}: imported in {took:.1f} s", flush=True)
     lines = Lines()
@@ -288,20 +288,20 @@ def start_all(args: argparse.Namespace) -> None:
         measure_link(args.rank)
     with torch.no_grad():
         for shape in args.shape.split(","):
-            destroy_model_parallel()  # there is a group of experts only where the model has some
+            destroy_model_parallel()  # a group of experts exists only if the model has some
             one = argparse.Namespace(**{**vars(args), "shape": shape, "dir": str(Path(args.dir) / shape)})
             print(f"{shape}:", flush=True)
             compare_formats(one, lines, seconds)
 
 
 def compare_formats(args: argparse.Namespace, lines: Lines, seconds: dict[str, float]) -> None:
-    """All formats of one shape in turn."""
+    """Runs all formats of one shape in turn."""
     times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     theirs: dict[str, str] = {}
     absent: set[str] = set()
-    base.load(args, "dummy")  # what only the first model of a process imports and makes ready
+    base.load(args, "dummy")  # imports and preparations that only the first model of a process makes
     for turn in range(args.repeat):
-        # Prepared state is kept by the first.
+        # The first turn keeps prepared state.
         kinds = args.kinds.split(",") if turn else base.starts_of(args.kinds)
         for kind in [*kinds, *(filter(None, args.once.split(",")) if turn == args.repeat - 1 else ())]:
             if kind in absent:
@@ -364,7 +364,7 @@ def main() -> None:
         while any(run.poll() is None for run in starts) and not any(run.poll() for run in (*makers, *starts)):
             time.sleep(0.1)
         for run in starts:
-            run.kill()  # only where another has failed
+            run.kill()  # only if another has failed
         if failed := [run.wait() for run in (*makers, *starts) if run.wait()]:
             raise SystemExit(f"exit status {failed[0]}")
     finally:

@@ -1,4 +1,4 @@
-"""Tokens of vLLM's whole engine after a start by each load format: `device_vllm.py --generate` runs it."""
+"""Compares tokens of vLLM's whole engine after a start with each load format: `device_vllm.py --generate` runs it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import device_vllm as base
 
 
 def compare_tokens(args: argparse.Namespace) -> None:
-    """vLLM's whole engine in this process: the same tokens after a start by each format, and others from weights of
-    vLLM's dummy loader, so that equal tokens say something."""
+    """Runs vLLM's whole engine in this process: each format gives the same tokens, and weights of vLLM's dummy loader
+    give others, so that equal tokens prove something."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     lacks_kernels = starts.without_kernels()
     from vllm import LLM, SamplingParams
@@ -20,7 +20,7 @@ def compare_tokens(args: argparse.Namespace) -> None:
     from vllm.model_executor.models import registry
 
     if lacks_kernels:
-        registry._run_in_subprocess = lambda inspect: inspect()  # which would lack what stands in for them
+        registry._run_in_subprocess = lambda inspect: inspect()  # a subprocess would lack the stand-ins
     asked = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
     prompts = [{"prompt_token_ids": ids} for ids in ([5, 17, 101, 7], list(range(1, 33)))]
     tokens: dict[str, list[list[int]]] = {}
@@ -42,7 +42,7 @@ def compare_tokens(args: argparse.Namespace) -> None:
         name = f"{turn} {kind}"
         tokens[name] = [list(each.outputs[0].token_ids) for each in every]
         print(f"  {name}: generated {tokens[name]}", flush=True)
-        if form == "prepared":  # the engine has begun to write it: the next start is made of it
+        if form == "prepared":  # the engine has begun to write it: the next start uses it
             from overwire.integrations.vllm import prepared
 
             prepared.finish_writing()

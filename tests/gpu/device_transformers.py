@@ -1,15 +1,15 @@
-"""from_pretrained on a GPU, beside its floor: unpatched, and under
+"""Measures from_pretrained on a GPU against its baseline: unpatched, and under
 `overwire.patch_safetensors` with plain and with compressed files.
 
     python tests/gpu/device_transformers.py                 one GPU, 7.5 GB, about 200 s
     python tests/gpu/device_transformers.py --layers 2 --hidden 512 --device cpu   here
 
 Makes a model of Llama's shape in four shards, in memory (--dir), plain and
-compressed. Then fresh processes, alternating, time `from_pretrained`; the floor is the
-same call with a `safe_open` whose tensors are `torch.empty` on the device, so
-that nothing is read. Every parameter is compared with the unpatched load's, byte
+compressed. Then fresh processes, alternating, time `from_pretrained`; the baseline is
+the same call with a `safe_open` that returns `torch.empty` on the device, so that
+nothing is read. Every parameter is compared with the unpatched load's, byte
 for byte, and one run of each kind is profiled. Needs overwire, torch, transformers,
-accelerate. The status is 1 if a parameter differs; times only are printed.
+accelerate. The status is 1 if a parameter differs; times are only printed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARDS = 4
 
 
 def make(args: argparse.Namespace, folder: Path) -> None:
-    """The model's two folders: the same weights, plain and compressed."""
+    """Writes the model's two folders: the same weights, plain and compressed."""
     import overwire as ow
     import safetensors.torch
     import torch
@@ -78,7 +78,7 @@ def make(args: argparse.Namespace, folder: Path) -> None:
 
 
 class Nothing:
-    """A safe_open that reads nothing but headers."""
+    """A safe_open that reads only headers."""
 
     device: Any = "cpu"
 
@@ -118,7 +118,7 @@ class Nothing:
 
 
 def load(kind: str, folder: Path, device: str) -> Any:
-    """The model, loaded one of the four ways."""
+    """Loads the model in one of the four modes."""
     import transformers
 
     path = str(folder / ("packed" if kind == "packed" else "plain"))
@@ -141,7 +141,7 @@ def load(kind: str, folder: Path, device: str) -> Any:
 
 
 def anon() -> float:
-    """This process's own host memory in MB, without what it maps of files."""
+    """Returns this process's own host memory in MB, without mapped files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1e3
@@ -149,12 +149,11 @@ def anon() -> float:
 
 
 def child(args: argparse.Namespace) -> None:
-    """One fresh process: loads, and prints its times as JSON."""
+    """Runs in a fresh process: loads, and prints its times as JSON."""
     import torch
     import transformers
 
-    # What transformers imports when it is first used, which takes seconds, is not
-    # the load's.
+    # Imports on the first use of transformers take seconds and do not belong to the load.
     assert transformers.AutoModelForCausalLM and transformers.LlamaForCausalLM
     import accelerate  # noqa: F401
 
@@ -209,7 +208,7 @@ def child(args: argparse.Namespace) -> None:
 
 
 def check(kind: str, folder: Path, device: str) -> None:
-    """Every parameter against the unpatched load's; and load_file alone."""
+    """Compares every parameter with the unpatched load's, and with load_file."""
     import overwire as ow
     import torch
 

@@ -1,20 +1,20 @@
-"""vLLM's real loaders on a GPU: its own load formats beside overwire's.
+"""Compares vLLM's own load formats with overwire's in vLLM's real loaders on a GPU.
 
     python tests/gpu/device_vllm.py                       one GPU, Llama's 8B shape, 16 GB, about 300 s
     python tests/gpu/device_vllm.py --shape moe           18,867 tensors
     python tests/gpu/device_vllm.py --ranks 2             two GPUs, tensor-parallel
     python tests/gpu/device_vllm.py --shape tiny --device cpu    here
 
-Makes a model of the shape in four shards, in memory (--dir), plain and compressed. One process a rank then loads it
-by vLLM's `safetensors`, by overwire plain and compressed, and with sleep mode's memory pool, and compares every
-parameter, byte for byte, also after sleep and wake (vLLM's own and overwire's), after `reload_weights`, and after
-pushes of a trainer, whole and as deltas. Then fresh processes, alternating, load it by each format; the kind
-prepared:FOLDER is overwire with prepared state, a first start, which keeps it, and a later one. What is printed is
-vLLM's own line "Loading weights took", overwire's on slices, and of overwire what the ranks together read and
-copied from each other, by its own count; a kind overwire:FOLDER:ipc sets OVERWIRE_EXCHANGE; --shape names has
-18,867 tensors so small that what a tensor costs is all there is. Needs overwire, torch and vLLM's Python tree; its
-kernels are used with --generate only, which compares the tokens of each format. The status is 1 if a parameter
-differs; times only are printed.
+Makes a model of the shape in four shards, in memory (--dir), plain and compressed. One process per rank then loads it
+with vLLM's `safetensors`, with overwire plain and compressed, and with sleep mode's memory pool. It compares every
+parameter, byte for byte, also after sleep and wake (vLLM's own and overwire's), after `reload_weights`, and after a
+trainer's pushes, whole and as deltas. Then fresh processes, alternating, load it with each format. The kind
+prepared:FOLDER is overwire with prepared state: a first start, which keeps it, and a later one. The output is vLLM's
+own line "Loading weights took", overwire's line on slices, and the bytes that overwire's ranks together read and copied
+from each other, by its own count. A kind overwire:FOLDER:ipc sets OVERWIRE_EXCHANGE. --shape names has 18,867 tiny
+tensors, so that only the cost per tensor matters. Needs overwire, torch and vLLM's Python tree; its kernels are only
+used with --generate, which compares the tokens of each format. The status is 1 if a parameter differs; times are only
+printed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
-    # Qwen3-30B-A3B's tensors, a quarter as wide: as many, in 15 GB.
+    # Qwen3-30B-A3B's tensors, a quarter as wide: just as many, in 15 GB.
     "moe": {
         **LLAMA,
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -69,22 +69,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
 }
-# The same names, so small that the cost of each tensor is what is left.
+# The same names, so small that only the cost per tensor is left.
 SHAPES["names"] = {**SHAPES["moe"], "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SHAPES["fp8"] = {**SHAPES["8b"], "quantization_config": FP8}
-# So few layers that a whole engine is soon up.
+# So few layers that a whole engine starts quickly.
 SHAPES["short"], SHAPES["short-fp8"] = ({**SHAPES[shape], "num_hidden_layers": 4} for shape in ("8b", "fp8"))
 SHAPES["names"].update(moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
 TOOK = re.compile(r"(?:Loading weights took|made of prepared state: \d+ tensors, in) ([0-9.]+) s")
-# Also why they do not.
+# Also the reasons why they do not.
 SAID = re.compile(
     r"overwire: (?:\d+ slices|each rank reads|the ranks share|made of|prepared|loads as|keeps no|no prepared).*"
 )
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint, in the order of Hugging Face's files."""
+    """Returns names and shapes of a checkpoint, in the order of Hugging Face's files."""
     wide, head, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, wide)}
     for n in range(config["num_hidden_layers"]):
@@ -108,7 +108,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def make(args: argparse.Namespace) -> None:
-    """The two folders: the same weights, plain and compressed."""
+    """Writes the two folders: the same weights, plain and compressed."""
     import overwire
     import safetensors.torch
     import torch
@@ -143,20 +143,20 @@ def make(args: argparse.Namespace) -> None:
 
 
 def parts(kind: str) -> tuple[str, str, str]:
-    """Format, folder and OVERWIRE_EXCHANGE, "" as it is, of FORMAT[:FOLDER[:EXCHANGE]]."""
+    """Returns format, folder and OVERWIRE_EXCHANGE ("" leaves it) of FORMAT[:FOLDER[:EXCHANGE]]."""
     form, folder, exchange = (kind.split(":") + ["", ""])[:3]
     return form, folder or "plain", exchange
 
 
 def extra_of(args: argparse.Namespace, form: str) -> dict[str, Any]:
-    """The extra configuration of a format; that of `prepared` is overwire's with prepared state."""
+    """Returns a format's extra configuration; `prepared` has overwire's with prepared state."""
     if form == "prepared":
         return {**json.loads(args.extra), "prepared": str(Path(args.dir) / "prepared")}
     return json.loads(args.extra) if form == "overwire" else {}
 
 
 def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """(model, configuration) by vLLM's get_model; kind as of `parts`."""
+    """Returns (model, configuration) from vLLM's get_model; kind is as in `parts`."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -192,7 +192,7 @@ def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = Non
 
 
 def same(what: str, model: Any, theirs: dict[str, Any]) -> None:
-    """Compares every parameter and buffer with what vLLM's own loader brought."""
+    """Compares every parameter and buffer with those of vLLM's own loader."""
     import torch
 
     ours = dict([*model.named_parameters(), *model.named_buffers()])
@@ -211,7 +211,7 @@ def same(what: str, model: Any, theirs: dict[str, Any]) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Every way beside vLLM's own, in one process a rank."""
+    """Compares every format with vLLM's own, in one process per rank."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
@@ -249,7 +249,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def sleeps(args: argparse.Namespace, model: Any, theirs: dict[str, Any]) -> None:
-    """overwire's sleep back end, beside pinned copies of as many bytes."""
+    """Tests overwire's sleep back end, next to pinned copies of as many bytes."""
     import torch
     from overwire.integrations.vllm.sleeping import SleepBackend
 
@@ -281,7 +281,7 @@ def sleeps(args: argparse.Namespace, model: Any, theirs: dict[str, Any]) -> None
 
 
 class Client:
-    """Stands for vLLM's control plane: one worker, in this process."""
+    """Replaces vLLM's control plane: one worker, in this process."""
 
     def __init__(self, engine: Any, config: Any) -> None:
         self.engine, self.config, self.seconds = engine, config, 0.0
@@ -312,7 +312,7 @@ class Source(dict):  # type: ignore[type-arg]
 
 
 def pushes(args: argparse.Namespace, model: Any, config: Any) -> None:
-    """A trainer on the same device pushes all weights, then deltas of 1 % of the elements."""
+    """Pushes all weights from a trainer on the same device, then deltas of 1 % of the elements."""
     import overwire
     import torch
     from overwire.integrations.vllm import transfer
@@ -345,7 +345,7 @@ def pushes(args: argparse.Namespace, model: Any, config: Any) -> None:
 
 
 def counted() -> dict[str, int]:
-    """What overwire's jobs read from now on, and copy from other ranks, in bytes."""
+    """Counts the bytes that overwire's jobs read from now on, and copy from other ranks."""
     from overwire.jobs import Job
 
     done, out = Job.done, {"read": 0, "copied": 0}
@@ -361,7 +361,7 @@ def counted() -> dict[str, int]:
 
 
 def spans() -> dict[str, float]:
-    """When overwire's loader, from now on, begins and ends to load weights, by the clock of the host."""
+    """Records when overwire's loader begins and ends to load weights from now on, by the host's clock."""
     import torch
     from overwire.integrations.vllm.loader import OverwireModelLoader
 
@@ -379,7 +379,7 @@ def spans() -> dict[str, float]:
 
 
 def stages() -> dict[str, float]:
-    """The seconds that vLLM, from now on, takes to make models and to process their weights."""
+    """Records the seconds that vLLM takes from now on to make models and to process their weights."""
     from vllm.model_executor.model_loader import base_loader, utils
 
     out = {"making": 0.0, "processing": 0.0}
@@ -403,7 +403,7 @@ def stages() -> dict[str, float]:
 
 
 def timed(args: argparse.Namespace, kind: str) -> None:
-    """One fresh process: one load, its times by stage, reads and memory as JSON."""
+    """Runs in a fresh process: one load, with its times by stage, reads and memory as JSON."""
     import torch
 
     began = time.perf_counter()
@@ -438,24 +438,24 @@ def timed(args: argparse.Namespace, kind: str) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    """The same tokens from each start."""
+    """Asserts that each start gives the same tokens."""
     from device_tokens import compare_tokens
 
     compare_tokens(args)
 
 
 def backend_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The argument for vLLM's attention: on a GPU that of Triton, which needs none of its compiled libraries."""
+    """Returns the argument for vLLM's attention: on a GPU Triton's, which needs none of its compiled libraries."""
     return {} if args.device == "cpu" else {"attention_backend": "TRITON_ATTN"}
 
 
 def starts_of(kinds: str) -> list[str]:
-    """The kinds in their order; prepared state is started twice, at first and by what that has kept."""
+    """Returns the kinds in order; prepared state is started twice: a first time, and from what that has kept."""
     return [one for one in kinds.split(",") for _ in range(2 if one.startswith("prepared") else 1)]
 
 
 def forget(folder: Path) -> None:
-    """Has the page cache forget a folder's files, and says how fast the disk reads the first."""
+    """Drops a folder's files from the page cache, and prints how fast the disk reads the first."""
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         with open(file, "rb") as opened:
@@ -470,14 +470,14 @@ def forget(folder: Path) -> None:
 
 
 def anonymous() -> float:
-    """This process's own host memory in MB, without what it maps of files."""
+    """Returns this process's own host memory in MB, without mapped files."""
     text = Path("/proc/self/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+)", text)
     return int(found[1]) / 1e3 if found else 0.0
 
 
 def processes(args: argparse.Namespace, job: str) -> list[str]:
-    """Starts one process a rank, and returns what each printed."""
+    """Starts one process per rank, and returns each one's output."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -1,8 +1,9 @@
-"""Where the time of one thread goes: functions are given the names of phases, and each phase's
-own time, without that of phases inside it, is added up for each component.
+"""Measures where the time of one thread goes: functions get the names of phases, and each phase's own time, without
+that of phases inside it, is added up for each component.
 
-`table` makes lines of it: seconds on the clock, seconds of the thread's processor, calls. What the
-clock has more than the processor was waited for. The cycle collector's full passes are a phase."""
+`table` prints lines of wall seconds, the thread's processor seconds, and calls. Wall time beyond processor time was
+spent waiting. Full passes of the cycle collector are a phase.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = ["Phases"]
 
 
 class Phases:
-    """The phases of the thread that makes it."""
+    """The phases of the thread that creates it."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -38,7 +39,7 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str, component: str | None = None) -> Iterator[None]:
-        """What runs inside is this phase's, but for phases inside it."""
+        """Counts what runs inside for this phase, except for phases inside it."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -54,9 +55,9 @@ class Phases:
     def time(
         self, owner: Any, name: str, phase: str, component: Callable[[Any, Any], str] | None = None, beside: Any = None
     ) -> None:
-        """Gives a function of a module or a class the name of a phase; one that is not there is left out.
-        component: its name, of the call's arguments. beside: a module that has imported it, which gets the
-        same stand-in, for who looks it up in either."""
+        """Gives a function of a module or a class the name of a phase; a missing one is left out. component returns its
+        name from the call's arguments. `beside` is a module that has imported the function, and gets the same stand-in.
+        """
         static = inspect.getattr_static(owner, name, None)
         if static is None:
             return
@@ -78,7 +79,7 @@ class Phases:
         self._undo.append(lambda: setattr(owner, name, static) if own else delattr(owner, name))
 
     def collector(self, full: int = 2) -> None:
-        """Makes a phase of the cycle collector's full passes."""
+        """Makes full passes of the cycle collector a phase."""
         open_: list[Any] = []
 
         def seen(when: str, info: dict[str, Any]) -> None:
@@ -94,19 +95,19 @@ class Phases:
         self._undo.append(lambda: gc.callbacks.remove(seen))
 
     def close(self) -> None:
-        """Puts every function back."""
+        """Restores every function."""
         while self._undo:
             self._undo.pop()()
 
     def rows(self) -> list[tuple[str, str, float, float, int]]:
-        """Component, phase, seconds on the clock and of the processor, calls."""
+        """Returns component, phase, wall seconds, processor seconds, calls."""
         return [
             (component, phase, wall, cpu, int(calls)) for (component, phase), (wall, cpu, calls) in self._rows.items()
         ]
 
 
 def table(tables: dict[str, list[tuple[str, str, float, float, int]]], least: float = 0.0005) -> str:
-    """Several runs side by side, by component and phase: milliseconds on the clock, of the processor, calls. Rows
+    """Returns several runs side by side, by component and phase: wall milliseconds, processor milliseconds, calls. Rows
     under `least` seconds in every run are added up."""
     found: dict[tuple[str, str], dict[str, tuple[float, float, int]]] = {}
     for run, rows in tables.items():

@@ -1,5 +1,5 @@
-# What the scripts of this folder that run steps on a machine with GPUs share. Each step has its
-# own time limit and writes to OUT as it goes on; one that fails does not stop the next.
+# Runs steps for the scripts of this folder on a machine with GPUs. Each step has its own time
+# limit and writes to OUT while it runs; one that fails does not stop the next.
 PYTHON=${PYTHON:-python3}
 DIR=${DIR:-${TMPDIR:-/tmp}}
 mkdir -p "$OUT"

@@ -1,6 +1,5 @@
-"""Digests of tensors on a GPU: what needs one, real or not. `make fakepy` runs this on
-the fake driver and the kernel's host twin; what needs torch on a GPU is then skipped.
-"""
+"""Tests digests of tensors on a GPU, real or fake. `make fakepy` runs this on the fake driver and the kernel's host
+twin; tests that need torch on a GPU are then skipped."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ def asked(stream: int, contiguous: int, numbers: list[int]) -> list[str]:
 
 
 def test_memory_of_a_gpu(seed: int) -> None:
-    """The engine's verb gives the CPU's digests, of any length and place, on a stream of the caller's."""
+    """The engine's function gives the CPU's digests, for any length and offset, on the caller's stream."""
     data = random.Random(seed).randbytes(300_000)
     address, size, keep = buffer_of(data)
     memory = gpu.alloc(size, 0)
     gpu.copy(memory.address, address, size, device=0)
     del keep
     parts = [(random.Random(seed + i).randrange(60), 3 * i) for i in range(100)] + [(0, size), (16, 4096), (1, 70_000)]
-    some = 40  # contiguous; the others as strided ones, which they are, too
+    some = 40  # contiguous; the others also count as strided
     numbers = [memory.address + at for at, _ in parts[:some]] + [length for _, length in parts[:some]]
     numbers += [n for at, length in parts[some:] for n in (memory.address + at, 1, 1, length, 1)]
     stream = gpu.stream_new(0)
@@ -54,7 +53,7 @@ def test_memory_of_a_gpu(seed: int) -> None:
 
 @needs_torch
 def test_tensors_of_torch(seed: int) -> None:
-    """Every dtype, stride and GPU has the digest that the CPU has."""
+    """Every dtype, stride and GPU gives the CPU's digest."""
     from conftest import every_dtype
 
     generator = torch.Generator().manual_seed(seed)
@@ -80,14 +79,14 @@ def test_tensors_of_torch(seed: int) -> None:
 
 
 def _alike(tensor: Any, device: int) -> Any:
-    """The same view of the same storage, on a GPU."""
+    """Returns the same view of the same storage, on a GPU."""
     storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @needs_torch
 def test_order_and_capture() -> None:
-    """A digest comes after what the current stream has queued; a stream that is being captured is refused."""
+    """A digest comes after the work queued on the current stream; a stream that is being captured is refused."""
     side, x = torch.cuda.Stream(), torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     for value in range(1, 6):
@@ -118,8 +117,8 @@ def test_a_model_on_a_gpu(tmp_path: Any) -> None:
 
 
 def test_a_file_decoded_on_a_gpu(tmp_path: Any, seed: int) -> None:
-    """The digests of tensors that a GPU decodes are those of the CPU: compressed and plain, tied,
-    empty, of one number, and only of the names that are asked for; damage is found."""
+    """The digests of tensors that a GPU decodes equal the CPU's: compressed and plain, tied, empty, single-valued, and
+    only for the requested names. Damage is found."""
     made = torch.Generator().manual_seed(seed)
     tensors = {
         "big": torch.randn(900, 701, generator=made).bfloat16(),
@@ -159,7 +158,7 @@ def test_a_file_decoded_on_a_gpu(tmp_path: Any, seed: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it takes all memory of the GPU")
 def test_a_gpu_without_space(tmp_path: Any) -> None:
-    """What the GPU has no space for is decoded on the CPU."""
+    """Tensors that do not fit on the GPU are decoded on the CPU."""
     made = torch.Generator().manual_seed(1)
     tensors = {"large": torch.randn(600, 1000, generator=made).bfloat16(), "small": torch.ones(9)}
     path = tmp_path / "m.safetensors"

@@ -1,5 +1,5 @@
-"""What overwire.compat.nvcomp hands to nvCOMP: with it on a real GPU, and with a stand-in
-for it on any, the fake one of `make fakepy` too."""
+"""Tests what overwire.compat.nvcomp hands to nvCOMP: with nvCOMP on a real GPU, and with a stand-in for it on any GPU,
+including the fake one of `make fakepy`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARK = b"\x01\x02\x03\x04\x06"
 
 
 class StandIn:
-    """What is asked in nvCOMP's place where there is none: it reads what `marked` made."""
+    """Replaces a missing nvCOMP: it reads what `marked` made."""
 
     asked: list[dict[str, Any]] = []
     Array, CompressConfig = nvcomp.Array, nvcomp.CompressConfig
@@ -58,7 +58,7 @@ class StandIn:
 
 
 def marked(stream: bytes) -> bytes:
-    """A stream that is not ours any more: native by its head, others by what stands before them."""
+    """Returns a stream that no longer counts as ours: native ones by their head, others by what precedes them."""
     return MARK + stream[5:] if stream[:4] == b"OWBS" else MARK + b"+" + stream
 
 
@@ -76,7 +76,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
 
 
 def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes) -> None:
-    """Alone, in a batch among ours, into outputs, as a type, with a config; ours are never passed on."""
+    """Native streams are passed only to nvCOMP, in a batch with ours, into outputs, as a type, with a config. Ours are
+    never passed on."""
     ours = nvcomp.Codec(algorithm="LZ4").encode(there(plain))
     theirs = marked(back(ours))
     for codec in (nvcomp.Codec(), nvcomp.Codec(algorithm="LZ4")):
@@ -94,7 +95,7 @@ def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes)
         assert [back(o) for o in outs] == [plain, plain]
         with pytest.raises(errors.NotSupportedError, match="one writer"):
             codec.decompression_config([theirs, ours])
-        assert len(stand_in.asked) == 1  # one Codec of nvCOMP's for one of ours
+        assert len(stand_in.asked) == 1  # one nvCOMP Codec for one of ours
         stand_in.asked.clear()
     strict = nvcomp.Codec(ask_nvcomp=False)
     for source in (theirs, there(theirs)):
@@ -108,7 +109,7 @@ def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes)
 
 
 def test_options_of_reading_alone_are_handed_on(stand_in: Any) -> None:
-    """nvCOMP refuses options of writing that it does not know, and ours."""
+    """nvCOMP refuses options of writing that it does not know, and also ours."""
     plain = bytes(range(256)) * 16
     policy = nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT
     codec = nvcomp.Codec(
@@ -121,7 +122,7 @@ def test_options_of_reading_alone_are_handed_on(stand_in: Any) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("Cascaded", 1), ("Cascaded", 2), ("LZ4", 2), ("Snappy", 2), ("Zstd", 2)])
 def test_blocks_that_are_refused_are_handed_to_nvcomp(name: str, kind: int, stand_in: Any, plain: bytes) -> None:
-    """Cascaded, and what stands behind a length, say nothing of their writer: what is refused is tried."""
+    """Cascaded and length-prefixed streams do not show their writer, so refused blocks are tried with nvCOMP."""
     codec = nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind(kind), data_type="|u1")
     ours = back(codec.encode(there(plain)))
     bad = marked(ours)
@@ -135,14 +136,14 @@ def test_blocks_that_are_refused_are_handed_to_nvcomp(name: str, kind: int, stan
         )
 
 
-# Against nvCOMP itself.
+# Tests against nvCOMP itself.
 
 
 @needs_torch
 @pytest.mark.parametrize("kind", KINDS[:2], ids=[k.name for k in KINDS[:2]])
 @pytest.mark.parametrize("name", ["ANS", "Bitcomp"])
 def test_delegated_to_nvcomp(name: str, kind: Any, plain: bytes) -> None:
-    """What nvCOMP makes for us lives as long as our Array of it, whatever becomes of Codecs and Arrays between."""
+    """nvCOMP's results live as long as our Array of them, whatever happens to Codecs and Arrays in between."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     named = {"algorithm": name, "data_type": "|u1" if name == "ANS" else "<i4", "bitstream_kind": kind}
     data = plain
@@ -166,7 +167,7 @@ def test_delegated_to_nvcomp(name: str, kind: Any, plain: bytes) -> None:
 @needs_torch
 @pytest.mark.parametrize("name", ["LZ4", "Snappy", "Zstd", "Deflate", "GDeflate", "Cascaded"])
 def test_streams_that_nvcomp_wrote_are_read_through_it(name: str, plain: bytes) -> None:
-    """Native ones with its checksums, and sized ones; a changed byte is reported."""
+    """Native streams with its checksums, and sized ones, are read through nvCOMP; a changed byte is reported."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     if theirs is nvcomp:
         pytest.skip("nvidia.nvcomp is this module")

@@ -1,4 +1,4 @@
-"""offload on a GPU: outputs of the resident model, with slots poisoned, on streams and in threads."""
+"""Tests that offload on a GPU gives the resident model's outputs, with poisoned slots, on streams and in threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads a slot outside of its block's turn reads 0xff."""
+    """Reads of a slot outside its block's turn give 0xff."""
     release = rings.Ring.release
 
     def poison(self: Any, at: int) -> bool:
@@ -47,7 +47,8 @@ def outputs(model: Any) -> Any:
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, home: str, slots: int) -> None:
-    """In every order of the blocks, wherever the model was; close puts every byte back there."""
+    """Outputs equal the resident model's in every order of the blocks, wherever the model was, and close restores every
+    byte there."""
     reference = Model(7, 512, dtype).cuda()
     model = copy.deepcopy(reference).to(home)
     with ow.offload(model, "cuda", slots=slots, keep=1 << 20):
@@ -61,7 +62,7 @@ def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, hom
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
-    """fp8 and int8 weights come as they were, in changing orders."""
+    """fp8 and int8 weights stay unchanged, in changing orders."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
     model.cuda()
@@ -92,7 +93,7 @@ def test_errors_in_the_middle_of_a_pass(poisoned: None, error: type[BaseExceptio
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(poisoned: None, compress: bool, tmp_path: Any) -> None:
-    """Of a model on the meta device; close puts them on the host."""
+    """A model on the meta device gets its weights from a file; close puts them on the host."""
     model = Model(5, 512)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     with torch.device("meta"):
@@ -109,7 +110,7 @@ def test_weights_come_from_a_file(poisoned: None, compress: bool, tmp_path: Any)
 
 
 def test_blocks_of_another_programs_model(poisoned: None) -> None:
-    """`stream_blocks` takes layers on the host, and moves no more than it is asked to."""
+    """`stream_blocks` takes layers on the host, and moves only what it is asked to."""
     model = Model(5, 512)
     reference = outputs(copy.deepcopy(model).cuda())
     for part in (model.embed, model.head):
@@ -126,7 +127,7 @@ def test_blocks_of_another_programs_model(poisoned: None) -> None:
 
 
 def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
-    """It stays what it is, in memory of its own, while the slot gets other blocks."""
+    """Part of the weights may leave a block: it stays unchanged in its own memory while the slot gets other blocks."""
 
     class Row(torch.nn.Module):
         def __init__(self, at: int) -> None:
@@ -144,7 +145,7 @@ def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
 
 
 class Keeps(torch.nn.Module):
-    """A block that does something with its weight first, and uses what comes of it as long as it has that."""
+    """A block that first computes something from its weight, and uses the result as long as it has it."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ ACTS = {
 @pytest.mark.parametrize("how", ACTS)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_what_a_block_keeps_or_changes_is_right(poisoned: None, how: str, slots: int) -> None:
-    """Outputs and weights are those of the resident model; what is kept no longer lets its memory go."""
+    """Outputs and weights equal the resident model's; tensors that are no longer kept free their memory."""
     x = torch.ones(3, 256, device="cuda")
 
     @torch.no_grad()
@@ -197,7 +198,7 @@ def test_what_a_block_keeps_or_changes_is_right(poisoned: None, how: str, slots:
 
 
 def test_gradients_of_what_ran_within_enable_grad(poisoned: None) -> None:
-    """What autograd has saved of the weights is right when it is needed."""
+    """Weights that autograd has saved are right when they are needed."""
 
     def run(model: Any) -> list[Any]:
         inputs = []
@@ -219,7 +220,8 @@ def test_gradients_of_what_ran_within_enable_grad(poisoned: None) -> None:
 
 @pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
 def test_what_accelerate_keeps_on_the_host(poisoned: None, how: str) -> None:
-    """Streamed under the patch: outputs of the resident model, meta tensors between runs, every weight in its map."""
+    """Weights that accelerate keeps on the host are streamed under the patch: the outputs are the resident model's,
+    tensors are meta between runs, and every weight is in its map."""
     accelerate = pytest.importorskip("accelerate")
     reference = Model(7, 512).cuda()
     model = copy.deepcopy(reference).cpu()
@@ -259,7 +261,7 @@ def test_threads_on_streams_of_their_own() -> None:
 
 
 def test_captures_are_refused_and_compiled_blocks_work() -> None:
-    """A CUDA graph cannot hold what comes and goes; compiled blocks can."""
+    """A CUDA graph cannot hold streamed weights, so captures are refused; compiled blocks work."""
     model = Model(4, 256).cuda()
     reference = outputs(model)
     with ow.offload(model, "cuda"):
@@ -275,7 +277,7 @@ def test_captures_are_refused_and_compiled_blocks_work() -> None:
 
 
 def test_a_changed_byte_of_stored_weights_is_noticed() -> None:
-    """At the latest when the offload ends."""
+    """A changed byte is noticed when the offload ends, at the latest."""
     model = Model(3, 256).cuda()
     offloaded = ow.offload(model, "cuda")
     memory = offloaded._away[1].stored.memory

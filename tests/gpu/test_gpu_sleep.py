@@ -1,6 +1,5 @@
-"""Host memory of sleeps: what needs a GPU, real or not. `make fakepy` runs this on the fake
-driver; tests/gpu/device_sleep.py has sleeps themselves on a GPU.
-"""
+"""Tests the host memory of sleeps with a GPU, real or fake. `make fakepy` runs this on the fake driver;
+tests/gpu/device_sleep.py tests sleeps themselves on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ pytest.importorskip("torch")
 
 
 def test_memory_is_prepared_once_and_given_back() -> None:
-    """It gets ready in the background, is refused in advance, and goes on request."""
+    """Memory is prepared in the background, refused in advance, and given back on request."""
     with ow.prepare_sleep("8MB", device="cuda:0") as memory:
         assert memory.nbytes == 8_000_000 and "cuda:0" in repr(memory)
         assert memory.wait(60) and memory.wait(0)
@@ -39,7 +38,7 @@ def test_memory_is_prepared_once_and_given_back() -> None:
 
 
 def test_threads_prepare_and_give_back_at_once() -> None:
-    """Whatever the order, no call fails and each ends."""
+    """In any order, no call fails and each ends."""
     failures: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -64,7 +63,7 @@ def test_threads_prepare_and_give_back_at_once() -> None:
 
 
 def test_a_forked_child_is_refused() -> None:
-    """The memory stays the parent's."""
+    """A forked child is refused; the memory stays the parent's."""
     memory: Any = ow.prepare_sleep("4MB", device="cuda:0")
     child = os.fork()
     if child == 0:

@@ -1,5 +1,5 @@
-"""The ranks of tests/groups/test_checkpoints.py, forks of one process that has imported torch: a
-folder, the file that they meet through, and what they do are on its command line."""
+"""Runs the ranks of tests/groups/test_checkpoints.py, forks of one process that has imported torch. The command line
+names a folder, the file that they meet through, and their steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 
 def trained(seed: int, steps: int) -> tuple[Any, Any]:
-    """An FSDP2 model of odd sizes, with fewer rows than ranks somewhere, and its optimizer."""
+    """Returns an FSDP2 model of odd sizes, somewhere with fewer rows than ranks, and its optimizer."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(33, 257), torch.nn.Linear(257, 129, dtype=torch.float32), torch.nn.Linear(129, 1)
@@ -54,7 +54,7 @@ def state_of(model: Any, optimizer: Any, **more: Any) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    """With every DTensor gathered."""
+    """Returns the state with every DTensor gathered."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):
@@ -83,12 +83,12 @@ def equal(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """As the checkpoint's files have it."""
+    """Returns the state as the checkpoint's files have it."""
     return bytes_of(tensor) if is_bytes(tensor.dtype) else tensor
 
 
 def kinds() -> dict[str, torch.Tensor]:
-    """DTensors of all shardings that a checkpoint meets, by the whole ones."""
+    """Returns DTensors of all shardings that a checkpoint meets, made from the whole ones."""
     torch.manual_seed(5)
     return {
         "rows": torch.randn(7, 5),
@@ -114,7 +114,7 @@ SHARDS = {"pairs": 0, "pair columns": 1, "wide": 0, "wide columns": 1, "wide dee
 def sharded(fill: bool) -> dict[str, DTensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = kinds() if fill else {name: torch.zeros_like(t) for name, t in kinds().items()}
-    # Without a source: gloo sends not every dtype.
+    # Without a source, since gloo does not send every dtype.
     return {
         name: distribute_tensor(t, mesh, [Shard(SHARDS[name]) if name in SHARDS else Replicate()], src_data_rank=None)
         for name, t in tensors.items()
@@ -122,7 +122,7 @@ def sharded(fill: bool) -> dict[str, DTensor]:
 
 
 def save(folder: Path) -> None:
-    """Writes a training state, and DTensors of every kind, in files of 64 KiB at most."""
+    """Writes a training state, and DTensors of every kind, in files of at most 64 KiB."""
     model, optimizer = trained(1, 3)
     state = state_of(model, optimizer, step=3, rng=torch.get_rng_state(), note={"lr": 0.5, "tags": ["a", "b"]})
     want = whole(state)
@@ -147,7 +147,7 @@ def load(folder: Path) -> None:
 
 
 def background(folder: Path) -> None:
-    """async_save keeps what was staged, while the tensors change, save after save."""
+    """async_save keeps the staged values while the tensors change, save after save."""
     stager = CheckpointStager()
     state = sharded(True)
     writer = CheckpointWriter()
@@ -164,8 +164,8 @@ def background(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """Blocks that were staged are copied from the other rank's memory, and none is sent; to a rank that may
-    not map it, they are."""
+    """Staged blocks are copied from the other rank's memory, without sending any; a rank that may not map that memory
+    is sent them."""
     stager, operations = CheckpointStager(), []
     batch, map_buffers = dist.batch_isend_irecv, exchange.map_buffers
 
@@ -188,7 +188,7 @@ def mapped(folder: Path) -> None:
 
 
 def cached(folder: Path) -> None:
-    """A planner that sends its plan once, and a state that then changes on one rank."""
+    """A planner sends its plan once, and the state then changes on one rank."""
     writer = CheckpointWriter()
     for number in range(4):
         state: dict[str, Any] = dict(sharded(True))
@@ -200,7 +200,7 @@ def cached(folder: Path) -> None:
 
 
 def short(folder: Path) -> None:
-    """A rank whose disk is full: every rank gets an error, the old checkpoint stays, nothing is left."""
+    """If one rank's disk is full, every rank gets an error, the old checkpoint stays, and nothing is left."""
     at = folder / "short"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
@@ -226,7 +226,7 @@ def short(folder: Path) -> None:
 
 
 class _Failing(DefaultSavePlanner):
-    after = 0  # calls that do well
+    after = 0  # calls that succeed
 
     def resolve_data(self, item: Any) -> Any:
         self.after -= 1
@@ -236,8 +236,8 @@ class _Failing(DefaultSavePlanner):
 
 
 def failing(folder: Path) -> None:
-    """A rank that cannot give its blocks, before a round or in one: every rank gets an error, and the
-    group is in step, so that the next save does well."""
+    """If a rank cannot give its blocks, before a round or during one, every rank gets an error, and the group stays in
+    step, so that the next save succeeds."""
     for after in (0, 1, 7):
         planner = _Failing()
         planner.after = after
@@ -250,10 +250,10 @@ def failing(folder: Path) -> None:
 
 
 class _Interrupted(DefaultSavePlanner):
-    """Ctrl-C in the middle of a rank's files, or before the first."""
+    """Presses Ctrl-C in the middle of a rank's files, or before the first."""
 
     ranks: tuple[int, ...] = ()
-    after = 0  # calls that do well
+    after = 0  # calls that succeed
 
     def resolve_data(self, item: Any) -> Any:
         self.after -= 1
@@ -263,7 +263,7 @@ class _Interrupted(DefaultSavePlanner):
 
 
 def interrupted(folder: Path) -> None:
-    """Ctrl-C during dcp.save, on one rank or on all: every rank ends, the old checkpoint stays, nothing is left."""
+    """Ctrl-C during dcp.save, on one rank or on all, ends every rank; the old checkpoint stays, and nothing is left."""
     at = folder / "interrupted"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
@@ -286,7 +286,7 @@ def interrupted(folder: Path) -> None:
 
 
 class _Pressing:
-    """A value that cannot be staged without Ctrl-C."""
+    """A value that presses Ctrl-C when it is staged."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
@@ -302,8 +302,8 @@ class _Waiting(DefaultSavePlanner):
 
 
 def pressed(folder: Path) -> None:
-    """Ctrl-C during dcp.async_save: while tensors are staged there is no save; after that it ends the wait alone, and
-    the checkpoint is whole."""
+    """Ctrl-C during dcp.async_save: while tensors are staged no save happens. After that it only ends the wait, and the
+    checkpoint is whole."""
     at, stager = folder / "pressed", CheckpointStager()
     with pytest.raises(KeyboardInterrupt):
         dcp.async_save({**sharded(False), "key": _Pressing()}, storage_writer=CheckpointWriter(at), async_stager=stager)
@@ -328,7 +328,7 @@ class _Dying(DefaultSavePlanner):
 
 
 def dying(folder: Path) -> None:
-    """A rank that dies in the middle: the other one ends with an error, and the old checkpoint stays."""
+    """If a rank dies halfway, the other one ends with an error, and the old checkpoint stays."""
     at = folder / "dying"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     state = {name: torch.randn(9) for name in "abc"} if dist.get_rank() == 1 else {}
@@ -342,7 +342,7 @@ def dying(folder: Path) -> None:
 
 
 def replaced(folder: Path, old: bool = False) -> None:
-    """A checkpoint that is replaced between the opens of two ranks."""
+    """A checkpoint is replaced between the opens of two ranks."""
     at = folder / f"replaced-{old}"
 
     def save(value: float) -> None:
@@ -373,7 +373,7 @@ def replaced(folder: Path, old: bool = False) -> None:
 
 
 def replaced_old(folder: Path) -> None:
-    """The same of version 1."""
+    """The same with version 1."""
     replaced(folder, True)
 
 

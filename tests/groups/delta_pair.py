@@ -1,5 +1,5 @@
-"""How long a delta is of a model that was really trained: beside Zstandard of the XOR, and
-beside the whole model compressed. docs/deltas.md has the figures.
+"""Measures deltas of a really trained model, compared with Zstandard of the XOR and with the
+whole compressed model. docs/deltas.md has the figures.
 
     python tests/groups/delta_pair.py
 

@@ -1,4 +1,4 @@
-"""Steps of group_worker.py: ranks that do not do, have or want the same."""
+"""Steps of group_worker.py in which ranks do, have or want different things."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def fails(kind: type[BaseException], text: str, act: Callable[[], Any]) -> None:
 
 
 def replaced(folder: Path) -> None:
-    """A file that is replaced while the ranks open it is the new one on all, and where they go on
-    to have different ones, none loads a mixture."""
+    """If a file is replaced while the ranks open it, all get the new one. If they keep having different ones, none
+    loads a mixture."""
     rank, world, path, sign = dist.get_rank(), dist.group.WORLD, folder / "replaced.safetensors", folder / "opened"
 
     def write(value: float) -> None:
@@ -71,8 +71,8 @@ def replaced(folder: Path) -> None:
 
 
 def refused(folder: Path) -> None:
-    """A wrong argument on rank 1 alone is an error on all ranks, and the group goes on; so is a
-    setting of one rank alone."""
+    """A wrong argument only on rank 1 is an error on all ranks, and the group goes on. The same holds for a setting on
+    one rank only."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     module, weights = torch.nn.Linear(2, 2), folder / "linear.safetensors"
     if rank == 0:
@@ -116,8 +116,8 @@ def closed(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """A signal handler that takes from the stream of a group that it interrupts, or closes it, is refused on its rank,
-    and the stream goes on on all."""
+    """A signal handler may not take from the stream of a group that it interrupts, or close it. Its rank refuses, and
+    the stream goes on for all."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     for exchange in ("mapped", "none"):
         grouping.exchange_setting = lambda exchange=exchange: exchange
@@ -141,8 +141,8 @@ def interrupted(folder: Path) -> None:
 
 
 def forked_streams(folder: Path) -> None:
-    """A child that a rank forks is refused the group and its streams, also while a thread of the rank waits in one, and
-    ends without a word to the other ranks."""
+    """A rank's forked child is refused the group and its streams, also while a thread of the rank waits in one, and
+    ends without a message to the other ranks."""
     world, path = dist.group.WORLD, folder / "compressed.safetensors"
     want = ow.load_file(path)
 
@@ -190,8 +190,8 @@ def forked_streams(folder: Path) -> None:
 
 
 def stopped(folder: Path) -> None:
-    """A time-out or Ctrl-C at a rank is obeyed though another one is stopped, which ends, too, once
-    it goes on."""
+    """A timeout or Ctrl-C on a rank takes effect although another rank is stopped. That one also ends once it
+    continues."""
     rank, path, process, aim = dist.get_rank(), folder / "compressed.safetensors", [os.getpid()], relays.relay_aim
     dist.broadcast_object_list(process, 1)
 
@@ -219,7 +219,7 @@ def stopped(folder: Path) -> None:
 
 
 def freed(folder: Path) -> None:
-    """A group that has loaded, or failed to, is freed when it is destroyed, with its threads and descriptors."""
+    """A group that has loaded, or failed to load, is freed when it is destroyed, with its threads and descriptors."""
     path = folder / "compressed.safetensors"
 
     def used() -> tuple[int, int]:
@@ -241,5 +241,5 @@ def freed(folder: Path) -> None:
 
     first = [used() for _ in range(2)][-1]
     last = [used() for _ in range(8)][-1]
-    # Threads of the engine come and go; each group has three, and four descriptors.
+    # Engine threads come and go; each group has three, and four descriptors.
     assert last[0] < first[0] + 8 and last[1] < first[1] + 8, (first, last)

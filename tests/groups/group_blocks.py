@@ -1,4 +1,4 @@
-"""Steps of group_worker.py: blocks that ranks say they need, and ranks that leave."""
+"""Steps of group_worker.py for blocks that ranks say they need, and for ranks that leave."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from overwire.distributed import load as relays
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from processes import overwire_serve  # noqa: E402
 
-# Where a rank's tensors are loaded to.
+# The device to which a rank loads tensors.
 DEVICE = "cpu"
 
 Wanted = dict[str, list[tuple[int, int, int, int]]]
 
 
 def leaving(step: str, folder: Path, method: Any) -> Any:
-    """In the place of a method that a rank calls when the engines have met: rank 1 ends
-    there, once all others have come so far, too: what it has sent them they have then. Its
-    engine, which has no requests, has kept theirs waiting."""
+    """Replaces a method that a rank calls when the engines have met. Rank 1 ends there once all others have come that
+    far, so that they have what it has sent. Its engine, which has no requests, has kept theirs waiting."""
     rank, size = dist.get_rank(), dist.get_world_size()
     signs = [folder / f"{step}-{size}-{other}" for other in range(size)]
 
@@ -48,8 +47,8 @@ def leaving(step: str, folder: Path, method: Any) -> Any:
 
 
 def wants(path: Path, rank: int, size: int) -> Wanted:
-    """Blocks of every kind: halves of either dimension, both, whole tensors, two of one
-    tensor, what another rank has too, and what only one rank wants."""
+    """Returns blocks of every kind: halves of either dimension, of both, whole tensors, two of one tensor, some that
+    another rank also has, and some that only one rank wants."""
     out: Wanted = {}
     for at, (name, tensor) in enumerate(sorted(ow.load_file(path).items())):
         if tensor.dtype == torch.float4_e2m1fn_x2:
@@ -80,9 +79,8 @@ def together(
     where: Callable[[Path], Any] = lambda path: path,
     group: Any = None,
 ) -> Any:
-    """Loads what is wanted of files by the group and compares; returns what did it, or why
-    none did. opened: called when the files are open, and nothing is read. where: a file's
-    path or URL."""
+    """Loads the wanted blocks of files by the group and compares them; returns what did it, or why nothing did. opened
+    is called when the files are open and nothing is read. where is a file's path or URL."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), group or dist.group.WORLD
     with ExitStack() as stack:
         files, requests, targets = [], [], []
@@ -116,8 +114,8 @@ def together(
 
 
 def blinded() -> Iterator[int]:
-    """Each rank whose engine then cannot map another's memory; on a GPU only those that look
-    for the flags there."""
+    """Makes each rank's engine unable to map another's memory; on a GPU only that of ranks that look for the flags
+    there."""
     for lost in (0, 1) if DEVICE == "cpu" else (1,):
         if dist.get_rank() == lost:
             relays.relay_join = join_strangers
@@ -126,20 +124,20 @@ def blinded() -> Iterator[int]:
 
 
 def join_strangers(offers: list[Any], job: int) -> None:
-    """As where processes have numbers of their own: those of the others lead nowhere."""
+    """Acts as if processes had their own numbering: the others' numbers lead nowhere."""
     me = dist.get_rank()
     _verbs.relay_join([one if one["rank"] == me else {**one, "process": 1 << 30} for one in offers], job)
 
 
 def expected_of(path: Path) -> Path:
-    """The whole and plain file of what may be damaged or compressed."""
+    """Returns the whole and plain file of one that may be damaged or compressed."""
     other = path.parent / f"{path.stem.partition('-')[0]}-plain.safetensors"
     return other if other.exists() else path.parent / "plain.safetensors"
 
 
 def blocks(folder: Path) -> None:
-    """Ranks that say which blocks they need read each stored byte once; what fails on one
-    ends all, and where one cannot take part, all hear of it."""
+    """Ranks that say which blocks they need read each stored byte once. A failure on one ends all, and if one cannot
+    take part, all learn of it."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
     assert plumbing.should_share_reading(world, False) and plumbing.should_share_reading(world, True)
@@ -159,7 +157,7 @@ def blocks(folder: Path) -> None:
             met.append(reader)
     assert len(met) == 1, met
 
-    # Also where its memory is gone before the others map it.
+    # Also if its memory is gone before the others map it.
     join, relays.relay_join = relays.relay_join, lambda *_: (time.sleep(0 if rank == met[0] else 0.3), join(*_))[1]
     try:
         together(folder / "damaged.safetensors" if rank == met[0] else good)
@@ -190,8 +188,7 @@ def blocks(folder: Path) -> None:
 
 
 def block_stores(folder: Path) -> None:
-    """By default ranks share what lies in a store: its server sends each byte once, to all of
-    them together."""
+    """By default ranks share what is in a store: its server sends each byte once to all of them together."""
     size, world = dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
     assert plumbing.should_share_reading(world, True) and not plumbing.should_share_reading(world, False)
@@ -208,10 +205,10 @@ def block_stores(folder: Path) -> None:
 
 
 def shards(folder: Path, at: Path) -> list[Path]:
-    """Files that have tensors of one name, tied ones, every codec, and nothing to want."""
+    """Writes files with equal tensor names, tied ones, every codec, and with nothing that is wanted."""
     sizes = {"a": (1021, 512), "b": (700, 1030), "c": (512, 600), "unwanted": (300, 300)}
     if dist.get_rank() == 0:
-        at.mkdir(exist_ok=True)  # another test may have made them
+        at.mkdir(exist_ok=True)  # another test may have made it
         for seed, (name, shape) in enumerate(sizes.items()):
             torch.manual_seed(seed)
             same = torch.randn(shape).bfloat16()
@@ -227,8 +224,8 @@ def shards(folder: Path, at: Path) -> list[Path]:
 
 
 def block_shards(folder: Path) -> None:
-    """Blocks of several files land by one relay, whatever their tensors are called; an error
-    says of which file it is; bytes are those of the files that were open."""
+    """Blocks of several files are loaded in one group load, whatever their tensors are called. An error names its file,
+    and the bytes are those of the files that were open."""
     rank, size = dist.get_rank(), dist.get_world_size()
     block_loads.SHARE = (1 << 20) + 4096
     files = shards(folder, folder / f"shards-{size}")
@@ -248,7 +245,7 @@ def block_shards(folder: Path) -> None:
             read: list[Any] = [None] * size
             dist.all_gather_object(read, made.read)
             stored = sum(path.stat().st_size for path in paths if not path.name.startswith("unwanted"))
-            # What of "smaller" the ranks read is decoded as it is read, and counts so.
+            # Data of level "smaller" is decoded as it is read, and counts decoded.
             stored = max(stored, sum(path.stat().st_size for path in plain[:3]) if files[2] in paths else 0)
             assert made.read and sum(read) <= 1.05 * stored, (paths, read, stored)
     assert begun == [2] * 8, begun
@@ -291,8 +288,8 @@ def block_shards(folder: Path) -> None:
 
 
 def block_hosts(folder: Path) -> None:
-    """A host of one rank beside one of two: where a host needs nothing, it reads nothing. A share has space for
-    the largest chunk."""
+    """With a host of one rank and one of two, a host that needs nothing reads nothing. A share has space for the
+    largest chunk."""
     rank, name = dist.get_rank(), grouping.host_identity
     block_loads.SHARE = 256  # a chunk has space in any case
     grouping.host_identity = lambda: "alone" if rank == 0 else "together"
@@ -309,7 +306,7 @@ def block_hosts(folder: Path) -> None:
 
 
 def block_gone(folder: Path) -> None:
-    """A rank that dies meanwhile: the others say so by themselves."""
+    """If a rank dies meanwhile, the others notice by themselves."""
     block_loads.SHARE = (1 << 20) + 4096
     relays.Job.next = leaving("block_gone", folder, relays.Job.next)
     if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""A step of group_worker.py: every verb of groups, on every kind of source, whole and cut."""
+"""A step of group_worker.py for every function of groups, on every kind of source, whole and cut."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VERBS: tuple[Callable[..., Tensors], ...] = (load_file, stream, stream_windows, 
 
 @contextmanager
 def sources(folder: Path) -> Iterator[dict[str, Any]]:
-    """By what they are: local files, the same in a store, and pinned in each rank's memory."""
+    """Returns sources by kind: local files, the same in a store, and pinned in each rank's memory."""
     with ExitStack() as stack:
         out: dict[str, Any] = {}
         for coding in ("plain", "compressed"):
@@ -62,7 +62,7 @@ def sources(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def cells(folder: Path, device: str, expected: Callable[..., Tensors], use: Callable[[str], None]) -> None:
-    """Each verb gives what one rank's load and slicing gives, by each carrier."""
+    """Each function gives the same as one rank's load and slicing, by each transport."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with sources(folder) as every:
         for shard in ({}, SHARD):

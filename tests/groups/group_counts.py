@@ -1,4 +1,4 @@
-"""What steps of group_worker.py count: the bytes that ranks read, and that a server sends."""
+"""Counts for steps of group_worker.py the bytes that ranks read, and that a server sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from overwire.distributed import load as relays
 
 
 def reads(group: Any) -> Callable[[], list[int]]:
-    """What gives, for each rank, the stored bytes that it has read in relays since it was last called."""
+    """Returns a function that gives, for each rank, the stored bytes that it has read in group loads since its last
+    call."""
     mine: list[int] = []
     done = relays.Job.done
 
@@ -37,7 +38,7 @@ def reads(group: Any) -> Callable[[], list[int]]:
 
 @contextmanager
 def counted(path: Path, sent: list[int], host: str = "127.0.0.1") -> Iterator[str]:
-    """A server of a file, and how many bytes each of its answers had."""
+    """Serves a file, and counts the bytes of each answer."""
     data = path.read_bytes()
 
     class Handler(http.server.BaseHTTPRequestHandler):

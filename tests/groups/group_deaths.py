@@ -1,5 +1,5 @@
-"""The ranks of tests/groups/test_deaths.py: three, of which rank 1 ends, stops or stays away at a point
-that the command line names; the others say so, leave nothing behind, and load again by a new group."""
+"""Runs the ranks of tests/groups/test_deaths.py. Rank 1 of three ends, stops or stays away at a point that the command
+line names. The others report that, leave nothing behind, and load again with a new group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from overwire.distributed import tensors as loading
 
 RANKS, LOST = 3, 1
 
-# Seconds: of the group's time-out, where nothing else tells of a rank, and after which a rank hangs.
+# Seconds: the group's timeout, where nothing else reports a rank, and the time after which a rank hangs.
 TIME_OUT, HANGS = 10, 90
 
 
@@ -35,7 +35,7 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """As a program ends that raises something else before the call."""
+    """Ends as a program does that raises something else before the call."""
     os._exit(3)
 
 
@@ -48,7 +48,7 @@ def fail() -> None:
 
 
 def hook_point(point: str, act: Callable[[], None]) -> None:
-    """Has rank 1 act at a point of its next load."""
+    """Makes rank 1 act at a point of its next load."""
 
     def before(module: Any, name: str, due: int = 0) -> None:
         real, calls = getattr(module, name), [0]
@@ -73,13 +73,13 @@ def hook_point(point: str, act: Callable[[], None]) -> None:
 
 
 def count_open() -> tuple[int, list[str]]:
-    """Threads and descriptors of this process."""
+    """Counts the threads and descriptors of this process."""
     links = []
     for number in os.listdir("/proc/self/fd"):
         try:
             links.append(os.readlink(f"/proc/self/fd/{number}").partition(":")[0])
         except FileNotFoundError:
-            continue  # of the listing
+            continue  # the descriptor of the listing
     return len(os.listdir("/proc/self/task")), sorted(links)
 
 
@@ -104,13 +104,13 @@ def run_rank(folder: Path, rank: int, case: str, point: str, way: str) -> None:
     grouping.exchange_setting = lambda: exchange
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 2
     want = ow.load_file(path, mmap=False)
-    join(folder, f"{case}-warm", list(range(RANKS)), rank)  # what torch and the engine keep for good is there
+    join(folder, f"{case}-warm", list(range(RANKS)), rank)  # afterwards everything exists that torch and the engine keep for good
     load_and_compare(path, want, dist.group.WORLD)
     dist.destroy_process_group()
     gc.collect()
     threads, links = count_open()
     join(folder, f"{case}-first", list(range(RANKS)), rank)
-    # The time-out of a group also bounds its connecting, which takes seconds on a busy machine.
+    # A group's timeout also bounds its connecting, which takes seconds on a busy machine.
     limit = TIME_OUT if way in ("stop", "away") else HANGS
     group: Any = dist.new_group(timeout=datetime.timedelta(seconds=limit))
     dist.barrier()  # rank 1 does not end while others connect
@@ -130,7 +130,7 @@ def run_rank(folder: Path, rank: int, case: str, point: str, way: str) -> None:
     dist.destroy_process_group()
     gc.collect()
     until = time.monotonic() + 10
-    # Threads of the engine come and go; a group has three, and descriptors.
+    # Engine threads come and go; a group has three, and descriptors.
     while not (freed := (now := count_open())[0] < threads + 3 and now[1] == links) and time.monotonic() < until:
         time.sleep(0.02)
     assert freed, (threads, links, now)
@@ -151,7 +151,7 @@ def main() -> None:
         children.append(pid)
     ended = {rank: os.waitpid(children[rank], 0)[1] for rank in range(RANKS) if rank != LOST}
     if way != "fail":
-        os.kill(children[LOST], signal.SIGKILL)  # where it has stopped, or stays away
+        os.kill(children[LOST], signal.SIGKILL)  # if it has stopped, or stays away
     status = os.waitstatus_to_exitcode(os.waitpid(children[LOST], 0)[1])
     assert status == {"fail": 0, "leave": 3}.get(way, -signal.SIGKILL), status
     sys.exit(f"ended with {ended}" if any(ended.values()) else 0)

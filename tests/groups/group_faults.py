@@ -1,4 +1,4 @@
-"""Steps of group_worker.py: what fails on one rank, wherever it does, ends all of them."""
+"""Steps of group_worker.py in which a failure on one rank, wherever it is, ends all of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from overwire.distributed import load as relays
 
 HOME = str(Path(grouping.__file__).parent)
 
-# Calls of a verb at which rank 1 fails, evenly over it.
+# The number of evenly spaced calls at which rank 1 fails.
 POINTS = 8
 
 
 class Fault:
-    """Counts the calls in the package `distributed` from when a verb has begun, and raises at
-    one of them."""
+    """Counts the calls in the package `distributed` from the start of a function, and raises at one of them."""
 
     def __init__(self, at: int, kind: type[BaseException]) -> None:
         self.at, self.kind, self.calls, self.begun = at, kind, 0, False
@@ -49,7 +48,7 @@ class Fault:
 
 
 def attempt(act: Callable[[], Any], at: int, kind: type[BaseException]) -> tuple[str, int]:
-    """What came of it on this rank, and how many calls it took."""
+    """Returns the result on this rank, and how many calls it took."""
     fault = Fault(at, kind)
     try:
         with fault:
@@ -60,8 +59,8 @@ def attempt(act: Callable[[], Any], at: int, kind: type[BaseException]) -> tuple
 
 
 def faults(folder: Path) -> None:
-    """Whatever raises on rank 1 between two calls, no rank waits for it until the group's time-out:
-    each ends with what rank 1 says, or has all of its tensors."""
+    """Whatever raises on rank 1 between two calls, no rank waits for it until the group's timeout: each ends with rank
+    1's message, or has all of its tensors."""
     rank, path = dist.get_rank(), folder / "compressed.safetensors"
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 3
     want = ow.load_file(path)

@@ -1,11 +1,11 @@
-"""Ranks of several hosts, each a namespace of this machine: of networks, host names and IPC, with a link of
-its own whose rate is bounded; and a store beside them whose answers are counted.
+"""Runs ranks on several hosts, each a namespace of this machine for network, host name and IPC, with its own
+rate-limited link; a store next to them counts its answers.
 
     python tests/groups/group_hosts.py FOLDER RANKS [RANKS ...]
 
-has a host for each number of ranks. Each rank compares what it loads; for each load a line of JSON
-says what the ranks have read, and at the end one what the store has sent. The status is 77 where this
-machine allows no namespaces.
+makes a host for each number of ranks. Each rank compares what it loads. A line of JSON per load has
+what the ranks have read, and one at the end what the store has sent. The status is 77 if this machine
+allows no namespaces.
 """
 
 from __future__ import annotations

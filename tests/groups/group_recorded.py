@@ -1,4 +1,4 @@
-"""A step of group_worker.py: ranks whose model's own loader is recorded share the reading."""
+"""A step of group_worker.py in which ranks share the reading while their model's own loader is recorded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from overwire.distributed import shard_range
 from overwire.integrations.shared import recording, slices
 from overwire.integrations.shared.slices import SliceLoad, load_by_slices
 
-# Bytes of rows that are loaded beside.
+# The most bytes of rows that are loaded separately.
 MOST = 1 << 20
 
 
 class Model(torch.nn.Module):
-    """Of each tensor its rank's part of the rows, of every third the columns, transposed of
-    every fifth, which is no block."""
+    """Takes its rank's rows of each tensor, the columns of every third, and every fifth transposed, which is not a
+    block."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Model(torch.nn.Module):
 
 
 def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tuple[bool, int | None, list[str]]:
-    """Whether it was by slices, what this rank read of what they share, and the log."""
+    """Returns whether the load was by slices, what this rank read of what they share, and the log."""
     model, said, read = Model(path), [], []
     model.halfway = halfway or model.halfway
     shared = slices.land_together
@@ -98,8 +98,8 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
 
 
 def recorded(folder: Path) -> None:
-    """The first start reads each stored byte once, too. A rank that cannot go on keeps no other
-    one waiting, and damage ends the load of all."""
+    """The first start also reads each stored byte once. A rank that cannot go on keeps no other waiting, and damage
+    ends everyone's load."""
     rank, size = dist.get_rank(), dist.get_world_size()
     block_loads.SHARE = (1 << 20) + 4096
     for file in ("plain.safetensors", "compressed.safetensors"):
@@ -120,7 +120,7 @@ def recorded(folder: Path) -> None:
     def fails(_: torch.Tensor) -> None:
         raise KeyError("the model's own")
 
-    sliced, _, said = load(folder / file, fails if rank == 1 else None)  # the other loader's to raise
+    sliced, _, said = load(folder / file, fails if rank == 1 else None)  # the other loader raises it
     assert sliced == (rank != 1), said
     with pytest.raises(ow.CorruptError, match="checksum"):
         load(folder / "damaged.safetensors")

@@ -1,5 +1,5 @@
-"""The ranks of tests/groups/test_distributed.py, forks of one process that has imported torch: what
-they do is named on its command line."""
+"""Runs the ranks of tests/groups/test_distributed.py, forks of one process that has imported torch. The command line
+names their steps."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ += ["closed", "faults", "forked_streams", "freed", "interrupted", "refus
 __all__ += ["stopped"]
 
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
-# Where a rank's tensors are loaded to.
+# The device to which a rank loads tensors.
 DEVICE = "cpu"
 
 
 def expected(path: Path, shard: dict[str, int], rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """By one rank's plain load and slicing."""
+    """Returns what one rank's plain load and slicing give."""
     whole = ow.load_file(path)
     out = {}
     for name, tensor in whole.items():
@@ -67,12 +67,12 @@ SHARD = {"rows": 0, "uneven": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": -1
 
 
 def by(exchange: str) -> None:
-    """What OVERWIRE_EXCHANGE says from now on."""
+    """Sets OVERWIRE_EXCHANGE from now on."""
     grouping.exchange_setting = lambda: exchange
 
 
 def small() -> None:
-    """Many pieces, several rounds of the ring, and windows of streams."""
+    """Small buffers give many pieces, several rounds of the ring, and windows of streams."""
     relays.SHARE, relays._AGREE, loading._WINDOW = (1 << 20) + 4096, 3, 3 << 20
 
 
@@ -88,14 +88,14 @@ def every_way(folder: Path, group: Any, *files: str) -> None:
 
 
 def cells(folder: Path) -> None:
-    """Every verb on every kind of source, whole and cut."""
+    """Every function works on every kind of source, whole and cut."""
     small()
     group_cells.cells(folder, DEVICE, expected, by)
 
 
 def tiny(folder: Path) -> None:
-    """Small tensors: odd, empty, tied, without a dimension, and with fewer rows than ranks; whole, cut along
-    either dimension, by each carrier."""
+    """Small tensors load: odd, empty, tied, without a dimension, and with fewer rows than ranks; whole, cut along
+    either dimension, by each transport."""
     rank, size, tied = dist.get_rank(), dist.get_world_size(), torch.randn(129, 67).bfloat16()
     tensors = {"tied.a": tied, "tied.b": tied, "odd": torch.randn(257, 31), "few": torch.randn(3, 5)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 7), "line": torch.arange(1001).half()}
@@ -112,14 +112,14 @@ def tiny(folder: Path) -> None:
 
 
 def hosts(folder: Path) -> None:
-    """Ranks of two hosts, two and two, then one and three, that map each other's memory: each host
-    reads the file once by itself."""
+    """Ranks of two hosts, two and two, then one and three, map each other's memory: each host reads the file once by
+    itself."""
     rank, path, size = dist.get_rank(), folder / "compressed.safetensors", (folder / "compressed.safetensors").stat().st_size
     small()
     by("mapped")
     for name, here in ((lambda: f"host{rank // 2}", (0, 1)), (lambda: "alone" if rank == 0 else "together", (1, 2, 3))):
         grouping.host_identity = name
-        world = dist.new_group()  # whose ranks have not met
+        world = dist.new_group()  # its ranks have not met
         read = reads(world)
         for shard in ({}, SHARD):
             same(ow.load_file(path, group=world, shard=shard, device=DEVICE), expected(path, shard, rank, 4))
@@ -128,8 +128,7 @@ def hosts(folder: Path) -> None:
 
 
 def spread(folder: Path) -> None:
-    """Two hosts of two ranks read each stored byte once, all together; what fails on one
-    ends all."""
+    """Two hosts of two ranks read each stored byte once, all together; a failure on one ends all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.new_group()
     grouping.host_identity = lambda: f"host{rank // 2}"
     relays.SHARE, relays._AGREE = 3 << 20, 1  # pieces of several chunks
@@ -152,8 +151,8 @@ def spread(folder: Path) -> None:
 
 
 def afar(folder: Path) -> None:
-    """The ranks of several hosts share the reading of what lies in a store, whose server sends each
-    byte once to all of them together, and each host reads its own files."""
+    """Ranks of several hosts share the reading from a store: its server sends each byte once to all of them together.
+    Each host reads its own files."""
     rank, size, path = dist.get_rank(), dist.get_world_size(), folder / "compressed.safetensors"
     stored, sent = path.stat().st_size, []
     relays.SHARE = (1 << 20) + 4096
@@ -171,15 +170,15 @@ def afar(folder: Path) -> None:
                 got = ow.load_file(url[0], group=world, shard=shard, device=DEVICE)
                 assert 0.9 * stored < sum(read()) < 1.02 * stored
                 same(got, expected(path, shard, rank, size))
-                # Beside it each rank has read the header.
+                # In addition, each rank has read the header.
                 assert rank or 0.9 * stored < sum(sent) < 1.02 * stored + size * (256 << 10), (sent, stored)
         same(ow.load_file(path, group=world, device=DEVICE), expected(path, {}, rank, size))
         assert DEVICE != "cpu" or not any(read())
 
 
 def meetings(folder: Path) -> None:
-    """Ranks that map each other's memory meet three times a load, for whatever they want, once
-    they know each other and before."""
+    """Ranks that map each other's memory meet three times per load, whatever they want, both before and after they know
+    each other."""
     rank, path, number = dist.get_rank(), folder / "compressed.safetensors", [0]
     small()
     by("mapped")
@@ -197,7 +196,7 @@ def meetings(folder: Path) -> None:
     for act, most in (
         (lambda: ow.load_file(path, group=world, device=DEVICE), 3),
         (lambda: ow.load_file(path, group=world, device=DEVICE, shard=SHARD), 3),
-        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 3),  # some is one rank's
+        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 3),  # some is wanted by one rank only
         (lambda: list(ow.stream(path, DEVICE, group=world)), 3),
         (lambda: ow.load_model(module, folder / "meetings.safetensors", group=world), 3),
     ):
@@ -207,7 +206,7 @@ def meetings(folder: Path) -> None:
 
 
 def subgroup(folder: Path) -> None:
-    """Ranks 1 and 3 alone; the others make no call."""
+    """Only ranks 1 and 3 load; the others make no call."""
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         every_way(folder, group, "compressed.safetensors")
@@ -221,7 +220,7 @@ def subgroup(folder: Path) -> None:
 
 
 def wanted(folder: Path) -> None:
-    """keys and filter of each rank's own: experts."""
+    """Each rank has its own keys and filter: experts."""
     rank = dist.get_rank()
     path = folder / "compressed.safetensors"
     whole = ow.load_file(path)
@@ -243,7 +242,7 @@ def wanted(folder: Path) -> None:
 
 
 def failing(folder: Path) -> None:
-    """What fails on one rank is raised on all, and the group goes on."""
+    """A failure on one rank is raised on all, and the group goes on."""
     rank, world = dist.get_rank(), dist.group.WORLD
     good = folder / "compressed.safetensors"
     bad = folder / "damaged.safetensors" if rank == 1 else good
@@ -259,8 +258,8 @@ def failing(folder: Path) -> None:
             # Rank 1 may not have to read the damaged tensor when others do.
             assert exchange == "collective", list(got)
 
-    # What each rank relays is read by one of them: the damage is met by the rank
-    # whose share it is, said on all, and never taken for a fault of the others.
+    # One rank reads each shared part. The rank with the damaged share finds the damage, all report it, and it is never
+    # taken for another rank's fault.
     met = []
     for damaged in range(2):
         for reader in range(2):
@@ -296,8 +295,8 @@ def failing(folder: Path) -> None:
 
 
 def hurt(folder: Path) -> None:
-    """A file that is bad, goes bad or goes away on rank 1 alone: one typed error
-    that says where, on both ranks, soon; and the next load is good."""
+    """A file that is bad, becomes bad or disappears only on rank 1 gives one typed error with its location, on both
+    ranks, soon. The next load is good."""
     rank, world = dist.get_rank(), dist.group.WORLD
     good = folder / "plain.safetensors"
     own = folder / f"hurt-{rank}.safetensors"
@@ -307,7 +306,7 @@ def hurt(folder: Path) -> None:
     def restore() -> None:
         Model.start, relays.relay = starts  # type: ignore[method-assign]
 
-    def meanwhile(change: Any) -> None:  # between the opening of the file and the first read
+    def meanwhile(change: Any) -> None:  # between opening the file and the first read
         def before(start: Any) -> Any:
             def first(*args: Any, **named: Any) -> Any:
                 if rank == 1:
@@ -332,7 +331,7 @@ def hurt(folder: Path) -> None:
 
     for old, new, text in (
         (b'"F32"', b'"F33"', "F33"),  # no such dtype
-        (b'"data_offsets":[0,', b'"data_offsets":[1,', ""),  # where no tensor begins
+        (b'"data_offsets":[0,', b'"data_offsets":[1,', ""),  # no tensor begins there
         (b'"shape":[', b'"shape":[-', ""),
         (b"{", b"[", ""),
     ):
@@ -367,7 +366,7 @@ def hurt(folder: Path) -> None:
 
 
 def dying(folder: Path) -> None:
-    """A rank that dies in the middle: the other ends with an error that says so."""
+    """If a rank dies halfway, the other ends with an error that says so."""
     rank = dist.get_rank()
     by("collective")
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 1
@@ -387,12 +386,12 @@ def dying(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """The engines exchange by memory that they map of each other: whole tensors, cut
-    ones, two loads after each other; what fails on one rank ends all."""
+    """The engines exchange through memory that they map of each other: whole tensors, cut ones, two consecutive loads. A
+    failure on one rank ends all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     members = grouping.members_of(world)
-    prepared: list[str] = []  # while headers are read: where the engines exchange, whatever the group's backend
+    prepared: list[str] = []  # while headers are read, if the engines exchange, whatever the group's backend
     real = loading.prepare
     loading.prepare = lambda device, exchange: prepared.append(device) or real(device, exchange)
     for file in ("plain.safetensors", "compressed.safetensors"):
@@ -420,7 +419,7 @@ def mapped(folder: Path) -> None:
         raise AssertionError("rank 1's error is lost")
     relays.relay_aim = aim
 
-    if rank == 1:  # its engine has failed, and not since it cannot map the others
+    if rank == 1:  # its engine has failed, and not because it cannot map the others
         relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: a graph"))
     try:
         ow.load_file(good, group=world, device=DEVICE)
@@ -441,8 +440,8 @@ def mapped(folder: Path) -> None:
 
 
 def streamed(folder: Path) -> None:
-    """Streams and modules over the group: what `load_file` gives, in windows, in order,
-    with what only one rank wants; a rank that closes early, or fails, ends it on all."""
+    """Streams and modules over the group get what `load_file` gives, in windows, in order, also what only one rank
+    wants. A rank that closes early, or fails, ends it on all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     loading._WINDOW = 3 << 20
@@ -489,8 +488,8 @@ def streamed(folder: Path) -> None:
 
 
 def into_module(path: Path, rank: int, size: int, world: Any) -> None:
-    """load_model: in place, cast, transposed, on the meta device; what does not fit is
-    said by all ranks before anything changes."""
+    """load_model works in place, with casts, transposed, and on the meta device. A mismatch is reported by all ranks
+    before anything changes."""
     shard = {"rows": 0, "columns": 1, "deep": 2}
     names = ("whole", "rows", "columns", "deep", "scalar", "empty", "uneven", "flags", "small.0")
     want = {name.replace(".", "_"): tensor for name, tensor in expected(path, shard, rank, size).items() if name in names}
@@ -521,8 +520,8 @@ def into_module(path: Path, rank: int, size: int, world: Any) -> None:
 
 
 def chosen(folder: Path) -> None:
-    """OVERWIRE_EXCHANGE=auto on the host: of local files every rank reads what it needs, of what lies in
-    a store one of a host, or, where they cannot map each other's memory, of the group."""
+    """With OVERWIRE_EXCHANGE=auto on the host, every rank reads what it needs of local files. From a store, one rank
+    per host reads, or one of the group if they cannot map each other's memory."""
     rank, size, world, info = dist.get_rank(), dist.get_world_size(), dist.group.WORLD, Model.info
     small()
     members, read = grouping.members_of(world), reads(world)
@@ -543,8 +542,7 @@ def chosen(folder: Path) -> None:
 
 
 def gone(folder: Path) -> None:
-    """A rank that dies while the engines exchange: the others say so by themselves,
-    and this process can load again."""
+    """If a rank dies while the engines exchange, the others notice by themselves, and this process can load again."""
     rank = dist.get_rank()
     good = folder / "compressed.safetensors"
     relays.SHARE = (1 << 20) + 4096
@@ -563,7 +561,7 @@ def gone(folder: Path) -> None:
 
 
 def forked(count: int) -> int:
-    """Returns in each rank its number; the process that forks them ends when they have ended."""
+    """Returns its number in each rank; the process that forks the ranks ends when they have ended."""
     ranks = {}
     for rank in range(count):
         if not (pid := os.fork()):
@@ -586,5 +584,5 @@ if __name__ == "__main__":
     for step in sys.argv[3:]:
         {"every_way": lambda: every_way(folder, dist.group.WORLD)}.get(step, lambda step=step: globals()[step](folder))()
         dist.barrier()
-        print(f"done {step}", flush=True)  # in one write: ranks share the file
+        print(f"done {step}", flush=True)  # in one write, since ranks share the file
     dist.destroy_process_group()

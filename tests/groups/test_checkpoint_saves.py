@@ -1,4 +1,4 @@
-"""Checkpoints that are replaced while others read, write or publish them: one save each, whole."""
+"""Tests checkpoints that are replaced while others read, write or publish them: each is one whole save."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ NAMES = [f"w{number}" for number in range(4)]
 
 
 def save(at: Any, value: float, **how: Any) -> None:
-    """Four tensors of one value, a file each."""
+    """Saves four tensors of one value, each in a file."""
     state = {"model": {name: torch.full((64,), value) for name in NAMES}, "step": value}
     dcp.save(state, storage_writer=CheckpointWriter(at, compress=False, **{"max_shard_size": 256, **how}))
 
 
 def load(at: Any) -> set[float]:
-    """The values that are there."""
+    """Returns the values that are there."""
     state = {"model": {name: torch.zeros(64) for name in NAMES}, "step": 0.0}
     dcp.load(state, storage_reader=CheckpointReader(at) if isinstance(at, (str, Path)) else at)
     return {state["step"], *(tensor[0].item() for tensor in state["model"].values())}
 
 
 def make_old(at: Path) -> None:
-    """A checkpoint as version 1 wrote it: its files have no id."""
+    """Makes a checkpoint as version 1 wrote it: its files have no id."""
     for path in at.rglob("*.safetensors"):
         tensors = ow.load_file(path)
         path.unlink()
@@ -65,8 +65,8 @@ def replace(at: Path, value: float, old: bool, **how: Any) -> None:
 def test_a_checkpoint_that_is_replaced_while_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, how: dict[str, Any]
 ) -> None:
-    """It is opened again, once, and what is loaded is the new save, whole, with its description; where it goes on being
-    replaced, it is a typed error."""
+    """A checkpoint that is replaced while it is opened is opened again, once. The load gives the new save, whole, with
+    its description. If it keeps being replaced, that is a typed error."""
     at = tmp_path / "c"
     replace(at, 1.0, old)
     times, real = [2.0], reader.safe_open
@@ -132,7 +132,7 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
             read()
     make_old(two)
     assert load(two) == {2.0}
-    (two / files[0].name).write_bytes(files[0].read_bytes())  # a file with an id beside a description without
+    (two / files[0].name).write_bytes(files[0].read_bytes())  # a file with an id next to a description without one
     with pytest.raises(ow.CorruptError):
         CheckpointReader(two)
 
@@ -147,8 +147,8 @@ def test_ranks_have_one_save_open(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
-    """What a rank writes whose coordinator was killed comes into no later checkpoint, at whatever time it writes; it
-    fails once the place is another's, and nothing of it stays."""
+    """Files that a rank writes after its coordinator was killed enter no later checkpoint, whenever it writes them. The
+    rank fails once the path belongs to another save, and nothing of it stays."""
     at = tmp_path / "c"
     coordinator, rank = places.Place(at, None, True), places.Place(at, None, True)
     coordinator.begin()
@@ -175,7 +175,7 @@ def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
 
 
 class Fails(Exception):
-    """What a step raises, beside an error of the system."""
+    """An error that a step raises, other than an error of the system."""
 
 
 @pytest.mark.parametrize("replaces", [True, False])
@@ -184,7 +184,7 @@ class Fails(Exception):
 def test_a_save_that_fails_while_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool, error: BaseException, step: str
 ) -> None:
-    """Whatever fails, Ctrl-C included, the old checkpoint has its name, whole, and nothing else is there."""
+    """Whatever fails, including Ctrl-C, the old checkpoint keeps its name, whole, and nothing else is there."""
     at = tmp_path / "c"
     if replaces:
         save(at, 1.0)
@@ -219,7 +219,7 @@ def test_a_save_that_fails_while_it_is_published(
 
 
 def entry_of(kind: str, at: Path) -> Callable[[], bool]:
-    """Puts something of the user's into a checkpoint; whether it is there."""
+    """Puts something of the user's into a checkpoint, and returns whether it is there."""
     if kind == "link to a folder":
         (at / "mine").symlink_to(at.parent)
     elif kind == "link to nothing":
@@ -236,7 +236,8 @@ def entry_of(kind: str, at: Path) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("kind", ["link to a folder", "link to nothing", "folder", "file"])
 def test_what_is_the_users_in_a_checkpoint_stays(tmp_path: Path, kind: str) -> None:
-    """A link, an empty folder and a file below one keep a checkpoint from being replaced, and the error names them."""
+    """A link, an empty folder and a file in a subfolder keep a checkpoint from being replaced, and the error names
+    them."""
     at = tmp_path / "c"
     save(at, 1.0)
     is_there = entry_of(kind, at)
@@ -247,7 +248,7 @@ def test_what_is_the_users_in_a_checkpoint_stays(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
 def test_a_folder_that_is_not_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Where the disk does not list a folder of the checkpoint just then, the save fails, and what is in it stays."""
+    """If the disk cannot list a folder of the checkpoint, the save fails, and the folder's contents stay."""
     at = tmp_path / "c"
     save(at, 1.0)
     (at / "notes").mkdir()
@@ -284,7 +285,7 @@ TYPES = [
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 8), (16,), (), (0, 4), (2, 3, 4)], ids=str)
 def test_types_that_safetensors_lacks_or_packs(tmp_path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
-    """They come back bit for bit, with the shape that torch has of them."""
+    """Types that safetensors lacks or packs come back bit for bit, with torch's shape."""
     if dtype == torch.float4_e2m1fn_x2 and not shape:
         pytest.skip("half a byte")
     size = torch.Size(shape).numel() * dtype.itemsize

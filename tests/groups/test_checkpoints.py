@@ -1,4 +1,4 @@
-"""Checkpoints of training: what torch.distributed.checkpoint saves comes back, whole or not at all."""
+"""Tests that training checkpoints saved by torch.distributed.checkpoint come back, whole or not at all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ranks(folder: Path, count: int, *steps: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training state of two ranks (FSDP2, AdamW), and DTensors of every kind of shard."""
+    """Returns a training state of two ranks (FSDP2, AdamW), and DTensors of every kind of shard."""
     folder = tmp_path_factory.mktemp("saved")
     ranks(folder, 2, "save")
     return folder
@@ -58,7 +58,7 @@ def test_another_number_of_ranks_resumes(saved: Path, count: int) -> None:
 
 
 def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
-    """load_file, of the folder as it is, gives the model's tensors whole and under their own names."""
+    """load_file on the folder gives the model's tensors whole, with their own names."""
     want = torch.load(saved / "want.pt", weights_only=True)
     got = ow.load_file(saved / "training")
     assert len(list((saved / "training").glob("model-*"))) > 1
@@ -69,7 +69,8 @@ def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
 
 
 def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
-    """Also by plans that planners keep, after a full disk, no memory or Ctrl-C on one rank, and until one dies."""
+    """Ranks save also with plans that planners keep, after a full disk, a lack of memory or Ctrl-C on one rank, and
+    until one dies."""
     steps = ("background", "mapped", "cached", "short", "failing", "interrupted", "pressed", "dying")
     ranks(tmp_path, 2, *steps)
 
@@ -98,7 +99,7 @@ def load(at: Any) -> dict[str, Any]:
 
 
 def rewrite(at: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes other tensors to a file of a checkpoint, as one of the same save."""
+    """Writes other tensors to a checkpoint file, as part of the same save."""
     with ow.safe_open(at, "pt") as file:
         metadata = file.metadata()
     ow.save_file(tensors, at, metadata)
@@ -131,7 +132,7 @@ def test_a_flat_state_keeps_its_names(tmp_path: Path) -> None:
 
 
 def test_torch_converts_it(tmp_path: Path) -> None:
-    """A state that is not known before is rebuilt from the checkpoint alone, in its nested form."""
+    """torch rebuilds a state that was not known before only from the checkpoint, in its nested form."""
     save(tmp_path / "c", 3)
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -139,7 +140,7 @@ def test_torch_converts_it(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    """A folder with other files, or beside a running save, stays as it is."""
+    """A folder with other files, or with a save in progress, stays as it is."""
     at = tmp_path / "c"
     at.mkdir()
     (at / "mine").write_text("x")
@@ -165,7 +166,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
-    """A save that was killed leaves no checkpoint; the next one removes what it has left."""
+    """A killed save leaves no checkpoint; the next save removes its leftovers."""
     for name in (".c.partial", ".c.partial-01234567"):
         (tmp_path / name / "training").mkdir(parents=True)
         (tmp_path / name / "training/model.safetensors").write_text("half")
@@ -176,7 +177,8 @@ def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
 
 
 def test_a_save_beside_one_that_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused until the other one has its name and what it replaced is gone: neither loses files."""
+    """A save is refused while another one publishes, until that has its name and has removed what it replaced: neither
+    loses files."""
     at = tmp_path / "c"
     save(at, 1)
     tries = []
@@ -202,7 +204,7 @@ def test_a_save_beside_one_that_publishes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_link_in_the_place_of_what_is_begun(tmp_path: Path) -> None:
-    """What a link leads to that is called as something left is not removed."""
+    """The target of a link that is named like leftovers is not removed."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home/mine").write_text("x")
     for name in (".c.partial", ".c.partial-01234567"):
@@ -212,7 +214,7 @@ def test_a_link_in_the_place_of_what_is_begun(tmp_path: Path) -> None:
 
 
 def test_a_save_that_was_given_up_keeps_no_lock(tmp_path: Path) -> None:
-    """Torch ends a save by an error of another rank without a word to the writer."""
+    """A save that was given up keeps no lock: after another rank's error torch ends it without telling the writer."""
     left = places.Place(tmp_path / "c", None, True)
     left.begin()
     del left
@@ -223,7 +225,7 @@ def test_a_save_that_was_given_up_keeps_no_lock(tmp_path: Path) -> None:
 def test_a_disk_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where files cannot be locked, as on Lustre without its option, a checkpoint is saved and replaced, with a line
+    """If files cannot be locked, as on Lustre without its option, a checkpoint is still saved and replaced, with a line
     in the log."""
 
     def refuse(number: int, kind: int) -> None:
@@ -238,7 +240,7 @@ def test_a_disk_without_locks(
 
 
 def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
-    """It is a typed error that names it, and the old checkpoint stays."""
+    """A tensor that cannot be saved is a typed error that names it, and the old checkpoint stays."""
     save(tmp_path / "c", 1)
     with pytest.raises(CheckpointException) as caught:
         dcp.save(
@@ -254,7 +256,7 @@ def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
-    """An object that torch.load(weights_only=True) refuses is not made; the error names its class and what allows
+    """An object that torch.load(weights_only=True) refuses is not created; the error names its class and what allows
     it."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
@@ -281,7 +283,7 @@ def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["__reduce_ex__", "__reduce__", "__getstate__", "items", "__class__"])
 @pytest.mark.parametrize("wrap", [lambda one: one, lambda one: {"a": [(one,)]}], ids=["alone", "inside"])
 def test_an_object_cannot_choose_how_it_is_written_anew(tmp_path: Path, name: str, wrap: Any) -> None:
-    """An OrderedDict of a file whose attribute hides a method is refused, before that attribute is called."""
+    """An OrderedDict in a file with an attribute that hides a method is refused before that attribute is called."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
 
@@ -325,7 +327,7 @@ GOOD = json.dumps(
     ],
 )  # fmt: skip
 def test_a_hostile_description(tmp_path: Path, text: str) -> None:
-    """Whatever checkpoint.json says, reading it is a FormatError with its path, and opens no file elsewhere."""
+    """Whatever checkpoint.json says, an invalid one is a FormatError with its path, and no file elsewhere is opened."""
     (tmp_path / "checkpoint.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ow.FormatError) as caught:
         CheckpointReader(tmp_path)
@@ -333,7 +335,7 @@ def test_a_hostile_description(tmp_path: Path, text: str) -> None:
 
 
 def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
-    """Names that the files lack, tensors that should be bytes, files that are gone: typed errors."""
+    """Names that the files lack, tensors that should be bytes, and missing files are typed errors."""
     save(tmp_path / "c")
     at = tmp_path / "c/checkpoint.json"
     good = json.loads(at.read_text())
@@ -359,7 +361,7 @@ def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_damage(tmp_path: Path, seed: int) -> None:
-    """A byte that changes anywhere in a checkpoint is a typed error, or changes nothing that is loaded."""
+    """A changed byte anywhere in a checkpoint is a typed error, or changes nothing that is loaded."""
     save(tmp_path / "c")
     rng = random.Random(seed)
     for file in (tmp_path / "c").rglob("*.*"):
@@ -382,7 +384,7 @@ def test_damage(tmp_path: Path, seed: int) -> None:
 
 
 def test_the_description_is_written_as_it_is_read() -> None:
-    """What `encode` writes, `decode` reads; data of planners that it could not keep are refused."""
+    """`decode` reads what `encode` writes; planner data that it could not keep is refused."""
     parts = (manifests.Part("m.", ("model.safetensors",)),)
     one = manifests.Manifest(parts, frozenset({"a\n\u00e9"}), {"m.w": ("m", 3)}, "0f" * 16, {"m.w": "complex128"})
     assert manifests.decode(manifests.encode(one), "x") == one
@@ -392,7 +394,7 @@ def test_the_description_is_written_as_it_is_read() -> None:
 
 
 def test_paths_take_memory_by_their_length() -> None:
-    """Long paths are refused or taken with about as much memory as their text has."""
+    """Long paths are refused, or accepted with about as much memory as their text."""
     import tracemalloc
 
     longest = {f"a{n}": (n, *[0] * 999) for n in range(20)}
@@ -411,7 +413,7 @@ def objects(folder: Path) -> set[str]:
 
 
 def test_a_store() -> None:
-    """A checkpoint of S3 comes back, is a model, appears with its description, and is not replaced."""
+    """A checkpoint in S3 comes back, is a model, appears with its description, and is not replaced."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
         dcp.save(state(1), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
@@ -435,8 +437,8 @@ def test_a_store() -> None:
 
 
 def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two saves that run at once one makes the checkpoint and keeps its indexes; the other fails by a typed error,
-    and its files go."""
+    """Of two concurrent saves one makes the checkpoint and keeps its indexes; the other fails with a typed error, and
+    its files are removed."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
         write, first = places.Place.write, [True]
@@ -463,7 +465,7 @@ def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_joined_tensors_are_rows_of_one() -> None:
-    """What is no tensor cut along its first dimension is refused before anything is written."""
+    """Anything but a tensor cut along its first dimension is refused before anything is written."""
     from overwire.frameworks.spec import JoinedTensor
 
     for parts in (
@@ -474,7 +476,7 @@ def test_joined_tensors_are_rows_of_one() -> None:
 
 
 def test_a_host_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system refuses memory files, staged memory is of the process alone."""
+    """If the system refuses memory files, staged memory belongs only to the process."""
     def refuse(*_: object) -> int:
         raise PermissionError(errno.EPERM, "refused")
 
@@ -485,7 +487,7 @@ def test_a_host_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("refused", ["training/model-ow", "index.json", "checkpoint.json"])
 def test_a_store_that_refuses_in_the_middle(refused: str) -> None:
-    """What a store refuses ends the save by a typed error, nothing of it stays, and the next save works."""
+    """A refusal by a store ends the save with a typed error, nothing of it stays, and the next save works."""
     with stores.s3() as (options, root), stores.front(str(options["endpoint_url"])) as (url, between):
         options["endpoint_url"] = url
         at = "s3://models/run/step-1"
@@ -502,7 +504,7 @@ def test_a_store_that_refuses_in_the_middle(refused: str) -> None:
 
 
 def test_stager(tmp_path: Path) -> None:
-    """What is staged does not change with the tensors, is kept while it is used, and its buffers serve again."""
+    """Staged values do not change with the tensors and are kept while in use, and their buffers are reused."""
     stager = CheckpointStager()
     tensors = state()
     want = state()
@@ -528,8 +530,7 @@ def test_stager(tmp_path: Path) -> None:
 
 
 def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank maps what it was offered and nothing else; memory that the host lacks is a typed error, and nothing of it
-    stays."""
+    """A rank maps only what it was offered. Memory that the host lacks is a typed error, and nothing of it stays."""
     memory = buffers.host_memory(5000, False)
     offer = buffers.offer_buffers()
     block = memory[256:300].view(torch.int32)

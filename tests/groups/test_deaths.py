@@ -1,4 +1,4 @@
-"""A rank that dies, stops, fails or never comes around the first meeting of a group."""
+"""Tests ranks that die, stop, fail or never come around a group's first meeting."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SLOW = [("before", "leave"), ("before", "away"), ("opening", "fail"), ("mapped",
     ("point", "way"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_the_others_name_a_rank_that_is_lost(tmp_path: Path, point: str, way: str) -> None:
-    """On every other rank an error names it: at once where it has died or failed, at the group's time-out where
-    it stops or stays away. No thread or descriptor is left, and a new group loads."""
+    """Every other rank gets an error that names it: at once if it has died or failed, at the group's timeout if it
+    stops or stays away. No thread or descriptor is left, and a new group loads."""
     torch.manual_seed(7)
     ow.save_file({f"w{at}": torch.randn(1024, 1024).bfloat16() for at in range(8)}, tmp_path / "model.safetensors")
     done = warm.run([ROOT / "tests" / "groups" / "group_deaths.py", tmp_path, point, way], env=cleaned())

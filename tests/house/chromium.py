@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its own pipe: what tests of pages need of it."""
+"""Drives a headless Chromium over its own pipe, as far as the page tests need it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40, "Esc
 
 
 class Chromium:
-    """One browser with one page. Everything that the page asks for is in `requests`, every error of its scripts in
-    `errors`."""
+    """One browser with one page. `requests` lists everything that the page asks for, and `errors` every error of its
+    scripts."""
 
     def __init__(self, profile: Path) -> None:
         assert PROGRAM
@@ -92,7 +92,7 @@ class Chromium:
         return result
 
     def view(self, width: int = 1200, height: int = 800, *, dark: bool = False) -> None:
-        """Sets the size of the window and the theme that the user prefers."""
+        """Sets the window's size and the theme that the user prefers."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
 
@@ -106,7 +106,7 @@ class Chromium:
         return float(self.run("performance.timing.domContentLoadedEventEnd - performance.timing.navigationStart")) / 1e3
 
     def run(self, expression: str) -> Any:
-        """The value of an expression in the page."""
+        """Returns the value of an expression in the page."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -119,22 +119,22 @@ class Chromium:
         self._call("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """A mouse event: mouseMoved, mousePressed, mouseReleased, mouseWheel."""
+        """Sends a mouse event: mouseMoved, mousePressed, mouseReleased, mouseWheel."""
         self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def settle(self) -> None:
-        """Waits until what was asked for is drawn."""
+        """Waits until pending drawing is done."""
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def picture(self, path: Path) -> bytes:
-        """Writes a picture of the window as PNG, and returns it."""
+        """Writes a PNG picture of the window, and returns it."""
         self.settle()
         data = base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
         path.write_bytes(data)
         return data
 
     def names(self) -> list[tuple[str, str]]:
-        """What a screen reader finds: role and name of each node."""
+        """Returns what a screen reader finds: role and name of each node."""
         self._call("Accessibility.enable")
         nodes = self._call("Accessibility.getFullAXTree")["nodes"]
         return [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n.get("ignored")]

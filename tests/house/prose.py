@@ -36,7 +36,7 @@ SCOPES = ("pages", "go", "python", "messages", "tests")
 
 # Ceilings are rounded up to this step, so that deleting clean text does not break one. A ceiling falls to its aim.
 STEP = 0.05
-AIMS = {"whose, of which": 0.3, "opening": 0.3, "behind": 0.1}  # of the others STEP
+AIMS = {"whose, of which": 0.3, "opening": 0.3, "behind": 0.1}  # STEP for the others
 
 GO = re.compile(r"""(?P<literal>`[^`]*`|"(?:\\.|[^"\\\n])*")|'(?:\\[^\n]{1,9}|[^'\\\n])'|(?P<block>/\*.*?\*/)|"""
                 r"""(?P<line>(?:^[ \t]*//[^\n]*\n)+|//[^\n]*)""", re.S | re.M)  # fmt: skip
@@ -47,12 +47,12 @@ MARKS = re.compile(r"^[ \t]*(?://|\#)[:!]?[ \t]?", re.M)
 CODE = re.compile(r"^```.*?^```[ \t]*$|<[^<>\n]*>|\]\([^)\s]*\)", re.M | re.S)
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 
-Texts = dict[str, list[tuple[str, str]]]  # by scope: where a text stands, and the text
+Texts = dict[str, list[tuple[str, str]]]  # by scope: the file of a text, and the text
 Table = dict[str, dict[str, float]]
 
 
 def comments(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """Each comment, docstring and literal of a source file, with its scope; a block of lines is one comment."""
+    """Yields each comment, docstring and literal of a source file, with its scope; a block of lines is one comment."""
     scope = "tests" if counts.is_test(path) else "python" if path.endswith(".py") else "go"
     for found in (PYTHON if path.endswith(".py") else GO).finditer(text):
         kind, words = found.lastgroup, found[0].strip()
@@ -68,14 +68,14 @@ def comments(path: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs, list items and table cells of a page, without its code, headings and links."""
+    """Yields the paragraphs, list items and table cells of a page, without its code, headings and links."""
     for block in re.split(r"\n\s*\n|\n(?=[ \t]*(?:[-*]|\d+\.) )|\n(?=\|)", CODE.sub(" ", text)):
         if not block.lstrip().startswith("#"):
             yield from re.sub(r"^[ \t]*(?:[-*]|\d+\.) ", "", block).split("|")
 
 
 def collect(root: Path = counts.ROOT) -> Texts:
-    """All texts of the tree by scope."""
+    """Returns all texts of the tree by scope."""
     texts: Texts = {scope: [] for scope in SCOPES}
     for path, text in counts.sources(root).items():
         for scope, comment in comments(path, text):
@@ -87,7 +87,7 @@ def collect(root: Path = counts.ROOT) -> Texts:
 
 
 def rate(texts: Iterable[tuple[str, str]]) -> dict[str, float]:
-    """How often each habit stands in texts, per 1,000 words."""
+    """Returns how often each habit occurs in texts, per 1,000 words."""
     found, words = dict.fromkeys(HABITS, 0), 0
     for _, text in texts:
         words += len(text.split())
@@ -97,7 +97,7 @@ def rate(texts: Iterable[tuple[str, str]]) -> dict[str, float]:
 
 
 def excesses(rates: Table, table: Table) -> list[str]:
-    """What is over its ceiling, a sentence each."""
+    """Returns everything over its ceiling, each as a sentence."""
     return [
         f"{scope}: `{habit}` {value:.2f} times in 1,000 words; at most {table[scope][habit]:.2f} "
         f"(python tests/house/prose.py --show {scope} '{habit}')"
@@ -108,7 +108,7 @@ def excesses(rates: Table, table: Table) -> list[str]:
 
 
 def lower(rates: Table, table: Table) -> Table:
-    """The table with each ceiling lowered to today's rate."""
+    """Returns the table with each ceiling lowered to today's rate."""
     result: Table = {}
     for scope, row in rates.items():
         ceilings = {}

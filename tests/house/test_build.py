@@ -1,6 +1,6 @@
-"""The build: what is in the archives, that they are reproducible, and that they install offline.
+"""Tests the build: the archives' contents, that they are reproducible, and that they install offline.
 
-The expensive things are built once for the whole file.
+The expensive archives are built once for the whole file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def tool(*argv: object, cwd: Path = ROOT, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel built from it; build.py compares that with one from the tree."""
-    if os.environ.get("OVERWIRE_TEST_DIST"):  # made just now
+    """Returns a folder with the sdist, and the wheel built from it; build.py compares that with one built from the
+    tree."""
+    if os.environ.get("OVERWIRE_TEST_DIST"):  # already built
         return Path(os.environ["OVERWIRE_TEST_DIST"])
     out = tmp_path_factory.mktemp("dist")
     tool(sys.executable, ROOT / "wheels/build.py", out)
@@ -57,13 +58,14 @@ def wheel(dist: Path) -> Path:
 
 
 def test_wheel_is_sound(wheel: Path) -> None:
-    """One exported symbol, libc alone, no glibc above the tag's, the stable ABI, a right RECORD."""
+    """The wheel's library has one exported symbol, only libc, no glibc above the tag's, the stable ABI, and a correct
+    RECORD."""
     assert check.audit(wheel) == []
     assert re.fullmatch(rf"overwire-[\d.]+-cp310-abi3-manylinux_2_17_{platform.machine()}\.whl", wheel.name)
 
 
 def test_every_linked_module_has_its_licence() -> None:
-    """The modules of the bill of materials are those that the library itself says it has, each with a licence text."""
+    """The modules in the bill of materials are those that the library itself lists, each with a licence text."""
     modules = licences.linked(ROOT, "go", setup.TAGS, setup.go_environment())
     said = tool("go", "version", "-m", ROOT / "python/overwire/_core.abi3.so")
     linked = {tuple(line.split("\t")[2:4]) for line in said.splitlines() if line.startswith("\tdep\t")}
@@ -81,7 +83,8 @@ def test_every_linked_module_has_its_licence() -> None:
 
 
 def test_the_package_page_leads_nowhere_wrong() -> None:
-    """Its text is the README's, with links that need no tree beside them; it names the Pythons that are tested."""
+    """The package page is the README, with links that do not need a tree next to them; it names the tested Python
+    versions."""
     page = setup.metadata()
     links = "[a](https://r/blob/main/b.md) [`c`](https://r/blob/main/d#e) [f](https://g/h) [i](#j)"
     assert setup.with_full_links("[a](b.md) [`c`](d#e) [f](https://g/h) [i](#j)", "https://r") == links
@@ -95,7 +98,7 @@ def test_the_package_page_leads_nowhere_wrong() -> None:
 
 
 def test_an_unknown_licence_ends_the_build(tmp_path: Path) -> None:
-    """A module whose licence is not one of the known, or that has none, is not linked in silence."""
+    """A module with an unknown or missing licence ends the build."""
     assert licences.kinds("do what you like") == set()
     three = "Redistribution and use in source and binary\n forms ... Neither the name of"
     assert licences.kinds(three) == {"BSD-3-Clause"} and licences.kinds(three.partition("Neither")[0]) == {"BSD-2-Clause"}
@@ -119,7 +122,7 @@ def test_an_unknown_licence_ends_the_build(tmp_path: Path) -> None:
 
 
 def test_wheel_contents(wheel: Path) -> None:
-    """The package, its types, the library, the command; nothing of tests, caches or sources."""
+    """The wheel has the package, its types, the library and the command, and no tests, caches or sources."""
     with zipfile.ZipFile(wheel) as z:
         names = z.namelist()
         entry = z.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
@@ -138,7 +141,7 @@ def test_wheel_contents(wheel: Path) -> None:
 
 
 def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The build and the import say why."""
+    """A free-threaded Python is refused; the build and the import say why."""
     monkeypatch.setattr(setup.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
     with pytest.raises(SystemExit, match="free-threaded"):
         setup.machine()
@@ -147,7 +150,7 @@ def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_machine_is_that_of_goarch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GOARCH names the machine of the wheel; one without engine is refused; each has its GOEXPERIMENT."""
+    """GOARCH names the wheel's machine; one without an engine is refused; each has its GOEXPERIMENT."""
     for goarch, machine, vectors in (("arm64", "aarch64", ""), ("amd64", "x86_64", "simd")):
         monkeypatch.setenv("GOARCH", goarch)
         monkeypatch.delenv("GOEXPERIMENT", raising=False)
@@ -167,7 +170,7 @@ def test_wheel_runs_on(version: str, wheel: Path) -> None:
 
 
 def test_library_names_no_place(wheel: Path) -> None:
-    """Nothing of the building machine is in the library. build.py has built it in two folders and compared."""
+    """The library contains nothing of the building machine. build.py has built it in two folders and compared."""
     with zipfile.ZipFile(wheel) as z:
         built = z.read("overwire/_core.abi3.so")
     for word in (str(ROOT), str(Path.home()), tempfile.gettempdir()):
@@ -176,7 +179,7 @@ def test_library_names_no_place(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
-    """The committed glue comes out of gopy byte for byte."""
+    """gopy generates the committed glue byte for byte."""
     tools = ROOT / "build/bin"
     if not (tools / "gopy").exists():
         tools = tmp_path / "bin"
@@ -188,7 +191,7 @@ def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
 
 
 def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
-    """Verbs, their types, dtypes, names and error classes come out of the engine's tables byte for byte."""
+    """Functions, their types, dtypes, names and error classes are generated from the engine's tables byte for byte."""
     tool(sys.executable, "gosrc/bind/gen_python.py", tmp_path)
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py*"))
     assert written == ["_core.pyi", "_requests.py", "_tables.py", "_verbs.py", "errors.py", "verbs/results.py"]
@@ -197,7 +200,7 @@ def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
 
 
 def test_the_stub_is_of_the_module() -> None:
-    """The generated stub names what the module has, and each function takes the arguments that it lists."""
+    """The generated stub names exactly the module's contents, and each function takes the arguments that it lists."""
     from overwire import _core
 
     stub = (ROOT / "python/overwire/_core.pyi").read_text()
@@ -213,7 +216,7 @@ def test_the_stub_is_of_the_module() -> None:
 
 
 def test_sdist_has_the_tree(dist: Path) -> None:
-    """The sdist has what the wheel is built from, one time for all, and no built or hidden file."""
+    """The sdist has everything that the wheel is built from, with one time for all, and no built or hidden file."""
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as tar:
         members = tar.getmembers()
@@ -227,8 +230,8 @@ def test_sdist_has_the_tree(dist: Path) -> None:
 
 @pytest.mark.parametrize("how", ["wheel", pytest.param("sdist", marks=pytest.mark.slow)])  # it compiles all of it
 def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> None:
-    """Into a fresh environment, with build isolation, without an index and without Go's proxy."""
-    what = {"wheel": wheel, "sdist": next(dist.glob("*.tar.gz"))}[how]  # `make build` is the editable one
+    """It installs into a fresh environment, with build isolation, without an index and without Go's proxy."""
+    what = {"wheel": wheel, "sdist": next(dist.glob("*.tar.gz"))}[how]  # `make build` tests the editable install
     venv = tmp_path / "venv"
     tool(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin/python"
@@ -243,7 +246,7 @@ def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> 
 
 
 def test_no_compiler_no_go_is_said_plainly(tmp_path: Path) -> None:
-    """Without Go on PATH the build says what is missing instead of a traceback."""
+    """Without Go on PATH the build says what is missing, without a traceback."""
     done = subprocess.run(
         [sys.executable, "setup.py", "ext"], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
@@ -251,7 +254,7 @@ def test_no_compiler_no_go_is_said_plainly(tmp_path: Path) -> None:
 
 
 def test_floor_is_enforced() -> None:
-    """The ELF reader sees the versions that this very interpreter's libraries ask for."""
+    """The ELF reader sees the versions that this interpreter's own libraries ask for."""
     elf = Elf((ROOT / "python/overwire/_core.abi3.so").read_bytes())
     assert elf.exports() == ["PyInit__core"] and elf.needed() == ["libc.so.6"]
     assert all(v.version.startswith("GLIBC_2.") for v in elf.needed_versions())
@@ -260,7 +263,7 @@ def test_floor_is_enforced() -> None:
 
 
 def test_there_is_one_version() -> None:
-    """What gosrc/cli has is that of the package, its archives, and the newest entry of CHANGELOG.md."""
+    """The version in gosrc/cli equals that of the package, its archives, and the newest entry of CHANGELOG.md."""
     import overwire
 
     version = setup.project()["version"]
@@ -277,8 +280,8 @@ def test_there_is_one_version() -> None:
 
 
 def test_the_changelog_keeps_its_form() -> None:
-    """Sections as keepachangelog.com names them, each once in a version, and no others; entries of two lines at most,
-    of 120 columns."""
+    """Sections are those of keepachangelog.com, each once per version, and no others. Entries have at most two lines of
+    120 columns."""
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = text.split("\n## ")[1:]
     for version in versions:

@@ -1,4 +1,4 @@
-"""The demo runs, and what the README says of make and of figures is there."""
+"""Tests that the demo runs, and that the README's make commands and figures exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_demo():
-    """On the real weights if they are here or can be fetched, and a small generated model."""
+    """The demo runs on the real weights if they are here or can be fetched, and on a small generated model."""
     pytest.importorskip("numpy")
     pytest.importorskip("ml_dtypes")
     done = subprocess.run(
@@ -38,7 +38,7 @@ def test_make_targets_exist():
 
 
 def test_no_figure_is_left_blank_in_a_release():
-    """Placeholders are for the time before the first figures only."""
+    """Placeholders are only allowed before the first figures exist."""
     if not os.environ.get("OVERWIRE_TEST_RELEASE"):
         pytest.skip("asked for by OVERWIRE_TEST_RELEASE=1")
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("benchmarks/**/*.md"), ROOT / "docs/benchmarks.md"):

@@ -1,7 +1,6 @@
-"""What the documents say is held by tests that are there, and what they show is there.
+"""Tests what the documents claim and show.
 
-test_guides.py runs their code. `make docs` builds the site, where every reference is
-checked again.
+test_guides.py runs their code. `make docs` builds the site, where every reference is checked again.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ ERRORS = {name for name in overwire.errors.__all__ if not name.startswith("_")}
 
 
 def prose(page: Path) -> str:
-    """A page without its code."""
+    """Returns a page without its code."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S))
 
 
 def places(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and the site make them."""
+    """Returns the anchors of a page's headings, as GitHub and the site make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, re.M)]
     return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in plain}
 
 
 def test_pages_link_to_what_is_there() -> None:
-    """Files, pictures, and the headings that a link names."""
+    """Pages link to existing files, pictures and headings."""
     for page in PAGES:
         for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", prose(page)):
             to = page.parent / target if target else page
@@ -46,7 +45,7 @@ def test_pages_link_to_what_is_there() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    """Each page of docs/ stands in one table of contents, and each is a page."""
+    """Each page of docs/ is in one table of contents, and each entry is a page."""
     listed = []
     for page in PAGES:
         for block in re.findall(r"^```{toctree}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
@@ -56,7 +55,7 @@ def test_the_site_has_every_page() -> None:
 
 
 def test_every_public_name_has_its_place_in_the_api() -> None:
-    """Once, by the directive of its kind; so have the modules that are public."""
+    """Every public name, and every public module, is in the API once, with the directive of its kind."""
     text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/api").glob("*.md")))
     found = re.findall(r"^\.\. auto(\w+):: overwire\.(\w+)$", text, re.M)
     names = [name for _, name in found]
@@ -70,7 +69,7 @@ def test_every_public_name_has_its_place_in_the_api() -> None:
 
 
 def test_functions_document_their_errors() -> None:
-    """What a function raises stands in its docstring, or in the one that it refers to."""
+    """A function's docstring, or the one that it refers to, lists the errors that it raises."""
     for name in sorted(set(overwire.__all__)):
         thing = getattr(overwire, name)
         if callable(thing) and not isinstance(thing, type):
@@ -78,7 +77,7 @@ def test_functions_document_their_errors() -> None:
 
 
 def test_every_error_has_its_help() -> None:
-    """One section each: what it means with its built-in class, and what to do."""
+    """Every error has one section: its meaning with its built-in class, and what to do."""
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", text, re.M | re.S))
     assert set(sections) == ERRORS
@@ -89,7 +88,7 @@ def test_every_error_has_its_help() -> None:
 
 
 def test_exit_statuses_are_those_of_the_command() -> None:
-    """The table of docs/troubleshooting.md is the engine's."""
+    """The table in docs/troubleshooting.md equals the engine's."""
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.M)
     said = {name: status for status, row in rows for name in re.findall(r"\w+(?:Error|Failure)", row)}
@@ -98,12 +97,12 @@ def test_exit_statuses_are_those_of_the_command() -> None:
     exits = {kind: numbers[name] for kind, name in re.findall(r"\{errs\.(Err\w+), (Exit\w+)\}", cli)}
     kinds = re.findall(r"^\t\{(Err\w+), \"(\w+)\"", errs, re.M)
     assert len(kinds) > 10
-    # The command line forks nothing, so that this class has no row.
+    # The command line does not fork, so this class has no row.
     assert said == {name: exits.get(kind, numbers["ExitEngine"]) for kind, name in kinds if name != "ForkedError"}
 
 
 def test_every_setting_is_listed() -> None:
-    """The table of docs/settings.md is what `overwire doctor --env` prints."""
+    """The table in docs/settings.md equals the output of `overwire doctor --env`."""
     from overwire import _verbs
 
     more = [f"[More]({k['page'].removeprefix('settings.md')})" for k in _verbs.knobs()]
@@ -120,8 +119,8 @@ def text_of_figures() -> str:
 
 
 def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
-    """A cell of its table has one number; each number of the section stands in docs/benchmarks.md or docs/benchmarks/,
-    which say how it was made."""
+    """A cell of the README's table has one number. Each number of the section is in docs/benchmarks.md or
+    docs/benchmarks/, which say how it was measured."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 6
@@ -133,7 +132,8 @@ def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
 
 
 def test_the_badges_are_true() -> None:
-    """The picture and its text in the README name the Pythons, the licence and the dependencies of pyproject.toml."""
+    """The badges and their texts in the README match the Python versions, the licence and the dependencies in
+    pyproject.toml."""
     badges = (ROOT / "docs/_site/static/badges.svg").read_text(encoding="utf-8")
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     versions = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
@@ -143,7 +143,7 @@ def test_the_badges_are_true() -> None:
 
 
 def test_the_page_of_versions_is_what_is_tested() -> None:
-    """The versions of docs/compatibility.md begin those that the tests install."""
+    """The versions in docs/compatibility.md match those that the tests install."""
     text = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8").split("## Tested with")[1].split("## ")[0]
     rows = re.findall(r"^\| ([a-z_, ]+) \| (\d[\d., ]*) \|", text, re.M)
     tested = {
@@ -158,8 +158,8 @@ def test_the_page_of_versions_is_what_is_tested() -> None:
 
 
 def test_plots_show_figures_of_the_benchmarks() -> None:
-    """Each number of a plot stands in the pages of figures, in the one line that it names, as does the command that
-    measured it; the committed SVG has it too, with its title and description; and there is no other file."""
+    """Each number of a plot is in the pages of figures, in the line that it names, and so is the command that measured
+    it. The committed SVG also has it, with its title and description, and there is no other file."""
     folder = ROOT / "docs/plots"
     text = text_of_figures()
     plots = json.loads((folder / "figures.json").read_text(encoding="utf-8"))["plots"]
@@ -179,7 +179,7 @@ def test_plots_show_figures_of_the_benchmarks() -> None:
 
 
 def test_commands_exist() -> None:
-    """Every overwire command that a page shows names a verb, and options, that exist."""
+    """Every overwire command that a page shows has an existing command name and existing options."""
     verbs: dict[str, str] = {}
     shown = [block.replace("\\\n", " ") for page in PAGES for block in blocks(str(page.relative_to(ROOT)), "sh")]
     for line in "\n".join(shown).splitlines():
@@ -197,7 +197,7 @@ def test_commands_exist() -> None:
 
 
 def _tests() -> set[str]:
-    """The names of all tests in tests/ and, of Go's, below gosrc."""
+    """Returns the names of all tests in tests/ and of Go's tests below gosrc."""
     there: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         there |= {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
@@ -219,7 +219,7 @@ def test_each_row_names_its_tests(page: str, least: int) -> None:
 
 
 def test_slow_tests_are_marked_as_such() -> None:
-    """A * after a test's name says that `make test` leaves it out, and no other does."""
+    """A * after a test's name marks exactly the tests that `make test` leaves out."""
     slow = set()
     for path in (ROOT / "tests").rglob("test_nyacomp*.py"):
         slow |= set(re.findall(r"^@pytest\.mark\.slow\n(?:@.*\n)*def (test_\w+)", path.read_text(), re.M))

@@ -1,8 +1,7 @@
-"""The layers of python/overwire: imports go downward only, in no circle.
+"""Checks the layers of python/overwire: imports only go downward, and not in a circle.
 
-Every import counts, those inside functions and for type checkers too, and so does a
-module that is named in a text (`sys.modules["overwire..."]`). What must be otherwise
-stands in ALLOWED with its reason.
+Every import counts, also inside functions and for type checkers, and so does a module named in a text
+(`sys.modules["overwire..."]`). Exceptions are in ALLOWED with their reasons.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from overwire import plumbing
 
 PACKAGE = Path(overwire.__file__).parent
 
-# From the bottom up; patterns of module names without "overwire.". A module may import
-# its own layer and those below.
+# From the bottom up; patterns of module names without "overwire.". A module may import its own layer and those below.
 LAYERS: list[tuple[str, str]] = [
     ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables"),
     ("portable", "portable portable.*"),  # forked children read by it
     ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
-    # Readers of pickles that may be hostile, and of other libraries' files: loads take these, too.
+    # Readers of pickles that may be hostile, and of other libraries' files: loads also take these.
+    # rebuild stays where it is, since pickles name it.
     ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
-                   bundles.torcharchive bundles.torchfiles bundles.unpickling"""),  # rebuild: pickles name it, so it stays where it is
+                   bundles.torcharchive bundles.torchfiles bundles.unpickling"""),
     ("model", "model model.* stores records"),
-    ("distributed", "distributed distributed.*"),  # below the verbs: load_file(group=) is one of them
+    ("distributed", "distributed distributed.*"),  # below the public functions: load_file(group=) is one of them
     ("verbs", "verbs verbs.*"),
     ("offloading", "offloading offloading.*"),
     ("bundles", "bundles bundles.*"),
@@ -40,7 +39,7 @@ LAYERS: list[tuple[str, str]] = [
     ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_* _torch"),
 ]
 
-# Modules that the outside may import, beside the names of overwire.__all__.
+# Modules that the outside may import, besides the names of overwire.__all__.
 PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "plumbing", "records"}
 
 # Modules that users import by name list what they offer; elsewhere a name without an underscore is offered.
@@ -53,7 +52,7 @@ DOORS = [*PUBLIC, *"""
     integrations.transformers
 """.split()]
 
-# What integrations share: `pushes` is a trainer's door, too.
+# Modules that integrations share; `pushes` is also an entry point for trainers.
 SHARED = "integrations.pushes integrations.shared*"
 
 # (importer, imported) -> why.
@@ -78,7 +77,7 @@ class Import(NamedTuple):
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Every module by its name without "overwire.": "" is the package itself."""
+    """Returns every module by its name without "overwire."; "" is the package itself."""
     found = {}
     for path in sorted(package.rglob("*.py*")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -126,7 +125,7 @@ def layer_of(name: str) -> int | None:
 
 
 def findings(package: Path, public: set[str]) -> list[str]:
-    """What breaks the rules, a line each."""
+    """Returns what breaks the rules, a line each."""
     out = []
     top = len(LAYERS) - 1
     known = modules(package)
@@ -138,7 +137,7 @@ def findings(package: Path, public: set[str]) -> list[str]:
         where = f"{one.importer}:{one.line} imports {one.imported or 'overwire'}"
         mine, theirs = layer_of(one.importer), layer_of(one.imported)
         if not one.importer or one.importer == "plumbing" or mine is None or (one.importer, one.imported) in ALLOWED:
-            continue  # the two tables of names; what is said already
+            continue  # the two tables of names; already reported
         if mine == top:
             wing, other = one.importer.split(".")[:2], one.imported.split(".")[:2]
             shared = any(fnmatchcase(one.imported, pattern) for pattern in SHARED.split())
@@ -161,7 +160,7 @@ def findings(package: Path, public: set[str]) -> list[str]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """One circle for each module that is the first found to close one."""
+    """Returns one circle for each module that is the first found to close one."""
     state: dict[str, int] = {}
     path: list[str] = []
     out = []
@@ -188,11 +187,11 @@ def test_imports_go_downward() -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    """What ALLOWED excuses is there."""
+    """Every exception in ALLOWED is used."""
     assert set(ALLOWED) <= {(one.importer, one.imported) for one in imports(PACKAGE)}
 
 
-# What torch.distributed calls its collectives, and sends from rank to rank.
+# torch.distributed's names for its collectives and sends.
 COLLECTIVE = (
     "all_gather* all_reduce* all_to_all* barrier batch_isend_irecv broadcast broadcast_object_list gather* irecv isend monitored_barrier "
     "new_group new_subgroups* recv* reduce* scatter* send send_object_list"
@@ -200,7 +199,7 @@ COLLECTIVE = (
 
 
 def collectives(path: Path) -> list[int]:
-    """The lines of a module that call one by the name of torch.distributed, however it is imported there."""
+    """Returns the lines of a module that call a collective by torch.distributed's name, however it is imported."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {"dist", "_dist", "torch_dist"}
     for node in ast.walk(tree):
@@ -215,8 +214,8 @@ def collectives(path: Path) -> list[int]:
 
 
 def test_one_module_names_collectives() -> None:
-    """Ranks that load meet in one place, where it is known what follows what. Those of a checkpoint meet as
-    torch.distributed.checkpoint has them meet; the outside's programs and frameworks have groups of their own."""
+    """Loading ranks meet in one module, where the order of meetings is known. Ranks of a checkpoint meet as
+    torch.distributed.checkpoint prescribes; outside programs and frameworks have groups of their own."""
     inside = {name: path for name, path in modules(PACKAGE).items() if layer_of(name) != len(LAYERS) - 1}
     assert [name for name, path in inside.items() if collectives(path)] == ["checkpoints.exchange", "distributed.group"]
 
@@ -268,12 +267,12 @@ def test_what_breaks_a_rule_is_found(tmp_path: Path, path: str, text: str, found
 
 
 def test_the_makefile_lists_commands() -> None:
-    """What a command does stands in .ci, so that the list fits into a reader's head: 150 lines."""
+    """The Makefile has at most 150 lines, so that its list is easy to remember; the commands themselves are in .ci."""
     assert len((ROOT / "Makefile").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_the_tables_of_names_agree() -> None:
-    """Each public name is found where its table says, there alone, and type checkers find it there, too."""
+    """Each public name is found only where its table says, and type checkers also find it there."""
     for door in (overwire, plumbing):
         tree = ast.parse(Path(door.__file__ or "").read_text(encoding="utf-8"))
         [block] = [one for one in tree.body if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING"]
@@ -286,14 +285,14 @@ def test_the_tables_of_names_agree() -> None:
 
 
 def test_only_doors_list_their_names() -> None:
-    """A list of names beside the names themselves goes stale."""
+    """Only entry modules list their names: a list next to the names themselves goes stale."""
     lists = {name for name, path in modules(PACKAGE).items() if "\n__all__ = " in path.read_text(encoding="utf-8")}
     doors = {name for name in lists if any(fnmatchcase(name, pattern) for pattern in DOORS)}
     assert lists == doors
 
 
 def test_classes_say_where_users_find_them() -> None:
-    """So pickles of them name no module of the layers, which may move."""
+    """Classes name the module where users find them, so that pickles do not name internal modules, which may move."""
     reports = [
         overwire.Report(1, 1, 1.0, 0.1, 1, 0, 0, ("m",)),
         overwire.Progress(1, 2, 3, 4),

@@ -1,4 +1,4 @@
-"""Imports that others are in the middle of: by another thread, or under a signal handler."""
+"""Tests imports that others are in the middle of: another thread, or the code under a signal handler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ whole = True
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_module_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """What another thread imports is waited for, and is nothing if that fails, as it is for the module's own code."""
+    """A module that another thread imports is waited for. If that import fails, the result is nothing, as for the
+    module's own code."""
     name = f"half_module_{fails}"
     (tmp_path / f"{name}.py").write_text(HALF)
     monkeypatch.syspath_prepend(tmp_path)
@@ -49,7 +50,7 @@ def test_a_module_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_numpy_is_saved_while_torch_is_imported(tmp_path: Path, script: Callable[..., Any]) -> None:
-    """Arrays are saved by a thread while another is in the middle of the import of torch."""
+    """A thread saves arrays while another is in the middle of importing torch."""
     (tmp_path / "torch.py").write_text(HALF + "class Tensor: ...\n")
     program = """
 import builtins, sys, threading
@@ -71,14 +72,14 @@ saves.join()
 
 
 def enter_and_leave() -> None:
-    """What another thread does meanwhile."""
+    """Acts as another thread meanwhile."""
     with Undisturbed():
         pass
 
 
 def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    """Handlers run after what must not be disturbed, in their order, and are the program's own again, as is one that
-    was set meanwhile; Ctrl-C does not wait, and another thread is not concerned."""
+    """Handlers run in order after the undisturbed section, and the program's own are restored, also one set meanwhile.
+    Ctrl-C does not wait, and other threads are not affected."""
     ran: list[str] = []
     handlers = {
         number: (lambda n, _: ran.append(signal.Signals(n).name))
@@ -97,7 +98,7 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
             raise TimeoutError
 
         signal.signal(signal.SIGALRM, expire)
-        with pytest.raises(TimeoutError), Undisturbed():  # what one handler raises stops no other
+        with pytest.raises(TimeoutError), Undisturbed():  # an error in one handler stops no other
             signal.raise_signal(signal.SIGALRM)
             signal.raise_signal(signal.SIGUSR1)
         assert ran[2:] == ["SIGUSR1"]
@@ -113,7 +114,7 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_cycle_collector_waits() -> None:
-    """It runs no finalizer in the middle of an import, on no thread; afterwards it runs as before, if it did."""
+    """During an import the cycle collector runs no finalizer on any thread. Afterwards it runs again, if it did."""
     assert gc.isenabled()
     with Undisturbed(), Undisturbed():
         assert not gc.isenabled()
@@ -134,7 +135,7 @@ def test_the_cycle_collector_waits() -> None:
 
 
 def test_a_load_to_the_host_imports_little(torch_script: Callable[..., Any]) -> None:
-    """It imports no module of GPUs, and starts the engine before the frame of torch is made."""
+    """A load to the host imports no GPU module, and starts the engine before torch's part is imported."""
     program = """
 import json, struct, sys
 import torch, overwire as ow
@@ -153,7 +154,7 @@ assert "overwire.gpu" not in sys.modules
 
 
 def test_handlers_call_overwire_in_the_middle_of_its_imports(script: Callable[..., Any]) -> None:
-    """A handler that saves and loads works at whatever import of overwire, and while the engine is loaded."""
+    """A handler that saves and loads works during any import of overwire, and while the engine is loaded."""
     program = """
 import signal, sys
 import numpy as np, overwire as ow
@@ -191,8 +192,7 @@ print(len(ran) == len(Poke.seen), set(ran) == {6.0})
 
 
 def test_a_child_of_fork_collects_garbage() -> None:
-    """A program that forks while another of its threads is in a pause of the cycle collector has children that
-    collect."""
+    """If a program forks while another of its threads pauses the cycle collector, its children still collect."""
     for pause in (Undisturbed, many_objects):
         inside, may_leave = threading.Event(), threading.Event()
 

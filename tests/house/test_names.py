@@ -1,5 +1,4 @@
-"""Names of files: what os.fsencode makes of one is what every verb opens, writes and reports, whatever its bytes
-are."""
+"""Tests names of files: every function opens, writes and reports os.fsencode of a name, whatever its bytes are."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from overwire import stores
 from overwire.compat.nyacomp import manifests
 from overwire.model import layout, sources
 
-# Stems; U+FFFD is what a name that is not UTF-8 must never become.
+# Stems; a name that is not UTF-8 must never become U+FFFD.
 STEMS = {
     "latin-1": b"caf\xe9",
     "another": b"caf\xe8",
@@ -40,7 +39,7 @@ STEMS = {
 
 
 def files(folder: Path) -> dict[bytes, bytes]:
-    """Every file below a folder: its name's bytes, and its bytes."""
+    """Returns every file below a folder: its name's bytes, and its bytes."""
     found = {}
     for here, _, names in os.walk(os.fsencode(folder)):
         for name in names:
@@ -51,7 +50,7 @@ def files(folder: Path) -> dict[bytes, bytes]:
 
 
 class Bytes:
-    """A path whose __fspath__ is bytes."""
+    """A path with bytes from __fspath__."""
 
     def __init__(self, path: bytes) -> None:
         self.path = path
@@ -64,8 +63,7 @@ FORMS: list[Callable[[bytes], Any]] = [lambda path: path, os.fsdecode, lambda pa
 
 
 def test_every_verb(tmp_path: Path) -> None:
-    """Each verb of Python's, names as bytes, text and paths: of 14 names that could be taken for one another
-    each is a file of its own."""
+    """Each Python function takes names as bytes, text and paths: 14 similar names are 14 separate files."""
     folder = os.fsencode(tmp_path)
     for number, stem in enumerate(STEMS.values()):
         path = os.path.join(folder, stem + b".safetensors")
@@ -95,7 +93,7 @@ def test_every_verb(tmp_path: Path) -> None:
         os.makedirs(os.path.dirname(other), exist_ok=True)
         assert os.fsencode(ow.convert(path, other, compress=False).files[0]) == other
         assert ow.load_file(uri.replace(quote_from_bytes(path), quote_from_bytes(other)), framework="np")["x"][0] == number
-        ow.save_file({"x": np.full(9, number, "f4")}, uri)  # in place of itself
+        ow.save_file({"x": np.full(9, number, "f4")}, uri)  # onto itself
     assert len(files(tmp_path)) == 2 * len(STEMS)
     folders = [os.path.join(folder, stem) for stem in STEMS.values()]
     for number, place in enumerate(folders):
@@ -111,8 +109,8 @@ def test_every_verb(tmp_path: Path) -> None:
 
 
 def test_bundles(tmp_path: Path) -> None:
-    """Bundles: the pickle, its container and meta.csv; what meta.csv cannot list, and what is too long, is refused
-    before anything is written."""
+    """Bundles have the pickle, its container and meta.csv. Names that meta.csv cannot list or that are too long are
+    refused before anything is written."""
     for number, (what, stem) in enumerate(STEMS.items()):
         place = tmp_path / str(number)
         place.mkdir()
@@ -148,7 +146,7 @@ def test_bundles(tmp_path: Path) -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """Each verb of the command line: arguments, -o, output for people and for machines."""
+    """Each command takes any names: in arguments, for -o, and in output for people and for machines."""
 
     def run(*words: bytes, rc: int = 0) -> bytes:
         done = subprocess.run([os.fsencode(sys.executable), b"-m", b"overwire", *words], cwd=tmp_path, capture_output=True, timeout=120)
@@ -178,7 +176,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_names_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What os.fsencode refuses, NUL, and URIs of other bytes are ArgumentError in every verb, and nothing is
+    """Names that os.fsencode refuses, NUL, and URIs of other bytes are ArgumentError in every function, and nothing is
     written."""
     monkeypatch.chdir(tmp_path)
     tensors = {"x": np.ones(3)}
@@ -219,7 +217,7 @@ def test_errors_have_the_name_and_can_be_printed(tmp_path: Path) -> None:
 
 
 def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """".." is where the system finds it, not the name before: link/../x is beside what the link leads to."""
+    """".." is resolved as the system does, not by text: link/../x is next to the link's target."""
     (tmp_path / "real/deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real/deep")
     ow.save_file({"x": np.zeros(3)}, tmp_path / "x.safetensors")
@@ -235,7 +233,7 @@ def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_other_bytes_stay_data(tmp_path: Path) -> None:
-    """Texts that go into files are Unicode: bytes that are none are refused there, not replaced."""
+    """Texts that go into files are Unicode: other bytes are refused there, not replaced."""
     path = tmp_path / "m.safetensors"
     for metadata in ({"k": "\udce9"}, {"\udce9": "v"}, {"k": "\ud800"}):
         with pytest.raises(ow.ArgumentError):
@@ -251,7 +249,7 @@ def test_other_bytes_stay_data(tmp_path: Path) -> None:
 
 
 def test_the_environment(tmp_path: Path, script) -> None:
-    """OVERWIRE_PRELOAD and OVERWIRE_TRACE hold names of any bytes."""
+    """OVERWIRE_PRELOAD and OVERWIRE_TRACE accept names of any bytes."""
     name = os.fsdecode(b"caf\xe9.safetensors")
     ow.save_file({"x": np.zeros(9, "f4")}, tmp_path / name)
     ow.save_file({"x": np.ones(9, "f4")}, tmp_path / "caf\ufffd.safetensors")
@@ -266,7 +264,7 @@ def test_the_environment(tmp_path: Path, script) -> None:
 
 
 def test_a_latin_1_world(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Python's names are not UTF-8, another name is refused, not another file opened."""
+    """If Python's names are not UTF-8, another name is refused, and no other file is opened."""
     source = """if True:
         import os, overwire as ow, numpy as np
         assert os.fsencode(os.fsdecode(b"caf\\xe9")) == b"caf\\xe9"
@@ -274,7 +272,7 @@ def test_a_latin_1_world(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch
         except ow.ArgumentError as error: assert "-X utf8" in str(error)
     """
     world = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    for locale in ("C", "en_US.ISO-8859-1"):  # not every machine has the second; then it is the first
+    for locale in ("C", "en_US.ISO-8859-1"):  # not every machine has the second; then the first is used
         script(source, LC_ALL=locale, **world)
         assert set(files(tmp_path)) <= {b"caf\xe9.safetensors"}
     monkeypatch.setattr(os, "fsencode", lambda text: text.encode("latin-1", "surrogateescape"))
@@ -284,8 +282,8 @@ def test_a_latin_1_world(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch
 
 
 def test_open_files(tmp_path: Path) -> None:
-    """An open file is what its `read` gives from where it stands, or all of it where it stands at its end; a number
-    that is that of compressed bytes is not taken for it."""
+    """An open file means what its `read` gives from its position, or all of it if it is at its end. A descriptor number
+    of compressed bytes is not taken for it."""
     import bz2
     import gzip
     import lzma
@@ -338,7 +336,7 @@ def test_open_files(tmp_path: Path) -> None:
 
 
 def test_compat_modules(tmp_path: Path) -> None:
-    """The faces of other libraries take the same names."""
+    """The compat modules take the same names."""
     torch = pytest.importorskip("torch")
     from overwire.compat import nyacomp
     from overwire.compat.fastsafetensors import fastsafe_open
@@ -382,8 +380,8 @@ def test_compat_modules(tmp_path: Path) -> None:
 
 
 def test_names_cannot_steer_a_terminal(tmp_path: Path) -> None:
-    """Control and bidirectional characters of a name are shown as their numbers in messages of errors, the engine's
-    and Python's; `source` has the name itself."""
+    """Control and bidirectional characters of a name are shown as numbers in error messages, the engine's and Python's;
+    `source` has the exact name."""
     path = tmp_path / "m\x1b]0;OWNED\x07\u202e\x9b\x7f"
     for verb in (ow.load_file, ow.inspect, ow.load_compressed_pickle):
         with pytest.raises(ow.NotFoundError) as raised:

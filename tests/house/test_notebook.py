@@ -1,5 +1,5 @@
-"""What reports, plans, opened files and inspections show: a short line, and in notebooks tables that no name can break
-out of."""
+"""Tests the display of reports, plans, opened files and inspections: a short line, and in notebooks tables that no name
+can break."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALLOWED = {"div", "strong", "table", "caption", "thead", "tbody", "tr", "th", "t
 
 
 class Page(HTMLParser):
-    """Collects elements, their attributes, and texts; every element that is opened is closed."""
+    """Collects elements, their attributes, and texts; every opened element is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -53,7 +53,7 @@ class Page(HTMLParser):
 
 def checked(thing: Any) -> Page:
     text = thing._repr_html_()
-    text.encode()  # as a notebook's file is
+    text.encode()  # as a notebook file is encoded
     page = Page(text)
     assert not page.open and not page.other
     assert page.tags <= ALLOWED and page.attributes <= {"class", "scope", "colspan"}
@@ -68,7 +68,7 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def test_names_are_texts(hostile: Path) -> None:
-    """Hostile names of tensors and files make no element, no attribute and no comment, and are there as texts."""
+    """Hostile names of tensors and files make no element, attribute or comment, and appear as text."""
     report = ow.save_file({"a": np.zeros(2)}, hostile.with_suffix(".2.safetensors"))
     shown: list[Any] = [ow.inspect(hostile), ow.plan(hostile, framework="np"), report]
     with ow.safe_open(hostile, framework="np") as opened:
@@ -100,7 +100,7 @@ def test_lines_and_tables_are_short(tmp_path: Path) -> None:
 
 
 def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
-    """Equal to what JSON makes of it; pickles and copies are plain dicts, which need no overwire."""
+    """An inspection equals its JSON; pickles and copies are plain dicts, which do not need overwire."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.zeros(2)}, path)
     found = ow.inspect(path)
@@ -112,8 +112,8 @@ def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
 
 
 def test_other_answers_have_tables(tmp_path: Path) -> None:
-    """What verify, doctor, last_report and diff return is shown by tables, and equal to its JSON; rows are no last
-    report."""
+    """Results of verify, doctor, last_report and diff are shown as tables, and equal their JSON. Their rows are not a
+    last report."""
     path, state = tmp_path / "m.safetensors", {"a": np.arange(9.0), "b": np.zeros(2)}
     ow.save_file(state, path)
     ow.load_file(path, framework="np")
@@ -133,7 +133,7 @@ def test_other_answers_have_tables(tmp_path: Path) -> None:
 
 
 def test_nothing_and_little(tmp_path: Path) -> None:
-    """A model without tensors has tables, too."""
+    """A model without tensors also has tables."""
     path = tmp_path / "m.safetensors"
     report = ow.save_file({}, path)
     with ow.safe_open(path, framework="np") as opened:
@@ -143,7 +143,7 @@ def test_nothing_and_little(tmp_path: Path) -> None:
 
 
 def test_one_is_singular(tmp_path: Path) -> None:
-    """What has one tensor, file or block says so in the singular, in a line and in a notebook."""
+    """A single tensor, file or block is in the singular, in a line and in a notebook."""
     path, one = tmp_path / "m.safetensors", {"a": np.zeros(1)}
     answers = [ow.save_file(one, path), ow.inspect(path), ow.plan(path, framework="np"), ow.diff(one, one)]
     with ow.safe_open(path, framework="np") as opened:

@@ -1,7 +1,7 @@
-"""The pages of `overwire inspect --html` (of a model, and of a trace), as a person at a browser has them.
+"""Tests the pages of `overwire inspect --html` (of a model, and of a trace) as a person with a browser sees them.
 
-With mouse, keyboard and screen reader, in light and dark, in wide and narrow windows. The pictures stay in the test's
-folder.
+They use mouse, keyboard and screen reader, in light and dark, in wide and narrow windows. The pictures stay in the
+test's folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(*argv: str) -> str:
 
 
 def alone(browser: chromium.Chromium, page: Path) -> None:
-    """The page has run to its end, asked for nothing, and made no element of a text."""
+    """Asserts that the page has run to its end, has asked for nothing, and has made no element from a text."""
     assert browser.run("document.body.dataset.ready") == "1"
     assert browser.requests == [page.resolve().as_uri()] and browser.errors == []
     assert browser.run("document.querySelectorAll('img, iframe, object, link, svg script').length") == 0
@@ -59,7 +59,7 @@ def pictures(browser: chromium.Chromium, page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a model of 18,867 tensors, some of whose names want out of it."""
+    """Returns the page of a model with 18,867 tensors, some with names that try to break out of it."""
     folder = tmp_path_factory.mktemp("model")
     parts = ("gate", "up", "down")
     names = [f"model.layers.{i // 384}.mlp.experts.{i // 3 % 128}.{parts[i % 3]}_proj.weight" for i in range(18_867 - len(HOSTILE))]
@@ -70,8 +70,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_model(browser: chromium.Chromium, model: Path) -> None:
-    """18,867 tensors take at most 3 MB; keys go in and out, the filter finds every name, a screen reader has them as
-    names."""
+    """18,867 tensors take at most 3 MB. Keys navigate in and out, the filter finds every name, and a screen reader gets
+    the names."""
     assert model.stat().st_size <= 3e6
     browser.view()
     seconds = browser.open(model)
@@ -109,7 +109,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trace(browser: chromium.Chromium, trace: Path) -> None:
-    """Keys go from span to span and say what each is; wheel, drag and keys zoom and move; tables have every stage."""
+    """Keys move from span to span and show each one. Wheel, drag and keys zoom and move. Tables have every stage."""
     browser.view()
     browser.open(trace)
     alone(browser, trace)
@@ -157,7 +157,7 @@ def test_trace(browser: chromium.Chromium, trace: Path) -> None:
 
 
 def test_traces_of_a_gpu_and_hostile_names(browser: chromium.Chromium, tmp_path: Path) -> None:
-    """100,000 spans on workers, copies and kernels, some of whose names want out of the page."""
+    """Traces with 100,000 spans on workers, copies and kernels work, also with names that try to break the page."""
     events: list[dict[str, object]] = []
     for pid, tid, name in [(1, 0, "load"), *((1, n + 1, f"worker {n}") for n in range(16)), (2, 0, "copies"), (2, 1, HOSTILE[0])]:
         events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})

@@ -1,4 +1,4 @@
-"""A release is refused for each thing that it lacks; `make release` itself is not run here."""
+"""Tests that a release is refused for each thing that it lacks; `make release` itself is not run here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRY = "# Changelog\n\n## Unreleased\n\n## 1.2.3 - 2026-01-31\n\n### Added\n\n-
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository that is ready to be released as 1.2.3."""
+    """Returns a repository that is ready to be released as 1.2.3."""
     (tmp_path / "gosrc/cli").mkdir(parents=True)
     (tmp_path / "gosrc/cli/cli.go").write_text('package cli\n\nconst Version = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text(ENTRY)
@@ -74,15 +74,15 @@ def test_the_changelog_has_its_entry(tree: Path, changelog: str, found: str) -> 
 
 
 def test_changes_of_the_project_have_their_form() -> None:
-    """Each file of changes/ has a kind and a sentence, and they join the changelog."""
+    """Each file of changes/ has a kind and a sentence, and joins the changelog."""
     text = (ROOT / "CHANGELOG.md").read_text()
     own = [changes.read_fragment(path) for path in changes.list_fragments(ROOT)]
     assert changes.join_changes(text, own, "9.9.9", "2099-01-01").count("## 9.9.9 - 2099-01-01\n") == 1
 
 
 def test_changes_join_the_changelog(tree: Path) -> None:
-    """Files become entries of their kinds beside what stands under Unreleased, older versions stay as they are, and the
-    files go; a release with one left is refused."""
+    """Files become entries of their kinds after those already under Unreleased, older versions stay as they are, and
+    the files are removed. A release with one left is refused."""
     old = ENTRY.replace("Unreleased\n", "Unreleased\n\n### Fixed\n\n- It.\n")
     (tree / "CHANGELOG.md").write_text(old)
     (tree / "changes").mkdir()
@@ -110,7 +110,7 @@ def test_changes_join_the_changelog(tree: Path) -> None:
 def test_a_change_of_another_form_changes_nothing(
     tree: Path, capsys: pytest.CaptureFixture[str], name: str, line: str, fault: str
 ) -> None:
-    """The file is named, and neither it nor the changelog is touched."""
+    """A malformed change is named, and neither it nor the changelog is touched."""
     (tree / "changes").mkdir()
     (tree / "changes" / name).write_text(line)
     assert changes.main(["1.3.0"], tree) == 1 and fault in capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_a_change_of_another_form_changes_nothing(
 
 
 def test_a_first_release_keeps_honest_sections() -> None:
-    """What was mended before it stays a fix: people also build from the repository."""
+    """Fixes made before the first release stay fixes, because people also build from the repository."""
     first = "# Changelog\n\n## Unreleased\n\n### Added\n\n- All.\n"
     joined = changes.join_changes(first, [("Added", "More."), ("Fixed", "It.")], "0.1.0", "2026-01-01")
     assert joined.endswith("## 0.1.0 - 2026-01-01\n\n### Added\n\n- All.\n- More.\n\n### Fixed\n\n- It.\n")
@@ -136,7 +136,7 @@ def test_the_tag_is_that_of_the_version_and_at_this_commit(tree: Path) -> None:
 
 
 def archives(folder: Path, *, bill: str = "{}", leave_out: str = "") -> Path:
-    """A folder with an sdist, a wheel for each architecture and one for all machines."""
+    """Returns a folder with an sdist, a wheel for each architecture and one for all machines."""
     zipfile.ZipFile(folder / "overwire-1.2.3-py3-none-any.whl", "w").close()
     members = {"setup.py": "x", "licenses/THIRD-PARTY.txt": "x", "licenses/overwire.cdx.json": "{}"}
     with tarfile.open(folder / "overwire-1.2.3.tar.gz", "w:gz") as tar:
@@ -179,7 +179,7 @@ def test_each_architecture_has_a_wheel(tmp_path: Path) -> None:
 
 
 def test_entry_points_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The groups that vLLM and SGLang look through name functions that exist."""
+    """The entry point groups of vLLM and SGLang name functions that exist."""
     monkeypatch.syspath_prepend(str(ROOT))
     setup: Any = importlib.import_module("setup")
     parser = configparser.ConfigParser()
@@ -199,6 +199,7 @@ def test_entry_points_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_changelog_of_another_form_stays(text: str, fault: str) -> None:
-    """A changelog without the section that changes join, with the version already or with another kind is refused."""
+    """A changelog is refused if it lacks the section that changes join, already has the version, or has another kind of
+    section."""
     with pytest.raises(ValueError, match=fault):
         changes.join_changes(text, [("Added", "It.")], "1.3.0", "2026-02-03")

@@ -1,4 +1,4 @@
-"""The parts of `make docs` that are ours: docstrings become text, and the finished site is checked."""
+"""Tests our parts of `make docs`: docstrings become text, and the finished site is checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_docstrings_become_text(text: str, rst: str) -> None:
 
 
 def test_options_are_explained_where_they_are_taken() -> None:
-    """Each option of a function has its explanation in the place of the field `options`, and none that it lacks."""
+    """Each option of a function is explained where the field `options` is, and no option that it lacks."""
     lines = (overwire.load_file.__doc__ or "").split("\n")
     text = "\n".join(docstrings.add_options(overwire.load_file, inspect.cleandoc("\n".join(lines)).split("\n")))
     assert "those of `LoadOptions`" not in text and text.index("\nmax_memory: ") < text.index("\nReturns")
@@ -44,7 +44,7 @@ def test_options_are_explained_where_they_are_taken() -> None:
 
 
 def test_overloads_become_one_signature() -> None:
-    """The last overload with every result; a flag that each overload fixes is a bool."""
+    """Overloads become the last one with every result; a flag that each overload fixes is a bool."""
 
     def make(flag: str, result: str, default: Any = inspect.Parameter.empty) -> inspect.Signature:
         parameter = inspect.Parameter("wait", inspect.Parameter.KEYWORD_ONLY, annotation=flag, default=default)

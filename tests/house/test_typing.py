@@ -1,4 +1,4 @@
-"""What type checkers make of the public names: right programs pass, wrong ones do not."""
+"""Tests the public names with type checkers: right programs pass, wrong ones do not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One of the ranks of tests/peers/test_fastsafetensors_release.py: a folder, the rank, and
-how many there are. F4 tensors are shared, by the real package and by ours alike."""
+"""Runs one of the ranks of tests/peers/test_fastsafetensors_release.py, given a folder, the rank, and the number of
+ranks. The real package and ours both share F4 tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def raw(tensor: torch.Tensor) -> list[Any]:
 
 
 def share(package: Any, paths: list[str]) -> list[Any]:
-    """What a program sees of the file's tensors, by every collective."""
+    """Returns what a program sees of the file's tensors, with every collective."""
     kinds = importlib.import_module(f"{package.__name__}.st_types")
     loader = package.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames(dict(enumerate([path] for path in paths)))
@@ -57,7 +57,8 @@ def main() -> None:
     paths = [str(folder / "a.safetensors"), str(folder / "b.safetensors")]
     seen = [share(package, paths) for package in (importlib.import_module("fastsafetensors"), ours)]
     assert seen[0] == seen[1]
-    # Blocks of an odd number of elements: an error on every rank, of ours alone, since the real one's other ranks wait.
+    # Blocks with an odd number of elements are an error on every rank, only tested with ours, since the real one's
+    # other ranks wait.
     loader = ours.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames({0: [str(folder / "odd.safetensors")]})
     buffer = loader.copy_files_to_device()
@@ -72,7 +73,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     print("done", flush=True)
-    os._exit(0)  # C++ threads of gloo or of the released package may abort a process that ends by itself
+    os._exit(0)  # C++ threads of gloo or of the released package may abort a process that ends normally
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the tests of overwire.compat.fastsafetensors share."""
+"""Shares helpers among the tests of overwire.compat.fastsafetensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conftest import every_dtype
 
 
 def plain(value: Any) -> Any:
-    """Without the classes, which are two sets."""
+    """Returns the values without their classes, which come in two sets."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -27,7 +27,7 @@ def plain(value: Any) -> Any:
 
 
 def two_files(tmp_path: Path) -> list[str]:
-    """A plain and a compressed file with every dtype."""
+    """Writes a plain and a compressed file with every dtype."""
     tensors = every_dtype()
     plain, compressed = str(tmp_path / "plain.safetensors"), str(tmp_path / "compressed.safetensors")
     ow.save_file(tensors, plain, {"made": "here"}, compress=False)
@@ -36,7 +36,7 @@ def two_files(tmp_path: Path) -> list[str]:
 
 
 def load(paths: list[str], **named: Any) -> tuple[Any, Any]:
-    """Of one process: the loader, and its buffer."""
+    """Returns the loader and buffer of one process."""
     loader = fst.SafeTensorsFileLoader(fst.SingleGroup(), torch.device("cpu"), **named)
     loader.add_filenames({0: paths})
     return loader, loader.copy_files_to_device()

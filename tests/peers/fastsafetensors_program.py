@@ -1,8 +1,7 @@
-"""A program of fastsafetensors 0.5: a folder to write to, and the dtypes that are
-known. It prints what it was answered, as JSON. tests/peers/test_fastsafetensors_later.py
-runs it with the real package and with ours."""
+"""Runs as a program of fastsafetensors 0.5, given a folder to write to and the known dtypes. It prints the answers as
+JSON. tests/peers/test_fastsafetensors_later.py runs it with the real package and with ours."""
 
-# What loops make is called in the same turn.
+# Functions made in loops are called in the same turn.
 # ruff: noqa: B023
 
 import json

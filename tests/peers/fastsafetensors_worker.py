@@ -1,4 +1,4 @@
-"""One of two ranks of tests/peers/test_fastsafetensors.py: a folder, and the rank."""
+"""Runs one of two ranks of tests/peers/test_fastsafetensors.py, given a folder and the rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sharing(folder: Path, group: dist.ProcessGroup, files: dict[int, list[str]])
     fb.close()
     same(pushed[rank], want["b0"])
 
-    # Each file goes when each of its tensors was taken.
+    # Each file is released when each of its tensors was taken.
     fb = loader.copy_files_to_device()
     assert fb.auto_mem_delete == (ranks > 1)
     owner, _ = fb.key_to_rank_lidx["a0"]
@@ -81,7 +81,7 @@ def sharing(folder: Path, group: dist.ProcessGroup, files: dict[int, list[str]])
 
 
 def failing(folder: Path) -> None:
-    """A file that only rank 1 finds damaged raises on both; then all goes on."""
+    """A file that only rank 1 finds damaged raises on both; then everything goes on."""
     bad = [str(folder / "a.safetensors"), str(folder / "damaged.safetensors")]
     loader = fst.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames({0: bad[:1], 1: bad[1:]})

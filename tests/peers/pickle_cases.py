@@ -1,7 +1,7 @@
-"""Makes hostile pickles and their blobs at random, for `pickle_fuzz`.
+"""Makes random hostile pickles and their blobs, for `pickle_fuzz`.
 
-What our own pickler writes, changed and recombined, or programs of calls of all
-that the allow-list has, with arguments that are nearly right.
+They are our own pickler's output, changed and recombined, or programs of calls of everything on the allow-list, with
+arguments that are nearly right.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ TEXTS = list(SPECS)
 SPECS += [[("a", "<f4", ()), ("b", "|u1", (2,))], [("a", "O", ())], [], [("a", "<f4", (1 << 40,))], [("a", [("b", "|u1", (3,))], (2,))]]
 LAYOUTS = "sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc strided".split()
 KEYS = "__class__ __dict__ __setstate__ forward x _parameters _modules _flat_weights_names _all_weights note data".split()
-# Opcodes without arguments, and some with lengths that are not there.
+# Opcodes without arguments, and some with missing lengths.
 OPCODES = [bytes((code,)) for code in b"012RbsuaeQ(t)]}No\x81\x85\x8f\x90\x91\x92\x93\x94\x97"]
 OPCODES += [code + struct.pack("<Q", size) for code in (b"\x8e", b"\x96", b"\x95") for size in (3, 1 << 20, 1 << 60)]
 
 
 class Maker:
-    """Cases from one source of randomness."""
+    """Makes cases from one source of randomness."""
 
     def __init__(self, chance: random.Random) -> None:
         self.r = chance
@@ -140,7 +140,7 @@ class Maker:
         self.memos = 0
 
     def case(self) -> tuple[bytes, list[bytes], bool]:
-        """A pickle, its blobs, and whether these end at a fence."""
+        """Returns a pickle, its blobs, and whether these end at a fence."""
         last = self.r.random() < 0.7
         if self.r.random() < 0.55:
             data, blobs = self._mutant()
@@ -153,7 +153,7 @@ class Maker:
             data = bytes(flat)
         return data, blobs, last
 
-    # changed honest ones
+    # valid ones, changed
 
     def _mutant(self) -> tuple[bytes, list[bytes]]:
         r = self.r
@@ -170,7 +170,7 @@ class Maker:
             at = r.randrange(1, len(ops)) if len(ops) > 1 else 0
             kind = r.random()
             if kind < 0.45:
-                # Numbers, texts and references are where an attack is.
+                # Attacks change numbers, texts and references.
                 tries = [n for n in (r.randrange(len(ops)) for _ in range(6)) if len(ops[n]) > 1]
                 at = tries[0] if tries else at
                 ops[at] = self._other(ops[at])
@@ -301,13 +301,13 @@ class Maker:
         return target + self._value(2) + b"b"
 
     def _nest(self) -> bytes:
-        """Little that stands for much."""
+        """Makes a small input that stands for much data."""
         r = self.r
         many = r.choice((3, 30, 300, 3000))
         kind = r.randrange(7)
         if kind == 0:
             return b")" + b"\x85" * many + r.choice((b"", b"(", b"\x85" * 3)) + r.choice((b"", b"N\x86"))
-        if kind < 3:  # a tuple as a key that is twice the one in it
+        if kind < 3:  # a tuple as a key that contains the previous one twice
             doubled = b"".join(b"\x94" + b"h" + struct.pack("B", (self.memos + n) % 256) + b"\x86" for n in range(min(many, 60)))
             return b"}" + b"K\x01" + doubled + b"Ns"
         if kind == 3:
@@ -321,7 +321,7 @@ class Maker:
                 + b"N"
                 + b"atR" * count
             )
-        # The numbers that are one by their hash.
+        # Numbers that have the same hash.
         return b"}(" + b"".join(push(n * ((1 << 61) - 1)) + b"N" for n in range(min(many, 300))) + b"u"
 
     def _dims(self, n: int) -> tuple[int, ...]:
@@ -359,7 +359,7 @@ class Maker:
     def _tensor(
         self, dtype: str | None = None, size: tuple[int, ...] | None = None, blob: tuple[int, int] | None = None
     ) -> bytes:
-        """A tensor that is mostly right."""
+        """Makes a tensor that is mostly right."""
         r = self.r
         dtype = dtype or r.choice(DTYPES[:7])
         if size is None:
@@ -374,7 +374,7 @@ class Maker:
         return named("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + rest + flags + b"}" + metadata + b"tR"
 
     def _index(self, dtype: str, size: tuple[int, ...], numbers: list[int]) -> bytes:
-        """A tensor of indices with a blob of its own, in which one may lie."""
+        """Makes a tensor of indices with its own blob, in which an index may be."""
         r = self.r
         if numbers and r.random() < 0.3:
             numbers = list(numbers)
@@ -415,7 +415,7 @@ class Maker:
         parts += self._tensor(None, values)
         shaped = r.choice((named("torch", "Size") + push((size,)) + b"R", push(size), push(list(size))))
         made = named("torch._utils", "_rebuild_sparse_tensor") + b"(" + coded + b"(" + parts + shaped + tail + b"ttR"
-        if r.random() < 0.2:  # and a way to its indices
+        if r.random() < 0.2:  # and a path to its indices
             blob = (len(self.blobs) - 1, len(self.blobs[-1])) if self.blobs else self._blob()
             made = b"(" + made + self._tensor("int64", None, blob) + b"t"
         return made

@@ -1,14 +1,14 @@
-"""Hostile bundles at random: each loads, or is refused by a class of ours.
+"""Loads random hostile bundles: each loads, or is refused with one of our classes.
 
-    python tests/peers/pickle_fuzz.py --cases 1000000 --seed 7      under `make asan`, too
+    python tests/peers/pickle_fuzz.py --cases 1000000 --seed 7      also under `make asan`
     python tests/peers/pickle_fuzz.py --seed 7 --only 123456        repeats one case
 
-A case is a pickle and its blobs: what our own pickler writes, with opcodes, names,
-numbers, references and bytes changed and recombined, or a program of calls of all
-that the allow-list has, with arguments that are nearly right. After a load every
-byte of every tensor and array is read. Blobs lie between pages that no one may
-touch, so that an access outside ends the process even in code that no sanitizer
-has instrumented. A case that takes long, or much memory, is a failure.
+A case is a pickle and its blobs: our own pickler's output, with opcodes, names,
+numbers, references and bytes changed and recombined, or a program of calls of
+everything on the allow-list, with arguments that are nearly right. After a load
+every byte of every tensor and array is read. Blobs are between inaccessible pages,
+so that an access outside ends the process even in code that no sanitizer has
+instrumented. A case that takes long, or much memory, is a failure.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from typing import Any
 
 from pickle_cases import Maker
 
-CASES_EACH = 20_000  # of one process
-SLOW = 30.0  # seconds of CPU that no case may take; an honest one takes milliseconds
+CASES_EACH = 20_000  # for one process
+SLOW = 30.0  # seconds of CPU that no case may take; a valid one takes milliseconds
 HANG = 300  # seconds until a process without progress is ended
-GROWTH = 1 << 20  # KiB that a process may grow by: its cases have some kilobytes each
+GROWTH = 1 << 20  # KiB that a process may grow by, with cases of some kilobytes each
 
 PAGE = mmap.PAGESIZE
 
 
 class Fenced:
-    """`unpickling.Blobs` in pages of its own: before and behind them are others
-    that may not be touched. A blob ends where its page ends, or begins there."""
+    """`unpickling.Blobs` in separate pages between inaccessible ones. A blob ends where its page ends, or begins where
+    it begins."""
 
     def __init__(self, count: int, most: int) -> None:
         self._size = -(-most // PAGE) * PAGE
@@ -60,7 +60,7 @@ class Fenced:
         self._made: dict[int, Any] = {}
 
     def lay(self, blobs: list[bytes], last: bool) -> None:
-        """Puts the blobs of a case in place."""
+        """Writes the blobs of a case into place."""
         self._made = {}
         self._now = []
         for place, data in zip(self._places, blobs, strict=False):
@@ -103,7 +103,7 @@ class Fenced:
 
 
 def touch(made: Any) -> None:
-    """Reads every byte of all tensors and arrays that are reachable."""
+    """Reads every byte of all reachable tensors and arrays."""
     import numpy as np
     import torch
 
@@ -137,7 +137,7 @@ def touch(made: Any) -> None:
             KeyError, ValueError, TypeError, RuntimeError, NotImplementedError, IndexError, SystemError, OverflowError,
             AttributeError,
         ):
-            continue  # of no use, but no harm
+            continue  # useless, but harmless
 
 
 def touch_tensor(one: Any) -> None:
@@ -175,7 +175,7 @@ def touch_array(one: Any) -> None:
 
 
 def run_case(seed: int, number: int, fenced: Fenced) -> str:
-    """Runs one case; what came of it. Any other exception is a failure."""
+    """Runs one case and returns its result. Any other exception is a failure."""
     import overwire as ow
     from overwire.bundles import unpickling
 
@@ -199,7 +199,7 @@ def run_case(seed: int, number: int, fenced: Fenced) -> str:
 
 
 def work(seed: int, first: int, count: int, note: Path | None) -> collections.Counter[str]:
-    """Runs cases in this process; keeps the number of the one that runs in `note`."""
+    """Runs cases in this process; keeps the number of the running one in `note`."""
     warnings.simplefilter("ignore")
     faulthandler.enable()
     import torch

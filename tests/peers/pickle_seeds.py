@@ -1,4 +1,4 @@
-"""Honest bundles of every kind, opcode by opcode, which `pickle_cases` changes."""
+"""Makes valid bundles of every kind, opcode by opcode, which `pickle_cases` changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @functools.cache
 def seeds() -> list[tuple[list[bytes], list[bytes]]]:
-    """Pickles of our own writer, opcode by opcode, and their blobs."""
+    """Returns pickles of our own writer, opcode by opcode, and their blobs."""
     import numpy as np
     import torch
     from overwire.bundles.pickling import described, dump

@@ -1,4 +1,4 @@
-"""overwire.codecs: streams that other libraries read and write, on all cores."""
+"""Tests overwire.codecs: streams that other libraries read and write, on all cores."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from overwire import codecs
 
 SIZES = (0, 1, 7, 65535, 65536, 65537, 10_000_000)
 
-# What the standard library and the reference libraries make of a raw block:
-# (encode, decode to n bytes).
+# How the standard library and the reference libraries handle a raw block: (encode, decode to n bytes).
 OTHERS = {
     "LZ4": (
         lambda b: lz4.block.compress(b, store_size=False),
@@ -47,7 +46,7 @@ OTHERS = {
 
 
 def content(size: int, seed: int = 3) -> bytes:
-    """Bytes that compress somewhat, in long and short runs."""
+    """Returns bytes that compress somewhat, in long and short runs."""
     r = random.Random(seed)
     words = [r.randbytes(r.randrange(3, 40)) for _ in range(300)]
     out = bytearray()
@@ -65,7 +64,7 @@ def contents() -> dict[int, bytes]:
 
 @pytest.mark.parametrize("algorithm", sorted(OTHERS))
 def test_raw_streams_cross_decode(algorithm: str, contents: dict[int, bytes]) -> None:
-    """Raw and sized blocks, both ways, at every size that is special."""
+    """Raw and sized blocks round-trip between libraries, at every special size."""
     encode, decode = OTHERS[algorithm]
     for size, plain in contents.items():
         prefix = size.to_bytes(4 if algorithm == "LZ4" else 8, "little")
@@ -80,7 +79,7 @@ def test_raw_streams_cross_decode(algorithm: str, contents: dict[int, bytes]) ->
         assert codecs.content_size(theirs, algorithm, bitstream="raw") == size
 
 
-# What numcodecs writes, where its layout is one of ours: (its codec, algorithm, bitstream).
+# Formats of numcodecs that are laid out like ours: (its codec, algorithm, bitstream).
 NUMCODECS = {
     "lz4": (numcodecs.LZ4(), "LZ4", "with_size"),
     "zstd": (numcodecs.Zstd(), "Zstd", "raw"),
@@ -90,7 +89,7 @@ NUMCODECS = {
 
 @pytest.mark.parametrize("name", sorted(NUMCODECS))
 def test_numcodecs_cross_decodes(name: str, contents: dict[int, bytes]) -> None:
-    """Zarr's codecs read ours and we theirs: of LZ4 with the length in 4 bytes before it."""
+    """Zarr's codecs read ours and we read theirs; LZ4 has the length in the 4 bytes before it."""
     theirs, algorithm, kind = NUMCODECS[name]
     for size, plain in contents.items():
         if size:
@@ -99,7 +98,7 @@ def test_numcodecs_cross_decodes(name: str, contents: dict[int, bytes]) -> None:
 
 
 def test_numcodecs_zlib_is_deflate_in_a_wrapper(contents: dict[int, bytes]) -> None:
-    """Two bytes of zlib before our raw Deflate and its Adler-32 behind it: numcodecs reads that, and we what is
+    """With two zlib bytes before our raw Deflate and its Adler-32 after it, numcodecs reads it, and we read what is in
     between."""
     for size, plain in contents.items():
         stored = bytes(codecs.encode(plain, "Deflate", bitstream="raw"))
@@ -109,7 +108,7 @@ def test_numcodecs_zlib_is_deflate_in_a_wrapper(contents: dict[int, bytes]) -> N
 
 @pytest.mark.parametrize("algorithm", codecs.algorithms())
 def test_native_chunks_are_blocks_of_the_library(algorithm: str, contents: dict[int, bytes]) -> None:
-    """Every chunk of a native stream decodes by the reference library, where the header says it is."""
+    """The reference library decodes every chunk of a native stream at the offset that the header gives."""
     for size, plain in contents.items():
         made = bytes(codecs.encode(plain, algorithm, chunk_size=65536))
         assert codecs.decode(made) == plain and codecs.is_native(made) and not codecs.is_native(made[1:])
@@ -128,8 +127,8 @@ def test_native_chunks_are_blocks_of_the_library(algorithm: str, contents: dict[
 
 
 def _nvcomp_cpu() -> Any:
-    """nvCOMP's GDeflate on the CPU, where its wheel is installed: the functions of its
-    public header nvcomp/native/gdeflate_cpu.h, (compress, decompress)."""
+    """Returns nvCOMP's GDeflate on the CPU if its wheel is installed: the functions (compress, decompress) of its
+    public header nvcomp/native/gdeflate_cpu.h."""
     for wheel in ("nvidia-libnvcomp-cu13", "nvidia-libnvcomp-cu12"):
         try:
             files = metadata.distribution(wheel).files or []
@@ -166,7 +165,7 @@ def _back(decompress: Any, stored: bytes, nbytes: int) -> bytes:
 
 
 def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
-    """Streams of nvCOMP's own CPU library and ours, both ways, at its levels and ours."""
+    """Streams of nvCOMP's own CPU library and ours are exchanged both ways, at its levels and ours."""
     library = _nvcomp_cpu()
     if library is None:
         pytest.skip("nvidia-libnvcomp is not installed; streams of NVIDIA's libdeflate are held by go test")
@@ -184,7 +183,7 @@ def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"])
 def test_cascaded_of_every_type(dtype: str) -> None:
-    """Runs and ramps of integers shrink, by any layers; no byte is dropped."""
+    """Runs and ramps of integers shrink, with any layers; no byte is dropped."""
     import numpy
 
     numbers = numpy.repeat(numpy.arange(2000) // 3, 5).astype(dtype.replace("I", "int").replace("U", "uint"))
@@ -206,7 +205,7 @@ def test_cascaded_of_every_type(dtype: str) -> None:
 
 
 def test_frames_of_streaming_writers_decode() -> None:
-    """Frames without a length, several of them, and members of gzip, as files have them."""
+    """Frames without a length, several of them, and gzip members decode, as in files."""
     plain = content(300_000)
     c = zstandard.ZstdCompressor().compressobj()
     unsized = c.compress(plain) + c.flush()
@@ -218,7 +217,7 @@ def test_frames_of_streaming_writers_decode() -> None:
 
 
 def test_padding_of_gzip() -> None:
-    """Zeros after a member are padding, as Python's gzip takes them; anything else there, or before the first, is damage."""
+    """Zeros after a member are padding, as in Python's gzip; anything else there, or before the first, is damage."""
     plain = content(1000)
     one = gzip.compress(plain)
     for stream in (one + b"\0", one + bytes(5000), one + bytes(511) + one, one + b"\0" + one + bytes(3), one + bytes(70_000) + one):
@@ -231,7 +230,7 @@ def test_padding_of_gzip() -> None:
 
 
 def test_x16_beats_zstd_on_weights() -> None:
-    """Our own codec, by its own name, on bf16."""
+    """X16, our own codec, beats zstd on bf16 weights."""
     import torch
 
     torch.manual_seed(1)
@@ -261,7 +260,7 @@ def test_lists_empty_lists_and_out() -> None:
 
 
 def _parts(nbytes: int, *extents: tuple[int, int]) -> list[memoryview]:
-    """Parts of one new buffer, each (where, bytes)."""
+    """Returns parts of one new buffer, each as (offset, bytes)."""
     whole = memoryview(bytearray(nbytes))
     return [whole[at : at + n] for at, n in extents]
 
@@ -269,7 +268,8 @@ def _parts(nbytes: int, *extents: tuple[int, int]) -> list[memoryview]:
 @pytest.mark.parametrize("kind", codecs.BITSTREAMS)
 @pytest.mark.parametrize("algorithm", codecs.algorithms())
 def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: str, kind: str) -> None:
-    """Over their own source, another's, or one another, by one byte or all of them, alone or in a list."""
+    """Outputs that overlap their own source, another source, or one another, by one byte or all of them, alone or in a
+    list, are refused before anything is written."""
     plain = content(3000)
     stored = bytes(codecs.encode(plain, algorithm, bitstream=kind))
     most = codecs.max_size(len(plain), algorithm, bitstream=kind)
@@ -301,7 +301,7 @@ def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: 
         with pytest.raises(ow.ArgumentError, match="out overlaps the source"):  # another's
             work([a, b], [over, None])
         assert a == b == source and not any(second)
-        # Side by side, one source twice, an empty source inside, and no output at all.
+        # Side by side, one source twice, an empty source inside, and no output are allowed.
         a, first, second = _parts(n + 2 * need, (0, n), (n, need), (n + need, need))
         a[:] = source
         made = work([a, a], [second, first])
@@ -355,13 +355,13 @@ def test_what_is_a_buffer() -> None:
 
 
 class OfAGPU:
-    """What numba, or CuPy of old, shows of memory on a GPU."""
+    """Shows memory on a GPU as numba, or older CuPy, does."""
 
     __cuda_array_interface__ = {"shape": (64,), "typestr": "|u1", "data": (0x7F0000000000, False), "version": 3, "strides": None}
 
 
 class ViewOfAGPU(OfAGPU):
-    """The same with DLPack, as torch and CuPy have it."""
+    """The same with DLPack, as torch and CuPy do."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 0
@@ -372,7 +372,8 @@ class ViewOfAGPU(OfAGPU):
 
 @pytest.mark.parametrize("kind", [OfAGPU, ViewOfAGPU])
 def test_memory_of_a_gpu_is_refused_by_name(kind: type[OfAGPU]) -> None:
-    """As source and as output, before anything is read there: the error says where such memory is taken."""
+    """GPU memory is refused as source and as output, before anything is read there; the error names what takes such
+    memory."""
     for work in (
         lambda: codecs.encode(kind(), "LZ4"),
         lambda: codecs.decode(kind(), "X16"),
@@ -400,7 +401,7 @@ def _resident() -> int:
 
 
 def test_streams_of_other_writers_name_what_reads_them() -> None:
-    """What does not begin as ours or as nvCOMP 2.2's is refused, and the error says what to install."""
+    """A stream that does not begin as ours or as nvCOMP 2.2's is refused, and the error says what to install."""
     made = bytearray(codecs.encode(content(5000), "LZ4", checksums=True))
     made[:5] = b"\x01\x02\x03\x04\x06"
     for work in (codecs.decode, codecs.content_size):
@@ -428,7 +429,7 @@ def test_bad_bytes_are_typed_errors() -> None:
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """Encoding holds no lock of Python's: a counting thread goes on counting."""
+    """Encoding holds no Python lock: a counting thread keeps counting."""
     plain = content(10_000_000)
     ticks, stop = [0], threading.Event()
 
@@ -452,7 +453,7 @@ def test_other_threads_run_meanwhile() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 @pytest.mark.parametrize("algorithm", ["LZ4", "GDeflate"])
 def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
-    """The blocks of a raw list are shared out: two threads at least work on them, and Python's is none of them."""
+    """The blocks of a raw list are shared out: at least two threads work on them, and Python's is not one of them."""
     made = codecs.encode([content(1_000_000)] * 8, algorithm, bitstream="raw")
 
     def busy() -> dict[str, int]:
@@ -462,7 +463,7 @@ def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
                 times[thread] = int(f.read().split()[0])
         return times
 
-    codecs.decode(made[:2], algorithm, bitstream="raw")  # the threads are there
+    codecs.decode(made[:2], algorithm, bitstream="raw")  # the threads exist now
     mine = str(threading.get_native_id())
     for _ in range(20):
         before = busy()
@@ -470,13 +471,13 @@ def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
             codecs.decode(made, algorithm, bitstream="raw")
         took = {thread: n - before.get(thread, 0) for thread, n in busy().items()}
         workers = sorted(took, key=took.__getitem__)[-2:]
-        if mine not in workers and all(took[w] for w in workers):  # what only waits is none of the two that ran most
+        if mine not in workers and all(took[w] for w in workers):  # a thread that only waits is not among the two busiest
             break
     assert mine not in workers and min(took[w] for w in workers) > 0, (mine, took)
 
 
 def test_foreign_memory_works_in_a_forked_child() -> None:
-    """Buffers and DLPack enter no Go: a child of a process that has used the engine has them."""
+    """Buffers and DLPack do not enter Go, so a child of a process that has used the engine can use them."""
     import torch
 
     codecs.encode(b"abc")
@@ -495,7 +496,7 @@ def test_foreign_memory_works_in_a_forked_child() -> None:
 
 
 class _Holder:
-    """A TensorView, passed on."""
+    """Passes on a TensorView."""
 
     def __init__(self, view: codecs.TensorView) -> None:
         self.view = view

@@ -1,4 +1,4 @@
-"""nvCOMP's Python API on overwire.compat.nvcomp: names, lifetimes, errors, without a GPU."""
+"""Tests overwire.compat.nvcomp as nvCOMP's Python API: names, lifetimes, errors, without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = tuple(nvcomp.BitstreamKind)
 
 
 def test_every_name_of_the_api_page() -> None:
-    """What nvCOMP's page of 5.0, its 5.3 and its 6.0 have, name by name."""
+    """Every name of nvCOMP's API page for 5.0, of 5.3 and of 6.0 exists."""
     for name in (
         "Array ArrayBufferKind BatchArray BitcompMode BitshuffleMode BitstreamKind CascadedCoarseGrainedEncoding "
         "CascadedFineGrainedEncoding CascadedMode CascadedTerminalCodec ChecksumPolicy Codec CompressConfig CudaStream "
@@ -83,7 +83,7 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """By the compat path and by install, also beside other wheels of nvidia's namespace."""
+    """Programs import it by the compat path and after install, also next to other wheels of nvidia's namespace."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
@@ -109,7 +109,7 @@ def capsule(array: numpy.ndarray[Any, Any]) -> Any:
 
 
 class _Ai:
-    """The array interface alone."""
+    """Has only the array interface."""
 
     def __init__(self, array: numpy.ndarray[Any, Any]) -> None:
         self.keep, self.__array_interface__ = array, array.__array_interface__
@@ -117,7 +117,7 @@ class _Ai:
 
 @pytest.mark.parametrize("how", [capsule, torch.from_numpy, lambda a: a, _Ai, memoryview])
 def test_arrays_share_the_memory_and_keep_it(how: Callable[[Any], Any]) -> None:
-    """Every protocol: no copy, shape and type kept, and the source lives as long as the Array."""
+    """Arrays work with every protocol: no copy, shape and type kept, and the source lives as long as the Array."""
 
     class Watched(numpy.ndarray[Any, Any]):
         pass
@@ -154,7 +154,7 @@ def test_array_interfaces_and_the_buffer_protocol(tmp_path: Any) -> None:
         f.write(array)
     assert (tmp_path / "f").read_bytes() == b"some bytes"
     with pytest.raises(BufferError):
-        array.__dlpack__()  # read-only, and DLPack could not say so
+        array.__dlpack__()  # read-only, which DLPack could not express
     writable = nvcomp.as_array(bytearray(b"abc"))
     memoryview(writable).cast("B")[0] = ord("x")
     assert bytes(writable) == b"xbc" and writable.__dlpack_device__() == (1, 0)
@@ -227,7 +227,7 @@ def test_batches_of_arrays() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
-    """Single, batch, empty batch, empty Array; names in any case; deduced from the header."""
+    """Arrays, batches, empty ones of both, and names in any case round-trip, also deduced from the header."""
     codec = nvcomp.Codec(algorithm=name.swapcase(), bitstream_kind=kind)
     deduce = nvcomp.Codec() if kind is nvcomp.BitstreamKind.NVCOMP_NATIVE else codec
     for size in SIZES[:-1]:
@@ -247,7 +247,7 @@ def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_streams_of_reference_libraries(name: str) -> None:
-    """RAW and WITH_UNCOMPRESSED_SIZE are what liblz4, snap, libzstd and zlib read and write; NATIVE has those."""
+    """liblz4, snap, libzstd and zlib read and write RAW and WITH_UNCOMPRESSED_SIZE; NATIVE contains such streams."""
     encode, decode = OTHERS[name]
     for size in SIZES:
         plain = content(size)
@@ -308,7 +308,7 @@ def test_arguments_that_are_refused() -> None:
 
 
 def test_out() -> None:
-    """Memory of the caller's keeps its address; too small is a ValueError; Arrays of ours are made to fit."""
+    """The caller's memory keeps its address. Too small is a ValueError; our own Arrays are resized."""
     plain = content(5000)
     codec = nvcomp.Codec(algorithm="lz4")
     made = codec.encode(plain)
@@ -368,7 +368,7 @@ def test_configs() -> None:
 
 
 def test_checksums() -> None:
-    """Raised on first access, once, and for one Array of a batch only; strict raises in decode."""
+    """A wrong checksum raises on first access, once, and only for its Array of a batch; strict raises in decode."""
     codec = nvcomp.Codec(algorithm="snappy", checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
     plain = content(100_000)
     good = codec.encode(plain)
@@ -398,7 +398,7 @@ def test_checksums() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_streams_raise(name: str, seed: int) -> None:
-    """Truncations and flips: an exception or bytes of the declared length, and the process lives."""
+    """Truncated and flipped streams give an exception or bytes of the declared length, and the process lives."""
     import random
 
     r = random.Random(seed)
@@ -419,7 +419,7 @@ def test_damaged_streams_raise(name: str, seed: int) -> None:
 
 
 def test_algorithms_that_only_nvcomp_has() -> None:
-    """A clear error that names the wheel, for the name and for a stream; X16 is never called ANS."""
+    """An algorithm that only nvCOMP has gives an error with the wheel's name, by name and by stream; X16 is not ANS."""
     listed = nvcomp.backends()
     assert set(listed) == {*NAMES, *original.ALGORITHMS} and all(listed[n].startswith("cpu") for n in NAMES)
     if original._newest_wheel() is not None:
@@ -444,7 +444,7 @@ def test_streams_without_a_gpu() -> None:
 
 
 class Pool:
-    """Memory of ctypes, and how much of it is out."""
+    """Memory from ctypes, with a count of what is in use."""
 
     def __init__(self) -> None:
         self.out: list[int] = []
@@ -475,7 +475,7 @@ def default_allocators() -> Any:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_host_allocator() -> None:
-    """Results lie in its memory, which goes with the last holder; resetting leaves old buffers alone."""
+    """Results are in the allocator's memory, freed with the last holder; resetting does not affect old buffers."""
     pool, codec = Pool(), nvcomp.Codec(algorithm="lz4")
     nvcomp.set_host_allocator(pool)
     made = codec.encode(content(3000))
@@ -484,7 +484,7 @@ def test_host_allocator() -> None:
     assert pool.out[-1] == 3000 and bytes(back[0]) == content(3000) and bytes(back[1]) == b""
     assert all(s.ptr == 0 and s.device == -1 and s.is_special for s in pool.streams)
     other = Pool()
-    nvcomp.set_host_allocator(other)  # while buffers of the first live
+    nvcomp.set_host_allocator(other)  # while buffers from the first are in use
     held = torch.from_dlpack(back[0])
     nvcomp.set_host_allocator(None)
     assert not other.out and codec.decode(made).capacity == 3000
@@ -498,7 +498,7 @@ def test_host_allocator() -> None:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_allocators_that_fail() -> None:
-    """What one raises is passed on, and the next call works."""
+    """An allocator's error is passed on, and the next call works."""
 
     def refuse(nbytes: int, stream: Any) -> Any:
         raise MemoryError(f"no {nbytes}")
@@ -559,7 +559,7 @@ def test_context_manager_and_threads() -> None:
 
 
 def test_exit_with_live_objects(torch_script: Any) -> None:
-    """The interpreter ends cleanly with codecs, arrays, capsules and tensors alive, also in a cycle and in threads."""
+    """The interpreter exits cleanly with live codecs, arrays, capsules and tensors, also in a cycle and in threads."""
     done = torch_script(
         """
 import threading

@@ -1,4 +1,4 @@
-"""nvCOMP's API page call by call, checksum policies, and nvCOMP itself: which is asked, and which refused."""
+"""Tests nvCOMP's API page call by call, checksum policies, and which nvCOMP is used or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_compat_nvcomp import NAMES
 
 
 def test_the_api_page_of_5_0() -> None:
-    """Every call of the page, with the page's names of arguments, positions and defaults."""
+    """Every call of the page works, with the page's argument names, positions and defaults."""
     array = nvcomp.as_array(source=bytearray(b"some bytes"), cuda_stream=0)
     page: dict[Any, tuple[str, ...]] = {
         nvcomp.Codec.encode: ("self", "array"),
@@ -69,7 +69,7 @@ def test_the_api_page_of_5_0() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_checksum_policy(name: str) -> None:
-    """What each policy writes and what it refuses, strict or not."""
+    """Each policy writes and refuses what it should, strict or not."""
     policies = nvcomp.ChecksumPolicy
     plain = content(70_000)
     for policy in policies:
@@ -97,7 +97,8 @@ def test_every_checksum_policy(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_that_overlap_are_refused(name: str) -> None:
-    """One another, another's source, one Array of ours twice: ArgumentError, and nothing is written."""
+    """Outputs that overlap one another, another source, or are one Array of ours twice give ArgumentError, and nothing
+    is written."""
     plain = content(3000)
     codec = nvcomp.Codec(algorithm=name)
     made = codec.encode(plain)
@@ -112,7 +113,7 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
         with pytest.raises(ow.ArgumentError, match="out overlaps the source"):
             work(sources, out=[memoryview(sources[1]), whole[:need]])
         assert sources[1] == source and not any(room)
-        for few in (b"few", plain):  # too small, so that it would be made to fit, and large enough
+        for few in (b"few", plain):  # too small, so that it would be resized, and large enough
             ours = codec.decode(codec.encode(few))
             with pytest.raises(ow.ArgumentError, match="one Array for two results"):
                 work([source, source], out=[ours, ours])
@@ -122,7 +123,8 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
 
 
 def test_strides_are_a_tuple_as_nvcomps() -> None:
-    """Of dense Arrays too, of what a Codec made, and empty ones; the interfaces say None, as nvCOMP's do."""
+    """Strides are a tuple, as nvCOMP's are, also for dense Arrays, for a Codec's results and empty ones; the interfaces
+    say None."""
     codec = nvcomp.Codec(algorithm="LZ4", data_type="<i4")
     for array, want in (
         (nvcomp.as_array(numpy.zeros((2, 3, 4), numpy.int16)), (24, 8, 2)),
@@ -138,7 +140,7 @@ def test_strides_are_a_tuple_as_nvcomps() -> None:
 
 
 def test_streams_that_nvcomp_wrote_name_what_reads_them() -> None:
-    """Native, sized and Cascaded streams that are not ours: refused by their class, with the wheel's name."""
+    """Native, sized and Cascaded streams that are not ours are refused by their class, with the wheel's name."""
     if original.usable():
         pytest.skip("nvCOMP is installed: it reads them")
     theirs = bytearray(bytes(nvcomp.Codec(algorithm="lz4").encode(content(1000))))
@@ -159,13 +161,13 @@ def test_streams_that_nvcomp_wrote_name_what_reads_them() -> None:
     with pytest.raises(ow.FormatError) as error:
         nvcomp.Codec(ask_nvcomp=False).decode(theirs)
     assert "if nvCOMP wrote this" not in str(error.value)
-    with pytest.raises(ow.CorruptError) as damaged:  # ours, and damaged: nothing of nvCOMP's
+    with pytest.raises(ow.CorruptError) as damaged:  # our own, but damaged: not nvCOMP's
         nvcomp.Codec().decode(bytes(nvcomp.Codec(algorithm="lz4").encode(content(1000)))[:-200])
     assert "nvCOMP" not in str(damaged.value)
 
 
 def test_versions_of_nvcomp_that_are_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older than 5, and newer than what is known, is as good as absent, with a reason."""
+    """Versions older than 5, and newer than the known ones, count as absent, with a reason."""
     monkeypatch.syspath_prepend(str(tmp_path))
     for version, text in (("4.2.0", "too old"), ("7.0.1", "too new"), ("6.0.0", "no extension for this Python")):
         folder = tmp_path / f"nvidia_nvcomp_cu13-{version}.dist-info"
@@ -181,7 +183,7 @@ def test_versions_of_nvcomp_that_are_refused(tmp_path: Any, monkeypatch: pytest.
 @pytest.mark.skipif(original._newest_wheel() is None, reason="nvCOMP's wheels are not installed")
 @pytest.mark.parametrize("first", ["", "import nvidia.nvcomp", "import overwire.compat; overwire.compat.install('nvcomp')"])
 def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
-    """Beside a program's own import of it, before and after, and in its place: no second copy, which would end the
+    """nvCOMP is loaded once, whether a program imports it before, after or instead: a second copy would end the
     process."""
     done = script(
         f"{first}\n"
@@ -196,7 +198,7 @@ def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
 
 @pytest.mark.skipif(original._newest_wheel() is not None, reason="nvCOMP is installed: tests/gpu/device_nvcomp.py asks it")
 def test_the_script_for_real_nvcomp_works() -> None:
-    """tests/gpu/device_nvcomp.py, which needs a GPU, with this module in nvCOMP's place: it tells ok from wrong."""
+    """tests/gpu/device_nvcomp.py, which needs a GPU, tells right from wrong when this module replaces nvCOMP."""
     command = [sys.executable, str(ROOT / "tests/gpu/device_nvcomp.py"), "--json", "--module", "overwire.compat.nvcomp"]
     command += ["--sizes", "0,7,65537", "--only", "LZ4,ANS"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,5 @@
-"""What safetensors 0.9 adds to an open file, in overwire.compat.safetensors: beside the original where that has it."""
+"""Tests safetensors 0.9's additions to open files in overwire.compat.safetensors, compared with the original if it has
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from conftest import every_dtype, same, ugly
 
 @pytest.fixture(params=["plain", "packed"])
 def files(request: Any, tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, torch.Tensor]]:
-    """A file of ugly tensors of every dtype, and what is in it."""
+    """Writes a file of difficult tensors of every dtype, and returns its contents."""
     tensors = {name: tensor.contiguous() for name, tensor in (ugly() | every_dtype()).items()}
     path = tmp_path / "x.safetensors"
     if request.param == "packed":
@@ -30,13 +31,13 @@ def files(request: Any, tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str,
 
 
 def is_packed(path: pathlib.Path) -> bool:
-    """Whether a file is compressed."""
+    """Returns whether a file is compressed."""
     return bool(ow.inspect(path)["sources"][0]["format"] == "overwire")
 
 
 def test_entries_of_the_header(files: Any) -> None:
-    """An entry is that of the file's header and cannot be changed; one of a compressed file has the places of its
-    bytes when they are decoded, without gaps."""
+    """An entry equals the file header's and cannot be changed. For a compressed file it has the offsets of its decoded
+    bytes, without gaps."""
     path, tensors = files
     plain = ours_pt.save(tensors)
     size = int.from_bytes(plain[:8], "little")
@@ -69,7 +70,7 @@ def test_entries_of_the_header(files: Any) -> None:
 
 
 def test_every_tensor_once(files: Any) -> None:
-    """Each tensor comes once, by its name or as it lands, as the file has it, also when the file is closed."""
+    """Each tensor comes once, by its name or as it is loaded, unchanged, also when the file is closed."""
     path, tensors = files
     with ours.safe_open(path, "pt") as file:
         order = file.offset_keys()
@@ -88,12 +89,12 @@ def test_every_tensor_once(files: Any) -> None:
     assert list(loader) == [] and came.keys() == tensors.keys()
     for name, tensor in came.items():
         same(tensor, tensors[name])
-        tensor.view(-1)[:1].zero_()  # each is the caller's
+        tensor.view(-1)[:1].zero_()  # each belongs to the caller
     assert loader.names() == order
 
 
 def test_rows_of_a_plan(files: Any) -> None:
-    """Planned rows come as a slice of the tensor has them; what is not in the plan does not come."""
+    """Planned rows equal those of a tensor's slice; rows outside the plan do not come."""
     path, tensors = files
     rows = [slice(None), slice(1, 3), slice(-2, None), slice(2, 1), slice(3, None), slice(None, -1), slice(True, 2)]
     many = [name for name, tensor in tensors.items() if tensor.dim() and tensor.shape[0] >= 3]
@@ -111,7 +112,7 @@ def test_rows_of_a_plan(files: Any) -> None:
 
 
 def test_what_is_closed(files: Any) -> None:
-    """A closed loader gives nothing more, and what was given stays; what ends in the middle frees the rest."""
+    """A closed loader gives nothing more, and what it gave stays. One that ends halfway frees the rest."""
     path, tensors = files
     with ours.safe_open(path, "pt").prefetch() as loader:
         name, tensor = next(iter(loader))
@@ -139,7 +140,7 @@ def test_threads_share_a_loader(files: Any) -> None:
 
 
 def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    """A thread that asks for an entry while another one makes them all gets its own."""
+    """A thread that asks for an entry while another one makes all of them gets its own."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({f"t{n}": torch.zeros(n) for n in range(3)}, path)
     file = ours.safe_open(path, "pt")
@@ -159,8 +160,7 @@ def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None
 
 
 def test_a_signal_handler_takes(files: Any, monkeypatch: Any) -> None:
-    """A signal handler that takes from the loader that it interrupts is refused, and the rest comes as if it had
-    not."""
+    """A signal handler may not take from the loader that it interrupts, and the rest then comes as usual."""
     path, tensors = files
     refused = []
 
@@ -177,7 +177,8 @@ def test_a_signal_handler_takes(files: Any, monkeypatch: Any) -> None:
 
 
 def test_a_forked_child_leaves_its_parents_loader(tmp_path: pathlib.Path, torch_script: Any) -> None:
-    """A loader refuses a forked child at once, also while a thread of the parent waits in it, and goes on there."""
+    """A loader refuses a forked child at once, also while a thread of the parent waits in it, and continues in the
+    parent."""
     torch_script(
         """
 import os, signal, threading, torch, overwire as ow
@@ -215,8 +216,8 @@ assert len(came) == 8
 
 
 def test_files_that_are_not_what_they_were(files: Any) -> None:
-    """A damaged chunk is an error that names its tensor, for each that has not landed; so is a file whose place
-    another has taken."""
+    """A damaged chunk is an error with its tensor's name, for each tensor that is not loaded yet. So is a file that was
+    replaced."""
     path, tensors = files
     if is_packed(path):
         data = bytearray(path.read_bytes())
@@ -249,7 +250,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: pathlib.Path) -> None:
-    """What cannot be loaded so is refused in the original's class and words, before anything is read."""
+    """Requests that cannot be prefetched are refused with the original's class and words before anything is read."""
     header = {
         "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
         "c": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},
@@ -283,7 +284,7 @@ def test_refusals(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_file_without_tensors(tmp_path: pathlib.Path) -> None:
-    """A file that holds nothing has a loader of nothing."""
+    """An empty file gives an empty loader."""
     path = tmp_path / "x.safetensors"
     path.write_bytes((2).to_bytes(8, "little") + b"{}")
     with ours.safe_open(path, "pt").prefetch() as loader:
@@ -292,8 +293,8 @@ def test_a_file_without_tensors(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
-    """Where there is no GPU, a prefetch to one raises the original's class, also of rows alone, so that programs fall
-    back as with it."""
+    """Without a GPU, a prefetch to one raises the original's class, also for rows only, so that programs fall back in
+    the same way."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({"one": torch.ones(1)}, path)
     plans: list[Any] = [None, {"one": slice(0, 1)}]
@@ -304,7 +305,7 @@ def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
 
 
 def test_under_the_patch(tmp_path: pathlib.Path) -> None:
-    """A compressed file that safetensors itself opens, while it is patched, loads in the background too."""
+    """A compressed file that safetensors itself opens under the patch also loads in the background."""
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2).half()}
     ow.save_file(tensors, path)

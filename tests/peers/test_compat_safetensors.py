@@ -1,5 +1,4 @@
-"""overwire.compat.safetensors is the package safetensors, name by name: the real
-one stands beside it in every test."""
+"""Compares overwire.compat.safetensors with the real package safetensors, name by name, in every test."""
 
 # ruff: noqa: B023, E501 (every lambda is called where it stands; tables are wide)
 
@@ -30,12 +29,12 @@ from packaging.version import Version
 VECTORS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "container" / "vectors.json").read_text())
 PAIRS = [(real, ours), (real_pt, ours_pt), (real_np, ours_np)]
 
-# What the original's modules import for themselves.
+# Names that the original's modules import for themselves.
 NOT_API = {"os", "sys", "defaultdict", "Any", "Dict", "List", "Optional", "Set", "Tuple", "Union", "torch", "np", "numpy", "_safetensors_rust"}
 
 
 def outcome(call: Any) -> tuple[Any, BaseException | None]:
-    """What a call returns, or raises."""
+    """Returns a call's result, or what it raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -49,7 +48,7 @@ def kind(error: BaseException | None) -> str:
 
 
 def words(error: BaseException | None) -> str:
-    """What an error says; the argument that it is about stands in a note from 0.9 on."""
+    """Returns an error's words; from 0.9 on the argument that it is about is in a note."""
     notes = [note.removeprefix("while processing ").strip("'") for note in getattr(error, "__notes__", ())]
     return "".join(f"argument '{name}': " for name in notes) + str(error)
 
@@ -123,8 +122,7 @@ def test_every_method_is_there(plain: str) -> None:
 
 @pytest.mark.parametrize("name", ["flax", "mlx", "tensorflow", "paddle"])
 def test_other_frameworks(name: str, tmp_path: pathlib.Path) -> None:
-    """Each module reads and writes what the original's does; without its
-    framework it raises what the original raises."""
+    """Each module reads and writes like the original's; without its framework it raises what the original raises."""
     _, want = outcome(lambda: importlib.import_module(f"safetensors.{name}"))
     module, got = outcome(lambda: importlib.import_module(f"overwire.compat.safetensors.{name}"))
     assert kind(want) == kind(got) and str(want) == str(got)
@@ -154,7 +152,7 @@ def test_the_compiled_module() -> None:
 
 @pytest.mark.slow
 def test_under_its_original_name(script: Any) -> None:
-    """In the place of the package its modules are found by their names."""
+    """In place of the package, its modules are found by their names."""
     script("""
 import sys
 sys.modules["safetensors"] = None  # the original is not there
@@ -250,14 +248,14 @@ INDICES: list[Any] = [
     (..., ...), (slice(None), -1), (slice(None), -4), (slice(None), 3), (slice(0, 1), slice(1, 2), slice(1, 3)),
 ]  # fmt: skip
 
-# numpy only: what the original cannot do, though numpy can.
+# for numpy only: the original cannot do this, though numpy can
 WIDER = {"OverflowError", "SystemError"}
 
 
 @pytest.mark.parametrize("name", ["b", "empty", "scalar", "a"])
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_every_index(plain: str, packed: str, framework: str, name: str) -> None:
-    """An index gives the original's tensor, or its class of error and its words."""
+    """An index gives the original's tensor, or its error class and words."""
     theirs = real.safe_open(plain, framework).get_slice(name)
     compared = 0
     for path in (plain, packed):
@@ -272,7 +270,7 @@ def test_every_index(plain: str, packed: str, framework: str, name: str) -> None
                 assert bytes(np.asarray(got)) == bytes(np.asarray(want)), index
                 compared += 1
             elif framework == "np" and error is None:
-                # Empty or negative ranges, and those that run over the end.
+                # Empty or negative ranges, and those that exceed the end.
                 full = np.arange(24, dtype=np.float32).reshape(2, 3, 4) if name == "b" else real_np.load(ours_np.save({}))
                 assert kind(refused) in WIDER or "out of bounds" in str(refused), (index, refused)
                 if name == "b":
@@ -338,21 +336,21 @@ def test_errors_of_reading(plain: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[v["name"] for v in VECTORS])
 def test_every_rule(vector: Any) -> None:
-    """Each rule of the format, through deserialize: the original's class, and
-    its words where both refuse for the rule."""
+    """Each rule of the format, through deserialize, gives the original's class, and its words where both refuse for the
+    same rule."""
     data = base64.b64decode(vector["file"])
     (theirs, want), (mine, got) = outcome(lambda: real.deserialize(data)), outcome(lambda: ours.deserialize(data))
     if vector["ours"]:
         assert kind(got) == "SafetensorError"
         if want is not None and "invalid JSON" not in str(want) and "invalid UTF-8" not in str(want) and "2^64" not in vector["name"]:
-            assert str(got).startswith(str(want).split("`")[0])  # of two, either is named
+            assert str(got).startswith(str(want).split("`")[0])  # if there are two, either is named
     else:
         assert want is None and got is None
         assert sorted(mine) == sorted(theirs)
 
 
 def test_closed(plain: str) -> None:
-    """A closed file says so; slices that were made before go on."""
+    """A closed file says so; slices that were made before keep working."""
     for module in (real, ours):
         f = module.safe_open(plain, "pt")
         part = f.get_slice("b")
@@ -375,7 +373,7 @@ def test_closed(plain: str) -> None:
 
 
 def test_same_file(tensors: Any, tmp_path: pathlib.Path) -> None:
-    """Ours differs from the original's file by the spaces that align the data."""
+    """Our file differs from the original's only by the spaces that align the data."""
     a, b = real_pt.save(tensors, {"k": "v"}), ours_pt.save(tensors, {"k": "v"})
     ours_pt.save_file(tensors, tmp_path / "f.safetensors", {"k": "v"})
     assert (tmp_path / "f.safetensors").read_bytes() == b
@@ -487,7 +485,7 @@ def test_shared_tensors() -> None:
 
 @pytest.mark.parametrize(("saver", "loader"), [(real_pt, ours_pt), (ours_pt, real_pt), (ours_pt, ours_pt)])
 def test_models(saver: Any, loader: Any, tmp_path: pathlib.Path) -> None:
-    """A model that one writes the other loads, ties included."""
+    """Each library loads a model that the other writes, including ties."""
     torch.manual_seed(1)
     model, twin = Tied(), Tied()
     path = str(tmp_path / "m.safetensors")
@@ -516,7 +514,7 @@ def test_models_that_do_not_fit(tmp_path: pathlib.Path) -> None:
 
 
 def test_functions_of_other_frameworks_can_be_pickled() -> None:
-    """By name, as safetensors' own: a pool of processes takes them."""
+    """Like safetensors' own functions, they can be pickled by name: a process pool takes them."""
     from overwire.compat.safetensors._arrays import functions
 
     for function in functions("safetensors.flax", "np", np.asarray):
@@ -525,7 +523,7 @@ def test_functions_of_other_frameworks_can_be_pickled() -> None:
 
 
 def test_bytes_are_those_of_a_file_and_no_file_is_written(torch_script) -> None:
-    """`save` and `serialize` make the bytes that `save_file` writes, in memory alone."""
+    """`save` and `serialize` make the bytes that `save_file` writes, only in memory."""
     torch_script("""
 import resource, torch
 import overwire.compat.safetensors.torch as st

@@ -1,5 +1,5 @@
-"""overwire.compat.tensorizer against tensorizer itself: each writes what the other
-reads, byte for byte where nothing is random, and says the same."""
+"""Compares overwire.compat.tensorizer with tensorizer itself: each reads what the other writes, byte for byte where
+nothing is random, with the same answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import pytest
 import tensorizer as theirs
 import torch
 
-try:  # libsodium is the system's: the reference encrypts only where it is there
+try:  # the reference uses the system's libsodium, and only encrypts if it is there
     theirs.EncryptionParams.random()
     SODIUM = True
 except Exception:
@@ -69,7 +69,7 @@ def fill(module: Any, path: Any, what: Any, encryption: Any = None) -> None:
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("writer,reader", [(ours, theirs), (theirs, ours), (ours, ours)])
 def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> None:
-    """Modules and nested structures, by key and by password, eager and lazy, verified."""
+    """Modules and nested structures are exchanged, by key and by password, eager and lazy, verified."""
     if encrypted and not SODIUM and theirs in (writer, reader):
         pytest.skip("no libsodium for the reference; the golden files are still read")
     meta = {"plain": torch.randn(1 << 20), "meta": torch.empty(4, device="meta")}  # 4 MiB: two encrypted chunks
@@ -88,8 +88,8 @@ def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> No
             with reader.TensorDeserializer(path, device="cpu", lazy_load=lazy, verify_hash=True, encryption=key) as de:
                 if isinstance(what, Net):
                     twin = Net(1)
-                    # Two of the first layer, three of others (the tie is written twice), the
-                    # own one and its two buffers, five of the norm.
+                    # Two of the first layer, three of others (the tie is written twice), its own parameter with two
+                    # buffers, five of the norm.
                     assert de.load_into_module(twin) == 2 + 3 + 3 + 5
                     assert all(same(a, twin.state_dict()[name]) for name, a in what.state_dict().items())
                 elif what is NESTED:
@@ -107,7 +107,7 @@ def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> No
 
 @pytest.mark.parametrize("kind", ["path", "file", "raw", "bytesio", "temporary", "fd"])
 def test_same_bytes(tmp_path: Path, kind: str) -> None:
-    """What is not encrypted is the reference's file byte by byte, into whatever it goes."""
+    """An unencrypted file equals the reference's byte by byte, whatever it is written to."""
 
     def write(module: Any) -> bytes:
         path = tmp_path / f"{module.__name__}.tensors"
@@ -137,8 +137,8 @@ def test_same_bytes(tmp_path: Path, kind: str) -> None:
 
 
 def test_same_bytes_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tensors, hashed sixteen at once, written in several turns, copies among
-    them, are the reference's file; one is None once it is written."""
+    """Many tensors, hashed sixteen at once and written in several turns, with copies among them, give the reference's
+    file; one is None once it is written."""
     from overwire.compat.tensorizer import _writer
 
     monkeypatch.setattr(_writer, "_TURN", 300_000)
@@ -160,8 +160,8 @@ def test_same_bytes_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """A file that takes no more is an error that names it and the tensor; what was
-    to be removed from the module stays there."""
+    """A file that cannot grow is an error with its name and the tensor's; what was to be removed from the module stays
+    there."""
     net = torch.nn.Linear(1000, 1000, bias=False)
     s = ours.TensorSerializer(tmp_path / "x.tensors")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -176,7 +176,7 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_same_bytes_of_modules(tmp_path: Path) -> None:
-    """write_module, with its switches, and dims of 2^32."""
+    """write_module, with its switches, and dims of 2^32 give the same bytes."""
     for options in ({}, {"remove_tensors": True}):
         written = []
         for module in (ours, theirs):
@@ -197,7 +197,7 @@ def test_same_bytes_of_modules(tmp_path: Path) -> None:
 
 
 def test_index_beyond_the_reference(tmp_path: Path) -> None:
-    """5,000 tensors, of which the reference cannot write an index, and which it reads."""
+    """5,000 tensors work, though the reference cannot write an index for them; it can read them."""
     many = {f"some.long.name.of.a.tensor.{i}": torch.full((2,), i) for i in range(5000)}
     with pytest.raises(RuntimeError, match="Metadata overflow"):
         fill(theirs, tmp_path / "x.tensors", many)
@@ -207,7 +207,7 @@ def test_index_beyond_the_reference(tmp_path: Path) -> None:
 
 
 def test_read_in_order(tmp_path: Path) -> None:
-    """read_tensors and read_numpy_arrays go on where the last call ended, as the reference."""
+    """read_tensors and read_numpy_arrays continue where the last call ended, as in the reference."""
     path = tmp_path / "x.tensors"
     fill(theirs, path, Net())
 
@@ -236,7 +236,7 @@ def test_read_in_order(tmp_path: Path) -> None:
 
 
 def test_filters_trees_and_dtypes(tmp_path: Path) -> None:
-    """filter_func, prefixes, defaults and casts are the reference's."""
+    """filter_func, prefixes, defaults and casts act as in the reference."""
     path = tmp_path / "x.tensors"
     fill(theirs, path, NESTED)
 
@@ -263,7 +263,7 @@ def test_filters_trees_and_dtypes(tmp_path: Path) -> None:
 
 
 def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
-    """complex128 and complex32 go both ways; overwire's own verbs refuse them by name."""
+    """complex128 and complex32 go both ways; overwire's own functions refuse them by name."""
     tensors = {
         "z": torch.randn(3, 2, dtype=torch.complex128),
         "h": torch.randn(5, dtype=torch.complex64).to(torch.complex32),
@@ -301,7 +301,7 @@ def test_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", [ours, theirs])
 def test_refusals(tmp_path: Path, module: Any) -> None:
-    """The same arguments are refused by the same errors."""
+    """The same arguments are refused with the same errors."""
     path = tmp_path / "x.tensors"
     fill(theirs, path, {"a": torch.ones(2)})
     new = module.TensorDeserializer
@@ -329,7 +329,7 @@ def test_refusals(tmp_path: Path, module: Any) -> None:
         ("Cannot serialize", TypeError, lambda: fill(module, tmp_path / "y", {"a": 3})),
     ] + ([] if key is None else [("not be encrypted", module.CryptographyError, lambda: new(path, device="cpu", encryption=key))]):
         if "num_readers > 1" in match and module is theirs:
-            continue  # it caps the number at that of the tensors first
+            continue  # it first caps the number at that of the tensors
         with pytest.raises(kind, match=match):
             call()
 
@@ -405,7 +405,7 @@ def test_open_files_and_http(tmp_path: Path) -> None:
 
 
 def test_torch_compat(tmp_path: Path) -> None:
-    """torch.save and torch.load with the tensors beside, each way across, ties kept."""
+    """torch.save and torch.load work with the tensors in separate files, exchanged both ways, ties kept."""
     base = torch.arange(12.0).reshape(3, 4)
     obj = {"net": Net().state_dict(), "base": base, "view": base.t()[1:], "f8": torch.ones(3).to(torch.float8_e4m3fn), "n": 3}
     save, load = torch.save, torch.load
@@ -435,7 +435,7 @@ def test_torch_compat(tmp_path: Path) -> None:
 
 
 def test_utils() -> None:
-    """Texts as the reference's, and modules without weights in this thread alone."""
+    """Texts equal the reference's, and modules without weights are made in this thread only."""
     for n, decimal in itertools.product((0, 999, 1000, 1024, 123456789, 5e16), (True, False)):
         assert ours.utils.convert_bytes(n, decimal) == theirs.utils.convert_bytes(n, decimal)
     assert ours.utils.get_mem_usage().split("(")[0] == theirs.utils.get_mem_usage().split("(")[0]
@@ -451,8 +451,8 @@ def test_utils() -> None:
 
 
 def test_as_vllm_uses_it(tmp_path: Path) -> None:
-    """The calls of vLLM's tensorizer loader: a marker, a module without weights, a
-    stream around the serializer, keys, and totals after the end."""
+    """The calls of vLLM's tensorizer loader work: a marker, a module without weights, a stream around the serializer,
+    keys, and totals after the end."""
     path = tmp_path / "folder" / "model.tensors"
     net = Net()
     net.register_parameter("vllm_tensorized_marker", torch.nn.Parameter(torch.tensor((1,), device="meta"), requires_grad=False))
@@ -505,8 +505,7 @@ def test_names_of_a_modules_own_parameters(tmp_path: Path) -> None:
 
 
 def test_import_and_install() -> None:
-    """Importing brings in nothing heavy and does not start the engine; an unmodified
-    program gets it by PYTHONPATH."""
+    """The import loads nothing heavy and does not start the engine; a program gets it through PYTHONPATH."""
     program = (
         "import sys, tensorizer, tensorizer.serialization as s, tensorizer.stream_io\n"
         "assert tensorizer._crypt.available  # there without an import of its own, as in tensorizer\n"

@@ -1,5 +1,5 @@
-"""fastsafetensors' names: its own examples run unchanged, and what it gets wrong is
-right. test_fastsafetensors_parity.py compares answers, _plugins.py plugs in."""
+"""Tests fastsafetensors' names: its own examples run unchanged, and its mistakes are corrected.
+test_fastsafetensors_parity.py compares answers, _plugins.py tests plug-ins."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rows(columns: int) -> Any:
 
 
 def run(folder: Path, *argv: str, start: Any = warm.run) -> str:
-    """A program in `folder`, which finds ours under fastsafetensors' own name."""
+    """Runs a program in `folder` that finds ours under fastsafetensors' own name."""
     clean = cleaned("FASTSAFETENSORS_")
     paths = [ow.compat.path("fastsafetensors"), *filter(None, [os.environ.get("PYTHONPATH")])]
     clean |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -74,8 +74,8 @@ def torchrun(folder: Path, *argv: str) -> str:
 
 
 def both_ranks(folder: Path, *argv: str) -> None:
-    """The same without the launcher, which would import torch a third time. What `warm.run`
-    starts is one after the other, and each rank waits for the other."""
+    """The same without the launcher, which would import torch a third time. `warm.run` starts programs one after the
+    other, and each rank waits for the other."""
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda rank: run(folder, *argv, str(rank), start=warm.fresh), range(2)))
     assert said == ["done\n"] * 2
@@ -115,8 +115,8 @@ def test_the_parallel_example_over_nccl(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.imports_torch
 def test_ranks_share_what_they_loaded(tmp_path: Path) -> None:
-    """get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines, a
-    subgroup, and damage on one rank: see fastsafetensors_worker.py."""
+    """Ranks share what they loaded: get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines, a subgroup,
+    and damage on one rank. See fastsafetensors_worker.py."""
     torch.manual_seed(5)
     a = {"a0": torch.randn(10, 12), "a1": torch.randn(7, 12), "few": torch.arange(1)}
     fp8 = torch.randint(0, 255, (6, 5), dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -137,7 +137,7 @@ def files(tmp_path: Path) -> list[str]:
     return two_files(tmp_path)
 
 
-# What is ours.
+# Additions of ours.
 
 
 @pytest.mark.parametrize("nogds", [True, False])
@@ -233,7 +233,7 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
         )
         assert len(seen) == 24 and used() == 0
         loader.close()
-    # Sub-file batches, a filter, a budget.
+    # Batches below a file, a filter, a budget.
     loader = fst.ParallelLoader(
         None, paths, use_tqdm_on_load=False, max_batch_bytes=8000, queue_size=-1,
         tensor_filter=lambda n: not n.endswith("3")
@@ -251,14 +251,14 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
     with pytest.raises(fst.BudgetInfeasibleError, match="3000.*4000"):
         fst.ParallelLoader(None, paths, device_memory_budget=3000)
     with pytest.raises(fst.BudgetInfeasibleError):
-        fst.ParallelLoader(None, paths, device_memory_budget=90000)  # what was yielded stays, and counts
+        fst.ParallelLoader(None, paths, device_memory_budget=90000)  # yielded tensors stay, and count
     with pytest.raises(ValueError, match="resident_tensor"):
         fst.ParallelLoader(None, paths, device_memory_budget=90000, accumulate_resident=False, resident_tensor=bool)
     loader = fst.ParallelLoader(
         None, paths, device_memory_budget=28000, resident_tensor=lambda n: n.startswith("t0"), use_tqdm_on_load=False
     )  # fmt: skip
     assert len([used() <= 12000 or pytest.fail("over") for _ in loader.iterate_weights()]) == 24
-    # Leaving early ends the thread and lets go.
+    # Leaving early ends the thread and releases everything.
     loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False)
     weights = loader.iterate_weights()
     next(weights)
@@ -334,7 +334,7 @@ def test_the_saver_writes_a_set_that_can_be_proved(tmp_path: Path) -> None:
 
 
 def test_entries_are_filled_by_the_caller(tmp_path: Path) -> None:
-    """save_entries: sources of any kind, every dtype, one fill for all of them."""
+    """save_entries takes sources of any kind, every dtype, and one fill for all of them."""
     tensors = every_dtype() | {"none": torch.empty(0, 3), "w": torch.randn(300, 40)}
     entries = [saver.plain_entry(name, tensor) for name, tensor in tensors.items()]
     one = fst.ParallelSaver(num_shards=2, shard_metadata=lambda shard: {"first": shard[0].name})

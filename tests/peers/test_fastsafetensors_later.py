@@ -1,5 +1,4 @@
-"""What fastsafetensors 0.5 lets programs do: plans of shards, and copiers whose
-tensors can be waited for one by one."""
+"""Tests what fastsafetensors 0.5 adds: plans of shards, and copiers with tensors that can be waited for one by one."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def entries_of(tensors: dict[str, Any]) -> list[Any]:
 
 
 def test_plans_are_written_as_they_stand(tmp_path: Path) -> None:
-    """Planned, changed by hand, written: every dtype, empty tensors, an empty shard."""
+    """Plans are written as they are after changes by hand: every dtype, empty tensors, an empty shard."""
     tensors = every_dtype() | {"none": torch.empty(0, 3), "w": torch.randn(300, 40)}
     paths = [str(tmp_path / f"{at}.safetensors") for at in range(3)]
     plans = saver.plan_shards(entries_of(tensors), paths, metadata={"k": "v"}, shard0_metadata={"z": "0"}, header_align=4096)
@@ -62,8 +61,8 @@ def test_plans_are_written_as_they_stand(tmp_path: Path) -> None:
     assert sizes[0] == 48000 and abs(sizes[1] - sizes[2]) < max(
         tensor.nbytes for name, tensor in tensors.items() if name != "w"
     ), "the largest first, each to the emptiest"
-    plans[1].path = str(tmp_path / "deep" / "er" / "mine.safetensors")  # folders are made
-    # A plan made by hand altogether.
+    plans[1].path = str(tmp_path / "deep" / "er" / "mine.safetensors")  # folders are created
+    # A plan made entirely by hand.
     table = {"x": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}}
     text = json.dumps(table).encode()
     header = len(text).to_bytes(8, "little") + text
@@ -140,7 +139,7 @@ def test_plans_that_are_wrong_write_nothing(tmp_path: Path) -> None:
         {"entries": [saver.WriteEntry("w", DType.I32, [3], 12)]},
     ):  # fmt: skip
         refused(ValueError, "plan", lambda fields=fields: saver.write_shards(changed(**fields), never))
-    # Plans that are consistent, and break the format: a hole before the first tensor, and bytes after the last.
+    # Plans that are consistent but break the format: a hole before the first tensor, and bytes after the last.
     hole = {"header": late, "offsets": {"w": (len(late) + 4, len(late) + 16)}, "total_bytes": len(late) + 16}
     for fields in (hole, {"total_bytes": start + 13}):
         refused(ow.FormatError, "x.safetensors", lambda fields=fields: saver.write_shards(changed(**fields), never))
@@ -167,8 +166,8 @@ def test_plans_that_are_wrong_write_nothing(tmp_path: Path) -> None:
 
 
 class Later(CopierInterface):
-    """A plug-in as 0.5 has them: parts of files, tensors before all is read, and
-    shared ownership. It notes what it was asked."""
+    """A plug-in like those of 0.5: parts of files, tensors before everything is read, and shared ownership. It notes
+    its calls."""
 
     asked: list[Any] = []
 
@@ -345,7 +344,8 @@ def test_pipelines_ask_plug_ins_for_chunks(files: list[str], later: type[Later])
 
 
 def test_copiers_of_the_engine_have_the_hooks(files: list[str]) -> None:
-    """Plain and compressed: ranges, chunks, tensors one by one, all by hand."""
+    """The engine's copiers have the hooks, for plain and compressed files: ranges, chunks, tensors one by one, all by
+    hand."""
     op = get_framework_op("pt")
     for path in files:
         want = plain(ow.load_file(path))
@@ -391,7 +391,7 @@ def test_copiers_of_the_engine_have_the_hooks(files: list[str]) -> None:
 
 
 def test_a_tensor_is_there_before_its_batch(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader returns, and a pipeline yields, while the rest is still on its way."""
+    """The loader returns, and a pipeline yields, while the rest is still being loaded."""
     whole = list(ow.stream(files[0]))
     gate = threading.Event()
 
@@ -437,7 +437,7 @@ def test_what_fails_on_its_way_is_raised_where_it_is_asked_for(files: list[str])
     buffer.close()
     with pytest.raises(ValueError, match="closed"):
         buffer.get_tensor("U8")
-    # Closed while it loads: nothing stays.
+    # Closed during the load: nothing stays.
     loader.reset()
     loader.add_filenames({0: files[:1]})
     loader.copy_files_to_device(allow_inflight=True).close()
@@ -476,12 +476,12 @@ def test_buffers_are_shared_until_the_last_lets_go() -> None:
     assert used() == 0
 
 
-# Beside the real package.
+# Compared with the real package.
 
 
 @pytest.mark.slow
 def test_the_real_package_says_the_same(tmp_path: Path) -> None:
-    """One program, run with fastsafetensors 0.5.0 and with ours under its name."""
+    """One program gives the same with fastsafetensors 0.5.0 and with ours under its name."""
     real = pytest.importorskip("fastsafetensors")
     if real.__version__ != "0.5.0":
         pytest.skip(f"fastsafetensors {real.__version__} is here; requirements/test.txt asks for 0.5.0")

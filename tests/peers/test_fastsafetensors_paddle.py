@@ -1,4 +1,4 @@
-"""fastsafetensors' names for paddle; where paddle is installed."""
+"""Tests fastsafetensors' names for paddle, if paddle is installed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""fastsafetensors' names for plug-ins: copiers, readers, the extension, headers in
-memory; and what later versions added."""
+"""Tests fastsafetensors' names for plug-ins: copiers, readers, the extension, headers in memory, and additions of later
+versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 class Reader:
-    """3FS's reader, by its shape alone, over ordinary files."""
+    """Has the shape of 3FS's reader, over ordinary files."""
 
     short = 0
 
@@ -107,7 +107,7 @@ def test_without_the_reader_3fs_fails_when_used(files: list[str]) -> None:
 
 
 def test_a_copier_of_ones_own(files: list[str]) -> None:
-    """Registered by name, reading with cpp's readers to the framework's memory."""
+    """A copier can be registered by name and read with cpp's readers to the framework's memory."""
 
     class Mine(CopierInterface):
         def __init__(self, metadata: Any, device: Device, framework: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_copier_of_ones_own(files: list[str]) -> None:
                 self.reader.submit_read(fd, gbuf, start, half, 0),
                 self.reader.submit_read(fd, gbuf, start + half, length - half, half),
             ]
-            os.close(fd)  # the reads have their own
+            os.close(fd)  # the reads have their own descriptor
             return gbuf
 
         def wait_io(self, gbuf: Any, dtype: DType = DType.AUTO, noalign: bool = False) -> Any:
@@ -194,7 +194,7 @@ def test_the_extension_s_names(tmp_path: Path) -> None:
 
 
 def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
-    """0.5's readiness: the bytes that are there, and an error for those that never come."""
+    """Readiness as in 0.5: the bytes that are there, and an error for those that never come."""
     data = random.Random(3).randbytes(40 << 20)
     (tmp_path / "data").write_bytes(data)
     address = cpp.cpu_malloc(len(data) + 10)
@@ -218,8 +218,8 @@ def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="no read"):
                 reader.wait_read_prefix(wrong, 1)
     gone = weakref.ref(reader)
-    del reader  # waits for what runs
-    assert gone() is None  # also after reads that failed
+    del reader  # waits for running reads
+    assert gone() is None  # also after failed reads
     cpp.cpu_free(address)
 
 
@@ -248,7 +248,7 @@ def test_what_later_versions_added(files: list[str]) -> None:
 
 
 def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """nogds=False is read="gds" for a GPU; what that gives stands in test_gpu.py."""
+    """nogds=False means read="gds" for a GPU; test_gpu.py tests the result."""
     asked: list[Any] = []
     stream = ow.stream
     monkeypatch.setattr(base, "stream_tensors", lambda *args, read=None, **named: (asked.append(read), stream(*args, **named))[1])
@@ -262,8 +262,8 @@ def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.M
 
 
 def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that shares the host's memory: anonymous pinned memory, one copy by
-    cpp's name, one wait by torch's, nothing pinned left. Here they are replaced."""
+    """On a GPU that shares the host's memory: anonymous pinned memory, one copy by cpp's name, one wait by torch's, and
+    nothing stays pinned. Stand-ins replace them here."""
     from overwire.compat.fastsafetensors import loader as loaders
     from overwire.compat.fastsafetensors.copier import unified
 
@@ -300,7 +300,7 @@ def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="700"):
         one.submit_io(True, 1 << 30)
     assert one._pinned == [] and op.get_mem_used() == used
-    # Who has it: by FASTSAFETENSORS_UNIFIED_MEM, or a GPU's name.
+    # Selected by FASTSAFETENSORS_UNIFIED_MEM, or by a GPU's name.
     for text, name, want in (("1", "", True), ("0", "NVIDIA GB10", False), (None, "NVIDIA GB10", True), (None, "NVIDIA H200", False)):
         monkeypatch.delenv("FASTSAFETENSORS_UNIFIED_MEM", raising=False)
         if text is not None:
@@ -364,8 +364,8 @@ def test_names_and_words_that_programs_look_at(files: list[str], monkeypatch: py
 
 
 def test_a_header_s_leniency_stays_here(tmp_path: Path) -> None:
-    """Trailing bytes and numbers as metadata: the metadata class reads them, as the
-    original does; loading holds the format's rules."""
+    """The metadata class reads trailing bytes and numbers as metadata, as the original does; loading enforces the
+    format's rules."""
     head = json.dumps({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "__metadata__": {"x": 3}}).encode()
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(head).to_bytes(8, "little") + head + b"1234")

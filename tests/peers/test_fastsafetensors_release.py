@@ -1,5 +1,5 @@
-"""overwire.compat.fastsafetensors is the released fastsafetensors 0.5.0 to programs:
-names, parameters, defaults, words; and pairs of F4 over several ranks."""
+"""Tests that overwire.compat.fastsafetensors looks like the released fastsafetensors 0.5.0 to programs: names,
+parameters, defaults, words; and pairs of F4 over several ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def real() -> Any:
     return package
 
 
-# What the released package has and this has not, or otherwise, and why: modules, names, members, parameters.
+# Differences from the released package, with reasons: modules, names, members, parameters.
 _ENGINE = "how files are read is the engine's"
 _WINDOWS = "for Windows alone"
 _WORDS = "a line in its log, or a measure of its own time"
@@ -72,7 +72,7 @@ WITHOUT = {
 
 
 def parameters(found: Any) -> list[Any] | None:
-    """Names, kinds and defaults; None for what tells none."""
+    """Returns names, kinds and defaults; None for objects without a signature."""
     try:
         return [
             (p.name, p.kind, p.default.name if isinstance(p.default, enum.Enum) else p.default)
@@ -83,7 +83,7 @@ def parameters(found: Any) -> list[Any] | None:
 
 
 def test_every_name_and_parameter(real: Any) -> None:
-    """Of public classes, their members, and functions, in every module."""
+    """Public classes, their members, and functions have the same names and parameters in every module."""
     other: set[str] = set()
     compared = 0
 
@@ -98,7 +98,7 @@ def test_every_name_and_parameter(real: Any) -> None:
         try:
             theirs = importlib.import_module("fastsafetensors" + at)
         except ImportError:
-            continue  # paddle is not here
+            continue  # paddle is not installed
         try:
             ours = importlib.import_module("overwire.compat.fastsafetensors" + at)
         except ImportError:
@@ -129,7 +129,7 @@ def test_every_name_and_parameter(real: Any) -> None:
 
 
 def test_only_the_adapter_brings_torch_in() -> None:
-    """No module of the package but frameworks._torch imports torch when it is imported."""
+    """Only frameworks._torch imports torch when modules of the package are imported."""
     package = Path(fst.__file__).parent
     for path in package.rglob("*.py"):
         waiting: list[Any] = list(ast.parse(path.read_text()).body)
@@ -149,8 +149,8 @@ def test_only_the_adapter_brings_torch_in() -> None:
 
 
 def test_unified_memory_is_the_framework_s_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the name of GPU 0, asked of the framework that is given; the variable decides
-    where it is set; and the loader hands its framework on."""
+    """The name of GPU 0, from the given framework, decides; the variable overrides it; and the loader passes its
+    framework on."""
     monkeypatch.delenv("FASTSAFETENSORS_UNIFIED_MEM", raising=False)
     gpu = mock.Mock(spec_set=["get_device_name"])
     for name, want in (("NVIDIA GB10", True), ("NVIDIA H200", False), ("", False)):
@@ -175,8 +175,7 @@ def test_unified_memory_is_the_framework_s_to_tell(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_auto_loader_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It passes nogds on whether or not a config names a copier, and refuses loaders
-    that it does not know."""
+    """It passes nogds on whether or not a config names a copier, and refuses unknown loaders."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FASTSAFETENSORS_CONFIG", raising=False)
     cases: list[tuple[dict[str, Any], bool, bool]] = [({}, False, False), ({"bbuf_size_kb": 8, "use_fgds": True}, False, True)]
@@ -203,7 +202,7 @@ def test_what_auto_loader_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_pipelines_of_one(real: Any) -> None:
-    """Without a group a pipeline is one of a single process, to both packages."""
+    """Without a group a pipeline belongs to a single process, in both packages."""
     for package in (real, fst):
         kind = importlib.import_module(f"{package.__name__}.parallel_loader").PipelineParallel
         for group in (None, package.SingleGroup()):
@@ -215,8 +214,8 @@ def test_pipelines_of_one(real: Any) -> None:
 
 @pytest.mark.imports_torch
 def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
-    """F4: shapes as files count them, blocks of elements, whole tensors, joined ones,
-    on both ranks as the real package has them; see fastsafetensors_pairs.py."""
+    """F4 works on both ranks as in the real package: shapes as files count them, blocks of elements, whole tensors,
+    joined ones. See fastsafetensors_pairs.py."""
 
     def pairs(*shape: int) -> Any:
         return torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
@@ -237,14 +236,14 @@ def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
 
 
 def test_a_3fs_reader_on_a_gpu_fills_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that writes as the host does gets memory that the host can write, also
-    where tensors go to a GPU; here pages that may not be touched stand for its memory."""
+    """A reader that writes from the host gets memory that the host can write, also where tensors go to a GPU;
+    inaccessible pages stand for GPU memory here."""
     want = {"a": torch.arange(300_000), "b": torch.randn(70_000)}
     path = str(tmp_path / "x.safetensors")
     ow.save_file(want, path, compress=False)
     length = sum(t.nbytes for t in want.values())
     page = mmap.PAGESIZE
-    pages = mmap.mmap(-1, -(-length // page) * page, prot=0)  # any access of the host is a SIGSEGV
+    pages = mmap.mmap(-1, -(-length // page) * page, prot=0)  # any access by the host is a SIGSEGV
     shadow = (ctypes.c_ubyte * length)()
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
@@ -281,7 +280,7 @@ def test_a_3fs_reader_on_a_gpu_fills_host_memory(tmp_path: Path, monkeypatch: py
     used = op.get_mem_used()
     gbuf = one.submit_io(False, 16 << 30)
     assert len(pieces) == -(-length // (1 << 20)) and sum(size for _, size in pieces) == length
-    assert calls == ["copy", "wait"] * len(pieces)  # the stage is used again when the GPU has it
+    assert calls == ["copy", "wait"] * len(pieces)  # the staging buffer is reused when the GPU has the data
     there = cpp.gds_device_buffer(ctypes.addressof(shadow), length, False)
     got = {name: tensor.get_raw() for name, tensor in meta.get_tensors(there, Device(), meta.header_length).items()}
     assert plain(got) == plain(want)

@@ -1,5 +1,5 @@
-"""nyacomp's functions under their own names: manifests, bundles of its layout and
-ours, checkpoints, variables."""
+"""Tests nyacomp's functions under their own names: manifests, bundles in its layout and ours, checkpoints, variables.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_small_helpers(caplog) -> None:
 
 @pytest.mark.slow
 def test_the_bytes_of_a_large_tensor() -> None:
-    """Of more than 2^32 bytes every one, which takes as much memory twice."""
+    """All bytes of a tensor of more than 2^32 bytes are kept, which takes twice as much memory."""
     size = (4 << 30) + 5
     tensor = torch.zeros(size, dtype=torch.uint8)
     tensor[-5:] = torch.arange(5)
@@ -109,7 +109,7 @@ def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
 
 
 class Pipeline:
-    """What nyacomp takes for a pipeline of diffusers: a config that names parts."""
+    """Looks like a diffusers pipeline to nyacomp: a config that names parts."""
 
     def __init__(self) -> None:
         torch.manual_seed(6)
@@ -134,8 +134,8 @@ class Step:
 
 
 def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
-    """compress_pickle takes any Python object with tensors, compress pipelines, modules and state dicts; files stand
-    where the README has them; what the caller has stays as it was."""
+    """compress_pickle takes any Python object with tensors; compress takes pipelines, modules and state dicts. Files
+    are where the README has them, and the caller's object stays as it was."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     pipe, checker = Pipeline(), nn.Linear(32, 2)
@@ -158,8 +158,8 @@ def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each manifest is written once in each place, before the pickle that needs it; where one cannot be, the old object
-    stays."""
+    """Each manifest is written once in each folder, before the pickle that needs it. If one cannot be written, the old
+    object stays."""
     path = tmp_path / "line\nbreak" / "x.pkl"
     path.parent.mkdir()
     with monkeypatch.context() as patch:
@@ -172,7 +172,7 @@ def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkey
             for name in ("meta.csv", "metadata.pkl", "merged_tensors.csv")
             for folder in (path.parent, path.parent / "nya")
         )
-    monkeypatch.setenv("DOWNLOAD", "1")  # names have the folder then, and it has a line break
+    monkeypatch.setenv("DOWNLOAD", "1")  # names contain the folder then, and it has a line break
     with pytest.raises(ow.ArgumentError, match="line break"):
         nyacomp.compress_pickle({"b": torch.arange(9)}, path)
     assert list(ow.load_compressed_pickle(path)) == ["a"]
@@ -203,7 +203,7 @@ def test_manifests_stand_in_both_places(tmp_path: Path) -> None:
     assert (path.parent / "merged_tensors.csv").read_text() == "0,1"
     rows, bins = manifests.read_metadata(path)
     assert bins == [[0]] and rows == [{**manifest.rows[0]._asdict(), "shape": [size]}]
-    (path.parent / "nya/metadata.pkl").unlink()  # either place will do
+    (path.parent / "nya/metadata.pkl").unlink()  # either location works
     (path.parent / "nya/meta.csv").unlink()
     files, bins = nyacomp.get_args(path)
     assert len(files) == 1 and len(bins) == settings.num_threads()
@@ -251,7 +251,7 @@ def test_hostile_and_broken_manifests(tmp_path: Path) -> None:
 
 
 def _write_layout(folder: Path, tensors: list[torch.Tensor], monkeypatch, anchored: bool = False) -> None:
-    """Tensor files and manifests as nyacomp lays them out, from folder's parent."""
+    """Writes tensor files and manifests as nyacomp lays them out, relative to folder's parent."""
     monkeypatch.chdir(folder.parent)
     (folder / "nya").mkdir(parents=True, exist_ok=True)
     merged, info = nyacomp.merge_tensors(tensors, 80_000)
@@ -298,7 +298,7 @@ def test_pickles_in_nyacomps_layout(tmp_path: Path, monkeypatch, anchored: bool)
             got = nyacomp.load_compressed_pickle("model/x.pkl")
         for a, b in zip([*got["w"], got["n"], got["s"]], [*obj["w"], obj["n"], obj["s"]], strict=True):
             same(a, b)
-    # Out of a preload, each load has tensors of its own.
+    # From a preload, each load gets its own tensors.
     monkeypatch.setattr(bundles, "decompressor", _nyacomp.AsyncDecompressor("model/nya/meta.csv"))
     first, second = (nyacomp.load_compressed_pickle("model/x.pkl") for _ in range(2))
     first["n"].zero_()
@@ -348,7 +348,7 @@ def test_files_that_only_nvcomp_reads_are_refused(tmp_path: Path, monkeypatch, s
     (tmp_path / "nya/0.gz").write_bytes(b"nonsense" * 99)
     with pytest.raises(ow.FormatError):
         nyacomp.load_compressed_pickle(tmp_path / "x.pkl")
-    # The command itself, on a bundle that it can read.
+    # Runs the command itself, on a bundle that it can read.
     weights = torch.randn(512)
     row, _, _ = nyacomp.compress_parameter(weights.view(1, 512), tmp_path / "nya/0.gz")
     nyacomp.to_csv([row], [[0]], tmp_path / "nya/meta.csv")
@@ -360,7 +360,7 @@ def test_files_that_only_nvcomp_reads_are_refused(tmp_path: Path, monkeypatch, s
 
 
 def _nvcomp_file(data: bytes, seed: int) -> bytes:
-    """A file as nvCOMP 3 laid it out, chunks in the order in which its blocks were done."""
+    """Builds a file as nvCOMP 3 laid it out, with chunks in the order in which its blocks finished."""
     chunk, draw = 65536, random.Random(seed)
     stored = [bytes(ow.codecs.encode(data[at : at + chunk], "GDeflate", bitstream="raw")) for at in range(0, len(data), chunk)]
     order = draw.sample(range(len(stored)), len(stored))
@@ -369,7 +369,7 @@ def _nvcomp_file(data: bytes, seed: int) -> bytes:
         offsets[at] = len(payload)
         payload += stored[at] + bytes(-len(stored[at]) % 8)
     tables = b"".join(value.to_bytes(8, "little") for value in [*offsets, *map(len, stored)])
-    sums = draw.randbytes(8 * len(stored))  # of nvCOMP's own kind
+    sums = draw.randbytes(8 * len(stored))  # with nvCOMP's own checksums
     offset = 72 + len(tables) + len(sums)
     head = bytearray(72)
     struct.pack_into("<IBBBxQQQBxxxIIBBxxQI", head, 0, 0, 3, 0, 3, len(payload), len(data), len(stored), 1, 7, 7, 1, 1, chunk, offset)
@@ -377,8 +377,8 @@ def _nvcomp_file(data: bytes, seed: int) -> bytes:
 
 
 def test_files_of_nyacomps_own(tmp_path: Path, caplog) -> None:
-    """GDeflate in nvCOMP's container is decoded, with a warning that nothing was compared; damage that breaks a
-    chunk, tables or sizes is an error by class; `recompress` makes a bundle of it without nyacomp or a GPU."""
+    """GDeflate in nvCOMP's container is decoded, with a warning that nothing was compared. Damage that breaks a chunk,
+    tables or sizes is a typed error. `recompress` makes a bundle from it without nyacomp or a GPU."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
     torch.manual_seed(seed)
@@ -411,7 +411,7 @@ def test_files_of_nyacomps_own(tmp_path: Path, caplog) -> None:
             assert one.shape == (3, 50_000) and one.dtype == torch.bfloat16, f"seed {seed}"
         except (ow.FormatError, ow.CorruptError, ow.NotSupportedError) as error:
             assert "0.gz" in str(error), f"seed {seed}"
-    # A file and a manifest that agree on more than the file can have: no memory is taken for that.
+    # A file and a manifest agree on more than the file can have: no memory is allocated for it.
     huge = bytearray(file)
     struct.pack_into("<Q", huge, 16, 1 << 62)
     (tmp_path / "nya/0.gz").write_bytes(huge)
@@ -450,11 +450,11 @@ def test_download_takes_the_tensors_from_host(tmp_path: Path, monkeypatch) -> No
     url = f"file://{tmp_path}/bucket/model/nya/x.safetensors"
     assert manifests.read_csv("model/meta.csv").rows[0].filename == url
     Path("bucket/model").mkdir(parents=True)
-    Path("model/nya").rename("bucket/model/nya")  # the manual upload
+    Path("model/nya").rename("bucket/model/nya")  # simulates the manual upload
     same(nyacomp.load_compressed_pickle("model/x.pkl")["w"], obj["w"])
     job = ow.preload(f"file://{tmp_path}/bucket/model/nya/meta.csv")
     assert job.uris == [f"{tmp_path}/bucket/model/nya/x.safetensors"]
-    monkeypatch.setenv("DOWNLOAD", "0")  # the word no is no, in both languages
+    monkeypatch.setenv("DOWNLOAD", "0")  # the word "no" counts as no, in both languages
     with pytest.raises(ow.NotFoundError):
         nyacomp.load_compressed_pickle("model/x.pkl")
     with pytest.raises(ow.NotSupportedError, match="ftp"):
@@ -492,8 +492,8 @@ VARIABLES = (
 
 
 def test_no_variable_ends_the_import_or_is_set(tmp_path: Path, script) -> None:
-    """Every variable that nyacomp, its extension and remotefile read or set, with nonsense and with a number in it: the
-    import ends well, no variable is set, nothing is written, and docs/nyacomp.md names each."""
+    """With nonsense and with a number in every variable that nyacomp, its extension and remotefile read or set, the
+    import succeeds, no variable is set, nothing is written, and docs/nyacomp.md names each one."""
     source = """
 import os, sys
 before = dict(os.environ)
@@ -523,7 +523,7 @@ def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(bundles, "decompressor", None)
     bundles.start_preload()
-    assert bundles.decompressor is None  # neither set nor there
+    assert bundles.decompressor is None  # neither set nor present
     Path("data/nya").mkdir(parents=True)
     ow.compress_pickle({"w": torch.arange(99)}, "data/x.pkl")
     monkeypatch.setenv("NO_PRELOAD", "1")
@@ -540,6 +540,6 @@ def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_annotate_is_that_of_nvtx() -> None:
-    """As a context and around a function, by place or by name, with nvtx or without."""
+    """annotate works as a context and around a function, by position or by name, with nvtx or without."""
     with nyacomp.annotate(message="a"), nyacomp.annotate("b"):
         assert nyacomp.annotate("c")(lambda: 7)() == 7

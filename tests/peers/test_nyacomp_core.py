@@ -1,5 +1,4 @@
-"""`_nyacomp`, nyacomp's extension: tensors in files by their bytes, and the load
-that runs in the background."""
+"""Tests `_nyacomp`, nyacomp's extension: tensors in files by their bytes, and the load in the background."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from overwire.compat.nyacomp import _nyacomp, tensor_bytes
 
 
 def _write(folder: Path, tensors: list[torch.Tensor], bins: str = "0") -> Path:
-    """Files and a meta.csv as unmodified nyacomp writes them through `_nyacomp`."""
+    """Writes files and a meta.csv as unmodified nyacomp does through `_nyacomp`."""
     lines = [bins]
     folder.mkdir(parents=True, exist_ok=True)
     for at, tensor in enumerate(tensors):
@@ -51,7 +50,7 @@ def _some() -> list[torch.Tensor]:
 def test_bytes_come_back_and_shrink_whatever_they_are(tmp_path: Path) -> None:
     torch.manual_seed(1)
     weights = torch.randn(300_000) * 0.02
-    # 300 KB and more, in one tensor: nyacomp's own are 0.79, 0.92 and 0.93 there.
+    # 300 KB and more, in one tensor; nyacomp itself reaches 0.79, 0.92 and 0.93 there.
     wanted = {torch.bfloat16: 0.68, torch.float16: 0.86, torch.float32: 0.84, torch.float64: 1.01}
     for algo, (dtype, most) in enumerate(wanted.items()):
         tensor = weights.to(dtype)
@@ -68,7 +67,7 @@ def test_bytes_that_mean_nothing(tmp_path: Path, seed: int) -> None:
     for size in (0, 1, 2, 3, 7, 8, 1000, 1_200_001):
         data = rng.randbytes(size)
         stored = _nyacomp.compress(bytearray(data) if size % 2 else data, tmp_path / "x.gz")
-        assert stored >= size  # the caller then keeps the bytes themselves
+        assert stored >= size  # the caller then keeps the original bytes
         assert tensor_bytes(_nyacomp.decompress(tmp_path / "x.gz", [size], "uint8")) == data
     with pytest.raises(ow.ArgumentError):
         _nyacomp.compress(b"", tmp_path / "x.gz", 3)
@@ -117,7 +116,7 @@ def test_files_that_were_renamed_copied_or_gathered(tmp_path: Path) -> None:
 
 
 def test_damage_is_refused(tmp_path: Path, seed: int) -> None:
-    """Wherever it is; but for what no tensor is made of, the padding at the end."""
+    """Damage is refused anywhere, except in the padding at the end, which no tensor uses."""
     rng = random.Random(seed)
     csv = _write(tmp_path, _some())
     good = (tmp_path / "0.gz").read_bytes()
@@ -185,7 +184,7 @@ def test_it_loads_before_it_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFi
     for got, tensor in zip(decompressor.get(), wanted, strict=True):
         same(got, tensor)
     assert "joins its preload" in caplog.text
-    # Files that were written to meanwhile are read: no load returns the old bytes.
+    # Files that were written meanwhile are read again: no load returns the old bytes.
     decompressor = _nyacomp.AsyncDecompressor(csv)
     assert decompressor._preload is not None and decompressor._preload.wait(60)
     for at in (0, 1):
@@ -209,7 +208,7 @@ def test_errors_show_at_get_and_a_second_get_tries_again(tmp_path: Path) -> None
 
 
 def test_long_calls_release_the_lock(tmp_path: Path) -> None:
-    """While tensors are compressed, decompressed or waited for, another thread of Python goes on."""
+    """While tensors are compressed, decompressed or waited for, another Python thread goes on."""
     torch.manual_seed(2)
     tensor = torch.randn(12 << 20).bfloat16()
     data = bytearray(tensor.view(torch.uint8).numpy())
@@ -250,8 +249,8 @@ def test_long_calls_release_the_lock(tmp_path: Path) -> None:
 
 
 def test_import_without_torch_gpu_or_csv(tmp_path: Path, script) -> None:
-    """Where torch cannot be imported, no GPU is, and PRELOAD_PATH names a csv that is not there, the import ends well;
-    only the load says what is missing."""
+    """The import succeeds without torch, without a GPU, and with a PRELOAD_PATH that names a missing csv; only the load
+    reports what is missing."""
     path = os.pathsep.join(filter(None, [_folder("nyacomp"), os.environ.get("PYTHONPATH", "")]))
     source = """
 import sys

@@ -1,4 +1,4 @@
-"""Merging tensors and partitioning them over threads, as nyacomp does or better."""
+"""Tests merging tensors and partitioning them over threads, at least as well as nyacomp does."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_splitting_follows_nyacomps_rule() -> None:
 
 
 def _multifit(sizes: list[int], bins: int, k: int = 20) -> int:
-    """The makespan of MULTIFIT as nyacomp runs it."""
+    """Returns the makespan of MULTIFIT as nyacomp runs it."""
 
     def first_fit(capacity: float) -> list[int]:
         loads: list[int] = []
@@ -147,8 +147,8 @@ REAL_LISTS = {
 
 @pytest.mark.parametrize("name", REAL_LISTS)
 def test_makespan_of_real_lists(name: str, monkeypatch) -> None:
-    """Merged and partitioned, real models' tensors take the fullest thread no longer than by nyacomp's merge and
-    MULTIFIT, for thread counts that nyacomp fails at, too; nothing is allocated for it."""
+    """For real models' tensors, merging and partitioning loads the fullest thread no longer than nyacomp's merge and
+    MULTIFIT, also for thread counts at which nyacomp fails. Nothing is allocated for it."""
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in REAL_LISTS[name]]
     sizes = [tensor.nbytes for tensor in tensors]
     for threads in (8, 32):

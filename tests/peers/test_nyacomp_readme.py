@@ -1,5 +1,5 @@
-"""nyacomp's documented use, by programs that import `nyacomp` and know nothing of
-overwire: with a pipeline that only looks like one, and with one of diffusers."""
+"""Tests nyacomp's documented use with programs that import `nyacomp` and know nothing of overwire: with an object that
+only looks like a pipeline, and with a diffusers one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import processes
 import pytest
 from overwire import compat
 
-# The module that both the program that saves and the one that loads import.
+# The module that the saving and the loading program both import.
 DUCK = """
 import torch
 from torch import nn
@@ -132,9 +132,9 @@ assert torch.equal(parts.run(nyacomp.load_compressed("model/boneless_model.pth")
 
 
 def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
-    """PRELOAD_PATH is the URL of model/meta.csv, as the README has it, and DOWNLOADER_PATH curl: manifests, containers,
-    tensor files and bundles come through it and nothing past it, what is preloaded once; what it says goes where
-    DOWNLOAD_LOG says. A wrong size in a manifest, and a file that is not there, are errors that name the file."""
+    """PRELOAD_PATH is the URL of model/meta.csv, as the README has it, and DOWNLOADER_PATH is curl: manifests,
+    containers, tensor files and bundles come only through it, and preloaded files once. Its messages go where
+    DOWNLOAD_LOG says. A wrong size in a manifest, and a missing file, are errors that name the file."""
     real = shutil.which("curl")
     if real is None:
         pytest.skip("no curl")
@@ -177,7 +177,7 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
                DOWNLOADER_PATH=str(curl), OVERWIRE_DOWNLOADER_LOG=str(tmp_path / "log"), SKIP_SETPIPE_SZ="1")  # fmt: skip
     lines = (tmp_path / "asked").read_text().replace(url + "/", "").splitlines()
     asked = [line.split()[1] for line in lines]
-    # As nyacomp has it: one process gets the URLs of all tensor files, in the manifest's order.
+    # As in nyacomp, one process gets the URLs of all tensor files, in the manifest's order.
     calls: dict[str, list[str]] = {}
     for line in lines:
         calls.setdefault(line.split()[0], []).append(line.split()[1])
@@ -189,8 +189,8 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
 
 
 def test_remotefile_s_command_line(tmp_path: Path) -> None:
-    """`overwire fetch -s -v URL...` writes the bodies in order and nothing else, and goes on downloading, within 64
-    MiB, while no one reads: a full pipe stops no server. A failure gives its status, and never hangs."""
+    """`overwire fetch -s -v URL...` writes only the bodies, in order, and keeps downloading, within 64 MiB, while no
+    one reads: a full pipe stops no server. A failure gives its status, and never hangs."""
     bodies = {f"/{name}": os.urandom(size) for name, size in (("a", 9 << 20), ("b", 0), ("c", 17 << 20))}
     sent = dict.fromkeys(bodies, 0)
 
@@ -244,13 +244,13 @@ def test_the_readme(tmp_path: Path, script, parts: str) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "other").mkdir()
     script(SAVE, PYTHONPATH=path)
-    # Compressed tensor files in model/nya, model/meta.csv, merged_tensors.csv, metadata.pkl.
+    # Compressed tensor files are in model/nya, with model/meta.csv, merged_tensors.csv and metadata.pkl.
     found = {str(p.relative_to(tmp_path / "model")) for p in (tmp_path / "model").rglob("*") if p.is_file()}
     assert found >= {"nya/boneless_bundle.safetensors", "meta.csv", "nya/meta.csv", "merged_tensors.csv", "metadata.pkl"}
     ow.verify(tmp_path / "model/boneless_model.pth")
     if parts == REAL:
-        return  # importing diffusers a second time would show nothing else
-    # PRELOAD_PATH is the location of meta.csv, or its URL.
+        return  # importing diffusers a second time would show nothing new
+    # PRELOAD_PATH is the path or the URL of meta.csv.
     for place in ("model/meta.csv", f"file://{tmp_path}/model/nya/meta.csv"):
         done = script(
             LOAD, PYTHONPATH=path, PRELOAD_PATH=place, OVERWIRE_LOG="debug", NUM_THREADS="2", NUM_STREAMS="4", DEBUG="0", SILENT="0"

@@ -1,5 +1,5 @@
-"""patch_safetensors with the libraries it is for: transformers, diffusers and
-accelerate load compressed files by their own names for it."""
+"""Tests patch_safetensors with the libraries it is for: transformers, diffusers and accelerate load compressed files
+through their own names for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from overwire.model import opened as opened_models
 
 
 def compress(folder: Path) -> int:
-    """Every safetensors file below becomes compressed, in its place."""
+    """Compresses every safetensors file below a folder, in place."""
     files = list(folder.rglob("*.safetensors"))
     for path in files:
         ow.convert(path, path.with_suffix(".tmp"))
@@ -48,7 +48,7 @@ def equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: Any) -> tuple[Any, Path, Path]:
-    """A tiny random model, as one file and as several shards, compressed."""
+    """Makes a tiny random model, as one file and as several shards, compressed."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
@@ -159,7 +159,7 @@ def test_accelerate(llama: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.imports_torch
 def test_patched_before_they_are_imported(llama: Any, script: Any) -> None:
-    """The patch holds whether it comes before the libraries or after them."""
+    """The patch works whether it comes before or after the libraries."""
     _, one, _ = llama
     script(f"""
 import overwire as ow
@@ -181,7 +181,7 @@ assert safetensors.safe_open.__module__ == "builtins"
 @pytest.mark.slow
 @pytest.mark.imports_torch
 def test_models_are_hooked_when_they_are_imported(script: Any) -> None:
-    """The first model of a process is loaded in one pass; afterwards diffusers is what it was."""
+    """The first model of a process is loaded in one pass; afterwards diffusers is as it was."""
     pytest.importorskip("diffusers")
     script("""
 import overwire as ow
@@ -206,7 +206,7 @@ assert not [finder for finder in sys.meta_path if "overwire" in type(finder).__m
 
 
 def module(name: str) -> types.ModuleType:
-    """A module that has bound what it reads with, as libraries do."""
+    """Makes a module that has bound its reading functions, as libraries do."""
     made = types.ModuleType(name)
     source = "import safetensors\nfrom safetensors import safe_open\nfrom safetensors.torch import load_file as read, save_file\n"
     sys.modules[name] = made
@@ -215,7 +215,7 @@ def module(name: str) -> types.ModuleType:
 
 
 def bound(m: types.ModuleType) -> bool:
-    """Whether a module reads through overwire."""
+    """Returns whether a module reads through overwire."""
     mine = issubclass(m.safe_open, compat.safe_open)
     assert mine == hasattr(m.read, "__wrapped__")
     assert m.save_file is safetensors.torch.save_file
@@ -241,7 +241,7 @@ def test_names_that_were_bound_before_and_meanwhile(tmp_path: Path) -> None:
             same(safetensors.torch.load(data)["a"], tensors["a"])
             assert [name for name, _ in safetensors.deserialize(data)] == ["a"]
         assert not bound(early) and not bound(late)
-        # Those who chose our names keep them.
+        # Users of our own names keep them.
         assert ours.load_file is compat_torch.load_file and ours.safe_open is compat.safe_open
         patch.undo()  # a second time does nothing
         assert not bound(early)
@@ -273,7 +273,7 @@ def test_nested_and_overlapping() -> None:
 
 
 class Library:
-    """What a library's class looks like to hooks."""
+    """Looks like a library's class to hooks."""
 
     @classmethod
     def make(cls) -> str:
@@ -286,7 +286,7 @@ def hooked(cls: type[Library]) -> str:
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets what the hooks of one library are; its modules count as imported."""
+    """Sets the hooks of one library; its modules count as imported."""
     monkeypatch.setitem(sys.modules, accelerate.MODULES[0], types.ModuleType("offload"))
     return lambda make: monkeypatch.setattr(accelerate, "pair_replacements", lambda found, lazy: make())
 
@@ -294,7 +294,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_library_that_cannot_be_hooked_is_served_without(
     hooks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Hooks that fail are taken back with a warning; everything else is patched, and undone."""
+    """Hooks that fail are removed with a warning; everything else is patched, and undone."""
     ow.save_file({"a": torch.arange(999)}, tmp_path / "a.safetensors")
     before = (safetensors.torch.load_file, vars(Library)["make"], list(sys.meta_path))
 
@@ -313,7 +313,7 @@ def test_a_library_that_cannot_be_hooked_is_served_without(
 
 
 def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error in its middle a patch is not there at all, and the next one is whole."""
+    """After an error halfway a patch is completely absent, and the next one is complete."""
     hooks(lambda: [((Library, "make"), classmethod(hooked))])
     before = (safetensors.torch.load_file, safetensors.safe_open, vars(Library)["make"], list(sys.meta_path))
     put = patching._put
@@ -336,7 +336,7 @@ def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.Monke
 
 
 def test_a_wrapper_that_another_tool_has_put_on_stays(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a patch leaves wrappers alone; what they wrap is the library's own then."""
+    """The end of a patch leaves other wrappers in place; they then wrap the library's own function."""
     hooks(lambda: [((Library, "make"), classmethod(hooked))])
     monkeypatch.setattr(Library, "make", vars(Library)["make"])  # as it was, at the end
     with ow.patch_safetensors():
@@ -351,7 +351,7 @@ def test_a_wrapper_that_another_tool_has_put_on_stays(hooks: Any, monkeypatch: p
 
 
 def test_conjugate_and_negative_views_are_saved_as_they_are(tmp_path: Path) -> None:
-    """Compressed under the patch, a lazy view has its own values, not those at its address."""
+    """Compressed under the patch, a lazy view is saved with its own values, not those at its address."""
     number = torch.randn(999, dtype=torch.complex64)
     tensors = {"conj": number.conj(), "neg": torch._neg_view(torch.randn(999)), "plain": torch.randn(999)}
     assert tensors["conj"].is_conj() and tensors["neg"].is_neg()
@@ -383,8 +383,8 @@ def _check_orders(loaded: dict[str, Any]) -> None:
 
 
 def test_arrays_of_any_order_are_saved_as_they_are(tmp_path: Path) -> None:
-    """Compressed under the patch, numpy arrays in any order of memory and bytes come back with their values, from files
-    and from bytes."""
+    """Compressed under the patch, numpy arrays in any memory order come back with their values, from files and from
+    bytes."""
     orders = dict(_ORDERS)
     with ow.patch_safetensors(compress=True):
         safetensors.numpy.save_file(orders, tmp_path / "a.safetensors")
@@ -399,7 +399,7 @@ def test_arrays_of_any_order_are_saved_as_they_are(tmp_path: Path) -> None:
 
 
 def test_frameworks_that_write_through_numpy(tmp_path: Path) -> None:
-    """flax, as mlx and tensorflow, hands numpy arrays on: those come back as they are, too."""
+    """flax, like mlx and tensorflow, passes numpy arrays on; those also come back unchanged."""
     jax = pytest.importorskip("jax")
     with ow.patch_safetensors(compress=True):
         import safetensors.flax
@@ -411,7 +411,7 @@ def test_frameworks_that_write_through_numpy(tmp_path: Path) -> None:
 
 
 def test_safetensors_own_modules_may_come_after_the_patch(script: Any) -> None:
-    """A module of safetensors that is imported under the patch has its functions replaced, and has its own again."""
+    """A module of safetensors that is imported under the patch has its functions replaced, and restored afterwards."""
     script("""
 import sys
 import overwire as ow
@@ -428,8 +428,7 @@ assert not hasattr(module.load_file, "__wrapped__")
 
 
 def test_threads(tmp_path: Path) -> None:
-    """Patches that threads begin and end at any time: in force for each while
-    its own lasts, and gone at the end."""
+    """Threads may begin and end patches at any time: each is in force while its own lasts, and gone at the end."""
     ow.save_file({"a": torch.arange(100)}, tmp_path / "a.safetensors")
     m = module("bound_threads")
     wrong: list[Any] = []
@@ -475,7 +474,7 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 
 def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers opens a shard for its metadata and again for its tensors; the engine reads its header once, and
+    """transformers opens a shard for its metadata and again for its tensors. The engine reads its header once, and
     again where transformers 5 loads several in one pass."""
     import transformers
 
@@ -500,8 +499,8 @@ def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: bool) -> None:
-    """Between two readers nothing of a file is kept that is no longer its own, and no folder's or index's at all; when
-    the patch ends, the file is closed."""
+    """Between two readers, only current data of a file is kept, and nothing of folders or indexes. When the patch ends,
+    the file is closed."""
     path, links = tmp_path / "m.safetensors", Path("/proc/self/fd")
 
     def held() -> int:
@@ -532,7 +531,7 @@ def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: boo
 
 
 def test_open_files_list_their_methods(tmp_path: Path) -> None:
-    """dir() and inspect of a file that is opened while patched show what safetensors' own has, plain or compressed."""
+    """dir() and inspect on a file opened under the patch show the same as safetensors' own, plain or compressed."""
     import inspect
 
     tensors = {"w": torch.arange(4)}

@@ -1,4 +1,4 @@
-"""compress_pickle: what goes in comes out, ties and views and all."""
+"""Tests compress_pickle: objects come back unchanged, with ties and views."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_loaded_tensors_are_the_callers(tmp_path: Path) -> None:
 
 
 def test_a_bundle_without_tensors_is_a_load(tmp_path: Path) -> None:
-    """Its progress is said once, at the end."""
+    """Its progress is reported once, at the end."""
     seen: list[ow.Progress] = []
     ow.compress_pickle({"a": 1}, tmp_path / "b")
     for _ in range(20):

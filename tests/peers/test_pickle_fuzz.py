@@ -1,5 +1,5 @@
-"""Hostile bundles at random: a few of what `python tests/peers/pickle_fuzz.py` runs by
-the million. `make asan` runs these with AddressSanitizer, too."""
+"""Tests random hostile bundles: a few of those that `python tests/peers/pickle_fuzz.py` runs by the million. `make
+asan` also runs these with AddressSanitizer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Hostile pickles run no code: a corpus by attack family, loaded without trust
-in a process whose audit hook watches every import, file, process and socket.
+"""Tests that hostile pickles run no code: a corpus by attack family is loaded without trust in a process with an audit
+hook that watches every import, file, process and socket.
 
 `python test_pickle_hostile.py FOLDER` is that process.
 """
@@ -22,10 +22,10 @@ import warm
 
 Case = tuple[str, bytes]
 
-# A reference to the one blob as an array; what `bundle` makes is this long.
+# A reference to the one blob as an array; `bundle` makes it this long.
 ARRAY = ("array", 0, "<f4", (100,), (4,), 0, True, 0, 400)
 
-# Callables with which pickles are known to attack, and what a call would need.
+# Callables that known pickle attacks use, with the arguments of a call.
 CALLS: dict[str, tuple[Any, ...]] = {
     "os.system": ("touch sentinel",),
     "posix.system": ("touch sentinel",),
@@ -190,7 +190,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "overwire.bundles.allowlist.AllowList": ("x",),
 }
 
-# Reaching onwards from something that is on the list.
+# Names that reach further from something on the list.
 DOTTED = [
     ("builtins", "object.__subclasses__"),
     ("builtins", "dict.__class__.__base__"),
@@ -226,7 +226,7 @@ def text(value: str) -> bytes:
 
 
 def push(value: Any) -> bytes:
-    """The opcodes that push plain data."""
+    """Returns the opcodes that push plain data."""
     data = pickle.dumps(value, protocol=5)[2:-1]
     return data[9:] if data[:1] == pickle.FRAME else data
 
@@ -277,7 +277,7 @@ def families() -> Iterator[Case]:
 
 
 def builds() -> Iterator[Case]:
-    """BUILD on what the list allows."""
+    """Yields BUILD on objects that the list allows."""
     states = {
         "dict": push({"__defaults__": (1,), "evil": 1}),
         "slots": push((None, {"__defaults__": (1,), "forward": 1, "__doc__": "evil"})),
@@ -311,7 +311,7 @@ def builds() -> Iterator[Case]:
 
 
 def references() -> Iterator[Case]:
-    """Persistent ids that lie."""
+    """Yields persistent ids that lie."""
     pids: list[Any] = [
         0, "0", "x", None, (), ("storage",), ("storage", 0, "float32", 400, 1), ("storage", 9, "float32", 400),
         ("storage", -5, "float32", 400), ("storage", 0, "float32", 4000), ("storage", 0, "float32", -1),
@@ -341,7 +341,7 @@ def references() -> Iterator[Case]:
 
 
 def tensors() -> Iterator[Case]:
-    """Rebuilding functions with arguments that reach elsewhere."""
+    """Yields rebuilding functions with arguments that reach elsewhere."""
     storage = push(("storage", 0, "float32", 400)) + b"Q"
     untyped = push(("storage", 0, "", 400)) + b"Q"
     v2 = stack_global("torch._utils", "_rebuild_tensor_v2")
@@ -388,7 +388,7 @@ def tensors() -> Iterator[Case]:
 
 
 def arrays() -> Iterator[Case]:
-    """Our own rebuilding functions with arguments that lie."""
+    """Yields our own rebuilding functions with arguments that lie."""
     bad: dict[str, list[tuple[Any, ...]]] = {
         "dtype": [("evil",), (3,), ([1],), ([("a",)],), ([("a", "<f4", (-1,))],), ([("a", "<f4", 3)],),
                   ("__import__('os')",), ()],
@@ -418,7 +418,7 @@ def broken() -> Iterator[Case]:
 
 
 def bundle(folder: Path, number: int, data: bytes) -> Path:
-    """A complete bundle whose pickle is `data` and whose one blob is 400 bytes."""
+    """Writes a complete bundle with `data` as its pickle and one blob of 400 bytes."""
     import overwire as ow
     import torch
 
@@ -431,7 +431,7 @@ def bundle(folder: Path, number: int, data: bytes) -> Path:
 
 
 def whole_bundle(folder: Path, number: int, data: bytes, blobs: list[bytes]) -> Path:
-    """A complete bundle of any pickle and blobs."""
+    """Writes a complete bundle of any pickle and blobs."""
     import numpy as np
     import overwire as ow
 
@@ -449,14 +449,14 @@ WATCHED = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.",
 
 
 def hunt(folder: Path) -> None:
-    """Loads the corpus and prints what it did beyond reading its own files."""
+    """Loads the corpus and prints what it did besides reading its own files."""
     import overwire as ow
     import torch
 
     state = torch.nn.functional.relu.__defaults__, dict(torch.nn.functional.relu.__dict__), torch.nn.Linear.forward
     cases = list(families())
     paths = [bundle(folder, number, data) for number, (_, data) in enumerate(cases)]
-    # Whatever is imported lazily by honest work is imported now.
+    # Imports now what valid loads import lazily.
     ow.compress_pickle({"a": torch.ones(3), "l": torch.nn.Linear(2, 2), "s": torch.ones(2).to_sparse()}, folder / "honest.pkl")
     ow.load_compressed_pickle(folder / "honest.pkl")
     for body in (
@@ -530,8 +530,8 @@ def test_trust_opens_what_the_list_refuses(tmp_path: Path) -> None:
 def test_a_forged_dtype_cannot_make_pointers_of_bytes(tmp_path: Path) -> None:
     import overwire as ow
 
-    # A structured dtype whose flags say that it holds no objects, put on an
-    # array together with raw bytes, would make numpy take these for objects.
+    # If a structured dtype's flags say that it holds no objects, and it is put on an array together with raw bytes,
+    # numpy would take these for objects.
     dtype = stack_global("overwire.rebuild", "dtype") + push(([("a", "O", ())],)) + b"R"
     forged = dtype + push((3, "|", None, ("a",), {}, 8, 1, 0)) + b"b"
     array = push(ARRAY) + b"Q"

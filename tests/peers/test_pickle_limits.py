@@ -1,8 +1,8 @@
-"""What a bundle's pickle may not do without trust: reach outside its blobs, change
-what was checked, or cost more than its size accounts for.
+"""Tests what a bundle's pickle may not do without trust: reach outside its blobs, change what was checked, or cost more
+than its size justifies.
 
-Each case runs against the interpreter itself, on blobs of memory; those that once
-ended the process run in one of their own, too.
+Each case runs against the interpreter itself, on blobs in memory. Cases that once ended the process also run in a
+separate process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def array(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, spe
 
 
 def test_an_array_whose_strides_wrap_is_refused(fenced: Fenced) -> None:
-    # numpy computes the extent modulo 2**64: 2**60 steps of 16 are 0 there.
+    # numpy computes the extent modulo 2**64: there 2**60 steps of 16 are 0.
     wraps = [
         ((1 << 60) + 1, 16),
         ((1 << 61) + 1, 8),
@@ -69,7 +69,7 @@ def test_an_array_whose_strides_wrap_is_refused(fenced: Fenced) -> None:
         for shape, strides in (((d,), (s,)), ((2, d), (1, s)), ((d, 1), (s, 0)), ((1, d, 1), (5, s, 7))):
             with pytest.raises(ow.FormatError):
                 load(array(shape, strides), fenced, bytes(4096))
-    # A sum that wraps, where no part of it does.
+    # A sum that wraps, though no part of it does.
     with pytest.raises(ow.FormatError):
         load(array(((1 << 61) + 1,) * 4, (2, 2, 2, 2)), fenced, bytes(4096))
 
@@ -185,7 +185,7 @@ def test_indices_of_sparse_tensors_are_their_own(fenced: Fenced) -> None:
         before = made.to_dense()
         dense.fill_(1 << 36)
         assert made.to_dense().equal(before), layout
-        # Two sparse tensors of one mask share it, as they did.
+        # Two sparse tensors with one mask still share it.
         pair = sparse(layout, parts, size) * 2 + b"\x86"
         one, two = load(pair, fenced, blob, struct.pack("<4f", 1, 2, 3, 4))
         of = {"sparse_coo": "_indices", "sparse_csr": "col_indices", "sparse_bsr": "col_indices"}.get(layout, "row_indices")
@@ -206,7 +206,7 @@ def test_the_stride_of_one_entry_is_no_length(fenced: Fenced) -> None:
 
 
 def test_blocks_of_no_size_are_refused(fenced: Fenced) -> None:
-    # torch divides by them: the process ended.
+    # torch divides by them, which ended the process.
     for layout in ("sparse_bsr", "sparse_bsc"):
         for block, size in (((0, 0), (2, 2)), ((0, 1), (2, 2)), ((1, 0), (2, 2)), ((0, 0), (0, 0))):
             parts = (
@@ -217,7 +217,7 @@ def test_blocks_of_no_size_are_refused(fenced: Fenced) -> None:
 
 
 def test_rows_that_lead_out_of_a_sparse_tensor_are_refused(fenced: Fenced) -> None:
-    # torch's check reads the plain indices where the rows say, before it looks at the rows.
+    # torch's check reads the plain indices that the rows point to before it checks the rows.
     far = 1 << 40
     for rows in ((0, far, 0), (0, -far, 0), (0, 1, 0), (far, far, 0), (0, 0, far), (0, -(1 << 63), 0)):
         for layout, shape in (("sparse_csr", (0,)), ("sparse_csc", (0,)), ("sparse_bsr", (0, 4, 1)), ("sparse_bsc", (0, 4, 1))):
@@ -297,7 +297,7 @@ def test_a_state_sets_attributes_and_nothing_else(fenced: Fenced) -> None:
             if name.startswith("__") or kind is not None and hasattr(kind, name):
                 with pytest.raises(ow.UntrustedPickleError):
                     load(target, fenced, bytes(16))
-    # Twice, as it called torch.Tensor(123) once.
+    # Twice, since torch.Tensor(123) was once called.
     with pytest.raises(ow.UntrustedPickleError):
         load(ordered + b"}" + push("__setstate__") + tensor_class + b"sbK\x7bb", fenced)
     for state in (push(123), push((None, {"x": 1})), push(({"x": 1}, {"y": 1})), push([1]), b"}K\x01K\x02s"):
@@ -344,7 +344,7 @@ NAMED, MADE = {"_all_weights": [["w"]]}, {"all_weights": [[0]]}
      {**NAMED, "num_layers": 10**12}, {**NAMED, "num_layers": 1.0}],
 )  # fmt: skip
 def test_an_rnn_has_the_layers_that_its_pickle_names(fenced: Fenced, state: dict[str, Any]) -> None:
-    """A number in the pickle never says how many rows of names torch makes of an RNN."""
+    """A number in the pickle never decides how many rows of names torch makes for an RNN."""
     parts: dict[str, Any] = {"_parameters": {"w": None}, "_buffers": {}, "_modules": {}, "bias": True, "proj_size": 0}
     data = push({"bidirectional": False, "_flat_weights_names": ["w"], "_flat_weights": [None], **parts, **state})
     data = named("torch.nn.modules.rnn", "LSTM") + b")\x81" + data + b"b"
@@ -357,7 +357,7 @@ def test_an_rnn_has_the_layers_that_its_pickle_names(fenced: Fenced, state: dict
 
 @functools.cache
 def bombs() -> dict[str, bytes]:
-    """Little pickles that would take much."""
+    """Yields small pickles that would take a lot."""
     big = push(1 << 26)
     ranged = named("builtins", "range") + b"(" + big + b"tR"
     doubled = b"K\x01" + b"".join(b"\x94h" + bytes((n,)) + b"\x86" for n in range(60))
@@ -438,7 +438,7 @@ def bombs() -> dict[str, bytes]:
 
 
 def drop_bombs() -> None:
-    """Loads each bomb within 2 GiB and prints its name and the class of its error."""
+    """Loads each bomb within 2 GiB and prints its name and its error class."""
     import resource
 
     import torch
@@ -474,7 +474,7 @@ def drop_bombs() -> None:
 
 
 def test_little_pickles_do_not_take_much() -> None:
-    """In a process of its own, with a time that only a hang exceeds."""
+    """Small pickles do not take much, in a separate process with a time limit that only a hang exceeds."""
     done = warm.run(["-c", "import test_pickle_limits as t; t.drop_bombs()"], cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     outcomes = dict(line.rsplit(": ", 1) for line in done.stdout.splitlines())
@@ -505,7 +505,7 @@ def test_errors_say_where(fenced: Fenced) -> None:
     with pytest.raises(ow.FormatError, match=r"unpickle x\.pkl: the pickle is cut short \(at byte \d+\)") as caught:
         load(b"\x8e" + struct.pack("<Q", 1 << 40), fenced)
     assert caught.value.source == "x.pkl" and caught.value.offset is not None
-    # A key whose text would have no end is not in the message.
+    # A key with endless text is not in the message.
     doubled = b"K\x01" + b"".join(b"\x94h" + bytes((n,)) + b"\x86" for n in range(60))
     with pytest.raises(REFUSED) as refused:
         load(named("torch.serialization", "_get_layout") + doubled + b"\x85R", fenced)
@@ -525,14 +525,14 @@ def test_towers_that_python_frees_without_recursion_load(fenced: Fenced) -> None
         "modules": module + b"\x94" + b"h\x00)\x81}\x8c\x01x" * count + b"N" + b"sb" * count,
         "frozensets": b"(" * count + b"\x91" * count,
     }
-    padding = b"B" + struct.pack("<I", 1 << 22) + bytes(1 << 22) + b"0"  # modules are not made of nothing
+    padding = b"B" + struct.pack("<I", 1 << 22) + bytes(1 << 22) + b"0"  # modules are not made from nothing
     for name, body in towers.items():
-        if name == "frozensets":  # keys of one another
+        if name == "frozensets":  # they are keys of one another
             with pytest.raises(ow.UntrustedPickleError):
                 load(padding + body, fenced)
         else:
             load(padding + body, fenced)  # and it is freed
-    # What is left of one that ends in the middle is freed, too.
+    # The rest of one that ends halfway is also freed.
     for body in towers.values():
         with pytest.raises(REFUSED):
             load(body[: -count // 2] + b"\xff", fenced)

@@ -1,10 +1,9 @@
-"""The same verdict as the original on every rule of the safetensors format.
+"""Tests that every rule of the safetensors format has the same verdict as in the original.
 
-``goldens/container/vectors.json`` holds small files with two verdicts: what the
-``safetensors`` package does, and what overwire does. The Go tests hold the
-parser to the second; here the package is held to the first, and the built
-library to the second, so that neither column can be a guess. Where they differ
-overwire refuses more, never less, and the row is listed below with its reason.
+``goldens/container/vectors.json`` holds small files with two verdicts: the ``safetensors`` package's and overwire's.
+The Go tests check the parser against the second. Here the package is checked against the first, and the built library
+against the second, so that neither column can be a guess. Where they differ overwire refuses more, never less, and the
+row is listed below with its reason.
 """
 
 import base64
@@ -18,7 +17,7 @@ VECTORS = json.loads(
     (pathlib.Path(__file__).parents[1] / "goldens" / "container" / "vectors.json").read_text()
 )
 
-# What the original reads and overwire refuses.
+# Files that the original reads and overwire refuses.
 STRICTER = {
     "a name twice": "the README forbids it; which tensor is meant?",
     "a name twice, once escaped": "the README forbids it; which tensor is meant?",
@@ -35,7 +34,7 @@ ids = [v["name"] for v in VECTORS]
 
 
 def engine():
-    """The built library, or a skip that says why."""
+    """Returns the built library, or skips with the reason."""
     try:
         from overwire import _verbs
     except ImportError as e:
@@ -83,8 +82,7 @@ def test_ours(vector, tmp_path):
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
 def test_switch(vector, tmp_path):
-    """Each rule through the public face: strict by default, and `lenient=True`
-    lets pass what the vectors say and nothing else."""
+    """Each rule through the public API: strict by default, and `lenient=True` accepts exactly what the vectors say."""
     engine()
     import overwire as ow
 
@@ -107,10 +105,9 @@ def test_switch(vector, tmp_path):
 
 
 def test_writers_order():
-    """Both writers put tensors in the same order, so that ours are aligned too.
+    """Both writers put tensors in the same order, so that ours are also aligned.
 
-    The order is that of the dtype codes in docs/format.md section 5, largest
-    first, and then of the names.
+    The order is that of the dtype codes in docs/format.md section 5, largest first, and then of the names.
     """
     safetensors = pytest.importorskip("safetensors", minversion="0.8")
     codes = ("BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ "

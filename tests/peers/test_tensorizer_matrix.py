@@ -1,6 +1,5 @@
-"""overwire.compat.tensorizer and the reference read each other's files in every
-combination of version, encryption, verification, nesting and source; and what
-the reference is known to get wrong is right here."""
+"""Tests that overwire.compat.tensorizer and the reference read each other's files in every combination of version,
+encryption, verification, nesting and source, and that known mistakes of the reference are right here."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ import tensorizer as theirs
 import torch
 import warm
 
-try:  # libsodium is the system's: the reference encrypts only where it is there
+try:  # the reference uses the system's libsodium, and only encrypts if it is there
     theirs.EncryptionParams.random()
     SODIUM = True
 except Exception:
@@ -33,7 +32,7 @@ except Exception:
 META = torch.empty(3, 2, device="meta")
 LONG = torch.empty(2**32 + 5, dtype=torch.int8, device="meta")
 
-# What makes a file have its version, before encryption.
+# Contents that give a file its version, before encryption.
 VERSIONS = {
     1: {"a": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(7), "n": torch.zeros(0, 3, dtype=torch.int16)},
     2: {
@@ -54,7 +53,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Callable[[Path], Any]]]]:
-    """A folder, and ways to open its files."""
+    """Serves a folder, with several ways to open its files."""
     folder = tmp_path_factory.mktemp("matrix")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -93,7 +92,7 @@ def same(a: Any, b: Any) -> bool:
 def test_every_combination(
     version: int, encrypted: str, sources: tuple[Path, dict[str, Callable[[Path], Any]]]
 ) -> None:
-    """Two writers, two readers, flat and nested, verified and not, from every source."""
+    """Two writers and two readers work, flat and nested, verified and not, from every source."""
     if encrypted != "plain" and not SODIUM:
         pytest.skip("no libsodium for the reference; the golden files are still read")
     folder, ways = sources
@@ -133,7 +132,7 @@ def test_every_combination(
 
 
 def test_protobuf() -> None:
-    """Messages of either are read by the other; 16-bit floats are bits, which the reference makes numbers of."""
+    """Each reads the other's messages; 16-bit floats are bits, which the reference turns into numbers."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     import tensorizer.protobuf as reference
@@ -142,7 +141,7 @@ def test_protobuf() -> None:
         stream = io.BytesIO()
         writer.serialize_model(net, stream)
         stream.seek(0)
-        if reader is reference:  # which leaves tensors where parameters belong
+        if reader is reference:  # it leaves tensors where parameters belong
             reader.deserialize_model(twin, stream)
             assert all(torch.equal(twin[0]._parameters[n], p) for n, p in net[0]._parameters.items())
             twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
@@ -172,7 +171,7 @@ def test_protobuf() -> None:
 
 
 def test_every_name() -> None:
-    """Every public name, class member and parameter of the reference is there, in its order."""
+    """Every public name, class member and parameter of the reference exists, in its order."""
     import importlib
 
     def parameters(found: Any) -> list[str]:
@@ -191,7 +190,7 @@ def test_every_name() -> None:
             elif inspect.isclass(theirs_) and not module.endswith("pb2"):
                 for member, value in vars(theirs_).items():
                     if member not in other and (member == "__init__" or member[0] != "_") and not inspect.isdatadescriptor(value):
-                        if inspect.isfunction(value):  # what the class itself says, not what it inherits
+                        if inspect.isfunction(value):  # what the class itself defines, not what it inherits
                             assert parameters(value) == parameters(getattr(ours_, member)), (name, member)
                         else:
                             assert hasattr(ours_, member), (name, member)
@@ -199,7 +198,7 @@ def test_every_name() -> None:
     assert checked >= 40
 
 
-# What the reference has and this has not, and why.
+# Names of the reference that are missing here, with reasons.
 WITHOUT = {
     "_crypt.ChunkedEncryption": "libsodium's functions: the engine encrypts, whole files at a time",
     "_crypt.Const": "as ChunkedEncryption",
@@ -214,8 +213,8 @@ WITHOUT = {
 
 
 def test_every_path() -> None:
-    """Every public module of the reference, and `_crypt`, can be imported, under its own name too, and has
-    its public names: all but those WITHOUT gives reasons for."""
+    """Every public module of the reference, and `_crypt`, can be imported, also under its own name, and has its public
+    names, except those that WITHOUT gives reasons for."""
     import importlib
     import pkgutil
 
@@ -253,7 +252,7 @@ def test_every_path() -> None:
 
 
 def test_what_clients_look_at(tmp_path: Path) -> None:
-    """_device, _file_flags, _file_header and _metadata, before and after the load."""
+    """_device, _file_flags, _file_header and _metadata are right before and after the load."""
     s = theirs.TensorSerializer(tmp_path / "x")
     s.write_state_dict({"a": torch.ones(3).bfloat16(), "m": [META]})
     s.close()
@@ -287,8 +286,7 @@ def test_what_clients_look_at(tmp_path: Path) -> None:
 
 
 def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums that a replaced TensorHash makes others do not match; endpoints that a replaced _enforce_scheme lets pass
-    do."""
+    """Sums from a replaced TensorHash do not match; endpoints that a replaced _enforce_scheme accepts do."""
     for writer in (ours, theirs):
         s = writer.TensorSerializer(tmp_path / "x")
         s.write_state_dict({"a": torch.ones(3)})
@@ -316,7 +314,7 @@ def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ours.stream_io.open_stream("s3://bucket/x", s3_endpoint="http://127.0.0.1:1", s3_access_key_id="", s3_secret_access_key="")
 
 
-# What users of the reference hit.
+# Known problems of the reference's users.
 
 
 def test_casts_leave_what_is_no_float(tmp_path: Path) -> None:
@@ -338,7 +336,7 @@ def test_casts_leave_what_is_no_float(tmp_path: Path) -> None:
 
 
 def test_meta_and_empty_opaque_and_encrypted(tmp_path: Path) -> None:
-    """Tensors without data of torch's own types, and of no elements in encrypted files."""
+    """Tensors without data work in torch's own types, and empty ones in encrypted files."""
     tensors = {
         "e": torch.zeros(0, 4).bfloat16(),
         "m": torch.empty(3, device="meta", dtype=torch.bfloat16),
@@ -361,7 +359,7 @@ def test_meta_and_empty_opaque_and_encrypted(tmp_path: Path) -> None:
 
 
 def test_modules_as_they_were(tmp_path: Path) -> None:
-    """Ties, hidden buffers, and attributes that are there already come out as in the module that was saved."""
+    """Ties, hidden buffers, and existing attributes come out as in the saved module."""
 
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
@@ -377,7 +375,7 @@ def test_modules_as_they_were(tmp_path: Path) -> None:
     s.write_module(net)
     s.close()
     del twin.scales
-    twin.scales = "a plain attribute"  # as GPTQ's modules have: the reference raises KeyError
+    twin.scales = "a plain attribute"  # as in GPTQ modules: the reference raises KeyError
     with pytest.raises(KeyError):
         theirs.TensorDeserializer(tmp_path / "x", device="cpu").load_into_module(twin)
     twin = Tied()
@@ -391,7 +389,7 @@ def test_modules_as_they_were(tmp_path: Path) -> None:
         and torch.equal(twin.hidden, net.hidden)
     )
     assert twin.state_dict().keys() == net.state_dict().keys()
-    net.head.weight = torch.nn.Parameter(net.head.weight + 1)  # no longer tied: nor after loading
+    net.head.weight = torch.nn.Parameter(net.head.weight + 1)  # no longer tied, and not after loading either
     with ours.TensorSerializer(tmp_path / "y") as s:
         s.write_module(net)
     with ours.TensorDeserializer(tmp_path / "y", device="cpu") as de:
@@ -421,7 +419,7 @@ print(high("VmHWM") - before - (96 << 20))
 
 
 def test_crc32_of_files_that_have_none(tmp_path: Path) -> None:
-    """verify_crc32 is refused where there is nothing to compare; a container's chunks are compared anyhow."""
+    """verify_crc32 is refused if there is nothing to compare; a container's chunks are compared anyway."""
     plain, packed, options = tmp_path / "p.safetensors", tmp_path / "c.safetensors", {"verify_crc32": True}
     tensors = {"a": torch.arange(100_000)}
     ow.save_file(tensors, plain, compress=False)
@@ -432,7 +430,7 @@ def test_crc32_of_files_that_have_none(tmp_path: Path) -> None:
 
 
 def test_crc32_while_reading(tmp_path: Path) -> None:
-    """verify_hash="crc32" and verify_crc32 find every flipped bit of the data while they load, and where."""
+    """verify_hash="crc32" and verify_crc32 find every flipped bit of the data during the load, with its location."""
     tensors = {"a": torch.arange(100_000), "m": META, "b": torch.randn(3).bfloat16()}
     path = tmp_path / "x.tensors"
     s = theirs.TensorSerializer(path)
@@ -444,7 +442,7 @@ def test_crc32_while_reading(tmp_path: Path) -> None:
         assert all(same(found[n], t) for n, t in tensors.items())
     assert same(ours.TensorDeserializer(path, device="cpu", verify_hash="crc32", lazy_load=True)["a"], tensors["a"])
     with ow.safe_open(path, framework="pt", storage_options=options) as f:
-        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # a part is no whole
+        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # a part is not the whole
     from overwire.records import read_records
 
     whole = path.read_bytes()
@@ -460,7 +458,7 @@ def test_crc32_while_reading(tmp_path: Path) -> None:
 
 
 def test_preloaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A preload of the path is what the deserialiser takes, with a key too."""
+    """The deserialiser takes a preload of the path, also with a key."""
     tensors = {f"t{i}": torch.randn(1000) for i in range(5)}
     caplog.set_level("DEBUG", "overwire")
     for options in ({}, {"encryption_key": bytes(32)}):
@@ -477,7 +475,7 @@ def test_preloaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_hostile_names(tmp_path: Path) -> None:
-    """Deep, clashing and unprintable paths are refused or read, never a crash or a hang."""
+    """Deep, clashing and unprintable paths are refused or read, without a crash or a hang."""
     from overwire.records import NewRecord, make_front, write_records
 
     def build(names: list[str]) -> Path:

@@ -1,6 +1,5 @@
-"""tensorizer's streams: Redis and S3 on real servers, in both directions between
-overwire.compat.tensorizer and the reference; what is refused, and what an
-interrupted writer leaves."""
+"""Tests tensorizer's streams: Redis and S3 on real servers, in both directions between overwire.compat.tensorizer and
+the reference, with refusals and interrupted writers."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def write(module: Any, to: Any, encryption: Any = None) -> None:
 
 @pytest.fixture(scope="module")
 def redis_at() -> Iterator[tuple[Any, str]]:
-    """A client of the package redis, and what URIs begin with."""
+    """Returns a client of the package redis, and the beginning of its URIs."""
     client_of = pytest.importorskip("redis")
     with stores.redis(password=None) as (_, base):
         client = client_of.Redis(host=stores.HOST, port=int(base.rstrip("/").rpartition(":")[2]))
@@ -45,7 +44,7 @@ def redis_at() -> Iterator[tuple[Any, str]]:
 
 
 def test_redis_both_ways(redis_at: tuple[Any, str], tmp_path: Path) -> None:
-    """What either copies to Redis either loads, plain and encrypted, and so does overwire."""
+    """Each loads what either copies to Redis, plain and encrypted, and so does overwire."""
     client, base = redis_at
     for writer, encrypted in itertools.product((ours, theirs), (False, True)):
         key = f"{writer.__name__}.{encrypted}"
@@ -79,7 +78,7 @@ def test_redis_both_ways(redis_at: tuple[Any, str], tmp_path: Path) -> None:
 
 
 def test_to_redis_again(redis_at: tuple[Any, str], tmp_path: Path) -> None:
-    """A copy that was interrupted goes on; another file is refused, and replaced by force."""
+    """An interrupted copy is resumed; another file is refused, and replaced with force."""
     client, base = redis_at
     write(theirs, tmp_path / "a")
     one = ours.TensorDeserializer(tmp_path / "a", device="cpu", lazy_load=True)
@@ -104,7 +103,7 @@ def test_to_redis_again(redis_at: tuple[Any, str], tmp_path: Path) -> None:
 
 
 def test_redis_stream(redis_at: tuple[Any, str]) -> None:
-    """RedisStreamFile reads as a file does: ranges, seeks, ends, and errors of the server."""
+    """RedisStreamFile reads like a file: ranges, seeks, ends, and errors of the server."""
     client, base = redis_at
     data = os.urandom(3_000_000)
     client.set("raw:a:0", data[:1000])
@@ -144,7 +143,7 @@ def test_redis_stream(redis_at: tuple[Any, str]) -> None:
 
 
 def test_save_to_redis(redis_at: tuple[Any, str]) -> None:
-    """save_file and convert write .tensors files to stores; the old file stays until the new one stands."""
+    """save_file and convert write .tensors files to stores; the old file stays until the new one is complete."""
     _, base = redis_at
     tensors = {f"t{i}": torch.randn(n) for i, n in enumerate((5_000_000, 3, 4_200_000, 0, 1 << 20))}
     uri = base + "folder/model.tensors"
@@ -163,7 +162,7 @@ def test_save_to_redis(redis_at: tuple[Any, str]) -> None:
 
 
 def test_pipes(tmp_path: Path) -> None:
-    """A file that comes through a pipe is read; one cannot be written into it."""
+    """A file is read through a pipe, but cannot be written into one."""
     write(theirs, tmp_path / "x")
     begin, end = os.pipe()
     feeder = threading.Thread(target=lambda: (os.write(end, b""), _feed(end, (tmp_path / "x").read_bytes())))
@@ -183,7 +182,7 @@ def _feed(end: int, data: bytes) -> None:
 
 @pytest.mark.parametrize("module", [ours, theirs])
 def test_same_refusals(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modes, ranges, certificates, endpoints: the same errors in the same words."""
+    """Modes, ranges, certificates and endpoints give the same errors in the same words."""
     io_ = module.stream_io
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(io_, "_s3_default_config_paths", (str(tmp_path / "none"),))
@@ -220,7 +219,7 @@ def test_same_refusals(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_where_s3_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Endpoints and credentials: as given, .s3cfg, environment, AWS's files, CoreWeave."""
+    """Endpoints and credentials come from arguments, .s3cfg, the environment, AWS's files, and CoreWeave."""
     s3 = ours._s3
     for name in [n for n in os.environ if n.startswith("AWS_")]:
         monkeypatch.delenv(name)
@@ -269,7 +268,7 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
                 assert same(reader.TensorDeserializer(stream, device="cpu", verify_hash=True).tree())
         stream = ours.stream_io.open_stream(uri, begin=5, end=9, **given)
         assert stream.read() == (folder / writer.__name__ / "x.tensors").read_bytes()[5:9] and "X-Amz" not in repr(vars(stream)["_name"])
-    # By the URI alone: credentials and endpoint from the environment.
+    # Only by the URI: credentials and endpoint from the environment.
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", str(options["endpoint_url"]))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))
@@ -313,7 +312,7 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_s3_writers_end(s3_at: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    """A writer that is dropped, or open at the exit, writes; one that fails leaves the old object."""
+    """A dropped writer, or one open at exit, writes its object; one that fails leaves the old object."""
     options, folder = s3_at
     program = f"""
 import overwire.compat.tensorizer as t, torch, gc

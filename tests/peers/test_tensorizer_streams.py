@@ -1,6 +1,5 @@
-"""tensorizer's HTTP and S3 streams read through the engine: whom headers reach,
-what a redirect may do, what becomes of bodies that end early and of objects that
-change, certificates, interruption, and failed uploads."""
+"""Tests tensorizer's HTTP and S3 streams through the engine: who gets headers, what a redirect may do, bodies that end
+early, objects that change, certificates, interrupts, and failed uploads."""
 
 from __future__ import annotations
 
@@ -36,16 +35,16 @@ from overwire.stores import ObjectReader, ObjectWriter
 DATA = np.random.default_rng(1).bytes(600_000)
 SECRET = {"Authorization": "Bearer SECRET", "X-Api-Key": "SECRET", "Cookie": "SECRET"}
 
-# What the engine asks for first.
+# The engine's first request.
 OPENING = "bytes=0-262143"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves DATA, in ranges, as `kind` says; keeps what it was asked."""
+    """Serves DATA, in ranges, as `kind` says; keeps the requests."""
 
     protocol_version = "HTTP/1.1"
     asked: list[dict[str, str]]
-    say: Callable[[Handler, bytes], bool] | None  # True: it has answered
+    say: Callable[[Handler, bytes], bool] | None  # True means it has answered
     tag: str = '"1"'
     data: bytes = DATA
 
@@ -106,8 +105,8 @@ def serving(say: Any = None, tls: ssl.SSLContext | None = None, **more: Any) -> 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_headers_stay_with_the_first_host(status: int) -> None:
-    """What the caller gives for one server, that server gets and no other, neither
-    at first, nor when the stream goes back, nor from what the stream becomes."""
+    """Headers for one server go to no other, neither at first, nor when the stream seeks back, nor from the stream's
+    conversions."""
     with contextlib.ExitStack() as stack:
         other, there = stack.enter_context(serving())
         first, here = stack.enter_context(serving(lambda h, _: h.redirect(other + "/x", status) or True))
@@ -139,8 +138,8 @@ def test_headers_within_a_host() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "one-get"])
 def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
-    """The server's own headers can be read, those that say the same thing twice too, and
-    the length is that of the stream; `cache_status` of a file tells what a cache said."""
+    """The server's own headers can be read, also repeated ones, and the length is the stream's; `cache_status` of a
+    file reports what a cache said."""
     def say(h: Handler, data: bytes) -> bool:
         if not ranges:
             del h.headers["Range"]
@@ -159,8 +158,8 @@ def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
 
 
 def test_same_ends() -> None:
-    """Reads and readinto at the end of a range, after it, and past the object, and what
-    is said after closing: as the reference's, which needs curl."""
+    """Reads and readinto at the end of a range, after it, and past the object, and messages after closing, are as in
+    the reference, which needs curl."""
     theirs = pytest.importorskip("tensorizer.stream_io")
     modules = [stream_io, theirs] if shutil.which("curl") else [stream_io]
 
@@ -180,7 +179,7 @@ def test_same_ends() -> None:
             note(lambda: stream.read(5))
         note(lambda: stream.read(5))
         with module.CURLStreamFile(url, len(DATA) - 10) as stream:
-            note(lambda: stream.readinto(bytearray(20)))  # the object ends, its range does not
+            note(lambda: stream.readinto(bytearray(20)))  # the object ends, but its range does not
         with module.CURLStreamFile(url, len(DATA) - 10, len(DATA) + 10) as stream:
             note(lambda: stream.readinto(bytearray(15)))
         note(lambda: module.CURLStreamFile(url, len(DATA)))
@@ -204,8 +203,8 @@ def test_same_ends() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is cut is resumed; one that is cut each time is an OSError after a
-    whole beginning, and never a short read."""
+    """A body that is cut is resumed. One that is cut each time is an OSError after a complete beginning, and never a
+    short read."""
     cuts = iter((1000, 0, 300_000))
     data = DATA * 4
 
@@ -234,7 +233,7 @@ def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("how", ["tag", "date", "size"])
 def test_an_object_that_changes(how: str) -> None:
-    """Going back reads the object that was opened, or is an error."""
+    """Seeking back reads the object that was opened, or is an error."""
     new = bytes(len(DATA) + (how == "size"))
     was = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"} if how == "date" else None
     now = {"Last-Modified": "Tue, 02 Jan 2024 00:00:00 GMT"} if how == "date" else None
@@ -261,7 +260,7 @@ def test_an_object_that_changes(how: str) -> None:
 
 
 def test_readers_that_seek(tmp_path: Path) -> None:
-    """ObjectReader: the same of a local file; several, read as one, do not go back."""
+    """ObjectReader does the same with a local file; several, read as one, do not go back."""
     path = tmp_path / "x"
 
     def put(data: bytes, day: int) -> None:
@@ -296,7 +295,7 @@ def test_stalled_server(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     def opened(url: str) -> Any:
-        for timeout in (0.2, 2):  # on a busy machine the opening may take longer
+        for timeout in (0.2, 2):  # on a busy machine opening may take longer
             monkeypatch.setattr(stream_io, "_PATIENCE", {"timeout": timeout, "retries": 1})
             with contextlib.suppress(OSError):
                 return stream_io.open_stream(url)
@@ -328,7 +327,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("when", ["opening", "reading"])
 def test_interrupted(when: str) -> None:
-    """Ctrl-C ends an opening and a reading of a server that says nothing."""
+    """Ctrl-C ends opening and reading from a silent server."""
     silent, over = threading.Event(), threading.Event()
 
     def say(h: Handler, data: bytes) -> bool:
@@ -362,7 +361,7 @@ def test_interrupted(when: str) -> None:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
-    """The certificate of a server on 127.0.0.1 that no authority has signed, and the server's side."""
+    """Returns a self-signed certificate of a server on 127.0.0.1, and the server's side."""
     folder = tmp_path_factory.mktemp("authority")
     program = shutil.which("openssl")
     if program is None:
@@ -378,8 +377,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLCo
 
 
 def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> None:
-    """CAInfo's three ways, and the variables as they are when a stream is opened,
-    however often it connects afterwards."""
+    """CAInfo's three forms work, and the variables count as they are when a stream is opened, however often it connects
+    afterwards."""
     folder, context = authority
     variables = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
     for name in variables:
@@ -410,7 +409,8 @@ def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytes
 
 
 def test_certificates_without_tls(authority: tuple[Path, ssl.SSLContext], tmp_path: Path) -> None:
-    """An http:// endpoint takes them all, certificates in them or none; they count where it redirects to https."""
+    """An http:// endpoint accepts them all, with or without certificates in them; they count when it redirects to
+    https."""
     folder, context = authority
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.pem").write_text("none")
@@ -439,7 +439,7 @@ def test_never_out_of_tls(authority: tuple[Path, ssl.SSLContext]) -> None:
 
 
 def bare(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str) -> None:
-    """An environment without credentials, with an endpoint."""
+    """Returns an environment without credentials, with an endpoint."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
@@ -449,8 +449,8 @@ def bare(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str) -> None:
 
 
 def test_public_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no credentials are found, an object is read unsigned, as a stream, from
-    a stream, and by its URI; credentials that were given are not left out."""
+    """Without credentials an object is read unsigned, as a stream, from a stream, and by its URI. Credentials that were
+    given are always used."""
     serializer = TensorSerializer(tmp_path / "x.tensors")
     serializer.write_tensor(0, "a", 0, np.arange(1000))  # type: ignore[arg-type]
     serializer.close()
@@ -502,7 +502,7 @@ for stream in kept:
 
 
 def test_uploads_that_fail(tmp_path: Path) -> None:
-    """Closing says what failed; at the exit one that fails leaves the others their turn."""
+    """Closing reports what failed; at exit a failing upload does not stop the others."""
     kind = type("OneRefusing", (Refusing,), {"asked": [], "say": None})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -533,7 +533,7 @@ def test_uploads_that_fail(tmp_path: Path) -> None:
 
 
 def test_files_that_take_no_more() -> None:
-    """A file without a descriptor that fails while it is written says so itself."""
+    """A file without a descriptor that fails during writing reports that itself."""
 
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
@@ -547,7 +547,7 @@ def test_files_that_take_no_more() -> None:
 
 
 def test_the_engine_alone_reaches_stores() -> None:
-    """No module opens connections of its own. Between ranks: distributed/group.py."""
+    """No module opens its own connections, except between ranks in distributed/group.py."""
     other = {"aiohttp", "boto3", "botocore", "ftplib", "http", "httpx", "requests", "socket", "ssl", "urllib3"}
     package = Path(ow.__file__).parent
     for path in sorted(package.rglob("*.py")):
@@ -562,7 +562,7 @@ def test_the_engine_alone_reaches_stores() -> None:
 
 
 def test_to_redis_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
-    """Nothing short of what the index says is stored as a value."""
+    """A file shorter than its index says is never stored as a value."""
     path = tmp_path / "x.tensors"
     ow.save_file({"a": np.arange(40_000, dtype=np.int64), "b": np.arange(9.0)}, path)
 
@@ -581,8 +581,8 @@ def test_to_redis_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_file_is_opened_and_indexed_once(tmp_path: Path, lazy: bool) -> None:
-    """A TensorDeserializer asks a server for the beginning of a file once, whatever it loads; what it
-    gives is right, and a key that nothing needs is refused by its name."""
+    """A TensorDeserializer asks a server once for the beginning of a file, whatever it loads. Its results are right,
+    and an unneeded key is refused by its name."""
     want = {f"t{n}": torch.randn(300 + n, 500) for n in range(5)}
     serializer = TensorSerializer(str(tmp_path / "x.tensors"))
     serializer.write_state_dict(want)

@@ -1,4 +1,4 @@
-"""compat.tensorizer: what a TensorSerializer refuses, and when its file is there."""
+"""Tests what compat.tensorizer's TensorSerializer refuses, and when its file appears."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNREADABLE = {
 
 
 def values(path: Path) -> list[float]:
-    """The values of the tensor "a" of a file."""
+    """Returns the values of the tensor "a" of a file."""
     return list(ow.load_file(path, framework="np")["a"].tolist())
 
 
@@ -49,7 +49,7 @@ def hidden(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("array", UNREADABLE.values(), ids=UNREADABLE)
 def test_arrays_that_no_reader_has(array: np.ndarray, tmp_path: Path) -> None:
-    """An array of a dtype that cannot be read is refused as there, before anything is written: what follows is."""
+    """An array of a dtype that cannot be read is refused as in the reference, but before anything is written."""
     with pytest.raises((TypeError, ValueError)) as expected:
         theirs.TensorSerializer(tmp_path / "theirs").write_tensor(0, "x", theirs.TensorType.PARAM, array)
     with ours.TensorSerializer(tmp_path / "x.tensors") as serializer:
@@ -61,8 +61,8 @@ def test_arrays_that_no_reader_has(array: np.ndarray, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unnamed", [True, False])
 def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a writer is closed a path has nothing, or the older file, whose mode stays; afterwards the whole new one,
-    and the folder nothing else. Of two writers the one that is closed last counts."""
+    """Until a writer is closed a path has nothing, or the older file with its mode. Afterwards it has the whole new
+    one, and the folder nothing else. Of two writers the one that is closed last counts."""
     if not unnamed:
         plain = os.open
 
@@ -93,7 +93,7 @@ def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monke
 
 
 def test_what_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that an exception ends, and a write that fails, leave the older file, and nothing beside it."""
+    """A block that ends with an exception, and a failed write, leave the older file, and nothing next to it."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))
@@ -113,7 +113,7 @@ def test_what_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_open_files_stay_in_place(tmp_path: Path) -> None:
-    """A file that the caller has opened is complete after each write, as there, and so is a device's."""
+    """A file that the caller has opened is complete after each write, as in the reference, and so is a device's."""
     path = tmp_path / "x.tensors"
     with open(path, "wb+") as file:
         serializer = ours.TensorSerializer(file)
@@ -139,8 +139,8 @@ serializer.write_tensor(0, "a", 0, np.full(3, 2.0))
     ids=["not closed", "killed", "exception", "forked"],
 )
 def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script: Callable[..., Any]) -> None:
-    """A writer that is not closed writes its file at the exit; one that is killed, or whose program fails, leaves the
-    older file and nothing beside it; the child of a fork has no part in it."""
+    """A writer that is not closed writes its file at exit. One that is killed, or whose program fails, leaves the older
+    file and nothing next to it. A forked child does not take part."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))
@@ -149,7 +149,7 @@ def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script:
 
 
 class _Copies(TorchFunctionMode):
-    """The layouts of copies, and memory that is not pinned, which needs no GPU."""
+    """Records the layouts of copies, and memory that is not pinned, which needs no GPU."""
 
     def __init__(self) -> None:
         self.strides: list[tuple[Any, Any]] = []
@@ -161,7 +161,7 @@ class _Copies(TorchFunctionMode):
 
 
 def test_a_tensor_of_a_gpu_comes_down_in_the_order_of_its_memory() -> None:
-    """A transposed tensor, too, comes by one copy of its bytes, without another tensor of its size on the GPU."""
+    """A transposed tensor also comes with one copy of its bytes, without another tensor of its size on the GPU."""
     dense = torch.arange(24.0).reshape(2, 3, 4)
     for tensor in (dense, dense.transpose(0, 2), dense[0, 0, 0], dense[:0]):
         with _Copies() as seen:

@@ -1,4 +1,4 @@
-"""What works with torch_checkpointing, the real one: its safetensors items are files of overwire."""
+"""Tests the real torch_checkpointing: its safetensors items are overwire files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig 
 
 
 def test_its_files_are_read_compressed_and_loaded_by_it(tmp_path: Path) -> None:
-    """load_file reads a safetensors item; compressed in its place, its manager loads it while patch_safetensors is in
-    force; the tensors of an item of torch.save are converted."""
+    """load_file reads a safetensors item. Compressed in place, its manager loads it under patch_safetensors. The
+    tensors of a torch.save item are converted."""
     torch.manual_seed(1)
     model = torch.nn.Linear(300, 200, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())

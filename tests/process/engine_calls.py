@@ -1,5 +1,5 @@
-"""The engine's functions, as tests of processes call them: past `overwire._verbs`, with
-texts and numbers as they cross. Not a test."""
+"""Calls the engine's functions for the process tests: past `overwire._verbs`, with raw texts and numbers. It is not a
+test."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def job_wait(job: int, timeout: Any) -> bool:
 
 
 def columns(job: int, timeout: float | None = None, raw: bool = False) -> Landed | None:
-    """What has landed since the last call."""
+    """Returns what was loaded since the last call."""
     from overwire.jobs import Landed
 
     made = core().take(job, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
@@ -110,7 +110,7 @@ def job_next(job: int, timeout: float | None, raw: bool = False) -> list[tuple[i
 
 
 def job_columns(job: int, raw: bool = False) -> Landed:
-    """All that a job that has ended gives."""
+    """Returns everything that a finished job gives."""
     from overwire.jobs import Landed
 
     made = core().take(job, 0, TAKE_ALL | (TAKE_RAW if raw else 0))

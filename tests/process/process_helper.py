@@ -1,6 +1,6 @@
-"""What the tests of test_process*.py run in processes of their own.
+"""Runs programs of test_process*.py in separate processes.
 
-Not a test: imported by them, and by the scripts they start.
+It is not a test: they import it, and so do the scripts that they start.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Under AddressSanitizer, and under an emulator, everything is slower: a tenth of the runs will do, in ten times the
-# time.
+# Under AddressSanitizer, and under an emulator, everything is slower: a tenth of the runs in ten times the time is
+# enough.
 FEWER = 10 if os.environ.get("OVERWIRE_TEST_SLOW") else 1
 
 PRELUDE = """
@@ -32,9 +32,8 @@ def run(
     source: str, *args: object, timeout: float = 240, rc: int | None = 0, small_quarantine: bool = False,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python source after PRELUDE in a fresh interpreter. small_quarantine: for
-    sources that look at the process's memory, of which AddressSanitizer otherwise
-    keeps what was freed."""
+    """Run Python source after PRELUDE in a fresh interpreter. small_quarantine is for sources that measure the
+    process's memory, since AddressSanitizer otherwise keeps freed memory."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_P", "PRELOAD"))}
     if small_quarantine and "ASAN_OPTIONS" in env:
         env["ASAN_OPTIONS"] += ":quarantine_size_mb=4"
@@ -65,7 +64,7 @@ def write_plain(path: Path | str, tensors: dict[str, tuple[str, list[int], bytes
 
 
 def write_sparse(path: Path | str, size: int, count: int = 1) -> str:
-    """Write a plain file with count U8 tensors of zeros that take no disk."""
+    """Write a plain file with count U8 tensors of zeros that take no disk space."""
     shapes = {f"w{i}": {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]} for i in range(count)}
     text = json.dumps(shapes).encode()
     text += b" " * (-len(text) % 8)
@@ -75,11 +74,11 @@ def write_sparse(path: Path | str, size: int, count: int = 1) -> str:
     return str(path)
 
 
-BIG = 16 << 20, 4096  # for write_sparse: what LongJob loads
+BIG = 16 << 20, 4096  # for write_sparse: the file of LongJob
 
 
 class LongJob:
-    """A load that takes many seconds and little memory: thousands of tensors, all into one place."""
+    """A load that takes many seconds and little memory: thousands of tensors, all to one destination."""
 
     def __init__(self, path: str) -> None:
         import engine_calls as e
@@ -89,7 +88,7 @@ class LongJob:
         address = ctypes.addressof((ctypes.c_char * size).from_buffer(self.memory))
         self.model = e.open_model(json.dumps({"uris": [path], "map": False}))
         requests = b"".join(struct.pack("=6q", i, address, 0, -1, 0, -1) for i in range(count))
-        # One worker, so that a machine of two cores has one for the test.
+        # One worker, so that a machine with two cores has one for the test.
         self.job = e.load_start(self.model, requests, '{"threads": 1}')
 
     def end(self) -> None:
@@ -105,7 +104,7 @@ class LongJob:
 
 
 def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
-    """Load every tensor of a file: the list of job_take."""
+    """Load every tensor of a file, and return job_take's list."""
     import engine_calls as e
 
     model = e.open_model(json.dumps({"uris": [path]}))
@@ -118,10 +117,10 @@ def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
 
 
 def child(body: Callable[[], None], limit: float = 60) -> int:
-    """Fork, run body, end the child as a program ends. Its exit code; 99: it hung."""
+    """Fork, run body, and end the child as a program ends. Return its exit code; 99 means it hung."""
     code = _child(body, limit)
-    # AddressSanitizer holds its own locks over a fork only since LLVM 18: before that, a
-    # child may inherit one that another thread held, and hang. Without it none may hang.
+    # AddressSanitizer has held its own locks over a fork only since LLVM 18. Before that, a child may inherit a lock
+    # that another thread held, and hang. Without AddressSanitizer none may hang.
     if code == 99 and FEWER > 1:
         code = _child(body, limit)
     return code
@@ -147,7 +146,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-AT_FIRST = threads()  # one, and an emulator's own
+AT_FIRST = threads()  # one, plus an emulator's own
 
 
 def rss() -> int:

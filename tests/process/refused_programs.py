@@ -1,6 +1,6 @@
-"""What the child of `refusing` runs: loads and saves, each with what it answers.
+"""Runs as the child of `refusing`: loads and saves, each with its answer.
 
-Not a test: started by test_refused_calls.py.
+It is not a test: test_refused_calls.py starts it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from refusing import serve_tasks
 
 def _tensors(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    large = rng.normal(0, 0.02, 300_000).astype("f4")  # not as brief as what the calling thread writes itself
+    large = rng.normal(0, 0.02, 300_000).astype("f4")  # larger than what the calling thread writes itself
     return {"large": large, "small": np.arange(seed, seed + 9), "none": np.zeros((0, 3), "f2")}
 
 
@@ -50,7 +50,7 @@ def _write(path: str, seed: int, kind: Any) -> None:
             file.write(bytes([seed + block]) * 100_000)
 
 
-#: Each saves to a path what a seed says, from the folder that `prepare` has filled.
+# Each saves to a path what a seed says, from the folder that `prepare` has filled.
 SAVES = {
     "plain": ("x.safetensors", lambda path, seed: ow.save_file(_tensors(seed), path)),
     "small": ("y.safetensors", lambda path, seed: ow.save_file({"small": np.arange(seed, seed + 9)}, path)),
@@ -66,7 +66,7 @@ SAVES = {
     "object": ("o.bin", lambda path, seed: _write(path, seed, ObjectWriter)),
 }
 
-#: Each answers with the digest of what it has read.
+# Each answers with the digest of what it has read.
 LOADS = {
     "load": lambda folder: _load(f"{folder}/source1.safetensors"),
     "load compressed": lambda folder: _load(f"{folder}/packed.safetensors"),
@@ -91,7 +91,7 @@ def _outcome(call: Any, typed: Any = ow.OverwireError) -> list[Any]:
 
 
 def prepare(folder: str) -> None:
-    """Fills a folder with what the programs read."""
+    """Fills a folder with the files that the programs read."""
     os.makedirs(f"{folder}/set", exist_ok=True)
     for seed in (1, 2):
         ow.save_file(_tensors(seed), f"{folder}/source{seed}.safetensors")
@@ -100,14 +100,14 @@ def prepare(folder: str) -> None:
 
 
 def save(kind: str, folder: str, seed: int) -> list[Any]:
-    """Saves, and says how that ended. What is used as an open file may raise what an open file raises."""
+    """Saves, and returns how that ended. A file used as an open file may raise what open files raise."""
     name, call = SAVES[kind]
     typed = OSError if kind in ("file", "object") else ow.OverwireError
     return _outcome(lambda: call(f"{folder}/{name}", seed) and None, (ow.OverwireError, typed))
 
 
 def content(kind: str, folder: str) -> list[Any]:
-    """What a folder has of a kind of save: the digest of its tensors, or of its bytes."""
+    """Returns what a folder has after a kind of save: the digest of its tensors, or of its bytes."""
     path = f"{folder}/{SAVES[kind][0]}"
     if kind in ("tensorizer", "delta", "file", "object"):
         return ["done", hashlib.sha256(Path(path).read_bytes()).hexdigest()]
@@ -115,12 +115,12 @@ def content(kind: str, folder: str) -> list[Any]:
 
 
 def load(kind: str, folder: str) -> list[Any]:
-    """Loads, and says how that ended."""
+    """Loads, and returns how that ended."""
     return _outcome(lambda: LOADS[kind](folder))
 
 
 def load_uri(uri: str, options: dict[str, Any]) -> list[Any]:
-    """Loads what a server has."""
+    """Loads from a server."""
     return _outcome(lambda: _load(uri, storage_options=options))
 
 
@@ -133,7 +133,7 @@ _servers: list[Any] = []
 
 
 def run_server(address: str, *words: str) -> list[Any]:
-    """Starts `overwire serve`, for good."""
+    """Starts `overwire serve`, and leaves it running."""
     _servers.append(core().start("cli", json.dumps(program(["serve", "--address", address, *words])), b""))
     until = time.monotonic() + 30
     while True:

@@ -1,7 +1,7 @@
-"""Refuses system calls of a child process, one at a time: the n-th call of a kind fails with a number of the system's.
+"""Refuses system calls of a child process, one at a time: the n-th call of a kind fails with a system error number.
 
-A seccomp filter of the child, which needs no privileges, sends each call of the kinds to this process, which lets it
-go on or answers for the system. The calls of all threads are counted together, from one task to its answer.
+A seccomp filter in the child, which needs no privileges, sends each call of the kinds to this process, which allows it
+or answers for the system. The calls of all threads are counted together, from one task to its answer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-#: The numbers of x86-64. Without clone, futex, getrandom and memory without a file: Go's runtime ends the process
-#: where the system refuses these.
+# The numbers of x86-64. clone, futex, getrandom and memory without a file are left out: Go's runtime ends the process
+# if the system refuses these.
 CALLS = {
     "read": 0, "write": 1, "open": 2, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "mmap": 9, "pread64": 17,
     "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "mincore": 27, "madvise": 28, "dup": 32, "socket": 41,
@@ -55,8 +55,7 @@ class _Filter(ctypes.Structure):
 
 
 def refuse_calls(control: socket.socket) -> None:
-    """Called by the child: from here on another process answers its calls. OSError where the system has no such
-    filter."""
+    """Called by the child: from here on another process answers its calls. OSError if the system has no such filter."""
     numbers = sorted(set(CALLS.values()) - {CALLS["mmap"]})
     steps = [(0x20, 0, 0, 0)]  # the call's number
     steps += [(0x15, 0, 2, CALLS["mmap"]), (0x20, 0, 0, 48), (0x15, len(numbers), len(numbers) + 1, 0xFFFFFFFF)]
@@ -76,10 +75,10 @@ def refuse_calls(control: socket.socket) -> None:
 
 
 class Refusal:
-    """A child that runs tasks, and whose calls fail as the task says."""
+    """A child that runs tasks, with calls that fail as the task says."""
 
     def __init__(self, program: Path) -> None:
-        """program: a file whose `main(control)` calls `serve_tasks`. OSError where the system has no such filter."""
+        """program: a file with a `main(control)` that calls `serve_tasks`. OSError if the system has no such filter."""
         self._control, other = socket.socketpair()
         self.process = subprocess.Popen(
             [sys.executable, str(program), str(other.fileno())], pass_fds=[other.fileno()], stderr=subprocess.PIPE,
@@ -108,7 +107,7 @@ class Refusal:
                 notice = bytearray(80)
                 try:
                     fcntl.ioctl(self._listener, _RECEIVE, notice)
-                except OSError:  # a signal has taken it back
+                except OSError:  # a signal has withdrawn it
                     continue
                 identity, process, _, call = struct.unpack_from("QIIi", notice)
                 first = struct.unpack_from("q", notice, 32)[0]
@@ -122,7 +121,7 @@ class Refusal:
             os.close(self._listener)
 
     def _is_event(self, process: int, descriptor: int) -> bool:
-        # Go's runtime wakes its threads by one, and ends the process where it cannot.
+        # Go's runtime wakes its threads with one, and ends the process if it cannot.
         try:
             return "eventfd" in os.readlink(f"/proc/{process}/fd/{descriptor}")
         except OSError:
@@ -143,9 +142,11 @@ class Refusal:
         self, task: Iterable[Any], call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False,
         timeout: float = 60,
     ) -> Any:
-        """The answer of a task, while the at-th call of a kind is refused with a number; lasts: all after it, too.
+        """Returns a task's answer while the at-th call of a kind is refused with a number, and with lasts also all
+        later calls.
 
-        TimeoutError where it does not answer in time, ConnectionError where the child has ended."""
+        TimeoutError if it does not answer in time, ConnectionError if the child has ended.
+        """
         self.refuse(call, at, number, lasts=lasts)
         self._control.settimeout(timeout)
         self._control.sendmsg([json.dumps(list(task)).encode() + b"\n"])
@@ -161,14 +162,14 @@ class Refusal:
         return json.loads(answer)
 
     def refuse(self, call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False) -> None:
-        """Counts anew, and refuses as `run` says, until the end of the next task; without a kind, nothing."""
+        """Restarts counting, and refuses as `run` says, until the end of the next task; without a kind, nothing."""
         with self._lock:
             self._counts.clear()
             self.was_refused = False
             self._refused = (call, at, number, lasts) if call else None
 
     def counts(self) -> dict[str, int]:
-        """How many calls of each kind there were since the last task began."""
+        """Returns the number of calls of each kind since the last task began."""
         with self._lock:
             return dict(self._counts)
 
@@ -181,7 +182,7 @@ class Refusal:
 
 
 def serve_tasks(number: int, programs: dict[str, Any]) -> None:
-    """Called by the child: runs the programs that it is asked for, until its parent is gone."""
+    """Called by the child: runs the requested programs until its parent is gone."""
     control = socket.socket(fileno=number)
     try:
         refuse_calls(control)

@@ -1,4 +1,4 @@
-"""Children of fork, such as workers of a DataLoader, read local files after the engine ran in their parent."""
+"""Tests children of fork, such as DataLoader workers, which read local files after the engine ran in their parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import overwire
 import pytest
 from overwire.model.forked import is_compressed
 
-# What a worker reads, by every name of safetensors'; `opened` was opened in the parent.
+# Reads by every name of safetensors; `opened` was opened in the parent.
 WORKER = """
 import sys
 import overwire as ow, safetensors, safetensors.numpy, safetensors.torch, torch
@@ -127,13 +127,13 @@ print("ok")
 
 
 def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
-    """Every read of a plain file works in a forked worker, patched or not, and overwire's of a compressed one."""
+    """Every read of a plain file works in a forked worker, patched or not; so do overwire's of a compressed one."""
     pytest.importorskip("safetensors")
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "plain dir").mkdir()
     done = torch_script(PROGRAM)
     assert done.stdout == "ok\n" and "Exception ignored" not in done.stderr, done.stderr
-    assert done.stderr.count("compressed files are decoded slowly here") == 2, done.stderr  # once a worker
+    assert done.stderr.count("compressed files are decoded slowly here") == 2, done.stderr  # once per worker
 
 
 DROPPING = """
@@ -168,7 +168,7 @@ held["asleep"].wake()
 
 
 def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> None:
-    """A header may spell letters by their numbers: the container stays one, also where the engine may not be used."""
+    """A header may spell letters by their numbers: the container is recognised, also without the engine."""
     path = tmp_path / "m.safetensors"
     overwire.save_file({"w": np.zeros(9000, np.float32)}, path)
     data = path.read_bytes()
@@ -180,14 +180,14 @@ def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> Non
 
 
 def test_what_a_child_drops_is_the_parents(torch_script) -> None:
-    """Nothing is printed, and the parent goes on with all of it."""
+    """Nothing is printed, and the parent keeps using all of it."""
     done = torch_script(DROPPING)
     assert not done.stderr, done.stderr
 
 
 def test_a_child_of_an_engine_that_starts_is_refused(torch_script) -> None:
-    """The engine starts while torch's tensors are made ready for it; a child that is forked before it has answered
-    knows that it is one, and the parent goes on."""
+    """The engine starts while torch's tensors are being prepared for it. A child that is forked before it has answered
+    knows that it is a child, and the parent goes on."""
     torch_script(
         """
 import os, sys
@@ -223,8 +223,8 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_wrong_arguments_leave_the_engine_closed(torch_script) -> None:
-    """A source that is none, or has no name of a file, and values that an option cannot have, are refused while the
-    engine is closed: a fork may come later."""
+    """An invalid source, one without a file name, and invalid option values are refused while the engine is closed,
+    because a fork may come later."""
     torch_script(
         """
 import inspect, os
@@ -271,8 +271,8 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_group_of_the_parent_is_refused_to_a_child(torch_script) -> None:
-    """A forked child that uses a process group of its parent's is refused at once, also where the parent has never
-    started the engine; a group that it makes itself serves it."""
+    """A forked child that uses a process group of its parent's is refused at once, also if the parent has never started
+    the engine; a group that it makes itself works."""
     torch_script(
         """
 import os
@@ -305,7 +305,7 @@ dist.destroy_process_group()
 
 
 LOCKS = r"\b(?:Lock|RLock|Condition|Semaphore|BoundedSemaphore|Barrier|allocate_lock)\((?!new_lock\(\)\))"
-# Made otherwise, and why.
+# Exceptions, with reasons.
 OTHER_LOCKS = {
     "_engine.py": "what a daemon thread waits for at the exit",
     "_locks.py": "makes them",
@@ -313,7 +313,7 @@ OTHER_LOCKS = {
 
 
 def test_locks_are_made_in_one_place() -> None:
-    """Every lock of the package is one that a forked child has anew."""
+    """Every lock of the package is made anew in a forked child."""
     folder = Path(overwire.__file__).parent
     makers = {
         str(path.relative_to(folder)) for path in folder.rglob("*.py") if re.search(LOCKS, path.read_text(encoding="utf-8"))
@@ -407,7 +407,7 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """Whatever locks of modules a thread of the parent has, a child reads plain files, and is refused the rest."""
+    """Whatever module locks a thread of the parent holds, a child reads plain files, and is refused the rest."""
     torch_script(HOLDING + MODULES)
 
 
@@ -532,8 +532,8 @@ assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 
 
 
 def test_no_object_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """Whatever locks a thread of the parent has, a child is refused what the parent's objects read, ends them at once,
-    and the parent goes on with all of them."""
+    """Whatever locks a thread of the parent holds, a child is refused reads through the parent's objects and can close
+    them at once, and the parent goes on with all of them."""
     done = torch_script(HOLDING + OBJECTS)
     assert all("decoded slowly" in line or line.startswith("  ") for line in done.stderr.splitlines()), done.stderr
 
@@ -562,6 +562,6 @@ for name, end in ends.items():
 
 
 def test_what_a_child_closes_is_not_written_twice(script) -> None:
-    """What a file of its parent's has buffered is written once, by the parent."""
+    """Data that a parent's file has buffered is written once, by the parent."""
     done = script(WRITERS)
     assert not done.stderr, done.stderr

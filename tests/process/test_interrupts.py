@@ -1,5 +1,5 @@
-"""KeyboardInterrupt at the entry of every function of overwire that the life of an object calls, one after the other:
-nothing stays open, nothing is half written, no thread runs on, and the next life is as if nothing had been."""
+"""Raises KeyboardInterrupt at the entry of every overwire function in the life of an object, one after the other:
+nothing stays open, nothing is half written, no thread runs on, and the next life is unaffected."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ after()
     ],
 )  # fmt: skip
 def test_an_interrupt_at_every_function(torch_script, life: str) -> None:
-    """Wherever it comes, what was made until then goes, and the object can be made anew."""
+    """At whatever point an interrupt comes, everything made until then is released, and the object can be made anew."""
     torch_script(INTERRUPTING, LIFE=life)
 
 
@@ -178,7 +178,7 @@ next(batches)
 
 
 def test_a_batch_that_is_open_at_the_exit(torch_script) -> None:
-    """The interpreter ends while an iteration of a ParallelLoader goes on: it waits for no thread that has ended."""
+    """If the interpreter exits during a ParallelLoader's iteration, it does not wait for a thread that has ended."""
     assert not torch_script(EXITING).stderr
 
 
@@ -229,5 +229,5 @@ assert [name for name, _ in loader.iterate_weights()] == names
 
 
 def test_a_loader_that_another_thread_closes(torch_script) -> None:
-    """A thread that waits for a batch of a ParallelLoader goes on when another closes it; two iterations do not mix."""
+    """A thread that waits for a ParallelLoader's batch continues when another closes it; two iterations do not mix."""
     torch_script(CLOSING)

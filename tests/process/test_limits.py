@@ -1,4 +1,4 @@
-"""Calls of a process that lacks what the system usually gives: an error of ours, or none, and never its end."""
+"""Tests calls in a process that lacks resources: they give a typed error, or none, and never end the process."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
 
 
 def test_an_engine_for_which_no_descriptor_is_left(tmp_path: Path) -> None:
-    """Where all but the engine is imported, its start is an IOFailure with the number of the system, and a later call
-    starts it."""
+    """If everything but the engine is imported, its start is an IOFailure with the system's error number, and a later
+    call starts it."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
     run(
         """
@@ -107,7 +107,8 @@ assert failed[0] == 1 and failed[-1] == 0 and set(failed) == {0, 1}, failed
 
 
 def test_first_call_with_few_threads(tmp_path: Path) -> None:
-    """However few threads may be started (`ulimit -u`), the first call succeeds or raises MemoryError, which names the limit."""
+    """However few threads may be started (`ulimit -u`), the first call succeeds or raises MemoryError, which names the
+    limit."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
     program = """
 import os, resource, sys
@@ -127,7 +128,7 @@ for most in (1, 3, 6, 10, 4096):
 assert failed[0] == 1 and failed[-1] == 0 and set(failed) == {0, 1}, failed
 """
     as_user: list[str] = []
-    if os.geteuid() == 0:  # to whom the limit does not apply
+    if os.geteuid() == 0:  # root, to whom the limit does not apply
         if not (setpriv := shutil.which("setpriv")):
             pytest.skip("no setpriv to give up root's rights (Debian: util-linux)")
         rights = "+dac_override,+dac_read_search"
@@ -165,14 +166,14 @@ assert not [name for name in os.listdir(folder) if ".overwire-" in name]
 
 
 def test_writers_without_a_working_folder(tmp_path: Path) -> None:
-    """In a process whose working folder was removed, all is written and read that is named from / on."""
+    """In a process with a removed working folder, everything with an absolute path is written and read."""
     gone = tmp_path / "gone"
     gone.mkdir()
     run("import sys, os\nos.rmdir(os.getcwd())\n" + EVERY_WRITER, tmp_path, cwd=gone)
 
 
 def test_writers_without_proc(tmp_path: Path) -> None:
-    """Without /proc, as in some sandboxes, all is written and read."""
+    """Without /proc, as in some sandboxes, everything is written and read."""
     hide = ["unshare", "-m", "sh", "-c", 'umount -l /proc && exec "$@"', "sh"]
     if subprocess.run([*hide, "true"], capture_output=True).returncode:
         pytest.skip("this user may not hide /proc")
@@ -197,12 +198,12 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(Progra
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
 def test_writers_of_an_old_system(tmp_path: Path) -> None:
-    """Where newer and rarer calls are refused, as old kernels and sandboxes do, all is written and read."""
+    """If newer and rarer calls are refused, as by old kernels and sandboxes, everything is written and read."""
     run(REFUSED_CALLS + EVERY_WRITER, tmp_path)
 
 
 def test_errors_have_the_number_of_the_system(tmp_path: Path) -> None:
-    """What is an OSError has its errno, by which a program tells a full disk from others, also once it was pickled."""
+    """An OSError has its errno, which distinguishes a full disk from other errors, also after pickling."""
     run(
         """
 import errno, pickle, resource
@@ -227,8 +228,8 @@ assert os.listdir(folder) == []
 def test_errors_of_python_have_the_number_of_the_system(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """What Python's side says of the system has its errno and the name of the file, too: here, once it was sent by
-    another process, and once a rank has named itself in it."""
+    """System errors from the Python side also have their errno and the file's name: here, after another process has
+    sent them, and after a rank has added its name."""
     torch_script(
         """
 import concurrent.futures, errno, multiprocessing, os, pickle, resource

@@ -1,4 +1,5 @@
-"""Files, links and folders that another user of the machine has put where overwire reads or writes: see SECURITY.md."""
+"""Tests files, links and folders that another user of the machine has planted where overwire reads or writes: see
+SECURITY.md."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def strangers(path: Path) -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder as /tmp is."""
+    """Makes a folder like /tmp."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -38,7 +39,7 @@ def shared(tmp_path: Path) -> Path:
 @needs_root
 @pytest.mark.parametrize("link", ["file", "folder"])
 def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: str) -> None:
-    """What writes a file by its name does not write where another user's link leads, last in the path or in it."""
+    """Writes to a file by name do not follow another user's link, at the end of the path or inside it."""
     home = tmp_path / "home"
     home.mkdir()
     (home / "out").write_text("mine")
@@ -49,7 +50,7 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
         FileWriter(str(target))
     with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
         places.Place(target, None, True)
-    if link == "file":  # of a folder in the path the engine leaves the rule to the system
+    if link == "file":  # for a folder in the path the engine relies on the system's rule
         with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
             ow.save_file({"w": torch.ones(3)}, target)
         with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
@@ -58,7 +59,7 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
 
 
 def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
-    """One's own link in such a folder is followed, relative ones, chains and ".." as the system does it."""
+    """One's own link in such a folder is followed; relative ones, chains and ".." are resolved as by the system."""
     (tmp_path / "home/deep").mkdir(parents=True)
     (shared / "one").symlink_to("two")
     (shared / "two").symlink_to("../home/deep")
@@ -71,7 +72,7 @@ def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
 
 
 def test_an_open_file_without_a_name(tmp_path: Path) -> None:
-    """Nothing is written as what /proc calls a memfd or a deleted file; an open file of a folder is written by its
+    """Nothing is written to /proc's names of a memfd or a deleted file; an open file in a folder is written by its
     name."""
     numbers = [os.memfd_create("x"), os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)]
     named = os.open(tmp_path / "named", os.O_CREAT | os.O_RDWR)
@@ -90,7 +91,7 @@ def test_an_open_file_without_a_name(tmp_path: Path) -> None:
 
 
 def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
-    """A link to itself under the name of the index says nothing of the modes of a model, and stops no save."""
+    """A link to itself under the name of the index says nothing about a model's modes, and stops no save."""
     index = tmp_path / "m.safetensors.index.json"
     index.symlink_to(index.name)
     ow.save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")
@@ -99,7 +100,7 @@ def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_link_that_comes_and_goes(tmp_path: Path, shared: Path) -> None:
-    """A link of another user is followed at no time, however often it is put in and taken away."""
+    """Another user's link is never followed, however often it is put in and removed."""
     program = """
 import os, sys
 path, to = sys.argv[1:]
@@ -122,7 +123,7 @@ while True:
 
 
 def refuses(path: str) -> bool:
-    """Whether another user's link is refused now."""
+    """Returns whether another user's link is refused now."""
     try:
         assert resolve_links(path) == path
     except ow.AccessError:
@@ -132,7 +133,7 @@ def refuses(path: str) -> bool:
 
 @needs_root
 def test_a_strangers_index_gives_no_mode(shared: Path) -> None:
-    """A new file is no other user's, and open to no one, because of an index that waits beside it."""
+    """A planted index does not give a new file another owner, or open it to anyone."""
     index = shared / "m.safetensors.index.json"
     index.write_text('{"weight_map": {"w": "m.safetensors"}}')
     index.chmod(0o666)
@@ -144,7 +145,7 @@ def test_a_strangers_index_gives_no_mode(shared: Path) -> None:
 
 @needs_root
 def test_a_checkpoint_in_a_strangers_folder(shared: Path) -> None:
-    """What is begun is not written to a folder that another user has made for it, and what is there stays."""
+    """A checkpoint is not written to a folder that another user has made for it, and its contents stay."""
     planted = [shared / ".c.partial", shared / ".c.partial-01234567"]
     for folder in planted:
         folder.mkdir()
@@ -160,7 +161,7 @@ def test_a_checkpoint_in_a_strangers_folder(shared: Path) -> None:
 
 @needs_root
 def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
-    """One's own folder is not enough where another user may put another in its place."""
+    """One's own folder is not enough if another user may replace it."""
     (shared / "theirs/prepared").mkdir(parents=True, mode=0o700)
     (shared / "theirs/prepared").chmod(0o700)
     strangers(shared / "theirs")
@@ -177,7 +178,7 @@ def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
     ],
 )
 def test_modules_beside_a_model_are_not_imported(tmp_path: Path, words: list[str]) -> None:
-    """The command, which the processes that it starts stand for, runs no Python file of the working folder."""
+    """The command, like the processes that it starts, runs no Python file of the working folder."""
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin/overwire"  # as pip writes it
     command.write_text("from overwire._engine import main\nmain()\n")
@@ -205,8 +206,8 @@ def test_modules_beside_a_model_are_not_imported(tmp_path: Path, words: list[str
 def test_a_folder_that_may_be_written_and_not_listed(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """Into another user's drop box all is saved, and replaced, that needs no list of it; what does is refused, and
-    nothing of it is there."""
+    """In another user's drop box everything is saved and replaced that does not need a listing. What does is refused,
+    and nothing of it is there."""
     torch_script(
         """
 import os, tempfile

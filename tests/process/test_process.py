@@ -1,7 +1,7 @@
-"""The engine in a process of Python: import, fork, exit, signals, threads.
+"""Tests the engine in a Python process: import, fork, exit, signals, threads.
 
-Each test runs in an interpreter of its own; those that promise something of
-"hundreds of times" do it hundreds of times, at seeded delays.
+Each test runs in a separate interpreter. Promises about "hundreds of times" are tested hundreds of times, at seeded
+delays.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_import_starts_nothing() -> None:
-    """Neither threads nor modules come with the import; the engine comes with the first call."""
+    """The import brings neither threads nor modules; the engine starts with the first call."""
     run("""
 assert threads() == AT_FIRST
 for name in ("overwire._core", "torch", "numpy", "logging", "json"):
@@ -45,7 +45,7 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 
 def test_forked_children_are_refused(big: str, small: str) -> None:
-    """In a child every call raises ForkedError at once, tensors stay readable, and it ends with 0."""
+    """In a child every call raises ForkedError at once, tensors stay readable, and it exits with 0."""
     out = run("""
 import ctypes
 import overwire.jobs  # here, and not in each child
@@ -113,7 +113,7 @@ assert not raw.forked()
 
 
 def test_fork_while_the_runtime_starts(small: str) -> None:
-    """A child that was forked after the engine's file was mapped, and before it was called, is refused; its parent is
+    """A child that was forked after the engine's file was mapped, but before it was called, is refused; its parent is
     not."""
     run("""
 from overwire import _engine
@@ -133,7 +133,7 @@ assert e.knobs() and _engine.is_loaded() and not _engine.forked()
 
 
 def test_fork_before_the_first_call(small: str) -> None:
-    """A child of a process that has only imported overwire has an engine of its own."""
+    """A child of a process that has only imported overwire has its own engine."""
     run("""
 def body():
     assert len(load(sys.argv[1])) == 1
@@ -199,7 +199,7 @@ for i in range(n):
 
 
 def test_exit_raises_nothing_in_daemon_threads(big: str) -> None:
-    """A daemon thread that waits for a job when the interpreter exits gets no error, which it would print meanwhile."""
+    """A daemon thread that waits for a job when the interpreter exits gets no error, which it would print."""
     run("""
 import atexit
 busy = LongJob(sys.argv[1])
@@ -224,7 +224,7 @@ look()
 
 @pytest.mark.parametrize("call", ["job_wait(busy.job, None)", "job_next(busy.job, None)", "job_wait(busy.job, 60)"])
 def test_ctrl_c_while_waiting(call: str, big: str) -> None:
-    """SIGINT becomes KeyboardInterrupt while the job runs, which runs on."""
+    """SIGINT raises KeyboardInterrupt during a wait for a job, and the job continues."""
     out = run(f"""
 import overwire.jobs  # no signal comes while it is imported
 busy = LongJob(sys.argv[1])
@@ -264,7 +264,7 @@ def test_sigterm_ends_at_once(big: str) -> None:
 
 
 def test_signal_handlers_stay_pythons() -> None:
-    """Loading the engine changes nothing for INT, TERM, HUP, USR1, CHLD; a handler of Python's still runs."""
+    """Loading the engine changes nothing for INT, TERM, HUP, USR1, CHLD; Python's handlers still run."""
     run("""
 hits = []
 for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
@@ -278,7 +278,7 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_waiting_lets_other_threads_run(big: str) -> None:
-    """A wait holds neither the GIL nor other calls."""
+    """A wait blocks neither the GIL nor other calls."""
     run("""
 busy = LongJob(sys.argv[1])
 def wait():
@@ -299,7 +299,7 @@ busy.end()
 
 
 def test_many_threads(small: str) -> None:
-    """Models, jobs and tensors from eight threads at once."""
+    """Models, jobs and tensors work from eight threads at once."""
     run("""
 import ctypes
 failed = []
@@ -319,8 +319,8 @@ assert not failed, failed
 
 @pytest.mark.parametrize("first", ["main", "another"])
 def test_other_interpreters_are_refused(first: str, small: str) -> None:
-    """A second interpreter of the process gets an ImportError that says so, the main one goes on as if nothing had
-    been, and the exit waits for no one, whichever comes first and whether the second is closed or not."""
+    """A second interpreter of the process gets an ImportError that says so. The main one goes on unaffected, and the
+    exit does not hang, whichever comes first and whether the second is closed or not."""
     pytest.importorskip("_xxsubinterpreters")
     run(
         r"""
@@ -352,7 +352,7 @@ assert len(load(small)) == 1 and e.knobs()
 
 
 def test_panic_poisons_and_python_lives() -> None:
-    """A panic in Go is EngineError, also for every later call; its stack is printed once; the process goes on."""
+    """A panic in Go is an EngineError, also for every later call. Its stack is printed once; the process goes on."""
     done = run("""
 from overwire._engine import core
 for call in (lambda: core().call("panic", "", b""), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):
@@ -407,7 +407,7 @@ assert rows["OVERWIRE_THREADS"]["value"] == "1", rows["OVERWIRE_THREADS"]
 
 
 def test_a_preload_is_joined_once(small: str, tmp_path: Path) -> None:
-    """A load takes the tensors of a preload, and no later one does; of a preload of nothing only its own job hears."""
+    """A load takes the tensors of a preload, and no later one does. Only its own job reports an empty preload."""
     run("""
 import ctypes
 path, missing = sys.argv[1], sys.argv[2]
@@ -447,7 +447,7 @@ assert joins()[1] is None
 
 
 def test_cli_ctrl_c_gives_130(tmp_path: Path) -> None:
-    """The command line is a job: Ctrl-C cancels it and gives 130, with no traceback."""
+    """The command line is a job: Ctrl-C cancels it and exits with 130, without a traceback."""
     source = write_sparse(tmp_path / "big.safetensors", 4 << 30)
     program = PRELUDE + "e.main()"
     command = [sys.executable, "-c", program, "compress", source, "-o", str(tmp_path / "out.safetensors")]
@@ -464,7 +464,7 @@ def test_cli_ctrl_c_gives_130(tmp_path: Path) -> None:
 
 
 def test_objects_that_outlive_modules_end_in_silence(small: str, tmp_path: Path) -> None:
-    """What a program holds until the interpreter has taken overwire's modules apart prints nothing when it goes."""
+    """Objects that a program holds until overwire's modules are torn down print nothing when they end."""
     (tmp_path / "holder.py").write_text("kept = []\n")
     program = """
 import holder  # before overwire: it is taken apart after

@@ -1,4 +1,4 @@
-"""What crosses the line between Python and the engine: handles, texts, memory."""
+"""Tests what crosses between Python and the engine: handles, texts, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A file with a 3 x 4 tensor of each dtype of whole bytes, and odd shapes."""
+    """Writes a file with a 3 x 4 tensor of each dtype of whole bytes, and odd shapes."""
     tensors = {
         name: (name, [3, 4], bytes(i % 2 for i in range(12 * size)))
         for name, size in sorted(DTYPES.items(), key=lambda d: -d[1])
@@ -30,7 +30,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_wrong_handles() -> None:
-    """Stale, invented and ill-typed handles are ArgumentError; to close or free twice is nothing."""
+    """Stale, invented and ill-typed handles are ArgumentError; closing or freeing twice does nothing."""
     run("""
 calls = [lambda h: e.load_start(h, None, "{}"), lambda h: e.job_wait(h, 0), lambda h: e.preload_join(h, "{}"),
          lambda h: e.job_next(h, 0), e.job_take, e.job_progress, e.job_report, e.job_cancel]
@@ -55,7 +55,7 @@ for call in (e.close_model, e.job_free):
 
 
 def test_what_holds_a_handle_is_not_copied(every: str) -> None:
-    """copy, deepcopy and pickle refuse it, and say so: the copy's end would close what the other one uses."""
+    """copy, deepcopy and pickle refuse an object with a handle: the copy's end would close what the original uses."""
     run("""
 import copy, pickle
 import overwire as ow
@@ -75,7 +75,7 @@ assert bytes(file["U8"]) == bytes(i % 2 for i in range(12))
 
 
 def test_stale_handles_are_nobody_elses(every: str) -> None:
-    """A number is never used twice, and a closed model ends what it must and no more."""
+    """A number is never reused, and a closed model ends exactly what belongs to it."""
     run("""
 spec = json.dumps({"uris": [sys.argv[1]]})
 seen = set()
@@ -103,7 +103,7 @@ for _ in range(100):
 
 
 def test_texts_and_lists_are_checked(every: str) -> None:
-    """NUL, lone surrogates, numbers out of range and wrong tuples are ValueError or TypeError before Go sees them."""
+    """NUL, lone surrogates, numbers out of range and wrong tuples are ValueError or TypeError before they reach Go."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -150,7 +150,7 @@ refuse(ValueError, e.job_next, e.verify_start(json.dumps({"uris": [sys.argv[1]]}
 
 
 def test_table_says_what_the_file_says(every: str) -> None:
-    """Names, dtypes, shapes and sizes come through the packed buffer as they are."""
+    """Names, dtypes, shapes and sizes pass through the packed buffer unchanged."""
     run("""
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
 with open(sys.argv[1], "rb") as f:
@@ -218,7 +218,7 @@ assert b"".join(a.tobytes() for a in arrays) == data
 
 
 def test_tensors_handed_out_one_by_one(every: str) -> None:
-    """job_next gives every request once, in order of arrival, and job_take then nothing."""
+    """job_next returns every request once, in order of arrival, and job_take then nothing."""
     run("""
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
 n = len(e.model_table(model))
@@ -235,8 +235,8 @@ assert e.job_take(job) == [(None, 0)] * n
 
 
 def test_tensors_handed_out_in_columns(every: str) -> None:
-    """Columns export what job_next and job_take do: what has bytes with its position,
-    and how many have none."""
+    """Columns export the same as job_next and job_take: non-empty tensors with their positions, and the number of empty
+    ones."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -267,7 +267,7 @@ assert landed.capsules[0] is None and landed.missing == 2 and [at for at, _ in l
 
 
 def test_the_table_of_a_crowd(tmp_path: Path) -> None:
-    """Rows of a model's table share the objects that are equal, and no others."""
+    """Rows of a model's table share equal objects, and no others."""
     random = Random(5)
     names = sorted(DTYPES)
     want = {}
@@ -293,7 +293,7 @@ for name, dtype, shape, nbytes, stored, source, alias in rows:
 
 
 def test_destinations_and_slices(every: str) -> None:
-    """A request with a destination lands there, a slice alone, and there is no capsule for it."""
+    """A request with a destination, or a slice of one, is loaded there, and has no capsule."""
     run("""
 import ctypes, struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -353,7 +353,7 @@ for path in sys.argv[1:]:
 
 
 def test_save_and_load_through_handles(tmp_path: Path) -> None:
-    """What save_start is given comes back, plain, compressed, verified and converted back."""
+    """Data given to save_start comes back, plain, compressed, verified and converted back."""
     run("""
 import array, ctypes
 values = array.array("H", [0x3F80 + i % 97 for i in range(1 << 17)])
@@ -384,7 +384,7 @@ assert read("back") == read("False")
 
 
 def test_errors_carry_their_place(tmp_path: Path) -> None:
-    """Class, source and message of an error are the engine's, as attributes too; they survive pickling."""
+    """Class, source and message of an error are the engine's, also as attributes; they survive pickling."""
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
     run("""
@@ -406,7 +406,7 @@ except FileNotFoundError as error:
 
 
 def test_what_is_freed_runs_no_code_of_ours(every: str) -> None:
-    """The number of a job or a model that was freed ends without `__del__`, in which Python would drop a Ctrl-C."""
+    """A freed job's or model's number ends without `__del__`, in which Python would drop a Ctrl-C."""
     run(
         """
 import overwire as ow

@@ -1,5 +1,5 @@
-"""Loads, saves and servers whose system calls are refused, one after the other: what they do is right, or an error of
-ours, and what was there before is whole."""
+"""Refuses system calls of loads, saves and servers, one after the other: the result is right, or a typed error, and
+existing files stay whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numb
 PROGRAM = Path(__file__).with_name("refused_programs.py")
 NUMBERS = (errno.EPERM, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.EAGAIN, errno.ENOSPC)
 
-# What a save does without, as on a kernel or a file system that lacks it.
+# Calls that a save can do without, as on a kernel or a file system that lacks them.
 COURTESIES = (
     "cachestat", "fadvise64", "fallocate", "fchown", "flock", "fremovexattr", "fstatfs", "getxattr", "linkat",
     "madvise", "renameat2", "statfs", "sync_file_range",
@@ -36,7 +36,7 @@ COURTESIES = (
 
 
 class Child:
-    """A `Refusal`, in whose place another one is started where it ends; and what was wrong."""
+    """A `Refusal` that is restarted when it ends, and a list of faults."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
@@ -49,19 +49,19 @@ class Child:
             pytest.skip(f"this system lets no one answer for it: {error}")
 
     def run(self, *task: Any) -> Any:
-        """What a task returns of which no call fails."""
+        """Returns a task's result without a failing call."""
         answer = self.refusal.run(task)
         return answer[1] if answer and answer[0] == "done" else answer
 
     def counts(self, *task: Any) -> dict[str, int]:
-        """How many calls of each kind a task has."""
+        """Returns how many calls of each kind a task makes."""
         assert self.refusal.run(task)[0] == "done"
         return self.refusal.counts()
 
     def refused(
         self, task: list[Any], call: str, at: int, number: int, lasts: bool, check: Callable[[list[Any]], str]
     ) -> None:
-        """Runs a task of which a call is refused, and notes what check says of its end, unless that is nothing."""
+        """Runs a task with a refused call, and notes what check says of its result, if anything."""
         where = f"{task[:2]}: {call} {at}{' and later' if lasts else ''}: {errno.errorcode[number]}"
         try:
             answer = self.refusal.run(task, call, at, number, lasts=lasts, timeout=60 * FEWER)
@@ -93,7 +93,8 @@ def child(module_child: Child) -> Iterator[Child]:
 
 @pytest.fixture
 def folder(child: Child, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """What the programs read; they write below it. In memory, where each save waits for no disk, but for slow tests."""
+    """Makes the folder that the programs read, and write below. It is in memory, where saves do not wait for a disk,
+    except in slow tests."""
     memory = Path("/dev/shm")
     with contextlib.ExitStack() as stack:
         if memory.is_dir() and request.node.get_closest_marker("slow") is None:
@@ -103,8 +104,8 @@ def folder(child: Child, request: pytest.FixtureRequest, tmp_path: Path) -> Iter
 
 
 def each_refusal(counts: dict[str, int], wide: bool) -> Iterator[tuple[str, int, int, bool]]:
-    """Calls, which of them, numbers, and whether they last. wide: each call with each number; else the last of a kind,
-    by a disk, the first, by want of descriptors, and all of it, by a sandbox."""
+    """Yields calls, their position, numbers, and whether the refusal lasts. wide: each call with each number. Otherwise
+    the last call of a kind, as by a disk, the first, as for lack of descriptors, and all, as by a sandbox."""
     for call, count in counts.items():
         if not wide:
             yield call, count, errno.EIO, False
@@ -150,7 +151,7 @@ def sweep(child: Child, task: list[Any], wide: bool, renew: Callable[[], None] =
     assert whole[0] == "done"
     renew()
     for call, at, number, lasts in each_refusal(child.counts(*task), wide):
-        # A read is tried again for seconds; of a socket it would be for the poller to say.
+        # A read is retried for seconds; for a socket that would be up to the poller.
         if number == errno.EAGAIN and (lasts or task[0] != "load"):
             continue
         renew()
@@ -161,34 +162,34 @@ def sweep(child: Child, task: list[Any], wide: bool, renew: Callable[[], None] =
 
 @pytest.mark.parametrize("kind", ["plain", "set", "file"])
 def test_saves(child: Child, folder: Path, kind: str) -> None:
-    """A save whose calls fail has saved, or raises an error of ours, and the old file or set stands."""
+    """A save with failing calls has saved, or raises a typed error, and the old file or set stays."""
     sweep_saves(child, folder, kind, wide=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SAVES)
 def test_every_save(child: Child, folder: Path, kind: str) -> None:
-    """The same of each kind of save, each call and each number of the system's."""
+    """The same holds for each kind of save, each call and each system error number."""
     sweep_saves(child, folder, kind, wide=True)
 
 
 @pytest.mark.parametrize("kind", ["load", "load set"])
 def test_loads(child: Child, folder: Path, kind: str) -> None:
-    """A load whose calls fail has all its bytes, or raises an error of ours."""
+    """A load with failing calls has all its bytes, or raises a typed error."""
     sweep(child, ["load", kind, str(folder)], wide=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADS)
 def test_every_load(child: Child, folder: Path, kind: str) -> None:
-    """The same of each kind of load, each call and each number of the system's."""
+    """The same holds for each kind of load, each call and each system error number."""
     sweep(child, ["load", kind, str(folder)], wide=True)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 @pytest.mark.parametrize("kind", ["plain", "set", "file"])
 def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number: int) -> None:
-    """Where a sandbox refuses what a save can do without, it saves; what was private stays so."""
+    """If a sandbox refuses calls that a save can do without, it saves; private files stay private."""
     work = folder / "work"
     work.mkdir()
     child.run("save", kind, str(work), 2)
@@ -196,7 +197,7 @@ def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number:
     used = set(child.counts("save", kind, str(work), 2))
     for call in sorted(used.intersection(COURTESIES)):
         if call == "linkat" and number == errno.ENOSYS:
-            continue  # no kernel is without
+            continue  # every kernel has it
         child.run("save", kind, str(work), 1)
         path = work / SAVES[kind][0]
         path.chmod(0o640)
@@ -208,7 +209,7 @@ def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number:
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 def test_a_cache_without_locks(child: Child, folder: Path, number: int) -> None:
-    """Where files cannot be locked, a cache keeps what each process fetches for itself, and finds it again."""
+    """If files cannot be locked, a cache keeps what each process fetches for itself, and finds it again."""
     with overwire_serve(folder) as url:
         task = ["load_uri", f"{url}packed.safetensors", {"cache": str(folder / "cache")}]
         whole = child.refusal.run([*task[:2], {}])
@@ -218,7 +219,7 @@ def test_a_cache_without_locks(child: Child, folder: Path, number: int) -> None:
 
 
 def test_reads_that_have_no_bytes_yet(child: Child, folder: Path) -> None:
-    """A file system that has no bytes yet, as some that programs serve, is asked again."""
+    """A file system that has no bytes yet, as some FUSE file systems, is asked again."""
     task = ["load", "load compressed", str(folder)]
     whole = child.refusal.run(task)
     child.refused(task, "pread64", 1, errno.EAGAIN, False, lambda answer: str(answer) if answer != whole else "")
@@ -227,7 +228,7 @@ def test_reads_that_have_no_bytes_yet(child: Child, folder: Path) -> None:
 
 @contextlib.contextmanager
 def server_child(folder: Path) -> Iterator[tuple[Child, str]]:
-    """A child that serves a folder, and the URL of its packed file."""
+    """Starts a child that serves a folder, and returns the URL of its packed file."""
     with socket.socket() as free:
         free.bind((stores.HOST, 0))
         address = "%s:%d" % free.getsockname()
@@ -241,7 +242,7 @@ def server_child(folder: Path) -> Iterator[tuple[Child, str]]:
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOMEM])
 def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
-    """A connection that the system does not give to a server is asked for again: the server goes on."""
+    """A server retries when the system refuses it a connection, and goes on."""
     with server_child(folder) as (child, url):
         child.refusal.refuse("accept4", 1, number)
         for _ in range(2):
@@ -252,7 +253,7 @@ def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
 
 @pytest.mark.slow
 def test_every_call_of_a_server(folder: Path) -> None:
-    """A server whose calls fail sends the right bytes, or what no client takes for them, and goes on."""
+    """A server with failing calls sends the right bytes, or something that no client accepts as them, and goes on."""
     whole, wrong = (folder / "packed.safetensors").read_bytes(), []
 
     def answer() -> bytes | None:
@@ -280,7 +281,7 @@ def test_every_call_of_a_server(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["http", "cache", "s3", "redis"])
 def test_remote_loads(child: Child, folder: Path, place: str) -> None:
-    """Loads over a network whose calls fail have all their bytes, or raise an error of ours."""
+    """Loads over a network with failing calls have all their bytes, or raise a typed error."""
     options: dict[str, Any] = {"retries": 1, "timeout": 5}
     name, cache = "packed.safetensors", folder / "cache"
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Threads that start while Ctrl-C comes."""
+"""Tests threads that start while Ctrl-C comes."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ for begin in (in_pool, with_map, alone):
 
 
 def test_ctrl_c_at_the_start_of_a_thread_waits(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """At whichever line of Python's own code: the thread runs, what it was started for is done, and Ctrl-C is
-    raised then."""
+    """At whatever line of Python's own code it comes, the thread runs, does its work, and Ctrl-C is raised then."""
     script(INTERRUPTING)
 
 

@@ -1,8 +1,8 @@
-"""Every verb that can wait, on what does not answer: servers that are silent, trickle or
-stop, and pipes, devices and the like under the names of files.
+"""Tests every function that can wait on something that does not answer: servers that are silent, trickle or stop, and
+pipes and devices in place of files.
 
-Each ends by itself with a class of ours, and Ctrl-C ends it at once, long before its
-time is up. The cells of a table run in one process: see waiting_worker.py.
+Each ends by itself with a typed error, and Ctrl-C ends it at once, long before its timeout. The cells of a table run in
+one process: see waiting_worker.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRIES = 3
 
 
 def cells(table: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """The cells of one table. A cell that hangs, or ends the process, is shown."""
+    """Returns the cells of one table. A cell that hangs, or ends the process, is shown."""
     command = [sys.executable, str(WORKER), table, str(folder)]
     with processes.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         out, errors = process.communicate(timeout=400)
@@ -38,22 +38,22 @@ def bad(found: dict[str, dict[str, Any]], good: Any) -> list[dict[str, Any]]:
 
 
 def test_servers_that_do_not_answer(tmp_path: Path) -> None:
-    """A verb ends with a class of ours after a timeout, and a try that is out of time counts as one."""
+    """A function ends with a typed error after a timeout, and a try that times out counts as one."""
     found = cells("servers", tmp_path)
 
     def good(cell: dict[str, Any]) -> bool:
-        # Two files of a list are opened at once, and one by its preload and by its load.
+        # Two files of a list are opened at once, and one file both by its preload and by its load.
         tries = TRIES * (2 if "list" in cell["cell"] or "preload and load" in cell["cell"] else 1)
         wanted = ("CancelledError",) if "close" in cell["cell"] else ("DeadlineError", "OverwireError")
         return cell["ended"] in wanted and 1 <= cell.get("seen", 1) <= tries
 
     assert not bad(found, good)
-    # Not fewer than that either; one may be lost where the machine is busy for longer than the timeout.
+    # Not fewer either; one may be lost if the machine is busy for longer than the timeout.
     assert max(cell["seen"] for cell in found.values() if cell["cell"].endswith("silent")) >= TRIES
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    """Whatever lies under a file's name, each verb that opens it ends, and with a class of ours."""
+    """Whatever is in a file's place, each function that opens it ends with a typed error."""
     found = cells("special", tmp_path)
 
     def good(cell: dict[str, Any]) -> bool:
@@ -72,15 +72,15 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def may_go_well(name: str) -> bool:
     verb, _, place = name.partition(", ")
     return (
-        verb == "save_file"  # it replaces the name, or what a link leads to
-        or (verb in ("preload", "inspect", "verify") and place.startswith("bundle"))  # they read the container alone
+        verb == "save_file"  # it replaces the name, or the target of a link
+        or (verb in ("preload", "inspect", "verify") and place.startswith("bundle"))  # they only read the container
         or (verb == "read_bytes" and place.endswith("/proc"))
-        or (verb == "ObjectReader" and place.endswith("terabytes"))  # of which it reads a byte
+        or (verb == "ObjectReader" and place.endswith("terabytes"))  # it only reads a byte of it
     )
 
 
 def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
-    """KeyboardInterrupt comes while a minute of the timeout is left, and connections are closed then."""
+    """KeyboardInterrupt comes while a minute of the timeout is left, and connections are then closed."""
     found = cells("signals", tmp_path)
     assert found.pop("files that are left")["ended"] == "none"
     assert found.pop("a number that no one holds")["ended"] == "closed"
@@ -88,7 +88,7 @@ def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
 
 
 def test_compat_modules(tmp_path: Path) -> None:
-    """The same of the modules that stand in for others."""
+    """The same holds for the compat modules."""
     pytest.importorskip("torch")
     found = cells("torch", tmp_path)
 

@@ -1,4 +1,4 @@
-"""Servers that do not answer, or not to the end; for waiting_worker.py."""
+"""Serves without answers, or without complete ones, for waiting_worker.py."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FIRST = (
 
 
 class Server(threading.Thread):
-    """Accepts connections, and answers them as its kind says:
+    """Accepts connections, and answers them by its kind:
 
-    silent: never; trickle: a header, then a byte now and then; headers: a header
-    without an end; line: a line of Redis without an end; stops: the first 256 KiB of a
-    model, and nothing after that; store: the beginning of an upload to S3, and nothing after that.
+    silent: never; trickle: a header, then a byte now and then; headers: an endless header; line: an endless line of
+    Redis; stops: the first 256 KiB of a model, and nothing after that; store: the beginning of an upload to S3, and
+    nothing after that.
     """
 
     def __init__(self, kind: str) -> None:
@@ -31,7 +31,7 @@ class Server(threading.Thread):
         self.kind = kind
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self.listener.getsockname()[1]
-        self.peers: set[tuple[str, int]] = set()  # of the connections so far
+        self.peers: set[tuple[str, int]] = set()  # peers of the connections so far
         self.reached = threading.Event()
         self.open: dict[socket.socket, bytes] = {}
         self.dribbles: set[socket.socket] = set()
@@ -43,8 +43,8 @@ class Server(threading.Thread):
         self.reached.clear()
 
     def drained(self) -> int:
-        """How many connections there were, when the last one is closed. One of its own comes after all that wait to be
-        accepted."""
+        """Returns the number of connections once the last one is closed. A connection of its own comes after all that
+        wait to be accepted."""
         with socket.create_connection(("127.0.0.1", self.port)) as mark:
             while mark.getsockname() not in self.peers:
                 time.sleep(0.005)

@@ -1,9 +1,9 @@
-"""Calls every verb that can wait on what does not answer, in one process; started by
-test_waiting.py.
+"""Calls every function that can wait, on something that does not answer, in one process.
+Started by test_waiting.py.
 
     waiting_worker.py servers | special | signals | torch FOLDER
 
-prints one JSON object a cell: its name, how it ended, and what a server saw of it. By
+prints one JSON object per cell: its name, how it ended, and what a server saw of it. By
 hand, `signals` also shows how long Ctrl-C took ("heard", in seconds).
 """
 
@@ -24,13 +24,13 @@ from typing import Any
 
 from waiting_servers import MODEL, Server
 
-# What hangs for so long is shown, and ends the process.
+# A call that hangs this long is shown, and ends the process.
 HANG = 20.0
 
 
 @contextlib.contextmanager
 def watched(name: str) -> Iterator[None]:
-    """What hangs in here ends the process, with all stacks, after its name."""
+    """Ends the process if the block hangs, with all stacks, after its name."""
     print(json.dumps({"begins": name}), flush=True)
     faulthandler.dump_traceback_later(HANG, exit=True)
     try:
@@ -44,7 +44,7 @@ def tell(name: str, **found: Any) -> None:
 
 
 def ending(verb: Callable[[], Any]) -> str:
-    """How a call ends: "returned", the class of an error of overwire's, or that of another."""
+    """Returns how a call ends: "returned", the class of an overwire error, or another class."""
     import overwire as ow
 
     try:
@@ -57,7 +57,7 @@ def ending(verb: Callable[[], Any]) -> str:
 
 
 def cli(*argv: str) -> Callable[[], Any]:
-    """The command line, as a verb: its statuses are those of classes."""
+    """Runs the command line as a function: its statuses are those of classes."""
 
     def verb() -> None:
         import overwire as ow
@@ -73,7 +73,7 @@ def cli(*argv: str) -> Callable[[], Any]:
 
 
 def urls(server: Server, folder: Path, options: dict[str, str]) -> dict[str, Callable[[], Any]]:
-    """Every verb that reaches out over http."""
+    """Returns every function that uses http."""
     import overwire as ow
     from overwire.records import read_records
     from overwire.stores import ObjectReader
@@ -116,7 +116,7 @@ def urls(server: Server, folder: Path, options: dict[str, str]) -> dict[str, Cal
 
 
 def ended_preload(preload: Any, method: str) -> None:
-    """Waits for a preload, and stops it: it would go on after Ctrl-C, as it is meant to."""
+    """Waits for a preload, and stops it, since it deliberately continues after Ctrl-C."""
     try:
         getattr(preload, method)()
     finally:
@@ -124,7 +124,7 @@ def ended_preload(preload: Any, method: str) -> None:
 
 
 def beside_preload(preload: Any, load: Callable[[], Any]) -> None:
-    """Loads what is being preloaded: each opens the file by itself. Stops the preload afterwards."""
+    """Loads a file that is being preloaded: each opens it separately. Stops the preload afterwards."""
     try:
         load()
     finally:
@@ -132,7 +132,7 @@ def beside_preload(preload: Any, load: Callable[[], Any]) -> None:
 
 
 def close_early(reader: Any, server: Server) -> None:
-    """Closes a reader whose request is out; then waits as the others do."""
+    """Closes a reader with an open request; then waits like the others."""
     server.reached.wait(HANG)
     reader.close()
     raise_typed()
@@ -145,7 +145,7 @@ def raise_typed() -> None:
 
 
 def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, Callable[[], Any]]:
-    """Every verb that reaches a store, there and back."""
+    """Returns every function that reads from or writes to a store."""
     import numpy as np
     import overwire as ow
     from overwire.stores import ObjectReader, ObjectWriter, presign, write_bytes
@@ -172,7 +172,7 @@ def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, C
             "write_bytes": lambda u, o: write_bytes(u + "/x", b"content", o),
         }.items():
             verbs[f"{name} {verb}"] = lambda call=call, host=host, o=o: call(host, o)
-    # Its credentials are at a server, too; the timeout of these is the SDK's.
+    # Its credentials also come from a server, and they have the SDK's timeout.
     verbs["presign"] = lambda: presign(
         "s3://bucket/x", 60, storage_options={**options, "endpoint_url": s3["endpoint_url"], "region": "us-east-1"}
     )
@@ -180,13 +180,14 @@ def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, C
 
 
 def servers(folder: Path) -> None:
-    """Each verb at each kind of server, with a short timeout: a class of ours, and the documented number of tries."""
+    """Runs each function against each kind of server, with a short timeout: a typed error, and the documented number of
+    tries."""
     kinds = {kind: Server(kind) for kind in ("silent", "trickle", "headers")}
     options = {"timeout": "0.1"}
     for kind, server in kinds.items():
         for name, verb in urls(server, folder, options).items():
             if kind != "silent" and name.startswith(("load_file ", "preload", "overwire")):
-                continue  # they open as others do
+                continue  # they open like the others
             server.reset()
             with watched(f"{name}, {kind}"):
                 ended, seen = ending(verb), server.drained()
@@ -207,7 +208,7 @@ def servers(folder: Path) -> None:
 
 
 def interrupted(name: str, verb: Callable[[], Any], reached: Callable[[], Any], at: Server | None = None) -> None:
-    """Runs a verb that would wait for a minute, and sends SIGINT once it has reached out."""
+    """Runs a function that would wait for a minute, and sends SIGINT once it has connected."""
     sent = [0.0]
     over = threading.Event()
 
@@ -237,14 +238,14 @@ def interrupted(name: str, verb: Callable[[], Any], reached: Callable[[], Any], 
             sender.join()
         except KeyboardInterrupt:  # it had ended before
             ended = ended or "late"
-        # What it had opened is closed.
+        # Its connections are closed.
         if at is not None:
             at.drained()
     tell(name, ended=ended, heard=round(heard, 4))
 
 
 def signals(folder: Path) -> None:
-    """Ctrl-C in each verb while it waits, with a timeout that is much later."""
+    """Sends Ctrl-C to each function while it waits, long before its timeout."""
     options = {"timeout": "60"}
     silent = Server("silent")
     for name, verb in {**urls(silent, folder, options), **stores(silent, folder, options)}.items():
@@ -254,12 +255,12 @@ def signals(folder: Path) -> None:
         if name == "presign":
             os.environ["AWS_CONTAINER_CREDENTIALS_FULL_URI"] = f"http://127.0.0.1:{silent.port}/credentials"
             silent.reset()
-        # The SDK fetches credentials for all callers at once, and ends that by a timeout of its own.
+        # The SDK fetches credentials for all callers at once, and ends that by its own timeout.
         interrupted(name, verb, silent.reached.wait, None if name == "presign" else silent)
     for kind in ("trickle", "headers", "stops"):
         server = Server(kind)
         for name in ("load_file", "stream", "safe_open", "ObjectReader", "verify", "preload"):
-            if kind != "stops" or name not in ("safe_open", "verify"):  # of such a file they read the beginning
+            if kind != "stops" or name not in ("safe_open", "verify"):  # they only read the beginning of such a file
                 interrupted(f"{name}, {kind}", urls(server, folder, options)[name], server.reached.wait, server)
     nobodys(Server("silent"))
     uploads(Server("store"), options)
@@ -269,7 +270,7 @@ def signals(folder: Path) -> None:
 
 
 def nobodys(server: Server) -> None:
-    """A signal between the start of a job and the moment that its number is kept drops the number."""
+    """A signal between the start of a job and the moment when its number is kept loses the number."""
     from engine_calls import fetch_start, verify_start
 
     spec = {"uris": [f"http://127.0.0.1:{server.port}/m.safetensors"], "storage": {"storage": {"timeout": "60"}}}
@@ -284,7 +285,7 @@ def nobodys(server: Server) -> None:
 
 
 def uploads(server: Server, options: dict[str, str]) -> None:
-    """Ctrl-C while parts are on their way to a store, where they are to be given up then."""
+    """Ctrl-C while parts are being sent to a store, which must then be given up."""
     import numpy as np
     import overwire as ow
     from overwire.stores import ObjectWriter
@@ -305,7 +306,7 @@ def uploads(server: Server, options: dict[str, str]) -> None:
 
 
 def keys(folder: Path) -> None:
-    """Ctrl-C in the derivation of a key, which itself cannot be stopped."""
+    """Ctrl-C while a key is derived, which itself cannot be stopped."""
     import numpy as np
     import overwire as ow
     from overwire.records import KeyDerivation, derive_key
@@ -335,7 +336,7 @@ def keys(folder: Path) -> None:
         interrupted(name, verb, soon)
 
 
-# What may lie under a file's name: how it is made.
+# Special files that may be in a file's place, and how each is made.
 SPECIAL: dict[str, Callable[[Path], Any]] = {
     "pipe": os.mkfifo,
     "link to a pipe": lambda path: (os.mkfifo(path.with_name(path.name + "-pipe")), path.symlink_to(path.name + "-pipe")),
@@ -369,7 +370,7 @@ SPECIAL |= {"socket": bound, "terabytes": terabytes}
 
 
 def special(folder: Path) -> None:
-    """Each kind of special file in each place that a verb opens by name."""
+    """Runs each kind of special file in each place that a function opens by name."""
     import numpy as np
     import overwire as ow
     from overwire.compat.safetensors import numpy as st
@@ -400,7 +401,7 @@ def special(folder: Path) -> None:
             "overwire verify": cli("verify", str(path)),
             "overwire fetch": cli("fetch", str(path), "-o", str(at / "fetched")) if make is not terabytes else must_not,
             "compat.safetensors.numpy": lambda: ours(lambda: st.load_file(path)),
-            # Last: where there may be a file, there is one then.
+            # Last, because it leaves a file if there may be one.
             "save_file": lambda: ow.save_file(tensors, path),
         }
 
@@ -478,17 +479,17 @@ def special(folder: Path) -> None:
 
 
 def must_not() -> None:
-    """Is not asked for: it would copy all of it."""
+    """Replaces a call that would copy everything: ends with a typed error at once."""
     raise_typed()
 
 
 def must(_: Any) -> None:
-    """It went well, which is what is wanted here."""
+    """Counts a success as a typed ending, since success is wanted here."""
     raise_typed()
 
 
 def ours(verb: Callable[[], Any]) -> None:
-    """Of a compat module, whose errors are the original's."""
+    """Converts errors of a compat module, which are the original's."""
     try:
         verb()
     except Exception:
@@ -496,7 +497,7 @@ def ours(verb: Callable[[], Any]) -> None:
 
 
 def with_torch(folder: Path) -> None:
-    """The compat modules that need torch."""
+    """Returns the compat modules that need torch."""
     import overwire as ow
     from overwire.compat import fastsafetensors, nyacomp, tensorizer
     from overwire.compat.fastsafetensors.common import SafeTensorsMetadata

@@ -1,4 +1,4 @@
-"""URIs wherever a path may stand, against `overwire serve` and its faults."""
+"""Tests URIs in place of paths, against `overwire serve` and its faults."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def same(got: Any, want: Any) -> None:
     "compress, options", [(True, ()), (False, ()), (True, ("--no-ranges",)), (False, ("--chunked",))]
 )
 def test_every_verb(serve: Callable[..., str], tmp_path: Path, compress: bool, options: tuple[str, ...]) -> None:
-    """load_file, stream, safe_open with slices, preload, inspect, verify, convert and the command line take a URL,
-    of a server with ranges or without."""
+    """load_file, stream, safe_open with slices, preload, inspect, verify, convert and the command line take a URL, from
+    a server with or without ranges."""
     want = weights()
     ow.save_file(want, tmp_path / "m.safetensors", {"made": "here"}, compress=compress)
     url = serve(*options) + "m.safetensors"
@@ -79,7 +79,7 @@ def test_every_verb(serve: Callable[..., str], tmp_path: Path, compress: bool, o
 
 
 def test_shards_and_folders(serve: Callable[..., str], tmp_path: Path) -> None:
-    """An index.json beside its shards, and a URL that ends in a slash, are the whole model."""
+    """An index.json next to its shards, and a URL that ends in a slash, are the whole model."""
     want = weights(n=20)
     ow.save_file(want, tmp_path / "model.safetensors", max_shard_size="300KB")
     assert len(list(tmp_path.glob("model-*"))) > 3
@@ -95,7 +95,7 @@ def test_shards_and_folders(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_hostile_index(serve: Callable[..., str], tmp_path: Path) -> None:
-    """An index names siblings, and nothing else is asked for."""
+    """An index names siblings, and nothing else is requested."""
     url = serve()
     for name in ("../x.safetensors", "/etc/passwd", "http://169.254.169.254/x", "file:///etc/passwd", "a/b", "..", "", "a\0b", "-o"):
         (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
@@ -104,7 +104,7 @@ def test_hostile_index(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_faults(serve: Callable[..., str], tmp_path: Path) -> None:
-    """A network that breaks one answer in four costs time, never a byte."""
+    """A network that breaks one answer in four costs time, and never changes a byte."""
     want = weights(n=200)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve("--faults", "reset=0.1,short=0.05,whole=0.02,range=0.03,503=0.05", "--seed", "7") + "m.safetensors"
@@ -121,7 +121,7 @@ def test_faults(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_changed(serve: Callable[..., str], tmp_path: Path) -> None:
-    """A file that is replaced while it is open is CorruptError."""
+    """A file that is replaced while it is open is a CorruptError."""
     ow.save_file(weights(n=40), tmp_path / "m.safetensors", compress=False)
     with ow.safe_open(serve() + "m.safetensors", framework="np") as f:
         ow.save_file(weights(2, n=40), tmp_path / "m.safetensors", compress=False)
@@ -132,7 +132,7 @@ def test_changed(serve: Callable[..., str], tmp_path: Path) -> None:
 def test_errors_keep_secrets(
     serve: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Planted in the URL, the headers, the token and the environment, secrets come out nowhere."""
+    """Secrets planted in the URL, the headers, the token and the environment appear nowhere."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -160,7 +160,7 @@ def test_errors_keep_secrets(
 
 
 def test_unknown_options(serve: Callable[..., str], tmp_path: Path) -> None:
-    """An option that the scheme has not is refused, and those that it has are listed."""
+    """An option that the scheme does not have is refused, with a list of those that it has."""
     with pytest.raises(ow.ArgumentError, match="headers, token, cacert"):
         ow.load_file(serve() + "m", storage_options={"region": "x"})
     with pytest.raises(ow.ArgumentError, match="headers, token, cacert"):
@@ -200,7 +200,7 @@ print(json.dumps(sorted(tensors)))
 
 
 def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
-    """OVERWIRE_DOWNLOADER leaves http to another program: curl, or overwire itself; a missing page is an error."""
+    """OVERWIRE_DOWNLOADER leaves http to another program, curl or overwire itself; a missing page is an error."""
     want = weights(n=3)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve()
@@ -219,7 +219,8 @@ def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_memory(serve: Callable[..., str], tmp_path: Path) -> None:
-    """Beside its tensors a load over HTTP holds a ring of a few MiB, and a download its window, whatever the size."""
+    """In addition to its tensors a load over HTTP holds a ring of a few MiB, and a download its window, whatever the
+    size."""
     for name, megabytes in (("small", 40), ("large", 120)):
         plain = tmp_path / f"{name}-plain.safetensors"
         command = [sys.executable, "-m", "overwire", "bench", "gen", "llama-bf16", "--size", f"{megabytes}MB", str(plain)]
@@ -254,7 +255,7 @@ def test_memory(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_fetch_statuses(serve: Callable[..., str], tmp_path: Path) -> None:
-    """`overwire fetch` tells by its status what went wrong, and never hangs; -o is complete or absent."""
+    """`overwire fetch` reports failures by its status, and never hangs; -o is complete or absent."""
     (tmp_path / "a").write_bytes(b"x" * 100_000)
     url = serve()
     dead = serve("--faults", "short=1")
@@ -275,7 +276,7 @@ def test_fetch_statuses(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
-    """load_compressed_pickle takes the URL of a bundle, joins its preload, and a meta.csv behind a URL stands for its
+    """load_compressed_pickle takes the URL of a bundle and joins its preload, and the URL of a meta.csv stands for its
     containers."""
     made = {"weights": weights(n=4), "step": 7}
     ow.compress_pickle(made, tmp_path / "b/x.pkl")
@@ -306,7 +307,7 @@ def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
     ],
 )
 def test_container_beside_a_uri(uri: str, first: str) -> None:
-    """The folders that may have the container are beside the pickle, whatever follows its name."""
+    """The folders that may have the container are next to the pickle, whatever follows its name."""
     from overwire.model import layout
 
     places = layout.remote_containers_of(uri, layout.FOLDERS)
@@ -332,8 +333,8 @@ def test_cache(serve: Callable[..., str], tmp_path: Path) -> None:
 def test_notices_are_logged_by_what_they_are_about(
     serve: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A store that cannot be reached, whose cached file is used, and one that lists no files are warned of by the
-    verb that found it, not by a later one."""
+    """The function that finds that a store cannot be reached and uses its cached file, or that a store does not list
+    files, warns of it itself, not a later one."""
     want = weights(n=4)
     (tmp_path / "m").mkdir()
     ow.save_file(want, tmp_path / "m" / "model.safetensors")

@@ -1,7 +1,8 @@
-"""Promise: what a caller trusts us with is shown nowhere.
+"""Tests that a caller's secrets are shown nowhere.
 
-One program plants a secret of each kind and makes loads and saves succeed and fail, on servers that tell back all they
-were given; then everything that it and its children have shown or left behind is searched."""
+One program plants a secret of each kind and makes loads and saves succeed and fail, on servers that echo everything
+they were given. Then everything that it and its children have shown or left is searched.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +197,7 @@ def echo() -> Iterator[str]:
 
 
 def _forms(secret: str) -> set[bytes]:
-    """A secret as it is, and as it travels."""
+    """Returns a secret in plain form, and as it is transferred."""
     plain = secret.encode()
     found = {
         plain, quote(secret, safe="").encode(), quote(secret).encode(), plain.hex().encode(),
@@ -211,7 +212,7 @@ def _forms(secret: str) -> set[bytes]:
 
 
 class _Watch:
-    """The command lines of this process's descendants, for a while."""
+    """Records the command lines of this process's descendants for a while."""
 
     def __init__(self) -> None:
         self.seen: set[bytes] = set()
@@ -245,9 +246,8 @@ class _Watch:
 
 
 def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in logs at DEBUG, texts, reprs, tracebacks and pickles of exceptions, reports, plans, `doctor`, traces, the
-    log of the downloader, names and contents of the cache and of what else is written, nor in a child's command
-    line."""
+    """Secrets are not in logs at DEBUG, texts, reprs, tracebacks and pickles of exceptions, reports, plans, `doctor`,
+    traces, the downloader's log, names and contents of the cache and of other files, nor in a child's command line."""
     import numpy as np
 
     served, left = tmp_path / "served", tmp_path / "left"
@@ -266,7 +266,7 @@ def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytes
         if stores.found("versitygw"):
             s3 = str(stack.enter_context(stores.s3())[0]["endpoint_url"])
         if stores.found("redis-server"):
-            password = left / "password"  # no argument of the server's
+            password = left / "password"  # not an argument of the server
             password.write_text(f'requirepass "{SECRETS["redis password"]}"\n')
             redis = stack.enter_context(stores.redis(config=password))[1]
             password.unlink()
@@ -282,7 +282,7 @@ def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytes
         assert counts["good"] > 20 and counts["bad"] > 100, counts
         if stores.found("curl"):
             private = base.replace("://", f"://user:{SECRETS['basic auth']}@") + f"m.safetensors?sig={SECRETS['presigned']}"
-            slow = tmp_path / "curl"  # long enough to be seen
+            slow = tmp_path / "curl"  # runs long enough to be seen
             slow.write_text(f'#!/bin/sh\nsleep 0.2\nexec {shutil.which("curl")} "$@"\n')
             slow.chmod(0o755)
             more = {"PRELOAD_PATH": private, "DOWNLOADER_PATH": str(slow), "DOWNLOAD_LOG": "1", "OVERWIRE_TRACE": str(left / "other.json")}
@@ -323,7 +323,7 @@ def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytes
     ],
 )
 def test_no_part_of_a_password_in_a_uri_is_shown(uri: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a user, a password or a query has in it, errors and logs name neither."""
+    """Whatever a user, a password or a query contains, errors and logs show neither."""
     for verb in (ow.load_file, ow.inspect, ow.read_bytes):
         with pytest.raises(ow.OverwireError) as caught:
             verb(uri, storage_options={"retries": 0})

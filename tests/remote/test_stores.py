@@ -1,4 +1,4 @@
-"""Files in S3 and Redis, through the Python face, on real servers."""
+"""Tests files in S3 and Redis through the Python package, on real servers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def test_every_verb(store: Store, tmp_path: Path) -> None:
-    """What is saved to a store is what every reader finds there."""
+    """Every reader finds in a store what was saved there."""
     options, base = store
     uri, want = base + "dir/m.safetensors", weights()
     report = ow.save_file(want, uri, {"made": "here"}, storage_options=options)
@@ -74,7 +74,7 @@ def test_every_verb(store: Store, tmp_path: Path) -> None:
 
 
 def test_bundle(store: Store, tmp_path: Path) -> None:
-    """Pickles with their tensors; the old object stays until the new one stands."""
+    """Pickles are saved with their tensors; the old object stays until the new one is complete."""
     options, base = store
     uri = base + "run/checkpoint.pkl"
     for step in range(4):
@@ -88,7 +88,7 @@ def test_bundle(store: Store, tmp_path: Path) -> None:
 
 
 def test_folder(servers: dict[str, Store]) -> None:
-    """A folder in S3 is its model, as a folder on the disk is."""
+    """A folder in S3 is its model, like a folder on disk."""
     options, base = servers["s3"]
     want = weights()
     ow.save_file(want, base + "sharded/w.safetensors", max_shard_size=300_000, storage_options=options)
@@ -100,7 +100,7 @@ def test_folder(servers: dict[str, Store]) -> None:
 
 
 def test_cache(servers: dict[str, Store], tmp_path: Path) -> None:
-    """storage_options cache= holds for S3: fetched once, and again when it has changed."""
+    """storage_options cache= works for S3: fetched once, and again after a change."""
     options, base = servers["s3"]
     options = options | {"cache": tmp_path / "cache"}
     for seed in (1, 2):
@@ -111,9 +111,9 @@ def test_cache(servers: dict[str, Store], tmp_path: Path) -> None:
 
 
 def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None:
-    """A large object goes up in parts, while it is made, and stands when the last is there; a slice of it asks for a
-    range, pinned by the ETag, and for little more than it needs. A part that is refused ends the upload: the store
-    knows of none, and the object that was there before stays."""
+    """A large object is uploaded in parts while it is made, and appears when the last one is there. A slice of it
+    requests a range, pinned by the ETag, and little more than it needs. A refused part ends the upload: the store has
+    none left, and the earlier object stays."""
     options, base = servers["s3"]
     rng = np.random.default_rng(5)
     # 32 MiB that do not shrink.
@@ -124,11 +124,11 @@ def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None
         front.refuse = "partNumber=2"
         with pytest.raises(ow.AccessError, match="403"):
             ow.save_file(big, base + "parts", storage_options=through)
-        # It is ended, and asked for until the store knows of none: a part may be on its way.
+        # It is ended, and polled until the store has none left, since a part may still be in flight.
         ended = [(method, status) for method, path, _, status, _ in front.asked if "uploadId=" in path and method in ("DELETE", "GET")]
         assert ended[0] == ("DELETE", 204) and ended[-1] == ("GET", 404), ended
         same(ow.load_file(base + "parts", framework="np", storage_options=options), old)
-    # Another: what was withdrawn may still be on its way through the first.
+    # Another proxy, because withdrawn data may still be in flight through the first.
     with stores.front(str(options["endpoint_url"])) as (url, front):
         through = {**options, "endpoint_url": url}
         ow.save_file(big, base + "parts", storage_options=through)
@@ -146,8 +146,8 @@ def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None
 
 
 def test_customer_key(servers: dict[str, Store]) -> None:
-    """sse_customer_key goes along with every request that touches bytes, rightly made. A store that does not say that it has
-    used the key, as versitygw, which does not encrypt, gets no object, and what was there stays."""
+    """sse_customer_key goes with every request that touches bytes, correctly made. A store that does not confirm that
+    it has used the key, such as versitygw, which does not encrypt, gets no object, and the existing one stays."""
     options, base = servers["s3"]
     key = b"0123456789abcdef0123456789abcdef"
     want = {
@@ -194,7 +194,7 @@ def test_presigned(servers: dict[str, Store]) -> None:
 
 
 def test_environment(servers: dict[str, Store], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Credentials of os.environ count as they are at each call, files of AWS's tools too."""
+    """Credentials in os.environ count as they are at each call, and so do AWS's files."""
     options, base = servers["s3"]
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -263,14 +263,14 @@ def test_refusals_keep_secrets(
         ow.save_file(weights(), "https://example.invalid/x")
     out, err = capfd.readouterr()
     everything = "\n".join([*shown, out, err, caplog.text])
-    # An unknown option may be named, its value may not be shown.
+    # An unknown option may be named, but its value may not be shown.
     for secret in stores.SECRETS:
         hits = [line for line in everything.splitlines() if secret in line.replace('no option "planted"', "")]
         assert not hits, (secret, hits[:3])
 
 
 def test_example(servers: dict[str, Store], tmp_path: Path) -> None:
-    """examples/stores.py as it stands, against both stores at once."""
+    """examples/stores.py runs unchanged, against both stores at once."""
     s3, base = servers["s3"]
     env = {
         "S3": base + "example/",
@@ -287,7 +287,7 @@ def test_example(servers: dict[str, Store], tmp_path: Path) -> None:
 
 
 def test_nothing_leaks(store: Store) -> None:
-    """Connections and their descriptors end with the loads that used them, errors included."""
+    """Connections and their descriptors end with the loads that used them, also after errors."""
     options, base = store
     ow.save_file(weights(), base + "leak", storage_options=options)
 
@@ -306,8 +306,7 @@ def test_nothing_leaks(store: Store) -> None:
 
 
 def test_tensors_sleep_into_a_store(store: Store) -> None:
-    """The file of sleeping tensors appears in a store as a save's does; if it cannot, the
-    tensors do not sleep."""
+    """The file of sleeping tensors appears in a store like a save's; if it cannot, the tensors do not sleep."""
     torch: Any = pytest.importorskip("torch")
     options, base = store
     want = {**weights(), "turned": weights()["a"].T.copy()}

@@ -1,6 +1,6 @@
-// Command versitygw is the S3 server of the tests: versitygw's gateway over a folder. It
-// takes those flags of the released program that the tests use, and leaves out what takes
-// a third of its time to compile: other storage, its own tests, its administration.
+// Command versitygw is the tests' S3 server: versitygw's gateway over a folder. It takes the flags of the released
+// program that the tests use, and leaves out the parts that take a third of its compile time: other storage, its own
+// tests, its administration.
 package main
 
 import (
@@ -21,7 +21,7 @@ func main() {
 		RootUserAccess: os.Getenv("ROOT_ACCESS_KEY"),
 		RootUserSecret: os.Getenv("ROOT_SECRET_KEY"),
 		Ports:          []string{""},
-		// What the released program has by default.
+		// Defaults of the released program.
 		MaxConnections:    250_000,
 		MaxRequests:       100_000,
 		MultipartMaxParts: 10_000,

@@ -1,4 +1,4 @@
-"""The soak: loops over overwire's public interface, chosen by a seed, with concurrency and faults, for a given time.
+"""Soak-tests overwire's public interface: loops chosen by a seed, with concurrency and faults, for a given time.
 
 `make soak SECONDS=600 SEED=7`, or `python tests/soak`: see `__main__`.
 """

@@ -5,9 +5,9 @@
     python tests/soak --seed 7 --only damage --round 12 --device cpu --seconds 60
                                            one round again and again, until it fails
 
-Which loop comes next is chosen by the seed, and so are a round's models, faults and
-instants; what threads and processes then do at the same time is not, so a failure may
-need several tries. A round runs in a process of its own, below a time limit. The exit
+The seed chooses the next loop, and a round's models, faults and instants. It does not
+decide what threads and processes then do at the same time, so a failure may need several
+tries. A round runs in a separate process with a time limit. The exit
 status is 0 if nothing failed.
 """
 
@@ -36,7 +36,7 @@ from soak.outcomes import KINDS, PATIENCE  # noqa: E402
 
 
 class Table:
-    """What all rounds have counted, by loop, and what has failed."""
+    """Sums the counts of all rounds by loop, and the failures."""
 
     def __init__(self) -> None:
         self.rounds: Counter[str] = Counter()
@@ -67,7 +67,7 @@ class Table:
 def play(
     name: str, number: int, seed: str, device: str, seconds: float, folder: Path
 ) -> tuple[dict[str, int], list[tuple[str, str]], str]:
-    """One round: its counts, its failures and its output."""
+    """Runs one round and returns its counts, its failures and its output."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     env = {key: value for key, value in os.environ.items() if not key.startswith("OVERWIRE_") or key == "OVERWIRE_SOAK_PATIENCE"}
@@ -92,7 +92,7 @@ def play(
 
 
 def devices(chosen: str | None) -> list[str]:
-    """Where tensors are loaded to: the CPU, and a GPU where torch sees one, which another process is asked."""
+    """Returns the devices to load to: the CPU, and a GPU if torch sees one, which another process checks."""
     if chosen:
         return [chosen]
     seen = warm.run(["-c", "import torch; print(torch.cuda.is_available())"])
@@ -119,7 +119,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def soak(chosen: argparse.Namespace) -> int:
-    """Rounds until the time is over; the exit status."""
+    """Runs rounds until the time is over, and returns the exit status."""
     print(f"seed {chosen.seed} for {chosen.seconds:.0f} s: {', '.join(chosen.names)}", flush=True)
     places = devices(chosen.device)
     table, choice, until, number = Table(), random.Random(chosen.seed), time.monotonic() + chosen.seconds, 0

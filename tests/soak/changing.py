@@ -1,4 +1,4 @@
-"""Loops in which something changes: files in place, tensors that sleep, tensors that take deltas."""
+"""Loops in which something changes: files in place, sleeping tensors, tensors with deltas."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from .outcomes import Failure, Round
 
 def rewrites(round_: Round) -> None:
     """A file that is rewritten in place while it is read (not mapped) gives one version, whole, or an error of a known
-    class. Of a plain file, which has no checksums, a load may hold both versions, where the file's times do not show
-    that."""
+    class. A plain file has no checksums, so a load may mix both versions if the file's times do not show the change."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 23)))
     versions = {number: version(base, number) for number in range(3)}
@@ -59,9 +58,9 @@ def _read(path: Path, versions: dict[int, Tensors], plain: bool, round_: Round, 
 
 
 def sleeps(round_: Round) -> None:
-    """Tensors that sleep and wake in several threads, beside loads, wake bit for bit, and their files are the same
-    tensors; what is given up by a time-out or refused for its memory is as it was. One that two threads wake wakes
-    once."""
+    """Tensors that sleep and wake in several threads during loads wake bit for bit, and their files have the same
+    tensors. A sleep that times out or is refused for its memory leaves them as they were. Tensors that two threads wake
+    are woken once."""
     rng = round_.rng
     stored = store(rng, round_.folder / "model", random_tensors(rng, 1 << 18))
     sleepers = [
@@ -123,8 +122,8 @@ class _Sleeper:
 
 
 def deltas(round_: Round) -> None:
-    """Deltas and chains of them, applied in place beside loads, give the new tensors; one that is refused (of another
-    base, damaged, out of time) leaves every tensor as it was; a load on a base gives the same."""
+    """Deltas and chains of them, applied in place during loads, give the new tensors. A refused one (another base,
+    damaged, out of time) leaves every tensor as it was. A load with a base gives the same."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 12, 1 << 18, 1 << 22)))
     versions = {number: version(base, number) for number in range(4)}

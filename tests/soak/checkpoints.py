@@ -1,5 +1,5 @@
-"""Loops over checkpoints of training: readers beside writers that replace them and are killed, on one process, on two
-ranks, and in S3."""
+"""Loops over training checkpoints: readers run while writers replace the checkpoints and are killed, in one process, on
+two ranks, and in S3."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .ranks import TIMEOUT
 
 Versions = dict[int, Tensors]
 
-# What a reader beside a writer may meet: that the checkpoint was replaced, or was there no longer.
+# Errors that a reader may get during a write: the checkpoint was replaced, or no longer there.
 _REPLACED = (ow.CorruptError, ow.NotFoundError)
 
 
 @contextlib.contextmanager
 def _own_errors() -> Any:
-    """Raises the error of a rank instead of torch's, which is no Exception."""
+    """Raises a rank's error instead of torch's, which is not an Exception."""
     try:
         yield
     except CheckpointException as failure:
@@ -49,7 +49,7 @@ def _save(rng: random.Random, at: Any, versions: Versions, number: int, options:
 
 
 def _load(rng: random.Random, at: Any, versions: Versions, options: Any = None) -> int:
-    """The version that a checkpoint is, whole, by a reader of checkpoints, or its model by any other."""
+    """Returns the version of a whole checkpoint, read by a checkpoint reader, or of its model by any other."""
     if options is None and rng.random() < 0.3:
         number: int = which(ow.load_file(at, framework="pt"), versions)
         return number
@@ -144,7 +144,7 @@ def ranks(round_: Round) -> None:
         heirs = job(_save_shards, folder / "c", 2)
         for rank in heirs:
             rank.result()
-        for rank in writers[len(killed) :]:  # its own error, of a connection that is closed
+        for rank in writers[len(killed) :]:  # its own error for a closed connection
             rank.kill()
         for rank in readers:
             rank.result()
@@ -179,7 +179,7 @@ def _load_shards(round_: Round, rank: int, at: Path) -> None:
     until = [time.monotonic() + 2]
     dist.broadcast_object_list(until)
     while True:
-        # An error at its opening is one rank's: both must know before they load together.
+        # One rank may fail to open it: both must know before they load together.
         opened: Any = None
         time.sleep(0.1 * round_.rng.random())  # ranks open at different times
         with round_.may_raise(*_REPLACED):
@@ -206,7 +206,7 @@ def _load_shards(round_: Round, rank: int, at: Path) -> None:
 
 
 def _tidy(round_: Round, folder: Path) -> None:
-    """The next save of one process leaves the checkpoint alone."""
+    """The next save by one process leaves only the checkpoint."""
     dcp.save({"model": {"x": torch.ones(3)}}, storage_writer=CheckpointWriter(folder / "c"), no_dist=True)
     if os.listdir(folder) != ["c"]:
         raise Failure("leak", f"after the next save these are there: {sorted(os.listdir(folder))}")
@@ -216,8 +216,8 @@ def _tidy(round_: Round, folder: Path) -> None:
 
 
 def stores(round_: Round) -> None:
-    """Two writers save to one name of S3, and are killed at random instants or not: there is no checkpoint, or that of
-    one of them, whole, which stays; a save to that name makes it, or says that it is there."""
+    """Two writers save to one name in S3, and may be killed at random instants. There is no checkpoint, or one
+    writer's, whole, which stays. A later save to that name makes it, or says that it is there."""
     import pytest
     import stores as real
 

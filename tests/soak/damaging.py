@@ -14,7 +14,7 @@ from overwire.records import read_records
 from .models import Tensors, clones, compare_all, random_tensors, store, version
 from .outcomes import Failure, Round
 
-# What a damaged file may raise.
+# Errors that a damaged file may raise.
 REFUSALS = (ow.CorruptError, ow.FormatError, ow.NotSupportedError)
 
 
@@ -41,7 +41,7 @@ def append(rng: random.Random, data: bytearray) -> None:
 
 
 def forget(rng: random.Random, data: bytearray) -> None:
-    """A sector of zeros, as after a power loss."""
+    """Zeros a sector, as after a power loss."""
     at = rng.randrange(0, len(data), 512)
     data[at : at + 512] = bytes(len(data[at : at + 512]))
 
@@ -59,9 +59,9 @@ DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
 
 
 def damage(round_: Round) -> None:
-    """A compressed file, one of its shards, a delta or a bundle with flipped bits, cut, overwritten or longer
-    is refused by a class of its own, or gives the same bytes; a plain file, one of torch.save or a .tensors file, which
-    have no checksums that a load compares, does no harm."""
+    """A compressed file, one of its shards, a delta or a bundle that is flipped, cut, overwritten or longer is refused
+    with a typed error, or gives the same bytes. Plain, torch.save and .tensors files, which have no checksums that a
+    load compares, do no harm."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((200, 1 << 14, 1 << 18)))
     kind = rng.choice(("compressed", "digests", "shards", "smaller", "plain", "delta", "bundle", "parts", "torch", "tensors"))
@@ -86,7 +86,7 @@ def damage(round_: Round) -> None:
 def _undamaged(
     rng: random.Random, folder: Path, tensors: Tensors, kind: str
 ) -> tuple[list[Path], Callable[[random.Random], None]]:
-    """A model's files, and what loads and compares it, by a way by chance."""
+    """Makes a model's files, and returns a randomly chosen way to load and compare it."""
     if kind == "delta":
         folder.mkdir()
         changed, path = version(tensors, 5), folder / "d.safetensors"

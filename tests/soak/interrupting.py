@@ -1,4 +1,4 @@
-"""Loops that interrupt: Ctrl-C and time-outs, signal handlers, forks."""
+"""Loops that interrupt: Ctrl-C and timeouts, signal handlers, forks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Work = Callable[[random.Random], None]
 
 
 def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[str, tuple[Work, Callable[[], None]]]:
-    """Work that may be interrupted at any instant, by name, and what must be so after that."""
+    """Returns, by name, work that may be interrupted at any instant, and the checks that must hold afterwards."""
     folder, device = round_.folder / "out", round_.device
     folder.mkdir()
     state = clones(stored.tensors, device)
@@ -88,8 +88,8 @@ def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[
 
 
 def cancels(round_: Round) -> None:
-    """Ctrl-C at a random instant ends every verb by KeyboardInterrupt, a time-out by DeadlineError: tensors are as they
-    were, files the old ones or the new ones, nothing stays open, and the next call works."""
+    """Ctrl-C at a random instant ends every function with KeyboardInterrupt, a timeout with DeadlineError. Tensors are
+    as they were, files are old or new ones, nothing stays open, and the next call works."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 23)))
     stored = store(rng, round_.folder / "model", random_tensors(rng, rng.choice((1 << 16, 1 << 22))))
@@ -117,7 +117,7 @@ def _opened() -> int:
 
 
 def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
-    """Runs work until SIGINT comes, or to its end and then until SIGINT comes."""
+    """Runs work until SIGINT comes, or to its end and then waits for SIGINT."""
     delay = rng.choice((0.0005, 0.005, 0.05)) * rng.random()
     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
     lost: list[str] = []
@@ -139,7 +139,7 @@ def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
 
 
 def signals(round_: Round) -> None:
-    """A signal handler may call overwire, also in the midst of a call of overwire: both get the right bytes."""
+    """A signal handler may call overwire, also during a call of overwire: both get the right bytes."""
     rng = round_.rng
     outer = store(rng, round_.folder / "outer", random_tensors(rng, rng.choice((1 << 16, 1 << 21))))
     inner = store(rng, round_.folder / "inner", random_tensors(rng, 1 << 12))
@@ -169,8 +169,8 @@ def signals(round_: Round) -> None:
 
 
 def forks(round_: Round) -> None:
-    """A child that is forked in the midst of loads reads plain files, and its parent's tensors; all else raises
-    ForkedError. It ends, and the parent's loads go on. So do forked workers of a DataLoader."""
+    """A child that is forked during loads reads plain files and its parent's tensors; everything else raises
+    ForkedError. It ends, and the parent's loads go on. The same holds for forked workers of a DataLoader."""
     rng = round_.rng
     models = [store(rng, round_.folder / form, random_tensors(rng, 1 << rng.choice((12, 20))), form) for form in ("plain", "compressed")]
     kept = [ow.load_file(model.path, framework="pt") for model in models]

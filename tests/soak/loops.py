@@ -1,5 +1,4 @@
-"""The table of loops, and the program of one round: `python tests/soak/loops.py NAME SEED DEVICE SECONDS`, in an empty
-folder."""
+"""Lists the loops, and runs one round: `python tests/soak/loops.py NAME SEED DEVICE SECONDS`, in an empty folder."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from soak.outcomes import KINDS, PATIENCE, STACKS, Failure, Round, end_with_pare
 
 
 class Loop(NamedTuple):
-    """A loop: what it runs, by module and name; how often it is chosen, whether it can use a GPU, whether `make test`
-    tries it."""
+    """A loop: its function by module and name, how often it is chosen, whether it can use a GPU, and whether `make
+    test` tries it."""
 
     place: str
     weight: int = 2
@@ -33,13 +32,13 @@ class Loop(NamedTuple):
     cheap: bool = True
 
     def body(self) -> Callable[[Round], None]:
-        """The function, whose module imports torch."""
+        """Returns the function; its module imports torch."""
         module, name = self.place.split(".")
         function: Callable[[Round], None] = getattr(importlib.import_module(f"soak.{module}"), name)
         return function
 
 
-#: By name. Each body has a docstring that says what it promises.
+# By name. Each body has a docstring with its promise.
 LOOPS: dict[str, Loop] = {
     "threads": Loop("reading.threads", 4, gpu=True),
     "preloads": Loop("reading.preloads"),
@@ -65,15 +64,14 @@ LOOPS: dict[str, Loop] = {
     "leaks": Loop("leaking.leaks", gpu=True, cheap=False),
 }
 
-#: Those that fail: see `planted`.
+# Loops that fail: see `planted`.
 PLANTED = {f"planted-{kind.replace(' ', '-')}": Loop(f"planted.{kind.replace(' ', '_')}") for kind in KINDS}
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
 
 
 def _take_shared_memory() -> Path | None:
-    """Gives this process and its children a /dev/shm of their own where it may mount, so that what stays in it is
-    theirs."""
+    """Gives this process and its children their own /dev/shm if it may mount, so that leftovers in it are theirs."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         return None
@@ -81,7 +79,7 @@ def _take_shared_memory() -> Path | None:
 
 
 def _watch(seconds: float) -> int:
-    """A process that has this one print its stacks when it takes too long; the caller ends it."""
+    """Starts a process that makes this one print its stacks when it takes too long; the caller ends it."""
     if watching := os.fork():
         return watching
     end_with_parent()
@@ -91,10 +89,10 @@ def _watch(seconds: float) -> int:
 
 
 def run(name: str, seed: str, device: str, seconds: float, watching: int) -> Round:
-    """One round of a loop in the working folder, with a look at what it has left behind."""
+    """Runs one round of a loop in the working folder, and checks what it has left."""
     import torch
 
-    torch.set_num_threads(1)  # its threads would not be there in a forked child
+    torch.set_num_threads(1)  # its threads would be missing in a forked child
     shared, temporary = _take_shared_memory(), Path("temporary").absolute()
     temporary.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
@@ -108,7 +106,7 @@ def run(name: str, seed: str, device: str, seconds: float, watching: int) -> Rou
     os.kill(watching, signal.SIGKILL)
     grace = min(5.0, PATIENCE)
     stayed = processes.left(grace)
-    until = time.monotonic() + grace  # what ends in the background may still be at it
+    until = time.monotonic() + grace  # background work may still be ending
     while (
         rest := [str(path) for place in (shared, temporary) if place for path in place.iterdir()]
     ) and time.monotonic() < until:

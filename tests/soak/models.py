@@ -1,4 +1,4 @@
-"""Random models, the ways to store one, and the comparison of what is loaded with what was saved."""
+"""Makes random models, stores them in several ways, and compares what is loaded with what was saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .outcomes import Failure
 
 Tensors = dict[str, torch.Tensor]
 
-#: How `store` can store a model; "rare" ones cost more than the others.
+# Forms in which `store` can store a model; "rare" ones cost more than the others.
 FORMS = ("compressed", "compressed", "plain", "shards", "plain shards", "digests", "tensorizer")
 RARE = ("smaller", "parts")
 _DTYPES = (
@@ -26,7 +26,7 @@ _DTYPES = (
 
 
 class Stored(NamedTuple):
-    """A model in files: what loads take, what it was made of, and how."""
+    """A model in files: what loads take, and the contents and form it was made of."""
 
     path: Path
     tensors: Tensors
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
 
 
 def random_tensors(rng: random.Random, size: int = 1 << 20) -> Tensors:
-    """Tensors of about size bytes together, of the usual dtypes and of awkward shapes, some of them tied or equal."""
+    """Returns tensors of about size bytes in total, of the usual dtypes and of awkward shapes, some tied or equal."""
     source = torch.Generator().manual_seed(rng.getrandbits(48))
     tensors: Tensors = {}
     count = rng.randint(2, 12)
@@ -62,7 +62,7 @@ def _random_tensor(rng: random.Random, source: torch.Generator, dtype: torch.dty
 
 
 def version(tensors: Tensors, number: int) -> Tensors:
-    """The same names, dtypes, shapes and ties with other values in every tensor that has any."""
+    """Returns the same names, dtypes, shapes and ties with other values in every non-empty tensor."""
     source = torch.Generator().manual_seed(number)
     changed: Tensors = {}
     ties: dict[int, torch.Tensor] = {}
@@ -77,13 +77,13 @@ def version(tensors: Tensors, number: int) -> Tensors:
         elif flat.numel():
             where = torch.randint(0, flat.numel(), (max(1, flat.numel() // 50),), generator=source)
             flat[where] = torch.randint(1, 100, (len(where),), generator=source).to(torch.uint8)
-            flat[:1] = number  # differs for certain
+            flat[:1] = number  # always differs
         changed[name] = ties[id(tensor)] = whole
     return changed
 
 
 def store(rng: random.Random, folder: Path, tensors: Tensors, form: str | None = None) -> Stored:
-    """Saves a model below folder, in a form by chance unless one is named."""
+    """Saves a model below folder, in a random form unless one is named."""
     form = form or (rng.choice(RARE) if rng.random() < 0.15 else rng.choice(FORMS))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ("model.tensors" if form == "tensorizer" else "model.safetensors")
@@ -106,12 +106,12 @@ def bytes_of(tensors: Tensors) -> int:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, as a view of it."""
+    """Returns the bytes of a contiguous tensor, as a view of it."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def compare(name: str, loaded: Any, want: torch.Tensor) -> None:
-    """Raises Failure unless a tensor, an array or bytes have the dtype, the shape and the bytes of a tensor."""
+    """Raises Failure unless a tensor, an array or bytes have a tensor's dtype, shape and bytes."""
     if isinstance(loaded, torch.Tensor):
         if loaded.dtype != want.dtype or loaded.shape != want.shape:
             raise Failure("wrong bytes", f"{name}: {loaded.dtype} {tuple(loaded.shape)}, saved as {want.dtype} {tuple(want.shape)}")
@@ -131,7 +131,7 @@ def compare(name: str, loaded: Any, want: torch.Tensor) -> None:
 
 
 def compare_all(loaded: Mapping[str, Any], want: Tensors, names: Iterable[str] | None = None) -> None:
-    """The same for a model, of which only these names are wanted."""
+    """Does the same for a model, of which only these names are wanted."""
     expected = list(want) if names is None else list(names)
     if sorted(loaded) != sorted(expected):
         raise Failure("wrong bytes", f"the tensors are {sorted(loaded)}, those saved {sorted(expected)}")
@@ -140,7 +140,7 @@ def compare_all(loaded: Mapping[str, Any], want: Tensors, names: Iterable[str] |
 
 
 def which(loaded: Mapping[str, Any], versions: Mapping[Any, Tensors]) -> Any:
-    """The version that a loaded model is, whole."""
+    """Returns the version of a loaded model, which must be whole."""
     reasons = []
     for number, tensors in versions.items():
         try:
@@ -152,6 +152,6 @@ def which(loaded: Mapping[str, Any], versions: Mapping[Any, Tensors]) -> Any:
 
 
 def clones(tensors: Tensors, device: str = "cpu") -> Tensors:
-    """Copies, with tied tensors tied."""
+    """Returns copies, with tied tensors tied."""
     copies: dict[int, torch.Tensor] = {}
     return {name: copies.setdefault(id(tensor), tensor.to(device, copy=True)) for name, tensor in tensors.items()}

@@ -1,9 +1,8 @@
-"""What one round of a loop may do and has done: its counts, its failures, its threads and its child processes.
+"""Records what one round of a loop may do and has done: its counts, failures, threads and child processes.
 
-A round runs in a process of its own that has imported torch and has not started the
-engine; it may fork children until it does. Every load is compared with what was saved;
-an error counts as right only where the loop says which classes may come. All else is a
-failure of one of KINDS, which never ends the round by itself.
+A round runs in a separate process that has imported torch and has not started the engine; it may fork children until it
+does. Every load is compared with what was saved. An error counts as right only if the loop says which classes may come.
+Everything else is a failure of one of KINDS, which never ends the round by itself.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from typing import Any
 
 import overwire as ow
 
-#: What may go wrong, as the table at the end names it.
+# Failures, as the table at the end names them.
 KINDS = ("wrong bytes", "hang", "leak", "untyped error", "unexpected error", "crash")
 
-#: Seconds that a child process, or a thread, may take beyond its time before it counts as hanging.
+# Seconds that a child process or a thread may take beyond its time before it counts as hanging.
 PATIENCE = float(os.environ.get("OVERWIRE_SOAK_PATIENCE") or 60)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-#: A signal at which a process of a round prints the stacks of its threads.
+# The signal at which a process of a round prints the stacks of its threads.
 STACKS = signal.SIGUSR2
 
 
 class Failure(Exception):
-    """What a loop finds wrong: kind is one of KINDS."""
+    """A fault that a loop finds: kind is one of KINDS."""
 
     def __init__(self, kind: str, text: str) -> None:
         assert kind in KINDS, kind
@@ -49,16 +48,16 @@ class Failure(Exception):
 
 
 class Reported(Exception):
-    """A child process has failed, and its failures are the round's already."""
+    """A child process has failed, and its failures already belong to the round."""
 
 
 def end_with_parent() -> None:
-    """This process, a fork, is killed when its parent ends, however that comes about."""
+    """Has this process, a fork, killed when its parent ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def kind_of(error: BaseException) -> str:
-    """Which of KINDS an exception is that a loop does not expect."""
+    """Returns which of KINDS an unexpected exception is."""
     if isinstance(error, Failure):
         return error.kind
     if isinstance(error, ow.EngineError):
@@ -67,7 +66,7 @@ def kind_of(error: BaseException) -> str:
 
 
 class Round:
-    """One round of a loop: its random numbers, its folder, its device, and what it has counted."""
+    """One round of a loop: its random numbers, its folder, its device, and its counts."""
 
     def __init__(self, seed: str, folder: Path, device: str, seconds: float) -> None:
         self.seed = seed
@@ -78,16 +77,16 @@ class Round:
         self._until: float | None = None
         self.counts: Counter[str] = Counter()
         self.failures: list[tuple[str, str]] = []
-        self.doing = ""  # what a failure names, too
+        self.doing = ""  # also named in failures
         self._lock = threading.Lock()
         self._children = 0
 
     def lasts(self) -> bool:
-        """Whether the round has time left, which counts from the first question, and nothing has failed."""
+        """Returns whether the round has time left, counted from the first call, and nothing has failed."""
         return self.left() > 0 and not self.failures
 
     def left(self) -> float:
-        """Seconds that are left."""
+        """Returns the seconds that are left."""
         now = time.monotonic()
         if self._until is None:
             self._until = now + self.seconds
@@ -108,7 +107,7 @@ class Round:
 
     @contextlib.contextmanager
     def may_raise(self, *classes: type[BaseException]) -> Iterator[None]:
-        """A block that may also end by one of these exceptions, which counts as a refusal."""
+        """A block that may also end with one of these exceptions, which counts as a refusal."""
         try:
             yield
         except classes as error:
@@ -118,7 +117,7 @@ class Round:
             self.count(f"refused: {type(error).__name__}")
 
     def beside(self, *bodies: Callable[[Round, random.Random], None]) -> None:
-        """Runs each body again and again, all at once in threads of their own, until the time is over or one fails."""
+        """Runs each body repeatedly, all concurrently in separate threads, until the time is over or one fails."""
         threads = []
         for number, body in enumerate(bodies):
             rng = random.Random(f"{self.seed} thread {number}")
@@ -139,15 +138,15 @@ class Round:
             self.fail(error)
 
     def child(self, body: Callable[[Round], Any], ends: str = "at once") -> Child:
-        """Forks a process that runs body with a round of its own. ends: "at once", or "as a program", by the
-        interpreter's end, which is then a part of what is tried."""
+        """Forks a process that runs body with its own round. ends: "at once", or "as a program", by the interpreter's
+        exit, which is then part of the test."""
         self._children += 1
         for name in ow.__all__ if self._children == 1 else ():
             getattr(ow, name)  # imported once, here; that does not start the engine
         return Child(self, body, f"{self.seed} child {self._children}", self._children, ends)
 
     def in_child(self, body: Callable[[Round], Any], limit: float = PATIENCE) -> Any:
-        """What body returns in a child process, which does nothing else."""
+        """Returns what body returns in a child process that does nothing else."""
         return self.child(body).result(limit)
 
     def merge(self, counts: dict[str, int], failures: list[tuple[str, str]]) -> None:
@@ -157,7 +156,7 @@ class Round:
 
 
 class Child:
-    """A forked process that runs a part of a round."""
+    """A forked process that runs part of a round."""
 
     def __init__(self, parent: Round, body: Callable[[Round], Any], seed: str, number: int, ends: str) -> None:
         self._round = parent
@@ -187,7 +186,7 @@ class Child:
         ctypes.pythonapi.Py_Exit(0)  # as at the end of a program, without unwinding the parent's frames
 
     def kill(self, with_signal: int = signal.SIGKILL) -> None:
-        """Sends a signal; one that kills is no failure. Waits for its end."""
+        """Sends a signal and waits for the end; a killing signal is not a failure."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, with_signal)
         self._wait(PATIENCE)
@@ -196,11 +195,11 @@ class Child:
             self.status = 0
 
     def wait(self, limit: float = PATIENCE) -> None:
-        """Waits for its end, which comes within limit and the seconds of a round."""
+        """Waits for its end, which must come within limit and the seconds of a round."""
         self._wait(self._round.seconds + limit)
 
     def result(self, limit: float = PATIENCE) -> Any:
-        """What body has returned; its failures are the round's."""
+        """Returns body's result; its failures are added to the round's."""
         self.wait(limit)
         if self.status:
             raise Failure("crash", f"a child process has ended with {self.status}")
@@ -229,5 +228,5 @@ class Child:
 
 
 def report(round_: Round) -> str:
-    """The round as one line of JSON, for the program that has started it."""
+    """Returns the round as one line of JSON, for the program that has started it."""
     return json.dumps({"counts": dict(round_.counts), "failures": round_.failures})

@@ -1,4 +1,4 @@
-"""Loops that fail, each by one kind of failure: they show that the soak finds it. Only `--only` chooses them."""
+"""Loops that each fail with one kind of failure, to show that the soak finds it. Only `--only` chooses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .outcomes import Round
 
 
 def wrong_bytes(round_: Round) -> None:
-    """One bit of what is loaded differs."""
+    """One bit of the loaded data differs."""
     stored = store(round_.rng, round_.folder / "model", random_tensors(round_.rng, 1000))
     loaded = clones(ow.load_file(stored.path, framework="pt"))
     as_bytes(loaded["t0"])[0] ^= 1
@@ -38,10 +38,10 @@ def untyped_error(round_: Round) -> None:
 
 
 def unexpected_error(round_: Round) -> None:
-    """An exception of overwire's that the loop does not expect, in a child process."""
+    """An overwire exception that the loop does not expect, in a child process."""
     round_.in_child(lambda child: ow.load_file(round_.folder / "none.safetensors"))
 
 
 def crash(round_: Round) -> None:
-    """The process ends by a signal."""
+    """A signal ends the process."""
     os.kill(os.getpid(), signal.SIGSEGV)

@@ -22,14 +22,14 @@ TIMEOUT = 20
 
 
 def loads(round_: Round) -> None:
-    """The ranks of a group that load and stream together, whole or cut along any dimension, each get their own parts of
-    the files, whichever way they exchange what they read; then each ends as a program does."""
+    """The ranks of a group load and stream together, whole or cut along any dimension. Each gets its own parts of the
+    files, with every transport, and then ends as a program does."""
     _play(round_, _load_all)
 
 
 def losses(round_: Round) -> None:
-    """When a rank raises, closes its stream early or is killed, the others end by an error of overwire's, soon; those
-    that live can load again by themselves, and together where none was killed."""
+    """When a rank raises, closes its stream early or is killed, the others soon end with an overwire error. The living
+    ones can load again by themselves, and together if none was killed."""
     _play(round_, round_.rng.choice((_one_raises, _one_closes, _one_dies)))
 
 
@@ -55,7 +55,7 @@ def _play(round_: Round, body: Callable[[Round, list[Stored], int, int, random.R
 
 
 def _make(round_: Round) -> list[Stored]:
-    """Models that a child process stores: this one must not start the engine."""
+    """Makes models stored by a child process, since this one must not start the engine."""
     rng = round_.rng
     models = []
     for number in range(2):
@@ -74,7 +74,7 @@ def _rank(body: Callable[..., None], models: list[Stored], rank: int, size: int,
     torch.set_num_threads(1)
     place = dist.FileStore(str(round_.folder / "rendezvous"), size)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=TIMEOUT), store=place)
-    # What is random is the same on all ranks.
+    # All ranks draw the same random numbers.
     body(round_, models, rank, size, random.Random(f"{seed} ranks"))
     if body is not _one_dies:
         dist.barrier()
@@ -82,7 +82,7 @@ def _rank(body: Callable[..., None], models: list[Stored], rank: int, size: int,
 
 
 def _cut(tensors: Tensors, rng: random.Random, rank: int, size: int) -> tuple[dict[str, int] | None, Tensors]:
-    """Which dimension each tensor is cut along, and what this rank has of them."""
+    """Returns the dimension along which each tensor is cut, and this rank's part of them."""
     shard = {
         name: rng.randrange(tensor.dim()) for name, tensor in tensors.items() if tensor.dim() and rng.random() < 0.5
     }
@@ -164,7 +164,7 @@ def _one_dies(round_: Round, models: list[Stored], rank: int, size: int, rng: ra
 
 
 def _kill_later(seconds: float) -> None:
-    """Ends this process by SIGKILL, from another one: no thread of this one has a part in it."""
+    """Ends this process with SIGKILL from another process, without a thread of this one."""
     pid = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Loops that read: threads with one another, and preloads."""
+"""Loops that read: threads together, and preloads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .outcomes import Round
 
 
 class Shared:
-    """What threads share of one model: an opened file and a pinned model, which any of them may close."""
+    """A model that threads share: an opened file and a pinned model, which any of them may close."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
@@ -45,8 +45,8 @@ class Shared:
 
 
 def threads(round_: Round) -> None:
-    """Threads that load, slice, stream, pin, verify and close the same models at once each get the bytes that were
-    saved, in memory of their own; a model that another thread has closed says so by ArgumentError."""
+    """Threads that load, slice, stream, pin, verify and close the same models at once each get the saved bytes, in
+    their own memory. A model that another thread has closed raises ArgumentError."""
     rng = round_.rng
     size = rng.choice((1 << 14, 1 << 20, 1 << 22))
     models = [Shared(store(rng, round_.folder / f"m{n}", random_tensors(rng, size))) for n in range(rng.randint(1, 3))]
@@ -142,8 +142,8 @@ def _verified(round_: Round, rng: random.Random, model: Shared) -> None:
 
 
 def preloads(round_: Round) -> None:
-    """A load that finds a preload gets the bytes of the file as it is now: also if the file was replaced meanwhile, if
-    several loads join one preload, or if the preload is dropped before it ends."""
+    """A load that finds a preload gets the file's current bytes, also if the file was replaced meanwhile, if several
+    loads join one preload, or if the preload is dropped before it ends."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((1 << 16, 1 << 21)))
     while round_.lasts():
@@ -164,7 +164,7 @@ def preloads(round_: Round) -> None:
         compare_all(ow.load_file(stored.path, framework="pt"), tensors)
         round_.count("loads", 2)
         if preload is not None and rng.random() < 0.5:
-            with round_.may_raise(ow.OverwireError):  # of files that were replaced
+            with round_.may_raise(ow.OverwireError):  # for replaced files
                 preload.wait(30)
         for path in list(round_.folder.glob("model/*")):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Loops that write: writers that are killed, beside readers, and disks that are full."""
+"""Loops that write: writers are killed while others read, and disks are full."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Versions = dict[int, Tensors]
 
 
 class Target(NamedTuple):
-    """A kind of file or set of files: how it is written and read, and what a reader beside a writer may meet."""
+    """A kind of file or set of files: how it is written and read, and errors that a reader may get during a write."""
 
     write: Callable[[random.Random, Path, Versions, int], None]
     read: Callable[[Path, Versions], Mapping[str, Any]]
@@ -84,7 +84,7 @@ def _read_delta(folder: Path, versions: Versions) -> Mapping[str, Any]:
     return tensors
 
 
-# Where a set of files is replaced, a reader may find no model for a moment, or that it was replaced; never another
+# While a set of files is replaced, a reader may find no model for a moment, or that it was replaced; never another
 # model.
 _SETS = (ow.NotFoundError, ow.CorruptError)
 
@@ -100,8 +100,8 @@ TARGETS: dict[str, Target] = {
 
 def kills(round_: Round) -> None:
     """A writer (of a file, shards, a bundle, a converted folder, a delta, or a sleep's file) is killed at a random
-    instant: readers beside it and after it get the old model or the new one, whole; the next save leaves no file of the
-    killed one."""
+    instant. Readers during and after it get the old model or the new one, whole, and the next save removes the killed
+    one's files."""
     rng = round_.rng
     name = rng.choice(list(TARGETS))
     target, folder = TARGETS[name], round_.folder / "out"
@@ -129,7 +129,8 @@ def kills(round_: Round) -> None:
 
 
 def _wait_for_an_instant(rng: random.Random, folder: Path) -> None:
-    """Any instant, or one soon after a file of the folder has got its name, when others may still wait for theirs."""
+    """Waits for a random instant, or one soon after a file of the folder has got its name, when others may still wait
+    for theirs."""
     time.sleep(rng.choice((0.2, 0.4, 0.8)) * rng.random())
     before, until = _places(folder), time.monotonic() + rng.choice((0, 1))
     while time.monotonic() < until and _places(folder) == before:
@@ -156,8 +157,8 @@ def _prepare(round_: Round, versions: Versions, target: Target, folder: Path, na
 
 
 def _names(folder: Path) -> set[str]:
-    """The files of a folder. Of shards only how many there are counts, if the index lists them; not old ones that were
-    moved away, which a later save removes when they are a minute old."""
+    """Returns the files of a folder. Shards only count by number, if the index lists them. Old ones that were moved
+    aside do not count; a later save removes them when they are a minute old."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if ".old-" not in path.name}
     for index in folder.rglob("*.index.json"):
         listed = {str((index.parent / shard).relative_to(folder)) for shard in json.loads(index.read_text())["weight_map"].values()}
@@ -174,7 +175,7 @@ def _age(folder: Path) -> None:
 
 
 def _write_on(round_: Round, target: Target, folder: Path, versions: Versions, log: Path) -> None:
-    """Saves one version after the other until it is killed; log has what was begun, in order."""
+    """Saves one version after the other until it is killed; log lists the begun ones in order."""
     with open(log, "ab", buffering=0) as file:
         while True:
             number = round_.rng.randrange(4)
@@ -191,7 +192,7 @@ def _read_on(round_: Round, target: Target, folder: Path, versions: Versions) ->
 
 
 def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versions) -> tuple[int, int]:
-    """The version that a killed writer has left, and another that is saved over it, as it would be into an empty
+    """Returns the version that a killed writer has left. Another version is saved over it, and must look as in an empty
     folder."""
     present = which(target.read(folder, versions), versions)
     _age(folder)
@@ -210,8 +211,8 @@ def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versio
 
 
 def full_disks(round_: Round) -> None:
-    """A save that finds the disk full, or reaches the limit of a file's size, raises IOFailure, leaves the old model,
-    whole, and no other file; when there is space again, the same save succeeds."""
+    """A save that finds the disk full, or reaches the file size limit, raises IOFailure and leaves the old model,
+    whole, and no other file. When there is space again, the same save succeeds."""
     rng = round_.rng
     target_name = rng.choice([name for name in TARGETS if name != "copy"])
     base = random_tensors(rng, rng.choice((1 << 16, 1 << 20)))

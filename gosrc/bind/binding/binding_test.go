@@ -21,7 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// After any call its thread returns to C with clear vector registers.
+// Whatever a call does, its thread returns to C with cleared vector registers.
 func TestGuardClears(t *testing.T) {
 	avxtest.Need(t)
 	avxtest.Clear(t, "Guard", func() {
@@ -29,7 +29,7 @@ func TestGuardClears(t *testing.T) {
 	})
 }
 
-// Every panic becomes an error.
+// Each panic becomes an error, however many there are.
 func TestGuard(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
@@ -50,8 +50,7 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// A panic anywhere cancels every job. Jobs can still be waited for and freed, but nothing new
-// begins.
+// A panic anywhere cancels every job. Jobs can still be waited for and freed, but no new one begins.
 func TestPanicEndsJobs(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
@@ -134,7 +133,7 @@ func TestHandlesAreNeverUsedTwice(t *testing.T) {
 	wg.Wait()
 }
 
-// The buffer is read back as table.c reads it.
+// The buffer has the layout that table.c reads.
 func TestPackTable(t *testing.T) {
 	ix := &tensor.Index{Tensors: []tensor.Tensor{
 		{Name: "näme", DType: tensor.BF16, Shape: []int64{3, 1 << 40}, Bytes: 6 << 40, Stored: 5, Source: 2, Alias: -1},
@@ -235,7 +234,7 @@ func all(t *testing.T, m uint64) uint64 {
 	return h
 }
 
-// Wait with no time at all reports a job that has ended.
+// A job that has ended says so even to a wait with a timeout of zero.
 func TestWaitOfNoTime(t *testing.T) {
 	m, err := openedModel(spec(t, plain(t, 1000)))
 	if err != nil {
@@ -261,7 +260,7 @@ func TestWaitOfNoTime(t *testing.T) {
 	idle(t)
 }
 
-// TakeLast returns the report as well, and the job is forgotten.
+// The last results come with the report, and the job is then forgotten.
 func TestTakeLast(t *testing.T) {
 	m, err := openedModel(spec(t, plain(t, 1000)))
 	if err != nil {
@@ -280,7 +279,7 @@ func TestTakeLast(t *testing.T) {
 	idle(t)
 }
 
-// Every verb refuses superfluous numbers, and has a doc sentence.
+// Every function refuses numbers that it has no use for, and names the bad one.
 func TestTable(t *testing.T) {
 	for _, v := range Table() {
 		if v.Doc == "" || !strings.HasSuffix(v.Doc, ".") {
@@ -303,8 +302,7 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// A preload is joined by one load, also while it opens, and nothing is left after either was freed
-// at any moment.
+// A preload is joined by one load, also while it opens. Nothing is left if either is freed at any moment.
 func TestPreloadHandOver(t *testing.T) {
 	path := plain(t, 1<<20)
 	missing := path + ".missing"
@@ -325,7 +323,7 @@ func TestPreloadHandOver(t *testing.T) {
 			t.Fatal(answer, err)
 		}
 		load := all(t, m)
-		if round%2 == 1 { // the caller gives up at any moment
+		if round%2 == 1 { // the caller gives up, at any moment
 			Free(load, FreeNow)
 			Free(m, FreeNow)
 			Free(h, FreeNow)

@@ -21,7 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// result runs a verb to its end.
+// result runs a function to its end.
 func result(name, text string, numbers ...int64) (*Result, error) {
 	h, err := Start(name, text, numbers)
 	if err != nil {
@@ -60,7 +60,7 @@ func openModels() (n int) {
 	return n
 }
 
-// A result has one receiver; without one it is freed.
+// A result has one receiver; a result without a receiver is freed.
 func TestResultIsTakenOnce(t *testing.T) {
 	before := openModels()
 	open := spec(t, plain(t, 1000))
@@ -69,7 +69,7 @@ func TestResultIsTakenOnce(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if round%2 == 0 { // otherwise it is given up at any point
+		if round%2 == 0 { // else it is given up wherever it stands
 			if done, err := Wait(h, time.Minute); !done || err != nil {
 				t.Fatal(done, err)
 			}
@@ -89,7 +89,7 @@ func TestResultIsTakenOnce(t *testing.T) {
 	}
 }
 
-// A delta that no one takes is freed; a taken one stays until it is freed.
+// A delta that no one takes is freed; one that was taken stays until its owner frees it.
 func TestDeltasHaveOneReceiver(t *testing.T) {
 	deltas := func() (n int) {
 		for _, v := range handles.Range {
@@ -140,8 +140,8 @@ func TestDeltasHaveOneReceiver(t *testing.T) {
 	runtime.KeepAlive(base)
 }
 
-// A verb that waits for a silent server ends when it is given up, and leaves neither a connection
-// nor a goroutine.
+// A call that waits for a server that never answers ends when it is given up, and leaves neither a connection nor a
+// goroutine.
 func TestAbandonedCallsEnd(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -174,7 +174,7 @@ func TestAbandonedCallsEnd(t *testing.T) {
 		}
 		server := <-accepted
 		Free(h, FreeCalled)
-		// The server sees the end of the connection after the request.
+		// The server sees its connection end after the request.
 		_ = server.SetReadDeadline(time.Now().Add(20 * time.Second))
 		for b := make([]byte, 4096); ; {
 			if _, err := server.Read(b); err != nil {
@@ -237,8 +237,8 @@ func TestTensorsInMemoryAreChecked(t *testing.T) {
 	}
 }
 
-// Promise: after its records were read, a .tensors file can be opened once by its handle, and it is
-// closed with the last handle or model.
+// The records of a .tensors file that were read are opened by their handle once. The end of the last handle or model
+// closes the file.
 func TestRecordsStayOpen(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.tensors")
 	in := []save.Input{{Name: "a", DType: tensor.U8, Shape: []int64{3}, Data: []byte{1, 2, 3}}}

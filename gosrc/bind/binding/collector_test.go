@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// The first collection restores the percentage and puts ballast into the heap.
+// The first collection restores the usual collection percentage and puts ballast in the heap.
 func TestFirstCollectionBringsBallast(t *testing.T) {
 	before := debug.SetGCPercent(usualPercent)
 	defer debug.SetGCPercent(before)

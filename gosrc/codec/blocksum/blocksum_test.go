@@ -9,7 +9,7 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// sums are what the kernel makes of whole blocks.
+// sums are the sums that the kernel makes of whole blocks.
 func sums(p []byte) (out []byte) {
 	for ; len(p) >= Block; p = p[Block:] {
 		var acc [8]uint64
@@ -23,7 +23,7 @@ func sums(p []byte) (out []byte) {
 	return out
 }
 
-// The hash of any bytes is that of the library, however their sums are divided.
+// The hash of any bytes equals the library's, however their sums are divided.
 func TestAgainstLibrary(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -51,7 +51,7 @@ func TestAgainstLibrary(t *testing.T) {
 	}
 }
 
-// A hash whose sums or tail are missing is none.
+// A hash with missing sums or a missing tail is refused.
 func TestMissing(t *testing.T) {
 	p := make([]byte, 5000)
 	s := New(int64(len(p)))

@@ -1,6 +1,5 @@
-// Package codectest is the suite that every codec passes: decoding gives back the
-// encoded bytes, writes nothing outside the destination, and answers bad bytes with
-// an error of class Corrupt, never a panic.
+// Package codectest is the suite that every codec passes: decoding gives back the encoded bytes, writes nothing outside
+// the destination, and answers bad bytes with an error of class Corrupt, never with a panic.
 package codectest
 
 import (
@@ -18,8 +17,8 @@ const guard = 128
 
 // A Codec is one codec, or one twin of a codec, with one set of parameters.
 type Codec struct {
-	// Encode appends the chunk of src to dst; ok is false if it gains nothing.
-	// note is what the index would store for Decode.
+	// Encode appends the chunk of src to dst; ok is false if that gains nothing. note is what the index would store for
+	// Decode.
 	Encode func(dst, src []byte) (out []byte, note uint16, ok bool)
 	Decode func(dst, src []byte, note uint16) error
 }

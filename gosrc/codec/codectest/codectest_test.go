@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The suite tells every way in which a decoder may misbehave from a good one and from a
-// refusal: otherwise it would promise nothing of the codecs that pass it.
+// The suite distinguishes every way in which a decoder may misbehave from correct decoding and from a refusal.
+// Otherwise it would prove nothing about the codecs that pass it.
 func TestDecodeSeesFaults(t *testing.T) {
 	chunk := []byte("sixteen bytes or")
 	outside := func(at int) func(dst, src []byte, _ uint16) error {
@@ -65,13 +65,13 @@ func TestDecodeSeesFaults(t *testing.T) {
 	}
 }
 
-// A codec that keeps to the rules passes, one that gains nothing too, and the choices of
-// a seed are the same every time.
+// The suite passes a codec that keeps the rules, also one that gains nothing. The choices of a seed are the same every
+// time.
 func TestRun(t *testing.T) {
 	var seen [2][]string
 	for i := range seen {
 		c := Codec{
-			// A length, the bytes, and their sum: everything that Run changes is noticed.
+			// This codec stores a length, the bytes, and their sum, so it notices everything that Run changes.
 			Encode: func(dst, src []byte) ([]byte, uint16, bool) {
 				if len(src) == 0 || src[0] == 'x' {
 					return dst, 0, false

@@ -1,6 +1,6 @@
 package codectest
 
-// Makes views of tensors for the tests of digests.
+// Makes tensor views for the digest tests.
 
 import (
 	"math/rand/v2"
@@ -10,9 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 )
 
-// AnyView makes a random view of data, which has at least 64 KiB, and its contiguous
-// copy. Some views are contiguous, some overlap themselves, some have no bytes, and some
-// have elements that are not aligned.
+// AnyView makes a random view of data, which has at least 64 KiB, and its contiguous copy. Some views are contiguous,
+// some overlap themselves, some are empty, and some have unaligned elements.
 func AnyView(r *rand.Rand, data []byte) (v digest.View, copied []byte) {
 	for {
 		v = anyShape(r)
@@ -68,7 +67,7 @@ func anyShape(r *rand.Rand) (v digest.View) {
 	return v
 }
 
-// copyContiguous copies a view at an offset of data element by element.
+// copyContiguous copies the view at an offset of data, element by element.
 func copyContiguous(v digest.View, data []byte, at int64) (out []byte) {
 	if len(v.Shape) == 0 {
 		return append(out, data[at:at+v.Item]...)

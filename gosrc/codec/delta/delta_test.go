@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// change returns a chunk of n bytes and one in which about every 1/share-th element has
-// changed: by a step of the lowest bits, or anyhow.
+// change returns a chunk of n bytes, and a second one in which about every 1/share-th element has changed: by a step of
+// the lowest bits, or arbitrarily.
 func change(r *rand.Rand, n, width int, share float64, anyhow bool) (now, base []byte) {
 	base = make([]byte, n)
 	for i := range base {
@@ -38,7 +38,7 @@ func change(r *rand.Rand, n, width int, share float64, anyhow bool) (now, base [
 	return now, base
 }
 
-// slow is the decoder of docs/format.md, bit by bit; false for a chunk that it refuses.
+// slow is the decoder of docs/format.md, bit by bit; it returns false for a chunk that it refuses.
 func slow(dst, src []byte, width int) (ok bool) {
 	defer func() {
 		if recover() != nil {
@@ -96,7 +96,7 @@ func slow(dst, src []byte, width int) (ok bool) {
 				q++
 			}
 			at += q<<k + int(take(k))
-			// A canonical code: shorter ones first, then by number.
+			// A canonical code: ordered by length, then by number.
 			class, code, first := -1, 0, 0
 			for l := 1; l <= 8 && class < 0; l++ {
 				code = code<<1 | int(bit())
@@ -181,7 +181,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// TestSize: changes by one step of bf16 cost what is promised.
+// TestSize: bf16 values that change by one step cost what is promised.
 func TestSize(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 1))
 	for share, most := range map[float64]float64{0.001: 0.0012, 0.01: 0.008, 0.045: 0.03} {
@@ -328,7 +328,7 @@ func BenchmarkApply(b *testing.B) {
 	}
 }
 
-// An XOR that is wider than its element would change the elements beside it.
+// An XOR that is wider than its element would change its neighbours, so it is refused.
 func TestTooWide(t *testing.T) {
 	base := make([]byte, 1024)
 	now := bytes.Clone(base)

@@ -1,7 +1,6 @@
 package delta
 
-// Writes chunks bit by bit, by the words of docs/format.md 7.2, and breaks one
-// rule of each.
+// Writes chunks bit by bit as docs/format.md 7.2 says, and breaks one rule in each.
 
 import (
 	"bytes"
@@ -14,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A script is a chunk of mode 0 as people write it: the code length of each class that
-// occurs, and the bits of each run, lowest first, spaces for the eye.
+// A script is a chunk of mode 0 in readable form: the code length of each class that occurs, and the bits of each run,
+// lowest first. Spaces are only for the eye.
 type script struct {
 	k, s  byte
 	codes map[int]byte
@@ -45,8 +44,8 @@ func (c script) bytes() []byte {
 	return append(head, w.p...)
 }
 
-// judge compares Check and Apply with each other and with the bit-by-bit decoder:
-// they accept the same chunks, and Apply writes nothing outside its destination.
+// judge compares Check and Apply with each other and with the bit-by-bit decoder: all accept the same chunks, and Apply
+// writes nothing outside its destination.
 func judge(t *testing.T, name string, p []byte, n, width int) error {
 	t.Helper()
 	const guard = 64
@@ -65,7 +64,7 @@ func judge(t *testing.T, name string, p []byte, n, width int) error {
 	return err
 }
 
-// What the page lets a run say, in every width: distances, classes and their rests.
+// All runs that the specification allows work, in every width: distances, classes and their remainders.
 func TestScripts(t *testing.T) {
 	one := func(class int) map[int]byte { return map[int]byte{class: 1} }
 	for _, c := range []struct {
@@ -105,7 +104,7 @@ func TestScripts(t *testing.T) {
 			t.Errorf("%s: %v", c.name, err)
 		}
 		got := make([]byte, c.n)
-		_ = Apply(got, p, c.width) // judge has said that it is accepted
+		_ = Apply(got, p, c.width) // judge has checked that it is accepted
 		want := make([]byte, c.n)
 		for i, x := range c.want {
 			want[i] = x
@@ -116,7 +115,7 @@ func TestScripts(t *testing.T) {
 	}
 }
 
-// No bit is without meaning: each of these says what another chunk says, or nothing.
+// Every bit has a meaning: each of these chunks repeats what another chunk says, or says nothing, and is refused.
 func TestScriptsThatAreRefused(t *testing.T) {
 	one := func(class int) map[int]byte { return map[int]byte{class: 1} }
 	for _, c := range []struct {
@@ -174,7 +173,7 @@ func TestScriptsThatAreRefused(t *testing.T) {
 			t.Errorf("%s is taken", name)
 		}
 	}
-	for at := Head + 2; at < len(good); at++ { // the padding of the table, and that of the bits
+	for at := Head + 2; at < len(good); at++ { // the table's padding and the bits' padding
 		for bit := range 8 {
 			p := bytes.Clone(good)
 			p[at] ^= 1 << bit
@@ -186,12 +185,12 @@ func TestScriptsThatAreRefused(t *testing.T) {
 	}
 }
 
-// A small chunk of each mode and width: cut at every byte, too long, every bit flipped.
+// A small chunk of each mode and width is tried cut at every byte, extended, and with every bit flipped.
 func TestEveryByteAndBit(t *testing.T) {
 	r := rand.New(rand.NewPCG(20, 1))
 	for _, width := range []int{1, 2, 4, 8} {
 		for mode, share := range []float64{modeCoded: 0.08, modeRaw: 1} {
-			const n = 1528 // no multiple of a run
+			const n = 1528 // not a multiple of a run
 			now, base := change(r, n, width, share, true)
 			p, err := Encode(nil, now, base, width)
 			if err != nil || len(p) == 0 || int(p[0]) != mode {
@@ -211,7 +210,7 @@ func TestEveryByteAndBit(t *testing.T) {
 			for at := range min(len(p), 160) {
 				for bit := range 8 {
 					p[at] ^= 1 << bit
-					if at > 0 || bit > 0 { // the mode's own bit makes the other mode
+					if at > 0 || bit > 0 { // the mode bit makes it a chunk of the other mode
 						judge(t, "a flipped bit", p, n, width)
 					}
 					p[at] ^= 1 << bit
@@ -219,7 +218,7 @@ func TestEveryByteAndBit(t *testing.T) {
 			}
 			for _, other := range []int{0, MaxBytes, n - 8, n + 8} {
 				if mode == modeCoded && other > 0 && other < MaxBytes {
-					continue // zeros to the end of a run say nothing of its length
+					continue // zeros up to the end of a run do not encode its length
 				}
 				if err := Check(p, other, width); !errors.Is(err, errs.ErrCorrupt) {
 					t.Errorf("width %d, mode %d, taken for %d bytes: %v", width, mode, other, err)
@@ -229,8 +228,7 @@ func TestEveryByteAndBit(t *testing.T) {
 	}
 }
 
-// Widths and sizes that no chunk has are the caller's mistake, for every function, and
-// memory does not change.
+// Impossible widths and sizes are argument errors in every function, and memory does not change.
 func TestArguments(t *testing.T) {
 	good := script{codes: map[int]byte{0: 1}, runs: []string{"1 0"}}.bytes()
 	const most = int(^uint(0) >> 1)
@@ -263,7 +261,7 @@ func TestArguments(t *testing.T) {
 	}
 }
 
-// A chunk is only read: many threads check it and apply it, each to memory of its own.
+// Chunks are only read: many threads check and apply the same one, each to memory of its own.
 func TestTogether(t *testing.T) {
 	now, base := change(rand.New(rand.NewPCG(21, 1)), 50_000, 4, 0.02, true)
 	p, err := Encode(nil, now, base, 4)

@@ -1,6 +1,6 @@
 package delta
 
-// Compares each step of the encoder with what docs/format.md 7.2 says of it.
+// Compares each step of the encoder with docs/format.md 7.2.
 
 import (
 	"bytes"
@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// pageClass is the class of an XOR and the bits of its rest, by the table of the page.
+// pageClass returns the class of an XOR and the bits of its remainder, by the table of docs/format.md.
 func pageClass(x uint64, width int) (class, rest int) {
 	for c := range 8 {
 		if x == 1<<(c+1)-1 {
@@ -31,8 +31,8 @@ func pageClass(x uint64, width int) (class, rest int) {
 	return -1, 0
 }
 
-// Each XOR has the class that the page gives it, and comes back from it: all of 16 bits, of
-// longer ones those around each power of two.
+// Each XOR gets the class that docs/format.md gives it, and decodes back: all XORs of 16 bits, and of longer ones those
+// around each power of two.
 func TestClasses(t *testing.T) {
 	r := rand.New(rand.NewPCG(22, 1))
 	for _, width := range []int{1, 2, 4, 8} {
@@ -57,8 +57,8 @@ func TestClasses(t *testing.T) {
 	}
 }
 
-// Codes are complete and have at most 8 bits, however lopsided the counts; a single class
-// has one bit; no class, no code.
+// Codes are complete and have at most 8 bits, however lopsided the counts. A single class gets one bit, and no class
+// gets no code.
 func TestLengths(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -94,7 +94,7 @@ func TestLengths(t *testing.T) {
 		if want := min(kinds, 2) * 128; sum != want {
 			t.Errorf("%v: %v, %d of 256", c, length, sum)
 		}
-		for i := range c { // the more frequent class has not the longer code
+		for i := range c { // the more frequent class must not have the longer code
 			for j := range c {
 				if c[i] > c[j] && c[j] > 0 && length[i] > length[j] {
 					t.Errorf("%v: %v", c, length)
@@ -104,8 +104,8 @@ func TestLengths(t *testing.T) {
 	}
 }
 
-// Deltas of every small size are those of a plain comparison: changes at each place, in
-// each width, beside what stands there already.
+// Deltas of every small size equal a plain comparison: changes at each position, in each width, next to existing
+// content.
 func TestSmallSizes(t *testing.T) {
 	r := rand.New(rand.NewPCG(23, 1))
 	for _, width := range []int{1, 2, 4, 8} {
@@ -143,16 +143,16 @@ func TestSmallSizes(t *testing.T) {
 	}
 }
 
-// Changes that stand together: a run has one long distance, of more zeros than a word has,
-// and one of over 65535 bits makes the chunk one of mode 1.
+// Changes that stand together are coded. One case has a run with a long distance, of more zeros than a word; a run of
+// over 65535 bits makes the chunk one of mode 1.
 func TestChangesThatStandTogether(t *testing.T) {
 	r := rand.New(rand.NewPCG(24, 1))
 	for _, c := range []struct {
 		name            string
 		n, width        int
-		every, together int // of each row of elements the last ones change
+		every, together int // the last ones of each row of elements change
 		mode            byte
-		zeros           int // before the first change, at least, in a run
+		zeros           int // at least, before the first change in a run
 	}{
 		{"bytes", 1 << 16, 1, 8192, 40, modeCoded, 32},
 		{"elements of 2 bytes", 1 << 16, 2, 4096, 40, modeCoded, 48},
@@ -184,7 +184,7 @@ func TestChangesThatStandTogether(t *testing.T) {
 	}
 }
 
-// A writer's bits are read back where they lie, whatever stands before them.
+// A writer's bits are read back from where they are, whatever comes before them.
 func TestBits(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -219,7 +219,7 @@ func TestBits(t *testing.T) {
 	}
 }
 
-// The parameters of a chunk follow from its counts alone, at the edges of each step too.
+// A chunk's parameters follow only from its counts, also at the edges of each step.
 func TestParameters(t *testing.T) {
 	for _, c := range []struct{ n, changed, s int }{
 		{512, 24, 0}, {512, 23, 1}, {512, 12, 1}, {512, 11, 2}, {8, 1, 0}, {256 << 10, 24, 9}, {256 << 10, 48, 8},

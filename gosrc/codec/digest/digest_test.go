@@ -15,8 +15,7 @@ func random(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// bytesOf are n bytes that anyone can make: byte i is the top one of (i + 1) * 2654435761,
-// modulo 2^32.
+// bytesOf returns n reproducible bytes: byte i is the top byte of (i + 1) * 2654435761, modulo 2^32.
 func bytesOf(n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -25,7 +24,7 @@ func bytesOf(n int) []byte {
 	return b
 }
 
-// The digests that docs/format.md lists; they never change.
+// The digests listed in docs/format.md never change.
 func TestGoldens(t *testing.T) {
 	for _, g := range []struct {
 		n    int
@@ -47,7 +46,7 @@ func TestGoldens(t *testing.T) {
 	}
 }
 
-// twin is the definition, word by word.
+// twin computes the digest by its definition, word by word.
 func twin(p []byte) Sum {
 	a, b := uint64(0), uint64(0)
 	word := func(i int) (w uint64) {
@@ -72,7 +71,7 @@ func twin(p []byte) Sum {
 	return Sum{high, shuffle(b + high)}
 }
 
-// Every way of summing is the definition: any length, any address, parts in any order.
+// Every way of summing matches the definition: any length, any address, parts in any order.
 func TestTwins(t *testing.T) {
 	r := random(t)
 	data := make([]byte, 1<<16)
@@ -106,12 +105,12 @@ func TestTwins(t *testing.T) {
 	}
 }
 
-// No two of many similar tensors agree, not even in one half: every change of one bit and
-// of two, every exchange of words, every shift and length.
+// No two of many similar tensors agree, not even in one half: every change of one or two bits, every swap of words,
+// every shift and length.
 func TestEveryChangeIsNoticed(t *testing.T) {
 	base := bytesOf(512)
 	for i := 256; i < 512; i++ {
-		base[i] = 0 // as weights have it
+		base[i] = 0 // as in real weights
 	}
 	halves := [2]map[uint64]string{{}, {}}
 	add := func(p []byte, what string) {
@@ -177,14 +176,13 @@ func TestBadViews(t *testing.T) {
 	}
 }
 
-// The words are mixed well: a changed bit changes every bit of a half with a chance of a
-// half.
+// Words are mixed well: a flipped bit changes each bit of a half with probability one half.
 func TestAvalanche(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	const rounds = 4000
 	var counts [64][64]int
 	for range rounds {
-		x := r.Uint64() >> (r.IntN(3) * 16) // also numbers with few bits
+		x := r.Uint64() >> (r.IntN(3) * 16) // also numbers with few bits set
 		for i := range 64 {
 			d := mixWord(x) ^ mixWord(x^1<<i)
 			for ; d != 0; d &= d - 1 {

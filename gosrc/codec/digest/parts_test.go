@@ -1,7 +1,7 @@
 package digest
 
-// Compares the ways of summing with the definition: at any word of a tensor, in
-// any parts, and by many threads; and the page with the code.
+// Compares the ways of summing with the definition: from any word of a tensor, in any parts, and by many threads. Also
+// compares docs/format.md with the code.
 
 import (
 	"context"
@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The page lists digests, which are those that the code gives.
+// The code gives the digests that docs/format.md lists.
 func TestThePagesGoldens(t *testing.T) {
 	page, err := os.ReadFile("../../../docs/format.md")
 	if err != nil {
@@ -46,10 +46,9 @@ func TestThePagesGoldens(t *testing.T) {
 	}
 }
 
-// A change inside one word always changes the digest, as the page promises: mix has an
-// inverse.
+// A change inside one word always changes the digest, as docs/format.md promises: mix has an inverse.
 func TestMixIsABijection(t *testing.T) {
-	inverse := func(m uint64) uint64 { // of an odd number, modulo 2^64, by Newton's steps
+	inverse := func(m uint64) uint64 { // inverts an odd number modulo 2^64 by Newton's method
 		x := m
 		for range 5 {
 			x *= 2 - m*x
@@ -70,8 +69,8 @@ func TestMixIsABijection(t *testing.T) {
 	}
 }
 
-// The fast way sums what the scalar one sums, whatever word of a tensor is the first, the
-// last possible ones too, and leaves less than its stride.
+// The fast way sums the same as the scalar one from any first word of a tensor, also the last possible ones, and leaves
+// less than its stride.
 func TestFastFromAnyWord(t *testing.T) {
 	r := random(t)
 	data := make([]byte, 4096+64)
@@ -92,7 +91,7 @@ func TestFastFromAnyWord(t *testing.T) {
 			if got != want {
 				t.Fatalf("%d words from word %d at address %d: %v, want %v", words, i, off, got, want)
 			}
-			got, want = State{1, 2}, State{1, 2} // added to what is there
+			got, want = State{1, 2}, State{1, 2} // added to the existing sums
 			got.Add(int64(i&(1<<60-1))*WordBytes, p)
 			sumScalar(&want, i&(1<<60-1), p)
 			if got != want {
@@ -102,7 +101,7 @@ func TestFastFromAnyWord(t *testing.T) {
 	}
 }
 
-// Every cut at a multiple of a word gives the digest of the whole, by many threads too.
+// Every cut at a multiple of a word gives the digest of the whole, also with many threads.
 func TestEveryCut(t *testing.T) {
 	for _, n := range []int{0, 1, 8, 15, 64, 129, 300} {
 		p := bytesOf(n)
@@ -140,7 +139,7 @@ func TestEveryCut(t *testing.T) {
 	}
 }
 
-// The text of a digest has the digits of both halves, the high one first.
+// The text of a digest has the digits of both halves, the high half first.
 func TestTextsOfDigests(t *testing.T) {
 	for _, s := range []Sum{{}, {1, 0}, {0, 1}, {^uint64(0), ^uint64(0)}, {0x0123456789abcdef, 1 << 63}} {
 		text := s.String()
@@ -152,7 +151,7 @@ func TestTextsOfDigests(t *testing.T) {
 	}
 }
 
-// The size of a view: the most that it may be, and what is beyond.
+// The size of a view is accepted up to its maximum, and refused beyond it.
 func TestSizesOfViews(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -185,7 +184,7 @@ func TestSizesOfViews(t *testing.T) {
 	}
 }
 
-// Dimensions merge where one follows the other in memory, and only there.
+// Dimensions merge only where one follows the other in memory.
 func TestMergedViews(t *testing.T) {
 	dims := func(d ...int64) []int64 { return d }
 	for _, c := range []struct {
@@ -218,7 +217,7 @@ func TestMergedViews(t *testing.T) {
 // A share of a view may begin at any multiple of 16 bytes, in the middle of a row.
 func TestSharesOfViews(t *testing.T) {
 	data := bytesOf(70_000)
-	defer runtime.KeepAlive(data) // views have addresses only
+	defer runtime.KeepAlive(data) // views hold only addresses
 	at := uint64(uintptr(unsafe.Pointer(&data[0])))
 	for _, v := range []View{
 		{at, 1, []int64{40, 33, 30}, []int64{990, 30, 1}},
@@ -236,7 +235,7 @@ func TestSharesOfViews(t *testing.T) {
 		m.addBytes(&whole, 0, n)
 		for _, size := range []int64{16, 48, 4096, gathered, gathered + 16, n/2&^15 + 16} {
 			if size < 100 && n > 40_000 {
-				continue // the others have rows that end there
+				continue // a share's other rows end there
 			}
 			var parts State
 			for from := int64(0); from < n; from += size {
@@ -249,8 +248,8 @@ func TestSharesOfViews(t *testing.T) {
 	}
 }
 
-// A digest that is cancelled is none; one of no views is no digests; a bad view among good
-// ones is refused before any is read.
+// A cancelled digest gives none, and no views give no digests. One bad view among good ones is refused before any is
+// read.
 func TestAllOrNothing(t *testing.T) {
 	data := bytesOf(1 << 16)
 	good := Contiguous(uint64(uintptr(unsafe.Pointer(&data[0]))), int64(len(data)))

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 )
 
-// A view has the digest of its contiguous copy: of any rank, stride and element.
+// A view of any rank, stride and element has the digest of its contiguous copy.
 func TestViews(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -21,7 +21,7 @@ func TestViews(t *testing.T) {
 	for i := range data {
 		data[i] = byte(r.Uint32())
 	}
-	defer runtime.KeepAlive(data) // views have addresses only
+	defer runtime.KeepAlive(data) // views hold only addresses
 	views, want := []digest.View{}, []digest.Sum{}
 	for range 400 {
 		v, copied := codectest.AnyView(r, data)

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// weights are elements of a transform whose high bytes have little in them.
+// weights are elements of a transform with little information in their high bytes.
 func weights(r *rand.Rand, n int) []byte {
 	b := make([]byte, n)
 	for i := range b {

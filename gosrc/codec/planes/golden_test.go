@@ -20,9 +20,8 @@ var update = flag.Bool("update", false, "write the golden chunks anew")
 
 const goldens = "../../../tests/goldens/planes"
 
-// Golden chunks decode to what they were made of, and the encoder still makes the
-// same bytes: a change of its choices is allowed, but is to be noticed. Of a chunk
-// without Zstandard frames every flipped bit is refused or gives other bytes.
+// Golden chunks decode to their original data, and the encoder still makes the same bytes: its choices may change, but
+// not unnoticed. In a chunk without Zstandard frames each flipped bit is refused or gives other bytes.
 func TestGoldens(t *testing.T) {
 	if *update {
 		writeGoldens(t)

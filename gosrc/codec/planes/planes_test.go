@@ -21,7 +21,7 @@ type sample struct {
 	data      []byte
 }
 
-// samples are of every transform, form and kind; n is how many bytes each has.
+// samples covers every transform, form and kind; each sample has n bytes.
 func samples(r *rand.Rand, n int) (out []sample) {
 	add := func(name string, transform uint8, fill func(i int) byte) {
 		n := n - n%8
@@ -46,7 +46,7 @@ func samples(r *rand.Rand, n int) (out []sample) {
 		add("rows-"+Name(t), t, func(i int) byte { return byte(i / 7 % 64 * 37) })
 	}
 	add("blocks-of-many-kinds", 1, func(i int) byte {
-		switch i / 4096 * 4096 * 4 / n { // of each a run
+		switch i / 4096 * 4096 * 4 / n { // a run of each
 		case 0:
 			return 5
 		case 1:
@@ -78,7 +78,7 @@ func TestSuite(t *testing.T) {
 	r := rand.New(rand.NewPCG(seed, 1))
 	for _, n := range []int{8, 64, 2000, 3*blockBytes + 80} {
 		for _, s := range samples(r, n) {
-			if n > blockBytes && s.transform != Bytes { // elements have planes of one block, too
+			if n > blockBytes && s.transform != Bytes { // elements have planes of one block as well
 				continue
 			}
 			var e Encoder
@@ -93,7 +93,7 @@ func TestSuite(t *testing.T) {
 	}
 }
 
-// twin decodes a chunk by the words of docs/format.md 3.6, slowly.
+// twin decodes a chunk slowly, as docs/format.md 3.6 describes it.
 func twin(size int, src []byte, transform uint8) ([]byte, error) {
 	bad := errors.New("bad")
 	width := map[uint8]int{1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8}[transform]
@@ -251,7 +251,7 @@ func agree(t *testing.T, size int, chunk []byte, transform uint8) {
 	}
 }
 
-// Decode is its twin, on chunks as they are and on changed ones.
+// Decode agrees with its twin on intact chunks and on changed ones.
 func TestTwin(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -276,7 +276,7 @@ func TestTwin(t *testing.T) {
 	}
 }
 
-// Decode and its twin agree on anything.
+// Decode and its twin agree on any input.
 func FuzzTwin(f *testing.F) {
 	r := rand.New(rand.NewPCG(7, 3))
 	var e Encoder
@@ -290,7 +290,7 @@ func FuzzTwin(f *testing.F) {
 	})
 }
 
-// What is encoded comes back, whatever it is.
+// Any encoded input comes back.
 func FuzzRoundTrip(f *testing.F) {
 	f.Add([]byte("abcabcabcabcabcabcabcabcabcabcabcabcabcabcabc0123"), uint8(1), uint8(9))
 	f.Fuzz(func(t *testing.T, data []byte, transform, times uint8) {
@@ -310,8 +310,7 @@ func FuzzRoundTrip(f *testing.F) {
 	})
 }
 
-// Every form of a plane and every kind of a block is made, so that the tests of
-// chunks test them all.
+// Every form of a plane and every kind of block is made, so the chunk tests cover them all.
 func TestEveryKind(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 4))
 	var e Encoder
@@ -333,7 +332,7 @@ func TestEveryKind(t *testing.T) {
 	}
 }
 
-// The table's cost is that of the words that coding takes, but for rounding.
+// The table's cost equals the words that coding takes, apart from rounding.
 func TestCost(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 5))
 	var e Encoder
@@ -351,7 +350,7 @@ func TestCost(t *testing.T) {
 	}
 }
 
-// Each type has a transform of its elements, and no other but bytes.
+// Each type has its transforms of elements, and otherwise only bytes.
 func TestTransforms(t *testing.T) {
 	for d := tensor.DType(1); d.Valid(); d++ {
 		f := transforms[TransformFor(d)]

@@ -1,6 +1,6 @@
 package planes
 
-// Makes chunks by the words of docs/format.md 3.6, and breaks one rule of each.
+// Makes chunks as docs/format.md 3.6 describes, and breaks one rule in each.
 
 import (
 	"bytes"
@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// chunk puts fields together: an int is a byte, other integers have their own size.
+// chunk concatenates fields: an int is a byte, other integers have their own size.
 func chunk(fields ...any) (out []byte) {
 	for _, f := range fields {
 		switch f := f.(type) {
@@ -33,14 +33,13 @@ func chunk(fields ...any) (out []byte) {
 	return out
 }
 
-// coin is a table of two values, 0 and 1, and the bytes of it.
+// coin is a table of the two values 0 and 1, in bytes.
 func coin(zeros int) (t table, stored []byte) {
 	t.freq[0], t.freq[1] = uint16(zeros), uint16(scale-zeros)
 	return t, t.appendTable(nil)
 }
 
-// refused fails unless Decode refuses a chunk as corrupt, for the reason given, without a
-// write beside dst.
+// refused fails unless Decode refuses a chunk as corrupt, for the given reason, without writing outside dst.
 func refused(t *testing.T, name string, size int, src []byte, transform uint8, why string) {
 	t.Helper()
 	_, err := codectest.Decode(codectest.Codec{Decode: func(dst, src []byte, _ uint16) error {
@@ -118,8 +117,7 @@ func TestEveryField(t *testing.T) {
 		"state 1 ends as 0x10001")
 }
 
-// A table has one form: its frequencies are 1 to 4095, as short as they can be, and sum to
-// 4096.
+// A table has one valid form: its frequencies are 1 to 4095, written as short as possible, and sum to 4096.
 func TestTables(t *testing.T) {
 	of := func(values byte, freqs ...byte) []byte {
 		return chunk(int(values), make([]byte, 31), freqs)
@@ -168,7 +166,7 @@ func TestTables(t *testing.T) {
 	}
 }
 
-// The slots of a table are given out in the order of values, each frequency's ranks from 0.
+// The slots of a table go to the values in order, with each value's ranks from 0.
 func TestSlots(t *testing.T) {
 	var tab table
 	tab.freq[3], tab.freq[200], tab.freq[255] = 1, 4000, 95
@@ -188,8 +186,8 @@ func TestSlots(t *testing.T) {
 	}
 }
 
-// Frames are one frame each, without a dictionary, that states the size of the plane:
-// nothing stands before it or behind it.
+// A plane's frame is a single frame without a dictionary that states the plane's size; nothing comes before or after
+// it.
 func TestFrames(t *testing.T) {
 	text := bytes.Repeat([]byte("a few words, again and again; "), 9)
 	encoder := func(o ...zstd.EOption) *zstd.Encoder {
@@ -200,7 +198,7 @@ func TestFrames(t *testing.T) {
 		return w
 	}
 	all := func(p []byte, o ...zstd.EOption) []byte { return encoder(o...).EncodeAll(p, nil) }
-	noise := make([]byte, len(text)) // a frame of it has one block, as it is
+	noise := make([]byte, len(text)) // a frame of noise has one stored block
 	for i := range noise {
 		noise[i] = byte(rand.Uint32())
 	}
@@ -230,7 +228,7 @@ func TestFrames(t *testing.T) {
 		for k := range c.frame {
 			refused(t, fmt.Sprintf("%s, %d bytes", name, k), len(text), of(c.frame[:k]), Bytes, "Zstandard frame")
 		}
-		for bit := range 8 * len(c.frame) { // a chunk's own checksum finds these; here they do no harm
+		for bit := range 8 * len(c.frame) { // a chunk's own checksum finds these; here they must do no harm
 			p := bytes.Clone(c.frame)
 			p[bit/8] ^= 1 << (bit % 8)
 			_, err := codectest.Decode(codectest.Codec{Decode: func(dst, src []byte, _ uint16) error {
@@ -261,8 +259,8 @@ func TestFrames(t *testing.T) {
 	}
 }
 
-// Unknown transforms, no bytes and half an element are refused by both sides, and what the
-// encoder appends to stays as it was.
+// Unknown transforms, no bytes and half an element are refused by both sides, and the encoder's destination stays as it
+// was.
 func TestShapes(t *testing.T) {
 	for _, transform := range []uint8{0, 8, 255} {
 		refused(t, "transform", 8, chunk(uint32(8), formRaw, make([]byte, 8)), transform, "transform")
@@ -284,7 +282,7 @@ func TestShapes(t *testing.T) {
 					"bytes of elements")
 			}
 		}
-		for planes := range w { // each plane is missed
+		for planes := range w { // each missing plane is noticed
 			refused(t, "a plane is missing", 8*w, chunk(uint32(8*w),
 				bytes.Repeat(chunk(formBlocks, kindConstant, 5), planes)), transform,
 				fmt.Sprintf("plane %d: ", planes))
@@ -292,7 +290,7 @@ func TestShapes(t *testing.T) {
 	}
 }
 
-// A chunk of several blocks has the table that they share once, and breaks at every byte.
+// A chunk of several blocks stores their shared table once, and is refused when cut at any byte.
 func TestSharedTable(t *testing.T) {
 	tab, stored := coin(1000)
 	e, r := new(Encoder), rand.New(rand.NewPCG(9, 9))

@@ -1,6 +1,6 @@
 package planes
 
-// Compares each step with its plain meaning, and the encoder with itself.
+// Compares each step with its plain definition, and the encoder with itself.
 
 import (
 	"bytes"
@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// Planes are the bytes of elements after the rotation, for any number of elements.
+// Planes are the bytes of the rotated elements, for any number of elements.
 func TestSplitAndMerge(t *testing.T) {
 	r := rand.New(rand.NewPCG(11, 1))
 	for transform := uint8(1); isKnown(transform); transform++ {
@@ -56,8 +56,7 @@ func TestSplitAndMerge(t *testing.T) {
 	}
 }
 
-// Chunks of every length around the ends of lanes and blocks come back, by the decoder and
-// by its twin.
+// Chunks of every length around the ends of lanes and blocks come back, from the decoder and from its twin.
 func TestLengths(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -96,7 +95,7 @@ func TestLengths(t *testing.T) {
 	}
 }
 
-// A fitted table gives each value that occurs, and no other, a share, and all slots away.
+// A fitted table gives a share to exactly the values that occur, and gives all slots away.
 func TestFit(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -159,7 +158,7 @@ func TestCount(t *testing.T) {
 	}
 }
 
-// A chunk does not depend on what its encoder has encoded before, nor does Zipped.
+// A chunk does not depend on what its encoder has encoded before; neither does Zipped.
 func TestEncoderForgets(t *testing.T) {
 	r := rand.New(rand.NewPCG(12, 1))
 	all := append(samples(r, 4*blockBytes), samples(r, 300)...)
@@ -187,7 +186,7 @@ func TestEncoderForgets(t *testing.T) {
 	}
 }
 
-// Many threads decode good chunks and bad ones, whose memory is used again.
+// Many threads can decode good and bad chunks while buffers are reused.
 func TestTogether(t *testing.T) {
 	r := rand.New(rand.NewPCG(13, 1))
 	var wg sync.WaitGroup
@@ -211,7 +210,7 @@ func TestTogether(t *testing.T) {
 	wg.Wait()
 }
 
-// The names are those that people see, and only transforms 2 to 4 are of integers.
+// The names match what users see, and only transforms 2 to 4 are for integers.
 func TestNames(t *testing.T) {
 	var names []string
 	for transform := range uint8(9) {

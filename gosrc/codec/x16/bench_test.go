@@ -9,8 +9,7 @@ import (
 	"time"
 )
 
-// Rates are of logical bytes. Beside the mean, which a busy machine spoils,
-// each benchmark reports the best single run.
+// Rates are in logical bytes. A busy machine spoils the mean, so each benchmark also reports the best single run.
 
 // timed runs f as a benchmark over n logical bytes.
 func timed(b *testing.B, n int, f func() error) {
@@ -27,7 +26,7 @@ func timed(b *testing.B, n int, f func() error) {
 	b.ReportMetric(float64(n)/float64(best.Nanoseconds()), "best-GB/s")
 }
 
-// benchSample gives one generated sample of n elements for a transform.
+// benchSample generates one sample of n elements for a transform.
 func benchSample(t uint8, n int) []byte {
 	r := rand.New(rand.NewPCG(7, 0))
 	for _, s := range samples(r, n) {
@@ -38,8 +37,7 @@ func benchSample(t uint8, n int) []byte {
 	return nil
 }
 
-// BenchmarkDecode is of one chunk that stays in the cache, by transform and
-// level.
+// BenchmarkDecode decodes one chunk that stays in the cache, by transform and level.
 func BenchmarkDecode(b *testing.B) {
 	for t := uint8(BF16); t <= Bytes; t++ {
 		src := benchSample(t, 1<<17)
@@ -60,9 +58,8 @@ func BenchmarkDecode(b *testing.B) {
 	}
 }
 
-// BenchmarkStream decodes bf16 chunks to 64 MiB of memory, as a load does, and
-// copies as many bytes: the floor. Each run is the next chunk, and the rate
-// reported beside the mean is of the fastest quarter of them.
+// BenchmarkStream decodes bf16 chunks to 64 MiB of memory, as a load does, and copies as many bytes as the baseline.
+// Each run takes the next chunk; the second rate is that of the fastest quarter of the runs.
 func BenchmarkStream(b *testing.B) {
 	const chunkBytes, chunks = 1 << 20, 64
 	src := benchSample(BF16, chunkBytes/2)
@@ -82,7 +79,7 @@ func BenchmarkStream(b *testing.B) {
 			if err := f(dst[i*chunkBytes:(i+1)*chunkBytes], i); err != nil {
 				b.Fatal(err)
 			}
-			if n >= chunks { // the first round finds unmapped pages
+			if n >= chunks { // the first round hits unmapped pages
 				took = append(took, float64(time.Since(t).Nanoseconds()))
 			}
 		}
@@ -106,7 +103,7 @@ func BenchmarkStream(b *testing.B) {
 	}
 }
 
-// BenchmarkEncode is on one core.
+// BenchmarkEncode uses one core.
 func BenchmarkEncode(b *testing.B) {
 	for t := uint8(BF16); t <= Bytes; t++ {
 		src := benchSample(t, 1<<19)

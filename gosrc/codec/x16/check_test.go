@@ -8,8 +8,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Check accepts every good chunk, and refuses nothing that Decode accepts; it
-// counts the segments that the directory has.
+// Check accepts every good chunk and every chunk that Decode accepts, and counts the segments in the directory.
 func TestCheck(t *testing.T) {
 	const seed = 7
 	r := rand.New(rand.NewPCG(seed, 0))

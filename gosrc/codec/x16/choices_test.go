@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// The expanded slots are those of the page, for tables that another writer may make, and
-// a table is refused exactly where the page refuses it.
+// The expanded slots match docs/format.md for tables that other writers may make, and a table is refused exactly where
+// docs/format.md refuses it.
 func TestTablesOfOthers(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -67,8 +67,8 @@ func TestTablesOfOthers(t *testing.T) {
 	}
 }
 
-// No choice of kept values is cheaper than the one that fit makes: all sets of the most
-// frequent values are tried, and for few kinds every set there is.
+// No choice of kept values is cheaper than fit's. All sets of the most frequent values are tried, and every set if
+// there are few kinds.
 func TestFitIsCheapest(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -114,7 +114,7 @@ func TestFitIsCheapest(t *testing.T) {
 			}
 		}
 	}
-	for _, identity := range []bool{false, true} { // one kind, and two of which one is rare
+	for _, identity := range []bool{false, true} { // one kind, and two with one rare
 		for _, v := range []int{0, 7, 15} {
 			var hist [256]int
 			hist[v] = 512
@@ -129,8 +129,8 @@ func TestFitIsCheapest(t *testing.T) {
 	}
 }
 
-// An Encoder that has encoded anything makes the same chunk as a new one, whatever came
-// before it, longer or shorter, of any transform, packed or refused.
+// A used Encoder makes the same chunk as a new one, whatever came before: longer or shorter, any transform, packed or
+// refused.
 func TestEncoderForgets(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -153,8 +153,8 @@ func TestEncoderForgets(t *testing.T) {
 	}
 }
 
-// A chunk is at most 99 % of its bytes, to the byte; what cannot be is refused, and
-// Estimate expects about what Encode gives.
+// A chunk is stored only if it takes at most 99 % of its bytes, to the byte. Impossible input is refused, and Estimate
+// expects about what Encode gives.
 func TestGain(t *testing.T) {
 	const seed = 41
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -179,7 +179,7 @@ func TestGain(t *testing.T) {
 			if len(chunk) > int(gain*float64(len(s.data))) {
 				t.Errorf("%s: %d bytes of %d are no gain", s.name, len(chunk), len(s.data))
 			}
-			// The sample's share leaves out the header, and states of short segments.
+			// The sample's share leaves out the header and the states of short segments.
 			if extra := float64(headerBytes+4*(stateBytes+24)) / float64(len(s.data)); is < share-0.005 ||
 				is > share+extra+0.005 {
 				t.Errorf("%s: %v, the estimate is %v", s.name, is, share)
@@ -189,7 +189,7 @@ func TestGain(t *testing.T) {
 	if packed == 0 || refused == 0 {
 		t.Errorf("%d packed, %d refused", packed, refused)
 	}
-	for tr := range uint8(12) { // too small for a tile, or no transform
+	for tr := range uint8(12) { // too small for a tile, or an unknown transform
 		var e Encoder
 		for _, n := range []int{0, 1, 127} {
 			if _, _, ok := e.Encode(nil, make([]byte, n), tr); ok || Estimate(make([]byte, n), tr) != 1 {
@@ -202,8 +202,8 @@ func TestGain(t *testing.T) {
 	}
 }
 
-// Threads that decode at the same time, chunks of other transforms and bad ones between,
-// do not see each other's tables or escapes.
+// Threads that decode at the same time, also other transforms and bad chunks, do not see each other's tables or
+// escapes.
 func TestDecodersAreApart(t *testing.T) {
 	const seed = 51
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -247,7 +247,7 @@ func TestDecodersAreApart(t *testing.T) {
 	wg.Wait()
 }
 
-// A level that the machine lacks stands for the best, and decodes nothing.
+// A level that the machine lacks selects the best one, and does not decode.
 func TestLevels(t *testing.T) {
 	defer Use(Using())
 	for _, l := range []Level{Scalar, NEON, AVX2, AVX512} {
@@ -268,8 +268,7 @@ func TestLevels(t *testing.T) {
 	}
 }
 
-// FuzzCheck: what a GPU's check refuses, Decode refuses too, and a chunk that decodes
-// passes it.
+// FuzzCheck: Decode refuses whatever a GPU's check refuses, and a chunk that decodes passes the check.
 func FuzzCheck(f *testing.F) {
 	w := pageWriter{rand.New(rand.NewPCG(61, 0))}
 	for tr := uint8(BF16); tr <= Bytes; tr++ {

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// The vector division is exact for every frequency over its whole range, on
-// multiples, their neighbours and anything.
+// The vector division is exact for every frequency over its whole range: on multiples, their neighbours and random
+// numbers.
 func TestDivide(t *testing.T) {
 	if best < AVX512 {
 		t.Skip("no AVX-512")

@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// fenced is memory between two pages that may not be touched.
+// fenced is memory between two inaccessible pages.
 type fenced struct{ all, room []byte }
 
 func newFenced(t *testing.T, n int) *fenced {
@@ -36,8 +36,8 @@ func newFenced(t *testing.T, n int) *fenced {
 func (f *fenced) end(n int) []byte   { return f.room[len(f.room)-n : len(f.room) : len(f.room)] }
 func (f *fenced) begin(n int) []byte { return f.room[:n:n] }
 
-// No twin reads a byte outside of a chunk or writes one outside of its destination: both
-// lie at the edge of memory that may not be touched, whatever the chunk is.
+// No twin reads outside a chunk or writes outside its destination. Both touch inaccessible memory, whatever the chunk
+// is.
 func TestFences(t *testing.T) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	seed := uint64(time.Now().UnixNano())
@@ -84,7 +84,7 @@ func TestFences(t *testing.T) {
 	}
 }
 
-// No encoder reads outside of what it encodes.
+// No encoder reads outside its source.
 func TestFencedSources(t *testing.T) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	const seed = 31

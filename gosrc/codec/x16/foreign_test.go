@@ -12,10 +12,8 @@ import (
 // sizeOf is the logical bytes of whole tiles and a tail.
 func sizeOf(transform uint8, tiles, tail int) int { return tiles*256*page[transform].width/8 + tail }
 
-// Chunks that the page allows and our encoder never makes decode to what they were made
-// of, by every twin: other tables of aliases, symbols in any order, values that are
-// escaped though they have a symbol, constant planes that are stored, segments of any
-// number of tiles.
+// Every twin decodes chunks that docs/format.md allows and our encoder never makes: other alias tables, symbols in any
+// order, values escaped though they have a symbol, constant planes that are stored, segments of any number of tiles.
 func TestForeignChunks(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -49,8 +47,7 @@ func TestForeignChunks(t *testing.T) {
 	}
 }
 
-// Whatever becomes of a chunk, the product accepts it if the page does, and then gives the
-// same bytes: neither is laxer, neither stricter.
+// Whatever happens to a chunk, the product accepts it exactly if docs/format.md does, and then gives the same bytes.
 func TestThePageDecides(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -80,7 +77,7 @@ func TestThePageDecides(t *testing.T) {
 			size := sizeOf(tr, tiles, w.r.IntN(9))
 			chunk, _ := w.chunk(tr, size, st)
 			same(chunk, size, tr, uint16(st))
-			for at := range 96 { // every byte of the header, with values near what is allowed
+			for at := range 96 { // every byte of the header, with values near the allowed ones
 				for _, v := range []byte{0, 1, 16, 17, 32, 255, chunk[at] + 1} {
 					p := bytes.Clone(chunk)
 					p[at] = v
@@ -118,8 +115,8 @@ func TestThePageDecides(t *testing.T) {
 	}
 }
 
-// Our own encoder's chunks mean the same to the page's reader, in every size around
-// whole tiles and for every sample.
+// A reader written from docs/format.md decodes our encoder's chunks to the same bytes, in every size around whole tiles
+// and for every sample.
 func TestOursByThePage(t *testing.T) {
 	const seed = 21
 	t.Logf("seed %d", seed)

@@ -30,8 +30,7 @@ func float16(f float32) uint16 {
 	return sign | uint16(exp)<<10 | uint16(b>>13)&0x3ff
 }
 
-// gaussian gives n weights as float32, in rows of 4096 with a scale each, as
-// trained matrices have.
+// gaussian gives n weights as float32, in rows of 4096 with a scale each, like trained matrices.
 func gaussian(r *rand.Rand, n int) []float32 {
 	w := make([]float32, n)
 	scale := 0.0
@@ -44,8 +43,7 @@ func gaussian(r *rand.Rand, n int) []float32 {
 	return w
 }
 
-// samples makes data of about n elements for every transform: weights, and
-// the values that break things.
+// samples makes about n elements for every transform: weights, and values that are likely to break things.
 func samples(r *rand.Rand, n int) []sample {
 	w := gaussian(r, n)
 	var bf, hf, f32, f32b, e4, e5, i8, i4, wide []byte

@@ -21,10 +21,10 @@ var update = flag.Bool("update", false, "write the golden chunks anew")
 
 const goldens = "../../../tests/goldens/x16"
 
-// goldenSegTiles cuts goldens, small as they are, into several segments.
+// goldenSegTiles divides the small goldens into several segments.
 const goldenSegTiles = 6
 
-// A golden is a chunk written by some version, and what is in it.
+// A golden is a chunk that some version wrote, and its contents.
 type golden struct {
 	name      string
 	transform uint8
@@ -56,8 +56,8 @@ func readGoldens(t *testing.T) (out []golden) {
 	return out
 }
 
-// TestUpdateGoldens writes a golden of every kind of chunk, with -update only:
-// once the format is frozen, the files never change, and new ones are added.
+// TestUpdateGoldens writes a golden of every kind of chunk, only with -update. Once the format is frozen the files
+// never change, and only new ones are added.
 func TestUpdateGoldens(t *testing.T) {
 	if !*update {
 		t.Skip("-update")
@@ -87,9 +87,8 @@ func TestUpdateGoldens(t *testing.T) {
 	}
 }
 
-// Chunks of older writers decode to what they were made of, by every twin.
-// And the encoder still makes the same bytes: a change of its choices is
-// allowed, but is to be noticed.
+// Every twin decodes the chunks of older writers. The encoder still makes the same bytes: its choices may change, but
+// not unnoticed.
 func TestGoldens(t *testing.T) {
 	for _, g := range readGoldens(t) {
 		dst := make([]byte, g.logical)
@@ -111,10 +110,9 @@ func TestGoldens(t *testing.T) {
 	}
 }
 
-// Every single flipped bit and every truncation of a golden is refused: the
-// latter by Decode alone; the former by the checksum, and by Decode too unless
-// it changes raw bits or values, which Decode cannot know. No bit is without
-// effect.
+// Every single flipped bit and every truncation of a golden is refused. Decode finds every truncation itself. The
+// checksum finds every flipped bit, and so does Decode, unless it changes raw bits or values, which Decode cannot know.
+// No bit is without effect.
 func TestGoldensExhaustive(t *testing.T) {
 	table := crc32.MakeTable(crc32.Castagnoli)
 	for _, g := range readGoldens(t) {
@@ -129,7 +127,7 @@ func TestGoldensExhaustive(t *testing.T) {
 		flips, refused := 0, 0
 		for i := range g.chunk {
 			if len(g.chunk) > 6<<10 && i > 1024 && i < len(g.chunk)-1024 && i%16 != 0 {
-				continue // the middle of large ones is all the same
+				continue // the middle of large ones is uniform
 			}
 			for b := range 8 {
 				g.chunk[i] ^= 1 << b

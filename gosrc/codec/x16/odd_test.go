@@ -6,12 +6,12 @@ import (
 	"testing"
 )
 
-// oddSizes are logical bytes around a tile, a vector, a group of segments and the
-// longest segment of each transform's elements.
+// oddSizes are logical bytes around a tile, a vector, a group of segments, and the longest segment of each transform's
+// elements.
 var oddSizes = []int{255, 257, 512, 1023, 1030, 4097, 16387, 65537, 131077, 262147}
 
-// odd is data that is the same for ever: a 64-bit congruential generator whose top bits
-// make few kinds of symbol values and any other bits.
+// odd makes data that never changes: from a 64-bit congruential generator with top bits that make few kinds of symbol
+// values, and arbitrary other bits.
 func odd(transform uint8, n int) []byte {
 	f := page[transform]
 	out := make([]byte, n)
@@ -26,15 +26,15 @@ func odd(transform uint8, n int) []byte {
 	for i := range n * 8 / f.width {
 		v := next() % 7 * (next() % 5) % (1 << len(f.value))
 		if next()%997 == 0 {
-			v = next() % (1 << len(f.value)) // escapes, where there are such
+			v = next() % (1 << len(f.value)) // escapes, where the form has any
 		}
 		f.put(out, i, f.element(out, i)&^place(1<<len(f.value)-1, f.value)|place(uint32(v), f.value))
 	}
 	return out
 }
 
-// oddGoldens are the chunks of odd: bytes, tiles per segment and CRC-32C of each; 0 bytes
-// where nothing is gained. They are what version 0.1.0 writes.
+// oddGoldens describes the chunks of odd as version 0.1.0 writes them: bytes, tiles per segment and CRC-32C of each; 0
+// bytes where nothing is gained.
 var oddGoldens = map[uint8][10][3]uint32{
 	BF16: {
 		{},                        // of 255
@@ -134,8 +134,8 @@ var oddGoldens = map[uint8][10][3]uint32{
 	},
 }
 
-// The encoder makes the chunks that it has always made, by every level, and they decode:
-// where a version chooses otherwise, that is to be noticed.
+// At every level the encoder still makes the same chunks, and they decode: a version may choose otherwise, but not
+// unnoticed.
 func TestOddGoldens(t *testing.T) {
 	table := crc32.MakeTable(crc32.Castagnoli)
 	for tr := uint8(BF16); tr <= Bytes; tr++ {

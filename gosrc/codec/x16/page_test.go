@@ -1,8 +1,7 @@
 package x16
 
-// A reader and a writer of chunks that share no line with the product:
-// docs/format.md section 3 put into code one sentence after the other, slowly. The
-// writer makes what our encoder never does and the page allows.
+// Reads and writes chunks with no line shared with the product. It puts docs/format.md section 3 into code sentence by
+// sentence, slowly. The writer makes chunks that the specification allows and our encoder never makes.
 
 import (
 	"encoding/binary"
@@ -11,8 +10,8 @@ import (
 	"slices"
 )
 
-// A pageForm is a row of the table of transforms: which bits of an element are the
-// symbol value and which each plane has, the lowest first.
+// A pageForm is a row of the table of transforms: which bits of an element are the symbol value, and which bits each
+// plane has, lowest first.
 type pageForm struct {
 	width    int
 	identity bool
@@ -38,7 +37,7 @@ var page = map[uint8]pageForm{
 	8: {8, false, span(0, 7), nil},
 }
 
-// element i of bytes, and its way back.
+// converts element i from bytes, and back.
 func (f pageForm) element(p []byte, i int) (e uint32) {
 	for b := range f.width {
 		at := i*f.width + b
@@ -68,7 +67,7 @@ func place(v uint32, bits []int) (e uint32) {
 	return e
 }
 
-// owner is the lane of a symbol of a tile, and the step in which it is coded.
+// owner returns the lane that codes a symbol of a tile, and the step in which it does.
 func owner(symbol int) (lane, step int) {
 	for l := range 32 {
 		h, g, q := l/16, l%16/4, l%4
@@ -79,7 +78,7 @@ func owner(symbol int) (lane, step int) {
 	panic("no lane")
 }
 
-var owners = func() (of [8][32]int) { // by step and lane: the symbol
+var owners = func() (of [8][32]int) { // the symbol by step and lane
 	for s := range 256 {
 		l, t := owner(s)
 		of[t][l] = s
@@ -124,7 +123,7 @@ func pageSlots(freq, divider, alias []byte) (symbol [256]byte, rank [256]int, er
 	return symbol, rank, nil
 }
 
-// pageDecode reads a chunk of a logical size.
+// pageDecode decodes a chunk of a given logical size.
 func pageDecode(src []byte, size int, transform uint8, segTiles uint16) ([]byte, error) {
 	f, ok := page[transform]
 	if !ok || len(src) < 96 || segTiles < 1 || segTiles > 256 {
@@ -301,13 +300,12 @@ func pageJoin(src []byte, at, size, tiles int, f pageForm, h, values []byte) ([]
 	return out, nil
 }
 
-// A pageWriter makes chunks with choices of its own: any palette, any frequencies, any
-// table of aliases, escapes where none is needed, segments of any length, and planes
-// that are stored though they are constant.
+// A pageWriter makes chunks with choices of its own: any palette, any frequencies, any alias table, unneeded escapes,
+// segments of any length, and constant planes that are stored.
 type pageWriter struct{ r *rand.Rand }
 
-// table chooses frequencies of the symbols that must occur, and of more, and an alias
-// table for them that is one of many.
+// table chooses frequencies for the symbols that must occur and for others, and one of many possible alias tables for
+// them.
 func (w pageWriter) table(must []bool) (freq, divider, alias [16]byte) {
 	left := 256
 	var shares [16]int
@@ -338,9 +336,8 @@ func (w pageWriter) table(must []bool) (freq, divider, alias [16]byte) {
 	for k := range 16 {
 		freq[k] = byte(shares[k])
 	}
-	// Buckets are closed in any order: one that its symbol cannot fill takes the rest
-	// from any symbol that has more than its own bucket holds, as long as all can be
-	// closed: while one is below 16, another is above.
+	// Buckets are closed in any order. One that its symbol cannot fill takes the rest from any symbol that has more
+	// than its own bucket holds. All can be closed: while one is below 16, another is above.
 	rest := shares
 	open := w.r.Perm(16)
 	for len(open) > 0 {
@@ -361,8 +358,7 @@ func (w pageWriter) table(must []bool) (freq, divider, alias [16]byte) {
 	return freq, divider, alias
 }
 
-// chunk writes size bytes of random elements, few kinds of values among them, and
-// returns them with the chunk.
+// chunk writes size bytes of random elements with few kinds of values, and returns them with the chunk.
 func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical []byte) {
 	f := page[transform]
 	tiles := size * 8 / f.width / 256
@@ -375,7 +371,7 @@ func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical [
 			head[16+k] = byte(k)
 		}
 	}
-	// Which symbol a value has; those without one are escaped, and some that have.
+	// The symbol of each value. Values without one are escaped, and so are some that have one.
 	code := map[byte]int{}
 	escape := -1
 	must := make([]bool, 16)
@@ -403,7 +399,7 @@ func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical [
 		for v, k := range code {
 			head[16+k] = v
 		}
-		for k := range 16 { // symbols that could occur and do not may have any value
+		for k := range 16 { // possible symbols that do not occur may have any value
 			if freq[k] > 0 && !must[k] {
 				head[16+k] = byte(w.r.IntN(1 << len(f.value)))
 			}
@@ -435,8 +431,8 @@ func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical [
 	return append(chunk, logical[tiles*256*f.width/8:]...), logical
 }
 
-// fill makes the elements, of which the first n are coded. palette is as many values as
-// may get symbols, few all that occur.
+// fill makes elements, the first n of which are coded. palette has the values that may get symbols; few is all values
+// that occur.
 func (w pageWriter) fill(logical []byte, f pageForm, n int) (palette, few []byte) {
 	for i := range logical {
 		logical[i] = byte(w.r.Uint32())
@@ -446,7 +442,7 @@ func (w pageWriter) fill(logical []byte, f pageForm, n int) (palette, few []byte
 	for i := range few {
 		few[i] = byte(all[i])
 	}
-	still := w.r.Uint32() // planes that are constant, where it says so
+	still := w.r.Uint32() // constant planes, where the table says so
 	for i := range n {
 		e := f.element(logical, i)
 		at := w.r.IntN(len(few))
@@ -461,7 +457,7 @@ func (w pageWriter) fill(logical []byte, f pageForm, n int) (palette, few []byte
 	return few[:min(len(few), 1+w.r.IntN(15))], few
 }
 
-// planes writes the planes of a chunk into bytes and constants of the head.
+// planes writes the planes of a chunk to bytes, and their constants to the head.
 func (w pageWriter) planes(head []byte, f pageForm, logical []byte, tiles int) (planes [][]byte) {
 	for k, bits := range f.planes {
 		p := make([]byte, 32*len(bits)*tiles)

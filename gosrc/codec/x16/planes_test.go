@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// every is all elements of a transform that fit: all of 4, 8 and 16 bits; of 32 bits each
-// bit alone, all but each, and any. It is whole tiles.
+// every returns whole tiles of elements of a transform: all elements of 4, 8 and 16 bits; for 32 bits each single bit,
+// all bits but one, and random ones.
 func every(r *rand.Rand, transform uint8) []byte {
 	var out []byte
 	switch page[transform].width {
@@ -36,7 +36,7 @@ func every(r *rand.Rand, transform uint8) []byte {
 	return out
 }
 
-// byPage divides elements as docs/format.md says it.
+// byPage divides elements as docs/format.md describes it.
 func byPage(transform uint8, src []byte) (vals []byte, planes [maxPlanes][]byte) {
 	f := page[transform]
 	n := len(src) * 8 / f.width
@@ -55,8 +55,8 @@ func byPage(transform uint8, src []byte) (vals []byte, planes [maxPlanes][]byte)
 	return vals, planes
 }
 
-// Every element is divided into the symbol value and the planes that the page gives it,
-// and joined again, by the scalar code and by each level's, in runs of any number of tiles.
+// Every element is divided into the symbol value and planes that docs/format.md gives, and joined again, by the scalar
+// code and by each level, in runs of any number of tiles.
 func TestEveryElement(t *testing.T) {
 	const seed = 12
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -93,8 +93,8 @@ func TestEveryElement(t *testing.T) {
 	}
 }
 
-// An escape's value takes the sentinel's place and changes no other bit of the element;
-// where another value stands, nothing does.
+// An escape's value replaces the sentinel and changes no other bit of the element. Where another value stands, nothing
+// changes.
 func TestPatch(t *testing.T) {
 	const seed = 13
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -132,8 +132,7 @@ func TestPatch(t *testing.T) {
 	}
 }
 
-// Constant planes read as their value, in every width, and differ from those that are
-// not constant in any bit.
+// Constant planes read as their value in every width, and planes that differ in any bit are not constant.
 func TestConstantPlanes(t *testing.T) {
 	for tr := uint8(BF16); tr <= Bytes; tr++ {
 		f := page[tr]

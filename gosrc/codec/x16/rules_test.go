@@ -10,21 +10,21 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A rules is a good chunk, with the places in it that rules are about.
+// A rules is a good chunk, with the positions that the rules are about.
 type rules struct {
 	chunk, want []byte
 	st          uint16
 	segs        int
 }
 
-// escaped is a bf16 chunk of 12 tiles in two segments, with escapes in each.
+// escaped is a bf16 chunk of 12 tiles in two segments with escapes in each.
 func escaped(t *testing.T) rules {
 	t.Helper()
 	src := make([]byte, 2*256*12+3)
 	for i := range len(src) / 2 {
 		exponent := uint16(120 + i*i%3)
 		if i%100 == 7 {
-			exponent = uint16(50 + i/100) // of more kinds than there are symbols
+			exponent = uint16(50 + i/100) // more kinds than there are symbols
 		}
 		binary.LittleEndian.PutUint16(src[2*i:], exponent<<7|uint16(i*2654435761>>9)&0x807f)
 	}
@@ -36,16 +36,16 @@ func escaped(t *testing.T) rules {
 	return rules{chunk, src, st, (12 + int(st) - 1) / int(st)}
 }
 
-// entry is an entry of the directory, 0: the offset, 1: the escapes.
+// entry returns an entry of the directory: 0 is the offset, 1 the number of escapes.
 func (g *rules) entry(i, what int) []byte { return g.chunk[headerBytes+8*i+4*what:] }
 
 func (g *rules) offset(i int) int { return int(binary.LittleEndian.Uint32(g.entry(i, 0))) }
 
-// list is where the escapes of a segment are listed, and how many there are.
+// list returns where the escapes of a segment are listed, and how many there are.
 func (g *rules) list(seg int) (at, n int) {
 	n = int(binary.LittleEndian.Uint32(g.entry(seg, 1)))
 	end := g.offset(seg + 1)
-	for at = end - 3*n; at > end-3*n-16; at-- { // the padding is at most 15 zeros
+	for at = end - 3*n; at > end-3*n-16; at-- { // padding is at most 15 zeros
 		rising := isZero(g.chunk[at+3*n : end])
 		for i := range n {
 			p := binary.LittleEndian.Uint16(g.chunk[at+2*i:])
@@ -59,8 +59,7 @@ func (g *rules) list(seg int) (at, n int) {
 	return 0, 0
 }
 
-// Each rule of the page that a chunk breaks is named in the refusal, by every level, with
-// the class Corrupt.
+// Every level refuses a chunk that breaks a rule of docs/format.md, names the rule, and uses the class Corrupt.
 func TestEveryRule(t *testing.T) {
 	put := binary.LittleEndian.PutUint32
 	rule := func(name, text string, breaks func(g *rules)) {

@@ -38,8 +38,7 @@ func TestSuite(t *testing.T) {
 	}
 }
 
-// agree decodes p by every level and fails unless all do the same: the same
-// bytes, or an error each.
+// agree decodes p at every level and fails unless all do the same: the same bytes, or an error in each.
 func agree(t *testing.T, p []byte, size int, transform uint8, st uint16) (ok bool) {
 	t.Helper()
 	want, wantErr := codectest.Decode(twin(transform, Scalar), p, size, st)
@@ -61,8 +60,7 @@ func agree(t *testing.T, p []byte, size int, transform uint8, st uint16) (ok boo
 	return wantErr == nil
 }
 
-// The twins agree on chunks that are wrong in places that matter: the table,
-// the directory, states, words and escapes.
+// The twins agree on chunks that are wrong in critical places: the table, the directory, states, words and escapes.
 func TestTwinsAgree(t *testing.T) {
 	const seed = 3
 	t.Logf("seed %d", seed)
@@ -88,10 +86,10 @@ func TestTwinsAgree(t *testing.T) {
 	t.Logf("%d chunks, %d accepted", rounds, accepted)
 }
 
-// hurt changes a chunk in a way that gets past the first checks now and then.
+// hurt changes a chunk in a way that sometimes gets past the first checks.
 func hurt(r *rand.Rand, p []byte) {
 	switch r.IntN(6) {
-	case 0: // a table that is another valid one: two frequencies trade a slot
+	case 0: // the table becomes another valid one: two frequencies trade a slot
 		var tb table
 		copy(tb.freq[:], p[32:48])
 		i, j := r.IntN(16), r.IntN(16)
@@ -119,7 +117,7 @@ func hurt(r *rand.Rand, p []byte) {
 	}
 }
 
-// FuzzDecode holds the twins together on whatever the fuzzer finds.
+// FuzzDecode compares the twins on whatever the fuzzer finds.
 func FuzzDecode(f *testing.F) {
 	r := rand.New(rand.NewPCG(4, 0))
 	e := Encoder{segTiles: 3}
@@ -136,7 +134,7 @@ func FuzzDecode(f *testing.F) {
 	})
 }
 
-// FuzzRoundTrip encodes what the fuzzer finds, repeated to fill some tiles.
+// FuzzRoundTrip encodes what the fuzzer finds, repeated to fill a few tiles.
 func FuzzRoundTrip(f *testing.F) {
 	f.Add([]byte{0x80, 0x3f, 1, 2}, uint16(3000), uint8(1))
 	f.Add([]byte{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18}, uint16(9000), uint8(8))

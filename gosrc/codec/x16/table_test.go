@@ -30,8 +30,8 @@ func randomFreq(r *rand.Rand, m int) (f [16]uint8) {
 	return f
 }
 
-// Every alias table that the encoder makes passes the check, and its slots are
-// exactly the ranks of each symbol, once each.
+// Every alias table that the encoder makes passes the check, and its slots are exactly the ranks of each symbol, each
+// once.
 func TestAliasTables(t *testing.T) {
 	const seed = 5
 	t.Logf("seed %d", seed)
@@ -81,8 +81,8 @@ func TestTableCheck(t *testing.T) {
 	}
 }
 
-// The frequencies are the best there are: no slot moved from any symbol to any
-// other makes the data smaller, and by exhaustion for small cases.
+// The frequencies are optimal: moving a slot from any symbol to another makes no data smaller, and small cases are
+// tried exhaustively.
 func TestFitFreq(t *testing.T) {
 	const seed = 6
 	t.Logf("seed %d", seed)
@@ -129,8 +129,7 @@ func TestFitFreq(t *testing.T) {
 	}
 }
 
-// A value is escaped where that is cheaper than a slot, and the coded size is
-// what the model says, to the state's 16 bits.
+// A value is escaped where that is cheaper than a slot. The coded size matches the model, up to the state's 16 bits.
 func TestModelCost(t *testing.T) {
 	var hist [256]int
 	hist[120], hist[121], hist[122], hist[7], hist[9] = 300000, 200000, 99993, 3, 4
@@ -160,8 +159,7 @@ func TestModelCost(t *testing.T) {
 	}
 }
 
-// Segments are of equal length, at most the longest allowed, and at most a
-// quarter of the chunk where that is not too short.
+// Segments have equal length: at most the longest allowed, and at most a quarter of the chunk if that is not too short.
 func TestGrid(t *testing.T) {
 	for tiles := 1; tiles < 5000; tiles++ {
 		s, g := segmentGrid(tiles, 0)

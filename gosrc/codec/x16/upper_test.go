@@ -6,9 +6,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx/avxtest"
 )
 
-// Every step of encoding and decoding that has vectors leaves their upper halves clear:
-// each step alone, since one may hide another, and then the exported functions, with a
-// chunk that is bad, too.
+// Every vector step of encoding and decoding leaves the upper register halves clear. Each step is tested separately,
+// since one may hide another, and then the exported functions, also with a bad chunk.
 func TestUpperHalvesAreClear(t *testing.T) {
 	avxtest.Need(t)
 	for tr := uint8(BF16); tr <= Bytes; tr++ {

@@ -45,8 +45,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// Segments of every length up to the longest that the format allows decode,
-// in groups of one to four, the last one shorter.
+// Segments of every length up to the longest allowed decode, in groups of one to four, with a shorter last one.
 func TestSegmentLengths(t *testing.T) {
 	src := benchSample(E4M3, 1<<18+2048+77)
 	for _, longest := range []int{1, 2, 7, 129, 200, 256} {

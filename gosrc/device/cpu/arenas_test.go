@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// Small tensors take the arenas that others have left, zeroed, and never one that has a holder; no more
-// of them stay than are worth it.
+// Small tensors reuse arenas that others have left, zeroed, and never one that has a holder. Only as many stay as are
+// worth keeping.
 func TestArenas(t *testing.T) {
 	sizes := []int64{1, 100, 4096, leastArena - Align, leastArena - Align + 1, mostArena/2 + 5, small - 1}
 	held := map[unsafe.Pointer]device.Memory{}

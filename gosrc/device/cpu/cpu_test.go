@@ -17,8 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// present is how many of n bytes at base are in memory. Addresses that are not mapped
-// are not.
+// present counts how many of n bytes at base are in memory. Unmapped addresses are not.
 func present(base unsafe.Pointer, n int64) (bytes int64) {
 	const step = 1 << 20
 	vec := make([]byte, step/page)
@@ -47,7 +46,7 @@ func TestAlloc(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Slices are filled and compared as a whole: the race detector looks at every access.
+	// Slices are filled and compared as a whole, because the race detector looks at every access.
 	ones := bytes.Repeat([]byte{0xff}, int(slices.Max(sizes)))
 	for i, m := range mem {
 		if m.Bytes != sizes[i] || uintptr(m.Ptr)%Align != 0 || (m.Ptr == nil) != (sizes[i] == 0) {
@@ -67,7 +66,7 @@ func TestAlloc(t *testing.T) {
 	}
 }
 
-// Freeing one large tensor frees its memory, though it shares a region.
+// Freeing one large tensor returns its memory, even if it shares a region.
 func TestReleaseReturnsMemory(t *testing.T) {
 	const n = 64 << 20
 	mem, err := Alloc([]int64{n, n, n})
@@ -104,8 +103,7 @@ func TestAllocRefuses(t *testing.T) {
 	}
 }
 
-// A mapped file can be written in memory, and stays as it is on disk; it
-// outlives its name and its descriptor.
+// A mapped file can be changed in memory and stays as it is on disk. It outlives its name and its descriptor.
 func TestMapFile(t *testing.T) {
 	want := bytes.Repeat([]byte("0123456789abcdef"), 1000)
 	path := filepath.Join(t.TempDir(), "x")
@@ -138,8 +136,7 @@ func TestMapFile(t *testing.T) {
 	m.Release()
 }
 
-// A file that is large enough is mapped where huge pages can be; its first and last
-// bytes are those of the file.
+// A large enough file is mapped at an address that allows huge pages; its first and last bytes are the file's.
 func TestMapFileAligned(t *testing.T) {
 	for _, size := range []int64{1, page, huge - page, huge - 1, huge, huge + 1, 3*huge + 5} {
 		path := filepath.Join(t.TempDir(), "x")
@@ -166,7 +163,7 @@ func TestMapFileAligned(t *testing.T) {
 	}
 }
 
-// A truncated mapping gives an error when it is populated.
+// Populating a truncated mapping gives an error.
 func TestPopulateTruncated(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x")
 	if err := os.WriteFile(path, make([]byte, 100_000), 0o600); err != nil {

@@ -16,8 +16,7 @@ import (
 
 var _ device.Queue = (*Queue)(nil)
 
-// A slot has one owner at a time, slots do not overlap, and Close waits for
-// all of them and releases the memory.
+// A slot has one owner at a time, slots do not overlap, and Close waits for all of them and releases the memory.
 func TestQueueSlots(t *testing.T) {
 	q, err := NewQueue(4, 100)
 	if err != nil {
@@ -55,7 +54,7 @@ func TestQueueSlots(t *testing.T) {
 		t.Errorf("%d bytes, asynchronous: %v", q.PinnedBytes(), q.Asynchronous())
 	}
 	q.Close()
-	// So large that no other mapping takes its whole place afterwards.
+	// So large that no other mapping fills the whole gap afterwards.
 	if q, err = NewQueue(4, 64<<20); err != nil {
 		t.Fatal(err)
 	}
@@ -100,9 +99,8 @@ func TestQueueGetEndsWithItsContext(t *testing.T) {
 	q.Put(s)
 }
 
-// Tasks of a piece land at their destinations, from the slot or from a view, which
-// ends with Submit. The first error is that of all later tasks, and the slot is
-// back in every case.
+// Tasks of a piece reach their destinations from the slot or from a view, which ends with Submit. The first error is
+// the error of all later tasks, and the slot comes back in every case.
 func TestQueueSubmit(t *testing.T) {
 	q, err := NewQueue(1, 64)
 	if err != nil {

@@ -17,8 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
-// What a stream that comes first writes is there before a batch reads it, and a
-// copy after the batch sees what it wrote, though nothing waits between.
+// A batch reads what an earlier stream wrote, and a copy after the batch sees what it wrote, without a wait in between.
 func TestBatchOrder(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 8)))[5:6]
@@ -64,7 +63,7 @@ func TestBatchOrder(t *testing.T) {
 	}
 }
 
-// A stream of another device is refused; an address knows its device.
+// A stream of another device is refused; an address identifies its device.
 func TestOtherDevice(t *testing.T) {
 	g := newGPU(t)
 	other, err := cuda.Open(1)
@@ -88,8 +87,8 @@ func TestOtherDevice(t *testing.T) {
 	}
 }
 
-// A driver that lets no one into the context says nothing of a batch, which still runs: its pad is not used again, its
-// memory is not called done, and later it has its result.
+// If the driver refuses to enter the context, a batch still runs but its state is unknown: its pad is not reused and
+// its memory does not count as done. Its result is available later.
 func TestBatchOfASilentDriver(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 8)))[5:6]
@@ -125,7 +124,7 @@ func TestBatchOfASilentDriver(t *testing.T) {
 	if b.Done() {
 		t.Error("a batch that still runs is done after a wait that the driver has refused")
 	}
-	for range 127 { // the next one takes the memory of b
+	for range 127 { // the next one takes b's memory
 		if _, err := decode(); err != nil {
 			t.Fatal(err)
 		}
@@ -149,7 +148,7 @@ func TestBatchOfASilentDriver(t *testing.T) {
 	}
 }
 
-// Whichever call of the driver fails, a batch ends typed, and nothing is left.
+// Whichever driver call fails, a batch ends with a typed error, and nothing leaks.
 func TestBatchEveryCallFails(t *testing.T) {
 	in := contents(rand.New(rand.NewPCG(5, 9)))[3:5]
 	spec := nvcomp.Spec{Algorithm: "X16", Chunk: 4096}

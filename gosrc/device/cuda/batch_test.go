@@ -17,8 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
-// contents are of every length that is special, and of both kinds: chunks that
-// X16 packs and chunks that it stores as they are.
+// contents has every special length and both kinds: chunks that X16 packs, and chunks that it stores as they are.
 func contents(r *rand.Rand) [][]byte {
 	var all [][]byte
 	for _, n := range []int{0, 1, 7, 511, 4096, 65535, 65536, 65537, 150_000} {
@@ -34,7 +33,7 @@ func contents(r *rand.Rand) [][]byte {
 	return all
 }
 
-// encoded is what overwire makes of contents.
+// encoded is contents in overwire's encoding.
 func encoded(t *testing.T, spec nvcomp.Spec, in [][]byte) [][]byte {
 	t.Helper()
 	spec.Op = nvcomp.OpEncode
@@ -57,7 +56,7 @@ func encoded(t *testing.T, spec nvcomp.Spec, in [][]byte) [][]byte {
 	return out
 }
 
-// A gpu is a device and memory of it that the test gives back.
+// A gpu is a device with memory that the test gives back.
 type gpu struct {
 	t *testing.T
 	*cuda.Device
@@ -82,7 +81,7 @@ func (g *gpu) drop() {
 	g.held = nil
 }
 
-// room is memory of the device, off bytes behind a multiple of 256.
+// room returns device memory that begins off bytes after a multiple of 256.
 func (g *gpu) room(n, off int) uint64 {
 	m, err := g.Alloc([]int64{int64(n + off)})
 	if err != nil {
@@ -114,12 +113,12 @@ func (g *gpu) get(at uint64, n int64) []byte {
 	return b
 }
 
-// streams puts encoded contents on the device, each beside room for its content.
+// streams puts encoded contents on the device, each with room for its decoded content.
 func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []stream.Bitstream {
 	var all []stream.Bitstream
 	off := 0
 	if spec.Kind == nvcomp.Raw {
-		off = 8 // so that what is behind the head lies on a multiple of 16
+		off = 8 // so that the bytes after the head are at a multiple of 16
 	}
 	for i := range in {
 		s := stream.Bitstream{Kind: stream.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])),
@@ -133,8 +132,7 @@ func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []stream.Bitstream 
 	return all
 }
 
-// Streams of X16 of every kind and length decode on the device, all of them in
-// one batch, and say there how long they are.
+// X16 streams of every kind and length decode on the device in one batch, and report their lengths there.
 func TestBatchX16(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 5)))
@@ -172,7 +170,7 @@ func TestBatchX16(t *testing.T) {
 	}
 }
 
-// So do those of the algorithms that have a kernel of items.
+// The same holds for the algorithms with a kernel of items.
 func TestBatchItems(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 11)))
@@ -207,8 +205,7 @@ func TestBatchItems(t *testing.T) {
 	}
 }
 
-// Streams of X16 that are made on the device are those that the host makes, byte
-// for byte, where it chooses the same transform.
+// X16 streams made on the device equal the host's byte for byte where the host chooses the same transform.
 func TestBatchEncode(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 12)))
@@ -257,9 +254,8 @@ func TestBatchEncode(t *testing.T) {
 	}
 }
 
-// A stream that is not what it should be is named, and nothing else of the
-// batch with it; nothing is written outside its place (the fake driver's guard
-// zones, and compute-sanitizer's on a device).
+// Only a bad stream of a batch is reported, and nothing is written outside its destination (checked by the fake
+// driver's guard zones, and by compute-sanitizer on a device).
 func TestBatchHostile(t *testing.T) {
 	g := newGPU(t)
 	seed := uint64(time.Now().UnixNano())
@@ -286,7 +282,7 @@ func TestBatchHostile(t *testing.T) {
 			in, stored = append(in, content), append(stored, bad)
 		}
 		streams := g.streams(spec, in, stored)
-		streams = append(streams, streams[0]) // of another length and chunk than is said
+		streams = append(streams, streams[0]) // another length and chunk size than it says
 		last := &streams[len(streams)-1]
 		last.Size, last.Dst = 100, g.room(100, 0)
 		b, err := g.Decode(stream.Order{}, stream.FormatX16, streams)
@@ -316,7 +312,7 @@ func TestBatchHostile(t *testing.T) {
 	}
 }
 
-// Blocks that do not lie on multiples of 16 are refused by that name.
+// Misaligned blocks, not at multiples of 16, are refused with that reason.
 func TestBatchMisplaced(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 6)))[5:6]
@@ -336,8 +332,8 @@ func TestBatchMisplaced(t *testing.T) {
 	}
 }
 
-// More batches than there is memory for are in flight at once, on several
-// streams and from several goroutines; each gets its own results.
+// More batches than there is memory for run at once, on several streams and from several goroutines; each gets its own
+// results.
 func TestBatchMany(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 7)))[3:5]
@@ -385,7 +381,7 @@ func TestBatchMany(t *testing.T) {
 	wg.Wait()
 }
 
-// A batch of very many chunks takes memory of its own, which Trim gives back.
+// A batch of very many chunks takes its own memory, which Trim gives back.
 func TestBatchLarge(t *testing.T) {
 	g := newGPU(t)
 	content := bytes.Repeat([]byte{1, 2, 3, 0}, 100_000)

@@ -34,7 +34,7 @@ var (
 // gb is bytes in a time as GB/s.
 func gb(n int64, d time.Duration) float64 { return float64(n) / 1e9 / d.Seconds() }
 
-// repeat measures fn some times and tells the median and the range.
+// repeat measures fn several times and prints the median and the range.
 func repeat(t *testing.T, what string, fn func() (int64, time.Duration)) {
 	var all []float64
 	for range *benchRuns {
@@ -61,8 +61,8 @@ func full(r *rand.Rand, n int) *piece {
 	return &p
 }
 
-// flood submits a piece until total logical bytes went to memory of dst, by that
-// number of workers; before is what a worker does with its slot first.
+// flood submits a piece from that many workers until total logical bytes went to dst; before is what a worker first
+// does with its slot.
 func flood(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory, total int64, workers int,
 	before func(i int64, s *queue.Slot)) (int64, time.Duration) {
 	each := int64(0)
@@ -110,7 +110,7 @@ func flood(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory,
 		t.Fatalf("%v, %d bad jobs", err, bad.Load())
 	}
 	took := time.Since(start)
-	// The last bytes that landed, before the figure is believed.
+	// Checks the last bytes that arrived before the figure counts.
 	n := min(room, pieces)
 	got := make([]byte, n*each)
 	if err := d.Read(got, device.Memory{Ptr: dst.Ptr, Bytes: n * each}); err != nil {
@@ -143,7 +143,7 @@ func fill(t *testing.T, l *queue.Queue, p *piece) {
 	}
 }
 
-// TestBench measures the queue beside the floor of the same run.
+// TestBench measures the queue next to its baseline in the same run.
 func TestBench(t *testing.T) {
 	if !*benchFlag {
 		t.Skip("-cuda.bench")
@@ -220,8 +220,7 @@ func TestBench(t *testing.T) {
 	}
 }
 
-// benchRead adds what a loader does: pieces come out of the page cache, and
-// their checksums are compared.
+// benchRead adds a loader's work: pieces come from the page cache, and their checksums are compared.
 func benchRead(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory, total int64, name string,
 	workers ...int) {
 	const copies = 64
@@ -299,8 +298,8 @@ func benchAlloc(t *testing.T, d *Device, total int64) {
 	}
 }
 
-// TestManyCorrupt decodes very many corrupt chunks, several to a piece, each
-// between good ones whose bytes must stay.
+// TestManyCorrupt decodes very many corrupt chunks, several to a piece, each between good ones whose bytes must not
+// change.
 func TestManyCorrupt(t *testing.T) {
 	if *fuzzFlag == 0 {
 		t.Skip("-cuda.corrupt N")
@@ -344,8 +343,8 @@ func TestManyCorrupt(t *testing.T) {
 	t.Logf("%d refused, %d passed (good ones, or bits that only the checksum covers)", refused, passed)
 }
 
-// TestManyLoads opens and closes queues and memory a thousand times; what the
-// device has free at the end is what it had after the first.
+// TestManyLoads opens and closes queues and memory a thousand times. In the end the device has as much free as after
+// the first time.
 func TestManyLoads(t *testing.T) {
 	r := random(t)
 	d := begun(t)

@@ -17,16 +17,15 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The driver may wait for work of others wherever something is given back, and
-// every call but few destroys a capture of a graph that is under way on any
-// thread: what breaks a rule of the fake driver's fails these tests at their end.
+// The driver may wait for other work wherever something is given back, and all but a few calls destroy a graph capture
+// that is under way on any thread. A call that breaks a rule of the fake driver fails these tests at their end.
 
-// alone keeps the reaper out, so that a test takes its steps.
+// alone keeps the reaper out, so that the test takes its steps.
 func (d *Device) alone(t *testing.T) {
 	t.Cleanup(memory.FakeWithoutReaper(d.Memory)) // runs before the device is closed
 }
 
-// dict is the memory of many small tensors, as a load makes it.
+// dict is the memory of many small tensors, as a load allocates it.
 func dict(t *testing.T, d *Device) (drop func()) {
 	t.Helper()
 	mem, err := d.Alloc([]int64{16 << 10, 1 << 20, 300, 5 << 20, 16 << 10})
@@ -40,7 +39,7 @@ func dict(t *testing.T, d *Device) (drop func()) {
 	}
 }
 
-// held counts allocations but those that are kept for the next load.
+// held counts allocations without those kept for the next load.
 func held(d *Device) int64 {
 	_, kept, _ := memory.CountBlocks(d.Memory)
 	return cudatest.ReadState().Blocks - int64(kept)
@@ -55,8 +54,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// Whatever this package does while a graph is being captured, by another thread
-// or another library, the capture lives on; and all of it works.
+// A graph capture by another thread or another library survives everything this package does, and everything works.
 func TestCaptureLivesOn(t *testing.T) {
 	t.Run("beside other streams", func(t *testing.T) { captureLivesOn(t, false) })
 	t.Run("which the default stream waits for", func(t *testing.T) { captureLivesOn(t, true) })
@@ -69,7 +67,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	p.coded(weights(r, x16.BF16, 8000), x16.BF16)
 	p.raw(weights(r, x16.BF16, 30_000))
 	life := func() {
-		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // queues are made, kept and given back
+		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // queues are created, kept and given back
 			l, err := d.Queue(3+i, size)
 			if err != nil {
 				t.Fatal(err)
@@ -113,7 +111,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	end := cudatest.CaptureStream(0, blocking)
 	before()
 	life()
-	if !blocking { // else the default stream, on which the memory may be used, is out of reach
+	if !blocking { // else the default stream, where the memory may be used, is out of reach
 		eventually(t, "nothing was freed during the capture", func() bool { return held(d) == 0 })
 	}
 	if s := cudatest.ReadState(); s.Broken > 0 {
@@ -124,8 +122,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	life()
 }
 
-// Work on a stream that is being captured is refused before the capture is
-// harmed, and the error says what to do.
+// Work on a stream that is being captured is refused before it harms the capture, and the error says what to do.
 func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	d, l := open(t, 2, 64<<10)
 	on, err := d.NewStream()
@@ -185,8 +182,8 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	}
 }
 
-// A load waits for nothing that others have queued, though an earlier one's memory
-// was dropped, its queue does not fit, and another load ends beside it.
+// A load does not wait for work that others have queued, even if an earlier load's memory was dropped, its queue does
+// not fit, and another load ends at the same time.
 func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	r := random(t)
 	d := begun(t)
@@ -237,8 +234,7 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	}
 }
 
-// Memory is not freed while a user's stream (Used) has work; and the reaper looks
-// without waiting.
+// Memory is not freed while a user's stream (Used) has work, and the reaper checks without waiting.
 func TestMemoryOutlivesItsUsers(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -254,7 +250,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 			t.Fatal(err)
 		}
 		idle := cudatest.OccupyStream(stream)
-		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, 7, stream) // queued behind the other: uses the memory
+		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, 7, stream) // queued after the other work: uses the memory
 		mem[0].Release()
 		for range 5 {
 			if err := d.Reap(false); err != nil {
@@ -272,7 +268,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 			return held(d) == 0
 		})
 	}
-	// While the user's stream is captured nothing can be asked of it.
+	// A user's stream cannot be queried while it is captured.
 	dict(t, d)()
 	end := cudatest.CaptureStream(side, false)
 	for range 3 {
@@ -293,9 +289,8 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 	memory.FakeForgetStreams(d.Memory) // this stream does not live as long as the process
 }
 
-// What the driver refuses to free is kept, with its header, and freed once when it
-// no longer refuses: memory of tensors, a queue's, a batch's, what was registered,
-// and what was got before an error.
+// Memory that the driver refuses to free is kept with its header, and freed once when the driver allows it: tensors, a
+// queue, a batch, registered memory, and what was allocated before an error.
 func TestRefusedIsTriedAgain(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -319,7 +314,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	if live := d.CountLive(); live != 0 {
 		t.Errorf("%d blocks are said to live", live)
 	}
-	// A queue, with scratch and marks, and what stands in for it while it fails.
+	// A queue with scratch and marks, and its replacement while it fails.
 	for nth := int64(1); nth < 120; nth += 3 {
 		l, err := d.Queue(2, 64<<10)
 		if err != nil {
@@ -327,7 +322,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		}
 		l.Close()
 		cudatest.FailCall(nth, 900, false)
-		_ = d.Trim() // an error or not: it is the reaper's then
+		_ = d.Trim() // with or without an error, it belongs to the reaper then
 		cudatest.FailCall(0, 0, false)
 		d.FreeDeferred()
 		if s := cudatest.ReadState(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
@@ -356,8 +351,8 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	}
 }
 
-// With a lost device goes what could not be given back to it: nothing is tried for
-// ever, and nothing freed twice.
+// When a device is lost, everything that could not be given back to it is dropped: nothing is retried forever, and
+// nothing is freed twice.
 func TestLostDeviceTakesAll(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -384,8 +379,8 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	}
 }
 
-// Memory that was dropped serves the next load without a call of the driver; what
-// is more than the engine keeps goes back, and all of it when memory is short.
+// Dropped memory serves the next load without a driver call. The engine gives back what exceeds its reserve, and
+// everything when memory is short.
 func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -423,7 +418,7 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 		memory.FakeFreeSurplus(d.Memory)
 		return cudatest.ReadState().Bytes <= memory.KeepBytes
 	})
-	mem, err = d.Alloc([]int64{250 << 20}) // all that there is, nearly
+	mem, err = d.Alloc([]int64{250 << 20}) // nearly all there is
 	if err != nil {
 		t.Fatal(err)
 	}

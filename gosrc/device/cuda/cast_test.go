@@ -44,7 +44,7 @@ func upload(t *testing.T, d *Device, l *queue.Queue, b []byte) device.Memory {
 	return mem[0]
 }
 
-// small is the value of a small float with e exponent and m mantissa bits.
+// small returns the value of a small float with e exponent and m mantissa bits.
 func small(v uint32, e, m int, fn bool) float64 {
 	exp, man := int(v>>m)&(1<<e-1), int(v)&(1<<m-1)
 	x := 0.0
@@ -80,7 +80,7 @@ func value(d tensor.DType, v uint32) float64 {
 	return small(v, 5, 2, false)
 }
 
-// nearest says whether got is x rounded to a 16-bit type, ties to even.
+// nearest reports whether got is x rounded to a 16-bit type, ties to even.
 func nearest(d tensor.DType, x float64, got uint32) bool {
 	g := value(d, got)
 	if math.IsNaN(x) || math.IsNaN(g) {
@@ -119,7 +119,7 @@ func nearest(d tensor.DType, x float64, got uint32) bool {
 	return true
 }
 
-// Every value of the small types, and many of float32, rounds as it should.
+// Every value of the small types, and many of float32, rounds correctly.
 func TestCast(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 1, 1<<20)

@@ -21,15 +21,14 @@ func (p *piece) sum() {
 	for i := range p.jobs {
 		j := &p.jobs[i]
 		if int(j.Src)+int(j.Chunk.Stored) > len(p.bytes) {
-			continue // to be refused
+			continue // expected to be refused
 		}
 		j.Summed, j.Chunk.Sum = true, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], castagnoli)
 	}
 }
 
-// The device finds one changed bit in any chunk, of any size, wherever it lies in the slot
-// and at its destination, and says which checksum the bytes have; the other chunks
-// land. It finds none where nothing has changed.
+// The device finds one changed bit in any chunk, of any size, at any offset in the slot and at the destination, and
+// reports the actual checksum. The other chunks are loaded, and unchanged ones pass.
 func TestChecksums(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 12<<20)
@@ -102,7 +101,7 @@ func TestChecksums(t *testing.T) {
 	}
 }
 
-// Without CheckOnSubmit nothing is compared, nor are bytes that have no checksum.
+// Without CheckOnSubmit nothing is compared, and neither are bytes without a checksum.
 func TestUnchecked(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)
@@ -130,7 +129,7 @@ func TestUnchecked(t *testing.T) {
 	}
 }
 
-// SumOnly finds one changed bit in device memory, of a chunk of any size, and writes nothing.
+// SumOnly finds one changed bit of a chunk of any size in device memory, and writes nothing.
 func TestSumOnly(t *testing.T) {
 	r := random(t)
 	d, q := open(t, 2, 1<<20)
@@ -160,7 +159,7 @@ func TestSumOnly(t *testing.T) {
 			copy(s.Memory(), p.bytes)
 			if &tasks[0] == &p.jobs[0] {
 				for i := range tasks {
-					tasks[i].Dst = mem[0].Ptr // where nothing is written
+					tasks[i].Dst = mem[0].Ptr // nothing is written there
 				}
 				s.(*queue.Slot).ViewDevice(uintptr(mem[0].Ptr), int64(len(p.bytes)))
 				s.(*queue.Slot).SumOnly()

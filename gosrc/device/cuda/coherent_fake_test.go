@@ -21,8 +21,8 @@ func coherent(t *testing.T) {
 	t.Cleanup(func() { ordinal = 0 })
 }
 
-// The suite of queues holds for a coherent device, whose kernels read chunks in pinned
-// memory and which has no staging; the kernels of the other read none there.
+// The queue suite passes on a coherent device, which has no staging and has kernels that read chunks in pinned memory.
+// Kernels of the other device read none there.
 func TestCoherent(t *testing.T) {
 	for name, test := range map[string]func(*testing.T){
 		"goldens": TestGoldens, "round trips": TestRoundTrips, "views": TestViews, "rounds": TestRounds, "corrupt": TestCorrupt,
@@ -36,7 +36,7 @@ func TestCoherent(t *testing.T) {
 			}
 		})
 	}
-	t.Run("casts", func(t *testing.T) { // of device memory
+	t.Run("casts", func(t *testing.T) { // in device memory
 		coherent(t)
 		TestCast(t)
 	})
@@ -52,8 +52,8 @@ func TestCoherent(t *testing.T) {
 	})
 }
 
-// Only what is asked for takes memory of a coherent device: a queue's staging comes with
-// the first call that needs it, and goes with the queue.
+// A coherent device allocates only what is asked for: a queue's staging comes with the first call that needs it, and is
+// freed with the queue.
 func TestCoherentStaging(t *testing.T) {
 	coherent(t)
 	d, l := open(t, 2, 1<<20)
@@ -91,8 +91,7 @@ func TestCoherentStaging(t *testing.T) {
 	}
 }
 
-// A slot that views registered memory is read there, wherever its bytes begin: elements
-// that are not aligned are not cast out of alignment.
+// A slot that views registered memory is read in place, at any offset: unaligned elements are not cast there.
 func TestCoherentView(t *testing.T) {
 	r := random(t)
 	for _, index := range []int{0, 1} {
@@ -111,13 +110,13 @@ func TestCoherentView(t *testing.T) {
 			}
 			for at := range 19 {
 				var p piece
-				if at%16 == 0 { // as files have such chunks
+				if at%16 == 0 { // as in files
 					p.coded(weights(r, x16.FP16, 20_000), x16.FP16)
 				}
 				for n := range 12 {
 					p.raw(weights(r, x16.Bytes, 1+r.IntN(4000*(n%2)+9)))
 				}
-				// Elements of F16 become F32, from odd addresses and even ones.
+				// Elements of F16 become F32, at odd and even addresses.
 				var half, single []byte
 				for range 1 + r.IntN(5000) {
 					half, single = append(half, 0, 0x3c), append(single, 0, 0, 0x80, 0x3f) // 1

@@ -16,8 +16,8 @@ type deltaCase struct {
 	width, bytes, at int
 }
 
-// deltaCases lays out chunks of every width and length in one buffer, and changes some
-// of their elements: a share of all, or (below 0) nearly all of the first such part.
+// deltaCases lays out chunks of every width and length in one buffer, and changes some of their elements: a share of
+// all, or (below 0) nearly all of the first such part.
 func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 	now = bytes.Clone(base)
 	at := 0
@@ -44,8 +44,8 @@ func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 	return now, cases
 }
 
-// The GPU's deltas are the CPU's, byte for byte; applied on the GPU they make the one of
-// the other, there and back, and change nothing beside them.
+// The GPU's deltas equal the CPU's byte for byte. Applied on the GPU, they turn each chunk into the other, forward and
+// back, and change nothing around it.
 func TestDelta(t *testing.T) {
 	t.Run("one batch", func(t *testing.T) { testDelta(t, 0) })
 	t.Run("many batches", func(t *testing.T) { testDelta(t, 16<<10) })
@@ -97,7 +97,7 @@ func testDelta(t *testing.T, batch int) {
 	}
 }
 
-// Whatever a chunk holds, nothing beside its tensor is written.
+// No chunk, whatever it holds, writes outside its tensor.
 func TestHostileDelta(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
@@ -119,7 +119,7 @@ func TestHostileDelta(t *testing.T) {
 			p[r.IntN(len(p))] ^= byte(1 << r.IntN(8))
 		}
 		if p[0] == 1 && len(p) != delta.Room(n) {
-			continue // the host refuses another length
+			continue // the host refuses a wrong length
 		}
 		chunks = append(chunks, stream.DeltaChunk{Now: uint64(uintptr(mem.Ptr)) + guard, Bytes: n, Width: width,
 			Stored: p})

@@ -12,8 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// A digest comes after what is queued on the caller's stream, and on those that it
-// follows.
+// A digest runs after what is queued on the caller's stream and on the streams that it follows.
 func TestDigestOrder(t *testing.T) {
 	d := begun(t)
 	mem, err := d.Alloc([]int64{1 << 16})
@@ -52,8 +51,8 @@ func TestDigestOrder(t *testing.T) {
 	}
 }
 
-// Whatever call of the driver fails, the digest is an error or right, nothing is left
-// behind, and the next one is right; its tables grow and are freed.
+// Whichever driver call fails, the digest is an error or right, nothing leaks, and the next one is right. Its tables
+// grow and are freed.
 func TestDigestFailures(t *testing.T) {
 	d := begun(t)
 	mem, err := d.Alloc([]int64{1 << 12})

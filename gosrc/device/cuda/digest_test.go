@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// The GPU's digest is the CPU's: of contiguous tensors of every length and alignment, and
-// of strided ones, many in one launch; the module is loaded by the first.
+// The GPU's digest equals the CPU's for contiguous tensors of every length and alignment and for strided ones, many in
+// one launch. The first digest loads the module.
 func TestDigest(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
@@ -19,7 +19,7 @@ func TestDigest(t *testing.T) {
 	for i := range data {
 		data[i] = byte(r.Uint32())
 	}
-	defer runtime.KeepAlive(data) // views have addresses only
+	defer runtime.KeepAlive(data) // views hold only addresses
 	mem := upload(t, d, l, data)
 	moved := func(v digest.View) digest.View {
 		if v.Address != 0 {

@@ -7,8 +7,7 @@ import (
 	"testing"
 )
 
-// The list of architectures is that of the build, and a GPU runs the code of
-// its own generation, or PTX.
+// The list of architectures matches the build, and a GPU runs code of its own generation, or PTX.
 func TestKernels(t *testing.T) {
 	b, err := os.ReadFile("../../../cuda/built/build.sh")
 	if err != nil {

@@ -20,11 +20,10 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// ordinal is the device that begun opens: 1 is coherent.
+// ordinal is the device that begun opens; device 1 is coherent.
 var ordinal int
 
-// begun opens a device of the fake driver, and holds the test to leaving
-// nothing behind and breaking no rule of the driver's.
+// begun opens a device of the fake driver, and fails the test if it leaks or breaks a rule of the driver.
 func begun(t testing.TB) *Device {
 	t.Helper()
 	before := cudatest.ReadState()
@@ -48,7 +47,7 @@ func begun(t testing.TB) *Device {
 	return d
 }
 
-// faked gives a queue on a fake device of its own. end closes both and says what is left.
+// faked returns a queue on its own fake device. end closes both and reports what is left.
 func faked(t *testing.T, slots int, slotBytes int64) (d *Device, q *queue.Queue, end func() string) {
 	t.Helper()
 	ended := Fake(64 << 20)
@@ -73,8 +72,7 @@ func TestFork(t *testing.T) {
 	}
 }
 
-// What the consumer's stream had queued on the memory comes before the load's
-// bytes, whatever stream they take.
+// Work that the consumer's stream had queued on the memory comes before the load's bytes, on every stream.
 func TestFollowStream(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
@@ -118,8 +116,7 @@ func TestFollowStream(t *testing.T) {
 	}
 }
 
-// life is all that one load does with a device, and what it left is reported
-// by the fake driver.
+// life is everything that one load does with a device. The fake driver reports what it left.
 func life(p *piece, index int) error {
 	d, err := Open(index)
 	if err != nil {
@@ -169,8 +166,8 @@ func life(p *piece, index int) error {
 	return err
 }
 
-// Whichever call to the driver fails, and whether or not it recovers, a load
-// ends with an error of the right class and nothing is left behind.
+// Whichever driver call fails, and whether or not the driver recovers, a load ends with an error of the right class and
+// nothing leaks.
 func TestEveryCallFails(t *testing.T) {
 	firstRing = memory.HugePage
 	r := rand.New(rand.NewPCG(1, 0))

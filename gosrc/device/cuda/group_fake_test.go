@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Loose slots that wait for one event share what a submission costs: one event, and no kernel.
-// Those that wait for another do not.
+// Loose slots that wait for the same event share the cost of a submission: one event and no kernel. Slots that wait for
+// another event do not.
 func TestSubmitAllShares(t *testing.T) {
 	r := random(t)
 	d, q := open(t, queue.GroupSlots+6, 192<<10)
@@ -45,8 +45,7 @@ func TestSubmitAllShares(t *testing.T) {
 	}
 }
 
-// Whichever call of the driver fails, every task hears of it once, or has landed, and all
-// slots come back.
+// Whichever driver call fails, every task either gets the error once or is loaded, and all slots come back.
 func TestSubmitAllFails(t *testing.T) {
 	r := random(t)
 	for nth, reached := int64(1), true; reached; nth++ {
@@ -83,7 +82,7 @@ func TestSubmitAllFails(t *testing.T) {
 }
 
 // After a panic in a submission, also of a piece that is larger than its slot, every slot comes back: Close, which
-// waits for them, ends.
+// waits for them, returns.
 func TestSubmitPanics(t *testing.T) {
 	for i := range 4 {
 		together, tooLarge := i%2 == 1, int64(i/2)
@@ -92,7 +91,7 @@ func TestSubmitPanics(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		const n = tensor.MaxChunkBytes + 1<<20 // no file has such a chunk: the tables of checksums are shorter
+		const n = tensor.MaxChunkBytes + 1<<20 // larger than any chunk in a file: the tables of checksums are shorter
 		tasks := []device.DecodeTask{{Dst: mem[0].Ptr, Chunk: tensor.Chunk{Stored: n, Logical: n}}}
 		var pieces []queue.FilledSlot
 		for range 2 {

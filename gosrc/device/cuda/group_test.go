@@ -18,18 +18,18 @@ type parcel struct {
 	mem      device.Memory
 	failures []error
 	calls    []int
-	bad      int // the task whose bytes were changed; -1: none
+	bad      int // the task with the changed bytes; -1 if none
 }
 
-// Kinds of parcels: raw tasks that lie at their destination as in the slot, or the other way
-// round, or with a coded one, which goes up alone.
+// Kinds of parcels: raw tasks in the same order in the slot and at the destination, in reverse order, or with a coded
+// task, which is submitted separately.
 const (
 	alike = iota
 	scattered
 	encoded
 )
 
-// endOf is the end of a free slot.
+// twoEvents returns the ends of two slots.
 func endOf(q *queue.Queue) *queue.Event {
 	s := q.TryGet()
 	defer q.Put(s)
@@ -43,7 +43,7 @@ func twoEvents(q *queue.Queue) [2]*queue.Event {
 	return [2]*queue.Event{s.EndEvent(), endOf(q)}
 }
 
-// sending fills a slot with a parcel of a kind, whose tasks have checksums unless they are alike.
+// sending fills a slot with a parcel of a kind. Its tasks have checksums unless they are alike.
 func sending(t *testing.T, d *Device, q *queue.Queue, r *rand.Rand, kind int,
 	after *queue.Event) (*parcel, queue.FilledSlot) {
 	t.Helper()
@@ -88,8 +88,8 @@ func sending(t *testing.T, d *Device, q *queue.Queue, r *rand.Rand, kind int,
 		Done: func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }
 
-// Pieces that go up together land as each would alone: every byte, and the error of one
-// changed bit at the task that has it; the other tasks of all pieces land. All slots come back.
+// Pieces submitted together give the same as each one separately: every byte, and the error of a changed bit at its
+// task. The other tasks of all pieces are loaded, and all slots come back.
 func TestSubmitAll(t *testing.T) {
 	r := random(t)
 	d, q := open(t, queue.GroupSlots+6, 192<<10)

@@ -17,8 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A looseCase is raw tasks of a piece: how many bytes lie before each in the slot, and at its
-// destination.
+// A looseCase is the raw tasks of a piece: how many bytes come before each in the slot, and at its destination.
 type looseCase struct {
 	name  string
 	gaps  [][2]int
@@ -34,9 +33,8 @@ var looseCases = []looseCase{
 	{"a run too many", slices.Repeat([][2]int{{0, 100}}, queue.FewRuns+1), false},
 }
 
-// A loose piece lands as one that is not: every byte of its tasks, and none but in gaps of
-// fewer than 16 bytes between neighbours. It takes a copy a run, and no kernel, unless
-// its runs are many.
+// A loose piece is loaded like any other. It writes every byte of its tasks and no others, except in gaps of fewer than
+// 16 bytes between neighbours. It takes one copy per run and no kernel, unless there are many runs.
 func TestLoose(t *testing.T) {
 	r := random(t)
 	for _, c := range looseCases {
@@ -94,7 +92,7 @@ func TestLoose(t *testing.T) {
 		if err := d.Read(got, mem[0]); err != nil {
 			t.Fatal(err)
 		}
-		for i, gap := range c.gaps { // what lies between neighbours belongs to no one
+		for i, gap := range c.gaps { // gaps between neighbours belong to no one
 			if i > 0 && gap[0] == gap[1] && gap[0] < 16 {
 				copy(got[at[i]-gap[1]:at[i]], want[at[i]-gap[1]:])
 			}
@@ -109,7 +107,7 @@ func TestLoose(t *testing.T) {
 	}
 }
 
-// What a slot writes waits for its event, also where no kernel runs, and no call is made but these.
+// A slot's writes wait for its event, also without a kernel, and no other calls are made.
 func TestFollowEvent(t *testing.T) {
 	d, q, end := faked(t, 4, 1<<20)
 	mem, err := d.Alloc([]int64{4096})
@@ -129,7 +127,7 @@ func TestFollowEvent(t *testing.T) {
 			own.AllowGapWrites()
 		}
 		var tasks []device.DecodeTask
-		for i := range 4 { // more than fewRaw: without AllowGapWrites by a kernel
+		for i := range 4 { // more than fewRaw: a kernel if AllowGapWrites is not set
 			c := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 1024, Logical: 1024}
 			tasks = append(tasks, device.DecodeTask{Chunk: c, Src: uint32(1024 * i),
 				Dst: unsafe.Add(mem[0].Ptr, 1024*i)})
@@ -177,7 +175,7 @@ func TestFollowEvent(t *testing.T) {
 	}
 }
 
-// What views device memory waits for the streams that it is behind, and for nothing else.
+// Work on a view of device memory waits for the streams that it follows, and for nothing else.
 func TestFollowStreams(t *testing.T) {
 	d, q, end := faked(t, 2, 1<<20)
 	mem, err := d.Alloc([]int64{4096, 4096})
@@ -233,7 +231,7 @@ func TestFollowStreams(t *testing.T) {
 	}
 }
 
-// A slot of a polled queue whose kernels wait for another stream holds up none on other streams, and Close
+// A slot of a polled queue with kernels that wait for another stream does not hold up slots on other streams. Close
 // waits for it.
 func TestPolledQueueFinishesWhatHasEnded(t *testing.T) {
 	ended := Fake(64 << 20)

@@ -12,8 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// sent submits a piece and waits until it has landed in fresh memory, which the
-// caller releases.
+// sent submits a piece and waits until it has arrived in fresh memory, which the caller releases.
 func sent(t *testing.T, d *Device, l *queue.Queue, p *piece) []device.Memory {
 	t.Helper()
 	sizes := make([]int64, len(p.jobs))
@@ -45,7 +44,7 @@ func sent(t *testing.T, d *Device, l *queue.Queue, p *piece) []device.Memory {
 	return mem
 }
 
-// The link's floor has a time, and copies that do not fit a slot are refused.
+// The link's baseline has a time, and copies that do not fit a slot are refused.
 func TestFloor(t *testing.T) {
 	_, l := open(t, 2, 1<<20)
 	if took, err := l.MeasureLink(1<<20, 5); err != nil || took <= 0 {
@@ -61,8 +60,8 @@ func TestFloor(t *testing.T) {
 	}
 }
 
-// A timed queue reports each piece's copy and then its decoding, in order and with
-// their bytes; after Time(nil) it reports nothing.
+// A timed queue reports each piece's copy and then its decoding, in order and with their bytes. After Time(nil) it
+// reports nothing.
 func TestTime(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
@@ -85,7 +84,7 @@ func TestTime(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	// Two clocks meet in Time, which the host may interrupt.
+	// Time compares two clocks, and the host may be interrupted in between.
 	apart := 50*time.Millisecond + time.Since(before)
 	send := func(p *piece) {
 		for _, m := range sent(t, d, l, p) {

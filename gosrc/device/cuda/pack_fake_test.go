@@ -15,8 +15,8 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// The kernel's sums and tails give the hash of any tensor, whose bytes are encoded
-// meanwhile, in chunks whose last one may be shorter than a stripe.
+// The kernel's sums and tails give the hash of any tensor while its bytes are encoded, in chunks with a last one that
+// may be shorter than a stripe.
 func TestSumFake(t *testing.T) {
 	end := Fake(64 << 20)
 	d, err := Open(0)
@@ -78,7 +78,7 @@ func TestSumFake(t *testing.T) {
 	}
 }
 
-// A driver that refuses the context several times is asked again: when Wait returns, its error included, the slot's
+// A driver that refuses the context several times is asked again. When Wait returns, also with an error, the slot's
 // work has ended.
 func TestPackerOfASilentDriver(t *testing.T) {
 	end := Fake(64 << 20)

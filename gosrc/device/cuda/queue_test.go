@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Many workers share a queue; everything lands, and every slot comes back.
+// Many workers share a queue; everything is loaded, and every slot comes back.
 func TestWorkers(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 3, 256<<10)
@@ -71,8 +71,7 @@ func TestWorkers(t *testing.T) {
 	wg.Wait()
 }
 
-// One queue serves loads that divide its memory differently, one after the other;
-// slots never overlap.
+// One queue serves loads that divide its memory differently, one after another; slots never overlap.
 func TestQueueIsReshaped(t *testing.T) {
 	r := random(t)
 	d := begun(t)
@@ -122,7 +121,7 @@ func TestQueueIsReshaped(t *testing.T) {
 	}
 }
 
-// A queue that ranks have exchanged by serves a load from files.
+// A queue that ranks used for an exchange then serves a load from files.
 func TestFinestQueueServesFiles(t *testing.T) {
 	d := begun(t)
 	first, err := d.Queue(queue.ExchangeRing(11))
@@ -140,8 +139,7 @@ func TestFinestQueueServesFiles(t *testing.T) {
 	second.Close()
 }
 
-// A cancelled wait for a slot ends; Drain with a dead context says so, and
-// Close waits for the rest.
+// A cancelled wait for a slot ends. Drain with a cancelled context says so, and Close waits for the rest.
 func TestCancel(t *testing.T) {
 	d := begun(t)
 	l, err := d.Queue(1, 1<<20)

@@ -8,8 +8,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 )
 
-// begun opens the first GPU; without one the test is skipped, and the same
-// suite runs on the fake driver under the tag owfake.
+// begun opens the first GPU. Without one the test is skipped; the same suite runs on the fake driver under the tag
+// owfake.
 func begun(t testing.TB) *Device {
 	t.Helper()
 	if err := driver.Available(); err != nil {
@@ -22,5 +22,5 @@ func begun(t testing.TB) *Device {
 	return d
 }
 
-// fakes tells that this build has the fake driver.
+// fakes reports that this build has the fake driver.
 const fakes = false

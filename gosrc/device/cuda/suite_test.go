@@ -35,11 +35,11 @@ func random(t testing.TB) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// A piece is a slot's content in the making: chunks, and what they must give.
+// A piece is the content of a slot under construction: chunks, and what they must decode to.
 type piece struct {
 	bytes []byte
 	jobs  []device.DecodeTask
-	want  [][]byte // of each job's destination; nil: an error
+	want  [][]byte // for each job's destination; nil if an error is expected
 }
 
 func (p *piece) add(stored []byte, c tensor.Chunk, v *device.View, want []byte) {
@@ -56,7 +56,7 @@ func (p *piece) raw(b []byte) {
 	p.add(b, tensor.Chunk{Codec: tensor.CodecRaw, Logical: uint32(len(b))}, nil, b)
 }
 
-// coded adds data as an X16 chunk, and says whether it could be one.
+// coded adds data as an X16 chunk, and reports whether it could.
 func (p *piece) coded(data []byte, transform uint8) bool {
 	var e x16.Encoder
 	stored, tiles, ok := e.Encode(nil, data, transform)
@@ -69,7 +69,7 @@ func (p *piece) coded(data []byte, transform uint8) bool {
 
 var weights = cudatest.Weights
 
-// size is the bytes of a job's destination.
+// size returns the bytes of a job's destination.
 func size(j *device.DecodeTask) int64 {
 	if v := j.View; v != nil {
 		return (v.Row1 - v.Row0) * (v.Col1 - v.Col0)
@@ -80,8 +80,8 @@ func size(j *device.DecodeTask) int64 {
 	return int64(j.Chunk.Logical)
 }
 
-// run sends a piece through a queue into fresh memory, compares checksums and what landed;
-// shift moves every destination off its alignment. It returns the errors.
+// run sends a piece through a queue into fresh memory and compares checksums and the result; shift misaligns every
+// destination. It returns the errors.
 func (p *piece) run(t testing.TB, d *Device, l *queue.Queue, shift int64) []error {
 	t.Helper()
 	p.sum()
@@ -91,7 +91,7 @@ func (p *piece) run(t testing.TB, d *Device, l *queue.Queue, shift int64) []erro
 	})
 }
 
-// send is run with a slot that fill gives the piece's bytes.
+// send is run with a slot that fill fills with the piece's bytes.
 func (p *piece) send(t testing.TB, d *Device, l *queue.Queue, shift int64, fill func(device.Slot)) []error {
 	t.Helper()
 	sizes := make([]int64, len(p.jobs))
@@ -148,7 +148,7 @@ func (p *piece) send(t testing.TB, d *Device, l *queue.Queue, shift int64, fill 
 	return failures
 }
 
-// open gives a device and a small queue, both ended with the test.
+// open returns a device and a small queue, both closed when the test ends.
 func open(t testing.TB, slots int, slotBytes int64) (*Device, *queue.Queue) {
 	t.Helper()
 	d := begun(t)
@@ -160,7 +160,7 @@ func open(t testing.TB, slots int, slotBytes int64) (*Device, *queue.Queue) {
 	return d, l
 }
 
-// Goldens of every version give the bytes that their index says, in one piece.
+// Goldens of every version, in one piece, decode to the bytes that their index promises.
 func TestGoldens(t *testing.T) {
 	const dir = "../../../tests/goldens/x16"
 	index, err := os.ReadFile(filepath.Join(dir, "index.txt"))
@@ -182,7 +182,7 @@ func TestGoldens(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.Codec = tensor.CodecX16
-		want := make([]byte, c.Logical) // the Go decoder is held to the sums by its own tests
+		want := make([]byte, c.Logical) // the Go decoder's own tests check the sums
 		if err := x16.Decode(want, chunk, c.Transform, c.SegTiles); err != nil {
 			t.Fatal(err)
 		}
@@ -190,11 +190,10 @@ func TestGoldens(t *testing.T) {
 	}
 	d, l := open(t, 2, 1<<20)
 	p.run(t, d, l, 0)
-	p.run(t, d, l, 1) // nothing is aligned: all go through scratch
+	p.run(t, d, l, 1) // nothing is aligned: all go through scratch memory
 }
 
-// Every transform, sizes with and without tails, and raw chunks large, small
-// and many between them.
+// Every transform, sizes with and without tails, and large, small and many raw chunks between them come back.
 func TestRoundTrips(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 2<<20)
@@ -220,7 +219,7 @@ func TestRoundTrips(t *testing.T) {
 	many.run(t, d, l, 3)
 }
 
-// Slices of rows and columns, of coded and of raw chunks, land packed.
+// Slices of rows and columns, of coded and of raw chunks, arrive packed.
 func TestViews(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)
@@ -235,7 +234,7 @@ func TestViews(t *testing.T) {
 		}
 		rows := 1 + r.Int64N(1+150_000/row)
 		part := weights(r, x16.BF16, int(row*rows))
-		col := r.Int64N(3) * row // of this column part in the tensor's rows
+		col := r.Int64N(3) * row // of this column part, in the tensor's rows
 		var p piece
 		for range 3 {
 			at := r.Int64N(int64(len(part)))
@@ -270,8 +269,8 @@ func TestViews(t *testing.T) {
 	}
 }
 
-// A piece with more jobs than the tables hold goes in rounds; a chunk of a few
-// bytes that asks for very many work items is one of them.
+// A piece with more jobs than the tables hold is processed in rounds. One of them is a tiny chunk that asks for very
+// many work items.
 func TestRounds(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)
@@ -280,7 +279,7 @@ func TestRounds(t *testing.T) {
 		p.raw(weights(r, x16.Bytes, 1+r.IntN(9)))
 	}
 	p.coded(weights(r, x16.BF16, 10_000), x16.BF16)
-	// One symbol only: 1 MiB out of 96 bytes, a segment for each tile.
+	// Only one symbol: 1 MiB from 96 bytes, with a segment for each tile.
 	var e x16.Encoder
 	zeros := make([]byte, 1<<20)
 	stored, _, ok := e.Encode(nil, zeros, x16.E5M2)
@@ -303,8 +302,7 @@ func TestRounds(t *testing.T) {
 	p.run(t, d, l, 0)
 }
 
-// Corrupt chunks are errors of their jobs alone; what is good beside them is
-// exact, and so is the next piece.
+// Corrupt chunks are errors only of their own jobs. Good chunks next to them are exact, and so is the next piece.
 func TestCorrupt(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)
@@ -331,7 +329,7 @@ func TestCorrupt(t *testing.T) {
 			}
 			want := make([]byte, len(data))
 			if x16.Decode(want, b, tr, j.Chunk.SegTiles) != nil {
-				want = nil // the kernel finds it, or gives other bytes: the checksum's business
+				want = nil // the kernel finds it, or gives other bytes, which the checksum finds
 			}
 			p.want[len(p.want)-1] = want
 		}
@@ -353,7 +351,7 @@ func TestCorrupt(t *testing.T) {
 	p.run(t, d, l, 0)
 }
 
-// Jobs that make no sense are refused one by one.
+// Invalid jobs are refused one by one.
 func TestRefused(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 1, 1<<20)
@@ -382,8 +380,8 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// Memory is exact, aligned and apart, tensors that would waste it share allocations,
-// and what is released comes back to the device.
+// Memory is exact, aligned and separate. Tensors that would waste it share arenas, and released memory returns to the
+// device.
 func TestAlloc(t *testing.T) {
 	r := random(t)
 	d := begun(t)
@@ -432,7 +430,7 @@ func TestAlloc(t *testing.T) {
 	}
 }
 
-// Indexes out of range are device errors in words.
+// Indexes out of range are device errors with a clear text.
 func TestOpenRefuses(t *testing.T) {
 	begun(t)
 	for _, i := range []int{-1, 1000} {

@@ -27,8 +27,7 @@ status cuFileDriverOpen(void) { opened++; status s = {0, 0}; return s; }
 long cuFileRead(void *h, void *p, unsigned long n, long at, long off) { return -1; }
 `
 
-// Only a library with the calls and a loaded module count; the report names what is
-// missing.
+// Only a library with all the calls, and a loaded module, counts. The report names what is missing.
 func TestProbe(t *testing.T) {
 	dir := t.TempDir()
 	loaded, none := filepath.Join(dir, "version"), filepath.Join(dir, "none")
@@ -39,7 +38,7 @@ func TestProbe(t *testing.T) {
 	if err := os.WriteFile(empty, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// cuFileGetVersion returns a struct of two ints, of which the first is the error.
+	// cuFileGetVersion returns a struct of two ints; the first is the error.
 	full := compile(t, "libfull.so", calls+`status cuFileGetVersion(int *v) { *v = 1130; status s = {0, 0}; return s; }`)
 	failing := compile(t, "libfailing.so", calls+`status cuFileGetVersion(int *v) { *v = 99; status s = {5011, 0}; return s; }`)
 	old := compile(t, "libold.so", calls)

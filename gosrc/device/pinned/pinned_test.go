@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Ordinary memory grows to what is awaited, up to its limit, and keeps what was written.
+// Ordinary memory grows to the size that a caller waits for, up to its limit, and keeps its contents.
 func TestGrows(t *testing.T) {
 	m, err := Take(64<<20, 20<<20, nil)
 	if err != nil {
@@ -31,7 +31,7 @@ func TestGrows(t *testing.T) {
 	if err := m.Await(t.Context(), 20<<20+1); !errors.Is(err, errs.ErrMemory) {
 		t.Errorf("over the limit: %v", err)
 	}
-	m.Keep() // which frees ordinary memory
+	m.Keep() // this frees ordinary memory
 	if Ready(nil) != 0 {
 		t.Error("ordinary memory is kept")
 	}
@@ -42,7 +42,7 @@ func TestGrows(t *testing.T) {
 	}
 }
 
-// What was never used can be given back, and a wait ends with its context.
+// Unused memory can be given back, and a wait ends with its context.
 func TestUnused(t *testing.T) {
 	m, err := Take(1<<20, 1<<20, nil)
 	if err != nil {
@@ -50,7 +50,7 @@ func TestUnused(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	for range 3 { // it may be faster
+	for range 3 { // it may be faster than this test
 		if err := m.Await(ctx, 1<<20); err != nil && !errors.Is(err, context.Canceled) {
 			t.Error(err)
 		}

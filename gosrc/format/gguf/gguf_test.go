@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// A writer makes headers, in either order of bytes.
+// A writer makes headers in either byte order.
 type writer struct {
 	bytes.Buffer
 	order binary.ByteOrder
@@ -27,7 +27,7 @@ func (w *writer) put(values ...any) *writer {
 			v = []byte(text)
 			_ = binary.Write(w, w.order, uint64(len(text)))
 		}
-		_ = binary.Write(w, w.order, v) // cannot fail: fixed sizes, into memory
+		_ = binary.Write(w, w.order, v) // cannot fail: fixed sizes into memory
 	}
 	return w
 }
@@ -64,8 +64,8 @@ func read(t *testing.T, data []byte) (File, error) {
 	return ReadHeader(t.Context(), &sourcetest.Mem{Name: "x.gguf", Data: data})
 }
 
-// Promise: a header is read as it was written, in either order of bytes: short values in words,
-// long ones by their number, shapes with the slowest dimension first.
+// A header is read as it was written, in either byte order: short values as text, long ones by their length, shapes
+// with the slowest dimension first.
 func TestReadHeader(t *testing.T) {
 	for _, order := range []binary.ByteOrder{binary.LittleEndian, binary.BigEndian} {
 		data := whole(order)
@@ -88,7 +88,7 @@ func TestReadHeader(t *testing.T) {
 	}
 }
 
-// Promise: a long header is read in windows, wherever their ends are.
+// A long header is read in windows, wherever they end.
 func TestWindows(t *testing.T) {
 	w := header(binary.LittleEndian, 1, 1)
 	w.put("words", uint32(kindArray), uint32(kindText), uint64(200_000))
@@ -105,8 +105,7 @@ func TestWindows(t *testing.T) {
 	}
 }
 
-// Promise: what is wrong in a header is an error of its class that says what and where, before
-// anything is allocated for it.
+// An error in a header has its class and says what is wrong and where, before anything is allocated for it.
 func TestHostileHeaders(t *testing.T) {
 	le := binary.LittleEndian
 	many := uint64(1) << 60
@@ -144,16 +143,16 @@ func TestHostileHeaders(t *testing.T) {
 		"counts":            {header(le, many, 1).Bytes(), errs.ErrFormat, "at most"},
 		"entries":           {header(le, 1, many).Bytes(), errs.ErrFormat, "at most"},
 		"no entry":          {header(le, 0, 1).Bytes(), errs.ErrCorrupt, "truncated"},
-		"long key":          {entry(many), errs.ErrFormat, "a key of"},
+		"long key":          {entry(many), errs.ErrFormat, "a key has"},
 		"key":               {entry("\xff", uint32(0), uint8(1)), errs.ErrFormat, "UTF-8"},
-		"kind":              {entry("k", uint32(13)), errs.ErrFormat, "its type has the number 13"},
-		"long text":         {entry("k", uint32(kindText), many), errs.ErrFormat, "a text of"},
+		"kind":              {entry("k", uint32(13)), errs.ErrFormat, "its type has the unknown number 13"},
+		"long text":         {entry("k", uint32(kindText), many), errs.ErrFormat, "a text is too long"},
 		"text past the end": {entry("k", uint32(kindText), uint64(5000)), errs.ErrCorrupt, "truncated"},
-		"long array":        {entry("k", uint32(kindArray), uint32(kindF64), many), errs.ErrFormat, "an array of"},
+		"long array":        {entry("k", uint32(kindArray), uint32(kindF64), many), errs.ErrFormat, "an array is too long"},
 		"array past the end": {entry("k", uint32(kindArray), uint32(kindF64), uint64(5000)), errs.ErrCorrupt,
 			"truncated"},
 		"texts past the end":  {entry("k", uint32(kindArray), uint32(kindText), many), errs.ErrCorrupt, "truncated"},
-		"elements":            {entry("k", uint32(kindArray), uint32(99), uint64(1)), errs.ErrFormat, "elements' type"},
+		"elements":            {entry("k", uint32(kindArray), uint32(99), uint64(1)), errs.ErrFormat, "the type of its elements"},
 		"arrays in arrays":    {entry(nested...), errs.ErrFormat, "deep"},
 		"alignment 0":         {entry(alignmentAt, uint32(kindU32), uint32(0)), errs.ErrFormat, "power of two"},
 		"alignment 48":        {entry(alignmentAt, uint32(kindU32), uint32(48)), errs.ErrFormat, "power of two"},
@@ -168,13 +167,13 @@ func TestHostileHeaders(t *testing.T) {
 		"blocks": {tensor("t", uint32(1), uint64(33), uint32(2), uint64(0)), errs.ErrFormat,
 			"block size of Q4_0"},
 		"offset": {tensor("t", uint32(1), uint64(32), uint32(24), uint64(16)), errs.ErrFormat,
-			"no multiple of 32"},
+			"not a multiple of 32"},
 		"far": {tensor("t", uint32(1), uint64(32), uint32(24), uint64(1)<<62), errs.ErrCorrupt,
 			"end after"},
 		"past the end": {tensor("t", uint32(1), uint64(4064), uint32(24), uint64(1024)), errs.ErrCorrupt,
 			"end after"},
 		"names":   {twice(64, "a"), errs.ErrFormat, "two tensors"},
-		"overlap": {twice(32, "b"), errs.ErrFormat, "belong to the tensor before it"},
+		"overlap": {twice(32, "b"), errs.ErrFormat, "overlap those of the previous tensor"},
 		"two entries": {header(le, 0, 2).put("k", uint32(0), uint8(1), "k", uint32(0), uint8(1)).Bytes(),
 			errs.ErrFormat, "two entries"},
 	} {
@@ -197,8 +196,8 @@ func TestHostileHeaders(t *testing.T) {
 	}
 }
 
-// Promise: a tensor of a type that came later is listed without its size, and the others with all they have; it has to
-// begin in the file, after the tensors before it.
+// A tensor of an unknown later type is listed without its size, and the others completely. It has to begin in the file,
+// after the tensors before it.
 func TestLaterTypes(t *testing.T) {
 	le := binary.LittleEndian
 	file := func(later uint64, dims ...uint64) (File, error) {
@@ -221,7 +220,7 @@ func TestLaterTypes(t *testing.T) {
 	if _, err := file(0, 0); err != nil { // without values it takes no bytes
 		t.Error(err)
 	}
-	for later, text := range map[uint64]string{32: "belong to the tensor before", 128: "belong to the tensor before",
+	for later, text := range map[uint64]string{32: "overlap those of the previous", 128: "overlap those of the previous",
 		160: "end after", 192: "end after", 65: "multiple of 32"} {
 		if _, err := file(later, 7); err == nil || !strings.Contains(err.Error(), text) {
 			t.Errorf("at %d: %v", later, err)
@@ -229,8 +228,7 @@ func TestLaterTypes(t *testing.T) {
 	}
 }
 
-// FuzzHeader reads anything: it is refused with a class, or all its tensors lie in the file, apart
-// and aligned.
+// FuzzHeader reads anything: it is refused with a class, or all its tensors are in the file, separate and aligned.
 func FuzzHeader(f *testing.F) {
 	f.Add(whole(binary.LittleEndian))
 	f.Add(whole(binary.BigEndian))

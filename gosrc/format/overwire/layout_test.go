@@ -46,7 +46,7 @@ func random(r *rand.Rand) []Item {
 	return items
 }
 
-// write places every chunk, coded ones with fewer bytes than logical.
+// write places every chunk; coded ones have fewer bytes than logical.
 func write(l *Layout, seed uint64) ([]byte, int64, error) {
 	r := rand.New(rand.NewPCG(seed, 2))
 	for i := range l.Tensors {
@@ -69,8 +69,8 @@ func write(l *Layout, seed uint64) ([]byte, int64, error) {
 	return l.Seal(nil)
 }
 
-// Every layout reads back as it was, sealed in the space that was left for it
-// before a chunk was placed, and gives the same bytes a second time.
+// Every layout reads back as it was, sealed in the space that was reserved before a chunk was placed. A second write
+// gives the same bytes.
 func TestLayoutRoundTrip(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -203,7 +203,7 @@ func TestLayoutMisuse(t *testing.T) {
 	}
 }
 
-// An index costs little beside its header.
+// Decoding an index costs little compared with its header.
 func BenchmarkDecode(b *testing.B) {
 	items := make([]Item, 18_867)
 	for i := range items {

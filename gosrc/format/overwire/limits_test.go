@@ -1,7 +1,6 @@
 package overwire
 
-// This file tests what docs/format.md section 1 says of the places of tensors, and the
-// limits of what is laid out.
+// Tests the tensor offsets of docs/format.md section 1, and the limits of layouts.
 
 import (
 	"errors"
@@ -19,9 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Compressed tensors come first, then the plain ones of whole 64 bytes, then the others by
-// falling alignment, in each group by name; every tensor lies where its elements may be
-// used in place, and what has no bytes comes last.
+// Compressed tensors come first, then plain ones of whole 64 bytes, then the others by falling alignment, each group
+// sorted by name. Every tensor is aligned for use in place, and empty tensors come last.
 func TestOrderAndPlaces(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -52,7 +50,7 @@ func TestOrderAndPlaces(t *testing.T) {
 				key = fmt.Sprintf("%03d", 100-ten.DType.Align())
 			}
 			if rest := l.Tensors[i:]; inFile && len(bytesIn(rest)) == 0 {
-				inFile, before = false, "" // from here on all have the same place, and are sorted by name
+				inFile, before = false, "" // all that follow share one offset, and are sorted by name
 			}
 			if !inFile {
 				key = ""
@@ -70,7 +68,7 @@ func TestOrderAndPlaces(t *testing.T) {
 	}
 }
 
-// bytesIn are the tensors that have stored bytes.
+// bytesIn returns the tensors that have stored bytes.
 func bytesIn(ts []tensor.Tensor) (out []int) {
 	for i := range ts {
 		if ts[i].Stored > 0 {
@@ -80,7 +78,7 @@ func bytesIn(ts []tensor.Tensor) (out []int) {
 	return out
 }
 
-// A tensor may have 64 dimensions, of which all but the last may be 1.
+// A tensor may have 64 dimensions, and all but the last may be 1.
 func TestMostDimensions(t *testing.T) {
 	shape := append(slices.Repeat([]int64{1}, tensor.MaxRank-1), 5)
 	l, err := NewLayout(nil, []Item{{Name: "w", DType: tensor.F64, Shape: shape, ChunkBytes: 4096}}, nil, false)
@@ -101,7 +99,7 @@ func TestMostDimensions(t *testing.T) {
 	}
 }
 
-// An index over its limit is refused before memory is taken for its chunks.
+// An index over its limit is refused before its chunks are allocated.
 func TestIndexOverTheLimit(t *testing.T) {
 	for _, items := range [][]Item{
 		{{Name: "w", DType: tensor.U8, Shape: []int64{1 << 38}, ChunkBytes: 4096}},
@@ -124,8 +122,7 @@ func TestIndexOverTheLimit(t *testing.T) {
 	}
 }
 
-// Digests are kept where they are asked for, as many as there are tensors; where the header
-// has no space, neither they nor the origin are.
+// Digests are stored on request, one per tensor. A header without space gets neither digests nor the origin.
 func TestSpaceForDigests(t *testing.T) {
 	for _, n := range []int{0, 1, 300} {
 		items := make([]Item, n)

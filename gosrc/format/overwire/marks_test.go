@@ -1,7 +1,7 @@
 package overwire
 
-// This file tests by what a container, and a delta, is known: the metadata entry, its
-// versions and features, the frame of the index.
+// Tests how a container and a delta are recognised: the metadata entry, its versions and features, the frame of the
+// index.
 
 import (
 	"bytes"
@@ -18,8 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// The entry and the index belong together; the version is two numbers, of which the first
-// has to be ours.
+// The entry and the index belong together. The version is two numbers, and the first has to be ours.
 func TestIs(t *testing.T) {
 	mark := func(format string) string { return fmt.Sprintf(`{"format":%q,"index":"overwire.index"}`, format) }
 	for _, c := range []struct {
@@ -30,23 +29,23 @@ func TestIs(t *testing.T) {
 		words   string
 	}{
 		{"-", false, false, nil, ""},
-		{"-", true, false, errs.ErrCorrupt, "without the metadata entry"},
-		{mark("1.0"), false, false, errs.ErrCorrupt, "is not there"},
+		{"-", true, false, errs.ErrCorrupt, "not the metadata entry"},
+		{mark("1.0"), false, false, errs.ErrCorrupt, "is missing"},
 		{mark("1.0"), true, true, nil, ""},
 		{mark("1.3"), true, true, nil, ""},
 		{mark("1.65535"), true, true, nil, ""},
 		{mark("2.0"), true, false, errs.ErrNotSupported, "upgrade overwire"},
 		{mark("65535.0"), true, false, errs.ErrNotSupported, "upgrade overwire"},
 		{mark("0.9"), true, false, errs.ErrNotSupported, "compress the model again"},
-		{`{"format":"1.0"}`, true, false, errs.ErrCorrupt, `the index "" is not there`},
-		{`{"format":"1.0","index":"overwire.table"}`, true, false, errs.ErrCorrupt, `"overwire.table" is not there`},
+		{`{"format":"1.0"}`, true, false, errs.ErrCorrupt, `the index "" is missing`},
+		{`{"format":"1.0","index":"overwire.table"}`, true, false, errs.ErrCorrupt, `"overwire.table" is missing`},
 		{`{"format":1.0,"index":"overwire.index"}`, true, false, errs.ErrCorrupt, "metadata entry"},
 		{"", true, false, errs.ErrCorrupt, "metadata entry"},
 		{"5", true, false, errs.ErrCorrupt, "metadata entry"},
 		{"yes", false, false, nil, ""}, // another program's
 		{"", false, false, nil, ""},
 		{"[1]", false, false, nil, ""},
-		// Loading looks neither at the origin nor at the digests, whatever they say.
+		// Loading ignores the origin and the digests, whatever they say.
 		{`{"format":"1.3","index":"overwire.index","digests":!,"origin":?`, true, true, nil, ""},
 		{`{"format":"1.1","index":"overwire.index","origin":{"size":-1}}`, true, true, nil, ""},
 	} {
@@ -73,7 +72,7 @@ func TestIs(t *testing.T) {
 	}
 }
 
-// sealed is a container of one tensor whose only chunk has a codec and a transform.
+// sealed is a container with one tensor and one chunk of the given codec and transform.
 func sealed(t *testing.T, d tensor.DType, c tensor.Chunk, o *Origin, digests bool) (f front, l *Layout) {
 	t.Helper()
 	l, err := NewLayout(nil, []Item{{Name: "w", DType: d, Shape: []int64{512}, ChunkBytes: 4096}}, o, digests)
@@ -99,8 +98,8 @@ func sealed(t *testing.T, d tensor.DType, c tensor.Chunk, o *Origin, digests boo
 	return front{&h, b[l.Header():], size}, l
 }
 
-// A file states the smallest minor version that has what it uses, in its entry and in its
-// index, and exactly the features that its chunks need.
+// A file states, in its entry and in its index, the smallest minor version that has what it uses, and exactly the
+// features that its chunks need.
 func TestVersions(t *testing.T) {
 	raw, planes := tensor.Chunk{}, tensor.Chunk{Codec: tensor.CodecPlanes, Transform: 1}
 	x16 := tensor.Chunk{Codec: tensor.CodecX16, Transform: 8, SegTiles: 1}
@@ -153,8 +152,8 @@ func TestVersions(t *testing.T) {
 	}
 }
 
-// Digests come back in the order of the tensors, each half little-endian, high first; any
-// other number of them is refused, and none is none.
+// Digests come back in the order of the tensors, each half little-endian, high half first. Any other number of them is
+// refused, and none is valid.
 func TestDigests(t *testing.T) {
 	if got, want := Digests([]digest.Sum{{High: 0x0807060504030201,
 		Low: 0x100f0e0d0c0b0a09}}), "AQIDBAUGBwgJCgsMDQ4PEA=="; got != want {
@@ -210,8 +209,7 @@ func deltaFile(t *testing.T, features uint64, tensors, chunks, dims int) (head, 
 	return head, appendTrailer(blob, 0), &parsed
 }
 
-// A file of deltas is known by its feature bit: no model is taken for one, and it is taken
-// for no model.
+// A delta file is recognised by its feature bit: it is never taken for a model, nor a model for a delta.
 func TestDeltaIsNoModel(t *testing.T) {
 	head, blob, h := deltaFile(t, FeatureDelta, 0, 0, 0)
 	if got := AppendDelta([]byte("x"), head); string(got) != "x"+string(blob) || len(blob) != DeltaIndexSize() ||
@@ -230,7 +228,7 @@ func TestDeltaIsNoModel(t *testing.T) {
 	}
 	model, _ := sealed(t, tensor.U8, tensor.Chunk{}, nil, false)
 	if err := IsDelta(model.blob, model.h); !errors.Is(err, errs.ErrFormat) ||
-		!strings.Contains(err.Error(), "no delta") {
+		!strings.Contains(err.Error(), "not a delta") {
 		t.Errorf("a model is a delta: %v", err)
 	}
 	for name, c := range map[string]struct {
@@ -255,8 +253,7 @@ func TestDeltaIsNoModel(t *testing.T) {
 	}
 }
 
-// The frame of an index: every bit of it is under its checksum, and every length is right
-// or refused, before a word of it counts.
+// Every bit of an index's frame is under its checksum, and every wrong length is refused before its contents count.
 func TestFrame(t *testing.T) {
 	f, _ := sealed(t, tensor.U8, tensor.Chunk{}, nil, false)
 	_, blob, h := deltaFile(t, FeatureDelta, 0, 0, 0)
@@ -300,7 +297,7 @@ func TestFrame(t *testing.T) {
 		change(&h)
 		want := errs.ErrCorrupt
 		if name == "unaligned data" || name == "a tensor too few" {
-			want = errs.ErrFormat // under right checksums
+			want = errs.ErrFormat // with right checksums
 		}
 		if _, err := Decode(f.blob, &h, "x", f.size, nil); !errors.Is(err, want) {
 			t.Errorf("%s: %v", name, err)

@@ -14,8 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A container whose header has no space for the origin is written without one, in
-// the version without it.
+// A container without header space for the origin is written without one, in the version without it.
 func TestOriginWithoutSpace(t *testing.T) {
 	items := []Item{{Name: "w", DType: tensor.U8, Shape: []int64{64}, Plain: true, ChunkBytes: 4096}}
 	for _, c := range []struct {
@@ -47,8 +46,8 @@ func TestOriginWithoutSpace(t *testing.T) {
 	}
 }
 
-// FuzzOrigin reads anything as an entry of metadata: it is refused with a class, or
-// gives a header that is described and read again as it is; and memory is bounded.
+// FuzzOrigin reads anything as a metadata entry: it is refused with a class, or gives a header that round-trips. Memory
+// is bounded.
 func FuzzOrigin(f *testing.F) {
 	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
 		[]safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{3}, End: 3}}, 64)
@@ -62,7 +61,7 @@ func FuzzOrigin(f *testing.F) {
 	f.Add(markOf(&Origin{Size: 1 << 50, SHA256: Pending, Header: "7cEBAQ=="}, 0, "", false), head, uint32(3))
 	f.Fuzz(func(t *testing.T, text string, change []byte, at uint32) {
 		o, err := ReadOrigin(text)
-		if err == nil && o != nil && len(change) > 0 { // behind the base64
+		if err == nil && o != nil && len(change) > 0 { // after the base64
 			raw, err := base64.StdEncoding.DecodeString(o.Header)
 			if err == nil && len(raw) > 0 {
 				copy(raw[int(at%uint32(len(raw))):], change)
@@ -74,7 +73,7 @@ func FuzzOrigin(f *testing.F) {
 			runtime.ReadMemStats(&before)
 			head, _, err = o.Front("x")
 			runtime.ReadMemStats(&after)
-			// Deflate makes at most 1032 bytes of one; a header's heap is a few times its size.
+			// Deflate expands a byte to at most 1032; a header's heap is a few times its size.
 			if heap := after.TotalAlloc - before.TotalAlloc; heap > 16*1032*uint64(len(o.Header))+1<<20 {
 				t.Errorf("%d bytes of heap for %d", heap, len(o.Header))
 			}
@@ -91,7 +90,7 @@ func FuzzOrigin(f *testing.F) {
 	})
 }
 
-// Everything that an origin is written from is read again.
+// Every origin that is written can be read.
 func TestOriginAgain(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, o := range []*Origin{nil, {Size: 8}, {Size: 1<<63 - 1, SHA256: Pending,
@@ -110,7 +109,7 @@ func TestOriginAgain(t *testing.T) {
 	}
 }
 
-// An origin has a size that a file can have and a whole SHA-256, or is refused.
+// An origin has a valid file size and a whole SHA-256, or is refused.
 func TestReadOrigin(t *testing.T) {
 	for size, ok := range map[string]bool{
 		"8": true, "9223372036854775807": true, "7": false, "0": false, "-1": false, "-9223372036854775808": false,
@@ -139,8 +138,8 @@ func TestReadOrigin(t *testing.T) {
 	}
 }
 
-// The header of an origin is one Deflate stream in base64, of a header that fits the size
-// of its file: whatever is cut, added or larger is refused, and a bomb is not inflated.
+// The header of an origin is one Deflate stream in base64 of a header that fits its file's size. A cut, extended or
+// larger one is refused, and a decompression bomb is not inflated.
 func TestFrontOfAnOrigin(t *testing.T) {
 	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
 		[]safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{30}, End: 30}}, 8)

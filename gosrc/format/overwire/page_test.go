@@ -16,16 +16,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// This file reads an index as docs/format.md sections 1, 2 and 4 say it, one sentence
-// after the other, and shares no line with the product.
+// Reads an index from docs/format.md sections 1, 2 and 4, sentence by sentence, and shares no line with the product.
 
-// forbidden is an error that names the line of this file whose rule is broken.
+// forbidden is an error that names the line of this file with the broken rule.
 func forbidden() error {
 	_, _, line, _ := runtime.Caller(1)
 	return fmt.Errorf("the page forbids it, line %d", line)
 }
 
-// A pageTensor is a tensor as the page's reader finds it.
+// A pageTensor is a tensor as the reference reader finds it.
 type pageTensor struct {
 	name          string
 	dtype         tensor.DType
@@ -47,7 +46,7 @@ type pageChunk struct {
 	tiles            uint16
 }
 
-// pageIndex reads the index of a file of which h is the header.
+// pageIndex reads the index of a file with the header h.
 func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, error) {
 	u16, u32, u64 := binary.LittleEndian.Uint16, binary.LittleEndian.Uint32, binary.LittleEndian.Uint64
 	if len(blob) < 72 || len(blob)%64 != 0 || string(blob[:4]) != "OWIX" || u16(blob[4:]) != 1 ||
@@ -55,7 +54,7 @@ func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, e
 		u16(blob[30:]) != 32 || u64(blob[32:]) != uint64(len(blob)) || u32(blob[40:]) != h.Sum || h.Data%4096 != 0 {
 		return nil, nil, forbidden()
 	}
-	exact := u16(blob[6:]) <= 3 // a larger minor may have bytes where we know of none
+	exact := u16(blob[6:]) <= 3 // a larger minor version may have bytes that we do not know
 	zeros := func(b []byte) bool { return !exact || !slices.ContainsFunc(b, func(x byte) bool { return x != 0 }) }
 	nt, nc, nd := uint64(u32(blob[16:])), uint64(u32(blob[20:])), uint64(u32(blob[24:]))
 	end := 64 + 8*nd + 64*nt + 32*nc
@@ -128,7 +127,7 @@ func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, e
 	return ts, cs, nil
 }
 
-// pageRules is what section 2 says about tensors together with their chunks.
+// pageRules checks what section 2 says about tensors together with their chunks.
 func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 	next := uint32(0)
 	for i := range ts {
@@ -138,7 +137,7 @@ func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 		same := in.DType == t.dtype && slices.EqualFunc(in.Shape, t.shape, func(a int64, b uint64) bool {
 			return uint64(a) == b
 		})
-		// Of a tensor without chunks no reader has used the first one: a smaller number is let be.
+		// No reader has used the first chunk of a tensor without chunks, so a smaller number is allowed.
 		if t.first > next || t.count > 0 && t.first != next || (t.layout == 2) != (t.alias != 1<<32-1) ||
 			t.layout == 1 && !same || t.layout != 1 && !row {
 			return forbidden()
@@ -154,7 +153,7 @@ func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 			}
 			continue
 		}
-		if t.bytes == 0 { // plain, and without chunks
+		if t.bytes == 0 { // plain, without chunks
 			if t.layout != 1 || t.count != 0 || t.chunkBytes != 0 || t.parts != 1 || t.stored != 0 {
 				return forbidden()
 			}
@@ -171,7 +170,7 @@ func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 	return nil
 }
 
-// setGrid compares the chunks of a tensor with bytes: their number, sizes and places.
+// setGrid checks the chunks of a tensor with bytes: their number, sizes and offsets.
 func (t *pageTensor) setGrid(cs []pageChunk) error {
 	if t.chunkBytes == 0 || t.chunkBytes%4096 != 0 || t.chunkBytes > 16<<20 ||
 		t.parts != 1 && t.parts != 2 && t.parts != 4 && t.parts != 8 || t.layout == 1 && t.parts != 1 {
@@ -182,7 +181,7 @@ func (t *pageTensor) setGrid(cs []pageChunk) error {
 		rows = t.shape[0]
 	}
 	if t.parts > 1 {
-		row, parts := t.bytes*8/rows, uint64(t.parts) // in bits: elements of packed dtypes are smaller than a byte
+		row, parts := t.bytes*8/rows, uint64(t.parts) // in bits: packed elements are smaller than a byte
 		if t.bytes*8%rows != 0 || row%(parts*uint64(t.dtype.Bits())) != 0 || row/parts%8 != 0 {
 			return forbidden()
 		}
@@ -217,7 +216,7 @@ func (t *pageTensor) setGrid(cs []pageChunk) error {
 	return nil
 }
 
-// A front is a container's bytes before its chunks, divided.
+// A front is the parsed bytes of a container before its chunks.
 type front struct {
 	h    *safetensors.Header
 	blob []byte
@@ -245,7 +244,7 @@ func fronts(t *testing.T, r *rand.Rand) front {
 	return front{&h, b[8+n:], size}
 }
 
-// equal says how an index differs from what the page's reader has found; "" if it does not.
+// equal says how an index differs from what the reference reader found; "" if it does not.
 func equal(ix *tensor.Index, ts []pageTensor, cs []pageChunk) string {
 	if len(ix.Tensors) != len(ts) || len(ix.Chunks) != len(cs) {
 		return fmt.Sprintf("%d tensors and %d chunks, the page has %d and %d", len(ix.Tensors), len(ix.Chunks), len(ts),
@@ -274,7 +273,7 @@ func equal(ix *tensor.Index, ts []pageTensor, cs []pageChunk) string {
 	return ""
 }
 
-// seal puts the right checksum on a changed index: what is left are impossible values.
+// seal puts the right checksum on a changed index, so that only invalid values are left.
 func seal(blob []byte) {
 	n := 64 + 8*uint64(le.Uint32(blob[24:])) + 64*uint64(le.Uint32(blob[16:])) + 32*uint64(le.Uint32(blob[20:]))
 	if n+8 <= uint64(len(blob)) {
@@ -282,9 +281,8 @@ func seal(blob []byte) {
 	}
 }
 
-// What the writer makes is what the page's reader reads, and what that refuses under a
-// right checksum the product refuses, and nothing else, with a class and without a panic:
-// any bytes of the index are changed, alone and with others.
+// The reference reader reads what the writer makes. With right checksums the product refuses exactly what the reference
+// reader refuses, with a class and without a panic: any bytes of the index are changed, one or several at once.
 func TestTheIndexByThePage(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

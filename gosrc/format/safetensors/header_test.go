@@ -19,15 +19,14 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// sortEntries sorts them as other writers do: larger dtypes first, in each by name.
+// sortEntries sorts entries as other writers do: larger dtypes first, then by name.
 func sortEntries(entries []Entry) {
 	slices.SortFunc(entries, func(a, b Entry) int {
 		return cmp.Or(cmp.Compare(b.DType, a.DType), strings.Compare(a.Name, b.Name))
 	})
 }
 
-// model makes the header of a mixture of experts with n tensors, of which one
-// byte each is stored.
+// model makes the header of a mixture of experts with n tensors, each with one stored byte.
 func model(n int) ([]Entry, int64) {
 	entries := make([]Entry, n)
 	for i := range entries {
@@ -51,7 +50,7 @@ func parse(t testing.TB, head []byte, size int64) Header {
 	return h
 }
 
-// What AppendHeader writes, Parse reads back: random names, shapes and dtypes.
+// Parse reads back what AppendHeader writes: random names, shapes and dtypes.
 func TestRoundTrip(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -115,7 +114,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// same compares by name, since tensors without bytes may stand elsewhere.
+// same compares by name, since empty tensors may be elsewhere.
 func same(t testing.TB, h Header, entries []Entry) {
 	t.Helper()
 	if len(h.Tensors) != len(entries) {
@@ -136,8 +135,7 @@ func same(t testing.TB, h Header, entries []Entry) {
 	}
 }
 
-// Tensors come in the order of their bytes whatever the JSON's order is, and
-// those without bytes by name.
+// Tensors come in the order of their bytes, whatever the JSON's order is, and empty ones by name.
 func TestOrderOfBytes(t *testing.T) {
 	head := file(`{"b":{"dtype":"U8","shape":[2],"data_offsets":[2,4]},"z":{"dtype":"U8","shape":[0],"data_offsets":[2,2]},`+
 		`"c":{"dtype":"U8","shape":[0],"data_offsets":[2,2]},"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}`, "")
@@ -151,8 +149,7 @@ func TestOrderOfBytes(t *testing.T) {
 	}
 }
 
-// A header costs one read if it fits the first guess, else two, and Ahead has the
-// data that was read with it.
+// A header costs one read if it fits the first guess, else two. Ahead has the data that was read with it.
 func TestReads(t *testing.T) {
 	for _, n := range []int{0, 1, 100, 2000, 5000} {
 		entries, size := model(n)
@@ -179,8 +176,8 @@ func TestReads(t *testing.T) {
 	}
 }
 
-// A failing medium and a cancelled context keep their class and get a place; a
-// file that claims more than it has is not allocated for.
+// A failing medium and a cancelled context keep their class and get a location. Nothing is allocated for a file that
+// claims more than it has.
 func TestReadFails(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
@@ -188,13 +185,13 @@ func TestReadFails(t *testing.T) {
 		t.Errorf("cancelled: %v", err)
 	}
 	big := &memory{b: file(strings.Repeat(" ", 100), ""), size: 1 << 40}
-	big.b[3] = 5 // 80 MiB of header in a file that ends before
+	big.b[3] = 5 // 80 MiB of header in a file that is shorter
 	if _, err := Read(context.Background(), big, Options{}); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("truncated medium: %v", err)
 	}
 }
 
-// The writer refuses what the reader would.
+// The writer refuses what the reader would refuse.
 func TestWriterRefuses(t *testing.T) {
 	ok := Entry{"a", tensor.U8, []int64{4}, 0, 4}
 	for name, entries := range map[string][]Entry{
@@ -230,11 +227,9 @@ func TestWriterRefuses(t *testing.T) {
 	}
 }
 
-// attacks are headers made to cost: each must be refused or read in no
-// time, and allocate in all (garbage and the header itself included, so more
-// than ever lives at once) at most 6 times its size and 1 MiB. Metadata is a Go
-// map at the end, which costs more than that for tiny entries; their number is
-// limited, so the excess is too.
+// attacks are headers made to be expensive. Each must be refused or read quickly, and allocate at most 6 times its size
+// plus 1 MiB in total, including garbage and the header itself. Metadata ends up in a Go map, which costs more than
+// that for tiny entries; their number is limited, so the excess is too.
 func attacks() map[string]string {
 	const n = 1 << 20
 	rep := func(format string, count int) string {
@@ -319,21 +314,21 @@ func BenchmarkParse(b *testing.B) {
 	}
 }
 
-// A file of another kind is named, with what to do; the rule that it broke is no part of the text.
+// A file of another kind is named, with what to do. The name of the broken rule is not in the text.
 func TestOtherKinds(t *testing.T) {
 	for head, want := range map[string]string{
-		"PK\x03\x04 and more": "this is a zip archive, as torch.save and numpy.savez write, not a safetensors file: " +
+		"PK\x03\x04 and more": "this is a zip archive, as written by torch.save and numpy.savez, not a safetensors file: " +
 			"`overwire convert`",
 		"GGUF\x03\x00\x00\x00":           "this is a GGUF file, not a safetensors file: overwire lists and verifies",
-		"\x1f\x8b\x08 and more":          "this is a gzip file, not a safetensors file: gunzip it first",
+		"\x1f\x8b\x08 and more":          "this is a gzip file, not a safetensors file: decompress it with gunzip first",
 		"version https://git-lfs":        "git lfs pull",
 		"just some text, longer than it": "this is text, not a safetensors file: check the path",
 		"\x08\x07\x12\x07pytorch":        "not a safetensors file: load it with the library that wrote it",
-		"short":                          "this is text, not a safetensors file: check the path, or the URL that it came from (it has ",
+		"short":                          "this is text, not a safetensors file: check the path, or the URL of the download (it has ",
 		"{}":                             "this is JSON, not a safetensors file: name the .safetensors file",
 		"\x80\x04\x95 and more":          "this is a pickle, not a safetensors file",
-		"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.":                 "this is a torch.save file of before torch 1.6, not a safetensors file: `torch.save(torch.load(f), f)`",
-		"\x80\x04\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.": "this is a torch.save file of before torch 1.6, not a safetensors file: `torch.save(torch.load(f), f)`",
+		"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.":                 "this is a torch.save file from before torch 1.6, not a safetensors file: `torch.save(torch.load(f), f)`",
+		"\x80\x04\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.": "this is a torch.save file from before torch 1.6, not a safetensors file: `torch.save(torch.load(f), f)`",
 		strings.Repeat("x", 257) + "ustar":                                           "this is a tar archive",
 	} {
 		size := int64(1 << 40)

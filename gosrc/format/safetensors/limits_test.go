@@ -1,7 +1,6 @@
 package safetensors
 
-// This file tests the numbers of headers and of index.json at their limits, and small files
-// at every byte.
+// Tests the limits of numbers in headers and in index.json, and small files at every byte.
 
 import (
 	"bytes"
@@ -20,8 +19,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// The length before a header: what fits its file and its limit is taken, the rest is a file
-// of another kind, or a truncated one if what follows looks like a header.
+// A length before a header that fits its file and its limit is accepted. Otherwise the file is of another kind, or
+// truncated if what follows looks like a header.
 func TestLength(t *testing.T) {
 	for _, n := range []uint64{0, 1, 2, 92, 93, 1 << 20, tensor.MaxHeader, tensor.MaxHeader + 1, 1 << 31, 1<<32 - 1,
 		1 << 32, 1<<63 - 64, 1<<63 - 8, 1 << 63, math.MaxUint64 - 7, math.MaxUint64} {
@@ -52,8 +51,8 @@ func TestLength(t *testing.T) {
 	}
 }
 
-// A header is parsed whole or not at all: every other number of its bytes is the caller's
-// mistake, and every size of the file but its own a bad file.
+// A header is parsed whole or not at all. A different number of its bytes is an argument error, and a different file
+// size a bad file.
 func TestEveryByteOfAHeader(t *testing.T) {
 	head, err := AppendHeader(nil, map[string]string{"a": "b"},
 		[]Entry{{"w", tensor.F32, []int64{2, 1}, 0, 8}, {"x", tensor.U8, []int64{1}, 8, 9}}, 0)
@@ -81,7 +80,7 @@ func TestEveryByteOfAHeader(t *testing.T) {
 		t.Errorf("a byte more: %v", err)
 	}
 	for n := int64(len(head)); n < size+9; n++ {
-		want := errs.ErrFormat // bytes that no tensor has
+		want := errs.ErrFormat // bytes without a tensor
 		if n < size {
 			want = errs.ErrCorrupt // a tensor without its bytes
 		}
@@ -90,7 +89,7 @@ func TestEveryByteOfAHeader(t *testing.T) {
 		}
 	}
 	good := parse(t, head, size)
-	for bit := 64; bit < 8*len(head); bit++ { // the JSON has no checksum here: the sum says that it has changed
+	for bit := 64; bit < 8*len(head); bit++ { // the JSON has no checksum here; the sum shows that it has changed
 		p := bytes.Clone(head)
 		p[bit/8] ^= 1 << (bit % 8)
 		h, err := Parse("x", p, size, Options{})
@@ -104,8 +103,7 @@ func TestEveryByteOfAHeader(t *testing.T) {
 	}
 }
 
-// An index.json that is cut is refused at every byte; of a changed one whatever is taken
-// names plain siblings.
+// An index.json cut at any byte is refused. A changed one that is accepted names only plain siblings.
 func TestEveryByteOfAnIndex(t *testing.T) {
 	text := []byte(`{"metadata":{"total_size":12,"a":[1,{"b":null}]},"weight_map":{"w":"1.safetensors","x":"2.safetensors"},"more":true}`)
 	if s, err := ReadIndexJSON("x", text); err != nil || len(s.Weights) != 2 || s.TotalSize != 12 ||
@@ -140,7 +138,7 @@ func TestEveryByteOfAnIndex(t *testing.T) {
 	}
 }
 
-// total_size is information: what is no size counts as unsaid, and nothing is refused for it.
+// total_size is only informative: an invalid one counts as missing, and nothing is refused for it.
 func TestTotalSize(t *testing.T) {
 	for text, want := range map[string]int64{
 		"0": 0, "-0": 0, "1": 1, "9223372036854775807": math.MaxInt64, "9223372036854775808": -1,
@@ -155,7 +153,7 @@ func TestTotalSize(t *testing.T) {
 	}
 }
 
-// Readers and the writer take as many entries of metadata as the limit says, and no more.
+// Readers and the writer accept exactly as many metadata entries as the limit says.
 func TestMuchMetadata(t *testing.T) {
 	entries := func(n int) (m map[string]string, text string) {
 		m = make(map[string]string, n)
@@ -189,7 +187,7 @@ func TestMuchMetadata(t *testing.T) {
 	}
 }
 
-// failing is a medium that fails from a byte on.
+// failing is a medium that fails from a given byte.
 type failing struct {
 	*memory
 	from int64
@@ -202,8 +200,8 @@ func (f failing) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return f.memory.ReadAt(ctx, p, off)
 }
 
-// A medium that fails, at first or in the rest of a long header, keeps its class, and the
-// error says from where on it was read.
+// A medium that fails, at once or in the rest of a long header, keeps its class, and the error has the offset of the
+// read.
 func TestReadFailsLater(t *testing.T) {
 	entries, size := model(5000)
 	head, err := AppendHeader(nil, nil, entries, 0)

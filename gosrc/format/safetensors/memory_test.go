@@ -8,10 +8,10 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// memory is a source that lies in memory and counts its reads.
+// memory is a source in memory that counts its reads.
 type memory struct {
 	b     []byte
-	size  int64 // what it claims; -1: len(b)
+	size  int64 // the size it claims; -1 means len(b)
 	reads int
 	bytes int64
 }

@@ -48,8 +48,7 @@ func TestIndexJSON(t *testing.T) {
 	}
 }
 
-// Files are numbered by name whatever the order of the JSON, and total_size is
-// only a note.
+// Files are numbered by name, whatever the order of the JSON, and total_size is only a note.
 func TestIndexJSONOrder(t *testing.T) {
 	for text, total := range map[string]int64{
 		`{"weight_map":{"x":"b","y":"a","z":"b"},"metadata":{"total_size":1.5e3}}`:    1500,
@@ -67,7 +66,7 @@ func TestIndexJSONOrder(t *testing.T) {
 	}
 }
 
-// "./" before the name of a file beside the index changes nothing.
+// "./" before the name of a file next to the index changes nothing.
 func TestIndexJSONOfHere(t *testing.T) {
 	s, err := ReadIndexJSON("x", []byte(`{"weight_map":{"x":"./a","y":"a","z":"././b"}}`))
 	if err != nil || !slices.Equal(s.Files, []string{"a", "b"}) ||
@@ -81,7 +80,7 @@ func TestIndexJSONOfHere(t *testing.T) {
 	}
 }
 
-// A hostile index is refused before anything that it names is opened.
+// A hostile index is refused before any file that it names is opened.
 func TestIndexJSONRefuses(t *testing.T) {
 	for _, file := range []string{
 		"", ".", "..", "../x", "a/../../x", "/etc/passwd", "sub/x", `..\\x`, `sub\\x`, `c:x`, `c:\\x`,
@@ -109,8 +108,8 @@ func TestIndexJSONRefuses(t *testing.T) {
 	}
 }
 
-// The index decides: every named tensor has to be in its file, and what else is there, a
-// stale duplicate too, is not the model's; an alias of it keeps the bytes.
+// The index decides: every named tensor has to be in its file. Other tensors there, also a stale duplicate, are not
+// part of the model. An alias of one keeps the bytes.
 func TestShardsSelect(t *testing.T) {
 	ix := &tensor.Index{
 		Sources: []tensor.Source{{URI: "a"}, {URI: "b"}},
@@ -156,9 +155,8 @@ func TestShardsSelect(t *testing.T) {
 	}
 }
 
-// FuzzHeader parses anything. What is accepted is written again to a header
-// that parses equal; what is not has a class and a place; strict accepts
-// nothing that lenient refuses.
+// FuzzHeader parses anything. Accepted headers are written again to a header that parses equal; refused ones have a
+// class and a location. Strict mode accepts nothing that lenient mode refuses.
 func FuzzHeader(f *testing.F) {
 	for _, v := range vectors() {
 		if len(v.file) < 4096 {
@@ -225,8 +223,8 @@ func FuzzShards(f *testing.F) {
 	})
 }
 
-// Only keeps the files of the names and all that is in these; a name that the
-// index lacks may be anywhere.
+// Only keeps the files of the given names with everything in them. A name that is missing from the index may be in any
+// file.
 func TestOnly(t *testing.T) {
 	s := Shards{Files: []string{"a", "b", "c"}, Weights: []Weight{{"x", 2}, {"y", 0}, {"z", 2}, {"w", 1}}, TotalSize: 9}
 	for _, c := range []struct {

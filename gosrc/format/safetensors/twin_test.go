@@ -21,8 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// This file reads headers by encoding/json's tokens and the README of safetensors, and
-// compares that with the parser, which shares nothing with it.
+// Reads headers with encoding/json's tokens from the safetensors README, and compares that with the parser, which
+// shares nothing with it.
 
 var errTwin = errors.New("the README forbids it")
 
@@ -94,7 +94,7 @@ func object(d *json.Decoder, member func(key string) error) error {
 	return nil
 }
 
-// strings0 reads metadata: an object of strings; null is none.
+// strings0 reads metadata: an object of strings; null means none.
 func strings0(d *json.Decoder) (map[string]string, error) {
 	var raw json.RawMessage
 	if d.Decode(&raw) != nil {
@@ -167,7 +167,7 @@ func numbers(raw json.RawMessage) (out []uint64, err error) {
 	return out, nil
 }
 
-// covers says whether tensors cover all bytes of the data once, each as its shape says.
+// covers reports whether tensors cover all data bytes exactly once, each as its shape requires.
 func covers(ts map[string]twinTensor, size uint64) error {
 	end := uint64(0)
 	for _, name := range order(ts) {
@@ -194,14 +194,14 @@ func covers(ts map[string]twinTensor, size uint64) error {
 	return nil
 }
 
-// order is that of the bytes, and of the names where there are none.
+// order compares by bytes, and empty tensors by name.
 func order(ts map[string]twinTensor) []string {
 	return slices.SortedFunc(maps.Keys(ts), func(a, b string) int {
 		return cmp.Or(cmp.Compare(ts[a].begin, ts[b].begin), cmp.Compare(ts[a].end, ts[b].end), strings.Compare(a, b))
 	})
 }
 
-// loneSurrogate: encoding/json replaces them, JSON of safetensors refuses them.
+// loneSurrogate: encoding/json replaces lone surrogates, and safetensors' JSON refuses them.
 func loneSurrogate(text []byte) bool {
 	for i := 0; i+5 < len(text); i++ {
 		if text[i] != '\\' {
@@ -232,8 +232,8 @@ func loneSurrogate(text []byte) bool {
 	return false
 }
 
-// A scribe writes good headers in ways that writers do not: spaces anywhere, characters
-// escaped that need not be, members in any order, fields that no reader knows.
+// A scribe writes valid headers in unusual ways: spaces anywhere, needlessly escaped characters, members in any order,
+// unknown fields.
 type scribe struct{ r *rand.Rand }
 
 func (s scribe) space() string { return []string{"", "", "", " ", "\n", "\t \r"}[s.r.IntN(6)] }
@@ -280,7 +280,7 @@ func (s scribe) name(i int) string {
 	return alphabet[s.r.IntN(len(alphabet))] + strconv.Itoa(i) + alphabet[s.r.IntN(len(alphabet))]
 }
 
-// file writes tensors of any dtypes and shapes.
+// file writes tensors of random dtypes and shapes.
 func (s scribe) file() []byte {
 	var members []string
 	at := uint64(0)
@@ -325,7 +325,7 @@ func (s scribe) file() []byte {
 
 const marks = `{}[]:,"\0123456789-+.eEu nt`
 
-// hurt changes a file where a rule may be.
+// hurt changes a file where it may break a rule.
 func (s scribe) hurt(file []byte) []byte {
 	b := bytes.Clone(file)
 	n := int(binary.LittleEndian.Uint64(b))
@@ -356,7 +356,7 @@ func (s scribe) hurt(file []byte) []byte {
 			b = slices.Delete(b, at, min(at+1+s.r.IntN(3), 8+n))
 		}
 	}
-	if s.r.IntN(4) > 0 { // and its length is right again
+	if s.r.IntN(4) > 0 { // and its length is correct again
 		if i := bytes.LastIndexByte(b, '}'); i >= 8 {
 			binary.LittleEndian.PutUint64(b, uint64(i+1-8))
 		}
@@ -364,8 +364,8 @@ func (s scribe) hurt(file []byte) []byte {
 	return b
 }
 
-// The parser reads what the twin reads, as the same tensors in the same order, and refuses
-// what it refuses: for headers of every style, and for those with mistakes.
+// The parser reads the same tensors as the twin in the same order, and refuses what the twin refuses, for headers of
+// every style and for those with mistakes.
 func TestTheTwin(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -426,9 +426,8 @@ func TestTheTwin(t *testing.T) {
 	}
 }
 
-// An index.json of any names is to encoding/json what was written, in the bytes that
-// Python's json makes of it (two spaces, names sorted), and is read back as it was; Only
-// keeps the files of the names asked for, and every tensor of these.
+// encoding/json reads an index.json of any names as written, in the bytes of Python's json (two spaces, names sorted),
+// and it reads back unchanged. Only keeps the files of the given names and every tensor in them.
 func TestIndexTwin(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

@@ -18,15 +18,15 @@ var update = flag.Bool("update", false, "write the vectors that the Python tests
 
 const vectorFile = "../../../tests/goldens/container/vectors.json"
 
-// A vector is one file and what must become of it. accept is the verdict of
-// the original, which tests/peers/test_safetensors_parity.py holds it to.
+// A vector is one file and the expected result. accept is the original library's verdict, which
+// tests/peers/test_safetensors_parity.py checks.
 type vector struct {
 	name   string
 	file   []byte
 	accept bool   // safetensors 0.8 reads it
-	class  error  // ours; nil: read
-	words  string // in our error: its rule, and of its text
-	loose  bool   // the lenient switch reads it
+	class  error  // our error class; nil if it is read
+	words  string // in our error: its rule, and a part of its text
+	loose  bool   // lenient mode reads it
 }
 
 const (
@@ -42,7 +42,7 @@ func refuses(name, header, data, words string) vector {
 	return vector{name: name, file: file(header, data), class: errs.ErrFormat, words: words}
 }
 
-// stricter is a file that the original reads and we do not.
+// stricter is a file that the original library reads and we do not.
 func stricter(name, header, data, words string, loose bool) vector {
 	return vector{name: name, file: file(header, data), accept: true, class: errs.ErrFormat, words: words, loose: loose}
 }
@@ -79,7 +79,7 @@ func vectors() []vector {
 		reads("no tensor", `{}`, ""),
 		reads("metadata only", `{"__metadata__":{"a":"b"}}`, ""),
 
-		// White space and what is none.
+		// White space, and characters that are not.
 		reads("leading space", " \n\t\r"+a, data),
 		reads("trailing space", a+" \n\t\r", data),
 		reads("space everywhere", ` { "a" : { "dtype" : "U8" , "shape" : [ 2 , 2 ] , "data_offsets" : [ 0 , 4 ] } } `, data),
@@ -132,13 +132,13 @@ func vectors() []vector {
 		reads("metadata empty", `{"__metadata__":{}}`, ""),
 		reads("metadata null", `{"__metadata__":null}`, ""),
 		reads("metadata key escaped", `{"\u005f_metadata__":{"a":"b"}}`, ""),
-		refuses("metadata with a number", `{"__metadata__":{"a":1}}`, "", "is no string").lenient(),
-		refuses("metadata with null", `{"__metadata__":{"a":null}}`, "", "is no string").lenient(),
-		refuses("metadata with an object", `{"__metadata__":{"a":{"b":"c"}}}`, "", "is no string").lenient(),
+		refuses("metadata with a number", `{"__metadata__":{"a":1}}`, "", "is not a string").lenient(),
+		refuses("metadata with null", `{"__metadata__":{"a":null}}`, "", "is not a string").lenient(),
+		refuses("metadata with an object", `{"__metadata__":{"a":{"b":"c"}}}`, "", "is not a string").lenient(),
 		refuses("metadata a list", `{"__metadata__":[]}`, "", json).lenient(),
 		refuses("metadata a string", `{"__metadata__":"x"}`, "", json).lenient(),
 		refuses("metadata half null", `{"__metadata__":nul}`, "", json),
-		refuses("a tensor named __metadata__", `{"__metadata__":{`+one+`}}`, data, "is no string").lenient(),
+		refuses("a tensor named __metadata__", `{"__metadata__":{`+one+`}}`, data, "is not a string").lenient(),
 
 		// Entries.
 		refuses("an entry null", `{"a":null}`, "", json),
@@ -156,7 +156,7 @@ func vectors() []vector {
 		refuses("a dtype in lower case", `{"a":{"dtype":"u8","shape":[4],"data_offsets":[0,4]}}`, data, "unknown dtype"),
 		refuses("a dtype null", `{"a":{"dtype":null,"shape":[4],"data_offsets":[0,4]}}`, data, json),
 
-		// Ignored fields, which have to be JSON all the same.
+		// Ignored fields, which still have to be JSON.
 		reads("an unknown field", field(`1`), data),
 		reads("unknown values", field(`[{"y":[1.5e3,null,true,false,"z\n",-0,-1,0e0,{},[]]}]`), data),
 		reads("a long number", field(`123456789012345678901234567890`), data),
@@ -211,7 +211,7 @@ func vectors() []vector {
 		refuses("one offset", `{"a":{"dtype":"U8","shape":[4],"data_offsets":[0]}}`, data, json),
 		refuses("no offsets in the list", `{"a":{"dtype":"U8","shape":[0],"data_offsets":[]}}`, "", json),
 
-		// Shapes, sizes, places.
+		// Shapes, sizes, offsets.
 		reads("rank 0", `{"a":{"dtype":"U32","shape":[],"data_offsets":[0,4]}}`, data),
 		reads("a dimension of 0", `{"a":{"dtype":"U32","shape":[0,5],"data_offsets":[0,0]}}`, ""),
 		reads("rank 64", shape(strings.TrimSuffix(strings.Repeat("1,", 64), ","), 1), "a"),
@@ -248,8 +248,8 @@ func vectors() []vector {
 	return vs
 }
 
-// Every rule of the format is held: the class, the original's word for it, the
-// file's name, and the same verdict from the reader that reads and the parser.
+// Every rule of the format is enforced: the class, the original library's word for it, the file's name, and the same
+// verdict from the reader and from the parser.
 func TestVectors(t *testing.T) {
 	for _, v := range vectors() {
 		_, err := Read(context.Background(), inMemory(v.file), Options{})
@@ -280,14 +280,14 @@ func isSaying(err error, words string) bool {
 	return errs.RuleOf(err) == rule && strings.Contains(err.Error(), text) || strings.Contains(err.Error(), words)
 }
 
-// The vectors that the Python tests hold the original to are these.
+// The vectors that the Python tests check against the original library are these.
 func TestVectorFile(t *testing.T) {
 	type row struct {
 		Name      string `json:"name"`
 		File      string `json:"file"` // base64
 		Reference bool   `json:"reference"`
-		Ours      string `json:"ours"`    // class, "" when read
-		Lenient   bool   `json:"lenient"` // the lenient switch reads it
+		Ours      string `json:"ours"`    // class, "" if it is read
+		Lenient   bool   `json:"lenient"` // lenient mode reads it
 	}
 	var rows []row
 	for _, v := range vectors() {
@@ -295,7 +295,7 @@ func TestVectorFile(t *testing.T) {
 		if v.class != nil {
 			r.Ours = errs.Class(v.class)
 		}
-		if len(v.file) < 4096 { // the others stay here
+		if len(v.file) < 4096 { // larger ones are only tested here
 			rows = append(rows, r)
 		}
 	}

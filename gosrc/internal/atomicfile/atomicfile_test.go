@@ -20,11 +20,11 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A watch looks at the temporary file after every call, as another process might.
+// A watch inspects the temporary file after every call, as another process might.
 type watch struct {
 	Disk
 	t    *testing.T
-	wide fs.FileMode // what no temporary file may allow
+	wide fs.FileMode // permissions that no temporary file may have
 	temp string
 	seen int
 }
@@ -32,7 +32,7 @@ type watch struct {
 func (w *watch) look(after string) {
 	st, err := os.Lstat(w.temp)
 	if err != nil {
-		return // it has its name
+		return // it has its final name
 	}
 	w.seen++
 	if got := st.Mode().Perm() & w.wide; got != 0 {
@@ -83,10 +83,9 @@ func (f *watched) Sync() error {
 }
 
 func TestModes(t *testing.T) {
-	// Promise: a replaced file's mode is kept, a new one has what the umask leaves or
-	// the mode of the file that it is to be like; links stay; other names keep the old
-	// bytes; and from the first call to the last, only those who may read or write
-	// the finished file can read or write the temporary one.
+	// A replaced file's mode is kept. A new one gets what the umask leaves, or the mode of its template. Links stay,
+	// and other names keep the old bytes. At every moment only those who may read or write the finished file can read
+	// or write the temporary one.
 	for _, mask := range []int{0o022, 0o027, 0o077} {
 		old := syscall.Umask(mask)
 		for _, c := range []struct {
@@ -124,7 +123,7 @@ func TestModes(t *testing.T) {
 				return link(t, "1", dir+"/f"), ""
 			}, 0o600},
 			{"link out of a linked folder", func(dir string) (string, string) {
-				// dir/here -> dir/sub/deep, where l -> ../r: that is sub/r, not dir/r
+				// dir/here -> dir/sub/deep with l -> ../r there: it means sub/r, not dir/r
 				put(t, dir+"/sub/r", 0o600)
 				put(t, dir+"/r", 0o644)
 				link(t, "../r", dir+"/sub/deep/l")
@@ -200,7 +199,7 @@ func none(t *testing.T, dir string) {
 }
 
 func TestHardLink(t *testing.T) {
-	// Promise: another name of the old file keeps the old bytes and mode.
+	// Another name of the old file keeps the old bytes and mode.
 	dir := t.TempDir()
 	put(t, dir+"/f", 0o600)
 	if err := errors.Join(os.Link(dir+"/f", dir+"/other"), Write(t.Context(), dir+"/f", []byte("new"))); err != nil {
@@ -224,8 +223,8 @@ func acl(entries ...[3]uint32) []byte {
 }
 
 func TestACL(t *testing.T) {
-	// Promise: who had access by the old file's ACL has it still, and the group gets
-	// no more than the ACL gave it; a folder's default ACL opens no replaced file.
+	// Users with access by the old file's ACL keep it, and the group gets no more than the ACL gave it. A folder's
+	// default ACL does not widen access to a replaced file.
 	const name = "system.posix_acl_access"
 	none := uint32(1<<32 - 1)
 	dir := t.TempDir()
@@ -273,7 +272,7 @@ func TestACL(t *testing.T) {
 }
 
 func TestGroup(t *testing.T) {
-	// Promise: root gives the new file the owner and group of the old one.
+	// Root gives the new file the owner and group of the old one.
 	if os.Geteuid() != 0 {
 		t.Skip("only root may give files away")
 	}
@@ -287,14 +286,13 @@ func TestGroup(t *testing.T) {
 	}
 }
 
-// A stubborn file may not be given to another group.
+// A stubborn file refuses to be given to another group.
 type stubborn struct{ File }
 
 func (f stubborn) Chown(int, int) error { return syscall.EPERM }
 
 func TestGroupRefused(t *testing.T) {
-	// Promise: where the group cannot be kept, the writer's own group gets no more rights
-	// than all others.
+	// Where the group cannot be kept, the writer's own group gets no more rights than all others.
 	for old, want := range map[fs.FileMode]fs.FileMode{0o660: 0o600, 0o664: 0o644, 0o640: 0o600, 0o604: 0o604,
 		0o666: 0o666, 0o600: 0o600} {
 		path := put(t, t.TempDir()+"/f", old)
@@ -312,7 +310,7 @@ func TestGroupRefused(t *testing.T) {
 }
 
 func TestRefused(t *testing.T) {
-	// Promise: what is no file is not replaced, and nothing is left of a failure.
+	// Anything that is not a file is not replaced, and a failure leaves nothing.
 	dir := t.TempDir()
 	if err := errors.Join(syscall.Mkfifo(dir+"/fifo", 0o600), os.Symlink("loop", dir+"/loop"),
 		os.Symlink("/dev/null", dir+"/null"), os.Mkdir(dir+"/sub", 0o777)); err != nil {
@@ -350,7 +348,7 @@ func TestRefused(t *testing.T) {
 }
 
 func TestRename(t *testing.T) {
-	// Promise: a file that another program has written is renamed like one of ours.
+	// A file that another program has written is renamed like one of ours.
 	dir := t.TempDir()
 	put(t, dir+"/real", 0o600)
 	link(t, "real", dir+"/f")
@@ -369,7 +367,7 @@ func TestRename(t *testing.T) {
 }
 
 func TestNames(t *testing.T) {
-	// Promise: names of any bytes are written under themselves, up to 255 of them.
+	// Names of any bytes are used as they are, up to 255 bytes.
 	dir := t.TempDir()
 	names := []string{"caf\xe9", "caf\ufffd", "caf\xe8", " ", "a\nb", "%E9", "-f", "f.", "\xed\xa0\x80",
 		strings.Repeat("\xff", 255), strings.Repeat("ü", 127), strings.Repeat("x", 254) + "\xc3"}
@@ -394,11 +392,10 @@ func TestNames(t *testing.T) {
 }
 
 func TestOrphans(t *testing.T) {
-	// Promise: what killed saves left behind goes with the next save into the folder;
-	// a save that is still running, and files of others, stay.
+	// Leftovers of killed saves are removed by the next save into the folder. Running saves and files of others stay.
 	dir := t.TempDir()
 	p := filepath.Join(dir, "m")
-	other := strings.Map(func(r rune) rune { return '0' + (r+1)%10 }, bootTag()) // of another machine
+	other := strings.Map(func(r rune) rune { return '0' + (r+1)%10 }, bootTag()) // from another machine
 	if other == bootTag() {
 		t.Fatal(other)
 	}
@@ -451,7 +448,7 @@ func TestOrphans(t *testing.T) {
 			}
 		}()
 	}
-	// Folders and links of such names are not ours.
+	// Folders and links with such names are not ours.
 	folder, link := filepath.Join(dir, here(".f", "89abcdef")), filepath.Join(dir, here(".l", "89abcdef"))
 	if err := errors.Join(os.Mkdir(folder, 0o700), os.Symlink("a", link)); err != nil {
 		t.Fatal(err)
@@ -466,8 +463,8 @@ func TestOrphans(t *testing.T) {
 	}
 }
 
-// Promise: nothing is written into the blobs of a Hugging Face cache, neither by their
-// names nor through a link of a snapshot; links elsewhere are followed as always.
+// Nothing is written into the blobs of a Hugging Face cache, neither by their names nor through a snapshot's link.
+// Other links are followed as usual.
 func TestBlobsOfACache(t *testing.T) {
 	top := t.TempDir()
 	cache := filepath.Join(top, "models--a--b")
@@ -514,7 +511,7 @@ func TestBlobsOfACache(t *testing.T) {
 	}
 }
 
-// A write whose context ends keeps the old file, and leaves no other.
+// A write with an ended context keeps the old file, and leaves no other.
 func TestWriteEnds(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a")
@@ -526,7 +523,7 @@ func TestWriteEnds(t *testing.T) {
 	if err := Write(ctx, path, bytes.Repeat([]byte("new"), 100)); !errors.Is(err, errs.ErrCancelled) {
 		t.Error(err)
 	}
-	// While the disk takes it, too.
+	// Also while the disk is writing it.
 	target, err := New(Disk{}, path, "", 0)
 	if err != nil {
 		t.Fatal(err)
@@ -547,7 +544,7 @@ func TestWriteEnds(t *testing.T) {
 	}
 }
 
-// slowFile is on the disk only when sync is closed.
+// slowFile reaches the disk only when sync is closed.
 type slowFile struct {
 	File
 	sync chan struct{}
@@ -555,7 +552,7 @@ type slowFile struct {
 
 func (f *slowFile) Sync() error { <-f.sync; return f.File.Sync() }
 
-// A file whose mode the system does not tell is not taken for none: what replaces it could be open to more readers.
+// An unknown file mode is not taken for the umask's default, since the replacement could then be open to more readers.
 func TestUnknownModeIsNotTheUmasks(t *testing.T) {
 	dir := t.TempDir()
 	unknown := dir + "/loop/file"

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A write follows no link that another user has put into a folder that everyone may write, and replaces no
-// file that waits there for it in a sticky one: neither elsewhere, nor for another owner.
+// A write follows no link that another user has put into a folder that everyone may write to, and replaces no file of
+// another user in a sticky one.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root may give files away")
@@ -23,7 +23,7 @@ func TestPlanted(t *testing.T) {
 		link, file bool // refused
 	}{
 		{0o777 | fs.ModeSticky, 1234, true, true},
-		{0o777, 1234, true, false}, // who may rename there needs no file to wait
+		{0o777, 1234, true, false}, // those who may rename there do not need a planted file
 		{0o777 | fs.ModeSticky, 0, false, false},
 		{0o755, 1234, false, false},
 	} {
@@ -60,7 +60,7 @@ func TestPlanted(t *testing.T) {
 	}
 }
 
-// A link of another user that comes and goes is followed at no time.
+// A link of another user that comes and goes is never followed.
 func TestLinkThatComesAndGoes(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root may give files away")
@@ -103,8 +103,8 @@ func isClosed(stop <-chan struct{}) bool {
 	}
 }
 
-// A new file gets neither owner nor mode of a file that another user has put into a sticky folder, under its name
-// meanwhile, or under one that it is to be like.
+// A new file does not get the owner or mode of a file that another user has put into a sticky folder, neither under its
+// own name nor under its template's name.
 func TestOwnerOfStrangersFile(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root may give files away")

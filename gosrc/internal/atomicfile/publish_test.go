@@ -13,10 +13,10 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A lossy disk answers the renames to some names by an error: after they have happened, or instead of them.
+// A lossy disk answers renames of some names with an error: after they have happened, or instead of them.
 type lossy struct {
 	Disk
-	names   string // how the names end
+	names   string // suffixes of the names
 	happens bool
 }
 
@@ -40,7 +40,7 @@ func (l lossy) RenameNew(from, to string) error {
 	return l.answer(to, func() error { return l.Disk.RenameNew(from, to) })
 }
 
-// finish returns the targets of a set: two shards, which are new, and the index that lists them, or one file.
+// finish returns the targets of a set: two new shards with the index that lists them, or one file.
 func finish(t *testing.T, sys FS, dir string, names ...string) (targets []*Target) {
 	t.Helper()
 	for _, name := range names {
@@ -58,8 +58,8 @@ func finish(t *testing.T, sys FS, dir string, names ...string) (targets []*Targe
 }
 
 func TestRenameWhoseAnswerIsLost(t *testing.T) {
-	// Promise: a rename that has happened counts, whatever its answer was (a reply of NFS that was lost, FUSE); after
-	// one that has not happened the old set is whole. So one of the two sets is there, with all that it lists.
+	// A rename that has happened counts, whatever its answer was (a lost NFS reply, FUSE). After one that has not
+	// happened, the old set is intact. So one of the two sets is there with all its files.
 	for _, c := range []struct {
 		files   []string
 		sys     lossy
@@ -99,7 +99,7 @@ func TestRenameWhoseAnswerIsLost(t *testing.T) {
 	}
 }
 
-// A mount has files that lack calls.
+// A mount has files with missing calls.
 type mount struct {
 	Disk
 	rename error
@@ -149,8 +149,8 @@ func unless(err error, call func() error) error {
 }
 
 func TestMountsThatLackCalls(t *testing.T) {
-	// Promise: a mount without ftruncate, fsync or fchmod takes a file; one that cannot write or rename gives an error
-	// that is never the caller's mistake, says what is lacking, and leaves the old file.
+	// A mount without ftruncate, fsync or fchmod takes a file. One that cannot write or rename gives an error that is
+	// not an argument error and says what is lacking, and the old file stays.
 	for name, c := range map[string]struct {
 		sys   mount
 		class error
@@ -176,7 +176,7 @@ func TestMountsThatLackCalls(t *testing.T) {
 				return err
 			}
 			defer target.Drop()
-			// Longer than what is written, as a file that ends with zeros.
+			// Longer than the content, like a file that ends with zeros.
 			if err := errors.Join(target.Write([]byte("new"), 0), target.Finish(9)); err != nil {
 				return err
 			}
@@ -193,8 +193,8 @@ func TestMountsThatLackCalls(t *testing.T) {
 }
 
 func TestRenameFolder(t *testing.T) {
-	// Promise: a folder gets a name where nothing or an empty folder is, or exchanges it with the folder there; else
-	// it is an error of a class, and both are as they were.
+	// A folder is published where nothing or an empty folder is, or by an exchange with the existing folder. Otherwise
+	// there is a typed error, and both folders stay as they were.
 	for name, c := range map[string]struct {
 		there    []string
 		exchange bool

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// callAsUser calls fn in a thread whose calls of the file system are another user's; the thread ends with it.
+// callAsUser calls fn in a thread that acts as another user in the file system; the thread ends with it.
 func callAsUser(t *testing.T, user int, fn func() error) error {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -28,8 +28,8 @@ func callAsUser(t *testing.T, user int, fn func() error) error {
 	return <-done
 }
 
-// Into another user's folder that may be written and not listed, a drop box, a file is written and replaced, and a
-// set of files, with no error after it is there.
+// Files and sets of files are written and replaced in another user's folder that is writable but not listable (a drop
+// box), without an error after they are there.
 func TestFolderThatMayNotBeListed(t *testing.T) {
 	const user = 1234
 	folder, err := os.MkdirTemp("/tmp", "overwire")

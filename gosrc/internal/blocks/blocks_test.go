@@ -12,8 +12,8 @@ import (
 )
 
 func TestCache(t *testing.T) {
-	// Promise: a block is made once for all callers that ask at the same time; an
-	// error is not kept; unused blocks go when there are too many.
+	// A block is made once for all callers that ask at the same time. An error is not kept, and unused blocks are
+	// dropped when there are too many.
 	c := New[int64](100)
 	var made atomic.Int64
 	bad := errors.New("bad")
@@ -47,8 +47,7 @@ func TestCache(t *testing.T) {
 }
 
 func TestOthers(t *testing.T) {
-	// Promise: a caller that is cancelled fails no other that waits for the same block;
-	// one whose context ends does not wait.
+	// A cancelled caller does not fail others that wait for the same block. One with an ended context does not wait.
 	c := New[int](100)
 	begun, end := make(chan struct{}), make(chan struct{})
 	failed := make(chan error, 1)
@@ -93,15 +92,14 @@ func TestOthers(t *testing.T) {
 			t.Error("no panic")
 		}
 		if _, err := c.Get(context.Background(), 2, func() ([]byte, error) { return nil, nil }); err != nil {
-			t.Error(err) // a panic leaves nothing behind
+			t.Error(err) // a panic leaves nothing
 		}
 	}()
 	_, _ = c.Get(context.Background(), 2, func() ([]byte, error) { panic("a fill") })
 }
 
 func TestFailed(t *testing.T) {
-	// Promise: what waits for a fill that fails fails with it, and tries nothing; who comes
-	// later tries.
+	// Waiters of a fill that fails get its error and do not retry; later callers retry.
 	c := New[int](100)
 	begun, end := make(chan struct{}), make(chan struct{})
 	broken := errors.New("broken")

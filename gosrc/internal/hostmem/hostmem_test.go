@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// A control group's limit counts, less what is used, in both versions; none is no limit.
+// A control group's limit minus its usage counts, in both versions; without a limit there is none.
 func TestLeft(t *testing.T) {
 	for name, c := range map[string]struct {
 		files map[string]string

@@ -1,6 +1,6 @@
 package house
 
-// This file checks that vector instructions run only on CPUs that have them.
+// Checks that vector instructions run only on CPUs that have them.
 
 import (
 	"go/ast"
@@ -20,8 +20,8 @@ import (
 	"testing"
 )
 
-// featuresAskedFor has, by file, what its package asks the CPU for before that file's functions run.
-// A file that needs less than another of its package is one of its own.
+// featuresAskedFor lists, by file, what its package asks of the CPU before that file's functions run. A file that needs
+// less than others of its package is a separate file.
 var featuresAskedFor = map[string][]string{
 	"gosrc/codec/digest/fast_amd64.go": {"AVX512"},
 	"gosrc/codec/sum_amd64.go":         {"AVX512", "AVX512VPCLMULQDQ"},
@@ -34,22 +34,21 @@ var featuresAskedFor = map[string][]string{
 	"gosrc/internal/avx/avx_amd64.go":  {"AVX"},
 }
 
-// includedFeatures has what a CPU with a feature has, too; AVX512 is archsimd's word for F, CD, BW, DQ
-// and VL.
+// includedFeatures lists what a CPU with a feature also has; AVX512 is archsimd's word for F, CD, BW, DQ and VL.
 var includedFeatures = map[string][]string{
 	"AVX512F": {"AVX2", "AVX"}, "AVX512": {"AVX512F", "AVX512BW", "AVX2", "AVX"}, "AVX2": {"AVX"},
 }
 
 var documentedFeature = regexp.MustCompile(`CPU Features?: (\w+)`)
 
-// TestVectorFilesAskForTheirFeatures compares what each file's calls of archsimd need, by the
-// documentation of these functions, with featuresAskedFor, and this with what its package asks for. What is
-// not asked for ends the process by SIGILL on an older CPU.
+// TestVectorFilesAskForTheirFeatures compares what each file's archsimd calls need, by their documentation, with
+// featuresAskedFor, and that with what its package asks for. A feature that is not asked for ends the process with
+// SIGILL on an older CPU.
 func TestVectorFilesAskForTheirFeatures(t *testing.T) {
 	if runtime.GOARCH != "amd64" {
 		t.Skip("archsimd has instructions of amd64 only")
 	}
-	root, err := exec.Command("go", "env", "GOROOT").Output() // -trimpath leaves none in the test
+	root, err := exec.Command("go", "env", "GOROOT").Output() // -trimpath removes it from the test
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,7 +65,7 @@ func TestVectorFilesAskForTheirFeatures(t *testing.T) {
 			continue
 		}
 		asked := map[string]bool{}
-		needed := map[string]map[string]string{} // by file, by feature: a call that needs it
+		needed := map[string]map[string]string{} // by file and feature: a call that needs it
 		for file, calls := range simdCallsOf(t, tree, pkg, sources) {
 			for _, call := range calls {
 				if feature, ok := strings.CutPrefix(call, "X86Features."); ok {

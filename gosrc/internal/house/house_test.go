@@ -23,8 +23,7 @@ func TestHouse(t *testing.T) {
 	}
 }
 
-// Every rule finds what is wrong in the bad tree, where it is, and nothing
-// else; and says why.
+// Every rule finds the faults of the bad tree where they are, and nothing else, and gives a reason.
 func TestBadTree(t *testing.T) {
 	tree := read(t, filepath.Join("testdata", "bad"))
 	want := map[string][]string{
@@ -87,8 +86,7 @@ func TestTableIsWhole(t *testing.T) {
 	}
 }
 
-// read reads a tree. The bad one is copied and its long files are made on the
-// way, so that testdata need not hold them.
+// read reads a tree. The bad tree is copied and its long files are generated, so that testdata need not hold them.
 func read(t *testing.T, root string) *Tree {
 	t.Helper()
 	if filepath.Base(root) == "bad" {

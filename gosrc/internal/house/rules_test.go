@@ -1,6 +1,6 @@
 package house
 
-// This file has the rules about Go packages and the sizes of files.
+// Checks Go packages and the sizes of files.
 
 import (
 	"fmt"
@@ -11,7 +11,7 @@ import (
 	"strings"
 )
 
-// Rules are the checks by name, for the tests to run one by one.
+// Rules are the checks by name, so that tests can run them one by one.
 var Rules = map[string]func(*Tree) []Finding{
 	"imports":          checkImports,
 	"cgo":              checkCgo,
@@ -91,7 +91,7 @@ func allowedModule(imported, pkg string) bool {
 }
 
 func checkCgo(t *Tree) (out []Finding) {
-	for _, name := range t.packageNames() { // generated files too
+	for _, name := range t.packageNames() { // also generated files
 		for _, f := range t.Packages[name].Files {
 			for _, spec := range f.AST.Imports {
 				if spec.Path.Value == `"C"` && !matchesAny(name, cgoPackages) && !f.Ignored {
@@ -140,7 +140,7 @@ func checkPackageNames(t *Tree) (out []Finding) {
 
 func checkGoStatements(t *Tree) (out []Finding) {
 	t.eachFile(func(r *Package, f *File) {
-		// Packages for tests (sourcetest, codectest) are tests.
+		// Packages for tests (sourcetest, codectest) count as tests.
 		if f.Test || strings.HasSuffix(r.Path, "test") || r.Path == "internal/spawn" {
 			return
 		}
@@ -155,8 +155,7 @@ func checkGoStatements(t *Tree) (out []Finding) {
 	return out
 }
 
-// eachMention reports every mention of pkg.name, for names in the list, where pkg is
-// imported from path.
+// eachMention reports every mention of pkg.name, for the listed names, where pkg is imported from path.
 func eachMention(t *Tree, f *File, importPath string, names []string, found func(ast.Node, string)) {
 	local := ""
 	for _, spec := range f.AST.Imports {

@@ -1,6 +1,6 @@
 package house
 
-// This file has helpers that read source files.
+// Helps to read source files.
 
 import (
 	"bytes"
@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// countLines counts lines as an editor does: a last line without its newline is one.
+// countLines counts lines as an editor does: a last line without a newline counts.
 func countLines(b []byte) int {
 	n := bytes.Count(b, []byte("\n"))
 	if len(b) > 0 && b[len(b)-1] != '\n' {
@@ -21,7 +21,7 @@ func countLines(b []byte) int {
 // headOf is the beginning of a file, where generators sign.
 func headOf(b []byte) string { return string(b[:min(len(b), 2048)]) }
 
-// isText reports by its name whether people wrote a file.
+// isText reports, by its name, whether people wrote a file.
 func isText(rel string) bool {
 	base := path.Base(rel)
 	if slices.Contains([]string{"Makefile", "LICENSE", "NOTICE", "go.mod", "go.sum", "run", ".gitignore"}, base) {

@@ -1,16 +1,15 @@
 package house
 
-// This file is the table of packages: their imports, and every exception to a rule.
+// Lists the packages, their imports, and every exception to a rule.
 
 // module is the path that our own imports begin with.
 const module = "github.com/overwire/overwire/gosrc/"
 
-// mayImport lists the packages that a package may import. "x/..." is x and the
-// packages below it. Every package must be listed: add it with its duty to
-// ARCHITECTURE.md first.
+// mayImport lists the packages that a package may import. "x/..." is x and the packages below it. Every package must be
+// listed: add it with its duty to ARCHITECTURE.md first.
 //
-// The order follows a byte: types, bytes, formats, the plan, the pipeline, the
-// verbs, the bindings. No package imports one that is further down.
+// The order follows a byte: types, bytes, formats, the plan, the pipeline, the commands, the bindings. No package
+// imports one that is further down.
 var mayImport = map[string][]string{
 	// The basic types: standard library only.
 	"tensor": {"errs", "internal/sizes"}, // for the classes of its errors
@@ -36,7 +35,7 @@ var mayImport = map[string][]string{
 
 	"job": {"errs", "internal/spawn", "internal/rawjson"},
 
-	// Leaves: bytes, chunks, devices. They never import each other sideways.
+	// Leaves: bytes, chunks, devices. They never import each other.
 	"source":        {"errs", "knob", "internal/..."},
 	"source/file":   {"source", "errs", "knob", "internal/..."},
 	"source/retry":  {"source", "errs", "knob", "internal/..."},
@@ -75,13 +74,13 @@ var mayImport = map[string][]string{
 	"format/gguf":          {"source", "errs", "internal/sizes"},
 	"format/safetensors": {"tensor", "source", "errs",
 		"internal/..."},
-	// The container is a safetensors file (docs/format.md 1): one parser and one
-	// validator serve both, so this import of a neighbour is intended.
+	// The container is a safetensors file (docs/format.md 1): one parser and one validator serve both, so this import
+	// is intended.
 	"format/overwire": {"format/safetensors", "tensor", "source", "errs", "codec", "codec/digest",
 		"internal/..."},
 
-	// Files of another project. Only the tables of format and save, and the verbs
-	// for such files, know this package.
+	// Another project's file format. Only the tables of format and save, and the commands for such files, know this
+	// package.
 	"tensorizer": {"tensor", "source", "errs", "internal/..."},
 
 	"plan":     {"device", "tensor", "errs", "internal/sizes"}, // device for DecodeTask and View
@@ -167,15 +166,14 @@ var modules = map[string][]string{
 	"github.com/aws/smithy-go":                {"source/s3"}, // the SDK's errors
 	"github.com/redis/go-redis":               {"source/redis"},
 	"golang.org/x/crypto":                     {"tensorizer"},
-	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
+	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own compiled kernels
 }
 
-// cgoPackages may import "C". What imports none of them builds and tests with CGO_ENABLED=0.
+// cgoPackages may import "C". Packages that import none of them build and test with CGO_ENABLED=0.
 var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda/...",
 	"device/gds", "internal/sodium"}
 
-// mayWrite lists the packages that write files without internal/atomicfile, and
-// why.
+// mayWrite lists the packages that write files without internal/atomicfile, and why.
 var mayWrite = map[string]string{
 	"source/cache": "names are made of contents and never replaced; syncing would cost more than fetching again",
 	"source/spool": "a file without a name",
@@ -183,8 +181,7 @@ var mayWrite = map[string]string{
 	"bench":        "scratch files in a folder of its own",
 }
 
-// longPackages are over the limit, each for a reason. An entry that is no longer
-// needed fails. Files and functions have no such list.
+// longPackages are over the limit, each for a reason. An unneeded entry fails. Files and functions have no such list.
 var longPackages = map[string]string{
 	"cli": "a verb is some lines over the packages that do the work; all share the reading of words and the printing",
 }
@@ -193,17 +190,17 @@ const (
 	maxFileLines     = 600
 	maxPackageLines  = 3000
 	maxFunctionLines = 80
-	maxFields        = 15 // of structs in narrow packages
+	maxFields        = 15 // for structs in narrow packages
 )
 
-// vague are package names that do not say a duty.
+// vague are package names that do not state a duty.
 var vague = []string{"util", "utils", "common", "helper", "helpers", "misc", "shared", "base", "lib"}
 
-// narrow are packages whose structs have few fields: what several goroutines and processes do at
-// once is understood by its parts.
+// narrow are packages with small structs: code in which several goroutines and processes act at once is easier to
+// understand in small parts.
 var narrow = []string{"codec/...", "plan", "relay", "save/...", "convert", "verify", "stored"}
 
-// wideStructs have more fields than narrow packages allow, with those of embedded structs. Each number may only
+// wideStructs have more fields than narrow packages allow, including those of embedded structs. Each number may only
 // fall.
 var wideStructs = map[string]int{
 	"codec/x16.decoder": 25,
@@ -214,7 +211,7 @@ var wideStructs = map[string]int{
 	"save.Report":       16,
 }
 
-// scatteredMethods are the types with methods in several files. Each number, of files, may only fall.
+// scatteredMethods are the types with methods in several files. Each number of files may only fall.
 var scatteredMethods = map[string]int{
 	"bench.run":                  4,
 	"internal/atomicfile.Target": 3,

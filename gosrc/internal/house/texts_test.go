@@ -1,6 +1,6 @@
 package house
 
-// This file has the rules about ARCHITECTURE.md, Python and texts.
+// Checks ARCHITECTURE.md, Python and texts.
 
 import (
 	"fmt"
@@ -38,7 +38,7 @@ func checkPythonPrinting(t *Tree) (out []Finding) {
 			continue
 		}
 		switch path.Base(p) {
-		case "__main__.py": // a program: it prints for people
+		case "__main__.py": // a program, which may print
 			continue
 		}
 		for i, line := range strings.Split(t.readText(p), "\n") {
@@ -52,7 +52,7 @@ func checkPythonPrinting(t *Tree) (out []Finding) {
 	return out
 }
 
-// checkMachinePaths finds paths of one machine in what every user gets.
+// checkMachinePaths finds paths of one machine in files that every user gets.
 func checkMachinePaths(t *Tree) (out []Finding) {
 	place := regexp.MustCompile(`(^|[\s"'=(:,` + "`" + `])/(work|root|home/\w+)(/|\b)`)
 	for _, p := range t.Texts {

@@ -1,11 +1,9 @@
-// Package house checks the source against the rules that ARCHITECTURE.md explains:
-// which package may import which, where cgo, goroutines and the environment may be
-// used, how long a file may be, and which words are used.
+// Package house checks the source against the rules that ARCHITECTURE.md explains: which package may import which,
+// where cgo, goroutines and the environment may be used, how long a file may be, and which words are used.
 //
-// A check takes a tree and returns findings, each with its place and the reason
-// for the rule. The tests run every check on this repository, and on a small bad
-// tree in testdata, where each must find something. The checks use only the
-// standard library, and build nothing.
+// A check takes a tree and returns findings, each with its location and the reason for the rule. The tests run every
+// check on this repository, and on a small bad tree in testdata, where each must find something. The checks use only
+// the standard library, and build nothing.
 package house
 
 import (
@@ -25,9 +23,9 @@ import (
 	"strings"
 )
 
-// A Finding is a place that breaks a rule.
+// A Finding is a location that breaks a rule.
 type Finding struct {
-	Where string // path from the root, with :line where there is one
+	Where string // path from the root, with :line if there is one
 	What  string
 	Why   string // the reason for the rule
 }
@@ -58,8 +56,8 @@ type File struct {
 	AST       *ast.File
 }
 
-// outside are folders that are not checked: those of tools, caches and builds, all
-// ignored by git, like every hidden folder except .ci.
+// outside are folders that are not checked: those of tools, caches and builds, which git ignores, and every hidden
+// folder except .ci.
 var outside = []string{"build", "dist", "node_modules", "__pycache__", "bin", "shared"}
 
 // Read parses the Go packages below root/gosrc and lists the text files of root.
@@ -112,7 +110,7 @@ func (t *Tree) addFile(pkg, rel string) error {
 	return nil
 }
 
-// isIgnored asks go/build whether any build of ours includes the file.
+// isIgnored asks go/build whether any of our builds includes the file.
 func isIgnored(rel string, src []byte) bool {
 	for _, tags := range [][]string{{}, {"goexperiment.simd"}, {"pyext"}, {"goexperiment.simd", "pyext"}, {"cuda"}} {
 		ctx := build.Default
@@ -123,7 +121,7 @@ func isIgnored(rel string, src []byte) bool {
 			return false
 		}
 	}
-	return !strings.Contains(rel, "_") // a file of another platform is still ours
+	return !strings.Contains(rel, "_") // files of other platforms are still ours
 }
 
 // eachFile calls fn for every hand-written Go file that is built, package by package.
@@ -140,7 +138,7 @@ func (t *Tree) eachFile(fn func(*Package, *File)) {
 
 func (t *Tree) packageNames() []string { return slices.Sorted(maps.Keys(t.Packages)) }
 
-// placeOf returns the place of a node as path:line.
+// placeOf returns the location of a node as path:line.
 func (t *Tree) placeOf(n ast.Node) string {
 	p := t.fset.Position(n.Pos())
 	return fmt.Sprintf("%s:%d", p.Filename, p.Line)

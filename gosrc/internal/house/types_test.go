@@ -1,6 +1,6 @@
 package house
 
-// This file has the rules about types: how many fields a struct has, and where its methods are.
+// Checks how many fields a struct has, and where its methods are.
 
 import (
 	"fmt"
@@ -12,7 +12,7 @@ import (
 	"strings"
 )
 
-// receiverOf is the name of the type that a function is a method of; "" for other functions.
+// receiverOf is the name of a method's receiver type; "" for functions.
 func receiverOf(d ast.Decl) string {
 	fn, ok := d.(*ast.FuncDecl)
 	if !ok || fn.Recv == nil {
@@ -36,7 +36,7 @@ func receiverOf(d ast.Decl) string {
 
 // checkMethodFiles requires the methods of a type to be in one file.
 func checkMethodFiles(t *Tree) (out []Finding) {
-	files := map[string]map[string]bool{} // by type: those with its methods
+	files := map[string]map[string]bool{} // by type: the files with its methods
 	t.eachFile(func(p *Package, f *File) {
 		if f.Test || f.Generated {
 			return
@@ -65,8 +65,8 @@ func checkMethodFiles(t *Tree) (out []Finding) {
 	return append(out, loweredCeilings(t, scatteredMethods, counts, 1)...)
 }
 
-// loweredCeilings finds the exceptions of types, in packages of this tree, that are higher than today's counts. Up to
-// usual no exception is needed.
+// loweredCeilings finds type exceptions in packages of this tree that are higher than today's counts. Up to usual no
+// exception is needed.
 func loweredCeilings(t *Tree, ceilings, counts map[string]int, usual int) (out []Finding) {
 	for _, key := range slices.Sorted(maps.Keys(ceilings)) {
 		pkg := key[:strings.LastIndexByte(key, '.')]
@@ -115,7 +115,7 @@ func checkStructSizes(t *Tree) (out []Finding) {
 	return append(out, loweredCeilings(t, wideStructs, counts, maxFields)...)
 }
 
-// structsByName are the structs of a tree, by package and name.
+// structsByName returns the structs of a tree by package and name.
 type structsByName map[string]declared
 
 type declared struct {
@@ -164,7 +164,7 @@ func (all structsByName) countFields(pkg string, f *File, s *ast.StructType) (n 
 	return n
 }
 
-// nameOf is the package and name of an embedded type.
+// nameOf returns the package and name of an embedded type.
 func nameOf(pkg string, f *File, x ast.Expr) string {
 	if star, ok := x.(*ast.StarExpr); ok {
 		x = star.X

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// A core counts as unused by what the process does besides the thread that asks.
+// A core counts as unused by what the process does outside the asking thread.
 func TestCores(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -33,7 +33,7 @@ func TestCores(t *testing.T) {
 	if s.Wait(never) {
 		t.Error("found a core where there is none")
 	}
-	// What others have used in the meantime counts.
+	// Use by others in the meantime counts.
 	s = New()
 	s.at = s.at.Add(-10 * time.Millisecond)
 	s.others -= time.Hour

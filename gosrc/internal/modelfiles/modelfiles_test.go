@@ -2,8 +2,8 @@ package modelfiles
 
 import "testing"
 
-// Names of weights are taken apart as the libraries that write them put them together, and
-// a mark goes in and out without a change of the rest.
+// Names of weights are split as the libraries that write them compose them, and a mark goes in and out without changing
+// the rest.
 func TestNames(t *testing.T) {
 	for name, want := range map[string]Name{
 		"model.safetensors":                                   {Stem: "model"},

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tree makes a folder of the kernel's tables from files.
+// tree makes a folder of kernel tables from files.
 func tree(t *testing.T, files map[string]string) string {
 	t.Helper()
 	root := t.TempDir()
@@ -36,7 +36,7 @@ func gpu(files map[string]string, pci, node string) {
 	files[dir+"vendor"], files[dir+"class"], files[dir+"numa_node"] = "0x10de\n", "0x030200\n", node
 }
 
-// two is a host of two nodes of these cores, with four GPUs each.
+// two is a host with two nodes of these cores, and four GPUs each.
 func two(first, second string) map[string]string {
 	const at = "devices/system/node/"
 	files := map[string]string{at + "online": "0-1\n", at + "node0/cpulist": first + "\n",
@@ -44,7 +44,7 @@ func two(first, second string) map[string]string {
 	for i := range 8 {
 		gpu(files, fmt.Sprintf("0000:%02x:00.0", i+1), fmt.Sprint(i/4, "\n"))
 	}
-	// What is no GPU of NVIDIA's does not count.
+	// A device that is not an NVIDIA GPU does not count.
 	files["bus/pci/devices/0000:09:00.0/vendor"], files["bus/pci/devices/0000:09:00.0/class"] = "0x8086\n", "0x030000\n"
 	files["bus/pci/devices/0000:0a:00.0/vendor"], files["bus/pci/devices/0000:0a:00.0/class"] = "0x10de\n", "0x068000\n"
 	return files
@@ -52,15 +52,14 @@ func two(first, second string) map[string]string {
 
 func near(root, pci string) *Place { return Near(root, func() string { return pci }) }
 
-// The tables of a host are read as they are; what makes no sense gives no place, and no
-// error.
+// A host's tables are read as they are; nonsense gives no location, and no error.
 func TestNear(t *testing.T) {
 	const at = "devices/system/node/"
 	numa := "bus/pci/devices/0000:05:00.0/numa_node"
 	for _, c := range []struct {
 		name string
 		edit func(map[string]string)
-		want int // node of GPU 4; -1: no place
+		want int // node of GPU 4; -1 if unknown
 	}{
 		{"two nodes", func(map[string]string) {}, 1},
 		{"no tables", func(f map[string]string) { clear(f) }, -1},
@@ -103,7 +102,7 @@ func TestNear(t *testing.T) {
 	}
 }
 
-// Lists of the kernel's are read; what is none gives nothing.
+// The kernel's lists are read; anything else gives nothing.
 func TestCores(t *testing.T) {
 	for text, want := range map[string]int{"0-63\n": 64, "0": 1, "0-3,8-11": 8, "": 0, "3-1": 0,
 		"0-99999999999999999999": 0, "0-70000": 0, "-1": 0, "0,,2": 0, "0-": 0,
@@ -121,8 +120,7 @@ func TestCores(t *testing.T) {
 	}
 }
 
-// The ranks near a node are as many as its GPUs, at most; with more ranks than GPUs,
-// all may be.
+// At most as many ranks count as local to a node as it has GPUs. With more ranks than GPUs, all may.
 func TestRanks(t *testing.T) {
 	p := near(tree(t, two("0-31", "32-63")), "0000:05:00.0")
 	for ranks, want := range map[int]int{1: 1, 2: 2, 4: 4, 8: 4, 9: 9} {
@@ -135,7 +133,7 @@ func TestRanks(t *testing.T) {
 	}
 }
 
-// affinity is that of this thread.
+// affinity returns that of this thread.
 func affinity(t *testing.T) (set unix.CPUSet) {
 	t.Helper()
 	if err := unix.SchedGetaffinity(0, &set); err != nil {
@@ -154,8 +152,8 @@ func first(set unix.CPUSet) int {
 	return 0
 }
 
-// A thread runs on the cores of the node that the process may use, and then where it
-// could before; where it may use none, it stays where it is, and so does its memory.
+// A thread runs on the cores of the node that the process may use, and afterwards where it could before. If it may use
+// none of them, it stays where it is, and so does its memory.
 func TestRun(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -190,7 +188,7 @@ func TestRun(t *testing.T) {
 		}); !errors.Is(err, bad) {
 			t.Error(err)
 		}
-		if err := p.Bind(make([]byte, 1)); err != nil { // it would fail: this is no page
+		if err := p.Bind(make([]byte, 1)); err != nil { // it would fail: this is not a page
 			t.Errorf("%s: %v", name, err)
 		}
 		if why := p.Refused(); (why != "") != (p != nil) {
@@ -199,8 +197,7 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// Memory lies on the node that it was bound to before it was touched; a container may
-// refuse that, which Refused says.
+// Memory is on the node that it was bound to before it was touched. A container may refuse that, which Refused reports.
 func TestBind(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

@@ -15,7 +15,7 @@ import (
 
 var bg = context.Background()
 
-// newRand prints its seed, so that a failure can be run again.
+// newRand prints its seed, so that a failure can be repeated.
 func newRand(t testing.TB) *rand.Rand {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -23,8 +23,7 @@ func newRand(t testing.TB) *rand.Rand {
 }
 
 func TestOrdered(t *testing.T) {
-	// Promise: every task is worked, has its turn in order and is flushed, each
-	// once; never more than the window are under way.
+	// Every task is worked, has its turn in order, and is flushed, each once. At most the window is in progress.
 	r := newRand(t)
 	for range 200 {
 		n, workers := r.IntN(200), 1+r.IntN(8)
@@ -71,8 +70,7 @@ func TestOrdered(t *testing.T) {
 }
 
 func TestOrderedErrors(t *testing.T) {
-	// Promise: an error of any step ends the run with it; so do a cancel and a
-	// panic; no worker is left.
+	// An error in any step ends the run with it; so do a cancel and a panic. No worker is left.
 	r := newRand(t)
 	bad := errors.New("bad")
 	for i := range 300 {
@@ -108,7 +106,7 @@ func TestOrderedErrors(t *testing.T) {
 }
 
 func TestTurnsOnce(t *testing.T) {
-	// Promise: a turn that fails is the last; no worker takes it again.
+	// A turn that fails is the last; no worker takes it again.
 	broken := errors.New("broken")
 	for range 2000 {
 		var turns atomic.Int64

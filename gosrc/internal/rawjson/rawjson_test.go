@@ -28,8 +28,7 @@ type outer struct {
 }
 
 func TestBytes(t *testing.T) {
-	// Promise: every text comes back byte for byte, wherever it stands, and texts
-	// that differ are different JSON.
+	// Every text comes back byte for byte, wherever it is, and different texts are different JSON.
 	names := []string{
 		"", "plain", "caf\xe9", "caf\ufffd", "caf\xef\xbf\xbd", "\x00e9", "\x00", "a\x00\xe9b", `\udce9`, `\\udce9`,
 		`\ufffd`, "\\", "\\\xff", "\xff\\",
@@ -67,7 +66,7 @@ func TestBytes(t *testing.T) {
 }
 
 func TestRandomBytes(t *testing.T) {
-	// Promise: so do random bytes.
+	// The same holds for random bytes.
 	seed := uint64(time.Now().UnixNano())
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -88,7 +87,7 @@ func TestRandomBytes(t *testing.T) {
 	}
 }
 
-// Keys that a struct has no field for, at any depth, and a second value are refused.
+// Unknown keys at any depth, and a second value, are refused.
 func TestRefusedKeys(t *testing.T) {
 	type inner struct {
 		Threads int `json:"threads"`
@@ -112,7 +111,7 @@ func TestRefusedKeys(t *testing.T) {
 }
 
 func TestRefused(t *testing.T) {
-	// Promise: half a character that stands for no byte is refused, not replaced.
+	// Half a character that does not encode a byte is refused, not replaced.
 	for _, text := range []string{`"\ud800"`, `"\udc00"`, `"\udc7f"`, `"\udd00"`, `"\udfff"`, `"\ud800x"`,
 		`"\ud83d\ud83d\ude00"`, `"\uD800"`} {
 		var got string
@@ -136,7 +135,7 @@ func TestRefused(t *testing.T) {
 }
 
 func TestPython(t *testing.T) {
-	// Promise: what is written is os.fsdecode of the bytes, and the other way round.
+	// The written text is os.fsdecode of the bytes, and the reverse.
 	python, err := exec.LookPath("python3")
 	if err != nil {
 		t.Skip("no python3 here")

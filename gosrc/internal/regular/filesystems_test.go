@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Where files lie decides how they are read and written.
+// The file system decides how files are read and written.
 func TestNameFileSystem(t *testing.T) {
 	for number, want := range map[uint32]FileSystem{0x6969: {"nfs", Network}, 0x65735546: {"fuse", Network},
 		0xef53: {"ext4", Disk}, 0x01021994: {"tmpfs", InMemory}, 0xff534d42: {"cifs", Network},
@@ -19,7 +19,7 @@ func TestNameFileSystem(t *testing.T) {
 	}
 }
 
-// What has no disk behind it syncs at once, with a name or without.
+// A file without a disk syncs at once, with or without a name.
 func TestMemoryFilesSyncAtOnce(t *testing.T) {
 	for _, flags := range []int{unix.MFD_CLOEXEC, unix.MFD_CLOEXEC | unix.MFD_HUGETLB} {
 		fd, err := unix.MemfdCreate("x", flags)

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A process that sees a file system of a server, of a program or of a kind that is not known waits for
-// other threads' calls; what lies below /proc, and file systems of the kernel's own, change nothing.
+// A process that sees a network, FUSE or unknown file system waits for other threads' calls. Mounts below /proc, and
+// the kernel's own file systems, change nothing.
 func TestKernelTypes(t *testing.T) {
 	const own = "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n" +
 		"25 24 0:23 / /dev/shm rw,relatime shared:3 master:1 - tmpfs tmpfs rw\n"
@@ -35,7 +35,7 @@ func TestKernelTypes(t *testing.T) {
 	}
 }
 
-// The list of mounts is opened once, also where its descriptor is 0 since the process has no stdin.
+// The list of mounts is opened once, also if its descriptor is 0 because the process has no stdin.
 func TestMountsWithoutStdin(t *testing.T) {
 	stdin, err := unix.FcntlInt(0, unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
@@ -75,7 +75,7 @@ func TestQuick(t *testing.T) {
 	}
 }
 
-// What is written to a file system in memory waits for no disk; what a link leads to, or is no file, may.
+// Writes to a file system in memory do not wait for a disk; links and special files may.
 func TestIsInMemory(t *testing.T) {
 	const memory = "/dev/shm"
 	if of, err := IdentifyFolder(memory); err != nil || of.Kind != InMemory {

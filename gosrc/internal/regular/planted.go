@@ -19,7 +19,7 @@ import (
 const everyone = 0o002
 
 // IsPlanted reports whether an entry of a folder that everyone may write belongs to another user: not to
-// this user, root, or the folder's owner. In other folders, whoever can write was let in by the owner. Linux
+// this user, root, or the folder's owner. In other folders, users who can write were let in by the owner. Linux
 // has the same rule for links in sticky folders (fs.protected_symlinks).
 func IsPlanted(entry, folder *unix.Stat_t) bool {
 	return folder.Mode&everyone != 0 && entry.Dev == folder.Dev && // only root mounts
@@ -59,8 +59,8 @@ func ReadTrusted(path string, most int64) ([]byte, error) {
 // link or the file itself. Missing files are not planted.
 func RefusePlanted(path string) error { return eachElement(path, RefusePlantedEntry) }
 
-// RefusePlantedLinks is RefusePlanted for links only: whoever writes into another user's own folder was let
-// in by that user, but only the maker of a link decides where it leads. hasLinks reports that the path has
+// RefusePlantedLinks is RefusePlanted for links only: a user who writes into another user's own folder was let
+// in by its owner, but only the maker of a link decides where it leads. hasLinks reports that the path has
 // other links.
 func RefusePlantedLinks(path string) (hasLinks bool, err error) {
 	err = eachElement(path, func(at string) error {

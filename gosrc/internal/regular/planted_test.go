@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// What another user has put into a folder that everyone may write is refused, link or file, also where it is a
-// folder on the way; what is one's own, root's or the folder's owner's is not.
+// A link or file that another user has put into a folder that everyone may write to is refused, also as a folder on the
+// way. One's own, root's and the folder owner's are not.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root may give files away")
@@ -28,7 +28,7 @@ func TestPlanted(t *testing.T) {
 		{0o777, 4321, 1234, true},
 		{0o777, 1234, 1234, false},
 		{0o777, 4321, 0, false},
-		{0o775, 4321, 1234, false}, // whom its owner has let in
+		{0o775, 4321, 1234, false}, // a user whom the owner has let in
 		{0o700, 0, 1234, false},
 	} {
 		dir := filepath.Join(t.TempDir(), "d")

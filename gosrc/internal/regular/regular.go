@@ -1,7 +1,7 @@
 // Package regular opens and reads regular files. It refuses at once everything that
 // could block or never end: pipes, sockets or devices.
 //
-// It opens the file first and then examines it, so that nobody can replace it in
+// It opens the file first and then examines it, so that it cannot be replaced in
 // between. Errors have a class but no position, which the caller adds.
 package regular
 

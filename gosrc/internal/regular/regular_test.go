@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// What is no regular file is refused, directly and behind a link, and nothing waits.
+// Anything but a regular file is refused, directly and through a link, and nothing waits.
 func TestOnlyRegularFiles(t *testing.T) {
 	dir := t.TempDir()
 	in := func(name string) string { return filepath.Join(dir, name) }
@@ -52,7 +52,7 @@ func TestOnlyRegularFiles(t *testing.T) {
 	descriptor := "/proc/self/fd/" + strconv.Itoa(int(r.Fd()))
 	for _, c := range []struct {
 		path  string
-		class error // nil: it is read
+		class error // nil if it is read
 		bytes int   // -1: some
 	}{
 		{write("plain", []byte("content")), nil, 7},
@@ -88,7 +88,7 @@ func TestOnlyRegularFiles(t *testing.T) {
 	}
 }
 
-// A file has the size that it tells, or is refused.
+// A file has the size that it reports, or is refused.
 func TestSized(t *testing.T) {
 	empty := filepath.Join(t.TempDir(), "empty")
 	if err := os.WriteFile(empty, nil, 0o600); err != nil {

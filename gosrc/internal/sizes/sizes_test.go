@@ -6,11 +6,11 @@ import (
 	"testing"
 )
 
-// edges are the numbers at which sums and products wrap.
+// edges are the numbers at which sums and products wrap around.
 var edges = []uint64{0, 1, 2, 3, 7, 8, 63, 64, 65, 1023, 1 << 31, 1<<31 - 1, 1 << 32, 1<<32 - 1, 1<<63 - 64, 1<<63 - 1,
 	1 << 63, 1<<64 - 64, 1<<64 - 1}
 
-// Every result is that of arithmetic without limits, or says that it does not fit.
+// Every result equals unlimited arithmetic, or is reported as too large.
 func TestAgainstBig(t *testing.T) {
 	for _, a := range edges {
 		for _, b := range edges {

@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Each calls for every number once, never more at a time than it may, and
-// returns the error of the least number that failed; nothing runs after it.
+// Each calls for every number once, never more at a time than allowed, and returns the error of the lowest failed
+// number. Nothing runs after it.
 func TestEach(t *testing.T) {
 	ctx := context.Background()
 	var now, most, calls atomic.Int64
@@ -56,7 +56,7 @@ func TestEachEnds(t *testing.T) {
 		}
 		return nil
 	})
-	// Two workers may have looked at ctx before it ended.
+	// Two workers may have checked ctx before it ended.
 	if late := calls.Load() - before.Load(); !errors.Is(err, why) || late > 2 {
 		t.Errorf("%v after %d calls, %d of them late", err, calls.Load(), late)
 	}
@@ -73,8 +73,7 @@ func TestEachEnds(t *testing.T) {
 	}
 }
 
-// Every worker has a number of its own, and an error of any is heard of while the
-// others run.
+// Every worker has its own number, and any worker's error is reported while the others run.
 func TestWorkers(t *testing.T) {
 	for _, n := range []int{0, 1, 5} {
 		var all, at atomic.Int64
@@ -87,7 +86,7 @@ func TestWorkers(t *testing.T) {
 				return bad
 			}
 			if w == 0 {
-				failed <- <-failed // waits for the last worker's
+				failed <- <-failed // waits for the last worker's error
 			}
 			return nil
 		})

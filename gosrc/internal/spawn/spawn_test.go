@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// quiet catches what would go to stderr and heals the engine afterwards.
+// quiet catches stderr output and heals the engine afterwards.
 func quiet(t *testing.T) *bytes.Buffer {
 	t.Helper()
 	b := new(bytes.Buffer)
@@ -22,8 +22,8 @@ func quiet(t *testing.T) *bytes.Buffer {
 	return b
 }
 
-// A panic becomes an ErrEngine that names the goroutine, the stack is printed
-// once however many panics follow, and the first one stays the poison.
+// A panic becomes an ErrEngine that names the goroutine. The stack is printed once however many panics follow, and the
+// first one stays the poison.
 func TestPanicPoisonsOnce(t *testing.T) {
 	b := quiet(t)
 	if err := Poisoned(); err != nil {
@@ -47,8 +47,7 @@ func TestPanicPoisonsOnce(t *testing.T) {
 	}
 }
 
-// The first panic ends Context, with that panic as the cause; a context that is asked for
-// later has ended, too.
+// The first panic ends Context, with that panic as the cause. A context that is asked for later has also ended.
 func TestPanicEndsContext(t *testing.T) {
 	quiet(t)
 	before := Context()
@@ -79,11 +78,10 @@ func TestGuardPassesErrors(t *testing.T) {
 	}
 }
 
-// Running and Names follow goroutines from start to end, whether they return,
-// panic or leave by Goexit.
+// Running and Names follow goroutines from start to end, whether they return, panic or leave by Goexit.
 func TestCounter(t *testing.T) {
 	quiet(t)
-	if n := Left(); len(n) != 0 { // of the tests before
+	if n := Left(); len(n) != 0 { // from earlier tests
 		t.Fatalf("still running: %v", n)
 	}
 	hold := make(chan struct{})

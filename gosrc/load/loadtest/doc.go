@@ -1,4 +1,3 @@
-// Package loadtest is what tests of loads to GPUs share: models, loads of them, and their bytes
-// read back. On a machine without a GPU they are skipped; under the tag owfake they run on the
-// fake driver.
+// Package loadtest is shared by tests of loads to GPUs: it makes models, loads them, and reads their bytes back.
+// Without a GPU these tests are skipped; under the tag owfake they run on the fake driver.
 package loadtest

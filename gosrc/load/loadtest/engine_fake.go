@@ -2,7 +2,7 @@
 
 package loadtest
 
-// Tests run on the fake driver.
+// Puts the fake driver in the place of the real one.
 
 import (
 	"testing"
@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// UseEngine gives the test a driver and holds it to leaving nothing behind.
+// UseEngine gives the test a driver and fails it if anything leaks.
 func UseEngine(t *testing.T) {
 	t.Helper()
 	end := cuda.Fake(512 << 20)

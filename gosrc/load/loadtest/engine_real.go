@@ -2,7 +2,7 @@
 
 package loadtest
 
-// Tests run on a GPU, or are skipped.
+// Skips tests without a GPU.
 
 import (
 	"testing"
@@ -11,14 +11,14 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 )
 
-// UseEngine skips the test where there is no GPU.
+// UseEngine skips the test without a GPU.
 func UseEngine(t *testing.T) {
 	t.Helper()
 	if err := driver.Available(); err != nil {
 		t.Skip(err)
 	}
 	t.Cleanup(func() {
-		_ = cuda.Trim() // the idle queues, with their goroutines
+		_ = cuda.Trim() // ends the idle queues with their goroutines
 		CheckQuiet(t)
 	})
 }

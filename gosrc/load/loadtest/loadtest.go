@@ -1,6 +1,6 @@
 package loadtest
 
-// Models that are written, loaded and read back.
+// Writes models, loads them and reads their bytes back.
 
 import (
 	"bytes"
@@ -27,7 +27,7 @@ import (
 // DriverCall finds the driver's name of a call in an error.
 var DriverCall = regexp.MustCompile(`\bcu[A-Z]`)
 
-// WriteModel saves made weights and opens the file.
+// WriteModel saves generated weights and opens the file.
 func WriteModel(t testing.TB, spec save.Spec, kind string, size int64) (string, *load.Model,
 	map[string]weights.Tensor) {
 	t.Helper()
@@ -58,7 +58,7 @@ func OpenModel(t testing.TB, path string) *load.Model {
 	return m
 }
 
-// BytesOf gives a model's tensors as they were made.
+// BytesOf returns a model's tensors as they were generated.
 func BytesOf(m *load.Model, want map[string]weights.Tensor) func(int) []byte {
 	return func(i int) []byte { return want[m.Index().Tensors[i].Name].Data }
 }
@@ -73,7 +73,7 @@ func Finish(t *testing.T, l *load.Loading) error {
 	return err
 }
 
-// TakeBytes waits for a load and gives its tensors' bytes, read back from the GPU.
+// TakeBytes waits for a load and returns its tensors' bytes, read back from the GPU.
 func TakeBytes(t *testing.T, l *load.Loading, index int) [][]byte {
 	t.Helper()
 	d, err := cuda.Open(index)
@@ -96,7 +96,7 @@ func TakeBytes(t *testing.T, l *load.Loading, index int) [][]byte {
 	return all
 }
 
-// ExportBytes takes a tensor as Python does, through DLPack; the deleter frees it.
+// ExportBytes takes a tensor as Python does, through DLPack; its deleter frees the tensor.
 func ExportBytes(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
 	t.Helper()
 	mem, shape, dtype, ok := l.Take(i)
@@ -145,7 +145,7 @@ func LoadAll(t *testing.T, m *load.Model, want map[string]weights.Tensor, index 
 	}
 }
 
-// AskForParts asks for every tensor, whole, and for rows and columns of those that have some.
+// AskForParts requests every tensor whole, and rows and columns where it has them.
 func AskForParts(m *load.Model) (reqs []load.Request) {
 	for i := range m.Index().Tensors {
 		q := load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
@@ -161,7 +161,7 @@ func AskForParts(m *load.Model) (reqs []load.Request) {
 	return reqs
 }
 
-// LoadParts loads and gives the bytes and, by the device, the digests of what has landed.
+// LoadParts loads, and returns the bytes and the device's digests of the result.
 func LoadParts(t *testing.T, m *load.Model, reqs []load.Request, opt load.Options, index int) (all [][]byte,
 	sums []digest.Sum) {
 	t.Helper()
@@ -197,7 +197,7 @@ func LoadParts(t *testing.T, m *load.Model, reqs []load.Request, opt load.Option
 	return all, sums
 }
 
-// CompareParts compares what two ways of loading gave, and the digests with the bytes.
+// CompareParts compares the results of two ways of loading, and the digests with the bytes.
 func CompareParts(t *testing.T, what string, got, want [][]byte, sums []digest.Sum) {
 	t.Helper()
 	for i := range want {
@@ -209,8 +209,7 @@ func CompareParts(t *testing.T, what string, got, want [][]byte, sums []digest.S
 	}
 }
 
-// CheckQuiet waits until no goroutine of a load is left; the reapers of devices with
-// live memory are none.
+// CheckQuiet waits until no goroutine of a load is left. The reapers of devices with live memory do not count.
 func CheckQuiet(t *testing.T) {
 	t.Helper()
 	if n := spawn.Left(); len(n) != 0 {

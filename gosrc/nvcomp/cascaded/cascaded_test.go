@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// contents are n bytes of elements of a size, of several kinds.
+// contents returns several kinds of n bytes of elements of a size.
 func contents(n, size int) map[string][]byte {
 	r := rand.New(rand.NewPCG(uint64(n), uint64(size)))
 	made := map[string]func(i int) uint64{
@@ -37,8 +37,8 @@ func contents(n, size int) map[string][]byte {
 	return out
 }
 
-// Every type, every number of layers, packed or not: the content comes back,
-// the stream is within the bound, and Size is right.
+// For every type and number of layers, packed or not, the content comes back, the stream is within the bound, and Size
+// is right.
 func TestRoundTrip(t *testing.T) {
 	for typ := Char; typ <= ULongLong; typ++ {
 		for _, n := range []int{0, 8, 64, 4096, 4104, 9000} {
@@ -68,7 +68,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// The layout, byte by byte, by hand from the description.
+// The layout matches the description, written out by hand byte by byte.
 func TestLayout(t *testing.T) {
 	for _, c := range []struct {
 		o    Options
@@ -82,10 +82,10 @@ func TestLayout(t *testing.T) {
 				"0400 0000 0300 0000" + // run lengths: 4, three times
 				"0200 0000 0100 0000" + // run lengths: 2, once
 				"01000000 0100 0000"}, // values: 1, once
-		// Bits alone: 2 each above -1, in one word.
+		// Only bits: 2 each above -1, in one word.
 		{Options{UInt, 0, 0, true}, []uint32{0xFFFFFFFF, 0, 1, 2, 1, 0, 0xFFFFFFFF, 0xFFFFFFFF},
 			"00000105 20000000" + "14000000 0c000000" + "ffffffff 0800 0200 e4060000"},
-		// Nothing gained: as it is.
+		// Nothing gained: stored as it is.
 		{Options{Int, 1, 0, false}, []uint32{1, 2, 3}, "00000004 0c000000 01000000 02000000 03000000"},
 	} {
 		src := make([]byte, 4*len(c.src))
@@ -106,7 +106,7 @@ func TestLayout(t *testing.T) {
 	}
 }
 
-// A type that 2.2 does not have is refused, with any layers or none.
+// A type that 2.2 does not have is refused, with and without layers.
 func TestUnknownTypes(t *testing.T) {
 	for _, typ := range []byte{8, 0x80, 0x84, 0x85, 0xFF} {
 		for _, layers := range []string{"\x00\x00\x00", "\x01\x00\x00", "\x02\x01\x01"} {
@@ -121,8 +121,7 @@ func TestUnknownTypes(t *testing.T) {
 	}
 }
 
-// Options out of range, and contents of no whole number of elements, are the
-// caller's mistake: no byte is dropped.
+// Options out of range, and contents that are not a whole number of elements, are argument errors: no byte is dropped.
 func TestArguments(t *testing.T) {
 	for _, o := range []Options{{Type: 8}, {RLEs: 8}, {RLEs: -1}, {Deltas: 8}, {Deltas: -1}} {
 		if _, err := Encode(nil, nil, o); !errors.Is(err, errs.ErrArgument) {
@@ -134,8 +133,7 @@ func TestArguments(t *testing.T) {
 	}
 }
 
-// No truncation decodes, no bit that flips does worse than an error or other
-// bytes, and none writes past the end.
+// No truncation decodes. A flipped bit gives an error or other bytes, and never a write past the end.
 func TestDamage(t *testing.T) {
 	for _, o := range []Options{Default(UChar), Default(LongLong), {Short, 1, 2, false}, {UInt, 0, 0, true}} {
 		for name, src := range contents(4400, o.Type.Size()) {
@@ -166,7 +164,7 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// FuzzDecode gives the decoder bytes of a stranger, and the encoder contents.
+// FuzzDecode gives foreign bytes to the decoder, and contents to the encoder.
 func FuzzDecode(f *testing.F) {
 	for typ := Char; typ <= ULongLong; typ++ {
 		for _, src := range contents(200, typ.Size()) {

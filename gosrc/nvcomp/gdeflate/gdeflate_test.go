@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// contents are kinds of bytes, each of n.
+// contents returns several kinds of n bytes.
 func contents(n int) map[string][]byte {
 	r := rand.New(rand.NewPCG(1, uint64(n)))
 	noise, text, skewed, ramp := make([]byte, n), make([]byte, 0, n+64), make([]byte, n), make([]byte, n)
@@ -38,8 +38,7 @@ func contents(n int) map[string][]byte {
 	}
 }
 
-// Every content comes back at every level, and no stream is over its bound or
-// under what MaxRatio says.
+// Every content comes back at every level, and no stream is over its bound or below what MaxRatio implies.
 func TestRoundTrip(t *testing.T) {
 	for _, n := range []int{0, 1, 2, 3, 7, 31, 32, 33, 1000, 65535, 65537, 140_000} {
 		for name, src := range contents(n) {
@@ -100,9 +99,8 @@ func golden(kind string, n int) []byte {
 	return out[:n]
 }
 
-// Streams that NVIDIA's libdeflate wrote (branch gdeflate, MIT; as the crate gdeflate-sys
-// 0.4.1 has it), a page each, of stored, fixed and dynamic blocks, decode here. The
-// names say what of, and the level.
+// Streams written by NVIDIA's libdeflate (branch gdeflate, MIT, in the crate gdeflate-sys 0.4.1) decode here: one page
+// each, of stored, fixed and dynamic blocks. The names have the content and the level.
 func TestStreamsOfLibdeflate(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.bin")
 	if err != nil || len(files) != 6 {
@@ -128,7 +126,7 @@ func TestStreamsOfLibdeflate(t *testing.T) {
 	}
 }
 
-// More effort makes streams no longer, of bytes that have matches.
+// More effort does not make streams longer if the bytes have matches.
 func TestLevels(t *testing.T) {
 	src := contents(65536)["text"]
 	last := len(src)
@@ -141,8 +139,7 @@ func TestLevels(t *testing.T) {
 	}
 }
 
-// Codes of frequencies that would be far longer than the limit obey it, and
-// decode.
+// Codes for frequencies that would exceed the length limit obey it, and decode.
 func TestLongCodes(t *testing.T) {
 	freq := make([]uint32, 40)
 	a, b := uint32(1), uint32(1)
@@ -167,8 +164,7 @@ func TestLongCodes(t *testing.T) {
 	}
 }
 
-// A cut stream is refused at every length, and a flipped bit never writes
-// outside what was declared.
+// A cut stream is refused at every length, and a flipped bit never causes a write outside the declared size.
 func TestDamage(t *testing.T) {
 	src := contents(900)["text"]
 	for level := range 2 {
@@ -192,7 +188,7 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// FuzzDecode gives the decoder bytes of a stranger, and the encoder contents.
+// FuzzDecode gives foreign bytes to the decoder, and contents to the encoder.
 func FuzzDecode(f *testing.F) {
 	for _, src := range contents(500) {
 		for level := range 3 {

@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// opened is an open safetensors file of tensors of some sizes, and what is known of it.
+// opened is an open safetensors file with tensors of some sizes, and what is known about it.
 func opened(t *testing.T, r *rand.Rand, sizes ...int64) (*file.File, *tensor.Source, []byte) {
 	t.Helper()
 	var entries []safetensors.Entry
@@ -81,8 +81,8 @@ func passAll(t *testing.T, h *Hashing, r *rand.Rand, order []string, sizes []int
 	return passed
 }
 
-// The digest is that of the file, in whatever order its tensors are passed, all or some of
-// them; what comes in the order of the file is not read.
+// The digest is the file's, in whatever order its tensors are passed, all or some of them. Bytes that arrive in file
+// order are not read again.
 func TestHash(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -121,7 +121,7 @@ func TestHash(t *testing.T) {
 	}
 }
 
-// The tensors taken from any order are in the order of the file, and no other such selection has more bytes.
+// The tensors picked from any order are in file order, and no other such selection has more bytes.
 func TestInOrder(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -159,8 +159,8 @@ func TestInOrder(t *testing.T) {
 	}
 }
 
-// A file that was written to meanwhile, and a hashing that is cancelled while an encoder waits
-// for it, are errors, and no goroutine stays.
+// A file that was written meanwhile, and a hash that is cancelled while an encoder waits for it, are errors, and no
+// goroutine stays.
 func TestHashEnds(t *testing.T) {
 	f, s, b := opened(t, rand.New(rand.NewPCG(1, 1)), 1<<20)
 	ctx, cancel := context.WithCancelCause(context.Background())

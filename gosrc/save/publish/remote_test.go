@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A watchedDraft notes whether the job had ended, for those that wait, before each call.
+// A watchedDraft notes before each call whether the job had ended for its waiters.
 type watchedDraft struct {
 	source.Draft
 	over  func() bool
@@ -20,8 +20,8 @@ type watchedDraft struct {
 func (d *watchedDraft) StopSends() { d.stops = append(d.stops, d.over()) }
 func (d *watchedDraft) Drop()      { d.drops = append(d.drops, d.over()) }
 
-// A cancelled save ends for its caller as soon as nothing is sent from the caller's memory any more, before the store
-// has removed the parts. A save that fails lets parts in flight end.
+// A cancelled save ends for its caller as soon as the caller's memory is no longer sent, before the store has removed
+// the parts. A failing save lets parts in flight end.
 func TestCancelStopsSends(t *testing.T) {
 	for _, isCancelled := range []bool{true, false} {
 		var d *watchedDraft

@@ -22,10 +22,10 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Goldens is the folder of golden files, from the folder of a package.
+// Goldens is the folder of golden files, relative to a package's folder.
 const Goldens = "../../tests/goldens/save"
 
-// NewRand prints its seed, so that a failure can be run again.
+// NewRand prints its seed, so that a failure can be repeated.
 func NewRand(t testing.TB) *rand.Rand {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -35,8 +35,7 @@ func NewRand(t testing.TB) *rand.Rand {
 // FixedRand gives the same numbers in every run.
 func FixedRand() *rand.Rand { return rand.New(rand.NewPCG(1, 2)) }
 
-// Gaussian makes bf16 weights as training leaves them: normal, with a scale of
-// its own for every row.
+// Gaussian makes bf16 weights like trained ones: normal, with a separate scale for every row.
 func Gaussian(r *rand.Rand, rows, cols int) []byte {
 	out := make([]byte, 0, rows*cols*2)
 	for range rows {
@@ -74,7 +73,7 @@ func Read(t testing.TB, uris ...string) map[string]save.Input {
 	return ReadFrom(t, format.Access{}, uris...)
 }
 
-// ReadFrom is Read of files that are reached as access says.
+// ReadFrom is Read for files that are reached with access.
 func ReadFrom(t testing.TB, access format.Access, uris ...string) map[string]save.Input {
 	t.Helper()
 	m, err := stored.Open(t.Context(), uris, access, false)
@@ -96,7 +95,7 @@ func ReadFrom(t testing.TB, access format.Access, uris ...string) map[string]sav
 	return out
 }
 
-// Same fails unless the tensors are those that are wanted, byte for byte.
+// Same fails unless the tensors equal the wanted ones byte for byte.
 func Same(t testing.TB, want []save.Input, got map[string]save.Input) {
 	t.Helper()
 	if len(want) != len(got) {
@@ -125,7 +124,7 @@ func Write(t testing.TB, spec save.Spec, in []save.Input) save.Report {
 	return rep
 }
 
-// SHA256Of is that of a file, in hex.
+// SHA256Of returns a file's SHA-256 in hex.
 func SHA256Of(t testing.TB, path string) string {
 	t.Helper()
 	b, err := os.ReadFile(path)
@@ -149,7 +148,7 @@ func NoTemps(t testing.TB, dir string) {
 	}
 }
 
-// Ugly has every dtype and every shape that has been trouble somewhere.
+// Ugly has every dtype and every shape that has caused trouble somewhere.
 func Ugly(r *rand.Rand) []save.Input {
 	var in []save.Input
 	add := func(name string, d tensor.DType, shape ...int64) {
@@ -158,7 +157,7 @@ func Ugly(r *rand.Rand) []save.Input {
 			panic(err)
 		}
 		data := Noise(r, int(n))
-		if r.IntN(2) == 0 { // something to gain, for every dtype
+		if r.IntN(2) == 0 { // compressible, for every dtype
 			for i := range data {
 				data[i] &= 0x33
 			}
@@ -191,8 +190,7 @@ func Some(r *rand.Rand) []save.Input {
 	return append(in, Input("tied", in[len(in)-2].DType, in[len(in)-2].Shape, in[len(in)-2].Data))
 }
 
-// Put makes files below dir: a name and a text, or a name and " -> " and what a link
-// says.
+// Put makes files below dir: a name and a text, or a name and " -> " with a link's target.
 func Put(t *testing.T, dir string, files map[string]string) {
 	t.Helper()
 	for name, text := range files {
@@ -230,8 +228,7 @@ func Of(k byte, n int) (in []save.Input) {
 	return in
 }
 
-// Odd is a safetensors file of any header, padded so that the data begin on a
-// multiple of pad (1: not at all).
+// Odd is a safetensors file with any header, padded so that the data begin on a multiple of pad (1 means no padding).
 func Odd(header string, pad int, data []byte) []byte {
 	for (8+len(header))%pad != 0 {
 		header += " "
@@ -240,8 +237,7 @@ func Odd(header string, pad int, data []byte) []byte {
 	return append(append(b, header...), data...)
 }
 
-// GoldenTensors are what the golden files hold; they never change. See
-// tests/goldens/save/README.md.
+// GoldenTensors are the contents of the golden files and never change. See tests/goldens/save/README.md.
 func GoldenTensors() []save.Input {
 	r := FixedRand()
 	w := BF16("layer.weight", r, 24, 128)

@@ -21,7 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// tagged is a source in memory with an ETag, which counts what is read.
+// tagged is a source in memory with an ETag that counts what is read.
 type tagged struct {
 	sourcetest.Mem
 	id   string
@@ -73,9 +73,8 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-// An object is fetched once for all who want it, however its URL is signed;
-// another ETag is another object; what rotted is fetched again; what cannot be
-// identified is not kept.
+// An object is fetched once for everyone who wants it, however its URL is signed. Another ETag means another object, a
+// corrupted one is fetched again, and an unidentifiable one is not kept.
 func TestKeep(t *testing.T) {
 	ctx := context.Background()
 	dir := filepath.Join(t.TempDir(), "a*b", "c")
@@ -131,7 +130,7 @@ func TestKeep(t *testing.T) {
 	}
 }
 
-// A fetch that fails leaves nothing, and what a killed process left is swept.
+// A failed fetch leaves nothing, and leftovers of a killed process are swept.
 func TestFailure(t *testing.T) {
 	dir := t.TempDir()
 	src := &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: random(9<<20, 1)}, id: "e", read: new(atomic.Int64),
@@ -156,8 +155,8 @@ func TestFailure(t *testing.T) {
 	if kept := names(t, dir); len(kept) != 1 || strings.Contains(kept[0], "tmp") {
 		t.Error(kept)
 	}
-	// Of another object, which may never be wanted again, and of a note; what a process that lives has, and a note
-	// that is just written, stay.
+	// Also leftovers of another object that may never be wanted again, and of a note. Files of a living process, and a
+	// note that was just written, stay.
 	dead, live, hour := strings.Repeat("d", 32), strings.Repeat("e", 32), time.Now().Add(-2*time.Hour)
 	unlock, err := lockFile(context.Background(), filepath.Join(dir, live+".lock"))
 	if err != nil {
@@ -192,8 +191,8 @@ func TestFailure(t *testing.T) {
 	}
 }
 
-// Promise: with a limit, what was used longest ago goes before a new object comes; one that is
-// longer than the limit is not kept, and files of other names stay.
+// With a limit, the least recently used object is removed before a new one comes. One that is longer than the limit is
+// not kept, and files with other names stay.
 func TestLimit(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "mine"), make([]byte, 5000), 0o600); err != nil {
@@ -220,7 +219,7 @@ func TestLimit(t *testing.T) {
 			}
 		}
 	}
-	if kept("a", 1000).Load() != 0 { // used now: b goes first
+	if kept("a", 1000).Load() != 0 { // used now, so b is removed first
 		t.Error("fetched again")
 	}
 	kept("c", 1000)
@@ -235,8 +234,8 @@ func TestLimit(t *testing.T) {
 	}
 }
 
-// A child that is forked while an object is fetched has the lock's file open, and does not
-// keep others from fetching it once that has ended.
+// A child that is forked while an object is fetched has the lock's file open, but does not keep others from fetching it
+// afterwards.
 func TestLockOfAForkedChild(t *testing.T) {
 	dir, read := t.TempDir(), new(atomic.Int64)
 	src := func(fail bool) source.Source {
@@ -255,7 +254,7 @@ func TestLockOfAForkedChild(t *testing.T) {
 	s.Close()
 }
 
-// A forking source is read while the process forks: the open files of locks are there twice.
+// A forking source is read while the process forks, so the locks' open files exist twice.
 type forking struct {
 	tagged
 	t *testing.T
@@ -274,7 +273,7 @@ func (f *forking) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return f.tagged.ReadAt(ctx, p, off)
 }
 
-// Promise: another use of an object that is kept is no write to it for those that are reading it.
+// Another use of a kept object does not count as a write for those that are reading it.
 func TestUseChangesNoState(t *testing.T) {
 	c := Folder{Path: t.TempDir(), Limit: 1 << 20}
 	keep := func() source.Source {
@@ -288,7 +287,7 @@ func TestUseChangesNoState(t *testing.T) {
 	keep().Close()
 	first := keep()
 	defer first.Close()
-	time.Sleep(10 * time.Millisecond) // more than a tick of the file system's clock
+	time.Sleep(10 * time.Millisecond) // more than one clock tick of the file system
 	keep().Close()
 	if err := source.Unwritten(first); err != nil {
 		t.Error(err)

@@ -13,9 +13,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// Another user of the machine, who may write the cache's folder, cannot choose what a load gets: neither by
-// an object or a note of his own, nor by another name of an object that is kept, nor by the folder itself;
-// and his link in place of a lock makes no file.
+// Another user of the machine who may write the cache's folder cannot choose what a load gets: not with their own
+// object or note, not with another name of a kept object, and not with the folder itself. Their link in place of a lock
+// makes no file.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root may give files away")
@@ -60,7 +60,8 @@ func TestPlanted(t *testing.T) {
 		return dir
 	}
 
-	// What the attacker's own overwire makes of his bytes for the same key, under his name or as one's own link.
+	// Plants what the attacker's own overwire makes of their bytes for the same key, under their name or as the
+	// victim's own link.
 	theirs := t.TempDir()
 	if _, err := open(theirs, uri, other); err != nil {
 		t.Fatal(err)
@@ -90,7 +91,7 @@ func TestPlanted(t *testing.T) {
 		}
 	}
 
-	// Another name of what is kept: a rename in a folder that is not sticky, or a link.
+	// Plants another name of a kept object: a rename in a folder that is not sticky, or a link.
 	dir := shared(0o777)
 	if _, err := open(dir, "http://h/y", other); err != nil {
 		t.Fatal(err)
@@ -111,7 +112,7 @@ func TestPlanted(t *testing.T) {
 		t.Errorf("the note of another URI counts: %v", err)
 	}
 
-	// A folder that the attacker has made first.
+	// Plants a folder that the attacker has made first.
 	dir = filepath.Join(shared(0o777), "cache")
 	if err := errors.Join(os.Mkdir(dir, 0o755), os.Chown(dir, 1234, 0)); err != nil {
 		t.Fatal(err)

@@ -22,7 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// noise is a file of n random bytes, on the disk and not only in memory.
+// noise is a file of n random bytes that are on the disk and not only in memory.
 func noise(t *testing.T, n int, seed uint64) (string, []byte) {
 	t.Helper()
 	data := make([]byte, n)
@@ -55,8 +55,7 @@ func opened(t *testing.T, path string, total int64, how string) *File {
 	return f
 }
 
-// evict drops a range from the page cache, and skips the test where that does
-// not work.
+// evict drops a range from the page cache, and skips the test where that does not work.
 func evict(t *testing.T, f *File, off, n int64) {
 	t.Helper()
 	_ = unix.Fadvise(f.fd, off, n, unix.FADV_DONTNEED)
@@ -65,16 +64,15 @@ func evict(t *testing.T, f *File, off, n int64) {
 	}
 }
 
-// Past the cache, a file is the source that it is through it.
+// A file reads the same with direct I/O as through the cache.
 func TestSuiteDirect(t *testing.T) {
 	sourcetest.Suite(t, sourcetest.Is{File: true, Known: true}, func(t *testing.T, data []byte) source.Source {
 		return opened(t, write(t, data), int64(len(data)), "direct")
 	})
 }
 
-// Any offset, length and address gives the bytes of the file, in every way of
-// reading, by several readers at once, and nothing beside the destination is
-// written.
+// Any offset, length and address gives the bytes of the file, in every way of reading, by several readers at once, and
+// nothing outside the destination is written.
 func TestAnyAlignment(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -98,7 +96,7 @@ func TestAnyAlignment(t *testing.T) {
 						off := r.IntN(len(data))
 						n := r.IntN(len(data) - off + 1)
 						at := 1 + r.IntN(len(mem)-n-2)
-						switch r.IntN(4) { // as the pipeline has it: all in blocks
+						switch r.IntN(4) { // like the pipeline: everything in blocks
 						case 0:
 							off, at = off&^4095, at&^4095
 						case 1:
@@ -124,10 +122,9 @@ func TestAnyAlignment(t *testing.T) {
 	}
 }
 
-// What is cold is read by direct I/O and stays cold, and what is resident is taken
-// from there: in a load that does not fit into memory, and in one that fills the
-// host's memory. Of a load to a GPU that fits, and of one from a slow disk, the cache
-// keeps everything.
+// Cold pages are read by direct I/O and stay cold, and resident pages are taken from the cache, in a load that does not
+// fit into memory and in one that fills the host's memory. A GPU load that fits, and a load from a slow disk, leave
+// everything in the cache.
 func TestColdStaysCold(t *testing.T) {
 	path, data := noise(t, 3*window+100_000, 7)
 	f := opened(t, path, 1, "buffered")
@@ -154,7 +151,7 @@ func TestColdStaysCold(t *testing.T) {
 		name       string
 		total      int64
 		host, slow bool
-		kept       float64 // how much of the cold window is resident afterwards
+		kept       float64 // the share of the cold window that is resident afterwards
 	}{
 		{"too large", 1 << 50, false, false, 0},
 		{"too large, slow", 1 << 50, true, true, 0},
@@ -180,7 +177,7 @@ func TestColdStaysCold(t *testing.T) {
 			case c.slow:
 				least, most = 1, 1<<20
 			}
-			if c.slow { // as if other files of the load had been
+			if c.slow { // as if other files of the load had been slow
 				l.waited.Store(depth * int64(probeTime))
 				l.bytes.Store(probe - 1)
 				least, most = least+probe-1, most+probe-1
@@ -207,10 +204,9 @@ func TestColdStaysCold(t *testing.T) {
 	})
 }
 
-// undisturbed calls check until it finds nothing, five times at most. A host that is
-// short of memory, or reclaims what seems unused, drops pages when it likes: what check
-// finds counts if pages that no one touches stay for as long as check took, and that
-// more than once.
+// undisturbed calls check until it finds nothing, five times at most. A host that is short of memory, or reclaims what
+// seems unused, drops pages at any time. So what check finds counts only if untouched pages stay for as long as check
+// took, and more than once.
 func undisturbed(t *testing.T, path string, f *File, size int64, check func() error) {
 	t.Helper()
 	var err error
@@ -266,15 +262,15 @@ func TestResident(t *testing.T) {
 	})
 }
 
-// A kernel that refuses a direct read in the middle of a range does not fail
-// the load: the rest is read through the cache.
+// A kernel that refuses a direct read in the middle of a range does not fail the load: the rest is read through the
+// cache.
 func TestRefusedDirect(t *testing.T) {
 	path, data := noise(t, 3<<20+5, 4)
 	f := opened(t, path, 1, "direct")
 	if f.direct.align < 2 {
 		t.Skip("no O_DIRECT here")
 	}
-	f.direct.align = 1 // what the kernel will not take
+	f.direct.align = 1 // an alignment that the kernel refuses
 	got := make([]byte, len(data)-1)
 	if err := f.ReadAt(context.Background(), got, 1); err != nil || !bytes.Equal(got, data[1:]) {
 		t.Fatalf("%v, or wrong bytes", err)
@@ -287,8 +283,8 @@ func TestRefusedDirect(t *testing.T) {
 	}
 }
 
-// Whatever way a file is read, one that shrinks gives an error at the first
-// missing byte, and a medium that fails gives its own.
+// In every way of reading, a file that shrinks gives an error at the first missing byte, and a failing medium gives its
+// own error.
 func TestReadErrors(t *testing.T) {
 	for _, how := range []string{"buffered", "direct"} {
 		t.Run(how, func(t *testing.T) {
@@ -308,7 +304,7 @@ func TestReadErrors(t *testing.T) {
 		})
 	}
 	t.Run("EIO", func(t *testing.T) {
-		// The kernel's own EIO: memory of this process that is not there.
+		// A real EIO from the kernel: unmapped memory of this process.
 		fd, err := unix.Open("/proc/self/mem", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 		if err != nil {
 			t.Skip(err)
@@ -322,8 +318,7 @@ func TestReadErrors(t *testing.T) {
 		}
 	})
 	t.Run("short read", func(t *testing.T) {
-		// The kernel's own short read: what can be read of this process's memory
-		// ends in the middle of what is asked for.
+		// A real short read from the kernel: the readable memory of this process ends in the middle of the request.
 		mem, err := unix.Mmap(-1, 0, 3*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 		if err != nil {
 			t.Fatal(err)
@@ -354,8 +349,7 @@ func TestReadErrors(t *testing.T) {
 	})
 }
 
-// The state of a file changes with its bytes, and counts only once it has
-// settled.
+// A file's state changes with its bytes, and counts only once it has settled.
 func TestIdentity(t *testing.T) {
 	begun := time.Now()
 	path := write(t, make([]byte, 1000))
@@ -392,8 +386,8 @@ func TestIdentity(t *testing.T) {
 	}
 }
 
-// A file that was written to since it was opened is found, also where the writer has set its old time again, as rsync does. A new
-// name, mode or link, and another file in its place, leave its bytes what they are.
+// A file that was written since it was opened is noticed, also if the writer has restored its old time, as rsync does.
+// A new name, mode or link, and another file in its place, do not change its bytes.
 func TestUnwritten(t *testing.T) {
 	old := time.Now().Add(-time.Hour)
 	for name, c := range map[string]struct {
@@ -422,7 +416,7 @@ func TestUnwritten(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer f.Close()
-		time.Sleep(10 * time.Millisecond) // more than a tick of the file system's clock
+		time.Sleep(10 * time.Millisecond) // more than one clock tick of the file system
 		if err := c.change(path); err != nil {
 			t.Fatal(err)
 		}
@@ -432,7 +426,7 @@ func TestUnwritten(t *testing.T) {
 	}
 }
 
-// The memory that the host has left is a plausible number.
+// The host's available memory is a plausible number.
 func TestAvailableMemory(t *testing.T) {
 	if m := hostmem.Available(); m < 1<<20 || m > 1<<50 {
 		t.Errorf("%d bytes available", m)

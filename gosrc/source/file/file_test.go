@@ -41,7 +41,7 @@ func TestSuite(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				f.kind = regular.Network // what it would be there
+				f.kind = regular.Network // as it would be on a network
 				return f
 			})
 	})
@@ -83,8 +83,7 @@ func TestOpenRefuses(t *testing.T) {
 	}
 }
 
-// A file that another program cuts off gives an error at the missing bytes,
-// and what is still there reads on.
+// A file that another program truncates gives an error at the missing bytes, and the remaining bytes can still be read.
 func TestShrinkingFile(t *testing.T) {
 	path := write(t, make([]byte, 10_000))
 	f, err := Open(path)

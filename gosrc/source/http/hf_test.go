@@ -70,8 +70,8 @@ func TestHub(t *testing.T) {
 	}
 }
 
-// A moving hub serves files of a branch that moves on after some answers. Each
-// commit has bytes of its own; large files lie in a store beside it.
+// A moving hub serves files of a branch that moves on after some answers. Each commit has its own bytes; large files
+// are in a separate store.
 func moving(t *testing.T, after int64, names bool) (endpoint string, at func(commit int) []byte) {
 	t.Helper()
 	at = func(commit int) []byte { return bytes.Repeat([]byte{byte('a' + commit)}, 600_000) }
@@ -114,7 +114,7 @@ func moving(t *testing.T, after int64, names bool) (endpoint string, at func(com
 			w.WriteHeader(404)
 		case strings.HasPrefix(file, "lfs"):
 			http.Redirect(w, r, fmt.Sprintf("%s/%s?commit=%d", store.URL, file, commit), http.StatusFound)
-		case strings.HasPrefix(file, "same"): // within the hub, as it does for small files
+		case strings.HasPrefix(file, "same"): // within the hub, as for small files
 			http.Redirect(w, r, "/org/name/resolve/"+sha(commit)+"/"+strings.TrimPrefix(file, "same"), http.StatusTemporaryRedirect)
 		default:
 			body(w, r, commit, file)
@@ -124,8 +124,8 @@ func moving(t *testing.T, after int64, names bool) (endpoint string, at func(com
 	return s.URL, at
 }
 
-// A branch that moves on between two files of a load, or between two ranges of
-// one, changes nothing: the load has the commit that it began at.
+// A branch that moves on between two files of a load, or between two ranges of a file, changes nothing: the load gets
+// the commit that it began with.
 func TestMovingBranch(t *testing.T) {
 	for after := range int64(6) {
 		for _, files := range [][]string{
@@ -153,8 +153,8 @@ func TestMovingBranch(t *testing.T) {
 	isSettled(t)
 }
 
-// Files that are opened at once are of one commit, too, however the branch
-// moves; each load asks for the branch anew.
+// Files that are opened at the same time also belong to one commit, however the branch moves. Each load asks for the
+// branch anew.
 func TestMovingBranchAtOnce(t *testing.T) {
 	for after := range int64(4) {
 		endpoint, at := moving(t, after, true)
@@ -193,8 +193,7 @@ func TestMovingBranchAtOnce(t *testing.T) {
 	}
 }
 
-// A hub that answers from another commit than it was asked for is an error, and
-// one that names none is read all the same.
+// A hub that answers from another commit than requested is an error, and an answer that names none is still read.
 func TestCommits(t *testing.T) {
 	endpoint, at := moving(t, 100, false)
 	opt := source.Options{Env: map[string]string{"HF_ENDPOINT": endpoint}}

@@ -36,7 +36,7 @@ func random(n int) []byte {
 	return b
 }
 
-// started serves data as /x of a server of ours.
+// started serves data as /x of our own server.
 func started(t *testing.T, data []byte, opt serve.Options) (*serve.Server, string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -64,7 +64,7 @@ func opened(t *testing.T, uri string, storage map[string]string) *Source {
 func isSettled(t *testing.T) {
 	t.Helper()
 	for range 6000 {
-		left := slices.DeleteFunc(spawn.Names(), func(n string) bool { return n == "serve" }) // those end with the test
+		left := slices.DeleteFunc(spawn.Names(), func(n string) bool { return n == "serve" }) // these end with the test
 		if len(left) == 0 && len(clients) == 0 {
 			return
 		}
@@ -73,8 +73,7 @@ func isSettled(t *testing.T) {
 	t.Errorf("still there: %v, %d clients", spawn.Names(), len(clients))
 }
 
-// A server with ranges, one without, and one that names no length are sources
-// like any other.
+// A server with ranges, one without, and one that gives no length are sources like any other.
 func TestSuite(t *testing.T) {
 	for name, opt := range map[string]serve.Options{"ranges": {}, "plain": {NoRanges: true},
 		"chunked": {Chunked: true}} {
@@ -89,8 +88,7 @@ func TestSuite(t *testing.T) {
 	isSettled(t)
 }
 
-// A server that knows nothing but HTTP/1.0: no length, the end of the
-// connection is the end of the body.
+// An HTTP/1.0 server works: it gives no length, and the body ends with the connection.
 func TestOldServer(t *testing.T) {
 	data := random(700_000)
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -112,11 +110,9 @@ func TestOldServer(t *testing.T) {
 	}
 }
 
-// Whatever a server and the network do to answers, the bytes are right, what
-// broke goes on where it broke, and next to nothing comes for nothing: of what
-// the network has brought, read or not, at most 1 % is above what was wanted.
-// Reads are those of loads: ranges in steps, and smaller ones. With -faults
-// 10000 this is the soak.
+// Whatever a server and the network do to answers, the bytes are right, a broken transfer resumes where it broke, and
+// almost nothing is fetched in vain: at most 1 % more than was wanted comes over the network, read or not. Reads are
+// like those of loads: ranges in steps, and smaller ones. With -faults 10000 this is the soak test.
 func TestFaults(t *testing.T) {
 	if testing.Short() {
 		*faults = min(*faults, 40)
@@ -136,11 +132,11 @@ func TestFaults(t *testing.T) {
 		s, uri := started(t, data, opt)
 		wire := watch(t, source.Options{Storage: storage})
 		src, err := new(Hub).Open(context.Background(), uri, source.Options{Storage: storage})
-		for range 50 { // opening gives up sooner than reading
+		for range 50 { // opening gives up earlier than reading
 			if err == nil && src.Facts().Ranges != nil {
 				break
 			}
-			if err == nil { // the first answer was the whole file: that is a server without ranges
+			if err == nil { // the first answer was the whole file: a server without ranges
 				_ = src.Close()
 			}
 			src, err = new(Hub).Open(context.Background(), uri, source.Options{Storage: storage})
@@ -204,9 +200,9 @@ func TestFaults(t *testing.T) {
 		}
 		most := 1.0
 		if mode == "https" {
-			most += 0.2 // records and handshakes
+			most += 0.2 // TLS records and handshakes
 		}
-		if *faults < 2000 { // a few refused answers make a difference: about 1 MB each is on its way
+		if *faults < 2000 { // a few refused answers matter: each has about 1 MB in flight
 			most = 4
 		}
 		if extra > most || extra < 0 {
@@ -217,8 +213,7 @@ func TestFaults(t *testing.T) {
 	isSettled(t)
 }
 
-// Servers without ranges: a GET that breaks begins again, and what comes twice
-// is compared.
+// On servers without ranges, a broken GET begins again, and bytes that come twice are compared.
 func TestSpoolFaults(t *testing.T) {
 	t.Cleanup(func() { isSettled(t) })
 	data := random(2 << 20)
@@ -233,8 +228,7 @@ func TestSpoolFaults(t *testing.T) {
 	}
 }
 
-// An object that changes after it was opened is CorruptError, however the
-// server shows it.
+// An object that changes after it was opened is a CorruptError, however the server shows it.
 func TestChanged(t *testing.T) {
 	data := random(1 << 20)
 	ctx := context.Background()
@@ -269,7 +263,7 @@ func TestChanged(t *testing.T) {
 		var n atomic.Int64
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("ETag", fmt.Sprintf(`"%d"`, n.Add(1)))
-			r.Header.Del("If-Match") // of which such a server takes no notice
+			r.Header.Del("If-Match") // such a server ignores it
 			http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(data))
 		}))
 		defer s.Close()
@@ -278,8 +272,8 @@ func TestChanged(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 	})
-	// Without an ETag and without a date nothing tells two versions apart: one
-	// answer is read to its end, and what it had is what all reads have.
+	// Without an ETag and a date nothing distinguishes two versions: one answer is read to its end, and all reads use
+	// its bytes.
 	t.Run("nothing to pin", func(t *testing.T) {
 		for name, c := range map[string][2]string{"no date": {}, "a date of now": {"now"},
 			"no date that can be read": {"yesterday"}, "a weak ETag": {"now", `W/"x"`}, "an ETag of date and size": {"now", "dated"},
@@ -331,7 +325,7 @@ func TestChanged(t *testing.T) {
 			changed := time.Unix(1_700_000_000, 0)
 			if n.Add(1) > 2 {
 				changed = changed.Add(time.Hour)
-				r.Header.Del("If-Unmodified-Since") // of which such a server takes no notice
+				r.Header.Del("If-Unmodified-Since") // such a server ignores it
 			}
 			http.ServeContent(w, r, "", changed, bytes.NewReader(data))
 		}))
@@ -361,7 +355,7 @@ func TestChanged(t *testing.T) {
 	})
 }
 
-// An object with a label that changes no byte is read, with ranges and without.
+// An object with an encoding label that does not change the bytes is read, with ranges and without.
 func TestLabels(t *testing.T) {
 	data := random(500_000)
 	for _, ranges := range []bool{true, false} {
@@ -387,8 +381,7 @@ func TestLabels(t *testing.T) {
 	}
 }
 
-// What a server answers becomes the class that a user would catch, and no
-// secret of the caller's is in any text.
+// A server's answer becomes the class that a user would catch, and no secret of the caller is in any text.
 func TestClasses(t *testing.T) {
 	var requests atomic.Int64
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -474,7 +467,7 @@ func TestClasses(t *testing.T) {
 	isSettled(t)
 }
 
-// A proxy of the environment is used, with its password, and NO_PROXY obeyed.
+// The proxy of the environment is used with its password, and NO_PROXY is obeyed.
 func TestProxy(t *testing.T) {
 	data := random(1000)
 	var through atomic.Int64
@@ -511,7 +504,7 @@ func TestProxy(t *testing.T) {
 	}
 }
 
-// Cancel ends a read that hangs, soon, and leaves nothing behind.
+// A cancel soon ends a read that hangs, and leaves nothing.
 func TestCancel(t *testing.T) {
 	data := random(1 << 20)
 	var n atomic.Int64

@@ -39,7 +39,7 @@ func nginx(t *testing.T) (dir, ranges, plain, secure string, c certs) {
 	work := t.TempDir()
 	c = makeCerts(t)
 	var at []string
-	var held []net.Listener // all at once, so that no port comes twice
+	var held []net.Listener // all at once, so that no port is used twice
 	for range 3 {
 		l, err := net.Listen("tcp", sourcetest.Host()+":0")
 		if err != nil {
@@ -100,7 +100,7 @@ func executable(path string) bool {
 
 var hours time.Duration
 
-// writeOld writes a file that is older by some hours than the last one.
+// writeOld writes a file that is some hours older than the previous one.
 func writeOld(t *testing.T, path string, data []byte) {
 	t.Helper()
 	hours += time.Hour
@@ -110,8 +110,7 @@ func writeOld(t *testing.T, path string, data []byte) {
 	}
 }
 
-// A real server, with ranges and without, in the clear and over TLS, is a
-// source like any other; a file that is replaced is noticed.
+// A real server, with and without ranges, with and without TLS, is a source like any other. A replaced file is noticed.
 func TestNginx(t *testing.T) {
 	dir, ranges, plain, secure, c := nginx(t)
 	for base, storage := range map[string]map[string]string{ranges: nil, plain: nil, secure: {"cacert": c.ca}} {
@@ -138,7 +137,7 @@ func TestNginx(t *testing.T) {
 	if err := os.Chtimes(path, begun, begun); err != nil {
 		t.Fatal(err)
 	}
-	// Its ETags are made of a date in seconds, and of the size: just now another file could get this one.
+	// nginx makes ETags from the size and a date in seconds, so another file could get the same one right now.
 	if fresh := opened(t, ranges+"x", nil); fresh.pin() != "" && time.Since(begun) < settle {
 		t.Errorf("%q pins a file that may change within this second", fresh.pin())
 	}

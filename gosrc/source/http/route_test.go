@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// What reaches which server, over every kind of redirect.
+// Over every kind of redirect, only the allowed servers are reached, with only the allowed secrets.
 func TestRoutes(t *testing.T) {
 	sourcetest.Routes(t, func(uri string, opt source.Options) ([]byte, error) {
 		s, err := new(Hub).Open(context.Background(), uri, opt)
@@ -36,8 +36,8 @@ func TestRoutes(t *testing.T) {
 	isSettled(t)
 }
 
-// An object is found again where it was, over new connections, several at
-// once, after the first one was redirected within a private network.
+// After a first request that was redirected within a private network, an object is found again where it was, over
+// several new connections at once.
 func TestRedirectedRanges(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	for _, from := range []string{"net", "pub"} {
@@ -72,7 +72,7 @@ func TestRedirectedRanges(t *testing.T) {
 	}
 }
 
-// A connection that one object may use is not used for another that may not.
+// A connection that belongs to one object is not used for another that may not use it.
 func TestIdleConnections(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	w.Script(302, map[string]string{"net/a": "http://{net2}/b", "pub/a": "http://{net2}/b"})
@@ -90,8 +90,8 @@ func TestIdleConnections(t *testing.T) {
 	}
 }
 
-// A name that means an address further in by now is not followed there, not
-// even by the server that the caller named: the way began on the internet.
+// A name that now resolves to an address further inside is not followed, not even by the server that the caller named,
+// because the route began on the internet.
 func TestRebinding(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	pub, inside := w.URL("{pub}"), w.URL("{net}")
@@ -125,7 +125,7 @@ func TestRebinding(t *testing.T) {
 			t.Errorf("%s was asked", at)
 		}
 	}
-	// From the redirect, by a name.
+	// Also after a redirect by a name.
 	turned.Store(true)
 	w.Script(302, map[string]string{"pub2/a": "http://rebound.example/b"})
 	if _, err := new(Hub).Open(context.Background(), w.URL("http://{pub2}/a"), opt); !errors.Is(err,
@@ -134,8 +134,7 @@ func TestRebinding(t *testing.T) {
 	}
 }
 
-// Which address a proxy connects to is not known here, but for those that the
-// URL itself has.
+// The address that a proxy connects to is unknown here, except where the URL itself has one.
 func TestProxiedRedirects(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	env := map[string]string{"HTTP_PROXY": w.URL("http://proxy:" + sourcetest.Planted + "@{net}")}
@@ -162,7 +161,7 @@ func TestProxiedRedirects(t *testing.T) {
 			t.Errorf("%v shows a secret", err)
 		}
 	}
-	// In a private network by its own words, and what is not proxied after what is.
+	// In a private network, by its own words; and a server without a proxy after one with a proxy.
 	w.Script(302, map[string]string{"net/a": "http://10.0.0.2/b"})
 	if s, err := new(Hub).Open(context.Background(), "http://10.0.0.1/a", source.Options{Env: env}); err != nil {
 		t.Error(err)
@@ -177,8 +176,8 @@ func TestProxiedRedirects(t *testing.T) {
 	}
 }
 
-// Redirects are followed, 5 of them; what the caller gave goes to the first
-// server alone; a signed address that has run out is asked for again.
+// Up to 5 redirects are followed. The caller's headers go only to the first server, and an expired signed address is
+// asked for again.
 func TestRedirects(t *testing.T) {
 	data := random(1 << 20)
 	var leaked, expired, signed atomic.Int64

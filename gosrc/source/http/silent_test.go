@@ -17,10 +17,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
 
-// A server without ranges that falls silent, or brings a byte now and then, is left
-// after as many tries as one that never answers, each as long as the timeout. A try
-// that is over before a slow host has shown it to the server is not counted: then a
-// longer timeout shows all.
+// A server without ranges that falls silent, or sends a byte now and then, is given up after as many tries as one that
+// never answers, each as long as the timeout. A try that ends before a slow host has shown it to the server is not
+// counted; a longer timeout then shows them all.
 func TestSilentSpool(t *testing.T) {
 	for name, body := range map[string]func(io.Writer){
 		"silent after the first answer": nil,
@@ -50,8 +49,8 @@ func TestSilentSpool(t *testing.T) {
 	}
 }
 
-// silent reads from a server that answers a GET of the whole object with body, or not
-// at all. It returns how many of these came, how many there should be, and the error.
+// silent reads from a server that answers a GET of the whole object with body, or not at all. It returns how many GETs
+// came, how many were expected, and the error.
 func silent(t *testing.T, body func(io.Writer), timeout string) (asked, want int64, err error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -13,14 +13,13 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A wire counts what the kernel has received for a client: TLS, headers, and
-// unread bytes included.
+// A wire counts the bytes that the kernel has received for a client, including TLS, headers and unread bytes.
 type wire struct {
 	client     *client
 	came, open atomic.Int64
 }
 
-// watch makes the client of these options, before a source does.
+// watch makes the client of these options before a source does.
 func watch(t *testing.T, opt source.Options) *wire {
 	t.Helper()
 	c, err := holdClient(opt)
@@ -40,8 +39,7 @@ func watch(t *testing.T, opt source.Options) *wire {
 	return w
 }
 
-// close gives the client back, waits for the end of its connections and says
-// how many bytes have come.
+// close returns the client, waits until its connections end, and returns how many bytes have come.
 func (w *wire) close(t *testing.T) int64 {
 	t.Helper()
 	w.client.dropClient()

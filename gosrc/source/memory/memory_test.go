@@ -14,8 +14,7 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-// A view has the bytes themselves, to their end and no further; Close
-// frees them once, and views end.
+// A view is the bytes themselves, up to their end. Close frees them once, and views end.
 func TestView(t *testing.T) {
 	data := []byte("0123456789")
 	freed := 0

@@ -19,9 +19,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Promise: a cache, by its option or by the setting with its default place, answers with what
-// the store had last when that cannot be reached, and says so once; what a URI names for ever
-// is asked for once; what the store itself says counts.
+// A cache, set by its option or by the setting with its default folder, answers with what the store had last when the
+// store cannot be reached, and says so once. A URI that never changes is asked for once. The store's own answer counts.
 func TestCacheAway(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	knob.Load(map[string]string{"OVERWIRE_CACHE": "on"})
@@ -112,8 +111,8 @@ func TestCacheAway(t *testing.T) {
 	}
 }
 
-// Promise: what one store has sent is never given as another's, though that names the same ETag, size and date:
-// of a mirror, of a server whose certificate was not checked, of another virtual host.
+// Bytes from one store are never given for another that names the same ETag, size and date: a mirror, a server without
+// certificate check, another virtual host.
 func TestCacheOfAnotherStore(t *testing.T) {
 	answer := func(text string) http.HandlerFunc {
 		return func(w http.ResponseWriter, r *http.Request) {
@@ -121,7 +120,7 @@ func TestCacheOfAnotherStore(t *testing.T) {
 			_, _ = io.WriteString(w, map[bool]string{true: "other", false: text}[r.Host == "other.test"])
 		}
 	}
-	var current atomic.Value // of the server with TLS
+	var current atomic.Value // for the server with TLS
 	forged, right := httptest.NewServer(answer("false")), httptest.NewServer(answer("right"))
 	secure := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		current.Load().(http.HandlerFunc)(w, r)
@@ -167,8 +166,8 @@ func TestCacheOfAnotherStore(t *testing.T) {
 	}
 }
 
-// Promise: an answer that there is no object is never final, also at a commit: the store is asked
-// again, and if it is away, what it said last counts.
+// An answer that an object does not exist is never final, also at a commit: the store is asked again, and if it cannot
+// be reached, its last answer counts.
 func TestAbsentIsAskedAgain(t *testing.T) {
 	source.Notices()
 	var status atomic.Int64
@@ -206,7 +205,7 @@ func TestAbsentIsAskedAgain(t *testing.T) {
 	}
 }
 
-// Promise: only what can never name other bytes is taken from a cache without a question.
+// Only names that can never mean other bytes are taken from a cache without asking.
 func TestImmutable(t *testing.T) {
 	for uri, want := range map[string]bool{
 		"hf://org/name/a@" + commit: true, "hf://org/name/a@main": false, "hf://org/name/a": false,

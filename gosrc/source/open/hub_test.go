@@ -56,8 +56,8 @@ func content(uri string, env map[string]string) (string, error) {
 	return string(b), err
 }
 
-// Offline a file comes from huggingface_hub's cache at the commit that it noted, or
-// it is not found, and no server is asked.
+// Offline, a file comes from huggingface_hub's cache at the commit that the cache noted, or is not found. No server is
+// asked.
 func TestHubOffline(t *testing.T) {
 	env := map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_HUB_OFFLINE": "1",
 		"HF_ENDPOINT": "http://127.0.0.1:1"}
@@ -89,8 +89,8 @@ func TestHubOffline(t *testing.T) {
 	}
 }
 
-// Online a commit that is named is taken from the cache without a question; what a
-// branch means is asked, and the file read from the cache if it is of that commit.
+// Online, a named commit is taken from the cache without asking. A branch is looked up, and its file is read from the
+// cache if it is of that commit.
 func TestHubCacheFirst(t *testing.T) {
 	for _, c := range []struct {
 		name, rev, serves, far, want string
@@ -122,9 +122,9 @@ func TestHubCacheFirst(t *testing.T) {
 	}
 }
 
-// If the hub cannot be reached, what a load needs comes from the cache at one commit: that
-// of the URI, or, with a notice, the one that the cache noted last; and the hub is not
-// asked again. What the cache does not have is not found, by the name of both.
+// If the Hub cannot be reached, a load's files come from the cache at one commit: the URI's or, with a notice, the one
+// that the cache noted last. The Hub is not asked again. Files missing from the cache are not found, and the error
+// names both.
 func TestHubAway(t *testing.T) {
 	source.Notices()
 	for _, c := range []struct {
@@ -164,8 +164,8 @@ func TestHubAway(t *testing.T) {
 	}
 }
 
-// Without the hub, what the cache knows nothing of is the hub's own error; so is what the
-// hub itself says: a file that it does not have, or that the user may not read.
+// Without the Hub, a file that the cache does not know gives the Hub's own error. So does the Hub's answer that a file
+// does not exist or that the user may not read it.
 func TestHubErrors(t *testing.T) {
 	for _, c := range []struct {
 		uri    string
@@ -197,7 +197,7 @@ func TestHubErrors(t *testing.T) {
 	}
 }
 
-// A file that a commit does not have, as the cache has noted, is not asked for.
+// A file that the cache has noted as missing from a commit is not asked for.
 func TestHubNoExist(t *testing.T) {
 	folder := downloaded(t, "local")
 	if err := os.MkdirAll(filepath.Join(folder, "models--org--name", ".no_exist", commit), 0o755); err != nil {
@@ -214,8 +214,8 @@ func TestHubNoExist(t *testing.T) {
 	}
 }
 
-// Promise: of what another user of the machine has put into a cache of huggingface_hub that everyone may write,
-// nothing is believed: neither a repository, a commit that is noted, a snapshot nor a blob.
+// Nothing that another user has put into a world-writable huggingface_hub cache is believed: no repository, noted
+// commit, snapshot or blob.
 func TestHubPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root may give files away")
@@ -247,7 +247,7 @@ func TestHubPlanted(t *testing.T) {
 	}
 }
 
-// A list of another commit than the one that was asked for is refused.
+// A list of another commit than the requested one is refused.
 func TestListOfAnotherCommit(t *testing.T) {
 	other := strings.Repeat("f", 40)
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -12,8 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// What is opened by its URI, through a cache or not, is under the one policy of
-// redirects.
+// Everything that is opened by its URI, through a cache or not, follows the common redirect policy.
 func TestRoutes(t *testing.T) {
 	for _, cached := range []bool{false, true} {
 		sourcetest.Routes(t, func(uri string, opt source.Options) ([]byte, error) {
@@ -33,8 +32,7 @@ func TestRoutes(t *testing.T) {
 	}
 }
 
-// A Location never opens another store, nor a local file, though their schemes
-// are known here.
+// A Location never opens another store or a local file, even if its scheme is known.
 func TestSchemes(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	for scheme := range schemes {
@@ -57,7 +55,7 @@ func TestSchemes(t *testing.T) {
 	}
 }
 
-// A scheme that is not known gives an error that lists those that are.
+// An unknown scheme gives an error that lists the known ones.
 func TestUnknownScheme(t *testing.T) {
 	_, err := With(source.Options{}).Open(context.Background(), "ftp://host/model.safetensors")
 	if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), "file, hf, http, https") {

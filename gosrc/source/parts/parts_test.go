@@ -18,11 +18,11 @@ import (
 type memory struct {
 	mu       sync.Mutex
 	parts    map[int][]byte
-	places   [][]byte // where the bytes of parts lay
+	places   [][]byte // where the bytes of parts were
 	object   []byte   // published
 	shown    bool
 	aborted  int
-	fail     int // the part that fails; -1: none
+	fail     int // the part that fails; -1 if none
 	inFlight atomic.Int64
 	most     atomic.Int64
 }
@@ -61,8 +61,8 @@ func (m *memory) Publish(_ context.Context, n int, whole []byte) error {
 
 func (m *memory) Abort() { m.aborted++ }
 
-// Whatever the order within a window, gaps, and a beginning that comes last:
-// the object is what was written, with zeros between.
+// Whatever the order within a window, with gaps, and with a beginning that comes last, the object is what was written,
+// with zeros in the gaps.
 func TestBytesAnyOrder(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -133,7 +133,7 @@ func TestBytesAnyOrder(t *testing.T) {
 	}
 }
 
-// A view is sent from where it lies, and takes no memory.
+// A view is sent from its own memory, without a copy.
 func TestViews(t *testing.T) {
 	data := make([]byte, 100_000)
 	for i := range data {
@@ -160,8 +160,8 @@ func TestViews(t *testing.T) {
 	}
 }
 
-// No more parts are in flight than allowed, and memory is that of the parts in
-// flight and in hand, however long the object is.
+// No more parts than allowed are in flight, and memory is limited to the parts in flight and in hand, however long the
+// object is.
 func TestBounded(t *testing.T) {
 	m := &memory{parts: map[int][]byte{}, fail: -1}
 	d := New(context.Background(), m, 1000, 3)
@@ -189,7 +189,7 @@ func TestBounded(t *testing.T) {
 	}
 }
 
-// A part that fails ends everything with its own error; nothing is published.
+// A failed part ends everything with its own error; nothing is published.
 func TestFailure(t *testing.T) {
 	m := &memory{parts: map[int][]byte{}, fail: 7}
 	d := New(context.Background(), m, 100, 2)
@@ -212,7 +212,7 @@ func TestFailure(t *testing.T) {
 	}
 }
 
-// A cancel is obeyed while the store is slow, and by Publish.
+// A cancel takes effect while the store is slow, and in Publish.
 func TestCancel(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	m := &memory{parts: map[int][]byte{}, fail: -1}

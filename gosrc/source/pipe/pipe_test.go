@@ -58,7 +58,7 @@ func curl(t *testing.T) string {
 	return path
 }
 
-// With curl it is a source like any other, of one URL or of several at once.
+// With curl it is a source like any other, for one URL or several at once.
 func TestCurl(t *testing.T) {
 	program := curl(t)
 	sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: true}, func(t *testing.T, data []byte) source.Source {
@@ -82,7 +82,7 @@ func TestCurl(t *testing.T) {
 		}
 		srcs[i].Close()
 	}
-	// An error page is no weight, and what follows it is not taken for it.
+	// An error page is not taken for weights, and neither is what follows it.
 	srcs, err = Start(context.Background(), program, []string{base + "missing", base + "a"}, []int64{1 << 20, 1 << 20},
 		source.Options{})
 	if err != nil {
@@ -101,7 +101,7 @@ func TestCurl(t *testing.T) {
 	}
 }
 
-// What goes wrong with the program is an error of the read, not wrong bytes.
+// A failure of the program is an error of the read, and never gives wrong bytes.
 func TestFailures(t *testing.T) {
 	ctx := context.Background()
 	for name, c := range map[string]struct {
@@ -120,7 +120,7 @@ func TestFailures(t *testing.T) {
 	} {
 		urls := []string{"http://h/a", "http://h/b"}[:max(1, len(c.sizes))]
 		opt := source.Options{}
-		if c.class == errs.ErrTimeout { // else a program that starts slowly would be one
+		if c.class == errs.ErrTimeout { // otherwise a program that starts slowly would count as one
 			opt.Storage = map[string]string{"timeout": "0.2"}
 		}
 		srcs, err := Start(ctx, script(t, c.text), urls, c.sizes, opt)
@@ -151,8 +151,7 @@ func TestFailures(t *testing.T) {
 	}
 }
 
-// The program's standard error is appended to the file that a setting names; a
-// symbolic link there is refused.
+// The program's standard error is appended to the file that a setting names; a symbolic link there is refused.
 func TestLog(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	path := filepath.Join(t.TempDir(), "log")
@@ -180,7 +179,7 @@ func TestLog(t *testing.T) {
 	}
 	defer reader.Close()
 	others := []string{link, pipe}
-	if os.Geteuid() == 0 { // may give files away: another user's, in a folder as /tmp is
+	if os.Geteuid() == 0 { // root may give files away: another user's file in a folder like /tmp
 		shared := filepath.Join(t.TempDir(), "shared")
 		if err := errors.Join(os.Mkdir(shared, 0o700), os.Chmod(shared, 0o777|os.ModeSticky),
 			os.WriteFile(shared+"/planted", nil, 0o600), os.Chown(shared+"/planted", 1234, 0)); err != nil {
@@ -197,7 +196,7 @@ func TestLog(t *testing.T) {
 	}
 }
 
-// A log is no other user's file, however often one comes and goes.
+// The log is never another user's file, however often one comes and goes.
 func TestLogThatComesAndGoes(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root may give files away")
@@ -242,8 +241,7 @@ func TestLogThatComesAndGoes(t *testing.T) {
 	}
 }
 
-// Secrets of URLs are neither in curl's arguments, which any user can read, nor in the
-// log, whatever a program prints.
+// Secrets in URLs are neither in curl's arguments, which any user can read, nor in the log, whatever a program prints.
 func TestSecrets(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	base := served(t, map[string][]byte{`a"b\c`: []byte("12345"), "x": []byte("67")})
@@ -282,8 +280,8 @@ func TestSecrets(t *testing.T) {
 	}
 }
 
-// Of a URL that is longer than what an error or the log keeps of a program's words, no part is shown: its
-// beginning, which tells that it is one, is gone.
+// No part of a URL is shown if it is longer than what an error or the log keeps of a program's output, because its
+// beginning, which marks it as a URL, is cut off.
 func TestLongSecrets(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	for _, size := range []int{500, 3000, 70_000, 300_000} {
@@ -301,7 +299,7 @@ func TestLongSecrets(t *testing.T) {
 	}
 }
 
-// Cancel and Close kill the program with the programs that it has started.
+// Cancel and Close kill the program and the programs that it has started.
 func TestKilled(t *testing.T) {
 	for _, end := range []string{"cancel", "close"} {
 		pids := filepath.Join(t.TempDir(), "pids")

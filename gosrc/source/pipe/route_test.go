@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// curl follows redirects to https, and to anything only between addresses that
-// are those of private networks; it never takes user and password along.
+// curl follows redirects to https, and to other URLs only between addresses of private networks. It never takes user
+// and password along.
 func TestRedirects(t *testing.T) {
 	program := curl(t)
 	w := sourcetest.NewWorld(t)

@@ -17,8 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// hostile answers each command with what says has for it, or for its name; +OK where there
-// is nothing.
+// hostile answers each command with the entry of says for it, or for its name; +OK where there is none.
 func hostile(t *testing.T, says map[string]string) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -59,8 +58,7 @@ func hostile(t *testing.T, says map[string]string) string {
 	return l.Addr().String()
 }
 
-// Whatever a server answers, it is an error with a class: no panic, and no memory by its
-// word.
+// Every server answer that is wrong is a typed error, without a panic and without memory allocated on its word.
 func TestHostile(t *testing.T) {
 	for name, says := range map[string]map[string]string{
 		"a short key":           {"scan": "*2\r\n$1\r\n0\r\n*1\r\n$1\r\na\r\n"},
@@ -103,8 +101,7 @@ func TestHostile(t *testing.T) {
 	}
 }
 
-// Answers pass as they are, however they are cut, and the next one is checked like the
-// first.
+// Answers pass unchanged, however they are split, and the next one is checked like the first.
 func TestAnswersPass(t *testing.T) {
 	all := []byte("+OK\r\n-ERR no\r\n:12\r\n$-1\r\n$0\r\n\r\n$5\r\n$9\r\n*\r\n*-1\r\n*0\r\n" +
 		"*3\r\n*0\r\n*2\r\n$2\r\n\r\n\r\n:1\r\n*2\r\n$-1\r\n*1\r\n+x\r\n:3\r\n")
@@ -127,7 +124,7 @@ func TestAnswersPass(t *testing.T) {
 	}
 }
 
-// FuzzAnswers: whatever comes, the check refuses it or knows what is to come.
+// FuzzAnswers: the check refuses any input or knows what has to follow.
 func FuzzAnswers(f *testing.F) {
 	for _, s := range []string{"*2\r\n$1\r\n0\r\n*1\r\n$1\r\na\r\n", "$5\r\nhello\r\n", ":1\r\n", "*-1\r\n"} {
 		f.Add([]byte(s))

@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// between calls do after the values of a file are listed, and before their lengths are asked for.
+// between calls do after a file's values are listed, and before their lengths are requested.
 type between struct {
 	redis.Hook
 	do func()
@@ -32,8 +32,8 @@ func (b between) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.Proce
 	}
 }
 
-// A file that is replaced while its values are listed is the new one, not an empty one or one
-// with a hole; a file that always is ends in an error that says so.
+// A file that is replaced while its values are listed is the new one, not empty or with a hole. A file that is
+// constantly replaced ends in an error that says so.
 func TestReplacedWhileListed(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -66,7 +66,7 @@ func TestReplacedWhileListed(t *testing.T) {
 	}
 }
 
-// A read of a file that was replaced is refused at once: no further request can bring it back.
+// A read of a file that was replaced is refused at once, since no further request can bring it back.
 func TestReplacedIsFinal(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)

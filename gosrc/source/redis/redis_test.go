@@ -28,7 +28,7 @@ func random(n int) []byte {
 	return b
 }
 
-// withConnection is options that reach the server, some of them changed: name, value, ...
+// withConnection returns options that reach the server, with some of them changed: name, value, ...
 func withConnection(s *sourcetest.Redis, changes ...string) source.Options {
 	m := map[string]string{"password": sourcetest.RedisPassword, "retries": "0"}
 	if s.CA != "" {
@@ -76,8 +76,7 @@ func plainClient(t testing.TB, s *sourcetest.Redis) *redis.Client {
 	return c
 }
 
-// The suite of every source, and files of many sizes, written and read back,
-// with TLS and without, in any db.
+// The suite of every source passes, and files of many sizes are written and read back, with TLS and without, in any db.
 func TestServer(t *testing.T) {
 	t.Parallel()
 	for _, tls := range []bool{false, true} {
@@ -119,7 +118,7 @@ func TestServer(t *testing.T) {
 	}
 }
 
-// What is refused says so by class, and shows no password.
+// Refusals have a typed error and show no password.
 func TestRefusals(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -198,7 +197,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// Layouts of others: one plain value; tensorizer's keys, split anywhere.
+// Other layouts are read: one plain value, and tensorizer's keys, split anywhere.
 func TestLayouts(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -225,7 +224,7 @@ func TestLayouts(t *testing.T) {
 		if err != nil || !bytes.Equal(back, data) {
 			t.Fatalf("%s: %d bytes: %v", key, len(back), err)
 		}
-		// A new file takes the place of the old layout, and of nothing else.
+		// A new file replaces the old layout and nothing else.
 		put(t, withConnection(s), uri, data[:100])
 		if back, err := get(uri, withConnection(s)); err != nil || !bytes.Equal(back, data[:100]) {
 			t.Fatalf("%s after writing: %d bytes: %v", key, len(back), err)
@@ -242,8 +241,8 @@ func TestLayouts(t *testing.T) {
 	}
 }
 
-// A file that is replaced while it is open is Corrupt, never a mixture. What
-// is not published is not seen, and what is dropped leaves nothing.
+// A file that is replaced while it is open is Corrupt, never a mixture. An unpublished file is not visible, and a
+// dropped one leaves nothing.
 func TestReplaced(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -296,8 +295,7 @@ func TestReplaced(t *testing.T) {
 	}
 }
 
-// A read that is cancelled while the server is silent ends at once, and
-// nothing writes to its memory any more.
+// A read that is cancelled while the server is silent ends at once, and nothing writes to its memory any more.
 func TestCancel(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -324,8 +322,8 @@ func TestCancel(t *testing.T) {
 	}
 }
 
-// A client has one connection, which a cancel cuts, whatever it sends: go-redis 9.22 and
-// later have a second one for pipelines.
+// A client has one connection, which a cancel cuts, whatever it sends. (go-redis 9.22 and later have a second one for
+// pipelines.)
 func TestOneConnection(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -349,7 +347,7 @@ func TestOneConnection(t *testing.T) {
 	}
 }
 
-// Connections that are cut cost time and nothing else.
+// Broken connections cost time and nothing else.
 func TestCut(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -377,8 +375,8 @@ func TestCut(t *testing.T) {
 	}
 }
 
-// through is a relay before a server: each block that passes is reported to pass,
-// which says how much of it goes on, or less than 0 to cut the connection.
+// through is a proxy before a server: each block is reported to pass, which returns how much of it to forward, or less
+// than 0 to cut the connection.
 func through(t *testing.T, addr string, pass func(int) int) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -417,15 +415,14 @@ func through(t *testing.T, addr string, pass func(int) int) string {
 	return l.Addr().String()
 }
 
-// In a cluster a file is read and written at the server that holds its key, if
-// a tag keeps its values together; everything else is refused before a byte,
-// with the server to ask instead.
+// In a cluster a file is read and written at the server that holds its key, if a tag keeps its values together.
+// Everything else is refused before a byte, with the server to ask instead.
 func TestCluster(t *testing.T) {
 	t.Parallel()
 	servers := []*sourcetest.Redis{}
 	clients := []*redis.Client{}
 	bus := ""
-	for range 2 { // the port between servers is 10,000 higher by default, which there may not be
+	for range 2 { // the port between servers is 10,000 higher by default, which may be out of range
 		_, bus, _ = net.SplitHostPort(sourcetest.FreePort(t))
 		s := sourcetest.StartRedis(t, false, "--cluster-enabled", "yes", "--cluster-port", bus, "--cluster-announce-ip",
 			sourcetest.Host(),

@@ -18,8 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// impostor answers SET and RENAME with one word, and all else as a server does that keeps
-// nothing but says that every key exists.
+// impostor answers SET and RENAME with one word, and otherwise acts like a server that keeps nothing but says that
+// every key exists.
 func impostor(t *testing.T, word string) (addr string) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -90,8 +90,8 @@ func TestStoredAnswers(t *testing.T) {
 	}
 }
 
-// A URI whose password has a slash, which ends the server's name, is refused before any server, of which its
-// parts might be the name, is asked for.
+// A URI with an unescaped mark in its password, which would end the password, is refused before any server is asked:
+// the rest could be taken for a server's name.
 func TestPasswordInURI(t *testing.T) {
 	for _, uri := range []string{"redis://u:wo/zz@h/k", "redis://:wo/zz@h/k", "redis://u:wo#/zz@h/k"} {
 		_, err := Open(bg, uri, source.Options{})
@@ -101,8 +101,8 @@ func TestPasswordInURI(t *testing.T) {
 	}
 }
 
-// A server that takes no values of 16 MiB gets smaller ones: as many bytes as its setting says or, where it may not be asked, as few as
-// any server takes. One that takes none is named as what it may be.
+// A server that does not take values of 16 MiB gets smaller ones: as large as its setting says or, if that cannot be
+// read, small enough for any server. For one that takes none, the error says what kind of server it may be.
 func TestLimitOfValues(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// Several writers of one key at once all succeed, and one of their files stays, whole, with
-// no value of another.
+// Several concurrent writers of one key all succeed, and exactly one of their files stays, whole, without values of
+// another.
 func TestWritersOfOneKey(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -40,7 +40,7 @@ func TestWritersOfOneKey(t *testing.T) {
 	}
 }
 
-// A save over values that are no file together, those of two writers, gives a file again.
+// A save over values that do not form one file, from two writers, gives a file again.
 func TestSaveOverTwoFiles(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)

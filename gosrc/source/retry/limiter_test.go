@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// The limit rises while throughput follows and comes back when it does not.
+// The limit rises while throughput follows, and falls back when it does not.
 func TestAdapts(t *testing.T) {
 	l := holdLimiter("", 64)
 	rate := func() float64 { return float64(min(l.limit, 20)) } // 20 saturate the link
@@ -22,8 +22,7 @@ func TestAdapts(t *testing.T) {
 	}
 }
 
-// A link whose throughput goes up and down by itself is not mistaken for one that
-// more connections fill, however long a load is.
+// A link with fluctuating throughput is not mistaken for one that more connections fill, however long a load takes.
 func TestAdaptsInNoise(t *testing.T) {
 	seed := time.Now().UnixNano()
 	t.Logf("seed %d", seed)
@@ -39,7 +38,7 @@ func TestAdaptsInNoise(t *testing.T) {
 	}
 }
 
-// What a store with too much to do gave before is no measure of what it gives now.
+// The earlier throughput of an overloaded store is not a measure of its current one.
 func TestAdaptsAgain(t *testing.T) {
 	l := holdLimiter("", 64)
 	for range 100 {
@@ -57,8 +56,8 @@ func TestAdaptsAgain(t *testing.T) {
 	}
 }
 
-// Of a store that gives each connection little, more are opened, until there are
-// enough; the bytes as they come say so, not the ranges that end.
+// If a store gives each connection little, more are opened until there are enough. The arriving bytes decide that, not
+// the finished ranges.
 func TestAdaptsByBytes(t *testing.T) { synctest.Test(t, adaptsByBytes) }
 
 func adaptsByBytes(t *testing.T) {

@@ -25,8 +25,7 @@ var (
 	errChanged = errors.New("changed")
 )
 
-// store is a fetcher of bytes in memory; fault, if set, makes what a body of
-// the nth request does.
+// store is a fetcher of bytes in memory; fault, if set, decides what the body of the nth request does.
 type store struct {
 	data  []byte
 	n     atomic.Int64
@@ -83,7 +82,7 @@ func (b *body) Close() error {
 	return nil
 }
 
-// hang is a reader that waits for the end of its request.
+// hang is a reader that waits until its request ends.
 type hang struct{ ctx context.Context }
 
 func (h hang) Read([]byte) (int, error) {
@@ -116,8 +115,7 @@ func TestSuite(t *testing.T) {
 	}
 }
 
-// Whatever breaks, and wherever, the bytes are right and none is asked for
-// twice.
+// Whatever breaks, and wherever, the bytes are right and none is requested twice.
 func TestResumes(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -162,8 +160,8 @@ func TestResumes(t *testing.T) {
 	}
 }
 
-// A body that stops, or brings next to nothing, is given up after Timeout and
-// goes on elsewhere; one that never moves ends in ErrTimeout.
+// A body that stops, or brings almost nothing, is given up after Timeout and resumed on another connection. One that
+// never moves ends in ErrTimeout.
 func TestStall(t *testing.T) { synctest.Test(t, stall) }
 
 func stall(t *testing.T) {
@@ -193,7 +191,7 @@ func stall(t *testing.T) {
 	src.Close()
 }
 
-// slow brings a zero now and then.
+// slow sends a zero now and then.
 type slow struct{}
 
 func (slow) Read(p []byte) (int, error) {
@@ -225,7 +223,7 @@ func TestVerdicts(t *testing.T) {
 	}
 }
 
-// One byte too many is no answer, and no progress, however long the answer is: in one step, and in several.
+// One byte too many is an invalid answer, and not progress, however long the answer is, in one step and in several.
 func TestTooLong(t *testing.T) {
 	s := &store{data: random(4 * Progress)}
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
@@ -256,7 +254,7 @@ func TestTooLong(t *testing.T) {
 	}
 }
 
-// Cancel and Close end a read that hangs, at once.
+// Cancel and Close end a hanging read at once.
 func TestEnds(t *testing.T) {
 	s := &store{data: random(100)}
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) { return nil, nil }
@@ -297,8 +295,7 @@ func (h *hangs) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) 
 	return io.NopCloser(hang{ctx}), nil
 }
 
-// No more ranges are open than allowed; a store that is overloaded gets fewer;
-// and a permit is never lost.
+// No more ranges than allowed are open, an overloaded store gets fewer, and a permit is never lost.
 func TestLimiter(t *testing.T) {
 	s := &store{data: random(1 << 20)}
 	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 3})
@@ -320,7 +317,7 @@ func TestLimiter(t *testing.T) {
 	if src.limit.limit != 1 || src.limit.open != 0 {
 		t.Errorf("%d of %d open", src.limit.open, src.limit.limit)
 	}
-	// Waiters that give up leave their place.
+	// Waiters that give up free their place in the queue.
 	if err := src.limit.acquire(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -337,8 +334,8 @@ func TestLimiter(t *testing.T) {
 	src.Close()
 }
 
-// A range that breaks goes on before those that wait for a permit: its reader may
-// hold what they would wait for then. One that had no answer yet lets them pass.
+// A broken range continues before those that wait for a permit, because its reader may hold what they would wait for.
+// One without an answer yet lets them pass.
 func TestTurns(t *testing.T) {
 	s := &store{data: random(100)}
 	refuse := false
@@ -387,7 +384,7 @@ func TestTurns(t *testing.T) {
 	}
 }
 
-// A permit that is not used is the next one's; a closed source has none.
+// An unused permit goes to the next; a closed source has none.
 func TestPermitUnused(t *testing.T) {
 	s := &store{data: random(100)}
 	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 1})
@@ -425,7 +422,7 @@ func TestPermitUnused(t *testing.T) {
 	_ = one.Close()
 }
 
-// A range tells how long it waited for its permit and for its answer, once.
+// A range reports once how long it waited for its permit and for its answer.
 func TestWaited(t *testing.T) { synctest.Test(t, waited) }
 
 func waited(t *testing.T) {
@@ -472,8 +469,8 @@ func (l *limiter) queued() int {
 	return len(l.waiting)
 }
 
-// A store that gives no answer, in whatever way, is asked OpenTries times; one that
-// says that it is busy as often as it has retries; none more often than that.
+// A store that gives no answer, in whatever way, is asked OpenTries times. One that says it is busy is asked as often
+// as retries allow, and none more often than that.
 func TestOpenTries(t *testing.T) { synctest.Test(t, openTries) }
 
 func openTries(t *testing.T) {
@@ -491,7 +488,7 @@ func openTries(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		retries int
-		answers []func(context.Context) error // the last one stays
+		answers []func(context.Context) error // the last one repeats
 		want    int
 		class   error
 	}{

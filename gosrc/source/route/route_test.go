@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Nothing leads further in, in whatever form an address of IPv4 is written.
+// Nothing leads further inside, in whatever form an IPv4 address is written.
 func TestInward(t *testing.T) {
 	const out = "93.184.216.34"
 	for _, c := range []struct {
@@ -45,7 +45,7 @@ func TestInward(t *testing.T) {
 		{"127.0.0.1", "fe80::1", false},
 		{"127.0.0.1", "8.8.8.8", true}, {"10.0.0.1", "fd00:ec2::254", false}, {"10.0.0.1", "100.100.100.200", false},
 		{"169.254.169.254", "10.0.0.1", true},
-		// A server of the internet behind a translator is no server of this network.
+		// An internet server behind an address translator does not belong to this network.
 		{"64:ff9b:1::8.8.8.8", "10.0.0.1", false}, {"64:ff9b::10.0.0.1", "10.0.0.1", false},
 		{"2002:0a00:0001::1", "127.0.0.1", false},
 		{"64:ff9b:1::8.8.8.8", "64:ff9b:1::8.8.8.8", true}, {"::ffff:10.0.0.1", "10.0.0.2", true},
@@ -93,8 +93,7 @@ func TestOrigin(t *testing.T) {
 	}
 }
 
-// A Location, whatever is in it, gives a URL of HTTP without a user, or an
-// error without what the server wrote.
+// A Location, whatever it contains, gives an HTTP URL without a user, or an error without what the server wrote.
 func FuzzNext(f *testing.F) {
 	for _, s := range []string{"/a", "//h/b", "http://u:p@h/b#c", "HTTPS://H", "file:///x", "http:x", "?q", "", "\x00",
 		"http://h\\@e/", "http://[::1%25eth0]/", "javascript:x"} {
@@ -122,8 +121,7 @@ func FuzzNext(f *testing.F) {
 	})
 }
 
-// Authorities come from a file or a folder; what cannot be read is named, and
-// fails https alone.
+// Certificate authorities come from a file or a folder. An unreadable one is named, and fails only https.
 func TestAuthorities(t *testing.T) {
 	dir := t.TempDir()
 	empty := filepath.Join(dir, "empty")
@@ -143,8 +141,8 @@ func TestAuthorities(t *testing.T) {
 	}
 }
 
-// Which proxy a request goes to. One whose URL is not valid is not passed by, and its
-// password not shown; what NO_PROXY names, this machine, and the other scheme need none.
+// Each request goes to the right proxy. A proxy with an invalid URL is not bypassed, and its password is not shown.
+// Names in NO_PROXY, this machine, and the other scheme need no proxy.
 func TestProxies(t *testing.T) {
 	const wrong = "not valid"
 	for _, c := range []struct{ http, https, none, to, want string }{
@@ -179,8 +177,8 @@ func TestProxies(t *testing.T) {
 	}
 }
 
-// A content encoding is found in any line and place of its header, in any case; labels
-// that change no byte are none.
+// A content encoding is found in any line and position of its header, in any case. Labels that do not change a byte do
+// not count.
 func TestEncoding(t *testing.T) {
 	for _, c := range []struct {
 		lines []string
@@ -198,8 +196,8 @@ func TestEncoding(t *testing.T) {
 	}
 }
 
-// A server that refuses for a while is asked again when it says so: by Retry-After, or by the end of a window of RateLimit that has
-// no request left. What cannot be read asks for nothing, and no answer for more than an hour.
+// A server that refuses for a while is asked again when it says so: by Retry-After, or by the end of a RateLimit window
+// without requests left. An unreadable value means no wait, and the wait is never longer than an hour.
 func TestWaitAsked(t *testing.T) {
 	for _, c := range []struct {
 		header http.Header

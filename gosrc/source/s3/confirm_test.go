@@ -25,12 +25,12 @@ type fakeStore struct {
 	etag  string
 	date  time.Time
 
-	complete []func(w http.ResponseWriter, f *fakeStore) // the answers to completions; the last one stays
+	complete []func(w http.ResponseWriter, f *fakeStore) // the answers to completions; the last one repeats
 	put      func(w http.ResponseWriter, f *fakeStore, p []byte)
 	remove   func(w http.ResponseWriter)
 	list     string
-	noETags  bool // of parts and of the object
-	oddETags bool // that are no MD5s
+	noETags  bool // for parts and for the object
+	oddETags bool // that are not MD5s
 	tries    int
 }
 
@@ -57,7 +57,7 @@ func (f *fakeStore) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		f.remove(w)
 	case r.Method == http.MethodGet && query.Has("list-type"):
 		_, _ = io.WriteString(w, f.list)
-	case query.Has("uploadId"): // of an upload that has ended
+	case query.Has("uploadId"): // for an upload that has ended
 		refuse(w, http.StatusNotFound, "NoSuchUpload")
 	case f.had == nil:
 		refuse(w, http.StatusNotFound, "NoSuchKey")
@@ -81,7 +81,7 @@ func (f *fakeStore) sum(p []byte) string {
 	return fmt.Sprintf("%x", md5.Sum(p))
 }
 
-// store makes the object of the parts.
+// store assembles the object from its parts.
 func (f *fakeStore) store() {
 	f.had, f.date = nil, time.Now()
 	sums := []byte{}
@@ -103,7 +103,7 @@ func serveFake(t *testing.T, f *fakeStore) source.Options {
 	return source.Options{Storage: map[string]string{"endpoint_url": h.URL, "anon": "true", "retries": "2"}}
 }
 
-// publish writes an object and returns the error of its publication, or of its parts.
+// publish writes an object and returns the error of its publication or of its parts.
 func publish(t *testing.T, opt source.Options, name string, data []byte) error {
 	t.Helper()
 	d, err := Create(bg, "s3://models/"+name, opt, int64(len(data)))
@@ -120,8 +120,8 @@ func publish(t *testing.T, opt source.Options, name string, data []byte) error {
 	return d.Publish()
 }
 
-// An upload counts as complete only if the store names its ETag, or shows the object when
-// it is asked: not by the status of an answer.
+// An upload counts as complete only if the store names its ETag, or shows the object when it is asked: an answer's
+// status is not enough.
 func TestCompletion(t *testing.T) {
 	t.Parallel()
 	data, other := random(minPart+1), make([]byte, minPart+1)
@@ -177,8 +177,7 @@ func TestCompletion(t *testing.T) {
 	}
 }
 
-// A small object counts as stored only if the store names its ETag, or gives its bytes
-// back.
+// A small object counts as stored only if the store names its ETag, or gives its bytes back.
 func TestPutAnswers(t *testing.T) {
 	t.Parallel()
 	data := []byte("hello")
@@ -208,9 +207,8 @@ func TestPutAnswers(t *testing.T) {
 	}
 }
 
-// An object that is written once appears only where none is: another one stays, and is
-// an argument's error; one that an earlier try has made counts; a store that does not know
-// such writes gets a plain one.
+// An object that is written once appears only where none exists. An existing one stays, and is an argument error; one
+// that an earlier try has made counts. A store that does not know such writes gets a plain one.
 func TestOnce(t *testing.T) {
 	t.Parallel()
 	small, large := []byte("hello"), random(minPart+1)
@@ -286,8 +284,7 @@ func TestOnce(t *testing.T) {
 	}
 }
 
-// An answer of 200 that is no list, or that holds an error, is neither an empty folder
-// nor a deletion.
+// An answer of 200 that is not a list, or that holds an error, is neither an empty folder nor a deletion.
 func TestOtherAnswers(t *testing.T) {
 	t.Parallel()
 	for _, text := range []string{"", "<html></html>", "<Error><Code>InternalError</Code></Error>"} {

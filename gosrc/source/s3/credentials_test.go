@@ -17,9 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// identities stands in for the services that give credentials: STS, the
-// container's endpoint, the instance's metadata (version 2 only). None of them
-// can be had outside AWS; each asks for what the real one asks for.
+// identities replaces the services that give credentials: STS, the container's endpoint, the instance's metadata (only
+// version 2). None of them is available outside AWS; each expects the same requests as the real one.
 func identities(t *testing.T) *httptest.Server {
 	until := time.Now().Add(time.Hour).UTC().Format(time.RFC3339)
 	sts := func(action string, key string) string {
@@ -55,8 +54,8 @@ func identities(t *testing.T) *httptest.Server {
 	return h
 }
 
-// Every link of the chain, in its order of precedence; only from what the
-// options say, never from the process's own environment.
+// Every link of the credential chain works, in its order of precedence, only from what the options say, never from the
+// process's own environment.
 func TestChain(t *testing.T) {
 	t.Setenv("AWS_ACCESS_KEY_ID", "FROMTHEPROCESS")
 	t.Setenv("AWS_SECRET_ACCESS_KEY", "s")
@@ -176,8 +175,8 @@ sso_role_name = r
 	}
 }
 
-// Where a bucket is: the endpoint's order of precedence, its style, and a store
-// that sends the client to another region.
+// A bucket's location follows the endpoint's order of precedence, its style, and a store that sends the client to
+// another region.
 func TestWhere(t *testing.T) {
 	home := t.TempDir()
 	config := filepath.Join(home, "config")

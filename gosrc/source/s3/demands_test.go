@@ -23,8 +23,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// A bucket that takes uploads with a checksum only, as those with a default retention, gets them with a CRC32C in a header, of objects and of
-// parts, over http and TLS; the upload that was begun without is ended, and later ones go right at once. No other bucket gets any.
+// A bucket that only takes uploads with a checksum, such as one with a default retention, gets a CRC32C in a header for
+// objects and parts, over http and TLS. The upload that was begun without one is ended, and later ones have it from the
+// start. No other bucket gets any.
 func TestUploadsWithChecksums(t *testing.T) {
 	t.Parallel()
 	for _, isTLS := range []bool{false, true} {
@@ -83,7 +84,7 @@ func TestUploadsWithChecksums(t *testing.T) {
 		} {
 			mu.Lock()
 			asked = nil
-			if i == 3 { // another store: nothing is known of it
+			if i == 3 { // another store: nothing is known about it
 				wants, opt.Storage["retries"] = false, "1"
 			}
 			mu.Unlock()
@@ -100,7 +101,7 @@ func TestUploadsWithChecksums(t *testing.T) {
 	}
 }
 
-// What is no lack of a checksum is refused as the store refuses it.
+// A refusal for another reason than a missing checksum is reported as the store gives it.
 func TestRefusedUploads(t *testing.T) {
 	t.Parallel()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -116,7 +117,7 @@ func TestRefusedUploads(t *testing.T) {
 	}
 }
 
-// A body that a proxy refuses because it is announced by "Expect: 100-continue" is sent without asking, then and later.
+// A body that a proxy refuses because of "Expect: 100-continue" is sent without it, then and later.
 func TestExpectationFailed(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -153,7 +154,8 @@ func TestExpectationFailed(t *testing.T) {
 	}
 }
 
-// No request signs Accept-Encoding, which front ends change on its way: of reads, saves, lists and removals, and of URLs that are signed.
+// No request signs Accept-Encoding, which front ends change on the way: reads, saves, lists, removals, and presigned
+// URLs.
 func TestUnsignedEncoding(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A store whose listings never end, or whose answers do not, is refused with a class.
+// A store with endless listings, or endless answers, is refused with a typed error.
 func TestEndless(t *testing.T) {
 	empty := `<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>more</NextContinuationToken></ListBucketResult>`
 	spaces := bytes.Repeat([]byte(" "), 1<<20)

@@ -9,8 +9,7 @@ import (
 	smithyhttp "github.com/aws/smithy-go/transport/http"
 )
 
-// A refusal says status, code and request id, and, of an answer without a body,
-// what the status means.
+// A refusal has status, code and request id and, if the answer has no body, what the status means.
 func TestRefusal(t *testing.T) {
 	answer := func(status int, code string) error {
 		resp := &smithyhttp.Response{Response: &http.Response{StatusCode: status, Header: http.Header{}}}

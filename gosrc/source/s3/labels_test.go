@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// An object that is labelled as encoded is refused by the label's name, with one request;
-// labels that change no byte are no matter.
+// An object that is labelled as encoded is refused by the label's name, with one request. Labels that do not change a
+// byte do not matter.
 func TestLabels(t *testing.T) {
 	t.Parallel()
 	data := random(source.HeadBytes + 100)

@@ -18,9 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// A store that redirects is not followed, wherever it leads and whatever is
-// asked: the session's token, the customer's key and the signature stay with
-// the host that they were made for.
+// A redirect from a store is not followed, wherever it leads and whatever the request: the session token, the
+// customer's key and the signature stay with the host that they were made for.
 func TestRoutes(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	opt := source.Options{Storage: map[string]string{"endpoint_url": w.URL("http://{pub}"), "key": "AKIAPLANTED",
@@ -67,8 +66,8 @@ func TestRoutes(t *testing.T) {
 	}
 }
 
-// Services that give credentials are not followed either: what is sent to them
-// are credentials, too.
+// Redirects from services that give credentials are not followed either, because what is sent to them is also a
+// credential.
 func TestRoutesOfCredentials(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	for what, env := range map[string]map[string]string{
@@ -95,8 +94,8 @@ func TestRoutesOfCredentials(t *testing.T) {
 	}
 }
 
-// A bucket of another region is asked for there with a signature of its own,
-// however the store says so; its Location is not where.
+// A bucket of another region is requested there with its own signature, however the store says so; its Location is not
+// followed.
 func TestRegions(t *testing.T) {
 	var elsewhere atomic.Int64
 	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { elsewhere.Add(1) }))
@@ -124,9 +123,8 @@ func TestRegions(t *testing.T) {
 	}
 }
 
-// Where nothing names credentials and the machine has none, public objects are
-// read unsigned; the others say what is missing. With credentials that are
-// named and cannot be had nothing is sent.
+// If nothing names credentials and the machine has none, public objects are read unsigned, and others report what is
+// missing. If named credentials cannot be obtained, nothing is sent.
 func TestPublic(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -170,8 +168,8 @@ func TestPublic(t *testing.T) {
 	}
 }
 
-// Certificates are a matter of https: what names them wrongly does not fail a
-// store without, and the environment is the one of the call.
+// Certificates only matter for https: a wrong setting does not fail a store without TLS, and the environment is that of
+// the call.
 func TestCertificates(t *testing.T) {
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("ETag", `"x"`)

@@ -28,7 +28,7 @@ import (
 
 var bg = context.Background()
 
-// noSecret holds a text to promise 14.
+// noSecret checks that a text shows no secret.
 func noSecret(t *testing.T, err error) {
 	t.Helper()
 	if err == nil {
@@ -50,7 +50,7 @@ func random(n int) []byte {
 	return b
 }
 
-// with is options that reach the server, some of them changed: name, value, ...
+// with returns options that reach the server, with some of them changed: name, value, ...
 func with(s *sourcetest.S3, changes ...string) source.Options {
 	m := s.Options()
 	for i := 0; i < len(changes); i += 2 {
@@ -93,8 +93,8 @@ func get(uri string, opt source.Options) ([]byte, error) {
 	return p, o.ReadAt(bg, p, 0)
 }
 
-// The suite of every source, and objects of many sizes, small and in parts,
-// written and read back, with TLS and without.
+// The suite of every source passes, and objects of many sizes, small and in parts, are written and read back, with TLS
+// and without.
 func TestServer(t *testing.T) {
 	t.Parallel()
 	for _, tls := range []bool{false, true} {
@@ -130,7 +130,7 @@ func TestServer(t *testing.T) {
 	}
 }
 
-// What is refused says so by class, and names bucket, key, status and request.
+// A refusal has a typed error that names bucket, key, status and request.
 func TestRefusals(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -179,7 +179,7 @@ func TestRefusals(t *testing.T) {
 		}
 		noSecret(t, err)
 	}
-	// Writing, too, and nothing is left behind.
+	// The same holds for writing, and nothing is left.
 	d, err := Create(bg, "s3://models/w", with(s, "secret", "planted-wrong"), 1)
 	if err != nil {
 		t.Fatal(err)
@@ -194,8 +194,8 @@ func TestRefusals(t *testing.T) {
 	noSecret(t, err)
 }
 
-// An object that is replaced or deleted while it is open is Corrupt, never a
-// mixture; with the same bytes again it is the same object.
+// An object that is replaced or deleted while it is open is Corrupt, never a mixture; with the same bytes again it is
+// the same object.
 func TestPinned(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -228,8 +228,8 @@ func TestPinned(t *testing.T) {
 	}
 }
 
-// A draft that is dropped, at any stage, leaves neither an object nor parts of
-// an upload, and the object that was there before.
+// A draft that is dropped, at any stage, leaves neither an object nor parts of an upload, and keeps the object that was
+// there before.
 func TestDropped(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -274,8 +274,9 @@ func TestDropped(t *testing.T) {
 	}
 }
 
-// The customer's key goes along with every request that touches bytes, and with no other, rightly made, as text or in
-// base64. Only a store that says that it has used the key gets an object: versitygw keeps the bytes as they are, and says nothing.
+// The customer's key goes with every request that touches bytes, and with no other, correctly made from text or base64.
+// Only a store that confirms that it has used the key gets an object: versitygw stores the bytes unencrypted, and does
+// not confirm.
 func TestCustomerKey(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -337,7 +338,7 @@ func TestCustomerKey(t *testing.T) {
 	}
 }
 
-// A customer's key crosses no network without TLS; on this machine it may.
+// A customer's key crosses a network only with TLS; on this machine it may go without.
 func TestCustomerKeyNeedsTLS(t *testing.T) {
 	t.Parallel()
 	for endpoint, isRefused := range map[string]bool{"http://10.1.2.3:9000": true, "http://store.example": true,
@@ -359,8 +360,7 @@ func TestCustomerKeyNeedsTLS(t *testing.T) {
 	}
 }
 
-// fronted is a proxy before the server, for tests that need a store that
-// fails. It keeps the host, which is signed.
+// fronted is a proxy before the server, for tests that need a failing store. It keeps the host, which is signed.
 func fronted(t *testing.T, s *sourcetest.S3, see func(*http.Request), change func(*http.Response) error) string {
 	t.Helper()
 	p := forwarder(s, change)
@@ -374,8 +374,8 @@ func fronted(t *testing.T, s *sourcetest.S3, see func(*http.Request), change fun
 	return h.URL
 }
 
-// A store that is overloaded, cuts bodies and closes connections costs time
-// and nothing else: reads resume, writes are sent again.
+// A store that is overloaded, cuts bodies and closes connections costs time and nothing else: reads resume, writes are
+// sent again.
 func TestFailingStore(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -440,8 +440,7 @@ type failing struct{}
 
 func (failing) Read([]byte) (int, error) { return 0, errors.New("cut") }
 
-// A store that takes requests and never answers is given up after the tries that
-// are allowed.
+// A store that takes requests and never answers is given up after the allowed tries.
 func TestSilentStore(t *testing.T) {
 	done := make(chan struct{})
 	var asked atomic.Int64
@@ -461,8 +460,7 @@ func TestSilentStore(t *testing.T) {
 	}
 }
 
-// A presigned URL is read without credentials, until it is changed or has
-// expired.
+// A presigned URL is read without credentials, until it is changed or has expired.
 func TestPresign(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -510,8 +508,8 @@ func TestPresign(t *testing.T) {
 	}
 }
 
-// Folders list their own objects only, or those of the folders below them, too: in order,
-// with their sizes, however many there are.
+// Folders list only their own objects, or also those of the folders below them: in order, with their sizes, however
+// many there are.
 func TestWalk(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)

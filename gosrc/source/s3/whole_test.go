@@ -16,8 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// An object of a store that gives neither an ETag nor a date, or no ranges, is read by one
-// request, also where that breaks and is sent again: as a whole, or not at all.
+// An object of a store that gives neither an ETag nor a date, or no ranges, is read in one request, which is sent again
+// if it breaks: as a whole, or not at all.
 func TestOneRequest(t *testing.T) {
 	t.Parallel()
 	data := random(3*source.HeadBytes + 17)
@@ -27,7 +27,7 @@ func TestOneRequest(t *testing.T) {
 		data         []byte
 		ranges, etag bool
 		breaks       int64  // how many whole answers end early
-		then         []byte // what comes after these
+		then         []byte // the bytes after these
 		class        error
 	}{
 		"ranges":               {data, true, false, 0, data, nil},
@@ -74,8 +74,8 @@ func TestOneRequest(t *testing.T) {
 	}
 }
 
-// Of a store that looks at no condition, an object that was replaced by one of its size is
-// found by its ETag or, without one, by its date; so is an answer that has lost either.
+// If a store ignores conditions, an object that was replaced by one of its size is noticed by its ETag or, without one,
+// by its date. So is an answer without either.
 func TestConditionsThatAreIgnored(t *testing.T) {
 	t.Parallel()
 	data := random(3 * source.HeadBytes)

@@ -1,7 +1,6 @@
 package sourcetest
 
-// This file tests redirects: where each client follows them, and which secrets go
-// along.
+// Tests where each client follows redirects, and which secrets go along.
 
 import (
 	"bytes"
@@ -30,15 +29,15 @@ import (
 // Planted is in every secret that Routes gives to a client.
 const Planted = "planted-s3cr3t"
 
-// A World is servers on this machine that stand for hosts elsewhere:
+// A World has servers on this machine that stand for hosts elsewhere:
 //
-//	pub, pub2, tls, tls2  of the internet; tls with certificates
-//	net, net2             of a private network
-//	link                  of the link, as the metadata services of clouds
+//	pub, pub2, tls, tls2  on the internet; tls with certificates
+//	net, net2             on a private network
+//	link                  link-local, like cloud metadata services
 //
 // A server answers as its script says, and with the data otherwise.
 type World struct {
-	CA   string // of tls and tls2
+	CA   string // for tls and tls2
 	Data []byte
 
 	hosts map[string]string
@@ -100,7 +99,7 @@ func NewWorld(t testing.TB) *World {
 	return w
 }
 
-// URL replaces the names of servers in braces by their hosts.
+// URL replaces the names of servers in braces with their hosts.
 func (w *World) URL(text string) string {
 	for name, host := range w.hosts {
 		text = strings.ReplaceAll(text, "{"+name+"}", host)
@@ -110,9 +109,8 @@ func (w *World) URL(text string) string {
 	return text
 }
 
-// Script sets what servers answer from now on, and clears Seen: "pub/a" is the path
-// /a of pub, its value the Location of a redirect; with "@later" that of all ranges
-// but the one that opens an object.
+// Script sets what servers answer from now on, and clears Seen. "pub/a" is the path /a of pub, and its value the
+// Location of a redirect; with "@later" it applies to all ranges except the one that opens an object.
 func (w *World) Script(code int, steps map[string]string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -122,8 +120,8 @@ func (w *World) Script(code int, steps map[string]string) {
 	}
 }
 
-// Seen lists each server and path that was requested, in order and without adjacent
-// repeats; a + marks a request that carried anything of the caller's.
+// Seen lists each requested server and path, in order and without adjacent repeats; a + marks a request that carried
+// anything of the caller's.
 func (w *World) Seen() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -172,8 +170,8 @@ func (w *World) answer(name string, rw http.ResponseWriter, r *http.Request) {
 
 type locations = map[string]string
 
-// redirects are the cases: the redirects that a client meets, what it may request
-// after them, and the error that it ends with.
+// redirects are the cases: the redirects that a client meets, what it may request after them, and the error that it
+// ends with.
 var redirects = []struct {
 	name, start string
 	steps       locations
@@ -223,8 +221,8 @@ var redirects = []struct {
 		"pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", errs.ErrIO},
 }
 
-// Routes runs an HTTP client through the table of redirects. read opens a URL with
-// these options and returns all of its bytes, read in several requests.
+// Routes runs an HTTP client through the table of redirects. read opens a URL with these options and returns all its
+// bytes, read in several requests.
 func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, error)) {
 	w := NewWorld(t)
 	given := map[string]string{"header.Authorization": "Bearer " + Planted, "header.X-Key": Planted, "header.Cookie": "id=" + Planted,
@@ -248,7 +246,7 @@ func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, err
 			case err != nil && strings.Contains(err.Error()+errs.Text(err), Planted):
 				t.Errorf("%s, %d: %v shows a secret", c.name, code, err)
 			}
-			if c.name == "five" || c.name == "six" { // the long ones once
+			if c.name == "five" || c.name == "six" { // the long ones only once
 				break
 			}
 		}
@@ -261,7 +259,7 @@ func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, err
 	}
 }
 
-// unique is Seen without repeats: retries and later ranges request a path again.
+// unique is Seen without repeats, since retries and later ranges request a path again.
 func unique(seen []string) string {
 	var out []string
 	for _, s := range seen {

@@ -1,6 +1,6 @@
 package sourcetest
 
-// This file runs real servers for tests: S3, Redis, certificates.
+// Runs real servers for tests: S3, Redis, certificates.
 
 import (
 	"context"
@@ -23,22 +23,20 @@ import (
 	"time"
 )
 
-// Keys of the S3 server, which checks them. They look like real ones, so that tests
-// find a text that shows them.
+// Keys of the S3 server, which checks them. They look like real ones, so that tests find a text that shows them.
 const (
 	S3Key    = "AKIAOVERWIRETESTKEY1"
 	S3Secret = "planted/Secret+OfTheS3Server0123456789ab"
 )
 
-// An S3 is a running server of one bucket, called "models".
+// An S3 is a running server with one bucket, called "models".
 type S3 struct {
 	URL  string
-	Data string // the folder that is the bucket
-	CA   string // file of the certificate, with TLS
+	Data string // the folder with the bucket's files
+	CA   string // the certificate file, with TLS
 }
 
-// StartS3 starts versitygw, or skips the test where `make test` has not
-// installed it.
+// StartS3 starts versitygw, or skips the test if `make test` has not installed it.
 func StartS3(t testing.TB, tls bool) *S3 {
 	program := find(t, "versitygw", "`make test` builds it into build/bin")
 	root := storeFolder(t)
@@ -74,7 +72,7 @@ func StartS3(t testing.TB, tls bool) *S3 {
 	return s
 }
 
-// Options are those that reach the server.
+// Options returns the options that reach the server.
 func (s *S3) Options() map[string]string {
 	m := map[string]string{"endpoint_url": s.URL, "key": S3Key, "secret": S3Secret, "retries": "0"}
 	if s.CA != "" {
@@ -83,16 +81,16 @@ func (s *S3) Options() map[string]string {
 	return m
 }
 
-// RedisPassword is asked for by the Redis server.
+// RedisPassword is the password of the Redis server.
 const RedisPassword = "planted-Redis-Password-0123456789"
 
 // A Redis is a running server.
 type Redis struct {
 	Addr string // host:port
-	CA   string // file of the certificate, with TLS
+	CA   string // the certificate file, with TLS
 }
 
-// StartRedis starts redis-server, or skips the test where it is not installed.
+// StartRedis starts redis-server, or skips the test if it is not installed.
 func StartRedis(t testing.TB, tls bool, more ...string) *Redis {
 	program := find(t, "redis-server", "a package of the system (Debian: redis-server)")
 	dir := t.TempDir()
@@ -171,14 +169,14 @@ func eventually(t testing.TB, what string, ready func() bool) {
 	}
 }
 
-// Host is an address of this machine that no other test process uses: a port that is free
-// there stays free until a server takes it.
+// Host is an address of this machine that no other test process uses: a free port there stays free until a server takes
+// it.
 func Host() string {
 	pid := os.Getpid()
 	return fmt.Sprintf("127.%d.%d.%d", 64+pid>>16&63, pid>>8&255, pid&255)
 }
 
-// FreePort returns an address on which no one listens, and will.
+// FreePort returns an address on which no one listens, now or later.
 func FreePort(t testing.TB) string {
 	l, err := net.Listen("tcp", Host()+":0")
 	if err != nil {
@@ -188,8 +186,7 @@ func FreePort(t testing.TB) string {
 	return l.Addr().String()
 }
 
-// storeFolder is a folder whose files can have attributes of users, which
-// versitygw needs.
+// storeFolder is a folder that supports user attributes of files, which versitygw needs.
 func storeFolder(t testing.TB) string {
 	for _, parent := range []string{os.TempDir(), "/dev/shm"} {
 		dir, err := os.MkdirTemp(parent, "overwire-s3-")
@@ -206,8 +203,7 @@ func storeFolder(t testing.TB) string {
 	return ""
 }
 
-// Certificate makes a self-signed certificate of a host, valid for an hour,
-// and returns its file and that of its key.
+// Certificate makes a self-signed certificate for a host, valid for an hour, and returns its file and its key's file.
 func Certificate(t testing.TB, dir, host string) (cert, key string) {
 	t.Helper()
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

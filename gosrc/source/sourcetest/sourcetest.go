@@ -1,5 +1,5 @@
-// Package sourcetest is the suite that every source passes, a source in memory,
-// and a source that fails on demand.
+// Package sourcetest is the suite that every source passes. It also has a source in memory, and a source that fails on
+// demand.
 package sourcetest
 
 import (
@@ -17,10 +17,10 @@ type Mem struct {
 	Data []byte
 }
 
-// URI is the name.
+// URI returns the name.
 func (m *Mem) URI() string { return m.Name }
 
-// Size is the length of the data.
+// Size returns the length of the data.
 func (m *Mem) Size() int64 { return int64(len(m.Data)) }
 
 // ReadAt copies.
@@ -35,14 +35,14 @@ func (m *Mem) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// Facts are empty: it is read by ReadAt alone.
+// Facts are empty: only ReadAt reads it.
 func (m *Mem) Facts() source.Facts { return source.Facts{} }
 
 // Close does nothing.
 func (m *Mem) Close() error { return nil }
 
-// Faulty passes calls on to a source and fails the nth read, counted from 1,
-// with Err; or blocks it until its context ends if Err is nil.
+// Faulty passes calls on to a source and fails the nth read, counted from 1, with Err. If Err is nil, it blocks that
+// read until its context ends.
 type Faulty struct {
 	source.Source
 	N    int64
@@ -53,7 +53,7 @@ type Faulty struct {
 // Facts are empty, so that all reads are ReadAt, which fails.
 func (f *Faulty) Facts() source.Facts { return f.Source.Facts().ReadAtOnly() }
 
-// ReadAt fails or blocks the nth.
+// ReadAt fails or blocks the nth read.
 func (f *Faulty) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if f.seen.Add(1) == f.N {
 		if f.Err != nil {
@@ -68,13 +68,13 @@ func (f *Faulty) ReadAt(ctx context.Context, p []byte, off int64) error {
 // Reads counts the reads so far.
 func (f *Faulty) Reads() int64 { return f.seen.Load() }
 
-// Steps wraps a source in one whose ranges are read in steps.
+// Steps wraps a source in one with ranges that are read in steps.
 type Steps struct {
 	source.Source
 	ranges, open atomic.Int64
 }
 
-// Facts say that there are ranges, and how large they should be.
+// Facts report that there are ranges, and how large they should be.
 func (s *Steps) Facts() source.Facts {
 	f := s.Source.Facts().ReadAtOnly()
 	f.RangeBytes, f.Ranges = 1<<20, s
@@ -84,7 +84,7 @@ func (s *Steps) Facts() source.Facts {
 // AtOnce is an arbitrary number.
 func (s *Steps) AtOnce() int { return 4 }
 
-// OpenRange gives a range at once.
+// OpenRange returns a range at once.
 func (s *Steps) OpenRange(context.Context) (source.Range, error) {
 	s.open.Add(1)
 	return &steps{s: s}, nil
@@ -120,7 +120,7 @@ func (r *steps) Close() error {
 	return nil
 }
 
-// Begin gives a range that has begun.
+// Begin returns a range that has begun.
 func Begin(ctx context.Context, s source.Ranges, off, n int64) (source.Range, error) {
 	g, err := s.OpenRange(ctx)
 	if err != nil {

@@ -1,6 +1,6 @@
 package sourcetest
 
-// This file has the suite that every source passes.
+// Tests the contract that every source keeps.
 
 import (
 	"bytes"
@@ -16,25 +16,24 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Is says which facts a source must state.
+// Is lists the facts that a source must state.
 type Is struct {
 	Remote   bool
-	InOrder  bool // one read at a time; else a remote source takes several
+	InOrder  bool // one read at a time; otherwise a remote source takes several
 	Stepped  bool // it has ranges that are read in steps
 	File     bool
 	Resident bool
 	Known    bool // it has an Identity
 }
 
-// A suite is a source of data that was opened by open.
+// A suite tests a source that open has opened.
 type suite struct {
 	is   Is
 	data []byte
 	open func(t *testing.T, data []byte) source.Source
 }
 
-// Suite tests the contract of source.Source and the facts of a source. open returns
-// a fresh source of the given bytes.
+// Suite tests the contract of source.Source and the facts of a source. open returns a fresh source of the given bytes.
 func Suite(t *testing.T, is Is, open func(t *testing.T, data []byte) source.Source) {
 	data := make([]byte, 300_001)
 	r := rand.New(rand.NewPCG(1, 2))
@@ -118,7 +117,7 @@ func (s *suite) steps(t *testing.T) {
 	defer src.Close()
 	from := src.Facts().Ranges
 	if from == nil {
-		return // as facts compares with the expected ones
+		return // facts compares them with the expected ones
 	}
 	ctx := context.Background()
 	r := rand.New(rand.NewPCG(3, 4))
@@ -148,7 +147,7 @@ func (s *suite) steps(t *testing.T) {
 	g.Close()
 }
 
-// step reads keep bytes of a range of n from off in steps, and closes it.
+// step reads keep bytes of a range of n from off in steps, and closes the range.
 func (s *suite) step(t *testing.T, r *rand.Rand, from source.Ranges, off, n, keep int) {
 	g, err := Begin(context.Background(), from, int64(off), int64(n))
 	if err != nil {
@@ -201,14 +200,13 @@ func (s *suite) facts(t *testing.T) {
 	}
 }
 
-// ways compares the bytes of every other way to read, and asks each for bytes
-// outside the source.
+// ways compares the bytes of every other way of reading, and asks each for bytes outside the source.
 func (s *suite) ways(t *testing.T) {
 	src := s.open(t, s.data)
 	f := src.Facts()
 	n := int64(len(s.data))
 	if f.Prefetch != nil {
-		f.Prefetch(0, n) // advice: it affects speed only
+		f.Prefetch(0, n) // a hint that affects only speed
 		f.Prefetch(n-1, 1)
 	}
 	if f.View != nil {

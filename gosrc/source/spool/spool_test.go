@@ -23,7 +23,7 @@ func made(t *testing.T) *File {
 	return f
 }
 
-// It is a source while it is being filled.
+// A spool is a valid source while it is being filled.
 func TestSuite(t *testing.T) {
 	sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: true}, func(t *testing.T, data []byte) source.Source {
 		f := made(t)
@@ -43,8 +43,8 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-// Bytes that never come are an error, those that came are good; a reader that
-// waits hears of the end, of Close and of its own context.
+// Missing bytes are an error, and the bytes before them are good. A waiting reader learns of the end, of Close and of
+// its own context.
 func TestEnds(t *testing.T) {
 	ctx := context.Background()
 	f := made(t)
@@ -77,8 +77,8 @@ func TestEnds(t *testing.T) {
 	}
 }
 
-// An object that is larger than what is free is refused at once; of one whose size is not
-// stated only what fits is kept, and what its reader takes.
+// An object larger than the free memory is refused at once. Of one without a stated size, only what fits is kept, along
+// with what its reader takes.
 func TestBounds(t *testing.T) {
 	block := make([]byte, 1000)
 	f := made(t)
@@ -92,7 +92,7 @@ func TestBounds(t *testing.T) {
 	if err := f.Append(block); !errors.Is(err, errs.ErrIO) || f.Have() != 1000 {
 		t.Error(err, f.Have())
 	}
-	f.Expect(2000) // it is stated after all
+	f.Expect(2000) // the size is stated after all
 	if err := f.Append(block); err != nil {
 		t.Error(err)
 	}

@@ -1,9 +1,9 @@
 """Writes safetensors-<version>/ with the installed safetensors: small plain files
-of another producer, which every release of overwire must read.
+from another producer, which every release of overwire must read.
 
     python make_safetensors.py
 
-Kept so that a new version of safetensors gets its own folder; old ones stay.
+A new version of safetensors gets its own folder; old folders stay.
 """
 
 import pathlib

@@ -1,7 +1,7 @@
 """Makes the golden files of a tensorizer: python make.py FOLDER, with that version installed.
 
-Encrypted files differ from run to run by their nonces; those that are here
-stay as they are. Gzip takes away the 256 KiB of a mostly empty index.
+Encrypted files differ from run to run by their nonces; existing ones stay as they are. Gzip removes the 256 KiB of a
+mostly empty index.
 """
 
 import gzip
@@ -18,7 +18,7 @@ TEXT = {"opslimit": 1, "memlimit": 8192, "salt": bytes(16)}
 
 
 def big(n: int) -> torch.Tensor:
-    """Numbers that a test can make again, and that gzip would make small."""
+    """Returns reproducible numbers that gzip makes small."""
     return torch.arange(n, dtype=torch.int32)
 
 

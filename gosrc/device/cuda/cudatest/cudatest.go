@@ -13,17 +13,17 @@ import (
 	"unsafe"
 )
 
-// Requests of tests to the fake driver; driver.UseFake puts it in the place of the real one.
+// Lets tests control the fake driver; driver.UseFake puts it in the place of the real one.
 
-// A State counts what the driver has of its users; what is only counted up, since the last UseFake.
+// A State counts what the driver's users hold. Counters that only rise count since the last UseFake.
 type State struct {
-	// Resources in use.
+	// Currently in use.
 	Blocks, Bytes, Pins, Streams, Events, Modules, Contexts, Attached int64
 
-	Pending int64  // operations that are not done
-	Relaxed int64  // threads left in the relaxed mode of capture
-	Broken  int64  // rules that were broken
-	What    string // the first of them
+	Pending int64  // operations not done yet
+	Relaxed int64  // threads left in the relaxed capture mode
+	Broken  int64  // broken rules
+	What    string // the first broken rule
 }
 
 // HasLeaks reports whether something was not given back.
@@ -36,7 +36,7 @@ func readCounters() (s C.struct_owcu_fake_state) {
 	return s
 }
 
-// ReadState is the driver's state.
+// ReadState returns the driver's state.
 func ReadState() State {
 	s := readCounters()
 	return State{
@@ -47,8 +47,7 @@ func ReadState() State {
 	}
 }
 
-// FailCall makes the nth call of the driver from now fail with a code; with sticky, all later
-// ones too. 0: none.
+// FailCall makes the nth driver call from now fail with a code; with sticky, also all later ones. 0 means none.
 func FailCall(nth int64, code int, sticky bool) {
 	C.owcu_fake_fail(C.int64_t(nth), C.int(code), cBool(sticky))
 }
@@ -56,11 +55,10 @@ func FailCall(nth int64, code int, sticky bool) {
 // RefuseContext makes the driver refuse the next entries into a context, while its work goes on.
 func RefuseContext(times int) { C.owcu_fake_refuse_context(C.int(times)) }
 
-// LoseDevice loses the device: every call fails with code.
+// LoseDevice loses the device: every call then fails with code.
 func LoseDevice(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
 
-// TakeHistory returns the names of the first calls of the driver, some thousands, since it was
-// asked before: "mem_alloc".
+// TakeHistory returns the names of up to some thousand driver calls since it was last asked, such as "mem_alloc".
 func TakeHistory() []string {
 	text := make([]C.char, 64<<10)
 	C.owcu_fake_history(&text[0], C.size_t(len(text)), 1)
@@ -70,34 +68,33 @@ func TakeHistory() []string {
 // CountCalls counts the calls since UseFake.
 func CountCalls() int64 { return int64(readCounters().calls) }
 
-// BytesReadInPlace counts the stored bytes that kernels have read in pinned memory since UseFake.
-// cuda:1 is coherent, cuda:0 is not.
+// BytesReadInPlace counts the stored bytes that kernels have read in pinned memory since UseFake. cuda:1 is coherent,
+// cuda:0 is not.
 func BytesReadInPlace() int64 { return int64(readCounters().in_place) }
 
-// OccupyStream queues work on a stream that does not end before idle is called; CountWaits counts
-// the calls that wait for it meanwhile.
+// OccupyStream queues work on a stream that does not end before idle is called. CountWaits counts the calls that wait
+// for it meanwhile.
 func OccupyStream(stream uintptr) (idle func()) {
 	C.owcu_fake_busy(C.uint64_t(stream))
 	return func() { C.owcu_fake_idle() }
 }
 
-// CountWaits counts, since UseFake, the calls that waited, or may have waited, for such work.
+// CountWaits counts the calls since UseFake that waited, or may have waited, for such work.
 func CountWaits() int64 { return int64(readCounters().waited) }
 
-// CaptureStream begins a capture of a graph in the global mode on a stream, or on one of another
-// library (0); calls that would destroy it break a rule. blocking: the default stream waits
-// for that stream.
+// CaptureStream begins a graph capture in the global mode on a stream, or on a stream of another library (0). Calls
+// that would destroy it break a rule. blocking: the default stream waits for that stream.
 func CaptureStream(stream uintptr, blocking bool) (end func()) {
 	C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 1)
 	return func() { C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 0) }
 }
 
-// QueueFill queues a fill of device memory on a stream of another user.
+// QueueFill queues a fill of device memory on another user's stream.
 func QueueFill(at unsafe.Pointer, n int64, v byte, stream uintptr) {
 	C.owcu_fake_fill(C.owcu_ptr(uintptr(at)), C.int(v), C.uint64_t(n), C.uint64_t(stream))
 }
 
-// IsChildRefused reports whether a forked child that calls the driver in a context is refused without a call.
+// IsChildRefused reports whether a forked child that calls the driver in a context is refused before any call.
 func IsChildRefused(ctx unsafe.Pointer) bool { return C.owcu_fake_fork(C.owcu_handle(ctx)) == 0 }
 
 func cBool(yes bool) C.int {

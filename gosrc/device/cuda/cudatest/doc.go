@@ -1,5 +1,4 @@
-// Package cudatest is a driver without a GPU, for tests (build tag owfake; fake.h says what
-// it holds its users to), and the kernels compiled for the host, which it runs. It is a
-// package of its own because device/cuda is compiled twice for tests, by itself and with the
-// tests inside it, and C++ takes long.
+// Package cudatest is a driver without a GPU, for tests (build tag owfake), and runs the kernels compiled for the host.
+// fake.h lists the rules that it enforces. It is a separate package because device/cuda is compiled twice for tests, by
+// itself and with its tests, and C++ compiles slowly.
 package cudatest

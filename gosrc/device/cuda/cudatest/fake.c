@@ -113,7 +113,7 @@ static int f_thread_mode(int *mode)
 	st.relaxed += (*mode == RELAXED) - (before == RELAXED);
 	capture_mode = *mode;
 	*mode = before;
-	return leave_call(0); // it is the thread's, not the device's
+	return leave_call(0); // it belongs to the thread, not the device
 }
 static int f_stream_capturing(owcu_handle s, int *status)
 {
@@ -163,7 +163,7 @@ static int f_mem_free(owcu_ptr p)
 		*at = b->next;
 		st.blocks--;
 		st.bytes -= (int64_t)b->n;
-		if (b->shared) { // the heap gets memory of its own back
+		if (b->shared) { // return the heap's own memory to it
 			close(b->file);
 			mmap(b->raw, b->shared, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		}
@@ -242,8 +242,7 @@ static int f_copy_out_async(void *dst, owcu_ptr src, size_t n, owcu_handle s)
 static int f_copy_any(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 {
 	int rc = enter_on_stream(s);
-	// Memory that is not pinned is read before the call returns, as the driver
-	// does.
+	// Memory that is not pinned is read before the call returns, as the real driver does.
 	if (rc == 0 && covers((void *)(uintptr_t)src, n) == 0) {
 		run_ops(stream_of(s), NULL, 0, 1);
 		memcpy((void *)(uintptr_t)dst, (void *)(uintptr_t)src, n);
@@ -295,7 +294,7 @@ static int f_stream_destroy(owcu_handle s)
 	rc = rc ? rc : check_stream(s);
 	if (refuses_free(&rc))
 		return leave_call(rc);
-	run_ops(s, NULL, 0, 1); // the driver does not wait; here the work would never end
+	run_ops(s, NULL, 0, 1); // the driver does not wait; this work would never end
 	for (int i = 0; i < 256; i++)
 		if (streams[i] == s)
 			streams[i] = NULL;
@@ -377,7 +376,7 @@ static int f_event_destroy(owcu_handle e)
 	struct event *ev = e;
 	if (refuses_free(&rc))
 		return leave_call(rc);
-	ev->next = ended; // what is queued may name it
+	ev->next = ended; // queued work may refer to it
 	ended = ev;
 	for_each_stream(run_stream, NULL);
 	st.events--;
@@ -551,7 +550,7 @@ static void finish_busy(struct stream *s, void *arg)
 	(void)arg;
 	for (struct op *o = s->first; o; o = o->next)
 		if (o->kind == BUSY)
-			*o = (struct op){.next = o->next, .kind = FILL}; // of no bytes
+			*o = (struct op){.next = o->next, .kind = FILL}; // zero bytes
 }
 int owcu_fake_idle(void)
 {

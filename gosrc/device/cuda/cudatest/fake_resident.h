@@ -1,5 +1,5 @@
-// The kernels of the second module on the fake driver: what they may touch is checked, then
-// their host twins run. Included by fake.c only.
+// The second module's kernels on the fake driver: checks what they may touch, then runs their host twins. Included only
+// by fake.c.
 #ifndef OWCU_FAKE_RESIDENT_H
 #define OWCU_FAKE_RESIDENT_H
 
@@ -10,7 +10,7 @@
 
 void ow_digest_host(const ow_digest_job *jobs, uint32_t n, uint64_t tiles, const ow_digest_dim *dims, uint64_t *sums, uint32_t warps);
 
-// Whether a digest's tensor lies in device memory, all of it.
+// Reports whether a digest's tensor is entirely in device memory.
 static int covers_digest(const ow_digest_job *j, const ow_digest_dim *d)
 {
 	uint64_t low = j->src, bytes = j->rank ? j->item : j->bytes;

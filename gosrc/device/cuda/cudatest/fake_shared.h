@@ -1,4 +1,4 @@
-// Memory that the fake driver shares between processes. Included by fake.c only.
+// Memory that the fake driver shares between processes. Included only by fake.c.
 #ifndef OWCU_FAKE_SHARED_H
 #define OWCU_FAKE_SHARED_H
 
@@ -21,7 +21,7 @@ static int f_ipc_get(struct owcu_ipc *handle, owcu_ptr p)
 	struct block *b = rc ? NULL : block_of((void *)(uintptr_t)p);
 	if (rc || b == NULL || (b->shared && b->file < 0))
 		return leave_call(rc ? rc : INVALID);
-	if (!b->shared) { // the same bytes at the same address, in a file
+	if (!b->shared) { // move the same bytes to a file at the same address
 		size_t n = mapped_size(b->n);
 		int file = memfd_create("overwire-fake", MFD_CLOEXEC);
 		if (file < 0 || write(file, b->raw, n) != (ssize_t)n || mmap(b->raw, n, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_SHARED, file, 0) == MAP_FAILED)
@@ -40,7 +40,7 @@ static int f_ipc_open(owcu_ptr *p, struct owcu_ipc handle, unsigned flags)
 	struct shared_memory m;
 	char path[64];
 	memcpy(&m, &handle, sizeof m);
-	if (rc || flags != 1 || m.pid == getpid()) // the driver maps memory of other processes only
+	if (rc || flags != 1 || m.pid == getpid()) // the driver only maps memory of other processes
 		return leave_call(rc ? rc : INVALID_CONTEXT);
 	snprintf(path, sizeof path, "/proc/%d/fd/%d", m.pid, m.file);
 	int file = open(path, O_RDWR | O_CLOEXEC);

@@ -1,5 +1,4 @@
-// The state of the fake driver: memory, pins, streams and queued work. One lock
-// guards it all. Included by fake.c only.
+// The state of the fake driver: memory, pins, streams and queued work. One lock guards it all. Included only by fake.c.
 #ifndef OWCU_FAKE_STATE_H
 #define OWCU_FAKE_STATE_H
 
@@ -35,10 +34,10 @@ void ow_hash_sums_host(ow_batch_item *items, uint32_t n);
 void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
 void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
 
-// Places in kernel_names.
+// Indices into kernel_names.
 enum { K_CRC = 10, K_OPEN, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_HASH, K_DIGEST, K_DELTA_APPLY, K_DELTA_MEASURE, K_DELTA_WRITE, K_ITEMS = K_LZ4, K_RESIDENT = K_DIGEST };
 
-enum { UNSUPPORTED = 900, IMPLICIT = 906, RELAXED = 2 }; // of stream capture
+enum { UNSUPPORTED = 900, IMPLICIT = 906, RELAXED = 2 }; // error code and mode of stream capture
 enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -53,8 +52,8 @@ struct block {
 	uint8_t *raw, *p;
 	size_t n;
 	int device;
-	size_t shared; // bytes of the mapping at raw, once other processes may map it; 0: none
-	int file;      // of that; -1: another process's
+	size_t shared; // bytes of the mapping at raw, once other processes may map it; 0 if they may not
+	int file;      // its file; -1 if it belongs to another process
 };
 static struct block *blocks;
 
@@ -67,10 +66,10 @@ static struct pin *pins;
 
 struct event {
 	int64_t recorded, done; // records requested and reached
-	int64_t when; // when the last was reached, in nanoseconds
+	int64_t when; // when the last one was reached, in nanoseconds
 	unsigned untimed;
-	struct stream *stream;  // of the last record
-	struct event *next;     // of those that were ended
+	struct stream *stream;  // stream of the last record
+	struct event *next;     // list of destroyed events
 };
 static struct event *ended;
 
@@ -83,21 +82,21 @@ struct op {
 	size_t n;
 	int value, kernel;
 	struct event *event;
-	struct stream *recorder; // a wait refers to the record that was last when the wait was queued
+	struct stream *recorder; // a wait refers to the last record at the time it was queued
 	int64_t at;
 	uint64_t a, b, status;
-	const ow_stream_few *few; // a copy, where a is 0
+	const ow_stream_few *few; // a copy, if a is 0
 	uint32_t warps;
-	uint64_t args[3]; // of the second module's kernels, along with a, b and n
+	uint64_t args[3]; // arguments of the second module's kernels, besides a, b and n
 };
 
 struct stream {
-	void *ctx; // NULL: usable by any
+	void *ctx; // NULL if any context may use it
 	struct op *first, **last;
 	int running, capturing;
 };
-// Handles below 16 are not pointers: 0 and 1 are the legacy stream, 2 is the
-// thread's. They are one here.
+// Handles below 16 are not pointers: 0 and 1 are the legacy stream, 2 is the per-thread stream. Here they are one
+// stream.
 static struct stream shared_stream;
 
 static __thread void *current;
@@ -117,8 +116,7 @@ static void lose_device(void); // ends all work with the device
 static char history[64 << 10];
 static size_t recorded;
 
-// enter_queueing counts a call that only queues work, or asks nothing of the device, and
-// returns whether it fails.
+// enter_queueing counts a call that only queues work, or does not use the device, and returns whether it fails.
 static int enter_queueing_as(const char *name, int needs_context)
 {
 	pthread_mutex_lock(&lock);
@@ -163,9 +161,8 @@ void owcu_fake_history(char *to, size_t n, int forget)
 	pthread_mutex_unlock(&lock);
 }
 
-// refuses_free reports whether a call that frees does nothing. A lost device frees
-// everything, so that leaks can be counted, and hides it unless it is to behave
-// like a real one.
+// refuses_free reports whether a call that frees does nothing. A lost device frees everything, so that leaks can be
+// counted, and hides it unless it is to behave like a real one.
 static int refuses_free(int *rc)
 {
 	if (lost && fail_sticky < 2)
@@ -192,8 +189,8 @@ static int covers(const void *q, size_t n)
 	return 0;
 }
 
-// is_readable reports whether a kernel may read [p, p+n), and counts that if it is a
-// chunk's and pinned. Neighbours that were pinned one by one may be read across.
+// is_readable reports whether a kernel may read [p, p+n), and counts the bytes if they are a pinned chunk's. Neighbours
+// that were pinned one by one may be read across.
 static int is_readable(const void *q, size_t n, int chunk)
 {
 	const uint8_t *p = q, *end = p + n;
@@ -229,8 +226,7 @@ static struct stream *stream_of(owcu_handle h)
 
 static void run_ops(struct stream *s, struct event *until, int64_t at, int wait);
 
-// check_stream checks work for a stream; it destroys a capture that the work would become
-// part of, or that it would wait for.
+// check_stream checks work for a stream. It destroys a capture that the work would join or wait for.
 static int check_stream(owcu_handle h)
 {
 	int rc = stream_of(h)->capturing ? UNSUPPORTED : (uintptr_t)h < 16 && blocking_captures ? IMPLICIT : 0;
@@ -248,7 +244,7 @@ static int enter_on_stream_as(const char *name, owcu_handle h)
 }
 #define enter_on_stream(stream) enter_on_stream_as(__func__, stream)
 
-// The work of ow_stream_open and its kin; the memory of a batch's streams is theirs.
+// Runs ow_stream_open and its kin, which use the memory of a batch's streams.
 static void run_stream_kernel(const struct op *o)
 {
 	const ow_stream_head *head = o->few ? &o->few->head : (const void *)(uintptr_t)o->a;
@@ -284,7 +280,7 @@ static void run_stream_kernel(const struct op *o)
 		ow_stream_x16_host(head, n, status);
 }
 
-// Kernels of items, one warp an item.
+// Runs kernels of items, one warp per item.
 static void run_item_kernel(const struct op *o)
 {
 	ow_batch_item *items = (void *)(uintptr_t)o->b;
@@ -309,7 +305,7 @@ static size_t cast_size(uint32_t t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST
 
 static void run_launch(const struct op *o)
 {
-	if (o->kernel < K_CRC && !is_readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // segments and parts alike
+	if (o->kernel < K_CRC && !is_readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // both segments and parts
 		note_broken_rule("a table outside device memory");
 		return;
 	}
@@ -375,8 +371,8 @@ static void run_launch(const struct op *o)
 // All streams.
 static struct stream *streams[256];
 
-// is_record_queued reports whether a stream has not come to a record yet. A later one of the same event, on another
-// stream, may be done before. One that was destroyed has done all.
+// is_record_queued reports whether a stream has not reached a record yet. A later record of the same event on another
+// stream may be reached first. A destroyed stream has reached all.
 static int is_record_queued(const struct stream *s, const struct event *event, int64_t at)
 {
 	int i = 0;
@@ -426,8 +422,8 @@ static int run_op(struct op *o, int wait)
 	return 1;
 }
 
-// run_ops does a stream's work, all of it or until an event is reached: because a
-// call waits for it, or because time passes.
+// run_ops does a stream's work, all of it or until an event is reached, because a call waits for it or because time
+// passes.
 static void run_ops(struct stream *s, struct event *until, int64_t at, int wait)
 {
 	if (s->running)
@@ -480,8 +476,8 @@ static void finish_stream(struct stream *s, void *arg)
 }
 static void lose_device(void) { for_each_stream(finish_stream, NULL); }
 
-// Memory that is about to be freed, and whether work is queued for it; whether
-// there is work that does not end by itself.
+// Describes memory that is about to be freed: whether queued work uses it, and whether there is work that does not end
+// by itself.
 struct going {
 	const uint8_t *p;
 	size_t n;
@@ -508,7 +504,7 @@ static void check_free(const void *p, size_t n)
 	for_each_stream(note_uses, &g);
 	if (g.used)
 		note_broken_rule("memory was freed that queued work uses");
-	st.waited += g.busy; // the driver may wait there for all queued work
+	st.waited += g.busy; // the driver may wait for all queued work there
 	for_each_stream(run_stream, NULL);
 }
 

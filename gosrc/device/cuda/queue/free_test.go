@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// A free slot is one that the reader filled, else for a reader the one that is the longest
-// back, and for others the last one; takeSlots waits for all of them.
+// A reader gets the slot that it filled, or else the one that came back first; others get the last one. takeSlots waits
+// for all slots.
 func TestFreeSlots(t *testing.T) {
 	f := newFreeSlots(3)
 	slots := []*Slot{{index: 0}, {index: 1}, {index: 2}}

@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// A cascade is how a Cascaded block is made (the layout: gosrc/nvcomp/cascaded).
+// A cascade describes how a Cascaded block is made (the layout: gosrc/nvcomp/cascaded).
 type cascade struct {
 	kind, rles, deltas int
 	pack               bool
@@ -26,7 +26,7 @@ func appendElement(b []byte, size int, v uint64) []byte {
 	return append(b, binary.LittleEndian.AppendUint64(nil, v)[:size]...)
 }
 
-// array appends values of some size, packed or not.
+// array appends values of a given size, packed or not.
 func (c cascade) array(b []byte, values []uint64, size int) []byte {
 	if !c.pack {
 		for _, v := range values {
@@ -60,7 +60,7 @@ func (c cascade) array(b []byte, values []uint64, size int) []byte {
 	return append(b, words...)
 }
 
-// encode makes a block of elements, a chunk of 4096 bytes after the other.
+// encode makes a block of elements, chunk by chunk of 4096 bytes.
 func (c cascade) encode(values []uint64) []byte {
 	size := c.size()
 	mask := ^uint64(0) >> (64 - 8*size)
@@ -96,7 +96,7 @@ func (c cascade) encode(values []uint64) []byte {
 			}
 			if layer < c.deltas {
 				if len(in) == 0 {
-					return cascade{kind: c.kind}.encode(append(in, values...)) // the caller sees another block
+					return cascade{kind: c.kind}.encode(append(in, values...)) // the caller sees that it differs
 				}
 				firsts = appendElement(firsts, size, in[0])
 				var out []uint64
@@ -121,7 +121,7 @@ func (c cascade) encode(values []uint64) []byte {
 	return b
 }
 
-// plainCascaded decodes element by element; false: refused.
+// plainCascaded decodes element by element; it returns false if it refuses.
 func plainCascaded(src []byte, room int) ([]byte, bool) {
 	le := binary.LittleEndian
 	if len(src) < 8 || src[0] > 7 || src[1] > 7 || src[2] > 1 || src[3] > 7 {
@@ -249,7 +249,7 @@ func randomCascade(r *rand.Rand) cascade {
 	return cascade{r.IntN(8), r.IntN(4) * r.IntN(3), r.IntN(4) * r.IntN(2), r.IntN(3) > 0}
 }
 
-// integers are n of them, in runs, rising, or with nothing in common.
+// integers returns n of them: in runs, rising, or unrelated.
 func integers(r *rand.Rand, n int) []uint64 {
 	out := make([]uint64, n)
 	way, v, step := r.IntN(5), r.Uint64(), r.Uint64()>>r.IntN(64)
@@ -273,7 +273,7 @@ func integers(r *rand.Rand, n int) []uint64 {
 	return out
 }
 
-// Every type and number of layers comes back, whatever the integers.
+// Every type and number of layers comes back, for any integers.
 func TestTwinCascaded(t *testing.T) {
 	r := random(t)
 	for range 250 {
@@ -285,7 +285,7 @@ func TestTwinCascaded(t *testing.T) {
 		}
 		stored := c.encode(values)
 		if plain, ok := plainCascaded(stored, len(want)); !ok || !bytes.Equal(plain, want) {
-			continue // nothing was left for a layer: another block
+			continue // nothing was left for a layer, so the block differs
 		}
 		if got, status := twinOne(t, "cascaded", stored, len(want), 0); status != 0 || !bytes.Equal(got, want) {
 			t.Fatalf("%+v, %d values: status %d, or other bytes", c, len(values), status)
@@ -293,8 +293,7 @@ func TestTwinCascaded(t *testing.T) {
 	}
 }
 
-// Damaged blocks are accepted and refused as by the plain decoder, and what is
-// accepted gives the same bytes.
+// Damaged blocks are accepted or refused exactly as by the plain decoder, and accepted ones give the same bytes.
 func TestTwinCascadedDamage(t *testing.T) {
 	r := random(t)
 	refused, accepted := 0, 0

@@ -17,8 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp/snappy"
 )
 
-// A fence is memory between two inaccessible pages: reading or writing a byte beside
-// it ends the test process.
+// A fence is memory between two inaccessible pages: an access outside it ends the test process.
 type fence struct {
 	all   []byte
 	bytes []byte
@@ -26,7 +25,7 @@ type fence struct {
 
 const page = 4096
 
-// fenced gives n bytes that end at the far page, or begin behind the near one.
+// fenced gives n bytes that end at the far page, or begin after the near one.
 func fenced(t testing.TB, n int, far bool) fence {
 	t.Helper()
 	room := (n + page - 1) / page * page
@@ -56,8 +55,8 @@ func (f fence) addr() uint64 {
 	return uint64(uintptr(unsafe.Pointer(&f.bytes[0])))
 }
 
-// twinOne decodes one block by a host twin, with room for `room` bytes, twice:
-// between fences of either kind. It gives the bytes and the status.
+// twinOne decodes one block with a host twin, with room for `room` bytes, once between fences of each kind. It returns
+// the bytes and the status.
 func twinOne(t testing.TB, kernel string, src []byte, room int, arg uint32) (out []byte, status uint32) {
 	t.Helper()
 	var items [2]twinItem
@@ -85,7 +84,7 @@ func twinOne(t testing.TB, kernel string, src []byte, room int, arg uint32) (out
 	return out, 0
 }
 
-// plainLZ4 and plainSnappy decode byte by byte; false: refused.
+// plainLZ4 and plainSnappy decode byte by byte; they return false if they refuse.
 func plainLZ4(src []byte, room int) (out []byte, ok bool) {
 	length := func(n int) (int, bool) {
 		for more := n == 15; more; {
@@ -175,8 +174,8 @@ func plainSnappy(src []byte, room int) (out []byte, ok bool) {
 	return out, true
 }
 
-// An lz is one of the two formats: the library's encoder, a writer of elements
-// that libraries do not choose, and the decoder that the kernel is held to.
+// An lz is one of the two formats: the library's encoder, a writer of elements that libraries do not choose, and the
+// plain decoder that the kernel is compared with.
 type lz struct {
 	kernel string
 	encode func(dst, src []byte) ([]byte, error)
@@ -189,7 +188,7 @@ var lzs = []lz{
 	{"snappy", snappy.Encode, plainSnappy, writeSnappy},
 }
 
-// distance is a way back that is often short, or all there is.
+// distance returns a distance back, often short, sometimes the longest possible.
 func distance(r *rand.Rand, have, most int) int {
 	most = min(have, most)
 	switch r.IntN(4) {
@@ -203,7 +202,7 @@ func distance(r *rand.Rand, have, most int) int {
 	return 1 + r.IntN(most)
 }
 
-// extent is a length that is mostly short.
+// extent returns a length, mostly short.
 func extent(r *rand.Rand) int {
 	return [4]int{r.IntN(6), r.IntN(20), r.IntN(140), r.IntN(3000)}[min(r.IntN(6), r.IntN(6), 3)]
 }
@@ -259,7 +258,7 @@ func writeSnappy(r *rand.Rand, elements int) (stored, content []byte) {
 			switch least := max(1, (32-leading(uint32(n-1))+7)/8); {
 			case n <= 60 && r.IntN(5) > 0:
 				stored = append(stored, byte((n-1)<<2))
-			default: // in as many bytes as it takes, or more
+			default: // in as many bytes as needed, or more
 				extra := least + r.IntN(5-least)
 				stored = append(stored, byte((59+extra)<<2))
 				for k := range extra {
@@ -296,8 +295,7 @@ func leading(v uint32) (n int) {
 	return
 }
 
-// What the libraries write, of every kind of content and every length around
-// the kernels' edges, comes back whole.
+// The libraries' output for every kind of content and every length around the kernels' edges comes back whole.
 func TestTwinLZRoundTrips(t *testing.T) {
 	r := random(t)
 	kinds := map[string]func(n int) []byte{
@@ -340,7 +338,7 @@ func TestTwinLZRoundTrips(t *testing.T) {
 	}
 }
 
-// Elements of every length and distance, as no library chooses them.
+// Elements of every length and distance decode, also those that no library chooses.
 func TestTwinLZElements(t *testing.T) {
 	r := random(t)
 	for _, f := range lzs {
@@ -356,9 +354,8 @@ func TestTwinLZElements(t *testing.T) {
 	}
 }
 
-// Every truncation and every flipped bit of small blocks, and large ones with
-// some damage, are accepted and refused as by the plain decoders, and what is
-// accepted gives the same bytes.
+// Every truncation and every flipped bit of small blocks, and some damage in large ones, is accepted or refused exactly
+// as by the plain decoders. Accepted blocks give the same bytes.
 func TestTwinLZDamage(t *testing.T) {
 	r := random(t)
 	for _, f := range lzs {

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// sameChunk holds the encoder's twin to the Go encoder: the same bytes, or the
-// same refusal. It gives the chunk.
+// sameChunk compares the encoder's twin with the Go encoder: both make the same bytes, or both refuse. It returns the
+// chunk.
 func sameChunk(t testing.TB, data []byte, transform uint8) (stored []byte, tiles uint16) {
 	t.Helper()
 	var e x16.Encoder
@@ -30,7 +30,7 @@ func sameChunk(t testing.TB, data []byte, transform uint8) (stored []byte, tiles
 		copy(src.bytes, data)
 		item := []twinItem{{src: src.addr(), srcLen: uint64(len(data)), dst: dst.addr(), dstCap: uint64(len(dst.bytes)),
 			arg: uint32(transform)}}
-		if far == 1 { // the lanes in the other order
+		if far == 1 { // the lanes in reverse order
 			item = append([]twinItem{{status: 9}}, item...)
 		}
 		runTwin("x16_encode", item)
@@ -61,8 +61,7 @@ func differ(a, b []byte) int {
 	return min(len(a), len(b))
 }
 
-// The kernel makes the chunks that the Go encoder makes, and that of streams brings
-// them back.
+// The kernel makes the same chunks as the Go encoder, and the stream kernel decodes them.
 func TestTwinEncode(t *testing.T) {
 	r := random(t)
 	coded := 0
@@ -74,7 +73,7 @@ func TestTwinEncode(t *testing.T) {
 				repeated(random8(r, 24), 24, n-24),
 				random8(r, n),
 			}
-			wild := weights(r, tr, n) // with values that are escaped
+			wild := weights(r, tr, n) // with escaped values
 			for range n / 300 {
 				wild[r.IntN(n)] = byte(r.Uint32())
 			}
@@ -101,14 +100,14 @@ func TestTwinEncode(t *testing.T) {
 	t.Logf("%d chunks", coded)
 }
 
-// twinX16 decodes a chunk into `room` bytes, as the raw block that a stream has of it.
-// Both lie behind a fence, and the destination before one if it can.
+// twinX16 decodes a chunk into `room` bytes, as the raw block that a stream stores. Both begin after a fence, and the
+// destination also ends at one if it can.
 func twinX16(t testing.TB, stored []byte, room int, arg uint32) ([]byte, uint32) {
 	t.Helper()
 	head := []byte{1, byte(arg), byte(arg >> 16), byte(arg >> 24), byte(room), byte(room >> 8), byte(room >> 16),
 		byte(room >> 24)}
 	block := append(head, stored...)
-	end := len(stored)%16 == 0 // then eight bytes before a multiple of 16 is where it begins
+	end := len(stored)%16 == 0 // then it begins eight bytes before a multiple of 16
 	src, dst := fenced(t, len(block)+8, end), fenced(t, room, room%16 == 0)
 	defer src.free()
 	defer dst.free()
@@ -120,7 +119,7 @@ func twinX16(t testing.TB, stored []byte, room int, arg uint32) ([]byte, uint32)
 	return bytes.Clone(dst.bytes[:room]), 0
 }
 
-// Histograms of every shape: the kernel fits the same model.
+// The kernel fits the same model to histograms of every shape.
 func TestTwinFit(t *testing.T) {
 	r := random(t)
 	for range 120 {
@@ -149,9 +148,8 @@ func TestTwinFit(t *testing.T) {
 	}
 }
 
-// What the Go decoder refuses before it decodes, and every flipped bit of small
-// chunks: nothing beside the buffers is touched, and what the kernel accepts is
-// what Decode gives.
+// For chunks that the Go decoder refuses before decoding, and every flipped bit of small chunks, nothing outside the
+// buffers is touched. What the kernel accepts decodes to what Decode gives.
 func TestTwinX16Damage(t *testing.T) {
 	r := random(t)
 	refused, accepted, missed := 0, 0, 0
@@ -163,7 +161,7 @@ func TestTwinX16Damage(t *testing.T) {
 		case err != nil && !errors.Is(err, errs.ErrCorrupt):
 			t.Fatal(err)
 		case err != nil && status == 0:
-			missed++ // escapes that their symbols do not ask for: the checksum's business
+			missed++ // escapes that their symbols do not ask for, which the checksum finds
 		case err == nil && (status != 0 || !bytes.Equal(got, want)):
 			t.Fatalf("transform %d: status %d, or other bytes, of a good chunk", tr, status)
 		case err == nil:
@@ -201,7 +199,7 @@ func TestTwinX16Damage(t *testing.T) {
 	}
 }
 
-// Items that make no sense are refused by their status.
+// Invalid items are refused by their status.
 func TestTwinX16Refused(t *testing.T) {
 	b := fenced(t, 8192, false)
 	defer b.free()
@@ -219,15 +217,15 @@ func TestTwinX16Refused(t *testing.T) {
 			t.Errorf("encode %d: status %d", i, items[0].status)
 		}
 	}
-	items := []twinItem{{src: at, srcLen: 4096, dst: at + 4096, dstCap: 90, arg: 1}} // zeros, but too little space
+	items := []twinItem{{src: at, srcLen: 4096, dst: at + 4096, dstCap: 90, arg: 1}} // zeros, but too little room
 	runTwin("x16_encode", items)
 	if items[0].status != batchRoom {
 		t.Errorf("too little space: status %d", items[0].status)
 	}
 }
 
-// A chunk is shared by warps until there are enough of them: never so few that one
-// long chunk is left to itself beside short ones.
+// Chunks are split among warps until there are enough of them. One long chunk among short ones is never left to too few
+// warps.
 func TestSplit(t *testing.T) {
 	native := func(size, chunk int64) Bitstream { return Bitstream{Size: size, Chunk: chunk} }
 	short := make([]Bitstream, 5000)

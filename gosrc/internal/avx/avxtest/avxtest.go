@@ -1,5 +1,5 @@
-// Package avxtest tests that code which uses AVX or AVX-512 leaves the upper halves of
-// the vector registers clear, as package avx requires.
+// Package avxtest tests that code with AVX or AVX-512 leaves the upper halves of the vector registers clear, as package
+// avx demands.
 package avxtest
 
 import (
@@ -9,11 +9,11 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The upper halves of YMM0-15 and of ZMM0-15 as components of XSAVE. (ZMM16-31 slow
-// down nothing, and VZEROUPPER does not change them.)
+// The upper halves of YMM0-15 and of ZMM0-15 among the components of XSAVE. (ZMM16-31 do not slow anything down, and
+// VZEROUPPER does not change them.)
 const upper = 1<<2 | 1<<6
 
-// attempts: a preempted goroutine resumes with whole registers loaded and in use.
+// attempts: a preempted goroutine gets its registers reloaded, so all are in use.
 const attempts = 50
 
 // Need skips a test on processors that do not report which components are in use.
@@ -32,8 +32,7 @@ func Need(t testing.TB) {
 	t.Skip("this processor does not track the upper halves")
 }
 
-// Clear tests that f leaves the upper halves clear if they were clear before. The test
-// must have called Need.
+// Clear tests that f leaves the upper halves clear if they were clear before. The test has called Need.
 func Clear(t testing.TB, what string, f func()) {
 	t.Helper()
 	runtime.LockOSThread()

@@ -2,12 +2,12 @@
 
 package avxtest
 
-// This file declares the assembly functions.
+// Declares the assembly functions.
 
 // tells reports whether inUse works here.
 func tells() bool
 
-// inUse returns the components of XSAVE that are in use (XGETBV of 1).
+// inUse returns the XSAVE components that are in use (XGETBV of 1).
 func inUse() uint64
 
 // probe returns the components in use with the upper half of YMM0 in use, and after

@@ -6,7 +6,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// What is dirty is seen, and Clear clears it.
+// Dirty registers are detected, and Clear clears them.
 func TestClear(t *testing.T) {
 	Need(t)
 	Clear(t, "avx.Clear", avx.Clear)
