@@ -144,7 +144,8 @@ for got in (ow.load_file("ckpt"), ow.load_file("m.safetensors")):
 
 def test_trees_and_names(tmp_path: Path) -> None:
     """A trainer's folder with checkpoints below it becomes the same tree; files of torch.save without tensors are
-    copied; the commands read it; a folder of such files only is refused."""
+    copied; the commands read it. A folder of such files only, and one with safetensors files next to a checkpoint, are
+    refused."""
     top = tmp_path / "checkpoint-5"
     dcp.save({"w": torch.ones(4)}, checkpoint_id=top / "pytorch_model_fsdp_0")
     dcp.save({"m": torch.zeros(4)}, checkpoint_id=top / "optimizer_0")
@@ -161,6 +162,12 @@ def test_trees_and_names(tmp_path: Path) -> None:
     dcp.save({"n": 1}, checkpoint_id=tmp_path / "values")
     done = run("compress", str(tmp_path / "values"), "-o", str(tmp_path / "none"))
     assert done.returncode == 1 and "no tensor" in done.stderr and not (tmp_path / "none").exists()
+    both = top / "optimizer_0"
+    ow.save_file({"w": torch.ones(1)}, both / "model.safetensors")
+    for call in (ow.load_file, ow.inspect, ow.verify, lambda path: ow.convert(path, tmp_path / "none")):
+        with pytest.raises(ow.ArgumentError, match=r"model\.safetensors"):
+            call(both)
+    equal(ow.load_file(both / "model.safetensors"), {"w": torch.ones(1)})
 
 
 def test_readers_of_new_files_are_not_more(tmp_path: Path) -> None:

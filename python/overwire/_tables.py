@@ -51,9 +51,9 @@ OTHER_WEIGHTS = tuple("""
 
 MOST_OTHER = 67108864
 
-# Kinds of files that may be found instead of weights: offset and the bytes there (none: any), globs
-# for the name (none: any), what such a file is, what to do with it, and whether a folder of other
-# weights may hold it.
+# Kinds of files that may be found instead of weights: offset and the bytes there (none: any),
+# globs for the name (none: any), what such a file is, what to do with it, and whether a folder of
+# other weights may hold it.
 HEAD_BYTES = 512
 
 FILE_KINDS = (

@@ -12,8 +12,7 @@ import subprocess
 import sys
 
 from .errors import OverwireError
-from .paths import without_scheme
-from .plumbing import code_command, is_torch_model, local, plain_models, read_foreign
+from .plumbing import code_command, is_torch_model, local, plain_models, read_foreign, without_scheme
 
 # Exit statuses of the command line.
 _STATUSES = {

@@ -83,9 +83,9 @@ func tables() string {
 	b.WriteString("# Endings of weight files in formats that are not read. They are copied, up to a size in bytes.\n")
 	fmt.Fprintf(&b, "OTHER_WEIGHTS = tuple(\"\"\"\n    %s\n\"\"\".split())\n\nMOST_OTHER = %d\n\n",
 		wrapped(strings.Join(companions.OtherWeights, " ")), companions.MaxOther)
-	b.WriteString("# Kinds of files that may be found instead of weights: offset and the bytes there (none: any), globs\n" +
-		"# for the name (none: any), what such a file is, what to do with it, and whether a folder of other\n" +
-		"# weights may hold it.\n")
+	b.WriteString("# Kinds of files that may be found instead of weights: offset and the bytes there (none: any),\n" +
+		"# globs for the name (none: any), what such a file is, what to do with it, and whether a folder of\n" +
+		"# other weights may hold it.\n")
 	fmt.Fprintf(&b, "HEAD_BYTES = %d\n\nFILE_KINDS = (\n", modelfiles.HeadBytes)
 	for _, kind := range modelfiles.ListKinds() {
 		magics, names := "", ""

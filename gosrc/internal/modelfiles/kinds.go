@@ -57,15 +57,17 @@ const (
 	oldFrame = "\x95\r\x00\x00\x00\x00\x00\x00\x00" + oldTorch
 )
 
-// kinds are tried in this order. Each command in them was run with the library that it names.
+// kinds are tried in this order. The commands here and in folders were run with the libraries that they name, except
+// those of DeepSpeed, Megatron-LM and TensorFlow, which follow their documentation.
 var kinds = []Kind{
 	{Magics: []string{"PK\x03\x04"}, Names: []string{"*.keras"}, What: "a Keras archive", Do: keras},
 	{Magics: []string{"PK\x03\x04"}, Names: []string{"*.npz"}, What: "a numpy archive", Do: convert + "local ones"},
 	{Magics: []string{"PK\x03\x04"}, What: "a zip archive, as written by torch.save and numpy.savez",
 		Do: convert + "torch.save files (.pt, .pth, .bin, .ckpt) and .npz files; load others with the library that " +
 			"wrote them"},
-	{Magics: []string{"ustar"}, Offset: 257, What: "a tar archive, as written by NeMo, and by torch.save before torch 0.2",
-		Do: convert + ".nemo files; unpack others with tar -xf"},
+	{Magics: []string{"ustar"}, Offset: 257,
+		What: "a tar archive, as written by NeMo, and by torch.save before torch 0.2",
+		Do:   convert + ".nemo files; unpack others with tar -xf"},
 	{Names: []string{"*.pdparams", "*.pdopt"}, What: "a PaddlePaddle file", Do: paddle},
 	{Names: []string{"*.msgpack"}, What: "a Flax file (msgpack)", Do: msgpack},
 	{Names: []string{"*.onnx"}, What: "an ONNX model", Do: onnx},

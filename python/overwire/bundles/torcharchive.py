@@ -1,7 +1,7 @@
 """Tells torch.save archives from other files, and says what those are.
 
-Reads a file's first bytes and its directory of entries. Deflated entries, which torch.load reads and torch.save does not write, are written
-out once, within bounds: what follows maps an archive's bytes.
+Reads a file's first bytes and its directory of entries. Deflated entries, which torch.load reads and torch.save does
+not write, are written out once, within bounds, because later code maps an archive's bytes.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def inflate_entries(
 ) -> BinaryIO | None:
     """A temporary file, without a name, that has the same entries as they are; None where they are so in `file`.
 
-    span: as for `entries_of`. folder: the disk that it takes. Raises CorruptError for entries that do not inflate to what
-    they claim, NotSupportedError for other methods, and for more bytes than an honest file has."""
+    span: as for `entries_of`. folder: the file is on its disk. Raises CorruptError for entries that do not inflate to
+    what they claim, NotSupportedError for other methods, and for more bytes than an honest file has."""
     is_plain = all(entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1 for entry in entries)
     if is_plain or len({entry.filename for entry in entries}) != len(entries):  # twice: refused by what reads it
         return None
