@@ -113,3 +113,21 @@ def test_tensors_without_memory_of_their_own_are_refused_by_name(what: str, tmp_
         with pytest.raises(CheckpointException) as failed:
             dcp.save({"w": one}, storage_writer=CheckpointWriter(tmp_path / "ck"), no_dist=True)
         assert isinstance(next(iter(failed.value.failures.values()))[0], ow.ArgumentError) and not (tmp_path / "ck").exists()
+
+
+@pytest.mark.parametrize("there", ["torch", "torch.distributed.tensor"])
+def test_an_old_torch_is_named(there: str, script: Any) -> None:
+    """Without torch, or with one that has no public DTensor, the import says which version it needs."""
+    script(
+        f"""
+import sys
+sys.modules[{there!r}] = None  # as if it were not there
+import overwire
+try:
+    import overwire.checkpoints
+except overwire.MissingPackageError as error:
+    assert "torch 2.5 or later" in str(error) and isinstance(error, ImportError)
+else:
+    raise SystemExit("imported")
+"""
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -305,3 +306,14 @@ def test_classes_say_where_users_find_them() -> None:
     for report in reports:
         said = pickle.dumps(report)
         assert pickle.loads(said) == report and b"overwire." not in said
+
+
+def test_jobs_start_in_one_module() -> None:
+    """The engine's verbs are called by the functions of _verbs, which wait for saves in the background where a path is
+    written; nothing goes around them but the command line, which is a program of its own."""
+    calls = re.compile(r"\bcore\(\)\.(?:start|run|call)\(")
+    found = {path.name for path in PACKAGE.rglob("*.py") if calls.search(path.read_text(encoding="utf-8"))}
+    assert found == {"_engine.py", "_verbs.py"}
+    verbs = (PACKAGE / "_verbs.py").read_text(encoding="utf-8")
+    waiting = set(re.findall(r"^def (\w+)\((?:(?!^def ).)*?await_saves\(request\)", verbs, re.M | re.S))
+    assert {"save", "sleep", "put", "rename", "convert", "delta_save", "delta_merge"} <= waiting

@@ -11,6 +11,18 @@ The folder is a model as well: `load_file("step-100")` gives the tensors below "
 whole, also those that the ranks had in shards.
 """
 
+from ..errors import MissingPackageError
+
+try:
+    from torch.distributed.tensor import DTensor as _DTensor  # noqa: F401
+except ImportError as error:
+    from importlib import metadata
+
+    there = next((one.version for one in metadata.distributions(name="torch")), "none")
+    raise MissingPackageError(
+        f"overwire: overwire.checkpoints needs torch 2.5 or later, and {there} is installed: pip install -U torch"
+    ) from error
+
 from .reader import CheckpointReader
 from .staging import CheckpointStager
 from .writer import CheckpointWriter

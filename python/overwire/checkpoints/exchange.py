@@ -40,6 +40,8 @@ class Exchange:
         self._group = group
         self._device: torch.device | None = None  # where blocks are sent from and to
         self._broken = False  # all ranks know of an error
+        #: False after an error while messages were sent: some may be left in the group.
+        self.group_is_usable = True
         # Blocks that a rank may copy from this one's memory.
         self._shared: set[tuple[int, MetadataIndex]] = set()
         self._readers: set[int] = set()  # the ranks that do
@@ -104,7 +106,7 @@ class Exchange:
             offer = offer._replace(buffers=())
         there = self._tell((sorted(here), offer))
         kinds = {kind for one, _ in there for kind in one}
-        able = {device.type for device in self._group._device_types}
+        able = _devices_of(self._group)
         if kinds <= {"cuda"} and kinds and "cuda" in able or "cpu" not in able:
             self._device = torch.device("cuda", torch.cuda.current_device())
         else:
@@ -126,8 +128,17 @@ class Exchange:
     def _tell(self, what: Any) -> list[Any]:
         """Collective: what each rank tells the others."""
         there: list[Any] = [None] * self._duty.ranks
-        dist.all_gather_object(there, what, group=self._group)
+        with self._sending():
+            dist.all_gather_object(there, what, group=self._group)
         return there
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.group_is_usable = False
+            raise
 
     def _own_blocks(self) -> Iterator[Block]:
         for step in self._duty.rounds:
@@ -148,14 +159,18 @@ class Exchange:
             for peer, index in step.sends:
                 if peer not in self._readers or (peer, index) not in self._shared:
                     block = _raw_bytes(self._tensor(index).to(self._device))
-                    operations.append(dist.P2POp(dist.isend, block, group=self._group, group_peer=peer))
+                    operations.append(self._message(dist.isend, block, peer))
             for entry in step.entries:
                 if entry.dtype is not None:
                     out[entry.name] = self._whole_tensor(entry, operations, copies)
         if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            with self._sending():
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
         return out, copies
+
+    def _message(self, operation: Any, block: torch.Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(operation, block, dist.get_global_rank(self._group, rank), self._group)
 
     def _whole_tensor(self, entry: Entry, operations: list[Any], copies: list[Copy]) -> Gathered:
         # A tensor of this rank, of which other ranks' blocks come by the operations and the copies.
@@ -176,7 +191,7 @@ class Exchange:
             into = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
             if into is not place:
                 copies.append((place, into))
-            operations.append(dist.P2POp(dist.irecv, _raw_bytes(into), group=self._group, group_peer=block.rank))
+            operations.append(self._message(dist.irecv, _raw_bytes(into), block.rank))
         return whole
 
     def _joined_tensor(self, entry: Entry, operations: list[Any]) -> JoinedTensor:
@@ -188,7 +203,7 @@ class Exchange:
                 part: torch.Tensor | None = self._tensor(block.index).to(self._device)
             elif (part := self._memory_of(block, entry.dtype)) is None:
                 part = torch.empty(block.sizes, dtype=entry.dtype)
-                operations.append(dist.P2POp(dist.irecv, _raw_bytes(part), group=self._group, group_peer=block.rank))
+                operations.append(self._message(dist.irecv, _raw_bytes(part), block.rank))
             assert part is not None
             parts[block.offsets[0]] = part
         return JoinedTensor([parts[begin] for begin in sorted(parts)])
@@ -212,6 +227,15 @@ def copy_blocks(copies: list[Copy]) -> None:
             ctypes.memmove(place.data_ptr(), block.data_ptr(), place.nbytes)
         else:
             place.copy_(block)
+
+
+def _devices_of(group: Any) -> set[str]:
+    # gloo registers itself for CUDA also, but sends tensors of host memory only.
+    return {
+        device.type
+        for device in group._device_types
+        if device.type == "cpu" or group._get_backend(device).name() != "gloo"
+    }
 
 
 def _place_of(whole: torch.Tensor, block: Block) -> torch.Tensor:

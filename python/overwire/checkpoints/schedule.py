@@ -136,7 +136,8 @@ def is_bytes(dtype: torch.dtype) -> bool:
 def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entry]:
     rank, first = items[0]
     if first.type == WriteItemType.BYTE_IO:
-        size = first.bytes_io_data.nbytes if first.bytes_io_data is not None else 0
+        about = getattr(first, "bytes_io_data", None)  # not in torch 2.5
+        size = about.nbytes if about is not None else 0
         return size, Entry(fqn, None, (), (Block(rank, first.index, (), ()),))
     assert first.tensor_data is not None
     dtype, shape = first.tensor_data.properties.dtype, tuple(first.tensor_data.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import uuid
+import weakref
 from collections import deque
 from concurrent.futures import Future as Executed
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from ..model.options import Level, StorageOptions, TensorLike, check_values, par
 from ..paths import local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
+from .groups import OwnGroup, free_groups, group_of_save, is_next_to_training
 from .manifest import NAME, SAVE, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Located, Place
 from .schedule import Duty, Round, bytes_of, is_bytes, schedule
@@ -49,11 +51,13 @@ class CheckpointWriter(Located, StorageWriter):
     max_shard_size: the most tensor bytes in a file. Each rank writes four files at once, and
         needs memory for as many on the device where it gathers sharded tensors.
     overwrite: whether an older checkpoint may be replaced.
-    process_group: the group of the save, if it is not the default one.
+    process_group: the group through which the ranks send one another blocks of tensors. By default it is
+        the group that torch was given for the save. If torch was given none, `dcp.save` uses the default
+        group, and `dcp.async_save` a gloo group that the writer makes and training does not use.
     storage_options: as for `load_file`.
 
     All tensors are stored whole: the blocks of a sharded one (FSDP, DTensor) are sent to the
-    rank that writes it, by the group's own backend, or copied from what a stager of the
+    rank that writes it by the group's own backend, or copied from what a stager of the
     same host has in memory. What is no tensor is stored as torch.save
     writes it. A tensor whose type safetensors lacks (complex128, complex32) is stored as its bytes, U8
     with one dimension more, and comes back as it was.
@@ -92,16 +96,20 @@ class CheckpointWriter(Located, StorageWriter):
         self._duty: Duty | None = None  # the coordinator's
         self._plans: list[SavePlan] = []  # the last ones of all ranks, for planners that keep theirs
         self._save = ""
+        self._group_of_save: Any = None
+        self._own_groups: list[OwnGroup] = []
+        weakref.finalize(self, free_groups, self._own_groups).atexit = False
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Begins another checkpoint, at `checkpoint_id` if it is not None."""
         if checkpoint_id is not None:
             self._path = local(checkpoint_id)
         self._drop_place()
-        self._save = str(uuid.uuid4())
+        self._save, self._group_of_save = str(uuid.uuid4()), None
 
     def storage_meta(self) -> StorageMeta:
-        """What planners may know of the save."""
+        """Describes the save for planners. torch calls it first, before the ranks send anything."""
+        self._group_of_save = group_of_save(str(self._path), self._group, self._own_groups)
         return StorageMeta(checkpoint_id=self._path, save_id=self._save)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +153,7 @@ class CheckpointWriter(Located, StorageWriter):
         self._place.join_save(duty.save)
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
-        exchange = Exchange(self._group, duty, lambda index: _tensor_of(planner, items[index]))
+        exchange = Exchange(self._take_group(duty), duty, lambda index: _tensor_of(planner, items[index]))
         try:
             with ThreadPoolExecutor(_AT_ONCE, "overwire-checkpoint") as pool:
                 saves: deque[Executed[list[WriteResult]]] = deque()
@@ -168,11 +176,22 @@ class CheckpointWriter(Located, StorageWriter):
                 exchange.run(write_steps, finish_writing)
             self._place.hand_over()
         except BaseException:
+            if not exchange.group_is_usable:
+                self._own_groups.clear()
             self._drop_place()
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _take_group(self, duty: Duty) -> Any:
+        group, self._group_of_save = self._group or self._group_of_save, None
+        if group is None and duty.ranks > 1 and is_next_to_training():
+            raise NotSupportedError(
+                "overwire: CheckpointWriter: this save runs next to training, and was not started by"
+                " torch.distributed.checkpoint: give a group that training does not use, process_group="
+            )
+        return group
 
     def _write_step(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
         assert self._place is not None

@@ -1,0 +1,152 @@
+"""The ranks of tests/groups/test_async_checkpoints.py, forks of one process that has imported torch: a folder, the
+file that they meet through, and what they do are on its command line."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_worker import equal, kinds, sharded, stored, trained
+from group_worker import forked
+from overwire import checkpoints
+from overwire.checkpoints import CheckpointReader, CheckpointStager, CheckpointWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+
+def train(model: Any, optimizer: Any, steps: int) -> None:
+    """What meets the messages of a save that uses training's group."""
+    for _ in range(steps):
+        model(torch.ones(4, 33)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def documented(folder: Path, group: Any = None, own: Any = None) -> None:
+    """The program of docs/checkpoints.md, next to training."""
+    model, optimizer = trained(0, 1)
+    writer, stager, saving = CheckpointWriter(process_group=own), CheckpointStager(), None
+    for step in range(2):
+        weights, moments = get_state_dict(model, optimizer)
+        if saving is not None:
+            saving.result()
+        saving = dcp.async_save(
+            {"model": weights, "optimizer": moments, "step": step}, checkpoint_id=str(folder / f"step-{step}"),
+            storage_writer=writer, async_stager=stager, process_group=group,
+        )  # fmt: skip
+        want = {name: tensor.full_tensor().clone() for name, tensor in weights.items()}
+        train(model, optimizer, 8)
+    saving.result()
+    stager.close()
+    dist.barrier()
+    got = ow.load_file(folder / "step-1")
+    assert got.keys() == want.keys() and all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    state = {"model": get_state_dict(model, optimizer)[0], "step": 0}
+    dcp.load(state, storage_reader=CheckpointReader(folder / "step-1"))
+    assert state["step"] == 1 and all(torch.equal(state["model"][name].full_tensor(), want[name]) for name in want)
+
+
+def given(folder: Path) -> None:
+    """torch has a group for saves, or the writer has it."""
+    group = dist.new_group(backend="gloo")
+    for number, (one, two) in enumerate([(group, None), (None, group)]):
+        documented(folder / str(number), one, two)
+
+
+def several(folder: Path) -> None:
+    """Two writers at a time, many times, in either order of the ranks' threads; each has a group of its own, and later
+    saves use these again."""
+    model, optimizer = trained(0, 1)
+    before = groups()
+    writers = [CheckpointWriter(folder / "one"), CheckpointWriter(folder / "two")]
+    stagers = [CheckpointStager(), CheckpointStager()]
+    for _ in range(2):
+        order = [0, 1] if dist.get_rank() else [1, 0]
+        saves = [
+            dcp.async_save(sharded(True), storage_writer=writers[at], async_stager=stagers[at]) for at in order
+        ]
+        train(model, optimizer, 4)
+        for saving in saves:
+            saving.result()
+        dist.barrier()
+    for name, tensor in kinds().items():
+        assert all(equal(ow.load_file(folder / path)[name], stored(tensor)) for path in ("one", "two")), name
+    assert groups() <= before + 2
+
+
+def late(folder: Path) -> None:
+    """A rank that never begins its save ends the others' by a timeout; the next save of that path works."""
+    writer, state = CheckpointWriter(folder), {"x": torch.ones(9)}
+    limit, dist.distributed_c10d.default_pg_timeout = (
+        dist.distributed_c10d.default_pg_timeout, datetime.timedelta(seconds=0.2),
+    )  # fmt: skip
+    if dist.get_rank():
+        with pytest.raises(ow.IOFailure, match="1 of 2 ranks have begun the save of"):
+            dcp.async_save(state, storage_writer=writer).result()
+    dist.distributed_c10d.default_pg_timeout = limit
+    dist.barrier()
+    dcp.async_save(state, storage_writer=writer).result()
+    assert ow.load_file(folder)["x"].sum() == 9
+
+
+def failing(folder: Path) -> None:
+    """Saves that fail on one rank leave no groups, nor one that cannot be used; an unknown caller gets an error."""
+    writer, state = CheckpointWriter(folder), {"x": torch.ones(9)}
+    writer._write_step = None if dist.get_rank() == 0 else writer._write_step  # type: ignore[method-assign,assignment]
+    before = groups()
+    for _ in range(2):
+        with pytest.raises(CheckpointException):
+            dcp.async_save(state, storage_writer=writer).result()
+    del writer._write_step
+    dcp.async_save(state, storage_writer=writer).result()
+    assert groups() <= before + 1 and ow.load_file(folder)["x"].sum() == 9
+    finder, checkpoints.groups._wrapper_of_save = checkpoints.groups._wrapper_of_save, lambda: None
+    with pytest.raises(CheckpointException, match="give a group that training does not use"):
+        dcp.async_save(state, storage_writer=writer).result()
+    checkpoints.groups._wrapper_of_save = finder
+
+
+def subset(folder: Path) -> None:
+    """A group of some ranks saves, at once and in the background, while the others train; and one rank by itself."""
+    group = dist.new_group([0, 2], backend="gloo")
+    if dist.get_rank() != 1:
+        state = {f"of-{dist.get_rank()}": torch.full((999,), float(dist.get_rank())), "both": torch.arange(5)}
+        dcp.save(state, storage_writer=CheckpointWriter(folder / "now"), process_group=group)
+        writer = CheckpointWriter(folder / "later")
+        dcp.async_save(state, storage_writer=writer, async_stager=CheckpointStager(), process_group=group).result()
+        dist.barrier(group)
+        for path in ("now", "later"):
+            got = ow.load_file(folder / path)
+            assert set(got) == {"of-0", "of-2", "both"} and got["of-2"].sum() == 1998
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"x": torch.ones(9)}, storage_writer=CheckpointWriter(folder / "alone"), no_dist=True)
+        assert ow.load_file(folder / "alone")["x"].sum() == 9
+
+
+if __name__ == "__main__":
+    folder, size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+    rank = forked(size)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / sys.argv[2]), size)
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=90), store=store)
+    for step in sys.argv[3:]:
+        globals()[step](folder / step)
+        dist.barrier()
+        print(f"done {step}", flush=True)
+    dist.destroy_process_group()
+    assert not any(one.group() for one in checkpoints.groups._free_groups.values())

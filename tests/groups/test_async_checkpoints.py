@@ -1,0 +1,29 @@
+"""dcp.async_save next to training: the save and the training use no group in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import warm
+from conftest import ROOT, cleaned
+
+pytest.importorskip("torch")
+
+
+def ranks(folder: Path, count: int, *steps: str) -> None:
+    """Runs the steps of async_worker on that many ranks; all must succeed."""
+    argv = [ROOT / "tests" / "groups" / "async_worker.py", folder, f"store-{count}", *steps]
+    done = warm.run(argv, env=cleaned() | {"WORLD_SIZE": str(count)}, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done ") == count * len(steps), done.stdout + done.stderr
+
+
+def test_saves_next_to_training(tmp_path: Path) -> None:
+    """The documented program, with a process_group and without; two writers at a time; ranks that come late or fail."""
+    ranks(tmp_path, 2, "documented", "given", "several", "late", "failing")
+
+
+def test_a_group_of_some_ranks_saves(tmp_path: Path) -> None:
+    """Only its ranks take part."""
+    ranks(tmp_path, 3, "subset")
