@@ -30,7 +30,8 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
     """The plain files that a local path stands for, which take as much memory as its tensors; none where it is not
     a file or folder of another library. is_header: the tensors are left out, and take no memory.
 
-    Raises ArgumentError for a checkpoint's folder that also has safetensors files, and what `kinds.open_content` raises.
+    Raises ArgumentError for a checkpoint's folder that also has safetensors files, and what
+    `kinds.open_content` raises.
     """
     if is_remote(path) or not may_be_foreign(path, is_tree=False):
         return []
