@@ -276,15 +276,14 @@ func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
 	return m.p
 }
 
-// EachChunk calls do with the number of each chunk of the want's tensor, which is stored
-// in chunks, that contains wanted bytes.
+// EachChunk calls do with the number of each chunk that contains wanted bytes. The want's tensor is stored in
+// chunks.
 func (w *Want) EachChunk(ix *tensor.Index, do func(n int32)) {
 	w.each(ix, func(n int32, _ int64, _ *device.View) { do(n) })
 }
 
-// each calls do for each chunk that contains wanted bytes: with its number, and, where
-// all of it is wanted, contiguous, how far behind the destination's begin; else with a
-// view, which is valid until do returns.
+// each calls do for each chunk that contains wanted bytes, with the chunk's number. If all of the chunk is wanted
+// and contiguous at the destination, to is its offset there; else v is a view, which is valid until do returns.
 func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)) {
 	t := &ix.Tensors[w.Data]
 	if w.Bytes == 0 || t.Count == 0 {
@@ -315,13 +314,11 @@ func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)
 	}
 }
 
-// inPlaceMin is the size from which a raw run is read straight to its destination
-// rather than through a slot.
+// inPlaceMin is the size from which a raw run is read directly to its destination rather than through a slot.
 const inPlaceMin = 128 << 10
 
-// addPlainTasks adds the tasks of a plain tensor. A contiguous run is cut at the piece
-// size; scattered columns are read row by row where rows are long, and by whole
-// bands of rows where they are short.
+// addPlainTasks adds the tasks of a plain tensor. A contiguous run is cut at the piece size. Scattered columns
+// are read row by row if rows are long, and by whole bands of rows if they are short.
 func (m *maker) addPlainTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	raw := func(off, n int64) tensor.Chunk {
 		return tensor.Chunk{Off: off, Stored: uint32(n), Logical: uint32(n), Codec: tensor.CodecRaw}
@@ -358,7 +355,7 @@ func (m *maker) addPlainTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe
 // block is the tensor's block size, unless that is too large for a piece.
 func (m *maker) block(t *tensor.Tensor) int64 {
 	most := m.lim.Piece
-	if m.lim.InPlace { // it takes no slot
+	if m.lim.InPlace { // no slot is needed
 		most = max(most, tensor.MaxChunkBytes)
 	}
 	if t.Block > most {
@@ -367,8 +364,8 @@ func (m *maker) block(t *tensor.Tensor) int64 {
 	return t.Block
 }
 
-// bytesToCut is how many bytes from off on one piece takes of a tensor, so that it ends
-// with a block or at a multiple of Align.
+// bytesToCut is how many of a tensor's bytes one piece takes from off on, so that it ends with a block or at a
+// multiple of Align.
 func (m *maker) bytesToCut(off int64, t *tensor.Tensor) int64 {
 	if b := m.block(t); b > 0 {
 		return max(1, m.lim.Piece/b)*b - (off-t.Off)%b
