@@ -149,7 +149,7 @@ func (l *Loading) isShort() bool {
 	if l.target.GPU != nil {
 		return false
 	}
-	ix, total := l.model.held, int64(0) // the stored index: a tensor that the other index presents as plain may have chunks
+	ix, total := l.model.held, int64(0) // stored index: what the other presents as plain may have chunks
 	for i := range l.wants {
 		n := l.wants[i].Bytes
 		if _, isContiguous := l.wants[i].SourceRange(ix); !isContiguous && n > 0 {
