@@ -1,8 +1,8 @@
-"""Tells torch.save archives from other files, and says what those are.
+"""Tells torch.save archives from other files, and says what the others are.
 
-Reads a file's first bytes and its directory of entries, whose size and place the file only
-claims. Deflated entries, which torch.load reads and torch.save does not write, are written
-out once, within bounds: what follows maps an archive's bytes.
+Reads a file's first bytes and its directory of entries, without trusting the sizes and positions there. Deflated
+entries (torch.load reads them, torch.save does not write them) are first inflated into a temporary file, within
+limits, so that the archive's bytes can be mapped.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .._tables import HEAD_BYTES
 from ..errors import CorruptError, FormatError, NotFoundError, NotSupportedError, OverwireError, error_of_system
 from ..files import FileKind, kind_of_head, regular
 
-#: The most bytes of an archive's directory.
+#: The most bytes in an archive's directory.
 _DIRECTORY = 16 << 20
-#: How many times the bytes of a file its deflated entries may have, beyond the first of them.
+#: Deflated entries may have _SPARE bytes plus _TIMES the bytes of their file.
 _TIMES, _SPARE = 64, 256 << 20
 _BLOCK = 1 << 20
 
-#: The rule of an error about weights of another library, which a folder may hold.
+#: The rule of an error about another library's weights, which a folder may contain.
 FOREIGN = "Foreign"
 _UNKNOWN = "fetch or copy it again, or move it elsewhere if it holds no weights"
 
@@ -35,12 +35,12 @@ class _LargeDirectory(zipfile.BadZipFile):
 
 
 class _Directory:
-    """A file as zipfile reads its directory."""
+    """A file, as zipfile reads its directory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.tell = file.tell
-        #: What the last read that failed raised: zipfile says of it that the file is no archive.
+        #: The error of the last failed read. zipfile itself would report that the file is not an archive.
         self.failure: Exception | None = None
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -51,19 +51,19 @@ class _Directory:
     def read(self, size: int = -1) -> bytes:
         try:
             if size > _DIRECTORY:
-                raise _LargeDirectory(f"its directory has {size} bytes, of which {_DIRECTORY} are supported")
+                raise _LargeDirectory(f"its directory has {size} bytes: expected {_DIRECTORY} or fewer")
             return self._file.read(size if size >= 0 else _DIRECTORY)
         except (OSError, _LargeDirectory) as error:
             self.failure = error
             raise
 
 
-#: What zipfile raises for what is no archive.
+#: The exceptions that zipfile raises for files that are not archives.
 BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError)
 
 
 def entries_of(file: BinaryIO) -> list[zipfile.ZipInfo]:
-    """The entries of an archive. Raises BAD_ZIP, and what reading raises."""
+    """Returns the entries of an archive. Raises BAD_ZIP and errors of reading."""
     directory = _Directory(file)
     try:
         with zipfile.ZipFile(cast(BinaryIO, directory)) as archive:
@@ -84,18 +84,18 @@ def _kind_of(path: str, head: bytes) -> FileKind:
         ("a Core ML file", ".mlpackage/" in path),
     ):
         if ending == ".bin" and has_sibling:
-            return FileKind(what, "keep it as it is", True)
+            return FileKind(what, "leave it unchanged", True)
     if not head.strip(b"\0"):
         return FileKind("a file that begins with zeros only" if head else "an empty file", _UNKNOWN, False)
     return FileKind("a file of an unknown kind", _UNKNOWN, False)
 
 
 def refusal_of(path: str) -> OverwireError | None:
-    """Why a file is not an archive of torch.save, as the error to raise; None for one that is.
+    """Returns the error to raise for a file that is not a torch.save archive; None if it is one.
 
-    A CorruptError or NotSupportedError is about an archive that is damaged or too large, a
-    FormatError about another file, by its kind, of which the rule is FOREIGN where a folder of
-    torch.save files may hold it. Raises what opening and reading raise."""
+    It is a CorruptError or NotSupportedError for an archive that is damaged or too large, else a FormatError that
+    names the kind of the file. Its rule is FOREIGN if a folder of torch.save files may contain such files. Raises
+    errors of opening and reading."""
     try:
         with open(path, "rb", opener=regular) as file:
             try:
@@ -105,7 +105,7 @@ def refusal_of(path: str) -> OverwireError | None:
     except OverwireError:
         raise
     except FileNotFoundError as error:
-        raise NotFoundError(f"overwire: open {path}: it leads to a file that is not there", source=path) from error
+        raise NotFoundError(f"overwire: open {path}: it leads to a missing file", source=path) from error
     except OSError as error:
         raise error_of_system(error, "open", path) from error
 
@@ -115,41 +115,41 @@ def _has_pickle(entries: list[zipfile.ZipInfo]) -> bool:
 
 
 def not_torch(path: str, file: BinaryIO, error: Exception | None) -> OverwireError:
-    """The error about a file that is not an archive of torch.save. error: what zipfile said; None: nothing, and it
-    has no pickle of torch.save. Raises what reading raises."""
+    """Returns the error for a file that is not a torch.save archive. error: from zipfile; None if the file is a zip
+    archive without a torch.save pickle. Raises errors of reading."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     where = f"overwire: open {path}: "
     if isinstance(error, _LargeDirectory) and head.startswith(b"PK"):
-        return NotSupportedError(f"{where}an archive as torch.save writes: {error}", source=path)
+        return NotSupportedError(f"{where}a torch.save archive, but {error}", source=path)
     if head.startswith(b"PK"):
         if error is None:
             text = "a zip archive without the data.pkl of torch.save: load it with the library that wrote it"
             return FormatError(where + text, source=path)
         reason = "" if "not a zip file" in str(error) else f" ({error})"
-        text = f"an archive as torch.save writes, cut off or damaged{reason}: copy or fetch it again"
+        text = f"a torch.save archive that is truncated or damaged{reason}: copy or fetch it again"
         return CorruptError(where + text, source=path)
     kind = _kind_of(path, head)
     claim = f" ({error})" if isinstance(error, _LargeDirectory) else ""
-    text = f"expected a torch.save file (of torch 1.6 or later), and this is {kind.what}{claim}: {kind.do}"
+    text = f"expected a torch.save file (of torch 1.6 or later), but this is {kind.what}{claim}: {kind.do}"
     return FormatError(where + text, source=path, rule=FOREIGN if kind.foreign else None)
 
 
 def inflate_entries(path: str, file: BinaryIO, entries: list[zipfile.ZipInfo], folder: str | None) -> BinaryIO | None:
-    """A temporary file, without a name, that has the same entries as they are; None where they are so in `file`.
+    """Returns a nameless temporary file with the same entries, uncompressed; None if they are uncompressed in `file`.
 
-    folder: the disk that it takes. Raises CorruptError for entries that do not inflate to what
-    they claim, NotSupportedError for other methods, and for more bytes than an honest file has."""
+    folder: a folder on the disk for it. Raises CorruptError for entries that do not inflate to their stated size and
+    checksum, NotSupportedError for other compression methods and for more bytes than an honest file has."""
     is_plain = all(entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1 for entry in entries)
-    if is_plain or len({entry.filename for entry in entries}) != len(entries):  # twice: refused by what reads it
+    if is_plain or len({entry.filename for entry in entries}) != len(entries):  # duplicates are refused by the caller
         return None
     for entry in entries:
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:
-            text = f"{entry.filename:.200} is encrypted, or packed by another method than torch.load reads"
+            text = f"{entry.filename:.200} is encrypted, or compressed with a method that torch.load cannot read"
             raise NotSupportedError(f"overwire: open {path}: {text}: pack the archive again", source=path)
     total, size = sum(entry.file_size for entry in entries), os.fstat(file.fileno()).st_size
     if total > _TIMES * size + _SPARE:
-        text = f"its entries have {total} bytes, more than {_TIMES} times those of the file"
+        text = f"its entries have {total} bytes, more than {_TIMES} times the bytes of the file"
         raise NotSupportedError(f"overwire: open {path}: {text}", source=path)
     out = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
     try:

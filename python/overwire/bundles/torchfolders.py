@@ -1,9 +1,8 @@
-"""Models that torch.save wrote, as files and folders that the engine converts.
+"""Converts models that torch.save wrote, as files and folders, into plain files that the engine converts.
 
-`pytorch_model.bin` becomes `model.safetensors`, its shards and their index likewise;
-another file keeps its stem. What lies beside the weights comes along. The plain files
-are temporary: they lie in a folder of their own, beside what is written, and go when the
-conversion has ended.
+`pytorch_model.bin` becomes `model.safetensors`, and so do its shards and their index. Other files keep their stems.
+Other files in a folder are copied along. The plain files are temporary: they are in a folder of their own, next
+to the target, and are removed when the conversion ends.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ if TYPE_CHECKING:
     from ..model.options import Level, StorageOptions
     from ..model.sources import SourceLike
 
-#: Names of weights in a folder, by libraries that save no others with them. A number tells several models apart.
+#: Weights in a folder, by the names that libraries give them. A number tells several models apart.
 _WEIGHTS = re.compile(
     r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)(_\d+)?([-.].*)?\.bin"
 )
-#: Names of what trainers save with weights.
+#: Files that trainers save next to weights, by name.
 _OTHERS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|trainer_state)(\b|_\d).*|.*_states"
 )
 _INDEX = ".bin.index.json"
 _MARK = ".overwire-torch-"
-#: The most bytes of plain values that the metadata of a file keeps.
+#: The most characters of plain values that a file's metadata keeps.
 _VALUES = 1 << 20
 
 
@@ -60,29 +59,27 @@ def convert(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
-    """Rewrites a model: plain to compressed, compressed to plain
-    (compress=False), other shards. Memory does not grow with the model.
+    """Rewrites a model: plain to compressed, compressed to plain (compress=False), or into other shards. Memory use
+    does not grow with the model.
 
-    A plain file that was compressed alone is restored byte for byte, including its
-    header; its SHA-256 is compared before the file appears (`Report.originals`).
+    A plain file that was compressed as a single file is restored byte for byte, including its header. Its SHA-256 is
+    compared before the file appears (`Report.originals`).
 
-    Files of torch.save (.bin, .pt, .pth, .ckpt), and local folders of them, are read
-    without running any code of theirs: see the page on folders.
+    torch.save files (.bin, .pt, .pth, .ckpt), and local folders of them, are read without running any of their
+    code: see the page on folders.
 
-    source: what `inspect` takes, a file or folder of torch.save, or a list of files.
+    source: anything that `inspect` takes, a torch.save file or folder, or a list of files.
     path: the file, or a folder if it ends in a slash, or if the source is a folder or
         several files and it does not end in .safetensors.
-    level, metadata, max_shard_size: as for `save_file`; metadata None keeps the
-        metadata of the source.
-    sha256: whether a compressed file keeps the SHA-256 of the local file that it was made
-        from, by which its restoration is proven. One core computes it, about 1 GB/s for
-        each file; without it, the header and the hashes of the tensors are the proof.
-    storage_options: as for `load_file`, for source and path; `decryption_*` are
-        for the source and `encryption_*`, as for `save_file`, for the path. From
-        .tensors to .tensors, types, modules and every dtype stay: so files are
-        encrypted, decrypted, or given another key.
+    level, metadata, max_shard_size: as for `save_file`; metadata None keeps the source's metadata.
+    sha256: whether a compressed file keeps the SHA-256 of the local file that it was made from, which proves that
+        it can be restored. One core computes it, at about 1 GB/s for each file. Without it, the header and the
+        hashes of the tensors are the proof.
+    storage_options: as for `load_file`, for source and path. `decryption_*` applies to the source, and
+        `encryption_*` to the path, as for `save_file`. From .tensors to .tensors, types, modules and every dtype
+        are kept, so files can be encrypted, decrypted, or given another key.
 
-    Returns a Report; raises what loading and saving raise.
+    Returns a Report. Raises the errors of loading and saving.
     """
     options: dict[str, Any] = {
         "compress": compress, "level": level, "metadata": metadata, "max_shard_size": max_shard_size
@@ -98,7 +95,7 @@ def convert(
 
 
 def is_torch_model(path: str) -> bool:
-    """Whether a local path is a file that torch.save wrote, or a folder whose weights are such files."""
+    """Whether a local path is a torch.save file, or a folder with weights in such files."""
     if is_remote(path) or not may_be_torch(path):
         return False
     with classed_errors(path, "open"):
@@ -107,17 +104,17 @@ def is_torch_model(path: str) -> bool:
         refusal = refusal_of(path)
         if refusal is not None and type(refusal) is not FormatError:
             raise refusal
-        return refusal is None  # the engine says what another file is
+        return refusal is None  # the engine reports what another file is
 
 
 def _weights_of_folders(root: str) -> dict[str, list[str]]:
-    """The names of the files of weights in a folder and in those below it, by the path of each."""
+    """Returns the names of files of weights in a folder and its subfolders, by folder."""
     return {folder: _weights_of(folder) for folder, _ in folders_of(root)}
 
 
 def _weights_of(folder: str) -> list[str]:
-    """The names of the files of weights in a folder. Raises for what has the name or the ending of weights and cannot
-    be read as such, or is missing: without it the model would lack tensors."""
+    """Returns the names of files of weights in a folder. Raises if a file that is named like weights is missing or
+    cannot be read, because the model would lack tensors."""
     entries = sorted(os.listdir(folder))
     names = [
         name
@@ -142,7 +139,7 @@ def _weights_of(folder: str) -> list[str]:
 
 
 def _plain_name(name: str) -> str:
-    """The name of a file of weights, or of its index, as safetensors."""
+    """Returns the safetensors name for a file of weights or its index."""
     stem = name.removesuffix(_INDEX) if name.endswith(_INDEX) else os.path.splitext(name)[0]
     stem = re.sub(r"^pytorch_model\b", "model", stem)
     return f"{stem}.safetensors.index.json" if name.endswith(_INDEX) else f"{stem}.safetensors"
@@ -150,13 +147,13 @@ def _plain_name(name: str) -> str:
 
 @contextlib.contextmanager
 def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Those of the sources that torch.save wrote as plain files and folders, the others as they are;
-    and what of them has no place there: large files that are no weights, and objects that are not data.
+    """Yields the sources, with torch.save files and folders replaced by plain ones, and a list of
+    what the plain ones leave out: large files without weights, and objects that are not plain data.
 
-    target: what is written from them; the temporary files lie on its disk where it is local."""
+    target: the path to be written. If it is local, the temporary files are on its disk."""
     parent = os.path.dirname(os.path.abspath(target)) if not is_remote(target) else tempfile.gettempdir()
     if not os.path.isdir(parent):
-        raise NotFoundError(f"overwire: save {target}: there is no folder {parent}", source=target)
+        raise NotFoundError(f"overwire: save {target}: the folder {parent} does not exist", source=target)
     with classed_errors(target):
         _sweep_leftovers(parent)
         top, lock = _locked_folder(parent)
@@ -170,14 +167,14 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
             raise
     finally:
         try:
-            with contextlib.suppress(OSError):  # a later conversion removes the rest
+            with contextlib.suppress(OSError):  # a later conversion removes leftovers
                 shutil.rmtree(top, ignore_errors=True)
         finally:
             os.close(lock)
 
 
 def _name_sources(error: OverwireError, sources: Mapping[str, str]) -> None:
-    """Makes an error name the sources instead of the plain files that were made of them."""
+    """Makes an error name the sources instead of the plain files made from them."""
     for plain, source in sources.items():
         error.args = tuple(str(text).replace(plain, source) for text in error.args)
         error.source = error.source and error.source.replace(plain, source)
@@ -202,10 +199,10 @@ def _write_plain_models(sources: list[str], top: str) -> tuple[list[str], list[s
 
 
 def _locked_folder(parent: str) -> tuple[str, int]:
-    """A new temporary folder, and the descriptor that has it locked."""
+    """Makes a temporary folder. Returns its path, and the descriptor that locks it."""
     while True:
         top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
-        with contextlib.suppress(FileNotFoundError):  # swept before it was locked
+        with contextlib.suppress(FileNotFoundError):  # another conversion removed it before it was locked
             lock = -1
             try:
                 lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
@@ -222,7 +219,7 @@ def _locked_folder(parent: str) -> tuple[str, int]:
 
 
 def _sweep_leftovers(parent: str) -> None:
-    """Removes what conversions have left that were killed: no process has it locked."""
+    """Removes the folders of killed conversions, which no process locks."""
     for name in os.listdir(parent):
         if name.startswith(_MARK):
             path = os.path.join(parent, name)
@@ -236,24 +233,24 @@ def _sweep_leftovers(parent: str) -> None:
 
 
 def _write_plain_file(source: str, path: str) -> list[str]:
-    """Writes the tensors of a file that torch.save wrote. Plain values become metadata. Returns what is left out."""
+    """Writes the tensors of a torch.save file. Plain values become metadata. Returns what is left out."""
     with opened(source, os.path.dirname(path)) as content:
         notes = {"format": "pt"}
         values = _text_of(content.values)
         if content.values and values is not None:
             notes["torch.values"] = values
         elif content.values:
-            content.left.append(f"{len(content.values)} plain values of more than {_VALUES} letters")
+            content.left.append(f"{len(content.values)} plain values of more than {_VALUES} characters")
         try:
             save_bytes(content.tensors, path, notes, compress=False)
-        except ArgumentError as error:  # of a name that no file can have
+        except ArgumentError as error:  # about a name that a file cannot have
             reason = str(error).removeprefix("overwire: bad argument: ")
             raise FormatError(f"overwire: open {source}: {reason}", source=source, tensor=error.tensor) from error
         return [f"{source}: {what}" for what in content.left]
 
 
 def _text_of(values: dict[str, Any]) -> str | None:
-    """Values as JSON; None where that has more letters than metadata keeps: one value may stand for many."""
+    """Returns values as JSON; None if that is longer than metadata may be, because one value may be repeated."""
     parts, letters = [], 0
     for part in json.JSONEncoder(ensure_ascii=False).iterencode(values):
         letters += len(part)
@@ -264,7 +261,7 @@ def _text_of(values: dict[str, Any]) -> str | None:
 
 
 def _plain_folder(source: str, path: str) -> list[str]:
-    """Makes a folder like the source, with its weights as plain files. Returns what is left out."""
+    """Makes a folder like the source, with plain files of weights. Returns what is left out."""
     remainder = []
     of_folders = _weights_of_folders(source)
     for folder, names in of_folders.items():
@@ -274,7 +271,7 @@ def _plain_folder(source: str, path: str) -> list[str]:
         sources: dict[str, str] = {}
         for name in sorted(weights) + [name for name in sorted(os.listdir(folder)) if name.endswith(_INDEX)]:
             if (other := sources.setdefault(_plain_name(name), name)) != name:
-                why = f"{other} and {name} would both become {_plain_name(name)}: convert one of them by its name"
+                why = f"{other} and {name} would both become {_plain_name(name)}: convert one of them by its own name"
                 raise ArgumentError(f"overwire: convert {folder}: {why}", source=folder)
         for name in sorted(os.listdir(folder)):
             at = os.path.join(folder, name)
@@ -292,7 +289,7 @@ def _plain_folder(source: str, path: str) -> list[str]:
 
 
 def _may_follow(root: str, path: str) -> bool:
-    """Whether a file is one of the folder, or a blob of the Hugging Face cache that it is a snapshot of."""
+    """Whether a file is inside the folder, or is a blob of the Hugging Face cache that the folder belongs to."""
     if not os.path.isfile(path):
         return False
     real, top = os.path.realpath(path), os.path.realpath(root)
@@ -301,12 +298,12 @@ def _may_follow(root: str, path: str) -> bool:
 
 
 def _is_left(name: str) -> bool:
-    """Whether a name is hidden, or that of an index of safetensors files, of which the folder has none."""
+    """Whether a name is hidden, or that of a safetensors index (the folder has no such files)."""
     return name.startswith(".") or name.endswith(".json") and ".safetensors." in name
 
 
 def _is_large(path: str) -> bool:
-    """Whether a file is of a format of weights, and too large to be copied along."""
+    """Whether a file has a format for weights, and is too large to be copied along."""
     return os.path.splitext(path)[1].lower() in OTHER_WEIGHTS and os.path.getsize(path) > MOST_OTHER
 
 
@@ -314,23 +311,23 @@ def _link_or_copy(path: str, target: str) -> None:
     real = os.path.realpath(path)
     try:
         os.link(real, target)
-    except OSError:  # another file system
+    except OSError:  # it is on another file system
         shutil.copy(real, target)
 
 
 def _read_index(path: str) -> dict[str, Any]:
-    """The index of shards; its weight_map has names only."""
+    """Reads the index of shards and checks that its weight_map has only names."""
     try:
         index: dict[str, Any] = json.loads(read_file(path, 64 << 20))
         if all(type(shard) is str for shard in index["weight_map"].values()):
             return index
         raise ValueError("a shard without a name")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"overwire: open {path}: no index of shards", source=path) from error
+        raise FormatError(f"overwire: open {path}: not an index of shards", source=path) from error
 
 
 def _plain_index(path: str, target: str) -> None:
-    """Writes the index of shards with their new names."""
+    """Writes the index of shards with the shards' new names."""
     index = _read_index(path)
     index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
     with open(target, "x", encoding="utf-8") as file:
