@@ -256,7 +256,7 @@ def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
     for read in (ow.load_file, ow.verify, ow.inspect):
         with pytest.raises(ow.NotSupportedError, match="delta, not a model"):
             read(steps[0])
-    with pytest.raises(ow.FormatError, match="no delta"):
+    with pytest.raises(ow.FormatError, match="not a delta"):
         ow.apply_delta(base, tmp_path / "base.safetensors")
     with pytest.raises(ow.NotSupportedError, match="dtype"):
         ow.load_file(steps[0], base=base, dtype="bf16")
@@ -422,7 +422,7 @@ def test_a_shard_of_another_step_is_refused(tmp_path: Path) -> None:
     shards = {name: sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two")}
     shards["one"][0].write_bytes(shards["two"][0].read_bytes())
     live = {name: tensor.clone() for name, tensor in base.items()} | {"c": torch.zeros(9)}
-    with pytest.raises(ow.FormatError, match="another delta|1 of"):
+    with pytest.raises(ow.FormatError, match="a different delta|1 of"):
         ow.apply_delta(live, tmp_path / "one")
     assert not any(tensor.any() for tensor in live.values())
 

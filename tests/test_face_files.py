@@ -316,7 +316,7 @@ WRONG = {
     "save bytes": (lambda p: ow.save_file({"a": b"1234"}, p / "x"), ValueError, "TensorSpec.of"),
     "save wrong bytes": (lambda p: ow.save_file({"a": ow.TensorSpec.of("F32", [2], b"1234")}, p / "x"), ValueError, "4 bytes"),
     "save turned": (lambda p: ow.save_file(p / "x", {}), ValueError, "the tensors come first"),
-    "save onto a folder": (lambda p: ow.save_file({}, p), ValueError, "it is a folder"),
+    "save onto a folder": (lambda p: ow.save_file({}, p), ValueError, "the path is a folder"),
     "save value": (lambda p: ow.save_file({"a": 1}, p / "x"), ValueError, "'a'"),
     "save name": (lambda p: ow.save_file({1: torch.ones(1)}, p / "x"), ValueError, "1"),
     "save reserved": (lambda p: ow.save_file({"overwire.index": torch.ones(1)}, p / "x"), ValueError, "overwire.index"),
@@ -330,7 +330,7 @@ WRONG = {
     "delta metadata": (lambda p: ow.save_delta({}, {}, p / "x", metadata=[1]), ValueError, "metadata: expected a mapping"),
     "names": (lambda p: ow.safe_open(p / "m").get_tensors("a"), ValueError, "got one str: put it into a list"),
     "a name as filter": (lambda p: ow.load_file(p / "m", filter="a"), ValueError, "got str; keys= takes names"),
-    "save folder": (lambda p: ow.save_file({}, p / "no" / "x"), OSError, "there is no folder"),
+    "save folder": (lambda p: ow.save_file({}, p / "no" / "x"), OSError, "does not exist"),
     "save level": (lambda p: ow.save_file({}, p / "x", level="best"), ValueError, "level"),
     "save size": (lambda p: ow.save_file({}, p / "x", max_shard_size="5 parsecs"), ValueError, "parsecs"),
 }

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[Path], object], Any, float | None]] = {
     "a stale duplicate": (_stale_duplicate, 1, 1),
     "names that begin with ./": (_here, 1, 1),
     "one file beside shards": (_single_and_shards, 1, 2),
-    "one file beside a stale index": (_single_and_stale_index, (ow.NotFoundError, _INDEX, "model.safetensors, a model by itself"), 1),
+    "one file beside a stale index": (_single_and_stale_index, (ow.NotFoundError, _INDEX, "model.safetensors, a complete model"), 1),
     "a listed shard is missing": (_lacking_with_index, (ow.NotFoundError, _INDEX, "model-00001-of-00002.safetensors"), 1),
     "shards without an index": (_whole, 1, None),
     "shards that are not complete": (_lacking, (ow.FormatError, "shard 1 is missing"), None),

@@ -296,12 +296,33 @@ def test_the_first_wrong_checksum_ends_the_others(tmp_path: Path, monkeypatch: p
     assert len(starts) < (40 << 20) // torchfiles._BLOCK
 
 
-def test_other_verbs_name_the_way(tmp_path: Path) -> None:
-    """Other functions that open torch.save files and folders name the function that reads them."""
-    folder(tmp_path / "model")
-    for place in (tmp_path / "model", tmp_path / "model" / "pytorch_model-00001-of-00002.bin"):
-        with pytest.raises((ow.NotFoundError, ow.FormatError), match=r"overwire\.convert"):
-            ow.load_file(place)
+def test_functions_that_read_models_take_torch_files(tmp_path: Path) -> None:
+    """load_file, safe_open, inspect, verify and diff, and the commands, read a torch.save file or a folder of them:
+    by its name, with the shards that the index lists and no others."""
+    weights = folder(tmp_path / "model")
+    torch.save({"stale": torch.ones(9)}, tmp_path / "model/pytorch_model-00003-of-00003.bin")
+    equal(ow.load_file(tmp_path / "model"), weights)
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.arange(300.0), "n": 1}, path)
+    ow.save_file({"w": torch.arange(300.0)}, tmp_path / "m.safetensors")
+    [file] = ow.inspect(path)["sources"]
+    assert (file["uri"], file["format"], [t["name"] for t in file["tensors"]]) == (str(path), "torch", ["w"])
+    assert ow.verify(path)["files"][0]["uri"] == str(path)
+    assert not any(row.changed for row in ow.diff(path, tmp_path / "m.safetensors").rows)
+    with ow.safe_open(path, "pt") as opened_file:
+        assert torch.equal(opened_file.get_slice("w")[5:7], torch.tensor([5.0, 6.0]))
+    with pytest.raises(ow.TensorNotFoundError, match=r"m\.pt"):
+        ow.load_file(path, keys=["x"])
+    for words in (["inspect"], ["inspect", "--estimate"], ["verify"], ["load"], ["load", "--plan"]):
+        assert str(path) in must(*words, str(path)) or words[0] == "load", words
+    assert "1 is equal" in must("diff", str(path), str(tmp_path / "m.safetensors"))
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.index(torch.arange(300.0).numpy().tobytes()) + 9] ^= 1
+    path.write_bytes(damaged)
+    for call in (ow.load_file, ow.verify):
+        with pytest.raises(ow.CorruptError, match="checksum mismatch"):
+            call(path)
+    assert run("load", str(path)).returncode == 1
 
 
 def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
@@ -454,7 +475,7 @@ import os, torch, overwire as ow
 from overwire.bundles import torchfiles, torchfolders
 w = torch.randint(0, 255, (600, 700), dtype=torch.uint8)
 for state, where, name in (({"w": w}, torchfiles._Reader, "read_content"),
-                           ({"w": w.t()}, torchfiles._Reader, "_bytes_of"), ({"w": w}, torchfolders, "save_bytes")):
+                           ({"w": w.t()}, torchfiles._Reader, "_bytes_of"), ({"w": w}, torchfolders, "write_plain")):
     torch.save(state, "m.bin")
     original = getattr(where, name)
     def cut_off(*args, **kwargs):

@@ -23,6 +23,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from overwire.bundles import torcharchive  # noqa: E402
+from overwire.foreign import zips  # noqa: E402
 from test_cli import run  # noqa: E402
 from test_torch_files import _archive, _tensor, _text, equal, folder, state  # noqa: E402
 
@@ -63,8 +64,8 @@ _DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", _DAMAGES)
 def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> None:
-    """A file of a folder that cannot be read is an error that names it and what it is, before anything is written: with
-    a usual weight name, with others, next to usual ones, and in a subfolder."""
+    """A file of a folder that cannot be read is an error that names it and what it is, before anything is written or
+    loaded: with a usual weight name, with others, next to usual ones, and in a subfolder."""
     make, text = _DAMAGES[damage]
     for number, (good, bad) in enumerate([
         ("pytorch_model.bin", "pytorch_model_1.bin"), ("consolidated.00.pth", "consolidated.01.pth"),
@@ -76,9 +77,11 @@ def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> 
         if good:
             torch.save({"w": torch.ones(3)}, source / good)
         make(source / bad)
-        with pytest.raises(ow.OverwireError, match=text) as caught:
-            ow.convert(source, tmp_path / "out")
-        assert caught.value.source == str(source / bad) and bad in str(caught.value)
+        to_convert = functools.partial(ow.convert, source, tmp_path / "out")
+        for call in (to_convert, functools.partial(ow.load_file, (source / bad).parent)):
+            with pytest.raises(ow.OverwireError, match=text) as caught:
+                call()
+            assert caught.value.source == str(source / bad) and os.path.basename(bad) in str(caught.value)
     assert sorted(os.listdir(tmp_path)) == [f"model{number}" for number in range(5)]
     if damage == "cut off":
         done = run("compress", str(source), "-o", str(tmp_path / "out"))
@@ -87,7 +90,7 @@ def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> 
 
 def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive with more entries than are read is not left out of a folder either."""
-    monkeypatch.setattr(torcharchive, "_DIRECTORY", 100)
+    monkeypatch.setattr(zips, "_DIRECTORY", 100)
     (tmp_path / "model").mkdir()
     torch.save({"w": torch.ones(3)}, tmp_path / "model/pytorch_model.bin")
     with pytest.raises(ow.NotSupportedError, match=r"pytorch_model\.bin: .* its directory has"):
@@ -119,13 +122,14 @@ def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
         "openvino/openvino_model.xml", "small.bin", "training_args.bin", "x.mlpackage/weights/weight.bin",
     ]  # fmt: skip
     (source / "pytorch_model-00002-of-00002.bin").rename(source / "elsewhere")
-    with pytest.raises(ow.NotFoundError, match=r"pytorch_model-00002-of-00002\.bin is missing, and .*index\.json lists"):
-        ow.convert(source, tmp_path / "again")
+    for call in (ow.load_file, lambda path: ow.convert(path, tmp_path / "again")):
+        with pytest.raises(ow.NotFoundError, match=r"pytorch_model-00002-of-00002\.bin is missing, and .*json lists"):
+            call(source)
     (source / "elsewhere").rename(source / "pytorch_model-00002-of-00002.bin")
     deep = source.joinpath(*"abcdefghi")
     deep.mkdir(parents=True)
     torch.save({"w": torch.ones(3)}, deep / "model.pt")
-    with pytest.raises(ow.NotSupportedError, match="lies 9 below"):
+    with pytest.raises(ow.NotSupportedError, match="9 levels below"):
         ow.convert(source, tmp_path / "again")
 
 
@@ -248,7 +252,7 @@ def test_pairs_of_float4(tmp_path: Path) -> None:
         write(tmp_path / "m.pt", target)
         got = ow.load_file(target)["t"]
         assert got.dtype == square.dtype and torch.equal(got.view(torch.uint8), want)
-    with pytest.raises(ow.ArgumentError, match="9 bytes for shape .* of F32, which take 12 "):
+    with pytest.raises(ow.ArgumentError, match="9 bytes for shape .* of F32, which takes 12 "):
         ow.save_file({"x": ow.TensorSpec.of("float32", (3,), bytes(9))}, target)
 
 
@@ -268,15 +272,21 @@ def test_archives_that_were_packed_again(tmp_path: Path, monkeypatch: pytest.Mon
         entries = {name: old.read(name) for name in old.namelist()}
     pack(entries)
     equal(torch.load(path), want)
-    ow.convert(path, target)
-    equal(ow.load_file(target), want)
-    target.unlink()
+    with tarfile.open(tmp_path / "m.nemo", "w") as archive:
+        archive.add(path, "model_weights.ckpt")
+    for source in (path, tmp_path / "m.nemo"):
+        ow.convert(source, target)
+        equal(ow.load_file(target), want)
+        target.unlink()
+        equal(ow.load_file(source), want)
+    os.unlink(tmp_path / "m.nemo")
     data = bytearray(path.read_bytes())
     info = next(info for info in zipfile.ZipFile(path).infolist() if info.filename.endswith("data/0"))
     data[info.header_offset + 400] ^= 255
     path.write_bytes(data)
-    with pytest.raises(ow.CorruptError, match=r"m\.pt: .*data/0 is damaged"):
-        ow.convert(path, target)
+    for call in (ow.load_file, lambda path: ow.convert(path, target)):
+        with pytest.raises(ow.CorruptError, match=r"m\.pt: .*data/0 is damaged"):
+            call(path)
     pack(entries, zipfile.ZIP_BZIP2)
     with pytest.raises(ow.NotSupportedError, match="another method"):
         ow.convert(path, target)

@@ -28,7 +28,11 @@ func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to sa
 	}
 	defer func() { err = undo(err) }()
 	for _, b := range branches {
-		below := to.At(stored.PathBelow(to.Path, b.Path))
+		from, below := stored.PathBelow(folder.Path, b.Path), to.At(stored.PathBelow(to.Path, b.Path))
+		if b.Parts {
+			rep.Left = append(rep.Left, from)
+			continue
+		}
 		in := branch{root: folder.Path, folders: true, files: filesBelow(folder.Files, b.Path)}
 		if !to.Remote {
 			if err := atomicfile.MakeFolders(below.Path); err != nil {
@@ -36,7 +40,7 @@ func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to sa
 			}
 		}
 		var one save.Report
-		if from := stored.PathBelow(folder.Path, b.Path); b.Weights {
+		if b.Weights {
 			one, err = convertFolder(ctx, c, from, below, in)
 		} else {
 			one, err = copyFolder(ctx, c, from, below, in)

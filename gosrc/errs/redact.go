@@ -86,9 +86,19 @@ func Redact(text string) string {
 
 func isBeyondASCII(r rune) bool { return r >= utf8.RuneSelf }
 
+// pathNames are the names that people use for paths of this process, such as /proc/self/fd/7.
+var pathNames sync.Map
+
+// CallPath makes RedactURI return name for path. The file of that path, in memory, replaces the one
+// that the user named.
+func CallPath(path, name string) { pathNames.Store(path, name) }
+
 // RedactURI is Redact for the URI or path of a file, as the user wrote it. Local paths stay
-// unchanged.
+// unchanged, except those named by CallPath.
 func RedactURI(uri string) string {
+	if name, ok := pathNames.Load(uri); ok {
+		return name.(string)
+	}
 	scheme, _, ok := strings.Cut(uri, "://")
 	if !ok || scheme == "" || strings.EqualFold(scheme, "file") || strings.ContainsAny(scheme, `/\.`) {
 		return uri

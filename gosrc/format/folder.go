@@ -111,6 +111,11 @@ func chooseModel(dir string, names []string) (Files, error) {
 			files = append(files, f.paths...)
 		}
 	}
+	for _, name := range names {
+		if modelfiles.IsPart(source.Name(name)) && len(indexes) == 0 {
+			return Files{}, placeError(dir, errs.New(errs.ErrNotSupported, "%s", modelfiles.KindOfFolder(names)))
+		}
+	}
 	switch {
 	case len(indexes) > 1, len(indexes) == 0 && (len(variants) > 1 || len(sharded) > 1):
 		var names []string
@@ -129,7 +134,7 @@ func chooseModel(dir string, names []string) (Files, error) {
 			filepath.Base(unlisted[0])))
 	case len(files) == 0:
 		return Files{}, placeError(dir, errs.New(errs.ErrNotFound, "no %s file in this folder%s", suffix,
-			foldersBelow(dir)))
+			foldersBelow(dir, names)))
 	}
 	for _, f := range sharded {
 		if why := f.lackingShards(); why != "" {

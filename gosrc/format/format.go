@@ -5,12 +5,14 @@ package format
 
 import (
 	"context"
+	"encoding/json"
 	"math"
 	"slices"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -33,6 +35,8 @@ type Options struct {
 	// List returns the files in a remote folder, sorted; errs.ErrNotSupported if the
 	// store cannot list them. nil means that no store can.
 	List func(ctx context.Context, uri string) ([]string, error)
+	// Parts also opens files that hold parts of tensors: see refuseParts.
+	Parts bool
 	// Unlisted makes OpenAll also return tensors that are in the files of an index.json
 	// but not listed by it. Operations on files use it, operations on models do not.
 	Unlisted bool
@@ -87,12 +91,42 @@ func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index
 	parts := make([]*tensor.Index, len(srcs))
 	err := spawn.Each(ctx, "open", together, len(srcs), func(i int) (err error) {
 		parts[i], srcs[i], err = readIndex(ctx, srcs[i], opt)
+		if err == nil && !opt.Parts {
+			err = refuseParts(parts[i])
+		}
 		return err
 	})
 	if err != nil {
 		return nil, err
 	}
 	return Join(parts)
+}
+
+// sharding is the metadata in which torch's HuggingFaceStorageWriter says where in whole tensors those
+// of a file begin, as {"w": {"saved_offsets": [0, 4]}}.
+const sharding = "DCP_SHARDING_INFO"
+
+// refuseParts refuses a file that torch's HuggingFaceStorageWriter wrote for one of several ranks: its
+// tensors bear the names of whole ones. A file of whole tensors has the metadata, too, and zeros in it.
+func refuseParts(ix *tensor.Index) error {
+	file := &ix.Sources[0]
+	text, ok := file.Metadata[sharding]
+	if !ok {
+		return nil
+	}
+	var info map[string]struct {
+		Offsets []int64 `json:"saved_offsets"`
+	}
+	isPart := modelfiles.IsPart(source.Name(file.URI)) || json.Unmarshal([]byte(text), &info) != nil
+	for _, one := range info {
+		isPart = isPart || slices.ContainsFunc(one.Offsets, func(n int64) bool { return n != 0 })
+	}
+	if !isPart {
+		return nil
+	}
+	return placeError(file.URI, errs.New(errs.ErrNotSupported, "its tensors may be parts, of one rank of torch's "+
+		"HuggingFaceStorageWriter: name the folder; `overwire convert FOLDER -o OUT` (overwire.convert) and "+
+		"overwire.load_file join a local one"))
 }
 
 // readIndex reads the index of one source, and returns the source that reads its data.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"maps"
 	"math"
 	"reflect"
@@ -399,4 +400,29 @@ func FuzzIndex(f *testing.F) {
 			t.Error("written again, it reads differently")
 		}
 	})
+}
+
+// A file of torch's HuggingFaceStorageWriter whose tensors may be parts is refused, unless the caller
+// asks for parts; one of whole tensors, which has zeros in the same metadata, is opened.
+func TestParts(t *testing.T) {
+	for _, c := range []struct {
+		name, info string
+		whole      bool
+	}{
+		{"model-00001-of-00001.safetensors", `{"w":{"saved_offsets":[0]}}`, true},
+		{"model.safetensors", `{}`, true},
+		{"shard-00001-model-00001-of-00001.safetensors", `{"w":{"saved_offsets":[0]}}`, false},
+		{"model.safetensors", `{"w":{"saved_offsets":[4]}}`, false},
+		{"model.safetensors", `no JSON`, false},
+	} {
+		h := fmt.Sprintf(`{"__metadata__":{"DCP_SHARDING_INFO":%q},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}`, c.info)
+		b := append(binary.LittleEndian.AppendUint64(nil, uint64(len(h))), h...)
+		src := &memory{name: "/m/" + c.name, b: append(b, 7)}
+		for _, parts := range []bool{false, true} {
+			_, err := Open(t.Context(), []source.Source{src}, Options{Parts: parts, Cache: &Cache{}})
+			if isRefused := errors.Is(err, errs.ErrNotSupported); isRefused == (c.whole || parts) {
+				t.Errorf("%s with %s, parts %v: %v", c.name, c.info, parts, err)
+			}
+		}
+	}
 }

@@ -86,23 +86,26 @@ func namesIn(dir string) []string {
 	return names
 }
 
-// foldersBelow names the direct subfolders that contain weights, such as those of a
-// diffusers pipeline.
-func foldersBelow(dir string) string {
+// foldersBelow says what else a folder with these names contains: files of another program, or
+// direct subfolders with weights, such as those of a diffusers pipeline.
+func foldersBelow(dir string, names []string) string {
 	if hint := nameSnapshots(dir); hint != "" {
 		return ": it is " + hint
 	}
+	if kind := modelfiles.KindOfFolder(names); kind != nil {
+		return ": it holds " + kind.String()
+	}
 	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
-	var names []string
+	var below []string
 	for _, path := range found { // sorted by name
-		if name := filepath.Base(filepath.Dir(path)); len(names) == 0 || names[len(names)-1] != name {
-			names = append(names, name)
+		if name := filepath.Base(filepath.Dir(path)); len(below) == 0 || below[len(below)-1] != name {
+			below = append(below, name)
 		}
 	}
-	if len(names) == 0 {
+	if len(below) == 0 {
 		return ofTorch(dir)
 	}
-	return ": open one of its subfolders (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
+	return ": open one of its subfolders (" + strings.Join(below[:min(len(below), 8)], ", ") + ")"
 }
 
 // ofTorch names a file in a folder that torch.save may have written.

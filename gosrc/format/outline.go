@@ -27,7 +27,7 @@ func sizeOf(uri string, head []byte) (size, need int64, err error) {
 	case tensorizer.Is(head):
 		return -1, 0, nil
 	}
-	n, err := safetensors.Length(head, math.MaxInt64)
+	n, err := safetensors.Length("", head, math.MaxInt64)
 	if err != nil {
 		return 0, 0, errs.Place("index", uri, "", 0, err)
 	}

@@ -342,6 +342,7 @@ func TestTheFirstMissingFileIsNamed(t *testing.T) {
 }
 
 // A tree has the folders with files, each before its parent, but no hidden folder, no link, and not the output folder.
+// Folders are marked whose files are the parts of whole weights in the parent folder.
 func TestTree(t *testing.T) {
 	dir := t.TempDir()
 	put := func(names ...string) {
@@ -357,7 +358,8 @@ func TestTree(t *testing.T) {
 		os.Symlink(dir, filepath.Join(dir, "loop"))); err != nil {
 		t.Fatal(err)
 	}
-	want := []Branch{{"deep/er", true}, {"text", false}, {"unet", true}, {"vae", true}, {"", false}}
+	want := []Branch{{Path: "deep/er", Weights: true}, {Path: "text"}, {Path: "unet", Weights: true},
+		{Path: "vae", Weights: true}, {}}
 	if got, err := Tree(dir, filepath.Join(dir, "out")); err != nil || !slices.Equal(got, want) {
 		t.Errorf("%v, want %v: %v", got, want, err)
 	}
@@ -366,9 +368,24 @@ func TestTree(t *testing.T) {
 			t.Errorf("%s: %v, %v", none, got, err)
 		}
 	}
+	const part = "sharded/shard-00001-model-00001-of-00001.safetensors"
+	put("vae/model.safetensors", "vae/"+part, "text/"+part)
+	files := []source.Entry{{Name: "model.safetensors"}, {Name: part}}
+	for where, of := range map[string]func() ([]Branch, error){
+		"vae/sharded": func() ([]Branch, error) { return Tree(dir, "") },
+		"sharded":     func() ([]Branch, error) { return RemoteTree("s3://b/m/", "", files) },
+	} {
+		got, err := of()
+		if err != nil || !slices.Contains(got, Branch{Path: where, Parts: true}) {
+			t.Errorf("parts below weights: %v, %v", got, err)
+		}
+	}
+	if got, _ := Tree(dir, ""); !slices.Contains(got, Branch{Path: "text/sharded", Weights: true}) {
+		t.Errorf("parts by themselves: %v", got)
+	}
 	deepest := strings.Repeat("d/", maxDepth)
 	put(deepest + "x")
-	if got, err := Tree(dir, ""); err != nil || !slices.Contains(got, Branch{deepest[:len(deepest)-1], false}) {
+	if got, err := Tree(dir, ""); err != nil || !slices.Contains(got, Branch{Path: deepest[:len(deepest)-1]}) {
 		t.Errorf("%d folders deep: %v, %v", maxDepth, got, err)
 	}
 	put(deepest + "d/x")

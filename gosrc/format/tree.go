@@ -22,6 +22,8 @@ const maxDepth = 8
 type Branch struct {
 	Path    string // relative to the tree's top folder; "" is that folder itself
 	Weights bool   // whether a model is in it
+	// Parts means that it holds the files from which torch made the weights in its parent folder.
+	Parts bool
 }
 
 // Tree returns the subfolders of dir that contain files, and dir itself last, because
@@ -62,8 +64,7 @@ func Tree(dir, avoid string) ([]Branch, error) {
 				}
 			case !e.IsDir() && !hidden:
 				files = true
-				_, weights := modelfiles.ParseName(e.Name())
-				b.Weights = b.Weights || weights
+				b.addFile(e.Name())
 			}
 		}
 		if files || rel == "" {
@@ -71,7 +72,8 @@ func Tree(dir, avoid string) ([]Branch, error) {
 		}
 		return nil
 	}
-	return out, walk("", 0)
+	err := walk("", 0)
+	return markParts(out), err
 }
 
 // RemoteTree is Tree for the remote folder dir, with these files in it and its
@@ -94,14 +96,34 @@ func RemoteTree(dir, avoid string, files []source.Entry) (out []Branch, err erro
 		if depth := strings.Count(f.Name, "/"); depth > maxDepth {
 			return nil, placeError(source.Below(dir, rel), tooDeep(dir, depth))
 		}
-		_, weights := modelfiles.ParseName(path.Base(f.Name))
-		b := add(rel)
-		b.Weights = b.Weights || weights
+		add(rel).addFile(path.Base(f.Name))
 	}
 	last := *add("")
 	out = slices.DeleteFunc(out, func(b Branch) bool { return b.Path == "" })
 	slices.SortFunc(out, func(a, b Branch) int { return strings.Compare(a.Path, b.Path) })
-	return append(out, last), nil
+	return markParts(append(out, last)), nil
+}
+
+func (b *Branch) addFile(name string) {
+	_, weights := modelfiles.ParseName(name)
+	b.Weights = b.Weights || weights
+	b.Parts = b.Parts || modelfiles.IsPart(name)
+}
+
+// markParts leaves Parts to the folders called "sharded" below one with weights: elsewhere, parts
+// are the only ones.
+func markParts(branches []Branch) []Branch {
+	weights := map[string]bool{}
+	for _, b := range branches {
+		weights[b.Path] = b.Weights && !b.Parts
+	}
+	for i := range branches {
+		b := &branches[i]
+		above := strings.TrimSuffix(strings.TrimSuffix(b.Path, "sharded"), "/")
+		b.Parts = b.Parts && path.Base(b.Path) == "sharded" && weights[above]
+		b.Weights = b.Weights && !b.Parts
+	}
+	return branches
 }
 
 func tooDeep(dir string, depth int) error {

@@ -31,6 +31,8 @@ type Spec struct {
 	Map *bool `json:"map"`
 	// Lenient accepts headers that only other safetensors parsers accept.
 	Lenient bool `json:"lenient"`
+	// Parts opens files whose tensors are parts of tensors, too.
+	Parts bool `json:"parts"`
 	// Storage says how to reach remote files.
 	Storage format.Access `json:"storage"`
 	// Opened is the one source, if it is open already; the model closes it.
@@ -82,7 +84,7 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 		opener = func(context.Context, string) (source.Source, error) { return spec.Opened, nil }
 	}
 	ix, srcs, _, err := format.OpenAll(ctx, spec.URIs, opener, format.Options{
-		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers,
+		Lenient: spec.Lenient, Parts: spec.Parts, Keys: spec.Keys, Known: codec.Known, Cache: &headers,
 		List: stores.List, Settings: spec.Storage.Decrypt,
 	})
 	if err != nil {

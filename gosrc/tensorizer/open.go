@@ -46,8 +46,8 @@ func (o *Opened) ReadIndex(ctx context.Context, settings map[string]string, know
 	return indexOn(ctx, o.File, o.Source, settings, known)
 }
 
-// Index reads the file that starts with head. It returns the validated index, which it
-// compares with the records (see compareRecords), and the source of the tensors (see
+// Index reads the file that starts with head. It returns the validated index, with the tensors'
+// names in state_dict(), which it compares with the records (see compareRecords), and the source of the tensors (see
 // SourceOf), according to the settings. known reports which codecs can be decoded.
 func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string,
 	known tensor.Known) (*tensor.Index, source.Source, error) {
@@ -58,7 +58,14 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 	if err != nil {
 		return nil, src, err
 	}
-	return indexOn(ctx, f, src, settings, known)
+	ix, plain, err := indexOn(ctx, f, src, settings, known)
+	if err == nil {
+		names := f.stateNames()
+		for i := range ix.Tensors {
+			ix.Tensors[i].Name = names[ix.Tensors[i].Name]
+		}
+	}
+	return ix, plain, err
 }
 
 func indexOn(ctx context.Context, f *File, src source.Source, settings map[string]string, known tensor.Known) (

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"math"
 	"slices"
+	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -411,14 +412,31 @@ func (f *File) Describe() *Description {
 	return out
 }
 
-// Items returns the tensors by name in the form for writing them again. The records
-// must have been read.
+// Items returns the tensors by the names that Index gives, in the form for writing them again. The
+// records must have been read.
 func (f *File) Items() map[string]Item {
-	items := make(map[string]Item, len(f.Entries))
+	items, names := make(map[string]Item, len(f.Entries)), f.stateNames()
 	for i := range f.Entries {
 		e := &f.Entries[i]
-		items[e.Name] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims,
+		items[names[e.Name]] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims,
 			Bytes: e.Bytes}
 	}
 	return items
+}
+
+// stateNames are the names of the tensors in state_dict() by those in the file. A parameter or buffer
+// of the module itself, not of one in it, is ".weight" in the file: the name of its module, which is
+// empty, a dot and its own.
+func (f *File) stateNames() map[string]string {
+	names := make(map[string]string, len(f.Entries))
+	for i := range f.Entries {
+		names[f.Entries[i].Name] = f.Entries[i].Name
+	}
+	for i := range f.Entries {
+		e := &f.Entries[i]
+		if own, ok := strings.CutPrefix(e.Name, "."); ok && own != "" && e.Type != StateDict && names[own] == "" {
+			names[e.Name] = own
+		}
+	}
+	return names
 }

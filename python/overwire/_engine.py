@@ -19,7 +19,7 @@ import sys
 from ._environment import engine_text, environment, settings
 from ._imports import Undisturbed
 from ._locks import new_lock
-from .files import may_be_torch
+from .files import may_be_foreign
 from .paths import without_scheme
 
 TYPE_CHECKING = False
@@ -357,19 +357,21 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     return buffer
 
 
-def program(argv: Sequence[str]) -> Program:
-    """Collects what the engine's command line must know about this process."""
+def program(argv: Sequence[str], names: dict[str, str] | None = None) -> Program:
+    """Collects what the engine's command line must know about this process. names: what people call some paths."""
     version = "%d.%d.%d" % sys.version_info[:3]
     about: Program = {"argv": [engine_text(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
         about["storage"] = {"env": environment()}
     settings_of_argv = {word.rpartition("env:")[2] for word in argv if "env:" in word}
     about["secrets"] = {name: engine_text(os.environ[name]) for name in settings_of_argv if name in os.environ}
+    if names:
+        about["names"] = names
     return about
 
 
-def cli(argv: Sequence[str]) -> int:
-    """Run the command line, without the program's name; return the exit code.
+def cli(argv: Sequence[str], names: dict[str, str] | None = None) -> int:
+    """Run the command line, without the program's name; return the exit code. names: as for `program`.
 
     The engine writes to descriptors 1 and 2. Ctrl-C, SIGTERM, SIGHUP and a closed output
     (`| head`) cancel the work and wait for the clean-up, so that no temporary file stays.
@@ -395,7 +397,7 @@ def cli(argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # under nohup SIGHUP is ignored
             signal.signal(number, stop_on_signal)
-    job = core().start("cli", json.dumps(program(argv)), b"")
+    job = core().start("cli", json.dumps(program(argv, names)), b"")
     try:
         status = int(core().take(job, None, TAKE_LAST)[0])
         if status == _READER_GONE:
@@ -418,6 +420,10 @@ def cli(argv: Sequence[str]) -> int:
         core().free(job, FREE_NOW)
 
 
+# The commands that also take files of other libraries.
+_READING = ("compress", "convert", "inspect", "verify", "load", "diff")
+
+
 def main() -> None:
     """Runs the command `overwire`."""
     if sys.argv[1:2] == ["run"] and sys.argv[2:3] not in (["-h"], ["--help"]):
@@ -429,8 +435,8 @@ def main() -> None:
     words = " ".join(["", *sys.argv[2:]]).replace("--device ", "--device=")
     if sys.argv[1:2] == ["bench"] and " --device=cuda" in words:
         _replace_process("overwire._bench_faces", sys.argv[2:])
-    if sys.argv[1:2] in (["compress"], ["convert"]) and any(
-        may_be_torch(without_scheme(word)) for word in sys.argv[2:]
+    if sys.argv[1:2] and sys.argv[1] in _READING and any(
+        may_be_foreign(without_scheme(word)) for word in sys.argv[2:]
     ):
         _replace_process("overwire._torch", sys.argv[1:])
     try:

@@ -23,6 +23,7 @@ class LoadSpec(TypedDict, total=False):
     uris: list[str]
     map: bool | None
     lenient: bool
+    parts: bool
     storage: FormatAccess
     keys: list[str]
 
@@ -270,6 +271,7 @@ class Program(TypedDict, total=False):
     version: str
     storage: SourceOptions
     secrets: dict[str, str]
+    names: dict[str, str]
     measure: bool
 
 

@@ -51,63 +51,118 @@ OTHER_WEIGHTS = tuple("""
 
 MOST_OTHER = 67108864
 
-# Kinds of files that may be found instead of weights: offset and the bytes there, what such a
-# file is, what to do with it, and whether a folder of other weights may hold it.
+# Kinds of files that may be found instead of weights: offset and the bytes there (none: any),
+# globs for the name (none: any), what such a file is, what to do with it, and whether a folder of
+# other weights may hold it.
 HEAD_BYTES = 512
 
 FILE_KINDS = (
     (
-        0, (b"PK\x03\x04",), "a zip archive, as written by torch.save and numpy.savez",
-        "`overwire convert` (overwire.convert) reads torch.save files; load others with the library that "
-        "wrote them", False,
+        0, (b"PK\x03\x04",), ("*.keras",), "a Keras archive",
+        "unzip model.weights.h5 from it, and then: d = {}; h5py.File(FILE).visititems(lambda n, o: "
+        "d.update({n: o[()]}) if isinstance(o, h5py.Dataset) else None); overwire.save_file(d, OUT)", False,
+    ),
+    (
+        0, (b"PK\x03\x04",), ("*.npz",), "a numpy archive",
+        "`overwire convert` (overwire.convert) reads local ones", False,
+    ),
+    (
+        0, (b"PK\x03\x04",), (), "a zip archive, as written by torch.save and numpy.savez",
+        "`overwire convert` (overwire.convert) reads torch.save files (.pt, .pth, .bin, .ckpt) and .npz "
+        "files; load others with the library that wrote them", False,
+    ),
+    (
+        257, (b"ustar",), (), "a tar archive, as written by NeMo, and by torch.save before torch 0.2",
+        "`overwire convert` (overwire.convert) reads .nemo files; unpack others with tar -xf", False,
+    ),
+    (
+        0, (), ("*.pdparams", "*.pdopt",), "a PaddlePaddle file",
+        "safetensors.paddle.save_file(paddle.load(FILE), OUT)", False,
+    ),
+    (
+        0, (), ("*.msgpack",), "a Flax file (msgpack)",
+        "overwire.save_file(flax.traverse_util.flatten_dict(flax.serialization.msgpack_restore(open(FILE, "
+        "'rb').read()), sep='.'), OUT)", False,
+    ),
+    (
+        0, (), ("*.onnx",), "an ONNX model",
+        "overwire.save_file({t.name: onnx.numpy_helper.to_array(t) for t in "
+        "onnx.load(FILE).graph.initializer}, OUT)", False,
+    ),
+    (
+        0, (), ("openvino_*.bin", "openvino_*.xml",), "an OpenVINO model",
+        "overwire.save_file({c.friendly_name: c.data for c in openvino.Core().read_model(XML).get_ops() if "
+        "c.get_type_name() == 'Constant'}, OUT)", True,
+    ),
+    (
+        0, (b"ftrt",), (), "a TensorRT engine",
+        "its weights cannot be extracted: convert the model that it was built from", False,
+    ),
+    (
+        0, (), ("*.engine", "*.plan", "*.trt",), "a TensorRT engine",
+        "its weights cannot be extracted: convert the model that it was built from", False,
+    ),
+    (
+        6, (b"Transformer",
+         b"Whisper", b"Wav2Vec2",), (), "a CTranslate2 model",
+        "its weights have CTranslate2's own layout: convert the model that it was made from", False,
+    ),
+    (
+        0, (), ("*.distcp",), "a part of a torch.distributed.checkpoint",
+        "`overwire convert` (overwire.convert) reads its whole folder", False,
     ),
     (
         0, (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
          b"\x80\x03\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
          b"\x80\x04\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
          b"\x80\x05\x95\r\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-         b"L119547037146038801333356L\n.",), "a torch.save file from before torch 1.6",
+         b"L119547037146038801333356L\n.",), (), "a torch.save file from before torch 1.6",
         "`torch.save(torch.load(f), f)` makes a newer one, which overwire.convert reads", False,
     ),
     (
-        0, (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05",), "a pickle",
+        0, (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05",), (), "a pickle",
         "load it with the library that wrote it, and save its tensors with overwire.save_file", False,
     ),
     (
-        257, (b"ustar",), "a tar archive, as written by torch.save before torch 0.2",
-        "unpack it, or load it with the library that wrote it", False,
-    ),
-    (
-        0, (b"GGUF",), "a GGUF file",
+        0, (b"GGUF",), (), "a GGUF file",
         "overwire lists and verifies GGUF files, but does not load or compress them, because compression "
         "would save only 5 to 13 %: keep the file unchanged", True,
     ),
     (
-        0, (b"lmgg", b"fmgg", b"tjgg", b"algg",), "a GGML file",
-        "keep it as it is", True,
+        0, (b"lmgg", b"fmgg", b"tjgg", b"algg",), (), "a GGML file from before GGUF",
+        "keep the file unchanged, or convert the model that it was made from", True,
     ),
     (
-        0, (b"\x93NUMPY",), "a .npy file",
-        "load it with the library that wrote it, and save its tensors with overwire.save_file", True,
+        0, (b"\x93NUMPY",), (), "a .npy file",
+        "`overwire convert` (overwire.convert) reads local ones", True,
     ),
     (
-        0, (b"\x89HDF",), "an HDF5 file",
-        "load it with the library that wrote it, and save its tensors with overwire.save_file", True,
+        0, (b"\x89HDF",), (), "an HDF5 file, as written by Keras",
+        "d = {}; h5py.File(FILE).visititems(lambda n, o: d.update({n: o[()]}) if isinstance(o, h5py.Dataset) "
+        "else None); overwire.save_file(d, OUT)", True,
     ),
     (
-        0, (b"\x1f\x8b",), "a gzip file",
+        4, (b"TFL3",), (), "a TensorFlow Lite model",
+        "its weights cannot be extracted: convert the model that it was built from", False,
+    ),
+    (
+        4, (b"ET",), ("*.pte",), "an ExecuTorch program",
+        "its weights cannot be extracted: convert the model that it was built from", False,
+    ),
+    (
+        0, (b"\x1f\x8b",), (), "a gzip file",
         "decompress it with gunzip first", False,
     ),
     (
-        0, (b"version ",), "a Git LFS pointer",
+        0, (b"version ",), (), "a Git LFS pointer",
         "get the file itself with git lfs pull", False,
     ),
     (
-        0, (b"<!DOCTYP", b"<!doctyp", b"<html",), "a web page",
+        0, (b"<!DOCTYP", b"<!doctyp", b"<html",), (), "a web page",
         "check the URL of the download", False,
     ),
     (
-        0, (b"{",), "JSON",
+        0, (b"{",), (), "JSON",
         "name the .safetensors file; an index of shards must be named *.index.json, and overwire inspect "
         "TRACE.json --html PAGE.html shows a trace", False,
     ),

@@ -1,7 +1,8 @@
-"""Implements `overwire compress` and `overwire convert` for torch.save files.
+"""Implements the commands that take files and folders of other libraries.
 
 It writes the sources as temporary plain files, and then runs the engine's command on them in
-another process.
+another process. The plain files are in a temporary folder for `compress` and `convert`, and in
+memory for other commands.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import subprocess
 import sys
 
 from .errors import OverwireError
-from .paths import without_scheme
-from .plumbing import code_command, is_torch_model, local, plain_models
+from .plumbing import code_command, is_torch_model, local, plain_models, read_foreign, without_scheme
 
 # Exit statuses of the command line.
 _STATUSES = {
@@ -29,20 +29,8 @@ _FAILED, _INTERRUPTED = 4, 130
 def main(words: list[str]) -> int:
     """Runs a command line and returns its exit status."""
     words = [without_scheme(word) for word in words]
-    outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
-    outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
     try:
-        sources = [
-            at
-            for at, word in enumerate(words)
-            if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)
-        ]
-        if not sources or not outputs:  # the engine reports what is missing
-            return _run_engine(words, [])
-        with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, remainder):
-            for at, path in zip(sources, plain, strict=True):
-                words[at] = path
-            return _run_engine(words, remainder)
+        return _read_only(words) if words[:1] not in (["compress"], ["convert"]) else _rewrite(words)
     except OverwireError as error:
         sys.stderr.write(f"{error}\n")
         return _STATUSES.get(type(error).__name__, _FAILED)
@@ -51,10 +39,34 @@ def main(words: list[str]) -> int:
         return _INTERRUPTED
 
 
-def _run_engine(words: list[str], left: list[str]) -> int:
-    # Ctrl-C reaches both processes: this one waits while the other cleans up.
-    engine = "import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:]))"
-    with subprocess.Popen(code_command(engine, *words)) as process:
+def _read_only(words: list[str]) -> int:
+    is_header = words[0] == "inspect" and not {"--digests", "--estimate", "-e"} & set(words) or "--plan" in words
+    found = {word: read_foreign(local(word), is_header) for word in words[1:] if not word.startswith("-")}
+    names = {one.uri: one.name for files in found.values() for one in files}
+    plain = [uri for word in words for uri in ([one.uri for one in found.get(word) or ()] or [word])]
+    return _run_engine(plain, [], names)
+
+
+def _rewrite(words: list[str]) -> int:
+    sources = [
+        at for at, word in enumerate(words) if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)
+    ]
+    outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
+    outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
+    if not sources or not outputs:  # the engine reports what is missing
+        return _run_engine(words, [])
+    with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, remainder):
+        for at, path in zip(sources, plain, strict=True):
+            words[at] = path
+        return _run_engine(words, remainder)
+
+
+def _run_engine(words: list[str], left: list[str], names: dict[str, str] | None = None) -> int:
+    # names: of files in memory, by their paths in /proc. Ctrl-C reaches both processes: this one waits while the
+    # other cleans up.
+    engine = f"import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:], {names!r}))"
+    numbers = [int(path.rpartition("/")[2]) for path in names or ()]
+    with subprocess.Popen(code_command(engine, *words), pass_fds=numbers) as process:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             status = process.wait()

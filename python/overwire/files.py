@@ -9,6 +9,7 @@ module or the engine.
 from __future__ import annotations
 
 import errno
+import fnmatch
 import io
 import os
 import stat
@@ -89,6 +90,17 @@ def state_of_file(place: Any) -> tuple[int, ...] | None:
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
+class AnonymousMemory:
+    """A memory file that closes with its last holder; an open file would warn that no one closed it."""
+
+    def __init__(self) -> None:
+        self.number = os.memfd_create("overwire")
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):  # there may have been no descriptor left
+            os.close(self.number)
+
+
 def number_of(file: Any) -> int | None:
     """The descriptor of an open file that reads its bytes unchanged. None for other files, whatever
     their `fileno` says: it may belong to the compressed or encrypted bytes underneath."""
@@ -155,16 +167,19 @@ class FileKind(NamedTuple):
     foreign: bool
 
 
-def kind_of_head(head: bytes) -> FileKind | None:
-    """The kind of a file from its first bytes (HEAD_BYTES of them, if it has as many); None if unknown."""
-    for offset, magics, what, do, foreign in FILE_KINDS:
-        if head[offset:].startswith(magics):
+def kind_of_file(path: str, head: bytes) -> FileKind | None:
+    """The kind of a file from its name and first bytes (HEAD_BYTES of them, if it has as many); None if unknown."""
+    name = os.path.basename(path)
+    for offset, magics, globs, what, do, foreign in FILE_KINDS:
+        is_named = not globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+        if is_named and (not magics or head[offset:].startswith(magics)):
             return FileKind(what, do, foreign)
     return None
 
 
-#: Endings of torch.save file names.
+#: Endings of torch.save file names, and of all files of other libraries that are read.
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+FOREIGN_ENDINGS = (*TORCH_ENDINGS, ".nemo", ".npz", ".npy")
 
 # How many levels below a model's folder are searched.
 _DEPTH = 8
@@ -183,17 +198,24 @@ def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
                 yield folder, os.path.join(entry.name, below)
 
 
-def may_be_torch(path: str) -> bool:
-    """Whether a local path has a torch.save file's name, or is a folder that holds such names and
-    no safetensors files. Opens no file."""
+def may_be_foreign(path: str, is_tree: bool = True) -> bool:
+    """Whether a local path has the name of a file of another library that is read, or is a folder with such names.
+    is_tree: names in its subfolders count as well. Opens no file."""
     if os.path.isfile(path):
-        return path.endswith(TORCH_ENDINGS)
+        return path.endswith(FOREIGN_ENDINGS)
     if not os.path.isdir(path):
         return False
     try:
-        names = [name for folder, _ in folders_of(path) for name in os.listdir(folder)]
+        names = [
+            name for folder, _ in (folders_of(path) if is_tree else [(path, "")]) for name in os.listdir(folder)
+        ]
     except (OSError, NotSupportedError):
         return False  # opening it reports why
-    return any(name.endswith(TORCH_ENDINGS) for name in names) and not any(
-        name.endswith(".safetensors") for name in names
-    )
+    if any(name.endswith((".distcp", ".metadata")) or name.startswith("shard-") for name in names):
+        return True
+    return any(name.endswith(TORCH_ENDINGS) for name in names) and not has_weights(names)
+
+
+def has_weights(names: list[str]) -> bool:
+    """Whether some of the names are those of safetensors files."""
+    return any(name.endswith(".safetensors") for name in names)

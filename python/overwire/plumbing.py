@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .dtypes import nbytes, torch_shape
     from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
+    from .foreign.memory import read_foreign
     from .frameworks.memory import check_memory
     from .frameworks.torch import torch_dtype
     from .jobs import shown
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from .offloading.blocks import can_store
     from .offloading.hosted import Hosted, HostedWeight, listed_blocks
     from .offloading.offload import stream_blocks
-    from .paths import is_remote, local, path_of
+    from .paths import is_remote, local, path_of, without_scheme
     from .records import OpenRecords
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, refuse_planted, write_bytes
     from .verbs.deltas import apply_part
@@ -65,6 +66,7 @@ _HOMES = {
     "dtypes": ("nbytes", "torch_shape"),
     "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
+    "foreign.memory": ("read_foreign",),
     "frameworks.memory": ("check_memory",),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed",),
@@ -80,7 +82,7 @@ _HOMES = {
     "offloading.blocks": ("can_store",),
     "offloading.hosted": ("Hosted", "HostedWeight", "listed_blocks"),
     "offloading.offload": ("stream_blocks",),
-    "paths": ("is_remote", "local", "path_of"),
+    "paths": ("is_remote", "local", "path_of", "without_scheme"),
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "refuse_planted", "write_bytes"),
     "verbs.deltas": ("apply_part",),
     "verbs.into": ("landing", "states_of", "table_of"),

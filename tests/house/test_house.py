@@ -26,11 +26,15 @@ LAYERS: list[tuple[str, str]] = [
     ("portable", "portable portable.*"),  # forked children read by it
     ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
+    # Readers of pickles that may be hostile, and of other libraries' files: loads also take these.
+    # rebuild stays where it is, since pickles name it.
+    ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
+                   bundles.torcharchive bundles.torchfiles bundles.unpickling"""),
     ("model", "model model.* stores records"),
     ("distributed", "distributed distributed.*"),  # below the public functions: load_file(group=) is one of them
     ("verbs", "verbs verbs.*"),
     ("offloading", "offloading offloading.*"),
-    ("bundles", "bundles bundles.* rebuild"),  # rebuild stays where it is, since pickles name it
+    ("bundles", "bundles bundles.*"),
     ("checkpoints", "checkpoints checkpoints.*"),
     ("plumbing", "plumbing"),
     ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_* _torch"),

@@ -478,6 +478,32 @@ def test_as_vllm_uses_it(tmp_path: Path) -> None:
         assert dict(de.items())[".brain"].dtype == torch.bfloat16
 
 
+def test_names_of_a_modules_own_parameters(tmp_path: Path) -> None:
+    """What the file calls ".brain" is "brain" for load_file and convert, as in state_dict(); the drop-in, and a file
+    made of the file, keep the dot; names of a state dict stay."""
+    net, path = Net(), tmp_path / "m.tensors"
+    theirs_serializer = theirs.TensorSerializer(str(path))
+    theirs_serializer.write_module(net)
+    theirs_serializer.close()
+    overwire.convert(path, tmp_path / "m.safetensors")
+    overwire.convert(path, tmp_path / "again.tensors")
+    for source in ("m.tensors", "m.safetensors", "again.tensors"):
+        twin = Net(1)
+        result = twin.load_state_dict(overwire.load_file(tmp_path / source), strict=False)
+        assert (result.missing_keys, result.unexpected_keys) == ([], ["hidden"])
+        assert all(same(one, twin.state_dict()[name]) for name, one in net.state_dict().items()), source
+    overwire.verify(path)
+    for source in (path, tmp_path / "again.tensors"):
+        for library in (ours, theirs):
+            with library.TensorDeserializer(str(source), device="cpu") as file:
+                assert ".brain" in file and "first.weight" in file and "brain" not in file
+                assert same(file[".brain"], net.brain)
+    serializer = ours.TensorSerializer(str(path))
+    serializer.write_state_dict({".x": torch.ones(2), "y": torch.zeros(1)})
+    serializer.close()
+    assert sorted(overwire.load_file(path)) == [".x", "y"]
+
+
 def test_import_and_install() -> None:
     """The import loads nothing heavy and does not start the engine; a program gets it through PYTHONPATH."""
     program = (

@@ -78,9 +78,9 @@ def test_an_open_file_without_a_name(tmp_path: Path) -> None:
     named = os.open(tmp_path / "named", os.O_CREAT | os.O_RDWR)
     try:
         for number in numbers:
-            with pytest.raises(ow.ArgumentError, match="no folder has"):
+            with pytest.raises(ow.ArgumentError, match="an open file without a name"):
                 ow.save_file({"w": torch.ones(3)}, f"/proc/self/fd/{number}")
-            with pytest.raises(ow.ArgumentError, match="no folder has"):
+            with pytest.raises(ow.ArgumentError, match="an open file without a name"):
                 FileWriter(f"/dev/fd/{number}")
         ow.save_file({"w": torch.ones(3)}, f"/dev/fd/{named}")
         assert os.listdir(tmp_path) == ["named"] and not [name for name in os.listdir("/") if "(deleted)" in name]

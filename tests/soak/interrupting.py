@@ -201,14 +201,12 @@ def _load_on(round_: Round, models: list[Stored]) -> None:
 
 
 def _in_fork(models: list[Stored], kept: list[Tensors], round_: Round) -> None:
-    plain, compressed = models
-    compare_all(ow.load_file(plain.path, framework="pt"), plain.tensors)
     for model, tensors in zip(models, kept, strict=True):
+        compare_all(ow.load_file(model.path, framework="pt"), model.tensors)
         compare_all(tensors, model.tensors)
     for refused in (
-        lambda: ow.load_file(compressed.path, framework="pt"),
-        lambda: ow.save_file(plain.tensors, round_.folder / "never.safetensors"),
-        lambda: ow.pin(plain.path),
+        lambda: ow.save_file(models[0].tensors, round_.folder / "never.safetensors"),
+        lambda: ow.pin(models[0].path),
     ):
         try:
             refused()

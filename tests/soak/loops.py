@@ -58,6 +58,8 @@ LOOPS: dict[str, Loop] = {
     "cancels": Loop("interrupting.cancels", 3, gpu=True),
     "signals": Loop("interrupting.signals", cheap=False),
     "forks": Loop("interrupting.forks"),
+    "background-saves": Loop("ordering.background_saves", 3),
+    "offload-escapes": Loop("offloading.escapes", 3),
     "rewrites": Loop("changing.rewrites"),
     "sleeps": Loop("changing.sleeps", gpu=True, cheap=False),
     "deltas": Loop("changing.deltas", gpu=True),

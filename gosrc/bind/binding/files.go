@@ -140,6 +140,8 @@ type program struct {
 	Storage source.Options `json:"storage"` // the environment for stores
 	// Secrets are the environment variables that the command line names.
 	Secrets map[string]string `json:"secrets"`
+	// Names are the names that people use for some of the paths.
+	Names   map[string]string `json:"names"`
 	Measure bool              `json:"measure"` // for doctor
 }
 
@@ -244,6 +246,9 @@ func fileVerbs() []*Verb {
 			}).awaited(),
 		started("cli", "Run a command line. Its report is the exit status.",
 			func(ctx context.Context, j *job.Job, q program, _ []int64) (int, error) {
+				for path, name := range q.Names {
+					errs.CallPath(path, name)
+				}
 				return cli.Main(ctx, j, q.Argv, os.Stdout, os.Stderr, q.env()), nil
 			}),
 		answered("knobs", "Return the settings with their present values.",

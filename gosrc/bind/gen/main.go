@@ -83,21 +83,25 @@ func tables() string {
 	b.WriteString("# Endings of weight files in formats that are not read. They are copied, up to a size in bytes.\n")
 	fmt.Fprintf(&b, "OTHER_WEIGHTS = tuple(\"\"\"\n    %s\n\"\"\".split())\n\nMOST_OTHER = %d\n\n",
 		wrapped(strings.Join(companions.OtherWeights, " ")), companions.MaxOther)
-	b.WriteString("# Kinds of files that may be found instead of weights: offset and the bytes there, what such a\n" +
-		"# file is, what to do with it, and whether a folder of other weights may hold it.\n")
+	b.WriteString("# Kinds of files that may be found instead of weights: offset and the bytes there (none: any),\n" +
+		"# globs for the name (none: any), what such a file is, what to do with it, and whether a folder of\n" +
+		"# other weights may hold it.\n")
 	fmt.Fprintf(&b, "HEAD_BYTES = %d\n\nFILE_KINDS = (\n", modelfiles.HeadBytes)
 	for _, kind := range modelfiles.ListKinds() {
-		magics := ""
+		magics, names := "", ""
 		for _, magic := range kind.Magics {
 			magics += fmt.Sprintf("b%q, ", magic)
 			if len(magic) > 8 {
 				magics = strings.TrimRight(magics, " ") + "\n         "
 			}
 		}
+		for _, name := range kind.Names {
+			names += fmt.Sprintf("%q, ", name)
+		}
 		do := strings.ReplaceAll(wrapped(kind.Do), "\n    ", " \"\n        \"")
 		foreign := map[bool]string{true: "True", false: "False"}[kind.Foreign]
-		fmt.Fprintf(&b, "    (\n        %d, (%s), %q,\n        \"%s\", %s,\n    ),\n", kind.Offset,
-			strings.TrimRight(magics, " \n"), kind.What, do, foreign)
+		fmt.Fprintf(&b, "    (\n        %d, (%s), (%s), %q,\n        \"%s\", %s,\n    ),\n", kind.Offset,
+			strings.TrimRight(magics, " \n"), strings.TrimRight(names, " "), kind.What, do, foreign)
 	}
 	b.WriteString(")\n")
 	return strings.TrimRight(b.String(), "\n") + "\n"

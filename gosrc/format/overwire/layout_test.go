@@ -86,7 +86,7 @@ func TestLayoutRoundTrip(t *testing.T) {
 		if err != nil || int64(len(front)) != l.Start() {
 			t.Fatalf("%d bytes before the chunks at %d, %v", len(front), l.Start(), err)
 		}
-		n, err := safetensors.Length(front, size)
+		n, err := safetensors.Length("", front, size)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -219,7 +219,7 @@ func BenchmarkDecode(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	n, _ := safetensors.Length(front, size)
+	n, _ := safetensors.Length("", front, size)
 	h, err := safetensors.Parse("x", front[:8+n], size, safetensors.Options{})
 	if err != nil {
 		b.Fatal(err)

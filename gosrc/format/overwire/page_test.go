@@ -233,7 +233,7 @@ func fronts(t *testing.T, r *rand.Rand) front {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n, err := safetensors.Length(b, size)
+	n, err := safetensors.Length("", b, size)
 	if err != nil {
 		t.Fatal(err)
 	}

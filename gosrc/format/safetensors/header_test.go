@@ -335,7 +335,7 @@ func TestOtherKinds(t *testing.T) {
 		if len(head) < 8 {
 			size = int64(len(head))
 		}
-		if _, err := Length([]byte(head), size); !errors.Is(err, errs.ErrFormat) ||
+		if _, err := Length("", []byte(head), size); !errors.Is(err, errs.ErrFormat) ||
 			!strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v", head, err)
 		}

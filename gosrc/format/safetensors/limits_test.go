@@ -36,7 +36,7 @@ func TestLength(t *testing.T) {
 				case int64(n) > size-8:
 					want = errs.ErrCorrupt
 				}
-				got, err := Length(head, size)
+				got, err := Length("", head, size)
 				if !errors.Is(err, want) || err == nil && uint64(got) != n || err != nil && got != 0 {
 					t.Errorf("length %d before %q in a file of %d: %d, %v", n, first, size, got, err)
 				}
@@ -44,7 +44,7 @@ func TestLength(t *testing.T) {
 		}
 	}
 	for size := range int64(8) {
-		if _, err := Length(make([]byte, size), size); !errors.Is(err, errs.ErrFormat) ||
+		if _, err := Length("", make([]byte, size), size); !errors.Is(err, errs.ErrFormat) ||
 			errs.RuleOf(err) != "HeaderTooSmall" {
 			t.Errorf("a file of %d bytes: %v", size, err)
 		}

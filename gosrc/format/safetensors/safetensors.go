@@ -86,7 +86,7 @@ func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 // ReadOn is Read for callers of source.Head: buf is its result.
 func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (Header, error) {
 	size := src.Size()
-	n, err := Length(buf, size)
+	n, err := Length(src.URI(), buf, size)
 	if err != nil {
 		return Header{}, locateError(src.URI(), "", 0, err)
 	}
@@ -106,18 +106,18 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 	return h, nil
 }
 
-// Length returns N for a file of the given size that starts with head, which is at
+// Length returns N for a file of the given URI and size that starts with head, which is at
 // least the first 9 bytes, or the whole file.
-func Length(head []byte, size int64) (int64, error) {
+func Length(uri string, head []byte, size int64) (int64, error) {
 	switch {
 	case size == 0:
 		return 0, errs.OfRule("HeaderTooSmall", errs.ErrFormat, "the file is empty")
 	case size < 8 || len(head) < 8:
-		return 0, errs.OfRule("HeaderTooSmall", errs.ErrFormat, "%s (it has %d bytes)", notOurs(head), size)
+		return 0, errs.OfRule("HeaderTooSmall", errs.ErrFormat, "%s (it has %d bytes)", notOurs(uri, head), size)
 	}
 	n := binary.LittleEndian.Uint64(head)
 	if n > tensor.MaxHeader {
-		return 0, errs.OfRule("HeaderTooLarge", errs.ErrFormat, "%s", notOurs(head))
+		return 0, errs.OfRule("HeaderTooLarge", errs.ErrFormat, "%s", notOurs(uri, head))
 	}
 	if int64(n) > size-8 {
 		class := errs.ErrFormat
@@ -132,8 +132,8 @@ func Length(head []byte, size int64) (int64, error) {
 
 // notOurs says which format a file without a safetensors header has, and what to do
 // with it.
-func notOurs(head []byte) string {
-	if kind := modelfiles.KindOf(head); kind != nil {
+func notOurs(uri string, head []byte) string {
+	if kind := modelfiles.KindOf(uri, head); kind != nil {
 		return fmt.Sprintf("this is %s, not a safetensors file: %s", kind.What, kind.Do)
 	}
 	if text := len(head) > 0 && utf8.Valid(head[:min(len(head), 8)]) &&
@@ -146,7 +146,7 @@ func notOurs(head []byte) string {
 // Parse parses and checks the header of a file of the given size. head is its first 8 +
 // N bytes, with N from Length. The result does not refer to head.
 func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
-	n, err := Length(head, size)
+	n, err := Length(uri, head, size)
 	if err == nil && int64(len(head)) != 8+n {
 		err = errs.New(errs.ErrArgument, "got %d bytes of a header of %d", len(head), 8+n)
 	}

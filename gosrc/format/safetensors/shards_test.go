@@ -167,7 +167,7 @@ func FuzzHeader(f *testing.F) {
 		if size < int64(len(b)) {
 			size = int64(len(b))
 		}
-		n, err := Length(b, size)
+		n, err := Length("", b, size)
 		if err != nil || 8+n > int64(len(b)) {
 			return
 		}

@@ -43,6 +43,7 @@ type Name struct {
 var (
 	indexName = regexp.MustCompile(`^(.+)\.safetensors(?:\.([^.]+))?\.index(?:\.([^.]+))?\.json$`)
 	shardName = regexp.MustCompile(`^(.*)-(\d{1,9})-of-(\d{1,9})(?:\.([^.]+))?$`)
+	partName  = regexp.MustCompile(`^shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors$`)
 	markedEnd = regexp.MustCompile(`-ow[0-9a-f]{8}$`)
 )
 
@@ -76,6 +77,10 @@ func ParseName(name string) (n Name, ok bool) {
 	}
 	return stemOf(base), true
 }
+
+// IsPart reports whether a name is that of a file of torch's HuggingFaceStorageWriter that holds
+// parts of tensors: shard-RANK-model-FILE-of-FILES.safetensors.
+func IsPart(name string) bool { return partName.MatchString(name) }
 
 // stemOf removes the mark and the variant from a stem.
 func stemOf(base string) (n Name) {

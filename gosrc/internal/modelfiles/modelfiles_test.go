@@ -48,6 +48,9 @@ func TestNames(t *testing.T) {
 			t.Errorf("%s: %+v", name, marked)
 		}
 	}
+	if !IsPart("shard-00002-model-00001-of-00003.safetensors") || IsPart("model-00001-of-00003.safetensors") {
+		t.Error("shards of ranks are parts, and others are not")
+	}
 	if WithMark("model-ow0123abcd.safetensors", "") != "model.safetensors" {
 		t.Error("a mark stays")
 	}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import mmap
 import os
@@ -22,7 +23,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from .._imports import start_thread
 from .._tables import BITS
@@ -37,12 +38,13 @@ from ..errors import (
     error_of_system,
 )
 from ..files import regular, state_of_file
+from ..foreign.zips import BAD_ZIP, Span, entries_of
 from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
 from .allowlist import CALLS, AllowList
 from .budget import Budget
 from .machine import Machine
-from .torcharchive import BAD_ZIP, entries_of, inflate_entries, not_torch
+from .torcharchive import inflate_entries, not_torch
 from .unpickling import inside, run_machine
 
 #: The most bytes in a pickle without its tensors.
@@ -143,11 +145,50 @@ class TorchFile(NamedTuple):
     left: list[str]
 
 
-@contextlib.contextmanager
-def opened(path: str, scratch: str | None = None) -> Iterator[TorchFile]:
-    """Opens a file and yields its content, which is valid until the context ends.
+class StoredTensor(NamedTuple):
+    """Where a saved tensor is in its file, in bytes. `checksum` is that of the whole storage; 0: there is none."""
 
-    scratch: a folder on the disk for inflated entries; None uses the folder for temporary files.
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    storage: Span
+    checksum: int
+
+
+def read_item(path: str, number: int, span: Span, name: str) -> StoredTensor | TorchFile:
+    """What one call of torch.save wrote at `span` of an open file: the place of a tensor, whose checksum the
+    caller compares, or the content of another object, whose paths begin with `name`.
+
+    The memory of the content's tensors stays valid. Raises what `opened` raises.
+    """
+    with open(number, "rb", closefd=False) as file, _classed(path, file, span):
+        reader = _Reader(path, entries_of(file, span), number, span)
+        root = reader.read_root()
+        return reader.locate(root) if isinstance(root, _Tensor) else reader.read_content(root, (name,))
+
+
+@contextlib.contextmanager
+def _classed(path: str, file: BinaryIO, span: Span | None) -> Iterator[None]:
+    # Our classes for what reading an archive raises.
+    try:
+        yield
+    except OverwireError:
+        raise
+    except OSError as error:
+        raise error_of_system(error, "read", path) from error
+    except BAD_ZIP as error:
+        raise not_torch(path, file, error, span) from error
+
+
+@contextlib.contextmanager
+def opened(
+    path: str, span: Span | None = None, compare: bool = True, scratch: str | None = None
+) -> Iterator[TorchFile]:
+    """The content of a file, or of the archive at `span` in it; its memory is valid in the block.
+
+    compare: read all tensors for their checksums.
+    scratch: a folder whose disk takes what deflated entries inflate to; None: that of temporary files.
 
     Raises FormatError for a file that torch.save did not write, NotSupportedError for tensors that safetensors lacks
     (sparse, quantised, complex128) or that are inside objects of other classes, UntrustedPickleError for a pickle
@@ -163,18 +204,13 @@ def opened(path: str, scratch: str | None = None) -> Iterator[TorchFile]:
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
         before = state_of_file(file.fileno())
-        try:
-            entries, number = entries_of(file), file.fileno()
-            if (copy := inflate_entries(path, file, entries, scratch)) is not None:
+        with _classed(path, file, span):
+            entries, number, part = entries_of(file, span), file.fileno(), span
+            if (copy := inflate_entries(path, file, entries, span, scratch)) is not None:
                 stack.callback(copy.close)
-                entries, number = entries_of(copy), copy.fileno()
-            content = _Reader(path, entries, number).read_content()
-        except OverwireError:
-            raise
-        except OSError as error:
-            raise error_of_system(error, "read", path) from error
-        except BAD_ZIP as error:
-            raise not_torch(path, file, error) from error
+                entries, number, part = entries_of(copy), copy.fileno(), None
+            reader = _Reader(path, entries, number, part)
+            content = reader.read_content(reader.read_root(), compare=compare)
         failure = CorruptError(f"overwire: read {path}: changed while it was read", source=path)
         try:
             yield content
@@ -256,10 +292,9 @@ class _Reader:
     """Reads one file once. What Python parses is read, not mapped, because mapping a truncated file would crash the
     process."""
 
-    def __init__(self, path: str, entries: list[zipfile.ZipInfo], number: int) -> None:
+    def __init__(self, path: str, entries: list[zipfile.ZipInfo], number: int, span: Span | None = None) -> None:
         self._path, self._number = path, number
-        # Tensors are views of it, and the last one to go closes it.
-        self._memory = mmap.mmap(number, 0, access=mmap.ACCESS_READ)
+        self._base, self._end = span or (0, os.fstat(number).st_size)
         self._spans: dict[str, tuple[int, int]] = {}
         self._entries = {info.filename: info for info in entries}
         if len(self._entries) != len(entries):
@@ -276,6 +311,14 @@ class _Reader:
         self._copied = 0  # bytes of strided tensors, which are copied
         self._odd = ""  # the class of an object that is not plain data
         self._is_over = False  # remaining checksums need not be computed
+
+    @functools.cached_property
+    def _memory(self) -> mmap.mmap:
+        # Tensors view it until the last of them is gone, which closes it.
+        try:
+            return mmap.mmap(self._number, self._end, access=mmap.ACCESS_READ)
+        except ValueError:  # the file has fewer bytes now
+            raise self._error_of("changed while it was read", CorruptError) from None
 
     def _error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {self._path}: {why}", source=self._path)
@@ -303,13 +346,13 @@ class _Reader:
         info = self._entries.get(self._folder + name)
         if info is None:
             raise self._error_of(f"it has no {name:.200}")
-        start, whole = info.header_offset, len(self._memory)
-        head = self._read_bytes(start, start + 30) if 0 <= start <= whole - 30 else b""
+        start = self._base + info.header_offset
+        head = self._read_bytes(start, start + 30) if self._base <= start <= self._end - 30 else b""
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or head[:4] != b"PK\3\4":
             raise self._error_of(f"{name} is compressed or encrypted")
         start += 30 + sum(struct.unpack("<HH", head[26:]))
-        if start + info.file_size > whole:
-            raise self._error_of(f"{name} is truncated")
+        if start + info.file_size > self._end:
+            raise self._error_of(f"{name} is cut short")
         self._spans[name] = start, start + info.file_size
         return self._spans[name]
 
@@ -348,8 +391,8 @@ class _Reader:
             finally:  # after an error or Ctrl-C the pool still waits for running reads
                 self._is_over = True
 
-    def read_content(self) -> TorchFile:
-        """Reads the whole file and compares every checksum."""
+    def read_root(self) -> Any:
+        """The object of the pickle, whose checksum is compared."""
         if self._folder + "byteorder" in self._entries:
             start, end = self._span_of_entry("byteorder")
             if end - start != 6 or self._read_bytes(start, end) != b"little":
@@ -359,15 +402,28 @@ class _Reader:
             raise self._error_of(f"its pickle has {end - start} bytes: expected {_MOST} or fewer")
         data = self._read_bytes(start, end)
         self._compare_sum("data.pkl", zlib.crc32(data))
-        root = run_machine(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
+        return run_machine(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
+
+    def locate(self, tensor: _Tensor) -> StoredTensor:
+        """Where the bytes of a tensor are."""
+        name = f"data/{tensor.storage.key}"
+        start, end = self._span_of_entry(name)
+        place = start + tensor.offset
+        return StoredTensor(
+            tensor.dtype, tensor.shape, tensor.strides, place, (start, end), self._stored_sum(name)
+        )
+
+    def read_content(self, root: Any, at: tuple[str, ...] = (), compare: bool = True) -> TorchFile:
+        """Everything in the file. compare: every checksum is compared."""
         contents = TorchFile([], {}, [])
         visits: set[int] = set()
-        self._walk_value(contents, root, (), visits)
+        self._walk_value(contents, root, at, visits)
         if orphans := self._made - len(visits) + len(self._storages) - len(self._used):
             what = f"objects of {self._odd}" if self._odd else "objects that are not plain data"
             why = f"{orphans} tensors are inside {what}: load it with the library that wrote it"
             raise self._error_of(f"{why}, and save its state_dict()", NotSupportedError)
-        self._compare_storages([f"data/{key}" for key in self._storages])
+        if compare:
+            self._compare_storages([f"data/{key}" for key in self._storages])
         return contents
 
     def _find_storage(self, pid: Any) -> _Storage:
@@ -504,8 +560,8 @@ class _Reader:
         )
         if dense or not size:
             self._named += size
-            if self._named > _TIMES * len(self._memory) + _SPARE:
-                why = f"up to {name} its tensors have {self._named} bytes, more than {_TIMES} times those of the file"
+            if self._named > _TIMES * (self._end - self._base) + _SPARE:
+                why = f"with {name}, its tensors have {self._named} bytes, more than {_TIMES} times those of the file"
                 raise self._error_of(why, NotSupportedError)
             data: Any = memoryview(self._memory)[start : start + size]
         else:
@@ -514,8 +570,8 @@ class _Reader:
             except ImportError:
                 raise self._error_of(f"{name} is strided, and reading it needs numpy", NotSupportedError) from None
             self._copied += size
-            if self._copied > len(self._memory) + _SPARE:  # strides can repeat an element any number of times
-                why = f"up to {name} its strided tensors have {self._copied} bytes, more than the file"
+            if self._copied > self._end - self._base + _SPARE:  # one number may stand for any number of them
+                why = f"with {name}, its strided tensors have {self._copied} bytes, more than the file"
                 raise self._error_of(why, NotSupportedError)
             whole = np.empty(tensor.shape, f"V{item}")
             self._fill_array(whole, start, tensor.strides)

@@ -1,8 +1,9 @@
-"""Converts models that torch.save wrote, as files and folders, into plain files that the engine converts.
+"""Models of other libraries, as files and folders that the engine converts.
 
-`pytorch_model.bin` becomes `model.safetensors`, and so do its shards and their index. Other files keep their stems.
-Other files in a folder are copied along. The plain files are temporary: they are in a folder of their own, next
-to the target, and are removed when the conversion ends.
+`pytorch_model.bin` becomes `model.safetensors`, its shards and their index likewise;
+another file keeps its stem. What lies with the weights comes along. The plain files
+are temporary: they lie in a folder of their own, next to what is written, and go when the
+conversion has ended.
 """
 
 from __future__ import annotations
@@ -20,31 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 from .._tables import MOST_OTHER, OTHER_WEIGHTS
 from ..errors import ArgumentError, FormatError, NotFoundError, OverwireError
-from ..files import TORCH_ENDINGS, folders_of, lock_file, may_be_torch, read_file
+from ..files import folders_of, has_weights, lock_file, may_be_foreign
+from ..foreign.content import write_plain
+from ..foreign.dcp import files_of
+from ..foreign.kinds import INDEX, has_usual_name, kind_of, open_content, read_index, refuse_empty, weights_of
+from ..foreign.links import may_follow
+from ..foreign.shards import shards_in
 from ..paths import classed_errors, is_remote, local, without_scheme
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
-from ..verbs.save import save_bytes
 from ..verbs.saving import Report
-from .torcharchive import FOREIGN, refusal_of
-from .torchfiles import opened
 
 if TYPE_CHECKING:
     from ..model.options import Level, StorageOptions
     from ..model.sources import SourceLike
 
-#: Weights in a folder, by the names that libraries give them. A number tells several models apart.
-_WEIGHTS = re.compile(
-    r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)(_\d+)?([-.].*)?\.bin"
-)
-#: Files that trainers save next to weights, by name.
-_OTHERS = re.compile(
-    r"(training_args|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|trainer_state)(\b|_\d).*|.*_states"
-)
-_INDEX = ".bin.index.json"
 _MARK = ".overwire-torch-"
-#: The most characters of plain values that a file's metadata keeps.
-_VALUES = 1 << 20
 
 
 def convert(
@@ -95,54 +87,37 @@ def convert(
 
 
 def is_torch_model(path: str) -> bool:
-    """Whether a local path is a torch.save file, or a folder with weights in such files."""
-    if is_remote(path) or not may_be_torch(path):
+    """Whether a local path is a file of another library that is read, or a folder with such weights. Raises for
+    weights that are damaged or missing."""
+    if is_remote(path) or not may_be_foreign(path):
         return False
     with classed_errors(path, "open"):
-        if os.path.isdir(path):
-            return any(_weights_of_folders(path).values())
-        refusal = refusal_of(path)
-        if refusal is not None and type(refusal) is not FormatError:
-            raise refusal
-        return refusal is None  # the engine reports what another file is
+        if not os.path.isdir(path):
+            return bool(kind_of(path))
+        folders = [folder for folder, below in folders_of(path) if not _is_sharded_copy(path, below)]
+        if any(map(kind_of, folders)):
+            return True
+        if _has_safetensors(folders):
+            return False
+        weights = [weights_of(folder) for folder in folders]  # any of them may have one that is damaged
+        return any(weights)
 
 
-def _weights_of_folders(root: str) -> dict[str, list[str]]:
-    """Returns the names of files of weights in a folder and its subfolders, by folder."""
-    return {folder: _weights_of(folder) for folder, _ in folders_of(root)}
+def _is_sharded_copy(root: str, below: str) -> bool:
+    """Whether a folder has the parts from which torch made the weights of the folder above it."""
+    above, name = os.path.split(below.rstrip("/"))
+    return name == "sharded" and has_weights(os.listdir(os.path.join(root, above)))
 
 
-def _weights_of(folder: str) -> list[str]:
-    """Returns the names of files of weights in a folder. Raises if a file that is named like weights is missing or
-    cannot be read, because the model would lack tensors."""
-    entries = sorted(os.listdir(folder))
-    names = [
-        name
-        for name in entries
-        if name.endswith(TORCH_ENDINGS)
-        and not name.startswith(".")
-        and not _OTHERS.fullmatch(os.path.splitext(name)[0])
-        and not os.path.isdir(os.path.join(folder, name))
-    ]
-    refusals = {name: refusal_of(os.path.join(folder, name)) for name in names}
-    usual = {name for name in names if _WEIGHTS.fullmatch(name)}
-    for index in (name for name in entries if name.endswith(_INDEX)):
-        shards = set(_read_index(os.path.join(folder, index))["weight_map"].values())
-        if lacking := shards - set(names):
-            text = f"{min(lacking)} is missing, and {index} lists it: fetch the model again"
-            raise NotFoundError(f"overwire: open {folder}: {text}", source=folder)
-        usual |= shards
-    for name, refusal in refusals.items():
-        if refusal is not None and (refusal.rule != FOREIGN or name in usual):
-            raise refusal
-    return [name for name in sorted(usual or names) if refusals[name] is None]
+def _has_safetensors(folders: list[str]) -> bool:
+    return any(has_weights(os.listdir(folder)) for folder in folders if kind_of(folder) != "shards")
 
 
 def _plain_name(name: str) -> str:
-    """Returns the safetensors name for a file of weights or its index."""
-    stem = name.removesuffix(_INDEX) if name.endswith(_INDEX) else os.path.splitext(name)[0]
+    """The name of a file of weights, or of its index, as safetensors."""
+    stem = name.removesuffix(INDEX) if name.endswith(INDEX) else os.path.splitext(name)[0]
     stem = re.sub(r"^pytorch_model\b", "model", stem)
-    return f"{stem}.safetensors.index.json" if name.endswith(_INDEX) else f"{stem}.safetensors"
+    return f"{stem}.safetensors.index.json" if name.endswith(INDEX) else f"{stem}.safetensors"
 
 
 @contextlib.contextmanager
@@ -159,7 +134,7 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
         top, lock = _locked_folder(parent)
     try:
         with classed_errors(target):
-            plain, remainder = _write_plain_models(sources, top)
+            plain, remainder = _write_plain_models(sources, top, target.endswith((".safetensors", ".tensors")))
         try:
             yield plain, remainder
         except OverwireError as error:
@@ -180,7 +155,7 @@ def _name_sources(error: OverwireError, sources: Mapping[str, str]) -> None:
         error.source = error.source and error.source.replace(plain, source)
 
 
-def _write_plain_models(sources: list[str], top: str) -> tuple[list[str], list[str]]:
+def _write_plain_models(sources: list[str], top: str, into_file: bool) -> tuple[list[str], list[str]]:
     plain: list[str] = []
     remainder: list[str] = []
     for number, source in enumerate(sources):
@@ -191,10 +166,10 @@ def _write_plain_models(sources: list[str], top: str) -> tuple[list[str], list[s
         os.mkdir(place)
         if os.path.isdir(source):
             plain.append(os.path.join(place, os.path.basename(os.path.abspath(source))))
-            remainder += _plain_folder(source, plain[-1])
+            remainder += _plain_folder(source, plain[-1], into_file)
         else:
             plain.append(os.path.join(place, _plain_name(os.path.basename(source))))
-            remainder += _write_plain_file(source, plain[-1])
+            remainder += _write_plain_file(source, plain[-1], kind_of(source)) or ()
     return plain, remainder
 
 
@@ -232,74 +207,87 @@ def _sweep_leftovers(parent: str) -> None:
                     os.close(lock)
 
 
-def _write_plain_file(source: str, path: str) -> list[str]:
-    """Writes the tensors of a torch.save file. Plain values become metadata. Returns what is left out."""
-    with opened(source, os.path.dirname(path)) as content:
-        notes = {"format": "pt"}
-        values = _text_of(content.values)
-        if content.values and values is not None:
-            notes["torch.values"] = values
-        elif content.values:
-            content.left.append(f"{len(content.values)} plain values of more than {_VALUES} characters")
-        try:
-            save_bytes(content.tensors, path, notes, compress=False)
-        except ArgumentError as error:  # about a name that a file cannot have
-            reason = str(error).removeprefix("overwire: bad argument: ")
-            raise FormatError(f"overwire: open {source}: {reason}", source=source, tensor=error.tensor) from error
-        return [f"{source}: {what}" for what in content.left]
-
-
-def _text_of(values: dict[str, Any]) -> str | None:
-    """Returns values as JSON; None if that is longer than metadata may be, because one value may be repeated."""
-    parts, letters = [], 0
-    for part in json.JSONEncoder(ensure_ascii=False).iterencode(values):
-        letters += len(part)
-        if letters > _VALUES:
+def _write_plain_file(source: str, path: str, kind: str, may_lack: bool = False) -> list[str] | None:
+    """Writes the tensors of a file or folder of that kind. Plain values become metadata. Returns what is left out.
+    may_lack: None for a file without tensors, which is not written."""
+    with open_content(source, kind, scratch=os.path.dirname(path)) as content:
+        if may_lack and not content.tensors:
             return None
-        parts.append(part)
-    return "".join(parts)
+        refuse_empty(content, source, kind)
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            return write_plain(content, number, source)
+        finally:
+            os.close(number)
 
 
-def _plain_folder(source: str, path: str) -> list[str]:
-    """Makes a folder like the source, with plain files of weights. Returns what is left out."""
-    remainder = []
-    of_folders = _weights_of_folders(source)
-    for folder, names in of_folders.items():
-        place = os.path.normpath(os.path.join(path, os.path.relpath(folder, source)))
-        os.mkdir(place)
-        weights = set(names)
+def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
+    """Makes a folder like the source, with its weights as plain files. Returns what is left out, with
+    the files next to the weights where all goes into one file."""
+    remainder: list[str] = []
+    is_empty = True
+    folders = dict(folders_of(source))
+    has_plain = _has_safetensors(list(folders))
+    of_folders: dict[str, set[str]] = {
+        folder: set() if has_plain or kind_of(folder) or _is_sharded_copy(source, below) else set(weights_of(folder))
+        for folder, below in folders.items()
+    }
+    for folder, weights in of_folders.items():
+        below = folders[folder]
+        if below and _is_sharded_copy(source, below):
+            remainder.append(folder)
+            continue
+        place = os.path.join(path, below)
+        os.makedirs(place, exist_ok=True)
+        names = sorted(os.listdir(folder))
+        done: set[str] = set()
         sources: dict[str, str] = {}
-        for name in sorted(weights) + [name for name in sorted(os.listdir(folder)) if name.endswith(_INDEX)]:
-            if (other := sources.setdefault(_plain_name(name), name)) != name:
-                why = f"{other} and {name} would both become {_plain_name(name)}: convert one of them by its own name"
-                raise ArgumentError(f"overwire: convert {folder}: {why}", source=folder)
-        for name in sorted(os.listdir(folder)):
+        if kind := kind_of(folder):
+            done = set(files_of(names) if kind == "dcp" else shards_in(names))
+            sources = {"model.safetensors": folder}
+            _refuse_twins(folder, sources, [name for name in names if name not in done and has_weights([name])])
+            remainder += _write_plain_file(folder, os.path.join(place, "model.safetensors"), kind) or ()
+            is_empty = False
+        indexes = [name for name in names if name.endswith(INDEX)] if weights else []
+        _refuse_twins(folder, sources, sorted(weights) + indexes)
+        is_stale = not has_weights([name for name in names if name not in done])
+        for name in names:
             at = os.path.join(folder, name)
-            if name in weights:
-                remainder += _write_plain_file(at, os.path.join(place, _plain_name(name)))
-            elif name.endswith(_INDEX):
-                _plain_index(at, os.path.join(place, _plain_name(name)))
-            elif at in of_folders or name.startswith(_MARK):
+            if name in done or at in folders or name.startswith(_MARK):
                 continue
-            elif name in sources or _is_left(name) or not _may_follow(source, at) or _is_large(at):
+            if name in weights:
+                target = os.path.join(place, _plain_name(name))
+                left = _write_plain_file(at, target, "torch", may_lack=not has_usual_name(name))
+                if left is not None:
+                    is_empty = False
+                    remainder += left
+                    continue
+            if name in indexes:
+                _plain_index(at, os.path.join(place, _plain_name(name)))
+            elif (
+                into_file and not has_weights([name])
+                or name in sources
+                or is_stale and name.endswith(".json") and ".safetensors." in name
+                or not _is_companion(source, at)
+            ):  # fmt: skip
                 remainder.append(at)
             else:
                 _link_or_copy(at, os.path.join(place, name))
+    if is_empty and not has_plain:
+        why = "the torch.save files of this folder have no tensors"
+        raise FormatError(f"overwire: open {source}: {why}", source=source)
     return remainder
 
 
-def _may_follow(root: str, path: str) -> bool:
-    """Whether a file is inside the folder, or is a blob of the Hugging Face cache that the folder belongs to."""
-    if not os.path.isfile(path):
-        return False
-    real, top = os.path.realpath(path), os.path.realpath(root)
-    cache, separator, _ = (top + "/").partition("/snapshots/")
-    return real.startswith(top + "/") or bool(separator) and os.path.dirname(real) == cache + "/blobs"
+def _refuse_twins(folder: str, sources: dict[str, str], names: list[str]) -> None:
+    for name in names:
+        if (other := sources.setdefault(_plain_name(name), name)) != name:
+            why = f"{other} and {name} would both become {_plain_name(name)}: convert one of them by its name"
+            raise ArgumentError(f"overwire: convert {folder}: {why}", source=folder)
 
 
-def _is_left(name: str) -> bool:
-    """Whether a name is hidden, or that of a safetensors index (the folder has no such files)."""
-    return name.startswith(".") or name.endswith(".json") and ".safetensors." in name
+def _is_companion(root: str, path: str) -> bool:
+    return not os.path.basename(path).startswith(".") and may_follow(root, path) and not _is_large(path)
 
 
 def _is_large(path: str) -> bool:
@@ -315,20 +303,9 @@ def _link_or_copy(path: str, target: str) -> None:
         shutil.copy(real, target)
 
 
-def _read_index(path: str) -> dict[str, Any]:
-    """Reads the index of shards and checks that its weight_map has only names."""
-    try:
-        index: dict[str, Any] = json.loads(read_file(path, 64 << 20))
-        if all(type(shard) is str for shard in index["weight_map"].values()):
-            return index
-        raise ValueError("a shard without a name")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"overwire: open {path}: not an index of shards", source=path) from error
-
-
 def _plain_index(path: str, target: str) -> None:
-    """Writes the index of shards with the shards' new names."""
-    index = _read_index(path)
+    """The index of shards, with their new names."""
+    index = read_index(path)
     index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
     with open(target, "x", encoding="utf-8") as file:
         file.write(json.dumps(index))

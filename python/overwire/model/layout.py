@@ -23,7 +23,7 @@ from .. import _verbs
 from .._environment import truth
 from .._tables import HEAD_BYTES
 from ..errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
-from ..files import kind_of_head, regular
+from ..files import kind_of_file, regular
 from ..jobs import shown
 from ..paths import is_remote, is_there, raise_unless_absent
 from .reading import read_bytes
@@ -254,7 +254,7 @@ def preload_uris(path: str) -> list[str]:
 
 def not_beside(path: str, container: str) -> NotFoundError | FormatError:
     """What is said of a local pickle without its container."""
-    kind = kind_of_head(_read_head(path, HEAD_BYTES))
+    kind = kind_of_file(path, _read_head(path, HEAD_BYTES))
     if kind is not None and kind.what != "a pickle":
         return FormatError(f"overwire: open {path}: this is {kind.what}, not a bundle: {kind.do}", source=path)
     return NotFoundError(

@@ -31,7 +31,7 @@ from ..progress import Watcher
 from .loads import Load, many_objects
 from .options import check_values
 from .selection import Experts
-from .sources import check_source, resolve
+from .sources import check_source, resolve_plain
 from .storage import storage
 
 if TYPE_CHECKING:
@@ -105,11 +105,13 @@ class Model:
         read: str | None = None,
         probe: bool = False,
         opened: int = 0,
+        parts: bool = False,
     ):
         """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
         with an index.json only the shards that hold some of it are opened.
         probe: one of several names is tried; metrics count no error then.
-        opened: the engine's number of the source, a .tensors file that is open already."""
+        opened: the engine's number of the source, a .tensors file that is open already.
+        parts: take files whose tensors are parts of tensors, by their metadata."""
         self.device = device
         self.read = read
         check_values(keys=keys, filter=filter)
@@ -123,9 +125,9 @@ class Model:
                 self.lands = device  # it has the files' bytes itself
             self.chosen = self.choose(keys, filter)
             return
-        uris, keep = resolve(source)
+        uris, called, keep, _ = resolve_plain(source)  # keep: until the engine has its own descriptors
         #: As people may see them.
-        self.uris = [shown(uri) for uri in uris]
+        self.uris = [shown(name) for name in called]
         spec: OpenRequest = {"uris": uris}
         if access := storage(storage_options, uris):
             spec["storage"] = access
@@ -143,6 +145,8 @@ class Model:
             spec["keys"] = [key for key in keys if isinstance(key, str)]
         if opened:
             spec["opened"] = opened
+        if parts:
+            spec["parts"] = True
         try:
             with many_objects():
                 text, _, _, table, self.handle = _verbs.open(spec)
@@ -154,7 +158,7 @@ class Model:
             raise
         finally:
             heed(uris)
-        del keep  # the engine has its own descriptors now
+        del keep
         self._open = True
         assert table is not None
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table

@@ -7,10 +7,11 @@ import io
 import os
 import stat
 from collections.abc import Iterable
-from typing import Any, Protocol, Union
+from typing import Any, NamedTuple, Protocol, Union
 
 from ..errors import ArgumentError
-from ..files import number_of
+from ..files import AnonymousMemory, number_of
+from ..foreign.memory import InMemory, read_foreign
 from ..paths import local
 
 
@@ -71,15 +72,28 @@ def resolve(source: Any) -> tuple[list[str], Any]:
     return uris, None
 
 
-class _AnonymousMemory:
-    """A memory file that closes with its last holder; an open file would warn that no one closed it."""
+class Opened(NamedTuple):
+    """uris: what the engine opens. names: as people know them, one for each. keep: must stay alive until
+    they are open. kinds: of files of other libraries, by their names."""
 
-    def __init__(self) -> None:
-        self.number = os.memfd_create("overwire")
+    uris: list[str]
+    names: list[str]
+    keep: Any
+    kinds: dict[str, str]
 
-    def __del__(self) -> None:
-        if hasattr(self, "number"):  # there may have been no descriptor left
-            os.close(self.number)
+
+def resolve_plain(source: Any, is_header: bool = False) -> Opened:
+    """As `resolve`, for functions that only read a model: local files and folders of other libraries become plain
+    files in memory. is_header: only their headers will be read."""
+    uris, keep = resolve(source)
+    found: dict[str, list[InMemory]] = {}
+    if keep is None:
+        found = {uri: files for uri in uris if (files := read_foreign(uri, is_header))}
+    if not found:
+        return Opened(uris, uris, keep, {})
+    pairs = [(one.uri, one.name) if one else (uri, uri) for uri in uris for one in found.get(uri) or (None,)]
+    kinds = {one.name: one.kind for files in found.values() for one in files}
+    return Opened([uri for uri, _ in pairs], [name for _, name in pairs], found, kinds)
 
 
 def _open_file(file: Any) -> tuple[list[str], Any]:
@@ -102,7 +116,7 @@ def _open_file(file: Any) -> tuple[list[str], Any]:
             size = os.fstat(number).st_size
             if size and file.tell() in (0, size):
                 return [f"/proc/self/fd/{number}"], file
-    memory = _AnonymousMemory()
+    memory = AnonymousMemory()
     again = False
     with os.fdopen(memory.number, "wb", closefd=False) as copy:
         while True:

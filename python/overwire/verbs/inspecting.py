@@ -14,7 +14,7 @@ from ..jobs import Job, heed, shown
 from ..metering import note
 from ..model.locate import uris_of
 from ..model.options import Level, StorageOptions, check_values, parse_size
-from ..model.sources import SourceLike, resolve
+from ..model.sources import Opened, SourceLike, resolve, resolve_plain
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, spell_count, watch
@@ -27,6 +27,22 @@ if TYPE_CHECKING:
 
     from .._requests import ConvertRequest, VerifyRequest
     from .digest import Comparison
+
+
+def _plain_uris_of(source: SourceLike, options: Mapping[str, object] | None, is_header: bool) -> Opened:
+    opened = resolve_plain(source, is_header)
+    if opened.keep is None:
+        uris = [uri for path in opened.uris for uri in uris_of(path, options)]
+        return opened._replace(uris=uris, names=uris)
+    return opened
+
+
+def _with_names(files: list[Any], opened: Opened) -> None:
+    """Calls the files of a report as people know them, and their format by its library."""
+    names = dict(zip(opened.uris, opened.names, strict=True))
+    for file in files:
+        name = names.get(file["uri"], file["uri"])
+        file["uri"], file["format"] = name, opened.kinds.get(name, file["format"])
 
 
 def _uris_of(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
@@ -96,8 +112,9 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     stored, ratio, coding, chunks), and "totals" over all of them.
     Raises NotFoundError, FormatError, CorruptError.
     """
-    uris, _ = _uris_of(local(source), storage_options)
-    if len(uris) != 1:
+    opened = _plain_uris_of(local(source), storage_options, True)
+    uris = opened.uris
+    if len(uris) != 1 and not opened.kinds:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
     try:
         report = _verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)})
@@ -106,6 +123,7 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
         raise
     finally:
         heed(uris)
+    _with_names(report["sources"], opened)
     return cast("Inspection", InspectionDict("Inspection", report))
 
 
@@ -162,7 +180,8 @@ def verify(
     if original and tensors is not None:
         raise ArgumentError("overwire: verify: original is of a file alone, without tensors")
     watcher = watch(progress, "verify")
-    uris, keep = _uris_of(source, storage_options)
+    opened = _plain_uris_of(source, storage_options, False)
+    uris = opened.uris
     request: VerifyRequest = {"uris": uris, "storage": storage(storage_options, uris), "original": bool(original)}
     if tensors is not None:
         from .digest import compare
@@ -174,7 +193,7 @@ def verify(
             verified = Facts("Verification", job.finish())
     finally:
         heed(uris)
-    del keep
+    _with_names(verified["files"], opened)
     return cast("Verification", verified)
 
 

@@ -144,7 +144,7 @@ class safe_open(_engine.HandleOwner, Generic[T]):
             self._model = ForkedModel(source, where, storage_options=options.get("storage_options"))
         else:
             prepare(where)
-            self._model = Model(source, device=where, **opening(options))
+            self._model = Model(source, device=where, parts=True, **opening(options))
             self._seen = _states_of_files(self._model.uris)
         self._uri = self._model.uris[0]
 

@@ -156,7 +156,7 @@ def load_compressed_pickle(path: PathLike = DEFAULT) -> Any:
 def _load_pickle(path: PathLike) -> Any:
     try:
         return load_object(path, trust=True, tensors=_remote(path))
-    except overwire.NotFoundError:
+    except (overwire.NotFoundError, overwire.FormatError):  # FormatError: torch.save wrote the pickle
         if not os.path.exists(path) or manifests.find(path, manifests.MERGE_INFO) is None or not _foreign(path):
             raise
     tensors = split_tensors(_stored(path, keep=False), manifests.read_merge_info(path))

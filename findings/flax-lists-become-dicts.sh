@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# One would guess: flax.serialization.msgpack_restore(to_bytes(tree)) gives the tree back, as msgpack has lists.
+# What happens: lists and tuples come back as dicts with the keys "0", "1" ...: the names of a layer's tensors are
+# "layers.0" either way, but the structure is gone. msgpack_serialize of the same tree refuses the tuple and keeps the list.
+# Versions: flax 0.12.8, jax 0.10.2. Cause: to_bytes converts by to_state_dict first, which knows dicts only.
+source "$(dirname "$0")/with.sh"
+need flax==0.12.8 jax==0.10.2 numpy==2.4.6
+python -W ignore - <<'P'
+import flax, numpy
+from flax import serialization as s
+seen = s.msgpack_restore(s.to_bytes({"layers": [1, 2], "pair": (3, 4)}))
+print(flax.__version__, seen)
+assert seen == {"layers": {"0": 1, "1": 2}, "pair": {"0": 3, "1": 4}}, seen
+assert s.msgpack_restore(s.msgpack_serialize({"layers": [1, 2]})) == {"layers": [1, 2]}
+try:
+    s.msgpack_serialize({"pair": (3, 4)})
+except TypeError as error:
+    print("msgpack_serialize:", error)
+else:
+    raise SystemExit("it takes tuples now")
+P

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# One would guess: numpy.load of what numpy.save wrote has the array's dtype, or one of them refuses it.
+# What happens: ml_dtypes' bfloat16 comes back as |V2, bytes without a meaning, float8_e4m3fn and int4 both as |V1.
+# float8_e5m2 is saved as <f1, which numpy.load itself refuses. mlx writes |V2 on purpose, and reads it as bfloat16.
+# Versions: numpy 2.4.6, ml_dtypes 0.6.0, mlx 0.32.4 (CPU). Cause: the .npy header has array-interface type strings only,
+# which numpy makes of the kind and size that a foreign dtype claims.
+source "$(dirname "$0")/with.sh"
+need "mlx[cpu]==0.32.4" numpy==2.4.6 ml_dtypes==0.6.0
+python -W ignore - <<'P'
+import ml_dtypes, mlx.core as mx, numpy
+seen = {}
+for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"):
+    numpy.save("x.npy", numpy.ones(2, getattr(ml_dtypes, name)))
+    try:
+        seen[name] = numpy.load("x.npy").dtype.str
+    except ValueError as error:
+        seen[name] = str(error)
+mx.savez("m.npz", w=mx.ones((2,), mx.bfloat16))
+seen["mlx"] = numpy.load("m.npz")["w"].dtype.str, str(mx.load("m.npz")["w"].dtype)
+print(numpy.__version__, seen)
+assert seen == {"bfloat16": "|V2", "float8_e4m3fn": "|V1", "int4": "|V1",
+                "float8_e5m2": "descr is not a valid dtype descriptor: '<f1'",
+                "mlx": ("|V2", "mlx.core.bfloat16")}, seen
+P

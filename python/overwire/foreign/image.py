@@ -1,0 +1,89 @@
+"""The header of a safetensors file that is a part of a tensor's parts, or of another file.
+
+torch's HuggingFaceStorageWriter says in the metadata DCP_SHARDING_INFO at which offsets of
+the whole tensors those of the file are: {"name": {"saved_offsets": [0, 4]}, ...}.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from .._tables import BITS
+from ..errors import CorruptError, FormatError, OverwireError
+from .content import bytes_of
+from .joined import Files, Run
+
+#: The key of the metadata that gives the offsets.
+SHARDING = "DCP_SHARDING_INFO"
+
+_MOST = 100_000_000
+_DIMS = 64
+
+
+class Part(NamedTuple):
+    """A tensor of the file. offsets: of its first element in the whole tensor; None: not said."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None
+    run: Run
+
+
+def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
+    """The tensors of the safetensors file that begins at `start` and ends with its file.
+
+    Raises FormatError for what no safetensors file is like, CorruptError for one that is cut short.
+    """
+
+    def make_error(why: str, tensor: str | None = None, kind: type[OverwireError] = FormatError) -> OverwireError:
+        name = "" if tensor is None else f"tensor {tensor!r}: "
+        return kind(f"overwire: open {path}: {name}{why}", source=path, tensor=tensor)
+
+    whole = files.size_of(path) - start
+    length = bytearray(8)
+    if whole < 8:
+        raise make_error(f"no safetensors header in {whole} bytes")
+    files.fill_block(path, memoryview(length), start)
+    size = int.from_bytes(length, "little")
+    if size > _MOST or size > whole - 8:
+        kind = FormatError if size > _MOST else CorruptError
+        raise make_error(f"a header of {size} bytes, and {whole - 8} follow", kind=kind)
+    text = bytearray(size)
+    files.fill_block(path, memoryview(text), start + 8)
+    try:
+        header = json.loads(text.decode())
+        metadata = header.pop("__metadata__", None) or {}
+        sharding = json.loads(metadata[SHARDING]) if SHARDING in metadata else None
+        entries = {name: (one["dtype"], one["shape"], one["data_offsets"]) for name, one in header.items()}
+        offsets = None if sharding is None else {name: one["saved_offsets"] for name, one in sharding.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise make_error(f"malformed header: {error!s:.200}") from error
+    parts: dict[str, Part] = {}
+    for name, (dtype, shape, span) in entries.items():
+        if dtype not in BITS or not _are_numbers(shape) or not _are_numbers(span) or len(span) != 2:
+            raise make_error("malformed", name)
+        at = None if offsets is None else offsets.get(name)
+        if at is not None and (not _are_numbers(at) or len(at) != len(shape)):
+            raise make_error(f"its offsets in {SHARDING} are malformed", name)
+        low, high = span
+        if high - low != bytes_of(dtype, tuple(shape)):
+            raise make_error(f"{high - low} bytes for shape {shape} of {dtype}", name)
+        if high > whole - 8 - size:
+            why = f"truncated, it ends at byte {high} of {whole - 8 - size}: copy or fetch it again"
+            raise make_error(why, name, CorruptError)
+        run = Run(files, path, start + 8 + size + low, high - low)
+        parts[name] = Part(dtype, tuple(shape), None if at is None else tuple(at), run)
+    spans = sorted((part.run.start, part.run.size, name) for name, part in parts.items() if part.run.size)
+    for (low, count, _), (begin, _, name) in zip(spans, spans[1:], strict=False):
+        if low + count > begin:
+            raise make_error("it shares bytes with another tensor", name)
+    return parts
+
+
+def _are_numbers(value: Any) -> bool:
+    return (
+        type(value) is list
+        and len(value) <= _DIMS
+        and all(type(number) is int and 0 <= number < 1 << 62 for number in value)
+    )
