@@ -90,12 +90,12 @@ def test_what_a_block_keeps_of_its_weights_stays_right(how: str, slots: int) -> 
     with ow.offload(model, "cpu", slots=slots), torch.no_grad():
         for block in model.layers:
             block(torch.ones(2, 8))
-        assert "away" not in repr(model.layers[0].weight)
+        assert "offloaded" not in repr(model.layers[0].weight)
         for block in model.layers:
             block.act, block.kept = lambda block: 0, None
         for block in model.layers:
             block(torch.ones(2, 8))
-        assert all("away" in repr(weight) for weight in model.parameters())
+        assert all("offloaded" in repr(weight) for weight in model.parameters())
 
 
 def write_between(number: int, block: Square) -> None:

@@ -48,7 +48,7 @@ def _numbers(path: Path) -> None:
 
 
 _DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut off": (_cut_off, "cut off or damaged"),
+    "cut off": (_cut_off, "truncated or damaged"),
     "old": (_old, r"before torch 1\.6: `torch\.save"),
     "tar": (_tar, "a tar archive"),
     "a pickle": (lambda path: path.write_bytes(pickle.dumps([1], 4)), "a pickle"),
@@ -190,7 +190,7 @@ def test_objects_beside_the_weights(tmp_path: Path, protocol: int) -> None:
 def test_tensors_under_keys_that_are_not_names(tmp_path: Path) -> None:
     """They are refused, and not left out with the key."""
     torch.save({datetime.date(2024, 1, 2): torch.ones(3), "w": torch.ones(2)}, tmp_path / "m.pt")
-    with pytest.raises(ow.NotSupportedError, match=r"m\.pt: 1 tensors lie in objects"):
+    with pytest.raises(ow.NotSupportedError, match=r"m\.pt: 1 tensors are inside objects"):
         ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
 
 

@@ -73,7 +73,7 @@ def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
                 if not torch.equal(ours, own):
                     raise SystemExit(f"{path}, keep {keep}: other outputs for {tokens} tokens")
         if count:
-            base.fails("state_dict", ("NotSupportedError", "model.layers.", "are away"), model.state_dict)
+            base.fails("state_dict", ("NotSupportedError", "model.layers.", "are offloaded"), model.state_dict)
             away()
         offloaded.close()
         if wrong := base.differences(base.state(model), base.state(theirs)):

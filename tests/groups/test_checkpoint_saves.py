@@ -169,7 +169,7 @@ def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
     assert load(at) == {2.0} and os.listdir(tmp_path) == ["c"] and ow.verify(at / "training")["ok"]
     with pytest.raises(ow.NotFoundError):
         ow.save_file({"x": torch.ones(3)}, late)
-    with pytest.raises(ow.NotFoundError, match="until the save has ended"):
+    with pytest.raises(ow.NotFoundError, match="until the save ends"):
         rank.make("model.safetensors")
     assert os.listdir(tmp_path) == ["c"]
 

@@ -144,7 +144,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     at = tmp_path / "c"
     at.mkdir()
     (at / "mine").write_text("x")
-    for path, text in ((at, "no checkpoint"), (at / "mine", "no folder")):
+    for path, text in ((at, "is not a checkpoint"), (at / "mine", "not a folder")):
         with pytest.raises(CheckpointException) as caught:
             save(path)
         assert isinstance(cause(caught), ow.ArgumentError) and text in str(cause(caught))

@@ -502,7 +502,7 @@ def test_honest_nesting_loads(fenced: Fenced) -> None:
 
 
 def test_errors_say_where(fenced: Fenced) -> None:
-    with pytest.raises(ow.FormatError, match=r"unpickle x\.pkl: the pickle is cut short \(at byte \d+\)") as caught:
+    with pytest.raises(ow.FormatError, match=r"unpickle x\.pkl: the pickle is truncated \(at byte \d+\)") as caught:
         load(b"\x8e" + struct.pack("<Q", 1 << 40), fenced)
     assert caught.value.source == "x.pkl" and caught.value.offset is not None
     # A key with endless text is not in the message.

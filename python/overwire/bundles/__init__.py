@@ -1,1 +1,1 @@
-"""Any Python object with tensors in it, as a small pickle and one container beside it."""
+"""Saves any Python object with tensors as a small pickle and a container next to it."""

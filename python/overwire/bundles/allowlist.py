@@ -1,17 +1,17 @@
-"""What a pickle may name, and do with it, without `trust=True`.
+"""Defines what a pickle may name, and do with it, without `trust=True`.
 
-The rule: a pickle may build data and torch's own modules, nothing else. Beside
-the list of globals itself, these make that hold:
+The rule: a pickle may only build data and torch's own modules. In addition to the list of globals, these
+checks enforce it:
 
-- A pickle calls only what has a function here that checks its arguments: exact
-  types, numbers within bounds, sizes charged to the budget. It calls what honest
-  pickles call, and nothing that opcodes make anyway.
-- Functions that rebuild tensors stand for torch's (see `tensors`). numpy's own
-  pickle functions are not on the list (see `rebuild`).
-- It sets the state only of modules and ordered dicts: attributes of its own,
-  no special names, none that hides a method.
+- A pickle may only call functions that have a guard here. The guard checks exact types, bounds numbers, and
+  charges sizes to the budget. Only calls that honest pickles make are allowed, and only where opcodes do not
+  suffice.
+- Guards replace torch's functions that rebuild tensors (see `tensors`). numpy's own pickle functions are not on the
+  list (see `rebuild`).
+- A pickle may set the state only of modules and ordered dicts: their own attributes, without special names, and
+  none that hides a method.
 
-Nothing is imported because a pickle names it, but torch and numpy themselves.
+Nothing is imported because a pickle names it, except torch and numpy themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..errors import FormatError, UntrustedPickleError
 from .budget import ATTRIBUTE, LONGEST, Budget, attributes
 from .tensors import REBUILDERS, subclassed
 
-# Immutable types (their attributes cannot be set), which call nothing.
+# Immutable types (their attributes cannot be set) that run no other code.
 _BUILTINS = "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple"
 _TYPES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
@@ -42,7 +42,7 @@ _TYPES: dict[tuple[str, str], Any] = {
         *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     )
 }
-# Values that a pickle may hold, but not call.
+# Values that a pickle may contain, but not call.
 _NUMPY_TYPES = frozenset(
     "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 )
@@ -51,9 +51,9 @@ _ACTIVATIONS = frozenset(
     "softplus softsign softmax log_softmax logsigmoid normalize".split()
 )
 
-# What a module keeps its parts in.
+# The attributes in which a module keeps its parts.
 _PARTS = ("_parameters", "_buffers", "_modules")
-# What a module has beside its own attributes.
+# Bytes of a module in addition to its own attributes.
 _MODULE = 4096
 
 
@@ -73,12 +73,12 @@ class AllowList:
         self.budget = budget
 
     def wrong(self, verb: str, thing: Any) -> UntrustedPickleError:
-        """The error for a pickle that does with a thing what it may not."""
+        """Returns the error for a pickle that does something forbidden with an allowed object."""
         kind = thing if isinstance(thing, type) else type(thing)
         return self._refuse_name(f"it {verb} {kind.__module__}.{kind.__qualname__}")
 
     def unlisted(self, module: str, name: str) -> UntrustedPickleError:
-        """The error for a global that a pickle may not name."""
+        """Returns the error for a global that a pickle may not name."""
         whole = f"{module}.{name}"[:LONGEST]
         return self._refuse_name(f"it names {whole if whole.isprintable() else ascii(whole)}")
 
@@ -86,7 +86,7 @@ class AllowList:
         return self.budget.refuse(f"{what}, which is not on the allow-list")
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
-        """What a call makes."""
+        """Returns the result of a call."""
         if type(function) is Guard:
             return function.call(self.budget, *args)
         if isinstance(function, type):
@@ -99,7 +99,7 @@ class AllowList:
         raise self.wrong("calls", function)
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
-        """An empty object of a class."""
+        """Makes an empty object of a class."""
         torch = imported("torch")
         if kind is not object and not (
             torch is not None and isinstance(kind, type) and issubclass(kind, torch.nn.Module)
@@ -128,7 +128,7 @@ class AllowList:
         type(made).__setstate__(made, own)
 
     def find(self, module: str, name: str) -> Any:
-        """What a pickle gets for a global; UntrustedPickleError if nothing."""
+        """Returns what a pickle gets for a global. Raises UntrustedPickleError if it may not name it."""
         allowed_object = _TYPES.get((module, name)) or _GUARDS.get((module, name))
         if allowed_object is None:
             if module == "numpy" and name in _NUMPY_TYPES:
@@ -148,7 +148,7 @@ def _find_in_torch(module: str, name: str) -> Any:
     if module == "torch":
         return _find_top_of_torch(torch, name)
     if module == "torch._utils" and name.startswith("torch."):
-        # How memory formats pickle: by a path through whatever module.
+        # Memory formats pickle as a path through any module.
         member = vars(torch).get(name[6:])
         return member if isinstance(member, torch.memory_format) else None
     if module == "torch.nn.parameter" and name in ("Parameter", "Buffer"):
@@ -165,7 +165,7 @@ def _find_in_torch(module: str, name: str) -> Any:
 
 
 def _find_top_of_torch(torch: Any, name: str) -> Any:
-    # Its own names only: torch imports modules when it is asked for others.
+    # Only names in the dict: torch imports modules on demand for others.
     member = vars(torch).get(name)
     if name in ("Size", "Tensor", "device"):
         return member
@@ -179,7 +179,7 @@ def _find_top_of_torch(torch: Any, name: str) -> Any:
 
 
 def _copy_parts(budget: Budget, parts: Any, kind: Any) -> Any:
-    """A copy of the parts of a module: nothing else of the pickle holds it."""
+    """Returns a copy of the parts of a module, which nothing else in the pickle can refer to."""
     if type(parts) is not dict and type(parts) is not collections.OrderedDict:
         raise FormatError("a module's parts are malformed")
     budget.charge_memory(ATTRIBUTE * len(parts))
@@ -192,8 +192,8 @@ def _copy_parts(budget: Budget, parts: Any, kind: Any) -> Any:
 
 
 def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
-    """torch collects the attributes of these names: none may be a method. It prefers
-    the older key of the two, and makes rows for `num_layers` where they are no names."""
+    """Checks the attributes that torch collects by these names, none of which may be a method. torch prefers the older
+    of the two keys, and makes rows for `num_layers` if the keys are not names."""
     layers = own.get("num_layers", 0)
     rows = own.get("_all_weights", own.get("all_weights"))
     if (
@@ -255,7 +255,7 @@ def _make_deque(budget: Budget, items: Any = (), most: Any = None) -> collection
 
 
 def _guard_datetime(kind: Any, size: int, zoned: bool) -> Callable[..., Any]:
-    """Makes what datetime pickles as `size` bytes, and, if it is one of a zone, that zone."""
+    """Returns a guard for a datetime type that pickles as `size` bytes, and with its time zone if it has one."""
 
     def make_moment(budget: Budget, data: Any, *zone: Any) -> Any:
         if (
@@ -289,7 +289,7 @@ def _make_decimal(budget: Budget, text: Any) -> decimal.Decimal:
     return decimal.Decimal(text)
 
 
-#: What makes an object of each class that may be called.
+#: The guard that makes an object, for each class that may be called.
 CALLS: dict[type, Callable[..., Any]] = {
     complex: _make_complex,
     range: _make_range,

@@ -1,12 +1,10 @@
-"""nyacomp's verbs that save: any Python object with tensors in it, as a small
-pickle and one compressed container beside it.
+"""Saves any Python object with tensors as a small pickle and a compressed container next to it.
 
-A bundle at `D/x.pkl` is the pickle and `D/tensors/x.safetensors`; nyacomp's verbs write
-`D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `layout`). The container is written
-first and the pickle last. Each knows the other by the pickle's digest, and the container before it is kept until the
-pickle is in place: a reader gets the old object or the new one, also while a
-bundle is replaced, or after a save was killed. Writers of one bundle take turns
-(see `turns`), and the last one's object stays.
+A bundle at `D/x.pkl` is the pickle and `D/tensors/x.safetensors`. nyacomp's functions write
+`D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `layout`). The container is written first and the pickle last,
+and each has the pickle's digest. The previous container is kept until the new pickle is in place. So a reader
+gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of one
+bundle take turns (see `turns`), and the last one's object stays.
 """
 
 from __future__ import annotations
@@ -61,37 +59,31 @@ def compress_pickle(
 
 
 def compress_pickle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """Saves any Python object, its tensors compressed beside its pickle.
+    """Saves any Python object as a pickle, with its tensors compressed in a container next to it.
 
-    Everything that pickles is kept, bit for bit: torch tensors with their ties,
-    views of one storage, strides, memory format, requires_grad and subclass;
-    parameters, buffers, modules; bool, complex, fp8, sub-byte, quantised and
-    sparse tensors; numpy arrays with their views and strides. As with
-    torch.save, a view brings the whole of its storage along, and `.grad` and
-    hooks are not kept. The object is not changed. Tensors on a GPU are encoded
+    Everything that can be pickled is kept, bit for bit: torch tensors with their ties, views of one storage,
+    strides, memory format, requires_grad and subclass; parameters, buffers, modules; bool, complex, fp8, sub-byte,
+    quantised and sparse tensors; numpy arrays with their views and strides. As with torch.save, a view keeps its
+    whole storage, and `.grad` and hooks are not kept. The object is not changed. Tensors on a GPU are encoded
     there, as by `save_file`, and remember their device.
 
-    Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
-    each atomically, the pickle last. Several writers of one path wait for one
-    another, and the last one's object stays. In a store (s3://, redis://) the
-    container is `nya/<name>.safetensors` or `nya/<name>.b.safetensors` in turn, so
-    that the old object stays whole until the new one takes its place; a store has
-    no locks: only one may write a path there at a time.
+    Writes `path`, and `nya/<stem>.safetensors` and `nya/meta.csv` in its folder. Each is written atomically, the
+    pickle last. Several writers of one path wait for one another, and the last one's object stays. In a store
+    (s3://, redis://) the container alternates between `nya/<name>.safetensors` and `nya/<name>.b.safetensors`, so
+    that the old object stays whole until the new one replaces it. A store has no locks: only one writer may write a
+    path there at a time.
 
-    compress: False stores the tensors' bytes as they are, in a container that
-        every safetensors reader reads.
+    compress: False stores the tensors' bytes uncompressed, in a container that every safetensors reader reads.
     storage_options: as for `load_file`, for a path that is a URI.
-    wait: False returns a `Saving` as soon as the object may change again: it is
-        pickled, and what will be stored of its tensors is in host memory. The
-        `report` is that of the container.
+    wait: False returns a `Saving` as soon as the object may change again: it is pickled, and its tensors' bytes are
+        in host memory. The `report` is that of the container.
     max_memory: as for `save_file`.
 
-    Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a
-    third was gained; 1.0 if there are no tensors.
+    Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a third was saved; 1.0 if there are no
+    tensors.
 
-    Raises what pickle raises for objects that do not pickle, AccessError,
-    IOFailure, NotSupportedError for storages without bytes (meta), ArgumentError where a
-    signal handler saves the very bundle whose save it interrupts.
+    Raises what pickle raises for objects that cannot be pickled, AccessError, IOFailure, NotSupportedError for
+    storages without bytes (meta), ArgumentError if a signal handler saves the bundle whose save it interrupts.
     """
     check_options("compress_pickle", options, BundleOptions)
     return _save_bundle(obj, path, _How(layout.NYACOMP, {}, wait, _list_container), options)
@@ -110,14 +102,13 @@ def save_bundle(
 
 
 def save_bundle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's
-    state. It is `compress_pickle`, but its container lies in the folder `tensors` beside the
-    pickle, and tensors in it have the names that they have in the object, as those of
-    `compress`. Where it replaces what `compress_pickle` has saved, that one's container goes.
-    `load_bundle` loads it.
+    """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's state.
 
-    Returns stored / original tensor bytes, or, with wait=False, a `Saving`; raises what
-    `compress_pickle` raises.
+    It works like `compress_pickle`, but puts the container into the folder `tensors` next to the pickle, and names
+    the tensors in it as in the object, like `compress`. If it replaces a file that `compress_pickle` saved, it removes
+    that file's container. `load_bundle` loads it.
+
+    Returns stored / original tensor bytes or, with wait=False, a `Saving`. Raises what `compress_pickle` raises.
     """
     check_options("save_bundle", options, BundleOptions)
     return _save_bundle(obj, path, _How(layout.OWN, _names_of_tensors(obj), wait), options)
@@ -136,13 +127,12 @@ def compress(
 
 
 def compress(model: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """`compress_pickle` for a torch module, a diffusers-like pipeline (an object
-    with `.config` that names its modules) or a state dict, nested in any way.
+    """Saves a torch module, a diffusers-like pipeline (an object with a `.config` that names its modules) or
+    a state dict, nested in any way, like `compress_pickle`.
 
-    The same as `compress_pickle`, but tensors in the container have the names
-    that they have in the model ("unet.conv_in.weight"), so that `safe_open` and
-    `inspect` show them. Returns stored / original. Raises ArgumentError for a path in
-    the place of the model: files are compressed by `convert`.
+    The tensors in the container have their names in the model ("unet.conv_in.weight"), so that `safe_open` and
+    `inspect` show them. Returns stored / original tensor bytes. Raises ArgumentError if `model` is a path: use
+    `convert` to compress files.
     """
     check_options("compress", options, BundleOptions)
     how = _How(layout.NYACOMP, _names_in_model(model, path), wait, _list_container)
@@ -158,8 +148,8 @@ Lister = Callable[[str, str, Report, StorageOptions | None], None]
 
 
 def save_listed(obj: Any, path: str | os.PathLike[str], compress: bool, is_model: bool, lister: Lister) -> float:
-    """`compress`, or `compress_pickle` where the object is no model, with other lists of the
-    container than its meta.csv: lister writes them, before the pickle is in place."""
+    """Works like `compress`, or like `compress_pickle` if the object is not a model, but lists the container by
+    `lister` instead of in meta.csv. lister runs before the pickle is in place."""
     names = _names_in_model(obj, path) if is_model else {}
     ratio = _save_bundle(obj, path, _How(layout.NYACOMP, names, True, lister), {"compress": compress})
     assert not isinstance(ratio, Saving)
@@ -183,7 +173,7 @@ def _names_in_model(model: Any, path: str | os.PathLike[str]) -> dict[int, str]:
 
 
 class _How(NamedTuple):
-    # Where the container goes, what tensors are called in it, whether to wait, and what lists the container.
+    # The folder of the container, the names of its tensors, whether to wait, and how to list the container.
     folder: str
     names: Mapping[int, str]
     wait: bool
@@ -200,18 +190,18 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
     target = resolve_pickle(path)
     if target.endswith(".safetensors"):
         raise ArgumentError(
-            f"overwire: compress {shown(target)}: a pickle is no safetensors file, and may take the place of another "
-            f"bundle's container: name it .pkl, or save tensors alone by overwire.save_file"
+            f"overwire: compress {shown(target)}: a pickle is not a safetensors file, and could replace another "
+            f"bundle's container: name it .pkl, or save only tensors with overwire.save_file"
         )
     access = options.get("storage_options")
-    storage(access, [target])  # wrong ones are refused before anything is done
+    storage(access, [target])  # invalid options are refused before anything is done
     if how.wait and max_memory is not None:
-        raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
+        raise ArgumentError("overwire: max_memory: only saves with wait=False take it")
     data, blobs = dump(obj, how.names)
     remote = is_remote(target)
     tensors = [(blob.name, described(blob)) for blob in blobs]
     digest = hashlib.sha256(data).hexdigest()
-    # The blob's number is its place in this list; the container sorts by name.
+    # A blob's number is its place in this list, because the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
     metadata = {DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {DIGEST: digest}
     await_path(target)
@@ -235,8 +225,8 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
 
 
 class _Place(NamedTuple):
-    # Where a bundle's container goes, what makes it the bundle's once it is there, and what
-    # to do after an error.
+    # The path of a bundle's container, how to complete the bundle once the container is written, and how to clean up
+    # after an error.
     container: str
     like: str | None
     publish: Callable[[Report], None]
@@ -262,7 +252,7 @@ def _local_place(
                 continue
             try:
                 turns.append(turn.enter_context(turn_of(lock)))
-            except OSError as error:  # no writer of this user's can be in a folder that is closed to him
+            except OSError as error:  # this user cannot write to the folder
                 if one == folder or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
         container = layout.container_of(target, folder)  # another writer may have chosen one meanwhile
@@ -284,8 +274,8 @@ def _local_place(
 
 
 def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions | None) -> _Place:
-    # Two names take turns: the container of the pickle that stands is not
-    # touched until the new pickle has taken its place.
+    # Two names alternate: the current pickle's container is not
+    # touched until the new pickle has replaced the old one.
     new, old = layout.store_containers_of(target, how.folder)
     stale = []
     with contextlib.suppress(NotFoundError):
@@ -302,7 +292,7 @@ def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions |
 
 
 def _elsewhere(target: str, folder: str) -> list[str]:
-    # What the pickle that stands has in the other folders: its container, and a csv that lists no more.
+    # Lists what the old pickle has in the other folders: its container, and a csv that lists nothing else.
     if not is_there(target):
         return []
     files = []
@@ -316,29 +306,29 @@ def _elsewhere(target: str, folder: str) -> list[str]:
 
 
 def _keep_previous(target: str, container: str) -> None:
-    # A second name for the old container, as long as the old pickle stands. If
-    # an earlier save was killed, the older copy may be the one that fits.
+    # A second name for the old container, kept while the old pickle exists. If an earlier save was killed, the
+    # older copy may be the one that belongs to the pickle.
     previous = layout.previous_of(container)
     if is_there(previous) and is_there(target) and not _has_digest(container, _digest_of_file(target)):
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(previous)
-    with contextlib.suppress(FileNotFoundError):  # no old bundle
+    with contextlib.suppress(FileNotFoundError):  # there is no old bundle
         try:
             os.link(resolve_links(container), previous)
         except FileNotFoundError:
             raise
         except OSError:
-            os.rename(container, previous)  # a file system without links
+            os.rename(container, previous)  # the file system lacks links
 
 
 def _take_back(target: str, container: str) -> None:
-    # A save has failed: where the old pickle stands, its container does, too, under its own name.
+    # After a failed save: if the old pickle exists, gives its container its own name again.
     previous = layout.previous_of(container)
     with contextlib.suppress(OSError, OverwireError):
         if is_there(previous) and _has_digest(previous, _digest_of_file(target)):
             publish(previous, container)
-            os.unlink(previous)  # both names may be of one file
+            os.unlink(previous)  # both names may belong to one file
 
 
 def _digest_of_file(path: str) -> str:
@@ -357,25 +347,25 @@ def _has_digest(container: str, digest: str, options: StorageOptions | None = No
         return False
     except OverwireError as error:
         if options is not None or is_remote(container) or isinstance(error, (IOFailure, OutOfMemoryError)):
-            raise  # a store that is out of reach, or a disk that fails, says nothing about what it holds
+            raise  # an unreachable store or failing disk cannot tell which container it is
         return False
 
 
 def _is_anothers(container: str) -> bool:
-    # Whether a file is there that is no bundle's.
+    # Whether the path is a file that does not belong to a bundle.
     try:
         with Model(container, probe=True) as model:
             return DIGEST not in model.metadata()
     except NotFoundError:
         return False
-    except (IOFailure, OutOfMemoryError):  # which tell nothing of it
+    except (IOFailure, OutOfMemoryError):  # the file could not be checked
         raise
     except OverwireError:
         return True
 
 
 def _names_of_tensors(model: Any) -> dict[int, str]:
-    """What tensors are called in a model: id -> name. The first name counts."""
+    """Returns the names of tensors in a model, by id. The first name of a tensor counts."""
     names: dict[int, str] = {}
     torch = imported("torch")
     numpy = imported("numpy")
@@ -385,8 +375,8 @@ def _names_of_tensors(model: Any) -> dict[int, str]:
             for kind in (value.named_parameters, value.named_buffers):
                 for name, tensor in kind():
                     names.setdefault(id(tensor), prefix + name)
-                    # A parameter is pickled through its `.data`: another object,
-                    # which only its storage ties to this one.
+                    # A parameter is pickled through its `.data`, which is another object
+                    # with the same storage.
         elif (torch is not None and isinstance(value, torch.Tensor)) or (
             numpy is not None and isinstance(value, numpy.ndarray)
         ):
@@ -398,7 +388,7 @@ def _names_of_tensors(model: Any) -> dict[int, str]:
             for at, part in enumerate(value):
                 name_tensors(part, f"{prefix}{at}.", depth + 1)
         elif isinstance(getattr(value, "config", None), Mapping) and depth < 8:
-            # Its own attributes only: diffusers warns of other keys.
+            # Only attributes of its own: diffusers warns about other keys.
             attributes = getattr(value, "__dict__", {})
             for key in value.config:
                 if not str(key).startswith("_"):

@@ -1,4 +1,4 @@
-"""The blobs of a bundle while they land, each on its device."""
+"""Loads the blobs of a bundle, each to its device, while the pickle is read."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ..frameworks.choose import frame_for
 from ..jobs import Job
 from ..model.opened import Model, prepare
 
-# Metadata of a container: the names of its blobs in their order, and the device of
-# each, one per line (one line: of all). Files contain these keys: never change them.
+# Metadata of a container: the names of its blobs in order, one per line, and their devices, one per line (or a
+# single line for all). Files contain these keys: never change them.
 ORDER = "overwire.blobs"
 DEVICES = "overwire.devices"
 
-# What stands for a device with a numpy array, which has none.
+# The note for a numpy array, which has no device.
 _ARRAY = "numpy"
 
 
 def devices_of(blobs: Sequence[Any]) -> str:
-    """The note of where blobs are: torch's name of the device of a storage."""
+    """Returns the note of the blobs' devices, with torch's name of each storage's device."""
     devices = [str(blob.data.device) if hasattr(blob.data, "untyped") else _ARRAY for blob in blobs]
     return devices[0] if len(set(devices)) == 1 else "\n".join(devices)
 
 
 class Landing:
-    """`unpickling.Blobs` out of a container. A context manager around all use:
-    when it ends, nothing is being written any more.
+    """Implements `unpickling.Blobs` for a container. Use it as a context manager: when that ends, nothing is written
+    any more.
 
-    device: where storages shall be; None: where they were when saved.
+    device: where to put storages; None puts each where it was when it was saved.
     """
 
     def __init__(self, model: Model, source: str, device: str | None, watcher: Any) -> None:
@@ -44,12 +44,12 @@ class Landing:
         except KeyError as error:
             raise FormatError(f"overwire: open {source}: its container lacks a tensor", source=source) from error
         self._targets = self._devices_of_blobs(metadata.get(DEVICES, ""), device)
-        # By place: a tensor that waits for its bytes; what has landed.
+        # By place: a tensor that waits for its bytes, or that has them.
         self._tensors: dict[int, Any] = {}
         self._landed: dict[int, tuple[Any, int]] = {}
         self._made: dict[int, Any] = {}
-        self._running: list[Job] = []  # also one without tensors
-        # The job that brings each place, and its places by request; None: all in order.
+        self._running: list[Job] = []  # including jobs without tensors
+        # For each place: the job that loads it, and the job's places in the order of requests (None: all in order).
         self._jobs: dict[int, tuple[Job, list[int] | None]] = {}
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -57,7 +57,7 @@ class Landing:
             self._stack = stack.pop_all()
 
     def _devices_of_blobs(self, note: str, device: str | None) -> list[str]:
-        """The device of each blob."""
+        """Returns the device of each blob."""
         count = len(self._places)
         self._noted = bool(note)
         were = note.split("\n") if note else ["cpu"]
@@ -71,7 +71,7 @@ class Landing:
             others = sorted(set(were) - {"cpu", _ARRAY})
             for name in others:
                 if name.startswith("cuda:"):
-                    prepare(name)  # while torch makes itself ready, too
+                    prepare(name)  # while torch initialises itself
             for name in others:
                 self._check_device(name)
         return ["cpu" if name == _ARRAY else device or name for name in were]
@@ -86,13 +86,13 @@ class Landing:
             )
         try:
             if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
-                raise RuntimeError(f"there are {torch.cuda.device_count()} CUDA devices")
+                raise RuntimeError(f"this machine has {torch.cuda.device_count()} CUDA devices")
             torch.empty(0, device=name)
         except (RuntimeError, AssertionError, ValueError, ImportError, AttributeError) as error:
             reason = str(error).partition("\n")[0]
             raise DeviceError(
-                f"overwire: load {self._source}: its tensors were on {name!r}, which is not here ({reason}): "
-                "say where they shall be with device=, as device='cpu'",
+                f"overwire: load {self._source}: its tensors were on {name!r}, which is not available ({reason}): "
+                "choose a device with device=, for example device='cpu'",
                 source=self._source,
             ) from error
 
@@ -103,8 +103,8 @@ class Landing:
 
         groups: dict[str, list[int]] = {}
         for place, target in dict(zip(self._places, self._targets, strict=True)).items():
-            # What the engine cannot reach goes through the host, and so does what may
-            # belong to an array.
+            # Storages on devices that the engine cannot reach, and blobs that may belong to an array, are loaded to
+            # the host.
             groups.setdefault(target if self._noted and target.startswith("cuda:") else "cpu", []).append(place)
         if groups.keys() <= {"cpu"}:
             begin_load(model.start(None, watcher), None)
@@ -123,12 +123,12 @@ class Landing:
         self._stack.__exit__(*exc)
 
     def wait(self) -> None:
-        """Waits until every blob has landed; raises the error of one that did not."""
+        """Waits until every blob is loaded. Raises the error of a blob that failed."""
         for job in self._running:
             job.wait()
 
     def _take_blob(self, blob: int, size: int) -> tuple[Any, int]:
-        """The capsule and address of a blob, once; no capsule: its tensor waits."""
+        """Returns the capsule and address of a blob, once. There is no capsule while its tensor waits for bytes."""
         if blob < 0 or blob >= len(self._places):
             raise self._refuse_reference()
         at = self._places[blob]
@@ -139,7 +139,7 @@ class Landing:
             news = job.next(None, True)
             if news is None or not news.capsules:
                 job.wait()
-                raise self._refuse_reference()  # taken already: under another number
+                raise self._refuse_reference()  # taken already under another number
             for place, capsule, pointer in zip(news.positions, news.capsules, news.addresses, strict=True):
                 self._landed[place if order is None else order[place]] = (capsule, pointer)
         return self._landed.pop(at)
@@ -167,7 +167,7 @@ class Landing:
             from ..frameworks.numpy import hold
 
             if self._noted and 0 <= blob < len(self._targets) and self._targets[blob].startswith("cuda:"):
-                raise self._refuse_reference()  # memory of a GPU is a storage's
+                raise self._refuse_reference()  # GPU memory can only be a storage
             capsule, pointer = self._take_blob(blob, size)
             base = self._made[blob] = hold(capsule, pointer, size)
         elif hasattr(base, "untyped") or base.nbytes != size:

@@ -1,4 +1,4 @@
-"""nyacomp's verbs that load: an object from its pickle and its container, which `bundle` saves."""
+"""Loads an object from its pickle and its container, as saved by `bundle`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 
 
 def load_compressed_pickle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads what `compress_pickle` saved; reading and decoding continue while the
-    pickle imports and builds. Joins a preload of the same bundle.
+    """Loads what `compress_pickle` saved. Tensors are read and decoded while the pickle imports and builds objects.
+    If the same bundle is being preloaded, uses that preload.
 
-    trust: a pickle can run any code. False allows containers, plain data,
-        tensors, parameters, numpy arrays and torch.nn's own modules, and raises
-        UntrustedPickleError naming the first other global; True allows all.
-    device: where torch's tensors shall be, wherever they were when saved: "cpu",
-        "cuda", "cuda:1". None: where each was; DeviceError if that is not here.
-        numpy arrays stay on the host. On a GPU they are decoded there.
-    tensors: the container, where it is not in its place beside the pickle: a
-        path or URI.
+    trust: a pickle can run any code. False allows containers, plain data, tensors, parameters, numpy arrays and
+        torch.nn's own modules, and raises UntrustedPickleError, which names the first other global. True allows all.
+    device: where to put torch tensors, wherever they were when saved: "cpu", "cuda", "cuda:1". None puts each where
+        it was; DeviceError if that device is not available. numpy arrays stay on the host. Tensors for a GPU are
+        decoded there.
+    tensors: the container, if it is not in its usual place next to the pickle: a path or URI.
     storage_options: as for `load_file`, for a path that is a URI.
 
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
@@ -51,8 +49,8 @@ def load_compressed(path: str | os.PathLike[str], **options: Unpack[UnpickleOpti
 
 
 def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads what `save_bundle` saved: see `load_compressed_pickle`. Each of them loads what the
-    other's twin saved, too; in a store this one looks into `tensors` first, that one into `nya`.
+    """Loads what `save_bundle` saved: see `load_compressed_pickle`. Each of the two also loads what the other's
+    counterpart saved. In a store this one looks for the container in `tensors` first, the other in `nya`.
     """
     check_options("load_bundle", options, UnpickleOptions)
     return _load_object(path, (layout.OWN, layout.NYACOMP), **options)
@@ -71,17 +69,17 @@ def _load_object(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Any:
-    # folders: where a store is asked for the container, in this order.
+    # folders: where to look for the container in a store, in this order.
     watcher, target = watch(progress, "load"), resolve_pickle(path)
-    open_library()  # what is imported next takes as long as Go's runtime to start
+    open_library()  # the imports below take as long as Go's runtime needs to start
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     if where is not None:
         prepare(where)
     storage(storage_options, [target])  # refused for a local path
     data, model = open_pair(target, folders, tensors, storage_options)
     with model, Landing(model, shown(target), where, watcher) as blobs:
-        with Undisturbed():  # these imports take as long as some 100 MB, which arrive meanwhile
+        with Undisturbed():  # these imports take as long as reading about 100 MB, which goes on meanwhile
             from . import unpickling
         content = unpickling.load(data, blobs, shown(target), trust)
-        blobs.wait()  # an error in a blob that nothing asked for
+        blobs.wait()  # raises the error of a blob that nothing used
     return content

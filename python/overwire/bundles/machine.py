@@ -1,10 +1,9 @@
-"""The interpreter of untrusted pickles.
+"""Interprets untrusted pickles.
 
-It knows the opcodes that pickles of bundles have (protocol 5, and what it shares
-with 4 and 2), and no others. Python's own unpickler sets items of any object,
-calls what an instance names, and takes lengths at their word; here each opcode
-names the exact types that it works on, lengths are compared with what is there,
-and all else is asked of the allow-list and charged to the budget.
+It knows only the opcodes that pickles of bundles have (protocol 5, and what it shares with 4 and 2). Python's own
+unpickler sets items of any object, calls what an instance names, and believes lengths. Here each
+opcode names the exact types that it works on, lengths are compared with the data, and everything else
+is decided by the allow-list and charged to the budget.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _STOP, _MEMOIZE, _BINGET, _BININT1 = (code[0] for code in (pickle.STOP, pickle.M
 
 
 def _push_constant(value: Any) -> Callable[[Machine], None]:
-    """An opcode that pushes a constant."""
+    """Returns an opcode that pushes a constant."""
 
     def push_value(machine: Machine) -> None:
         machine._stack.append(value)
@@ -31,7 +30,7 @@ def _push_constant(value: Any) -> Callable[[Machine], None]:
 
 
 def _push_sized(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
-    """An opcode that pushes what is made of bytes behind their number, which has `width` bytes."""
+    """Returns an opcode that pushes an object made from bytes. Their number comes first, in `width` bytes."""
 
     def push_bytes(machine: Machine) -> None:
         machine._stack.append(make(machine._read_blob(machine._read_number(width))))
@@ -48,10 +47,9 @@ def _decode_integer(data: bytes) -> int:
 
 
 class Machine:
-    """One run over one pickle. A method `op_NAME` does what the opcode NAME of `pickle` says.
+    """Runs one pickle. The method `op_NAME` implements the opcode NAME of `pickle`.
 
-    data: the pickle; allow: what it may name and do; reference: what a
-    persistent id stands for.
+    data: the pickle; allow: what it may name and do; reference: returns the object for a persistent id.
     """
 
     def __init__(self, data: bytes, allow: AllowList, reference: Callable[[Any], Any]) -> None:
@@ -65,13 +63,13 @@ class Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Returns the object. Raises UntrustedPickleError for what is not allowed, any
-        exception for a malformed pickle; `at` is the position."""
+        """Returns the object. Raises UntrustedPickleError for what is not allowed, and any exception for a malformed
+        pickle; `at` is the position then."""
         data, memo = self._data, self._memo
         while True:
             code = data[self._at]
             self._at += 1
-            # The most frequent ones here, where they cost least.
+            # The most frequent opcodes are handled here, because a call costs more.
             if code == _MEMOIZE:
                 memo[len(memo)] = self._stack[-1]
             elif code == _BINGET:
@@ -90,23 +88,23 @@ class Machine:
 
     @property
     def at(self) -> int:
-        """The offset behind what was read last."""
+        """The offset after the last byte that was read."""
         return self._at
 
     # -- reading
 
     def _cut_short(self) -> FormatError:
-        return FormatError("the pickle is cut short")
+        return FormatError("the pickle is truncated")
 
     def _refuse_opcode(self, code: int) -> Exception:
         if bytes((code,)) in _KNOWN:
             return self._budget.refuse(
                 "it uses an opcode that honest bundles do not have, which is not on the allow-list"
             )
-        return FormatError(f"there is no opcode {code}")
+        return FormatError(f"{code} is not an opcode")
 
     def _skip_bytes(self, count: int) -> int:
-        """Where the next `count` bytes begin; all of them are there."""
+        """Returns the offset of the next `count` bytes, after checking that all of them exist."""
         start = self._at
         if count > len(self._data) - start:
             raise self._cut_short()
@@ -129,7 +127,7 @@ class Machine:
         return self._data[start : start + size]
 
     def _pop_items(self) -> list[Any]:
-        """What was pushed since the last mark."""
+        """Returns what was pushed since the last mark."""
         items = self._stack
         self._stack = self._marks.pop()
         return items
@@ -141,7 +139,7 @@ class Machine:
             raise FormatError("the pickle has a newer protocol")
 
     def op_frame(self) -> None:
-        # Bytes follow one another anyway: a frame must be there, no more.
+        # Frames mean nothing here, but their bytes must exist.
         if self._read_number(8) > len(self._data) - self._at:
             raise self._cut_short()
 
@@ -286,19 +284,19 @@ class Machine:
         name = self._stack.pop()
         module = self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise FormatError("a name is no text")
+            raise FormatError("a name is not a str")
         self._stack.append(self._allow.find(module, name))
 
     def op_reduce(self) -> None:
         args = self._stack.pop()
         if type(args) is not tuple:
-            raise FormatError("arguments are no tuple")
+            raise FormatError("arguments are not a tuple")
         self._stack[-1] = self._allow.call(self._stack[-1], args)
 
     def op_newobj(self) -> None:
         args = self._stack.pop()
         if type(args) is not tuple:
-            raise FormatError("arguments are no tuple")
+            raise FormatError("arguments are not a tuple")
         self._stack[-1] = self._allow.new(self._stack[-1], args)
 
     def op_build(self) -> None:
@@ -311,7 +309,7 @@ class Machine:
 
 _KNOWN = frozenset(getattr(pickle, name) for name in pickle.__all__ if type(getattr(pickle, name)) is bytes)
 
-# By code: what does it.
+# The function for each opcode.
 _DO: list[Callable[[Machine], None] | None] = [None] * 256
 for _name, _method in vars(Machine).items():
     if _name.startswith("op_"):

@@ -1,4 +1,4 @@
-"""The pickle and the container of one bundle, opened together: those of one save."""
+"""Opens the pickle and the container of one bundle together, from the same save."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..model.reading import read_uri
 from ..model.sources import SourceLike
 from ..paths import is_file, is_remote, local_file, path_of
 
-# The key of a container's metadata that holds the pickle's SHA-256.
+# The metadata key, in a container, for the pickle's SHA-256.
 DIGEST = "overwire.pickle"
-# The most bytes of a remote object without its tensors.
+# The largest pickle in a store, in bytes without its tensors.
 MOST_PICKLE = 1 << 30
-# How often a pickle is read again that another save has replaced meanwhile.
+# How often to read again a pickle that another save has replaced meanwhile.
 _TRIES = 100
 
 
 def resolve_pickle(path: str | os.PathLike[str]) -> str:
-    """A pickle's path, or the URI of one in a store."""
+    """Returns the path of a pickle, or its URI in a store."""
     target = local_file(path)
     return path_of(target) if is_file(target) else target
 
@@ -34,9 +34,9 @@ def resolve_pickle(path: str | os.PathLike[str]) -> str:
 def open_pair(
     target: str, folders: Sequence[str], tensors: SourceLike | None, options: StorageOptions | None
 ) -> tuple[bytes, Model]:
-    """A pickle, and the container of the same save, opened.
+    """Returns a pickle, and the opened container of the same save.
 
-    A save may end after the pickle has been read: the new one is read then."""
+    If a save ends after the pickle has been read, the new pickle is read."""
     remote = is_remote(target)
     for attempts in reversed(range(_TRIES)):
         state = None if remote else state_of_file(target)
@@ -48,7 +48,7 @@ def open_pair(
                 candidates = [tensors]
             elif remote:
                 candidates = [*layout.remote_containers_of(target, folders)]
-            else:  # a store has no container of before
+            else:  # a store keeps no previous container
                 candidates = [name for one in layout.containers_of(target) for name in (one, layout.previous_of(one))]
             return data, _open_container(target, digest, candidates, options if remote or tensors is not None else None)
         except (CorruptError, NotFoundError) as error:
@@ -62,14 +62,14 @@ def open_pair(
 def _open_container(
     target: str, digest: str, candidates: Sequence[SourceLike], options: StorageOptions | None
 ) -> Model:
-    """The container that belongs to this very pickle: one of the candidates."""
+    """Opens the container, one of the candidates, that belongs to exactly this pickle."""
     absent = 0
-    damage: OverwireError | None = None  # of one that may be no bundle's
+    damage: OverwireError | None = None  # from a container that may not be a bundle's
     for at, candidate in enumerate(candidates):
         try:
             model = Model(candidate, storage_options=options, probe=True)
         except NotFoundError:
-            absent += at == absent  # those before it are absent, too
+            absent += at == absent  # counts only if the candidates before are absent also
             continue
         except (CorruptError, FormatError) as error:
             damage = damage or error
@@ -84,7 +84,7 @@ def _open_container(
         raise layout.not_beside(target, container)
     if absent == len(candidates):
         raise NotFoundError(
-            f"overwire: open {source}: its tensors are not at {container}; upload the folder beside the pickle with it",
+            f"overwire: open {source}: no tensors at {container}: upload the folder next to the pickle with it",
             source=source,
         )
-    raise CorruptError(f"overwire: open {source}: the pickle and {container} are not of one save", source=source)
+    raise CorruptError(f"overwire: open {source}: the pickle and {container} are from different saves", source=source)

@@ -1,16 +1,15 @@
-"""The pickler of bundles: a small pickle, and a list of blobs beside it.
+"""Pickles objects into a small pickle and a list of blobs.
 
-Tensors are pickled as torch itself pickles them, except for their storages,
-which become blobs: so ties, views of one storage, strides, parameters,
-requires_grad, subclasses, quantised and sparse tensors are torch's business,
-and come back as they were. numpy arrays become (blob, offset, shape, strides).
+Tensors are pickled as torch pickles them, except that their storages become blobs. So torch itself restores
+ties, views of one storage, strides, parameters, requires_grad, subclasses, quantised and sparse tensors.
+numpy arrays become (blob, offset, shape, strides).
 
-Persistent ids, which files contain and which never change:
+Files contain these persistent ids, so they never change:
 
     ("storage", blob, torch dtype or "", bytes)     "" is an untyped storage
     ("array", blob, spec, shape, strides, offset, writable, array number, bytes)
 
-Blob -1 has no bytes. Two arrays with one number are one object.
+Blob -1 has no bytes. Two arrays with the same number are one object.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from ..frameworks.frame import Bytes
 
 
 class Blob(NamedTuple):
-    """Bytes to be stored: a torch storage or the base of numpy arrays, and the
-    best that is known of what they mean."""
+    """Bytes to store: a torch storage, or the base of numpy arrays; and the best known dtype and shape
+    for them."""
 
     name: str
     data: Any
@@ -39,20 +38,20 @@ class Blob(NamedTuple):
     shape: tuple[int, ...]
 
 
-# Types that hold no tensor and are met most often.
+# The most frequent types without tensors.
 _PLAIN = frozenset({str, int, float, bool, bytes, complex, type(None), dict, list, tuple, set, type})
 
 
-# Names that no tensor of a container can have; the note of the blobs' order has one in each line.
+# Names that no tensor in a container can have. The blobs' order is stored with one name per line.
 _RESERVED = ("overwire.index", "__metadata__")
 _UNFIT = re.compile("[\n\0\ud800-\udfff]")
 
 
 class TensorPickler(pickle.Pickler):
-    """Pickles with protocol 5 and keeps the tensors' bytes out of it.
+    """Pickles with protocol 5, without the tensors' bytes.
 
-    `blobs` are in the order in which they were met. They are the caller's
-    memory, kept alive and never changed.
+    `blobs` has them in the order in which they were found. They are the caller's
+    memory, which is kept alive and never changed.
     """
 
     def __init__(self, file: Any, names: Mapping[int, str]) -> None:
@@ -60,7 +59,7 @@ class TensorPickler(pickle.Pickler):
         self.blobs: list[Blob] = []
         self._torch = imported("torch")
         self._numpy = imported("numpy")
-        self._names = names  # id of a tensor -> what its blob shall be called
+        self._names = names  # id of a tensor -> the name for its blob
         self._taken: set[str] = set()
         self._storages: dict[int, int] = {}
         self._hints: dict[int, tuple[Any, str, str, tuple[int, ...]]] = {}
@@ -116,25 +115,25 @@ class TensorPickler(pickle.Pickler):
         return name
 
     def _hint_at(self, tensor: Any) -> None:
-        # A storage has neither dtype nor shape; a dense tensor that covers it
-        # tells both. Kept with the storage, so that its number is not reused.
+        # A storage has neither dtype nor shape, so they are taken from a dense tensor that covers
+        # it. The tensor is kept with the storage, so that its id is not reused.
         from ..frameworks.memory import fits_storage
 
         torch: Any = self._torch
         if tensor.layout is torch._mkldnn:
             raise NotSupportedError(
-                "overwire: compress: a torch._mkldnn tensor has no bytes of its own: take its to_dense()"
+                "overwire: compress: a torch._mkldnn tensor has no bytes of its own: save its to_dense()"
             )
         if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized or tensor.is_nested:
             return
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError, ValueError):
-            return  # a wrapper without a storage, or a lazy module's parameter
+            return  # a wrapper without a storage, or a parameter of a lazy module
         if not fits_storage(tensor):
             why = "its memory was freed: it sleeps, or its storage was resized to 0"
             if storage.nbytes():
-                why = f"its storage was made shorter than it is, {storage.nbytes()} bytes"
+                why = f"its storage was shortened to {storage.nbytes()} bytes, fewer than it needs"
             text = f"overwire: compress: a tensor of shape {list(tensor.shape)}: {why}"
             raise ArgumentError(text, tensor=self._names.get(id(tensor), ""))
         number = storage._cdata
@@ -194,14 +193,14 @@ class TensorPickler(pickle.Pickler):
         size = end - start
         lo, hi = _bounds_of(array)
         if base.nbytes != size or lo < start or hi > end:
-            return -1, -1, 0  # with holes: not one run of bytes
+            return -1, -1, 0  # it has gaps, so it is not one run of bytes
         first = array.__array_interface__["data"][0]
         blob = self._bases.get(start)
         if blob is None or self.blobs[blob].data.nbytes != size:
             blob = self._bases[start] = len(self.blobs)
             dtype_name = frame_for("np").name_of(base.dtype)
             if dtype_name == "F4":
-                dtype_name = ""  # unpacked, it has a byte an element, which is U8 in a container
+                dtype_name = ""  # unpacked, with one byte per element, which is U8 in a container
             shape = base.shape if base.flags.c_contiguous else (base.size,)
             dtype_name, shape = _fitting_layout(dtype_name, shape, size)
             name = self._names.get(id(base)) or self._names.get(id(array)) or ""
@@ -210,7 +209,7 @@ class TensorPickler(pickle.Pickler):
 
 
 def _bounds_of(array: Any) -> tuple[int, int]:
-    """The addresses between which an array that is not empty lies."""
+    """Returns the first address of a non-empty array, and the address after its end."""
     lo = hi = array.__array_interface__["data"][0]
     for size, stride in zip(array.shape, array.strides, strict=True):
         lo += min(0, (size - 1) * stride)
@@ -219,8 +218,8 @@ def _bounds_of(array: Any) -> tuple[int, int]:
 
 
 def _base(array: Any) -> Any:
-    """The array that owns the bytes, as far as there is a plain one: a memory
-    map is not followed, since its file may be much larger than its views."""
+    """Returns the plain array that owns the bytes, if there is one. A memory map is not followed, because its file
+    may be much larger than its views."""
     base = array
     while type(base.base) is type(base) and not base.base.dtype.hasobject:
         base = base.base
@@ -228,7 +227,7 @@ def _base(array: Any) -> Any:
 
 
 def _fitting_layout(saved: str, shape: tuple[int, ...], size: int) -> tuple[str, tuple[int, ...]]:
-    """The dtype and shape to store bytes under: U8 unless both fit exactly."""
+    """Returns the dtype and shape to store bytes under: U8 unless both fit exactly."""
     if saved == "F4" and shape:
         shape = (*shape[:-1], shape[-1] * 2)
     if saved and nbytes(saved, shape) == size:
@@ -237,7 +236,7 @@ def _fitting_layout(saved: str, shape: tuple[int, ...], size: int) -> tuple[str,
 
 
 def dump(obj: Any, names: Mapping[int, str]) -> tuple[bytes, list[Blob]]:
-    """The pickle of an object, and its blobs."""
+    """Returns the pickle of an object, and its blobs."""
     out = io.BytesIO()
     pickler = TensorPickler(out, names)
     pickler.dump(obj)
@@ -245,7 +244,7 @@ def dump(obj: Any, names: Mapping[int, str]) -> tuple[bytes, list[Blob]]:
 
 
 def described(blob: Blob) -> Bytes:
-    """A blob's bytes; copied to the host if neither that nor a GPU has them."""
+    """Returns a blob's bytes, copied to the host unless they are there or on a GPU."""
     data = blob.data
     if hasattr(data, "untyped"):  # a torch storage
         from ..frameworks.torch import await_writes, on_gpu

@@ -1,11 +1,10 @@
-"""torch's functions that rebuild tensors, for pickles that are not trusted.
+"""Rebuilds tensors for untrusted pickles, in place of torch's functions.
 
-They make what torch's own functions make, from checked arguments: exact types,
-each read once; extents computed before torch is called, in Python's integers; memory
-and work charged to the budget.
+They make what torch's own functions make, from checked arguments. Types are exact, and each argument is read once.
+Extents are computed before torch is called, in Python integers. Memory and work are charged to the budget.
 
-The indices of a sparse tensor and the parameters of a quantized one are copied before
-they are checked, so that no other tensor of the pickle can change them afterwards.
+The indices of a sparse tensor and the parameters of a quantised one are copied before they are checked, so that
+no other tensor of the pickle can change them afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from ..errors import FormatError
 from .budget import Budget, attributes
 
-# Sizes, strides and offsets in bytes stay below, wherever torch multiplies them.
+# Sizes, strides and offsets in bytes stay below this, wherever torch multiplies them.
 _LIMIT = 1 << 62
 _DIMS = 64
 
@@ -28,7 +27,7 @@ def _refuse_malformed(what: str) -> FormatError:
 
 
 def _check_dims(dims: Any) -> tuple[int, ...]:
-    """A size or stride, read once. FormatError unless it is one."""
+    """Returns a size or stride, which is read once. Raises FormatError for anything else."""
     import torch
 
     if type(dims) is not tuple and type(dims) is not list and type(dims) is not torch.Size or len(dims) > _DIMS:
@@ -43,8 +42,8 @@ def _check_dims(dims: Any) -> tuple[int, ...]:
 def check_extent(
     nbytes: int | None, item: int, offset: Any, size: Any, stride: Any, per: int = 1
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-    """The size and stride of a view that lies inside a storage of `nbytes`; None:
-    it has no storage. per: elements that an item has. FormatError if it does not."""
+    """Returns the size and stride of a view after checking that it lies inside a storage of `nbytes` (None: no
+    storage), or raises FormatError. per: elements in an item."""
     size, stride = _check_dims(size), _check_dims(stride)
     if type(offset) is not int or not 0 <= offset < _LIMIT or len(size) != len(stride):
         raise _refuse_malformed("a tensor")
@@ -56,7 +55,7 @@ def check_extent(
     if last * item >= _LIMIT or count * item >= _LIMIT:
         raise _refuse_malformed("a tensor's size")
     if nbytes is not None and 0 not in size and (last // per + 1) * item > nbytes:
-        raise _refuse_malformed("a tensor that reaches beyond its storage")
+        raise _refuse_malformed("a tensor that extends beyond its storage")
     return size, stride
 
 
@@ -67,7 +66,7 @@ def _check_flag(flag: Any) -> bool:
 
 
 def _check_metadata(metadata: Any, dtype: Any) -> Any:
-    """The bits of a view: which of them a dtype can have, torch asserts only."""
+    """Returns the lazy bits of a view. torch only asserts which of them a dtype can have."""
     if metadata is None:
         return None
     if type(metadata) is not dict or len(metadata) > 2:
@@ -97,13 +96,13 @@ def _tensor_v2(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any
 
 def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any,
               dtype: Any, metadata: Any = None) -> Any:  # fmt: skip
-    """torch's `_rebuild_tensor_v3`, of the untyped storages that bundles have."""
+    """Implements torch's `_rebuild_tensor_v3` for the untyped storages that bundles have."""
     import torch
 
     if type(storage) is not torch.UntypedStorage or type(dtype) is not torch.dtype:
         raise _refuse_malformed("a tensor's storage")
     size, stride = check_extent(storage.nbytes(), dtype.itemsize, offset, size, stride)
-    # torch's function needs a typed storage, of any type.
+    # torch's function needs a typed storage, with any dtype.
     storage_class: Any = torch.storage.TypedStorage
     make: Any = torch._utils._rebuild_tensor_v3
     return make(
@@ -113,7 +112,7 @@ def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hook
 
 
 def _check_dense(tensor: Any) -> Any:
-    """A plain tensor with memory; FormatError for others."""
+    """Returns a plain tensor with memory. Raises FormatError for others."""
     import torch
 
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -122,8 +121,8 @@ def _check_dense(tensor: Any) -> Any:
 
 
 def _private_copy(budget: Budget, tensor: Any) -> Any:
-    """A copy that nothing else of the pickle holds; one for equal views, so that
-    sparse tensors of one mask share it."""
+    """Returns a copy that nothing else in the pickle can refer to. Equal views get the same copy, so that
+    sparse tensors with one mask share it."""
     import torch
 
     view = _check_dense(tensor).detach()
@@ -134,7 +133,7 @@ def _private_copy(budget: Budget, tensor: Any) -> Any:
     owner = budget.private.get(key)
     if owner is None:
         budget.charge_memory(view.numel() * view.element_size())
-        # The view keeps its storage, so that no other gets its address.
+        # The view keeps its storage, so that no other storage gets its address.
         owner = budget.private[key] = (view.clone(memory_format=torch.contiguous_format), view)
     return owner[0]
 
@@ -150,7 +149,7 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
     size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride, per)
     scheme = params[0] if params else None
     make: Any
-    # Made empty, and laid over the storage then: no size is worth any memory.
+    # Made empty and then attached to the storage, so that no size can allocate memory.
     if scheme is torch.per_tensor_affine and len(params) == 3:
         _, scale, zero = params
         if type(scale) is not float or type(zero) is not int or zero.bit_length() > 63:
@@ -161,7 +160,7 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
         _, scales, zeros, axis = params
         if type(axis) is not int or not 0 <= axis < len(size):
             raise _refuse_malformed("a quantised tensor")
-        # torch has no kernel for this, and its process ends when one is asked for.
+        # torch has no kernel for this, and ends the process when one is called.
         floating = () if dtype is torch.qint32 else (torch.float32,)
         for part, kinds in ((scales, (torch.float32, torch.float64)), (zeros, (torch.int32, torch.int64, *floating))):
             if _check_dense(part).dtype not in kinds or tuple(part.shape) != (size[axis],):
@@ -191,7 +190,7 @@ def _rebuild_sparse(budget: Budget, layout: Any, data: Any) -> Any:
             _check_flag(is_coalesced)
         size = _check_shape(size)
         values = _sparse_parts(budget, [indices], values)
-        # Checked as they will stay, so that no use reads outside the tensor.
+        # Checked in its final form, so that no later use reads outside of the tensor.
         return torch.sparse_coo_tensor(
             _private_copy(budget, indices), values, size, check_invariants=True, is_coalesced=is_coalesced
         )
@@ -203,7 +202,7 @@ def _rebuild_sparse(budget: Budget, layout: Any, data: Any) -> Any:
     values = _sparse_parts(budget, [outer, plain], values)
     if layout is torch.sparse_bsr or layout is torch.sparse_bsc:
         blocks = values.shape[outer.dim() : outer.dim() + 2]
-        if len(blocks) != 2 or 0 in blocks:  # torch divides by them
+        if len(blocks) != 2 or 0 in blocks:  # torch divides by these
             raise _refuse_malformed("a sparse tensor's block")
     rows = _private_copy(budget, outer)
     if not _rows_ascend(rows, plain.shape[-1]):
@@ -214,8 +213,8 @@ def _rebuild_sparse(budget: Budget, layout: Any, data: Any) -> Any:
 
 
 def _rows_ascend(rows: Any, count: int) -> bool:
-    """Whether compressed rows go up from 0 to count: torch's own check of the plain
-    indices reads where the rows say before it has looked at them."""
+    """Whether compressed rows ascend from 0 to count. torch's own check reads the plain indices at the positions in
+    the rows before it checks the rows."""
     import torch
 
     if rows.dtype not in (torch.int32, torch.int64) or rows.shape[-1] == 0:
@@ -229,7 +228,7 @@ def _rows_ascend(rows: Any, count: int) -> bool:
 
 
 def _check_shape(size: Any) -> tuple[int, ...]:
-    """The size of a tensor without strides; FormatError where it overflows."""
+    """Returns the size of a tensor without strides. Raises FormatError if it overflows."""
     dims = _check_dims(size)
     if math.prod(max(d, 1) for d in dims) >= _LIMIT:
         raise _refuse_malformed("a tensor's size")
@@ -237,19 +236,19 @@ def _check_shape(size: Any) -> tuple[int, ...]:
 
 
 def _sparse_parts(budget: Budget, indices: list[Any], values: Any) -> Any:
-    """Checks the parts of a sparse tensor but for their contents; its values."""
+    """Checks the parts of a sparse tensor, except for their contents, and returns its values."""
     values = _without_gaps(_check_dense(values))
     for part in indices:
         if _check_dense(part).device != values.device or part.dim() == 0:
             raise _refuse_malformed("a sparse tensor")
-        # Sorting them is what a check may cost; entries of no size count, too.
+        # A check may sort them. Entries of size 0 count also.
         budget.charge_work(part.numel() + part.shape[-1])
     return values
 
 
 def _without_gaps(values: Any) -> Any:
-    """The same values, with the stride of no gap where a dimension has one element
-    or none: torch's sparse kernels take the first stride for a row's length."""
+    """Returns the same values, with a stride without gaps for dimensions of at most one element: torch's sparse
+    kernels use the first stride as the length of a row."""
     strides: list[int] = []
     step = 1
     for d, s in zip(reversed(values.shape), reversed(values.stride()), strict=True):
@@ -278,7 +277,7 @@ def _parameter(budget: Budget, data: Any, grad: Any, hooks: Any = None, state: A
 
 
 def subclassed(budget: Budget, made: Any, kind: Any, state: Any) -> Any:
-    """A tensor converted to `kind`, with its own attributes."""
+    """Returns a tensor converted to `kind`, with attributes of its own."""
     if type(made) is not kind:
         made = made.as_subclass(kind)
     if type(state) is tuple and len(state) == 2 and (state[1] is None or type(state[1]) is dict and not state[1]):

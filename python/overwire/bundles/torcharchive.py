@@ -1,4 +1,4 @@
-"""Tells torch.save archives from other files, and says what those are.
+"""Tells torch.save archives from other files, and says what the others are.
 
 Reads a file's first bytes and its directory of entries. Deflated entries, which torch.load reads and torch.save does
 not write, are written out once, within bounds, because later code maps an archive's bytes.
@@ -22,7 +22,7 @@ from ..foreign.zips import BAD_ZIP, LargeDirectory, Part, Span, entries_of, span
 _TIMES, _SPARE = 64, 256 << 20
 _BLOCK = 1 << 20
 
-#: The rule of an error about weights of another library, which a folder may hold.
+#: The rule of an error about another library's weights, which a folder may contain.
 FOREIGN = "Foreign"
 _UNKNOWN = "fetch or copy it again, or move it elsewhere if it holds no weights"
 
@@ -37,18 +37,18 @@ def _kind_of(path: str, head: bytes) -> FileKind:
         ("a Core ML file", ".mlpackage/" in path),
     ):
         if ending == ".bin" and has_sibling:
-            return FileKind(what, "keep it as it is", True)
+            return FileKind(what, "leave it unchanged", True)
     if not head.strip(b"\0"):
         return FileKind("a file that begins with zeros only" if head else "an empty file", _UNKNOWN, False)
     return FileKind("a file of an unknown kind", _UNKNOWN, False)
 
 
 def refusal_of(path: str) -> OverwireError | None:
-    """Why a file is not an archive of torch.save, as the error to raise; None for one that is.
+    """Returns the error to raise for a file that is not a torch.save archive; None if it is one.
 
-    A CorruptError or NotSupportedError is about an archive that is damaged or too large, a
-    FormatError about another file, by its kind, of which the rule is FOREIGN where a folder of
-    torch.save files may hold it. Raises what opening and reading raise."""
+    It is a CorruptError or NotSupportedError for an archive that is damaged or too large, else a FormatError that
+    names the kind of the file. Its rule is FOREIGN if a folder of torch.save files may contain such files. Raises
+    errors of opening and reading."""
     try:
         with open(path, "rb", opener=regular) as file:
             try:
@@ -58,7 +58,7 @@ def refusal_of(path: str) -> OverwireError | None:
     except OverwireError:
         raise
     except FileNotFoundError as error:
-        raise NotFoundError(f"overwire: open {path}: it leads to a file that is not there", source=path) from error
+        raise NotFoundError(f"overwire: open {path}: it leads to a missing file", source=path) from error
     except OSError as error:
         raise error_of_system(error, "open", path) from error
 
@@ -80,7 +80,7 @@ def not_torch(path: str, file: BinaryIO, error: Exception | None, span: Span | N
             text = "a zip archive without the data.pkl of torch.save: load it with the library that wrote it"
             return FormatError(where + text, source=path)
         reason = "" if "not a zip file" in str(error) else f" ({error})"
-        text = f"an archive as torch.save writes, cut off or damaged{reason}: copy or fetch it again"
+        text = f"a torch.save archive that is truncated or damaged{reason}: copy or fetch it again"
         return CorruptError(where + text, source=path)
     kind = _kind_of(path, head)
     claim = f" ({error})" if isinstance(error, LargeDirectory) else ""
@@ -96,16 +96,16 @@ def inflate_entries(
     span: as for `entries_of`. folder: the file is on its disk. Raises CorruptError for entries that do not inflate to
     what they claim, NotSupportedError for other methods, and for more bytes than an honest file has."""
     is_plain = all(entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1 for entry in entries)
-    if is_plain or len({entry.filename for entry in entries}) != len(entries):  # twice: refused by what reads it
+    if is_plain or len({entry.filename for entry in entries}) != len(entries):  # duplicates are refused by the caller
         return None
     for entry in entries:
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:
-            text = f"{entry.filename:.200} is encrypted, or packed by another method than torch.load reads"
+            text = f"{entry.filename:.200} is encrypted, or compressed with a method that torch.load cannot read"
             raise NotSupportedError(f"overwire: open {path}: {text}: pack the archive again", source=path)
     low, high = span or span_of(file)
     total, size = sum(entry.file_size for entry in entries), high - low
     if total > _TIMES * size + _SPARE:
-        text = f"its entries have {total} bytes, more than {_TIMES} times those of the file"
+        text = f"its entries have {total} bytes, more than {_TIMES} times the bytes of the file"
         raise NotSupportedError(f"overwire: open {path}: {text}", source=path)
     out = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
     try:

@@ -1,12 +1,10 @@
-"""What torch.save wrote, read without running any of it: .bin, .pt, .pth and .ckpt files.
+"""Reads torch.save files (.bin, .pt, .pth, .ckpt) without running any of their code.
 
-Such a file is a zip archive with `data.pkl`, a pickle, and the bytes of each storage
-under `data/`, uncompressed. The pickle goes through `machine`; of what it names, only
-what makes tensors of storages counts. All else (a Trainer's arguments, Lightning's
-hyperparameters) becomes a placeholder: nothing is imported or called for it. The bytes
-are mapped, so that a file takes no memory. torch is not needed. The checksums of the
-archive are compared, which torch.load does not (2.11): what is made of the file has
-checksums that would vouch for wrong bytes.
+Such a file is a zip archive. It has a pickle, `data.pkl`, and the bytes of each storage under `data/`, uncompressed.
+The pickle goes through `machine`. Only names that make tensors from storages have an effect. Everything else
+(a Trainer's arguments, Lightning's hyperparameters) becomes a placeholder, and nothing is imported or called for it.
+The bytes are memory-mapped, so a file takes no memory. torch is not needed. The archive's checksums are compared,
+unlike in torch.load (2.11), because a converted file gets checksums of its own, which must not vouch for wrong bytes.
 
 Source: the notes on serialization in torch's documentation, and its pickles.
 """
@@ -49,29 +47,29 @@ from .machine import Machine
 from .torcharchive import inflate_entries, not_torch
 from .unpickling import inside, run_machine
 
-#: The most bytes of a pickle without its tensors.
+#: The most bytes in a pickle without its tensors.
 _MOST = 256 << 20
 
-# What helps where a pickle is refused.
-_CURE = "Nothing of it was run. If it is your own file, save its state_dict() alone, by torch.save, and take that"
+# The advice if a pickle is refused.
+_CURE = "Nothing in it was run. If it is your own file, save only its state_dict() with torch.save, and use that"
 
-#: The bytes that strided tensors may have beyond those of the file.
+#: The bytes that strided tensors may have in addition to those of the file.
 _SPARE = 256 << 20
 
-#: How often all tensors together may have the bytes of the file, beyond the first _SPARE:
-#: one storage, or one tensor, may be there under many names.
+#: All tensors together may have _SPARE bytes plus _TIMES the bytes of the file, because one storage or tensor may
+#: have many names.
 _TIMES = 64
 
-#: The most letters of what a pickle names.
+#: The longest name in a pickle, in characters.
 _LONGEST = 1 << 10
 
-#: The most bytes of one read, and of one that only a checksum is made of.
+#: The most bytes in one read, and in one that only computes a checksum.
 _STEP, _BLOCK = 64 << 20, 1 << 20
 
-#: What an entry of the content takes beside its letters, and bits of the longest number.
+#: Bytes of an entry in the content in addition to its characters, and bits of the longest number.
 _ENTRY, _BITS = 64, 1 << 10
 
-# The classes of typed storages, and the dtypes by their names.
+# Classes of typed storages, with their dtypes.
 _STORAGES = {
     "Float": "F32",
     "Double": "F64",
@@ -86,27 +84,27 @@ _STORAGES = {
     "ComplexFloat": "C64",
     "Untyped": "U8",
 }
-# Functions that rebuild a tensor, and which argument, where there is one, says that it is conjugated or negated.
+# Functions that rebuild a tensor, with the position of the argument, if any, for lazy conjugation or negation.
 _LAZY_BITS = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = {called: code for code, called in CALLED.items()}
 
 
 class _Named(NamedTuple):
-    """A global that the pickle names; it is never imported."""
+    """A global that the pickle names. It is never imported."""
 
     module: str
     name: str
 
 
-#: The classes whose objects are tensors and nothing else.
+#: Classes whose objects are tensors and nothing more.
 _TENSOR_TYPES = (
     _Named("torch", "Tensor"), _Named("torch.nn.parameter", "Parameter"), _Named("torch.nn.parameter", "Buffer"),
 )  # fmt: skip
 
 
 class _Opaque:
-    """An object of a class that is not data."""
+    """An object of a class that is not plain data."""
 
     def __init__(self, kind: _Named) -> None:
         self.kind = kind
@@ -125,7 +123,7 @@ class _Storage(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """Where a tensor lies, in bytes."""
+    """The position of a tensor, in bytes."""
 
     storage: _Storage
     dtype: str
@@ -135,11 +133,11 @@ class _Tensor(NamedTuple):
 
 
 class TorchFile(NamedTuple):
-    """What a file has, as long as it is open.
+    """The content of a file while it is open.
 
-    tensors: by their names: paths of keys and positions, joined by dots.
-    values: plain values (numbers, texts, lists of them) by their paths.
-    left: paths of objects that are not data, with their classes.
+    tensors: by name, which is the path of keys and positions, joined by dots.
+    values: plain values (numbers, texts, lists of them) by path.
+    left: paths of objects that are not plain data, with their classes.
     """
 
     tensors: list[tuple[str, Bytes]]
@@ -192,10 +190,10 @@ def opened(
     compare: read all tensors for their checksums.
     scratch: a folder whose disk takes what deflated entries inflate to; None: that of temporary files.
 
-    Raises FormatError for a file that torch.save did not write, NotSupportedError for
-    tensors that safetensors lacks (sparse, quantised, complex128) or that lie in objects
-    of other classes, UntrustedPickleError for a pickle that no honest one is like,
-    CorruptError for an archive that is cut off or damaged, and if the file changes in the block.
+    Raises FormatError for a file that torch.save did not write, NotSupportedError for tensors that safetensors lacks
+    (sparse, quantised, complex128) or that are inside objects of other classes, UntrustedPickleError for a pickle
+    that no honest file has, CorruptError for an archive that is truncated or damaged, or if the file changes
+    before the context ends.
     """
     try:
         file = open(path, "rb", opener=regular)  # noqa: SIM115
@@ -216,7 +214,7 @@ def opened(
         failure = CorruptError(f"overwire: read {path}: changed while it was read", source=path)
         try:
             yield content
-        except IOFailure as error:  # of memory whose file is shorter now
+        except IOFailure as error:  # reading mapped memory after the file was shortened
             if state_of_file(file.fileno()) != before:
                 raise failure from error
             raise
@@ -225,25 +223,25 @@ def opened(
 
 
 class _Names(AllowList):
-    """What pickles of torch may do here: all names are placeholders, and calls make tensors or placeholders."""
+    """The rules for torch pickles: all names become placeholders, and calls make tensors or placeholders."""
 
     def __init__(self, budget: Budget, reader: _Reader) -> None:
         super().__init__(budget)
         self._reader = reader
 
     def find(self, module: str, name: str) -> Any:
-        """Plain types of Python; a placeholder for all else. UntrustedPickleError for a name that
-        is too long for one."""
+        """Returns plain Python types, and a placeholder for everything else. Raises UntrustedPickleError for a name
+        that is too long."""
         if len(module) + len(name) > _LONGEST:
-            raise self.budget.refuse(f"it has a name of {len(module) + len(name)} letters")
+            raise self.budget.refuse(f"it has a name of {len(module) + len(name)} characters")
         if module.split(".")[0] not in ("torch", "numpy", "overwire"):
             with contextlib.suppress(UntrustedPickleError):
                 return super().find(module, name)
         return _Named(module, name)
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
-        """Tensors, shapes, containers; a placeholder for what anything else would make, or what is made of
-        placeholders. A defaultdict of such is a dict: what makes its values is never called."""
+        """Makes tensors, shapes and containers. All other calls, and calls with placeholders, make a placeholder. A
+        defaultdict becomes a dict if its factory is a placeholder, which is never called."""
         if isinstance(function, _Opaque):
             return function
         if isinstance(function, type) and (
@@ -262,25 +260,25 @@ class _Names(AllowList):
         return _Opaque(function)
 
     def _rebuild_of_type(self, function: Any, kind: Any, args: Any) -> Any:
-        # A tensor with attributes, which go nowhere; of another class, its content is that class's own.
+        # A tensor with attributes, which are ignored. In another class they could be its content.
         if type(function) is _Named and kind in _TENSOR_TYPES and type(args) is tuple:
             return self.call(function, args)
         return _Opaque(kind if isinstance(kind, _Named) else _Named("torch._tensor", "_rebuild_from_type_v2"))
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
-        """A placeholder for an object of any class."""
-        if isinstance(kind, _Opaque):  # a class that a call returns, as protocol 2 writes those in another
+        """Makes a placeholder for an object of any class."""
+        if isinstance(kind, _Opaque):  # a class returned by a call, as protocol 2 writes nested classes
             return kind
         return _Opaque(kind) if isinstance(kind, _Named) else super().new(kind, args)
 
     def set_state(self, made: Any, state: Any) -> None:
-        """Attributes of placeholders go nowhere."""
+        """Ignores the attributes of placeholders."""
         if not isinstance(made, (_Opaque, _Tensor)):
             super().set_state(made, state)
 
 
 class _Machine(Machine):
-    """The machine, where placeholders may be containers."""
+    """The machine, with placeholders allowed as containers."""
 
     def _growing_target(self) -> Any:
         return [] if isinstance(self._stack[-1], _Opaque) else super()._growing_target()
@@ -291,7 +289,7 @@ class _Machine(Machine):
 
 
 class _Reader:
-    """One reading of one file. What Python looks at is read, not mapped: a map of a file that is cut off ends the
+    """Reads one file once. What Python parses is read, not mapped, because mapping a truncated file would crash the
     process."""
 
     def __init__(self, path: str, entries: list[zipfile.ZipInfo], number: int, span: Span | None = None) -> None:
@@ -300,19 +298,19 @@ class _Reader:
         self._spans: dict[str, tuple[int, int]] = {}
         self._entries = {info.filename: info for info in entries}
         if len(self._entries) != len(entries):
-            raise self._error_of("one of its entries is there twice")
+            raise self._error_of("it has two entries with one name")
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise self._error_of("it has no data.pkl")
         self._folder = pickles[0].removesuffix("data.pkl")
         self._budget = Budget(path, min(_MOST, self._entries[pickles[0]].file_size), _CURE)
         self._made = 0
-        self._storages: dict[str, _Storage] = {}  # each that is named, by its key
-        self._used: set[str] = set()  # keys of those whose bytes a tensor has
-        self._named = 0  # bytes of the mapped ones, under all their names
-        self._copied = 0  # bytes of strided tensors, which are not mapped
-        self._odd = ""  # a class whose objects are not data
-        self._is_over = False  # no checksum is worth computing any more
+        self._storages: dict[str, _Storage] = {}  # storages that the pickle names, by key
+        self._used: set[str] = set()  # keys of storages that a tensor needs
+        self._named = 0  # bytes of mapped tensors, counted for each name
+        self._copied = 0  # bytes of strided tensors, which are copied
+        self._odd = ""  # the class of an object that is not plain data
+        self._is_over = False  # remaining checksums need not be computed
 
     @functools.cached_property
     def _memory(self) -> mmap.mmap:
@@ -335,14 +333,14 @@ class _Reader:
         while block:
             try:
                 count = os.preadv(self._number, [block], at)
-            except OSError as error:  # it would be taken for one of the pickle
+            except OSError as error:  # otherwise it would look like an error in the pickle
                 raise error_of_system(error, "read", self._path) from error
             if not count:
                 raise self._error_of("changed while it was read", CorruptError)
             block, at = block[count:], at + count
 
     def _span_of_entry(self, name: str) -> tuple[int, int]:
-        """Where an entry's bytes begin and end."""
+        """Returns where an entry's bytes begin and end."""
         if name in self._spans:
             return self._spans[name]
         info = self._entries.get(self._folder + name)
@@ -351,7 +349,7 @@ class _Reader:
         start = self._base + info.header_offset
         head = self._read_bytes(start, start + 30) if self._base <= start <= self._end - 30 else b""
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or head[:4] != b"PK\3\4":
-            raise self._error_of(f"{name} is not stored as it is")
+            raise self._error_of(f"{name} is compressed or encrypted")
         start += 30 + sum(struct.unpack("<HH", head[26:]))
         if start + info.file_size > self._end:
             raise self._error_of(f"{name} is cut short")
@@ -359,17 +357,17 @@ class _Reader:
         return self._spans[name]
 
     def _stored_sum(self, name: str) -> int:
-        return self._entries[self._folder + name].CRC  # 0: torch.save computed none, after set_crc32_options(False)
+        return self._entries[self._folder + name].CRC  # 0: torch.save wrote none, after set_crc32_options(False)
 
     def _compare_sum(self, name: str, total: int) -> None:
-        """Refuses an entry with other bytes than were written. total: the checksum of what was read."""
+        """Raises CorruptError if an entry's bytes are not those that were written. total: the computed checksum."""
         stored_sum = self._stored_sum(name)
         if stored_sum and total != stored_sum:
             why = f"checksum mismatch of {name}: {stored_sum:08x}, not {total:08x}: copy or fetch it again"
             raise self._error_of(why, CorruptError)
 
     def _compare_storage(self, name: str) -> None:
-        # As `_compare_sum`, of bytes that are read for it alone, block by block.
+        # Like `_compare_sum`, but reads the bytes itself, block by block.
         if not self._stored_sum(name):
             return
         start, end = self._span_of_entry(name)
@@ -383,14 +381,14 @@ class _Reader:
         self._compare_sum(name, total)
 
     def _compare_storages(self, names: list[str]) -> None:
-        """`_compare_storage` of entries that lie apart: of those that share bytes, each would be read whole."""
+        """Calls `_compare_storage` for entries that do not overlap. Of entries that share bytes, each is read whole."""
         spans = sorted(map(self._span_of_entry, names))
         if any(low[1] > high[0] for low, high in itertools.pairwise(spans)):
             raise self._error_of("its entries overlap")
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
             try:
                 list(start_thread(pool.map, self._compare_storage, names))
-            finally:  # after an error, or Ctrl-C, the pool waits for those that are being read
+            finally:  # after an error or Ctrl-C the pool still waits for running reads
                 self._is_over = True
 
     def read_root(self) -> Any:
@@ -401,7 +399,7 @@ class _Reader:
                 raise self._error_of("its numbers are big-endian", NotSupportedError)
         start, end = self._span_of_entry("data.pkl")
         if end - start > _MOST:
-            raise self._error_of(f"its pickle has {end - start} bytes")
+            raise self._error_of(f"its pickle has {end - start} bytes: expected {_MOST} or fewer")
         data = self._read_bytes(start, end)
         self._compare_sum("data.pkl", zlib.crc32(data))
         return run_machine(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
@@ -421,8 +419,8 @@ class _Reader:
         visits: set[int] = set()
         self._walk_value(contents, root, at, visits)
         if orphans := self._made - len(visits) + len(self._storages) - len(self._used):
-            what = f"objects of {self._odd}" if self._odd else "objects that are not data"
-            why = f"{orphans} tensors lie in {what}: load it with the library that wrote it"
+            what = f"objects of {self._odd}" if self._odd else "objects that are not plain data"
+            why = f"{orphans} tensors are inside {what}: load it with the library that wrote it"
             raise self._error_of(f"{why}, and save its state_dict()", NotSupportedError)
         if compare:
             self._compare_storages([f"data/{key}" for key in self._storages])
@@ -438,30 +436,30 @@ class _Reader:
             and type(pid[4]) is int
         ):
             storage = _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES), pid[4])
-            # torch takes the first for all of that key: another reader would have other tensors.
+            # torch uses the first storage for all of that key: another reader would get other tensors.
             if self._storages.setdefault(storage.key, storage) != storage:
-                raise self._error_of(f"data/{storage.key:.200} is named by two types or lengths")
+                raise self._error_of(f"data/{storage.key:.200} is used with two dtypes or lengths")
             start, end = self._span_of_entry(f"data/{storage.key}")
             if (end - start) // (BITS[storage.dtype] // 8) != storage.numel:
-                why = f"data/{storage.key:.200} has {end - start} bytes, not {storage.numel} of {storage.dtype}"
+                why = f"data/{storage.key:.200} has {end - start} bytes: expected {storage.numel} of {storage.dtype}"
                 raise self._error_of(why)
             return storage
         raise self._error_of("a reference to a tensor is malformed")
 
     def _dtype_of(self, name: str, table: dict[str, str]) -> str:
         if name not in table:
-            raise self._error_of(f"safetensors has no type {name[:50]}", NotSupportedError)
+            raise self._error_of(f"safetensors has no dtype {name[:50]}", NotSupportedError)
         return table[name]
 
     def rebuild_tensor(self, name: str, args: tuple[Any, ...]) -> _Tensor:
-        """The tensor of a call of torch's functions that rebuild one."""
+        """Returns the tensor for a call of one of torch's functions that rebuild tensors."""
         if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args and type(args[0]) is _Tensor:
             return args[0]
         if name not in _LAZY_BITS or len(args) < 4:
             kind = name.removeprefix("_rebuild_")[:50]
             raise self._error_of(f"it has a tensor that safetensors lacks ({kind})", NotSupportedError)
-        if any(args[_LAZY_BITS[name] :]):  # the elements are others than the storage's bytes
-            why = "lazily conjugated or negated: save what resolve_conj() and resolve_neg() return"
+        if any(args[_LAZY_BITS[name] :]):  # the elements differ from the storage's bytes
+            why = "lazily conjugated or negated: save the result of resolve_conj() and resolve_neg()"
             raise self._error_of(f"it has a tensor that is {why}", NotSupportedError)
         storage, offset, shape, strides = args[:4]
         if type(storage) is not _Storage or type(offset) is not int or not 0 <= offset < 1 << 62:
@@ -476,15 +474,15 @@ class _Reader:
         if type(strides) is not tuple or any(type(s) is not int or s < 0 for s in strides):
             raise self._error_of("a tensor is malformed")
         strides = tuple(s * item for s in strides)
-        first = 0 if type(shape) is tuple and 0 in shape else offset * item  # no byte is read, wherever it begins
+        first = 0 if type(shape) is tuple and 0 in shape else offset * item  # an empty tensor may begin anywhere
         if not inside(shape, strides, first, item, end - start):
-            raise self._error_of("a tensor lies outside its storage")
+            raise self._error_of("a tensor extends beyond its storage")
         self._made += 1
         self._used.add(storage.key)
         return _Tensor(storage, dtype, shape, strides, first)
 
     def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
-        # One object may have many paths, and one key many objects below it.
+        # One object may have many paths, and one key may occur in many paths.
         self._budget.charge_work(1)
         self._budget.charge_memory(_ENTRY + sum(map(len, at)))
         name = ".".join(at)
@@ -495,10 +493,10 @@ class _Reader:
             kind = _kind_of(value)
             self._budget.charge_memory(len(kind))
             self._odd = self._odd or kind
-            found.left.append(f"{name or 'all of it'}: {kind}")
+            found.left.append(f"{name or 'the whole file'}: {kind}")
         elif isinstance(value, dict) and len(at) < 64:
             for key, part in value.items():
-                if (text := self._text_of_key(key)) is None:  # tensors below it are missed in the end
+                if (text := self._text_of_key(key)) is None:  # tensors below it count as missing in the end
                     kind = _kind_of(key)
                     self._budget.charge_memory(len(kind))
                     found.left.append(f"{name}: an entry that has a key of {kind}".removeprefix(": "))
@@ -508,7 +506,7 @@ class _Reader:
             self._budget.charge_memory(size)
             plain = list(value) if isinstance(value, (list, tuple)) else value
             if name in found.values:
-                found.left.append(f"{name}: another value of this name ({type(value).__name__})")
+                found.left.append(f"{name}: another value with this name ({type(value).__name__})")
             else:
                 found.values[name] = plain
         elif isinstance(value, (list, tuple)) and len(at) < 64:
@@ -518,7 +516,7 @@ class _Reader:
             found.left.append(f"{name}: {_kind_of(value)}")
 
     def _text_of_key(self, key: Any) -> str | None:
-        """What a key is in a name: it is a plain value, or a tuple of them; None for all else."""
+        """Returns a key as part of a name, if it is a plain value or a tuple of them; None otherwise."""
         parts = key if type(key) is tuple else (key,)
         self._budget.charge_work(len(parts))
         size = 0
@@ -531,7 +529,7 @@ class _Reader:
         return key if type(key) is str else str(key)
 
     def _size_of_plain(self, value: Any) -> int | None:
-        """About the bytes of a plain value, or of a list of them; None for all else."""
+        """Returns the approximate bytes of a plain value, or of a list of them; None for other objects."""
         kind = type(value)
         if kind is str:
             return len(value) if value.isascii() or not _SURROGATE.search(value) else None
@@ -547,7 +545,7 @@ class _Reader:
 
     def _bytes_of(self, name: str, tensor: _Tensor) -> Bytes:
         if tensor.dtype == "F4" and not tensor.shape:
-            why = f"{name} is a float4 tensor of no dimension, which safetensors lacks: reshape it to (1,)"
+            why = f"{name} is a float4 tensor without dimensions, which safetensors lacks: reshape it to (1,)"
             raise self._error_of(why, NotSupportedError)
         start, _ = self._span_of_entry(f"data/{tensor.storage.key}")
         item = BITS[tensor.dtype] // 8 or 1
@@ -570,7 +568,7 @@ class _Reader:
             try:
                 import numpy as np
             except ImportError:
-                raise self._error_of(f"{name} is strided, which takes numpy to read", NotSupportedError) from None
+                raise self._error_of(f"{name} is strided, and reading it needs numpy", NotSupportedError) from None
             self._copied += size
             if self._copied > self._end - self._base + _SPARE:  # one number may stand for any number of them
                 why = f"with {name}, its strided tensors have {self._copied} bytes, more than the file"
@@ -581,7 +579,7 @@ class _Reader:
         return TensorSpec.of(CALLED[tensor.dtype], tensor.shape, data).describe()
 
     def _fill_array(self, out: Any, start: int, strides: tuple[int, ...]) -> None:
-        """Fills an array with the elements that lie `strides` apart, by reads of at most _STEP bytes."""
+        """Fills an array with elements that are `strides` apart, in reads of at most _STEP bytes."""
         import numpy as np
 
         reach = [(size - 1) * stride for size, stride in zip(out.shape, strides, strict=True)]

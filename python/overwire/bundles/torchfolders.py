@@ -51,29 +51,27 @@ def convert(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
-    """Rewrites a model: plain to compressed, compressed to plain
-    (compress=False), other shards. Memory does not grow with the model.
+    """Rewrites a model: plain to compressed, compressed to plain (compress=False), or into other shards. Memory use
+    does not grow with the model.
 
-    A plain file that was compressed alone is restored byte for byte, including its
-    header; its SHA-256 is compared before the file appears (`Report.originals`).
+    A plain file that was compressed as a single file is restored byte for byte, including its header. Its SHA-256 is
+    compared before the file appears (`Report.originals`).
 
-    Files of torch.save (.bin, .pt, .pth, .ckpt), and local folders of them, are read
-    without running any code of theirs: see the page on folders.
+    torch.save files (.bin, .pt, .pth, .ckpt), and local folders of them, are read without running any of their
+    code: see the page on folders.
 
-    source: what `inspect` takes, a file or folder of torch.save, or a list of files.
+    source: anything that `inspect` takes, a torch.save file or folder, or a list of files.
     path: the file, or a folder if it ends in a slash, or if the source is a folder or
         several files and it does not end in .safetensors.
-    level, metadata, max_shard_size: as for `save_file`; metadata None keeps the
-        metadata of the source.
-    sha256: whether a compressed file keeps the SHA-256 of the local file that it was made
-        from, by which its restoration is proven. One core computes it, about 1 GB/s for
-        each file; without it, the header and the hashes of the tensors are the proof.
-    storage_options: as for `load_file`, for source and path; `decryption_*` are
-        for the source and `encryption_*`, as for `save_file`, for the path. From
-        .tensors to .tensors, types, modules and every dtype stay: so files are
-        encrypted, decrypted, or given another key.
+    level, metadata, max_shard_size: as for `save_file`; metadata None keeps the source's metadata.
+    sha256: whether a compressed file keeps the SHA-256 of the local file that it was made from, which proves that
+        it can be restored. One core computes it, at about 1 GB/s for each file. Without it, the header and the
+        hashes of the tensors are the proof.
+    storage_options: as for `load_file`, for source and path. `decryption_*` applies to the source, and
+        `encryption_*` to the path, as for `save_file`. From .tensors to .tensors, types, modules and every dtype
+        are kept, so files can be encrypted, decrypted, or given another key.
 
-    Returns a Report; raises what loading and saving raise.
+    Returns a Report. Raises the errors of loading and saving.
     """
     options: dict[str, Any] = {
         "compress": compress, "level": level, "metadata": metadata, "max_shard_size": max_shard_size
@@ -124,13 +122,13 @@ def _plain_name(name: str) -> str:
 
 @contextlib.contextmanager
 def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Those of the sources that torch.save wrote as plain files and folders, the others as they are;
-    and what of them has no place there: large files that are no weights, and objects that are not data.
+    """Yields the sources, with torch.save files and folders replaced by plain ones, and a list of
+    what the plain ones leave out: large files without weights, and objects that are not plain data.
 
-    target: what is written from them; the temporary files lie on its disk where it is local."""
+    target: the path to be written. If it is local, the temporary files are on its disk."""
     parent = os.path.dirname(os.path.abspath(target)) if not is_remote(target) else tempfile.gettempdir()
     if not os.path.isdir(parent):
-        raise NotFoundError(f"overwire: save {target}: there is no folder {parent}", source=target)
+        raise NotFoundError(f"overwire: save {target}: the folder {parent} does not exist", source=target)
     with classed_errors(target):
         _sweep_leftovers(parent)
         top, lock = _locked_folder(parent)
@@ -144,14 +142,14 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
             raise
     finally:
         try:
-            with contextlib.suppress(OSError):  # a later conversion removes the rest
+            with contextlib.suppress(OSError):  # a later conversion removes leftovers
                 shutil.rmtree(top, ignore_errors=True)
         finally:
             os.close(lock)
 
 
 def _name_sources(error: OverwireError, sources: Mapping[str, str]) -> None:
-    """Makes an error name the sources instead of the plain files that were made of them."""
+    """Makes an error name the sources instead of the plain files made from them."""
     for plain, source in sources.items():
         error.args = tuple(str(text).replace(plain, source) for text in error.args)
         error.source = error.source and error.source.replace(plain, source)
@@ -176,10 +174,10 @@ def _write_plain_models(sources: list[str], top: str, into_file: bool) -> tuple[
 
 
 def _locked_folder(parent: str) -> tuple[str, int]:
-    """A new temporary folder, and the descriptor that has it locked."""
+    """Makes a temporary folder. Returns its path, and the descriptor that locks it."""
     while True:
         top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
-        with contextlib.suppress(FileNotFoundError):  # swept before it was locked
+        with contextlib.suppress(FileNotFoundError):  # another conversion removed it before it was locked
             lock = -1
             try:
                 lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
@@ -196,7 +194,7 @@ def _locked_folder(parent: str) -> tuple[str, int]:
 
 
 def _sweep_leftovers(parent: str) -> None:
-    """Removes what conversions have left that were killed: no process has it locked."""
+    """Removes the folders of killed conversions, which no process locks."""
     for name in os.listdir(parent):
         if name.startswith(_MARK):
             path = os.path.join(parent, name)
@@ -293,7 +291,7 @@ def _is_companion(root: str, path: str) -> bool:
 
 
 def _is_large(path: str) -> bool:
-    """Whether a file is of a format of weights, and too large to be copied along."""
+    """Whether a file has a format for weights, and is too large to be copied along."""
     return os.path.splitext(path)[1].lower() in OTHER_WEIGHTS and os.path.getsize(path) > MOST_OTHER
 
 
@@ -301,7 +299,7 @@ def _link_or_copy(path: str, target: str) -> None:
     real = os.path.realpath(path)
     try:
         os.link(real, target)
-    except OSError:  # another file system
+    except OSError:  # it is on another file system
         shutil.copy(real, target)
 
 

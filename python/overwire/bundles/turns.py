@@ -1,7 +1,7 @@
-"""Writers of one bundle take turns, in all processes that reach its folder.
+"""Makes writers of one bundle take turns, in all processes that can reach its folder.
 
-A writer locks a hidden file in the folder and removes it when it is done. A lock ends
-with its process, so that a file which a killed writer has left is in no one's way.
+A writer locks a hidden file in the folder and removes it at the end. A lock ends
+with its process, so a killed writer's file blocks nobody.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..files import lock_file
 
 
 class Turn:
-    """A lock file that a thread of this process has, or waits for; `saver` is the save in the
-    background that has taken it over from the thread."""
+    """A lock file that a thread of this process has, or waits for. `saver` is the background save
+    that has taken it over from the thread."""
 
     def __init__(self, device: int, inode: int) -> None:
         self._file, self._thread = (device, inode), threading.get_ident()
         self.saver: Saver | None = None
 
     def is_own(self, device: int, inode: int) -> bool:
-        """Whether it is of that file, and this thread would wait for itself."""
+        """Whether it is the lock of that file, and this thread would wait for itself."""
         owner = self._thread if self.saver is None else self.saver._thread
         return self._file == (device, inode) and owner == threading.get_ident()
 
@@ -36,19 +36,19 @@ _taken: list[Turn] = []
 
 @contextlib.contextmanager
 def turn_of(path: str) -> Iterator[Turn]:
-    """Waits until no one else is in a `turn_of` the same path. Raises OSError, and
-    ArgumentError where the thread itself is in one: it would wait for itself.
+    """Waits until nobody else is in a `turn_of` with the same path. Raises OSError, and
+    ArgumentError if this thread itself is in one, because it would wait for itself.
 
-    Where there are no locks, the caller alone must write: see `lock_file`.
+    If the file system has no locks, only the caller may write: see `lock_file`.
     """
     number, turn = _lock_file(path)
     try:
         yield turn
     finally:
-        with contextlib.suppress(OSError):  # removed by hand
+        with contextlib.suppress(OSError):  # somebody has removed it
             os.unlink(path)
         with contextlib.suppress(OSError):
-            fcntl.flock(number, fcntl.LOCK_UN)  # a child of fork may have the file open, too
+            fcntl.flock(number, fcntl.LOCK_UN)  # a forked child may also have the file open
         _taken.remove(turn)
         os.close(number)
 
@@ -70,7 +70,7 @@ def _lock_file(path: str) -> tuple[int, Turn]:
             os.close(number)
             raise
         _taken.remove(turn)
-        os.close(number)  # the writer before has removed it
+        os.close(number)  # the previous writer has removed it
 
 
 def _note_owner(number: int, path: str) -> Turn:

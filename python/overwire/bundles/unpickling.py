@@ -1,6 +1,6 @@
-"""The unpicklers of bundles: they ask for blobs while these are still landing.
+"""Unpickles bundles. Blobs are requested while they are still being loaded.
 
-A trusted pickle is Python's business; one that is not goes through `machine`.
+Python itself unpickles trusted pickles; `machine` interprets all others.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .tensors import tensor_v3
 
 
 class Blobs(Protocol):
-    """The bytes beside a pickle, by blob number."""
+    """The bytes that belong to a pickle, by blob number."""
 
     def storage(self, blob: int, size: int) -> Any:
-        """A torch UntypedStorage; the same one each time. Waits for it."""
+        """Waits for a blob, and returns it as a torch UntypedStorage, the same one each time."""
 
     def base(self, blob: int, size: int) -> Any:
-        """A flat uint8 numpy array; the same one each time. Waits for it."""
+        """Waits for a blob, and returns it as a flat uint8 numpy array, the same one each time."""
 
 
 class _References:
-    """Turns persistent ids into storages and arrays, trusting none of them."""
+    """Turns persistent ids into storages and arrays, and trusts none of the ids."""
 
     def __init__(self, blobs: Blobs, source: str, budget: Budget | None) -> None:
         self._blobs = blobs
@@ -38,10 +38,10 @@ class _References:
         self._known: set[int] = set()
 
     def get(self, pid: Any) -> Any:
-        """What a persistent id stands for; FormatError if it is malformed."""
+        """Returns the object for a persistent id. Raises FormatError if it is malformed."""
         if type(pid) is int or type(pid) is str and pid.isdigit():
             raise NotSupportedError(
-                f"overwire: unpickle {self._source}: it was written by nyacomp itself; load it there and compress "
+                f"overwire: unpickle {self._source}: nyacomp itself wrote it: load it there and compress "
                 f"it again with overwire",
                 source=self._source,
             )
@@ -98,7 +98,7 @@ class _References:
             array = np.ndarray(shape, kind, base, offset, strides)
         elif 0 in shape or not kind.itemsize:
             if self._budget is not None:
-                self._budget.charge_memory(kind.itemsize)  # numpy takes an element's size for none
+                self._budget.charge_memory(kind.itemsize)  # numpy allocates one element even for none
             array = np.empty(shape, kind)
         else:
             raise self._refuse_reference()
@@ -107,12 +107,12 @@ class _References:
         return array
 
 
-# Of arrays: dimensions, and sizes in bytes, below which numpy's sums do not wrap.
+# Limits for arrays, below which numpy's sums do not wrap: dimensions, and sizes in bytes.
 _DIMS, _LIMIT = 64, 1 << 62
 
 
 def inside(shape: Any, strides: Any, offset: int, item: int, size: int) -> bool:
-    """Whether an array lies within `size` bytes, computed in Python's integers:
+    """Whether an array lies within `size` bytes, computed in Python integers, because
     numpy's own check wraps around."""
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides) or len(shape) > _DIMS:
         return False
@@ -133,7 +133,7 @@ def inside(shape: Any, strides: Any, offset: int, item: int, size: int) -> bool:
 
 
 class _Trusting(pickle.Unpickler):
-    """Imports and calls whatever the pickle says."""
+    """Imports and calls everything that the pickle names."""
 
     def __init__(self, data: bytes, references: _References) -> None:
         super().__init__(io.BytesIO(data))
@@ -149,7 +149,7 @@ class _Trusting(pickle.Unpickler):
 
 
 def load(data: bytes, blobs: Blobs, source: str, trust: bool) -> Any:
-    """Unpickles `data`; UntrustedPickleError as `load_compressed_pickle` says."""
+    """Unpickles `data`. Raises UntrustedPickleError as `load_compressed_pickle` describes."""
     if trust:
         return _Trusting(data, _References(blobs, source, None)).load()
     budget = Budget(source, len(data))
@@ -163,12 +163,12 @@ class _NoNames(AllowList):
 
 
 def load_plain(data: bytes, source: str) -> Any:
-    """Unpickles numbers, texts and containers of them, which name nothing and
-    refer to no blob: UntrustedPickleError for anything else, FormatError."""
-    budget = Budget(source, len(data), "Nothing of it was run")
+    """Unpickles numbers, texts and containers of them. Raises UntrustedPickleError for pickles that
+    name globals or refer to blobs, and FormatError."""
+    budget = Budget(source, len(data), "Nothing in it was run")
 
     def refuse_reference(pid: Any) -> Any:
-        raise budget.refuse("it refers to something beside it")
+        raise budget.refuse("it refers to data outside of the pickle")
 
     return run_machine(Machine(data, _NoNames(budget), refuse_reference), source)
 
@@ -184,8 +184,8 @@ def run_machine(machine: Machine, source: str) -> Any:
             ) from error
         raise
     except Exception as error:
-        # A hostile or broken pickle can raise anything; the caller gets one class.
-        # Arguments of the error that are not text come from the pickle.
+        # A hostile or broken pickle can raise anything, but the caller gets one class.
+        # Arguments of the error other than str come from the pickle.
         reason = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise OutOfMemoryError(f"overwire: unpickle {source}: {reason}", source=source) from error

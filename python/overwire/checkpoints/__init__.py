@@ -1,4 +1,4 @@
-"""Checkpoints of training, written and read through `torch.distributed.checkpoint`.
+"""Writes and reads training checkpoints through `torch.distributed.checkpoint`.
 
     import torch.distributed.checkpoint as dcp
     from overwire.checkpoints import CheckpointReader, CheckpointWriter
@@ -7,8 +7,8 @@
     storage_writer=CheckpointWriter("step-100"))
     dcp.load(state, storage_reader=CheckpointReader("step-100"))
 
-The folder is a model as well: `load_file("step-100")` gives the tensors below "model",
-whole, also those that the ranks had in shards.
+The folder is also a model: `load_file("step-100")` returns the tensors below "model", whole, even if the
+ranks had them in shards.
 """
 
 from ..errors import MissingPackageError

@@ -1,8 +1,8 @@
-"""Host memory of a stager, which the other ranks of the host can map: a rank that gathers a
-tensor then copies their blocks from there, and nothing is sent.
+"""Gives a stager host memory that the other ranks of the host can map. A rank that gathers a tensor
+copies other ranks' blocks from there, and nothing is sent.
 
-A buffer is a memory file without a name in any folder. Another process of the user reaches
-it through /proc, and knows it by a random name.
+A buffer is a memory file without a name in any folder. Other processes of the same user open it through /proc,
+and recognise it by a random name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from .._imports import start_thread
 from ..errors import OutOfMemoryError
 
-# What one thread allocates at once.
+# The bytes that one thread allocates at once.
 _STEP = 64 << 20
 
 
@@ -33,29 +33,29 @@ class _Buffer(NamedTuple):
 
 
 class BufferOffset(NamedTuple):
-    """Where a block is in the buffers of an offer."""
+    """The position of a block in the buffers of an offer."""
 
     buffer: int
     offset: int
 
 
 class Offer(NamedTuple):
-    """The buffers of a process, as it tells the others: its host, its id, and of each the descriptor, name and
-    bytes."""
+    """Tells other processes about this one's buffers: the host, the process id, and each buffer's descriptor, name
+    and bytes."""
 
     host: str
     process: int
     buffers: tuple[tuple[int, str, int], ...]
 
 
-_buffers: dict[int, _Buffer] = {}  # those of this process, by address
+_buffers: dict[int, _Buffer] = {}  # of this process, by address
 
 
 def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
-    """New memory of that many bytes, zero, which other processes can map while any tensor has it.
+    """Allocates nbytes of zeroed memory, which other processes can map while any tensor uses it.
 
-    pinned: for copies of a GPU. Raises OutOfMemoryError. Where the system gives no memory files, other
-    processes cannot map it: what lies in it is sent."""
+    pinned: page-locked, for copies from a GPU. Raises OutOfMemoryError. If the system has no memory files,
+    other processes cannot map the memory, and blocks in it are sent."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     name = f"overwire-{secrets.token_hex(12)}"
@@ -71,12 +71,12 @@ def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
         begin = ctypes.addressof(array)
         if pinned and int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 1)):  # type: ignore[no-untyped-call]
             raise OutOfMemoryError(
-                f"overwire: CheckpointStager: {nbytes} bytes of the host cannot be pinned", asked=nbytes
+                f"overwire: CheckpointStager: cannot pin {nbytes} bytes of host memory", asked=nbytes
             )
     except OSError as error:
         os.close(descriptor)
         raise OutOfMemoryError(
-            f"overwire: CheckpointStager: {nbytes} bytes of the host: {error.strerror}", asked=nbytes
+            f"overwire: CheckpointStager: cannot allocate {nbytes} bytes of host memory: {error.strerror}", asked=nbytes
         ) from error
     except BaseException:
         os.close(descriptor)
@@ -94,7 +94,7 @@ def _release(begin: int, pinned: bool, process: int) -> None:
 
 
 def offer_buffers() -> Offer:
-    """What this process tells the others. Its buffers keep their places in it until the next call."""
+    """Returns the offer of this process. Its buffers keep their positions in it until the next call."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             host = file.read().strip()
@@ -104,19 +104,19 @@ def offer_buffers() -> Offer:
 
 
 def find_block(tensor: torch.Tensor, offer: Offer) -> BufferOffset | None:
-    """Where a tensor is in this process's buffers; None: in none, or not contiguous."""
+    """Returns a tensor's position in this process's buffers, or None if it is in none or not contiguous."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     begin = tensor.data_ptr()
     for one in list(_buffers.values()):
         if one.begin <= begin and begin + tensor.nbytes <= one.begin + one.nbytes:
-            with contextlib.suppress(ValueError):  # a buffer that came after the offer
+            with contextlib.suppress(ValueError):  # the buffer is newer than the offer
                 return BufferOffset(offer.buffers.index((one.descriptor, one.name, one.nbytes)), begin - one.begin)
     return None
 
 
 def map_buffers(offer: Offer) -> list[torch.Tensor] | None:
-    """Another process's buffers; None if it is on another host, or this one may not map them."""
+    """Maps another process's buffers. Returns None if it is on another host, or may not be mapped."""
     if not offer.host or offer.host != offer_buffers().host:
         return None
     tensors = []

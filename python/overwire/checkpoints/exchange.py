@@ -1,10 +1,10 @@
-"""What the ranks of a save send each other: blocks of tensors, and whether all is well.
+"""Exchanges blocks of tensors between the ranks of a save, and tells every rank whether all is well.
 
-Blocks that a stager has put into host memory are not sent to ranks of the same host: these
-map that memory (buffers), and copy them from there.
+Blocks that a stager has put into host memory are not sent to ranks on the same host. These map the memory
+(see buffers) and copy the blocks.
 
-Every rank runs the same rounds. Before each they tell each other whether the last one went
-well, so that an error on one ends the save on all.
+Every rank runs the same rounds. Before each round they tell each other whether the last one succeeded, so that
+an error on one rank ends the save on all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..frameworks.spec import JoinedTensor
 from .buffers import BufferOffset, find_block, map_buffers, offer_buffers
 from .schedule import Block, Duty, Entry, Round
 
-#: A place in a tensor, and the block that belongs there.
+#: A destination in a tensor, and the block to copy there.
 Copy = tuple[torch.Tensor, torch.Tensor]
 
 #: A tensor that a rank saves.
@@ -32,7 +32,7 @@ Gathered = Union["torch.Tensor", JoinedTensor]
 
 
 class Exchange:
-    """The exchange of one save, on this rank. tensor: gives the block of an index."""
+    """The exchange of one save, on this rank. tensor: returns the block with an index."""
 
     def __init__(self, group: Any, duty: Duty, tensor: Callable[[MetadataIndex], torch.Tensor]) -> None:
         self._duty, self._tensor = duty, tensor
@@ -40,17 +40,17 @@ class Exchange:
         self._group = group
         self._device: torch.device | None = None  # where blocks are sent from and to
         self._broken = False  # all ranks know of an error
-        #: False after an error while messages were sent: some may be left in the group.
+        #: False after an error during a transfer: messages may be left in the group.
         self.group_is_usable = True
-        # Blocks that a rank may copy from this one's memory.
+        # (rank, index): the rank may copy this block from this process's memory.
         self._shared: set[tuple[int, MetadataIndex]] = set()
-        self._readers: set[int] = set()  # the ranks that do
-        # By rank, its memory and the places of its blocks.
+        self._readers: set[int] = set()  # the ranks that do so
+        # By rank: its mapped memory, and the positions of its blocks there.
         self._sources: dict[int, tuple[list[torch.Tensor], Iterator[BufferOffset | None]]] = {}
 
     def run(self, work: Callable[[Round], None], finish: Callable[[], None]) -> None:
-        """Runs all rounds, then `finish`. Raises what fails on this rank, and CancelledError for what fails on
-        another."""
+        """Runs all rounds, then `finish`. Raises this rank's own error, and CancelledError if another rank
+        failed."""
         if self._alone:
             for step in self._duty.rounds:
                 work(step)
@@ -59,7 +59,7 @@ class Exchange:
         group = dist.group.WORLD if self._group is None else self._group
         if group is None or dist.get_world_size(group) != self._duty.ranks or dist.get_rank(group) != self._duty.rank:
             raise ArgumentError(
-                "overwire: CheckpointWriter: the save has another group: give it as process_group=, too"
+                "overwire: CheckpointWriter: the save uses another group: give that as process_group="
             )
         self._group = group
         self._agree_on_ways()
@@ -71,13 +71,13 @@ class Exchange:
 
     @contextlib.contextmanager
     def _ending_together(self) -> Iterator[None]:
-        """Collective: what fails within on one rank ends the save on all of them."""
+        """Collective: an error inside this context on one rank ends the save on all."""
         try:
             yield
         except BaseException as error:
             if not self._broken:
-                self._broken = True  # blocks lie in each other: it is said once
-                with contextlib.suppress(Exception):  # the first error counts
+                self._broken = True  # contexts are nested: the error is reported once
+                with contextlib.suppress(Exception):  # the first error is raised
                     self._agree_on_error(error)
             raise
         self._agree_on_error(None)
@@ -87,12 +87,12 @@ class Exchange:
         for rank, name in enumerate(self._tell(None if error is None else type(error).__name__)):
             if name is not None and rank != self._duty.rank and error is None:
                 self._broken = True
-                raise CancelledError(f"overwire: the save ends, because rank {rank} has failed")
+                raise CancelledError(f"overwire: the save was cancelled because rank {rank} failed")
 
     def _agree_on_ways(self) -> None:
-        """Collective: where blocks are gathered, and which of them are copied from other ranks' memory."""
+        """Collective: decides where blocks are gathered, and which ones are copied from other ranks' memory."""
         offer = offer_buffers()
-        offsets: dict[int, list[BufferOffset | None]] = {}  # of the blocks for each rank, in their order
+        offsets: dict[int, list[BufferOffset | None]] = {}  # by rank: positions of the blocks it needs, in order
         with self._ending_together():
             here = {self._tensor(block.index).device.type for block in self._own_blocks()}
             for step in self._duty.rounds:
@@ -126,7 +126,7 @@ class Exchange:
                 self._sources[rank] = (memory, iter(answers[rank][1].get(self._duty.rank, ())))
 
     def _tell(self, what: Any) -> list[Any]:
-        """Collective: what each rank tells the others."""
+        """Collective: returns what each rank passed."""
         there: list[Any] = [None] * self._duty.ranks
         with self._sending():
             dist.all_gather_object(there, what, group=self._group)
@@ -147,15 +147,15 @@ class Exchange:
                     yield from (block for block in entry.blocks if block.rank == self._duty.rank)
 
     def gather(self, step: Round) -> tuple[dict[str, Gathered], list[Copy]]:
-        """The round's tensors, by name; those that this rank alone has are its own. They are whole
-        once the copies are made, by `copy_blocks`, before the save ends."""
+        """Returns the round's tensors by name. Tensors that only this rank has are returned as they are. The others
+        are complete after `copy_blocks` has made the copies, which must happen before the save ends."""
         out: dict[str, Gathered] = {}
         copies: list[Copy] = []
         operations: list[Any] = []
         if self._alone:
             entries = [entry for entry in step.entries if entry.dtype is not None]
             return {entry.name: self._tensor(entry.blocks[0].index) for entry in entries}, []
-        with self._ending_together():  # memory may be short on one rank: then none waits for blocks
+        with self._ending_together():  # if one rank runs out of memory, no rank waits for its blocks
             for peer, index in step.sends:
                 if peer not in self._readers or (peer, index) not in self._shared:
                     block = _raw_bytes(self._tensor(index).to(self._device))
@@ -173,7 +173,7 @@ class Exchange:
         return dist.P2POp(operation, block, dist.get_global_rank(self._group, rank), self._group)
 
     def _whole_tensor(self, entry: Entry, operations: list[Any], copies: list[Copy]) -> Gathered:
-        # A tensor of this rank, of which other ranks' blocks come by the operations and the copies.
+        # Returns a tensor that this rank writes. The operations and copies bring the other ranks' blocks.
         if len(entry.blocks) == 1 and entry.blocks[0].rank == self._duty.rank:
             return self._tensor(entry.blocks[0].index)
         rows = all(block.sizes[1:] == entry.shape[1:] for block in entry.blocks)
@@ -195,7 +195,7 @@ class Exchange:
         return whole
 
     def _joined_tensor(self, entry: Entry, operations: list[Any]) -> JoinedTensor:
-        # A tensor of the host whose blocks are rows: they are saved from where they are.
+        # A tensor in host memory whose blocks are rows: the blocks are saved without being joined.
         assert entry.dtype is not None
         parts: dict[int, torch.Tensor] = {}
         for block in entry.blocks:
@@ -209,7 +209,7 @@ class Exchange:
         return JoinedTensor([parts[begin] for begin in sorted(parts)])
 
     def _memory_of(self, block: Block, dtype: torch.dtype) -> torch.Tensor | None:
-        # The block in its rank's own memory; None: it is sent.
+        # The block in its rank's mapped memory; None if it is sent.
         if block.rank not in self._sources:
             return None
         memory, offsets = self._sources[block.rank]
@@ -221,7 +221,7 @@ class Exchange:
 
 
 def copy_blocks(copies: list[Copy]) -> None:
-    """Copies blocks to their places, contiguous ones by this thread alone."""
+    """Copies blocks to their destinations, contiguous ones in this thread."""
     for place, block in copies:
         if place.device.type == block.device.type == "cpu" and place.is_contiguous() and block.is_contiguous():
             ctypes.memmove(place.data_ptr(), block.data_ptr(), place.nbytes)
@@ -230,7 +230,7 @@ def copy_blocks(copies: list[Copy]) -> None:
 
 
 def _devices_of(group: Any) -> set[str]:
-    # gloo registers itself for CUDA also, but sends tensors of host memory only.
+    # gloo registers itself for CUDA also, but can send only tensors in host memory.
     return {
         device.type
         for device in group._device_types
@@ -245,5 +245,5 @@ def _place_of(whole: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Backends do not know every dtype.
+    # Backends do not support every dtype.
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -56,11 +56,11 @@ def free_groups(groups: Iterable[OwnGroup]) -> None:
 
 
 def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup]) -> Any:
-    """Returns the group of the torch save that calls this, in its first step; None for the default one.
+    """Returns the group of the torch save that calls this in its first step, or None for the default group.
 
-    Next to training, a save for which the program gave torch no group moves to the writer's group, if that has all
-    ranks, or to a gloo group, which own_groups gets. That is collective. Raises IOFailure, after which torch sends
-    nothing. checkpoint: the path, the same on all ranks."""
+    A save next to training must not use training's group. If the program gave torch no group, the save gets the
+    writer's group if that has all ranks, or else a gloo group, which is added to own_groups. This is collective.
+    Raises IOFailure, and torch then sends nothing. checkpoint: the path, the same on all ranks."""
     wrapper = _wrapper_of_save()
     if wrapper is None:
         return None
@@ -83,26 +83,26 @@ def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup
 
 
 def _meet_at_store(checkpoint: str, own_groups: list[OwnGroup]) -> Any:
-    # The ranks have no group yet, so they count at the store: each takes a number, and the ranks whose numbers
-    # follow one another are those of one save. They use a group that all of them have, or make one.
+    # The ranks have no group yet, so they count in the store. Each rank takes a number, and the ranks with
+    # consecutive numbers belong to one save. They use a group that all of them have, or make one.
     store, size = c10d._get_default_store(), dist.get_world_size()
     key = f"overwire/{hashlib.sha256(checkpoint.encode('utf-8', 'surrogateescape')).hexdigest()}"
     meeting = f"{key}/{(store.add(key, 1) - 1) // size}"
     own_groups[:] = [one for one in own_groups if one.is_there()] or _take_free_groups()
     offers = sorted(own_groups, key=lambda one: one.name)
-    counters = [*(f"{meeting}/{one.name}" for one in offers), f"{meeting}/all"]  # the last tells that a rank has come
+    counters = [*(f"{meeting}/{one.name}" for one in offers), f"{meeting}/all"]  # the last counts arrived ranks
     for counter in counters:
         store.add(counter, 1)
     end, pause = time.monotonic() + c10d.default_pg_timeout.total_seconds(), _PAUSES[0]
     while (here := store.add(counters[-1], 0)) < size:
         if time.monotonic() > end:
             for counter in (*counters, key):
-                store.add(counter, -1)  # so that the next save of this path finds whole counts
+                store.add(counter, -1)  # so that the next save of this path counts from 0
             raise IOFailure(
-                f"overwire: CheckpointWriter: {here} of {size} ranks have begun the save of {checkpoint}: give each"
-                " rank the same path"
+                f"overwire: CheckpointWriter: only {here} of {size} ranks have begun the save of {checkpoint} in time:"
+                " give each rank the same path"
             )
-        # Not store.wait: it would keep the store from training's threads.
+        # store.wait would block training's use of the store meanwhile.
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
     for counter, one in zip(counters, offers, strict=False):
@@ -121,7 +121,7 @@ def _take_free_groups() -> list[OwnGroup]:
 
 
 def _make_group(name: str) -> Any:
-    # A gloo group of all ranks. dist.new_group would take its name from a count that training changes meanwhile.
+    # Makes a gloo group of all ranks. dist.new_group would name it by a count that training changes concurrently.
     ranks = list(range(dist.get_world_size()))
     try:
         new_group: Any = c10d._new_process_group_helper
@@ -139,7 +139,7 @@ def _make_group(name: str) -> Any:
 
 
 def _wrapper_of_save() -> Any:
-    # torch's object that sends the messages of the save that calls this.
+    # Finds the object through which torch sends the messages of the save that calls this.
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     frame = sys._getframe(1)

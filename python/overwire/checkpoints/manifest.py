@@ -1,5 +1,5 @@
-"""checkpoint.json: what a checkpoint has beside its tensors. Written behind them, so that a
-folder with it is whole.
+"""Reads and writes checkpoint.json, which describes a checkpoint. It is written after the tensors, so a
+folder that has it is complete.
 
     {"format": "overwire checkpoint", "version": 2, "save": "0123456789abcdef0123456789abcdef",
      "parts": [{"prefix": "model.", "files": ["model.safetensors"]},
@@ -7,13 +7,12 @@ folder with it is whole.
      "bytes": ["optimizer.param_groups"], "dtypes": {"model.phase": "complex128"},
      "paths": {"model.weight": ["model", "weight"], ...} or null}
 
-A tensor's name in the state is its part's prefix and its name in the files. The tensors
-that `bytes` names hold what torch.save wrote of an object; those of `dtypes` the bytes of a
-tensor whose type of torch safetensors lacks, with one dimension more: those of an element.
-`paths` are the keys that lead to each entry of a nested state. `save` is the id of the save,
-which the metadata of its files have, too (SAVE). Version 1 has neither `save` nor `dtypes`.
-Every byte may come from an attacker: what is read is bounded and checked, and names no file
-outside the folder.
+A tensor's name in the state is its part's prefix plus its name in the files. `bytes` lists the tensors that hold
+the torch.save bytes of an object. `dtypes` lists tensors with a torch dtype that safetensors lacks: they are stored
+as bytes, with an extra last dimension for the bytes of an element. `paths` has the keys that lead to each entry of
+a nested state. `save` is the id of the save, which is also in the metadata of its files (SAVE). Version 1 has
+neither `save` nor `dtypes`. The file may come from an attacker: everything read from it is bounded and checked, and
+it cannot name files outside of the folder.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from ..errors import ArgumentError, FormatError, NotSupportedError
 #: The file's name.
 NAME = "checkpoint.json"
 
-#: In the metadata of a checkpoint's files: the id of the save that has written them. The engine has the same name.
+#: The metadata key, in a checkpoint's files, for the id of their save. The engine has the same name.
 SAVE = "overwire.checkpoint"
 
-#: The folder, in a checkpoint, of what is not the model.
+#: The folder, inside a checkpoint, for everything that is not the model.
 TRAINING = "training"
 
-#: The most bytes of the file.
+#: The largest size of the file, in bytes.
 LIMIT = 64 << 20
 
 _FORMAT = "overwire checkpoint"
@@ -42,25 +41,25 @@ _FILE = re.compile(rf"(?:{TRAINING}/)?model(?:-ow[0-9a-f]{{8}})?(?:-\d{{5,9}}-of
 _SAVE = re.compile(r"[0-9a-f]{32}")
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{1,40}")
 
-# The keys of each version.
+# The keys in each version.
 _KEYS = {1: {"format", "version", "parts", "bytes", "paths"}}
 _KEYS[2] = _KEYS[1] | {"save", "dtypes"}
 
-# The most keys of a path: far more than Python's own recursion lets torch walk.
+# The most keys in a path: far more than Python's recursion limit lets torch walk.
 _DEEP = 1000
 
 Path = tuple[str | int, ...]
 
 
 class Part(NamedTuple):
-    """Files whose tensors have one prefix: the model, or all else. Paths are below the checkpoint."""
+    """Files whose tensors have one prefix: the model, or everything else. Paths are relative to the checkpoint."""
 
     prefix: str
     files: tuple[str, ...]
 
 
 class Manifest(NamedTuple):
-    """What checkpoint.json says. save: "" in version 1. dtypes: by name, as torch calls them."""
+    """The contents of checkpoint.json. save: "" in version 1. dtypes: torch's names of dtypes, by tensor."""
 
     parts: tuple[Part, ...]
     bytes: frozenset[str]
@@ -70,7 +69,7 @@ class Manifest(NamedTuple):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The text of the file. Raises NotSupportedError for more than `decode` takes."""
+    """Returns the text of the file. Raises NotSupportedError if it is more than `decode` accepts."""
     text = json.dumps(
         {
             "format": _FORMAT,
@@ -85,32 +84,32 @@ def encode(manifest: Manifest) -> bytes:
         indent=0,
     ).encode()
     if len(text) > LIMIT:
-        raise NotSupportedError(f"overwire: {NAME}: {len(text)} bytes of names, of which {LIMIT} are supported")
+        raise NotSupportedError(f"overwire: {NAME}: {len(text)} bytes of names: expected {LIMIT} or fewer")
     return text
 
 
 def paths_of(planner_data: Any) -> dict[str, Path] | None:
-    """The paths that a planner of torch gives, checked. Raises NotSupportedError for other data of planners."""
+    """Returns the checked paths that torch's planner gives. Raises NotSupportedError for other planner data."""
     if planner_data is None:
         return None
     if not isinstance(planner_data, dict):
         raise NotSupportedError(
-            f"overwire: the planner's data are a {type(planner_data).__name__}: only paths of names are stored"
+            f"overwire: the planner's data is a {type(planner_data).__name__}: only paths of names can be stored"
         )
     for name, path in planner_data.items():
         if not isinstance(name, str) or not _is_path(path, tuple):
             raise NotSupportedError(
-                f"overwire: the planner's data of {name!r} are {path!r:.200}: only paths of names are stored"
+                f"overwire: the planner's data for {name!r} is {path!r:.200}: only paths of names can be stored"
             )
     if not _are_dense(planner_data):
         raise NotSupportedError(
-            "overwire: the state has lists, or whole numbers as keys, of far more places than entries"
+            "overwire: the state has lists, or integers as keys, with far more places than entries"
         )
     return planner_data
 
 
 def decode(text: bytes, source: str) -> Manifest:
-    """What the file says. Raises FormatError, with the source, for anything else."""
+    """Parses the file. Raises FormatError, which names the source, for anything invalid."""
 
     def malformed_error(what: str) -> FormatError:
         return FormatError(f"overwire: {source}: {what}", source=source)
@@ -118,32 +117,32 @@ def decode(text: bytes, source: str) -> Manifest:
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
-            raise malformed_error("a key comes twice")
+            raise malformed_error("a key appears twice")
         return out
 
     if len(text) > LIMIT:
-        raise malformed_error(f"more than {LIMIT} bytes")
+        raise malformed_error(f"expected {LIMIT} bytes or fewer")
     try:
         document = json.loads(text.decode("utf-8"), object_pairs_hook=refuse_duplicates)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise malformed_error(f"no JSON: {error!s:.200}") from None
+        raise malformed_error(f"not JSON: {error!s:.200}") from None
     except ValueError as error:
         if isinstance(error, FormatError):
             raise
-        raise malformed_error("a number of too many digits") from None
+        raise malformed_error("a number has too many digits") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise malformed_error("no checkpoint of overwire")
+        raise malformed_error("not an overwire checkpoint")
     version = document.get("version")
     if type(version) is not int or version not in _KEYS:
-        raise malformed_error(f"version {version!r:.20}, of which 1 and 2 are supported")
+        raise malformed_error(f"version {version!r:.20}: expected 1 or 2")
     if set(document) != _KEYS[version]:
-        raise malformed_error(f"its keys are not those of version {version}")
+        raise malformed_error(f"the keys differ from those of version {version}")
     if not isinstance(document["parts"], list) or len(document["parts"]) > 2:
-        raise malformed_error("parts: expected at most two")
+        raise malformed_error("parts: expected two or fewer")
     parts = tuple(_decode_part(one, malformed_error) for one in document["parts"])
     files = [file for part in parts for file in part.files]
     if len(set(files)) != len(files):
-        raise malformed_error("a file comes twice")
+        raise malformed_error("a file appears twice")
     nbytes = document["bytes"]
     if not isinstance(nbytes, list) or not all(isinstance(name, str) for name in nbytes):
         raise malformed_error("bytes: expected names")
@@ -153,15 +152,15 @@ def decode(text: bytes, source: str) -> Manifest:
             raise malformed_error("paths: expected lists of keys")
         paths = {name: tuple(path) for name, path in paths.items()}
         if not _are_dense(paths):
-            raise malformed_error("paths: lists of more places than there are names")
+            raise malformed_error("paths: the lists have more places than there are names")
     save, dtypes = document.get("save", ""), document.get("dtypes", {})
     if version > 1 and not (isinstance(save, str) and _SAVE.fullmatch(save)):
-        raise malformed_error("save: expected an id")
+        raise malformed_error("save: expected 32 hexadecimal digits")
     if not isinstance(dtypes, dict) or not all(isinstance(d, str) and _DTYPE.fullmatch(d) for d in dtypes.values()):
-        raise malformed_error("dtypes: expected names of types")
+        raise malformed_error("dtypes: expected names of dtypes")
     for name in (*nbytes, *dtypes, *(paths or ())):
         if _has_lone_surrogate(name):
-            raise malformed_error("a name is no text")
+            raise malformed_error("a name is not valid Unicode")
     return Manifest(parts, frozenset(nbytes), paths, save, dtypes)
 
 
@@ -178,9 +177,9 @@ def _decode_part(one: Any, bad: Any) -> Part:
         raise bad("parts: expected files")
     for file in files:
         if not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise bad(f"{file!r:.100} is no name of a checkpoint's file")
+            raise bad(f"{file!r:.100} cannot be the name of a checkpoint's file")
     if len({file.startswith(TRAINING) for file in files}) != 1:
-        raise bad("a part has files of both folders")
+        raise bad("a part has files in both folders")
     return Part(one["prefix"], tuple(files))
 
 
@@ -189,10 +188,10 @@ def _is_path(path: Any, kind: type[Any]) -> bool:
 
 
 def _are_dense(paths: dict[str, Path]) -> bool:
-    """Whether lists with all places that the paths name are no larger than the paths allow:
-    torch makes them."""
+    """Whether lists with all the places that the paths name are no larger than the paths allow.
+    torch allocates such lists."""
     room = (1 << 20) + 16 * len(paths)
-    places: dict[tuple[int, str | int], int] = {}  # by the place above and the key there; 0 is above all
+    places: dict[tuple[int, str | int], int] = {}  # by the parent place and the key there; 0 is the root
     sizes: dict[int, int] = {}
     for path in paths.values():
         place = 0
@@ -208,12 +207,12 @@ def _are_dense(paths: dict[str, Path]) -> bool:
 
 
 def _has_lone_surrogate(text: str) -> bool:
-    """Whether the text has half of a surrogate pair, which no UTF-8 has."""
+    """Whether the text has an unpaired surrogate, which UTF-8 cannot encode."""
     return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def check_prefix(model: Any) -> str:
-    """The `model=` argument; ArgumentError if it is no key of a state."""
+    """Checks the `model=` argument. Raises ArgumentError if it cannot be a key of a state."""
     if not isinstance(model, str) or not model:
         raise ArgumentError(f"overwire: model: expected a key of the state, got {model!r:.100}")
     return model

@@ -1,13 +1,13 @@
-"""Where a checkpoint is written, and how it appears.
+"""Writes a checkpoint under a temporary name, and publishes it when it is complete.
 
-Each save has an id, which its coordinator makes: it is in checkpoint.json, in the metadata of all files,
-and in the name of what is begun. So no rank of another save writes to it.
+Each save has an id, which its coordinator makes. The id is in checkpoint.json, in the metadata of all files,
+and in the temporary name, so that ranks of another save never write to it.
 
-A local one is written to a hidden folder beside its own, `.NAME.partial-ID`, and renamed when
-it is whole: into its place, or in exchange for the one that it replaces, in one step. In a
-store, checkpoint.json is written behind the tensors: without it there is no checkpoint. The
-files of each save have names of their own there, and checkpoint.json is written only where none
-is: of several saves at once one makes the checkpoint and then its indexes, and the others fail.
+A local checkpoint is written to a hidden folder next to its own, `.NAME.partial-ID`. When it is complete it is
+renamed in one step: to its own name, or in exchange with the checkpoint that it replaces. In a store,
+checkpoint.json is written after the tensors, and without it there is no checkpoint. The files of each save have
+different names there, and checkpoint.json is written only if there is none. If several saves run at once, one of
+them makes the checkpoint and then its indexes, and the others fail.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from ..paths import is_file, is_remote, local, path_of
 from ..stores import ObjectReader, refuse_planted, remove_objects, resolve_links, write_bytes
 from .manifest import LIMIT, NAME, TRAINING, Manifest, decode
 
-#: The index of each of the two folders.
+#: The index in each of the two folders.
 INDEX = "model.safetensors.index.json"
 
 
 class Located:
-    """What torch asks a reader or a writer about the path of its checkpoint."""
+    """Answers torch's questions about the path of a reader or a writer."""
 
     _path: str | None = None
     _schemes: tuple[str, ...] = ()
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The path."""
+        """The path of the checkpoint."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it is a path, or a URI of a scheme that this one takes."""
+        """Whether it is a path, or a URI with a supported scheme."""
         try:
             uri = local(checkpoint_id)
         except OverwireError:
@@ -64,8 +64,8 @@ class Located:
 
 
 class Place:
-    """The place of one checkpoint, on every rank. The coordinator calls `begin`, then `publish` or `drop`; the
-    other ranks `join_save`; all write to `path_of`."""
+    """The destination of one checkpoint, on every rank. The coordinator calls `begin`, then `publish` or `drop`. The
+    other ranks call `join_save`. All write to `path_of`."""
 
     def __init__(
         self, path: str | os.PathLike[str], storage_options: Mapping[str, object] | None, overwrite: bool
@@ -73,48 +73,48 @@ class Place:
         self.path = local(path).rstrip("/")
         self.remote = is_remote(self.path)
         self.options = storage_options
-        self._objects: list[str] = []  # to a store, by this save
+        self._objects: list[str] = []  # written to a store by this save
         self._overwrite = overwrite
-        self._unlock: weakref.finalize[..., Any] | None = None  # of the coordinator, while it has the place
-        self._own_folder: os.stat_result | None = None  # that it has begun, until it is published
-        self._remains: list[str] = []  # folders to remove when it leaves the place
+        self._unlock: weakref.finalize[..., Any] | None = None  # on the coordinator, while it has the destination
+        self._own_folder: os.stat_result | None = None  # the folder that it made, until it is published
+        self._remains: list[str] = []  # folders to remove at the end
         self._target = self._prefix = self.path
         if not self.remote:
             self._target = resolve_links(path_of(self.path) if is_file(self.path) else self.path)
             folder, name = os.path.split(self._target)
             if name in ("", ".", ".."):
-                raise self._error_at("a checkpoint is a folder of its own")
+                raise self._error_at("expected a path that ends in the name of a folder")
             self._prefix = os.path.join(folder, f".{name}.partial")
         self.join_save(secrets.token_hex(16))
 
     def join_save(self, save: str) -> None:
-        """Writes to the save with this id from now on: the coordinator's."""
+        """Writes to the save with this id, the coordinator's, from now on."""
         self.save = save
-        #: In the names of the checkpoint's files; "": they need none.
+        #: A part of the files' names; "" if they need none.
         self.mark = f"-ow{save[:8]}" if self.remote else ""
         self._partial = self.path if self.remote else f"{self._prefix}-{save[:8]}"
 
     def path_of(self, file: str) -> str:
-        """Where a file of the checkpoint is written, until it is published."""
+        """Returns where a file of the checkpoint is written until it is published."""
         return f"{self._partial}/{file}"
 
     def make(self, file: str) -> str:
-        """`path_of`, whose folder is there afterwards. NotFoundError where the save's is not: its coordinator has
-        ended, or writes to another disk."""
+        """Returns `path_of`, and makes its folder. Raises NotFoundError if the save's folder does not exist: the
+        coordinator has ended, or writes to another disk."""
         path = self.path_of(file)
         if self.remote:
             self._objects.append(path)
             return path
         with self._naming_failures("write to"):
             if not os.path.isdir(self._partial):
-                why = f"{self._partial} is not there: all ranks must write to one file system, until the save has ended"
+                why = f"{self._partial} does not exist: all ranks must write to one file system until the save ends"
                 raise self._error_at(why, NotFoundError)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.dirname(path))
         return path
 
     def write(self, file: str, text: bytes) -> None:
-        """Writes a small file. In a store, ArgumentError if another save has written checkpoint.json."""
+        """Writes a small file. In a store, raises ArgumentError if another save has written checkpoint.json."""
         if not self.remote:
             write_bytes(self.make(file), text, self.options)
             return
@@ -122,21 +122,21 @@ class Place:
         try:
             write_bytes(path, text, self.options, once=file == NAME)
         except ArgumentError as error:
-            raise self._error_at("another save of this checkpoint has ended before") from error
+            raise self._error_at("another save of this checkpoint has finished first") from error
         except AccessError:
             raise
         except BaseException:
-            if file == NAME:  # it may be there, though no answer says so: what it names stays
+            if file == NAME:  # it may exist even though the request failed: keep the files that it names
                 self._objects = []
             raise
         self._objects.append(path)
 
     def begin(self) -> None:
-        """Takes the place, and removes what a killed save has left of itself.
+        """Locks the destination, and removes what a killed save left there.
 
-        Raises ArgumentError where something else than a checkpoint is, or, without `overwrite`,
-        anything, and where another save is running; NotSupportedError where a checkpoint
-        cannot be replaced in one step. Then nothing has changed.
+        Raises ArgumentError if something other than a checkpoint exists there (without `overwrite`: if anything
+        does) or if another save is running; NotSupportedError if the file system cannot replace a checkpoint in
+        one step. Then nothing has changed.
         """
         old = self._has_checkpoint()
         if self.remote:
@@ -144,7 +144,7 @@ class Place:
             return
         with self._naming_failures("make"):
             os.makedirs(os.path.dirname(self._prefix), exist_ok=True)
-            # Beside the folder: it is held until that has its name, and what was replaced is gone.
+            # The lock is next to the folder. It is held until the checkpoint is published and the old one removed.
             lock = _lock_file(f"{self._prefix}.lock")
             if lock is None:
                 raise self._error_at("another save of this checkpoint is running")
@@ -160,17 +160,17 @@ class Place:
                 raise
 
     def hand_over(self) -> None:
-        """What this rank has written is there, and is the coordinator's to publish or to remove."""
+        """Leaves what this rank has written to the coordinator, which publishes or removes it."""
         self._objects = []
 
     def take_over(self, files: Iterable[str]) -> None:
-        """What all ranks have written is this one's to publish or to remove."""
+        """Takes over what all ranks have written, to publish or remove it."""
         if self.remote:
             self._objects = [self.path_of(file) for file in files]
 
     def publish(self, files: Collection[str]) -> None:
-        """Gives the checkpoint its name, if all its files are there. Where it raises, the old one has the name; after
-        Ctrl-C it may be the new one."""
+        """Gives the checkpoint its name if all its files exist. If this raises, the old checkpoint still has the
+        name; after Ctrl-C it may be the new one."""
         if self.remote:
             self._objects = []
             return
@@ -179,7 +179,7 @@ class Place:
                 for file in files:
                     if not os.path.isfile(self.path_of(file)):
                         raise IOFailure(
-                            f"overwire: {self.path_of(file)} is not there: all ranks must write to one file system",
+                            f"overwire: {self.path_of(file)} does not exist: all ranks must write to one file system",
                             source=self.path,
                         )
                 for folder in sorted({os.path.dirname(self.path_of(file)) for file in files}, reverse=True):
@@ -187,20 +187,20 @@ class Place:
                 _rename_folder(self._partial, self._target, self._has_checkpoint())
                 _sync_folder(os.path.dirname(self._target), self._target)
             self._own_folder = None
-            self._remains.append(self._partial)  # the old one
+            self._remains.append(self._partial)  # the replaced checkpoint
         finally:
             self.drop()
 
     def drop(self) -> None:
-        """Removes what this rank has written and no one published, and leaves the place."""
+        """Removes what this rank has written and nobody published, and unlocks the destination."""
         objects, self._objects = self._objects, []
         if objects:
-            with contextlib.suppress(OverwireError):  # the save's own error counts
-                remove_objects(objects[::-1], self.options)  # what names the others goes first
+            with contextlib.suppress(OverwireError):  # the save raises its own error
+                remove_objects(objects[::-1], self.options)  # files that name others are removed first
         state, self._own_folder = self._own_folder, None
         try:
             if state is not None:
-                with contextlib.suppress(OSError, OverwireError):  # both checkpoints stay
+                with contextlib.suppress(OSError, OverwireError):  # then both checkpoints stay
                     self._take_back(state)
             for folder in self._remains:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -211,8 +211,8 @@ class Place:
                 unlock()
 
     def _take_back(self, state: os.stat_result) -> None:
-        # The folder itself tells where it is: it may have its name, though the answer was an error, and then the old
-        # checkpoint has the hidden one.
+        # Looks for the folder itself: a rename may have happened although it returned an error. Then the old
+        # checkpoint has the hidden name.
         if _is_at(state, self._target):
             _rename_folder(self._target, self._partial, os.path.isdir(self._partial))
         if _is_at(state, self._partial):
@@ -222,11 +222,11 @@ class Place:
         return kind(f"overwire: {self.path}: {why}", source=self.path)
 
     def _has_checkpoint(self) -> bool:
-        # Whether a checkpoint is there; ArgumentError where it is not to be replaced.
+        # Whether a checkpoint exists. Raises ArgumentError if it must not be replaced.
         if self.remote:
             with contextlib.suppress(NotFoundError):
                 read_bytes(f"{self.path}/{NAME}", LIMIT, storage_options=self.options)
-                raise self._error_at("a checkpoint is there, and in a store none is replaced: save to another name")
+                raise self._error_at("a checkpoint exists, and cannot be replaced in a store: save to another name")
             return False
         with self._naming_failures("list"):
             try:
@@ -234,31 +234,31 @@ class Place:
             except FileNotFoundError:
                 return False
             except NotADirectoryError:
-                raise self._error_at("it is no folder") from None
+                raise self._error_at("it is not a folder") from None
             if not entries:
                 return False
             if not self._overwrite:
-                raise self._error_at("something is there already (overwrite=False)")
+                raise self._error_at("it exists already (overwrite=False)")
             if NAME not in entries:
-                raise self._error_at(f"the folder has {entries[0]!r} and is no checkpoint: save to another name")
+                raise self._error_at(f"the folder has {entries[0]!r} and is not a checkpoint: save to another name")
             manifest = decode(read_bytes(f"{self._target}/{NAME}", LIMIT), f"{self._target}/{NAME}")
             own_files = {NAME, INDEX, f"{TRAINING}/{INDEX}", *(file for part in manifest.parts for file in part.files)}
             if strange := sorted(set(_entries_below(self._target)) - own_files):
                 raise self._error_at(
-                    f"beside the checkpoint it has {strange[0]!r}, which would go: save to another name, or move it"
+                    f"the folder also has {strange[0]!r}, which would be removed: move it, or save to another name"
                 )
             return True
 
     def _empty_leftovers(self) -> list[str]:
-        # The folders of killed saves, whose room is needed now. They themselves stay while this save runs, for a rank
-        # that has outlived its coordinator: it writes there what no one reads.
+        # Removes the files of killed saves, because their space is needed now. The folders stay while this save runs:
+        # a rank that outlived its coordinator may still write there, and nobody reads it.
         folder, name = os.path.split(self._prefix)
         leftovers = []
-        with contextlib.suppress(PermissionError):  # a folder that may be written and not listed
+        with contextlib.suppress(PermissionError):  # the folder can be written but not listed
             for entry in os.scandir(folder):
                 is_ours = re.fullmatch(re.escape(name) + "(-[0-9a-f]{8})?", entry.name)
                 if is_ours and entry.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(AccessError):  # another user's
+                    with contextlib.suppress(AccessError):  # it belongs to another user
                         refuse_planted(entry.path)
                         leftovers.append(entry.path)
         for path in leftovers:
@@ -269,8 +269,8 @@ class Place:
         return leftovers
 
     def _refuse_indexes(self) -> None:
-        # ArgumentError for one of another model. One of a save that was killed, or that runs, stays: the
-        # save that makes checkpoint.json writes its own over it.
+        # Raises ArgumentError for the index of another model. The index of a killed or running save stays: the
+        # save that makes checkpoint.json overwrites it.
         for file in (INDEX, f"{TRAINING}/{INDEX}"):
             path = self.path_of(file)
             with contextlib.suppress(NotFoundError):
@@ -280,10 +280,10 @@ class Place:
                 except (ValueError, KeyError, TypeError, RecursionError):
                     checkpoint = False
                 if not checkpoint:
-                    raise ArgumentError(f"overwire: {path} is of another model: save to another name", source=self.path)
+                    raise ArgumentError(f"overwire: {path} is another model's: save to another name", source=self.path)
 
     def _try_to_publish(self, replaces: bool) -> None:
-        # NotSupportedError, before anything is written, where the file system lacks what `publish` asks of it.
+        # Raises NotSupportedError, before anything is written, if the file system lacks what `publish` needs.
         names = [self.path_of(".one"), self.path_of(".two")]
         try:
             for name in names:
@@ -305,18 +305,18 @@ class Place:
 
 
 def read_manifest(path: str, options: Mapping[str, object] | None) -> Manifest:
-    """The manifest of a checkpoint. Raises NotFoundError where none is whole, FormatError."""
+    """Returns the manifest of a checkpoint. Raises NotFoundError if no complete checkpoint exists, and FormatError."""
     source = f"{path.rstrip('/')}/{NAME}"
     try:
         return decode(read_bytes(source, LIMIT, storage_options=options), source)
     except NotFoundError:
         raise NotFoundError(
-            f"overwire: {path}: no whole checkpoint of overwire is there (no {NAME})", source=path
+            f"overwire: {path}: no complete overwire checkpoint exists (no {NAME})", source=path
         ) from None
 
 
 def state_of(path: str, options: Mapping[str, object] | None) -> Any:
-    """What a checkpoint has no longer when another save has replaced it; None if none is there."""
+    """Returns a value that changes when another save replaces the checkpoint; None if no checkpoint exists."""
     source = f"{path.rstrip('/')}/{NAME}"
     if not is_remote(source):
         return state_of_file(path_of(source) if is_file(source) else source)
@@ -328,7 +328,7 @@ def state_of(path: str, options: Mapping[str, object] | None) -> Any:
 
 
 def _entries_below(folder: str, below: str = "") -> Iterator[str]:
-    # Files, links, and folders with nothing in them, which end with /. What cannot be listed raises.
+    # Lists files, links, and empty folders (which end with /). Raises if a folder cannot be listed.
     with os.scandir(os.path.join(folder, below)) as entries:
         for entry in entries:
             name = below + entry.name
@@ -341,7 +341,7 @@ def _entries_below(folder: str, below: str = "") -> Iterator[str]:
 
 
 def _is_at(state: os.stat_result, path: str) -> bool:
-    # Whether a path is that of a folder with this state. What else the disk says than that nothing is there raises.
+    # Whether this path is the folder with this state. Raises on errors other than that it does not exist.
     try:
         return os.path.samestat(state, os.lstat(path))
     except FileNotFoundError:
@@ -349,14 +349,14 @@ def _is_at(state: os.stat_result, path: str) -> bool:
 
 
 def _lock_file(path: str) -> int | None:
-    # The lock of a file, as a descriptor; None: another process, or Place, has it.
+    # Locks a file and returns its descriptor; None if another process or Place has the lock.
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             lock_file(number, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(number), os.lstat(path)):
                 return number
-        except FileNotFoundError:  # its holder has just ended, and removed it
+        except FileNotFoundError:  # the holder has just ended and removed it
             pass
         except BlockingIOError:
             os.close(number)
@@ -368,7 +368,7 @@ def _lock_file(path: str) -> int | None:
 
 
 def _release_lock(number: int, path: str, process: int) -> None:
-    # A fork's copy does not end the lock of the process that has it.
+    # In a forked child, does not end the lock of its parent.
     if os.getpid() == process:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -380,5 +380,5 @@ def _rename_folder(made: str, path: str, exchange: bool) -> None:
 
 
 def _sync_folder(folder: str, entry: str = "") -> None:
-    # entry: by which a folder is synced that may not be listed.
+    # entry: a file through which to sync a folder that cannot be listed.
     _verbs.sync_names(entry or f"{folder}/{NAME}")

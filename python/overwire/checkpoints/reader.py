@@ -1,4 +1,4 @@
-"""CheckpointReader: what torch.distributed.checkpoint loads through."""
+"""CheckpointReader: loads checkpoints for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .schedule import bytes_of, is_bytes
 
 
 class _View(NamedTuple):
-    # What a rank has open: the id of the save, or of one without an id its files.
+    # Identifies what a rank has opened: the id of the save, or the files of one without an id.
     save: str
     files: OpenFiles | None
 
@@ -52,19 +52,18 @@ class _View(NamedTuple):
 class CheckpointReader(Located, StorageReader):
     """Reads a checkpoint that `CheckpointWriter` has written, for `dcp.load`.
 
-    path: the folder, or s3://bucket/prefix; None: the `checkpoint_id` of the load.
+    path: the folder, or s3://bucket/prefix; None uses the `checkpoint_id` of the load.
     storage_options: as for `load_file`.
 
-    Any number of ranks, with any sharding, loads it: each reads the blocks of its own tensors,
-    into their memory. Objects that are no tensors are unpickled as by
-    `torch.load(weights_only=True)`: what it refuses is UntrustedPickleError, unless
-    `torch.serialization.add_safe_globals` has allowed it.
+    Any number of ranks can load it, with any sharding. Each rank reads the blocks of its own tensors directly
+    into their memory. Other objects are unpickled as by `torch.load(weights_only=True)`. It raises
+    UntrustedPickleError for what that refuses, unless `torch.serialization.add_safe_globals` has allowed it.
 
-    The checkpoint is opened here, or by `reset`: NotFoundError where no whole checkpoint is, FormatError,
-    CorruptError. All that is read is of one save, also while others replace the checkpoint: it is opened
-    again, once, if it was replaced meanwhile, and ranks that have opened different saves end with CorruptError,
-    before any tensor is loaded; another load opens it again. The load raises torch's CheckpointException,
-    whose `failures` has the error of each rank: CorruptError, TensorNotFoundError,
+    The checkpoint is opened here, or by `reset`: raises NotFoundError if no complete checkpoint exists,
+    FormatError, CorruptError. A load reads a single save, even while others replace the checkpoint. If it was
+    replaced since, it is opened once again. If ranks have opened different saves, all get CorruptError
+    before any tensor is loaded, and another load opens the checkpoint again. The load raises torch's
+    CheckpointException, and its `failures` has the error of each rank: CorruptError, TensorNotFoundError,
     UntrustedPickleError, IOFailure.
     """
 
@@ -72,15 +71,15 @@ class CheckpointReader(Located, StorageReader):
 
     def __init__(self, path: Any = None, *, storage_options: StorageOptions | None = None) -> None:
         self._options = storage_options
-        self._files: list[tuple[str, Any]] = []  # of each part: its prefix, a safe_open
+        self._files: list[tuple[str, Any]] = []  # for each part: its prefix, and a safe_open
         self._metadata: Metadata | None = None
         self._manifest = Manifest((), frozenset(), None, "", {})
-        self._is_planned = False  # a load has begun, and has not come to its tensors
+        self._is_planned = False  # a load has begun, but not read tensors yet
         if path is not None:
             self.reset(path)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Opens the checkpoint at `checkpoint_id`; None: that of before, if it has changed or was closed."""
+        """Opens the checkpoint at `checkpoint_id`. None opens the previous one, if it has changed or was closed."""
         if checkpoint_id is not None:
             self._path = local(checkpoint_id)
         self.close()
@@ -93,10 +92,10 @@ class CheckpointReader(Located, StorageReader):
             self.close()
             if state in (None, now := state_of(self._path, self._options)):
                 raise
-            self._open_files(self._path, now)  # a save has replaced it meanwhile
+            self._open_files(self._path, now)  # a save has replaced the checkpoint meanwhile
 
     def _open_files(self, path: str, state: Any) -> None:
-        # state: of the checkpoint, before.
+        # state: the state of the checkpoint before it is opened.
         manifest = read_manifest(path, self._options)
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
@@ -106,7 +105,7 @@ class CheckpointReader(Located, StorageReader):
                 self._files.append((part.prefix, file))
                 self._refuse_other_saves(manifest, file)
             if not manifest.save and state_of(path, self._options) != state:
-                raise CorruptError(f"overwire: {path}: it was replaced while it was opened: load again", source=path)
+                raise CorruptError(f"overwire: {path} was replaced while it was opened: load again", source=path)
             self._metadata = self._describe_tensors(manifest)
             self._manifest, self._is_planned = manifest, False
             stack.pop_all()
@@ -115,8 +114,8 @@ class CheckpointReader(Located, StorageReader):
         for one in file._live_model().info():
             if (one["metadata"] or {}).get(SAVE, "") != manifest.save:
                 raise CorruptError(
-                    f"overwire: {one['uri']}: it is of another save than {NAME} beside it: the checkpoint was replaced "
-                    f"while it was opened, or files of two were mixed",
+                    f"overwire: {one['uri']} is from another save than the {NAME} next to it: the checkpoint was "
+                    f"replaced while it was opened, or files of two saves were mixed: load again",
                     source=one["uri"],
                 )
 
@@ -129,17 +128,17 @@ class CheckpointReader(Located, StorageReader):
             for name, dtype, shape in table_of(file):
                 fqn = prefix + name
                 if fqn in entries:
-                    raise self._error_of(FormatError, fqn, f"{fqn!r} is there twice")
+                    raise self._error_of(FormatError, fqn, f"{fqn!r} exists twice")
                 if fqn in manifest.bytes:
                     if dtype != "U8" or len(shape) != 1:
-                        raise self._error_of(FormatError, fqn, f"{fqn!r} should be bytes, and is {dtype} {shape}")
+                        raise self._error_of(FormatError, fqn, f"{fqn!r}: expected bytes, got {dtype} {shape}")
                     entries[fqn] = BytesStorageMetadata()
                     continue
                 kind = torch_dtype(dtype)
                 if fqn in manifest.dtypes:
                     kind, shape = self._type_of_bytes(fqn, manifest.dtypes[fqn], dtype, shape)
                 if kind is None:
-                    raise self._error_of(NotSupportedError, fqn, f"{fqn!r} is {dtype}, which this torch lacks")
+                    raise self._error_of(NotSupportedError, fqn, f"{fqn!r} has dtype {dtype}, which this torch lacks")
                 size = torch.Size(shape)
                 chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
                 entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=kind), size, [chunk])
@@ -150,12 +149,12 @@ class CheckpointReader(Located, StorageReader):
     def _type_of_bytes(
         self, fqn: str, name: str, dtype: str, shape: tuple[int, ...]
     ) -> tuple[torch.dtype, tuple[int, ...]]:
-        # The type and shape of a tensor that is stored as bytes.
+        # Returns the dtype and shape of a tensor that is stored as bytes.
         kind = getattr(torch, name, None)
         if not isinstance(kind, torch.dtype):
-            raise self._error_of(NotSupportedError, fqn, f"{fqn!r} is {name}, which this torch lacks")
+            raise self._error_of(NotSupportedError, fqn, f"{fqn!r} has dtype {name}, which this torch lacks")
         if not is_bytes(kind) or dtype != "U8" or shape[-1:] != (kind.itemsize,):
-            raise self._error_of(FormatError, fqn, f"{fqn!r} should be the bytes of {name}, and is {dtype} {shape}")
+            raise self._error_of(FormatError, fqn, f"{fqn!r}: expected the bytes of {name}, got {dtype} {shape}")
         return kind, shape[:-1]
 
     def close(self) -> None:
@@ -165,7 +164,8 @@ class CheckpointReader(Located, StorageReader):
             file.close()
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """Called by torch: names, dtypes and shapes, each tensor in one block. Raises ArgumentError without a path."""
+        """Called by torch. Returns names, dtypes and shapes, with one block per tensor. Raises ArgumentError
+        without a path."""
         if self._path is None:
             raise ArgumentError("overwire: CheckpointReader: neither a path nor a checkpoint_id was given")
         if self._metadata is None or self._is_planned:
@@ -178,27 +178,27 @@ class CheckpointReader(Located, StorageReader):
         """Called by torch."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Called by torch: adds to the plan which save this rank has open."""
+        """Called by torch: adds to the plan which save this rank has opened."""
         self._is_planned = True
         files = None if self._manifest.save else describe_open_files([file._live_model() for _, file in self._files])
         return replace(plan, storage_data=_View(self._manifest.save, files))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Called by torch, on the coordinator. Raises CorruptError where ranks have different saves open, before any
-        tensor is loaded; the next load opens the checkpoint again."""
+        """Called by torch on the coordinator. Raises CorruptError if ranks have opened different saves, before any
+        tensor is loaded. The next load opens the checkpoint again."""
         views = [plan.storage_data for plan in plans]
         if not all(isinstance(one, _View) for one in views):
-            raise NotSupportedError("overwire: CheckpointReader: the planner keeps no storage_data of the ranks' plans")
+            raise NotSupportedError("overwire: CheckpointReader: the planner drops the ranks' storage_data")
         other = next((rank for rank, one in enumerate(views) if one.save != views[0].save), 0)
         if other:
-            text = f"ranks 0 and {other} have opened different saves: it was replaced meanwhile: load again"
+            text = f"ranks 0 and {other} have opened different saves, because one replaced the other: load again"
             raise CorruptError(f"overwire: {self._path}: {text}", source=self._path)
         if error := find_difference({rank: one.files for rank, one in enumerate(views) if one.files is not None}):
             raise error
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Called by torch: all blocks of a part's tensors are loaded in one pass, into their memory."""
+        """Called by torch: loads all blocks of a part's tensors in one pass, into their memory."""
         self._is_planned = False
         passes: list[list[Any]] = [[] for _ in self._files]
         slow: list[tuple[int, str, ReadItem, torch.Tensor]] = []
@@ -238,7 +238,7 @@ class CheckpointReader(Located, StorageReader):
         return future
 
     def _block_of(self, item: ReadItem, name: str, file: Any) -> list[tuple[int, int]] | None:
-        # What `load_into` calls the block of a tensor; None for one that it cannot cut.
+        # Returns the block of a tensor as `load_into` takes it, or None if `load_into` cannot cut it.
         assert self._metadata is not None
         entry: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
         size = entry.size
@@ -249,7 +249,7 @@ class CheckpointReader(Located, StorageReader):
         return None if len(ranges) > 2 or is_packed and len(ranges) == len(size) else ranges
 
     def _cut_tensor(self, file: Any, name: str, item: ReadItem) -> torch.Tensor:
-        # By a slice of the file, or, where it has the elements otherwise than torch, of the whole tensor.
+        # Reads a slice of the file. If the file and torch lay out the elements differently, reads the whole tensor.
         cut = tuple(slice(low, low + n) for low, n in zip(item.storage_offsets, item.lengths, strict=True))
         if item.storage_index.fqn in self._manifest.dtypes:
             kind = getattr(torch, self._manifest.dtypes[item.storage_index.fqn])
@@ -266,16 +266,16 @@ class CheckpointReader(Located, StorageReader):
         raise self._error_of(TensorNotFoundError, fqn, f"no tensor {fqn!r}")
 
     def _check_entry(self, at: int, name: str, fqn: str) -> io.BytesIO:
-        """What an entry's bytes are, for a planner, which unpickles all that it gets: written
-        anew, of the object that torch's restricted unpickler makes."""
+        """Returns the bytes of an object for a planner, which unpickles everything that it gets. The object is loaded
+        by torch's restricted unpickler and pickled again."""
         if fqn not in self._manifest.bytes:
-            why = f"{fqn!r} is a tensor, and the state to load has none there"
+            why = f"{fqn!r} is a tensor, but the state to load has no tensor there"
             raise self._error_of(NotSupportedError, fqn, why)
         content = self._files[at][1].get_tensor(name).numpy().tobytes()
         try:
             value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         except Exception as error:
-            # What torch puts before names no class, and advises to run the pickle.
+            # torch's text before this names no class, and advises to run the pickle.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
             why = f"{fqn!r}: torch.load(weights_only=True) refuses it: {reason:.300}"
             raise self._error_of(UntrustedPickleError, fqn, why) from None
@@ -285,13 +285,13 @@ class CheckpointReader(Located, StorageReader):
             raise self._error_of(UntrustedPickleError, fqn, f"{fqn!r}: {error}") from None
 
 
-# torch's planner unpickles whatever it gets, and a restricted unpickler may set any attribute of
-# the objects that it makes. What pickle asks an instance for, and not its class (`__reduce_ex__`,
-# an OrderedDict's `items`), would then be the file's own choice: objects are written anew.
+# torch's planner unpickles everything that it gets, and a restricted unpickler may set any attribute of the objects
+# that it makes. pickle looks some methods up on the instance instead of its class (`__reduce_ex__`, an OrderedDict's
+# `items`), so the file could choose them. That is why objects are pickled again.
 
 
 class _Pickler(pickle.Pickler):
-    # Refuses objects whose attributes hide a method of their class.
+    # Refuses objects that have an attribute named as a method of their class.
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         for name in () if isinstance(value, type) else getattr(value, "__dict__", ()):
@@ -305,7 +305,7 @@ _module.__dict__.update(vars(pickle), Pickler=_Pickler)
 
 
 def _rewrite_object(value: Any) -> io.BytesIO:
-    """What torch.save writes of an object. Raises pickle.PicklingError if an attribute hides a
+    """Returns what torch.save writes for an object. Raises pickle.PicklingError if an attribute hides a
     method of its class, before anything of the object is called."""
     out = io.BytesIO()
     torch.save(value, out, pickle_module=_module)

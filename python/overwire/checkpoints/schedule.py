@@ -1,8 +1,8 @@
-"""Who writes which tensors of a checkpoint, and which blocks the ranks send each other for it.
+"""Decides which rank writes which tensors of a checkpoint, and which blocks the ranks send each other.
 
-A file has whole tensors alone. Of a tensor that several ranks have blocks of (FSDP, DTensor),
-one rank gathers and writes all. Each rank writes its tensors in rounds, a file each, so that
-no more than a file's worth of them is gathered at once.
+Files have whole tensors only. If several ranks have blocks of a tensor (FSDP, DTensor), one rank gathers and
+writes all of it. Each rank writes its tensors in rounds, one file per round, so that it gathers at most one file's
+worth at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..errors import CorruptError, NotSupportedError
 from ..frameworks.torch import SAVED
 from .manifest import TRAINING, Manifest, Part, paths_of
 
-# Their elements are nothing without a scale.
+# Their elements mean nothing without a scale.
 _SCALE_TYPES = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor that a rank has: the whole one, or a part at `offsets`."""
+    """A block of a tensor that a rank has: the whole tensor, or a part that begins at `offsets`."""
 
     rank: int
     index: MetadataIndex
@@ -36,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that a rank writes. dtype: None for the bytes of an object. blocks: all that has elements."""
+    """A tensor that a rank writes. dtype: None for the bytes of an object. blocks: together they have all elements."""
 
     name: str
     dtype: torch.dtype | None
@@ -46,8 +46,8 @@ class Entry:
 
 @dataclass
 class Round:
-    """What a rank does at once: it sends blocks, in the order in which their receivers wait
-    for them, and writes a file, below the checkpoint; "": none."""
+    """One round of a rank: it sends blocks, in the order in which the receivers wait for them, and writes
+    a file. file: the path relative to the checkpoint; "" for none."""
 
     file: str = ""
     entries: list[Entry] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Round:
 
 @dataclass
 class Duty:
-    """A rank's part of the save with this id. The coordinator also has what its manifest will say."""
+    """A rank's part of the save with this id. The coordinator's also has the contents of the manifest."""
 
     rank: int
     ranks: int
@@ -66,11 +66,11 @@ class Duty:
 
 
 def schedule(plans: Sequence[SavePlan], model: str, most: int, save: str, mark: str) -> list[Duty]:
-    """A duty for each rank, from the plans of all. most: the bytes of a file, which has more only of one tensor.
-    save: the id. mark: stands in the names of all files; "": in none.
+    """Returns a duty for each rank, from the plans of all. most: the bytes of a file, unless a single tensor has more.
+    save: the id. mark: a part of all files' names, or "".
 
-    Raises CorruptError for a tensor whose blocks are not all of it, NotSupportedError for
-    data of a planner that the checkpoint cannot keep.
+    Raises CorruptError for a tensor whose blocks do not cover it exactly, NotSupportedError for
+    planner data that the checkpoint cannot keep.
     """
     paths: dict[str, Any] | None = None
     for plan in plans:
@@ -124,19 +124,19 @@ def schedule(plans: Sequence[SavePlan], model: str, most: int, save: str, mark: 
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as U8, with one dimension more: the bytes of an element."""
+    """Returns a contiguous tensor as uint8, with an extra last dimension for the bytes of an element."""
     return tensor.view(-1).view(torch.uint8).view(*tensor.shape, tensor.dtype.itemsize)
 
 
 def is_bytes(dtype: torch.dtype) -> bool:
-    """Whether tensors of a type are stored as their bytes: safetensors lacks it, and an element is its bytes."""
+    """Whether tensors of this dtype are stored as bytes: safetensors lacks it, and an element is just its bytes."""
     return dtype not in SAVED and dtype not in _SCALE_TYPES
 
 
 def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entry]:
     rank, first = items[0]
     if first.type == WriteItemType.BYTE_IO:
-        about = getattr(first, "bytes_io_data", None)  # not in torch 2.5
+        about = getattr(first, "bytes_io_data", None)  # torch 2.5 lacks it
         size = about.nbytes if about is not None else 0
         return size, Entry(fqn, None, (), (Block(rank, first.index, (), ()),))
     assert first.tensor_data is not None
@@ -148,18 +148,18 @@ def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entr
             or tuple(item.tensor_data.size) != shape
             or item.tensor_data.properties.dtype != dtype
         ):
-            raise NotSupportedError(f"overwire: {fqn!r} is not the same on ranks {items[0][0]} and {rank}", tensor=fqn)
+            raise NotSupportedError(f"overwire: {fqn!r} differs between ranks {items[0][0]} and {rank}", tensor=fqn)
         chunk = item.tensor_data.chunk
         if math.prod(chunk.sizes) or not math.prod(shape):
             blocks.setdefault(tuple(chunk.offsets), Block(rank, item.index, tuple(chunk.offsets), tuple(chunk.sizes)))
     if not math.prod(shape):
         blocks = dict(list(blocks.items())[:1])
     elif sum(math.prod(block.sizes) for block in blocks.values()) != math.prod(shape):
-        raise CorruptError(f"overwire: the ranks have not every element of {fqn!r}, or some of them twice", tensor=fqn)
+        raise CorruptError(f"overwire: the ranks lack elements of {fqn!r}, or have some of them twice", tensor=fqn)
     for block in blocks.values():
         if any(at < 0 or at + n > size for at, n, size in zip(block.offsets, block.sizes, shape, strict=True)):
             raise CorruptError(
-                f"overwire: rank {block.rank} has a block of {fqn!r} that is not in its shape {list(shape)}", tensor=fqn
+                f"overwire: rank {block.rank} has a block of {fqn!r} outside of its shape {list(shape)}", tensor=fqn
             )
     return math.prod(shape) * dtype.itemsize, Entry(fqn, dtype, shape, tuple(blocks.values()))
 
@@ -177,7 +177,7 @@ def _group_into_files(entries: list[tuple[int, Entry]], most: int) -> list[list[
 
 
 def _fill_rounds(duties: list[Duty]) -> None:
-    """Gives all ranks the same number of rounds, and tells each of the blocks that others wait for."""
+    """Gives all ranks the same number of rounds, and tells each rank which blocks others wait for."""
     most = max(len(duty.rounds) for duty in duties)
     for duty in duties:
         duty.rounds += [Round() for _ in range(most - len(duty.rounds))]

@@ -15,38 +15,37 @@ from ..errors import NotSupportedError
 from ..frameworks.memory import LAZY, PLAIN, check_memory, users_of
 from .buffers import host_memory
 
-# Copies of tensors begin at multiples of this many bytes.
+# Copies of tensors begin at multiples of this, in bytes.
 _ALIGNED = 256
 
 
 class _Staged(dict[str, Any]):
-    """A state whose tensors are in buffers of the stager, as long as anything has it."""
+    """A state whose tensors are in buffers of the stager while anything uses it."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Buffer(NamedTuple):
-    # Memory of a stage, and how many users it has while no tensor is in it.
+    # Memory for staged tensors, and its number of users while no tensor is in it.
     memory: torch.Tensor
     idle: int
 
 
 class _Number(int):
-    # The number of a tensor, in its place in a state until it is copied.
+    # The number of a tensor. It takes the tensor's place in a state until the tensor is copied.
     pass
 
 
 class CheckpointStager(AsyncStager):
-    """Copies tensors into host memory, pinned where they are on a GPU, for `dcp.async_save`.
+    """Copies tensors into host memory for `dcp.async_save`. The memory is pinned for tensors on a GPU.
 
-    The buffers stay for the next save, whose copies run at the speed of the link. While
-    an earlier save still has them, others are made. Copies are not compressed: the host
-    needs as much memory as the state of the rank, twice that if a save begins before
-    the last one has ended. Ranks of one host map each other's buffers, and take the blocks of
-    sharded tensors from there.
+    The buffers stay for the next save, which then copies at the speed of the PCIe link. If an earlier save still
+    uses them, more are allocated. Copies are not compressed: the host needs as much memory as the rank's state, or
+    twice that if a save begins before the last one has ended. Ranks on one host map each other's buffers
+    and read the blocks of sharded tensors there.
 
-    Give one object to all saves, and `close` it after the last one. Use it with torch's
-    default, saves in a thread; a save in another process would share the buffers with it.
+    Use one object for all saves, and `close` it after the last one. Use it with torch's default, saves in a thread:
+    a save in another process would share the buffers.
     """
 
     _synchronize_after_execute = False
@@ -55,13 +54,12 @@ class CheckpointStager(AsyncStager):
         self._sets: list[tuple[weakref.ref[_Staged], dict[bool, _Buffer]]] = []
 
     def stage(self, state_dict: Any, **kwargs: Any) -> Any:
-        """A copy of the state, in host memory; when it returns, the tensors may change.
+        """Returns a copy of the state in host memory. After it returns, the tensors may change.
 
-        Each value is asked for once. Raises, before anything is copied, NotSupportedError with the
-        tensor's name for one that is more than dense memory of its own: sparse, nested, quantised,
-        on the meta device, of a lazy module, of a subclass (MaskedTensor, quantised weights), but
-        for DTensors; ArgumentError for memory that was freed (`sleep`) or made shorter; and
-        OutOfMemoryError.
+        Each value is read once. Raises, before anything is copied, NotSupportedError with the tensor's name for
+        tensors that are not just dense memory: sparse, nested, quantised, on the meta device, from a lazy module,
+        or of a subclass (MaskedTensor, quantised weights) other than DTensor; ArgumentError for memory that was
+        freed (`sleep`) or made shorter; and OutOfMemoryError.
         """
         sets = [(user() is None and not _is_used(buffers), user, buffers) for user, buffers in self._sets]
         self._sets = [(user, buffers) for is_free, user, buffers in sets if not is_free]
@@ -74,36 +72,36 @@ class CheckpointStager(AsyncStager):
         return copies
 
     def synchronize_staging(self) -> None:
-        """Nothing: `stage` returns when all is copied."""
+        """Does nothing: everything is copied when `stage` returns."""
 
     def close(self) -> None:
-        """Gives the buffers back, those of running saves when they end."""
+        """Frees the buffers; those of running saves when the saves end."""
         self._sets = []
 
 
 def _is_used(buffers: dict[bool, _Buffer]) -> bool:
-    # A tensor of a staged state may outlive the state.
+    # Checks each buffer, because a tensor of a staged state may outlive the state.
     return any(users_of(one.memory) > one.idle for one in buffers.values())
 
 
 class _Copying:
-    """One stage: `number_tensors` each value, `take_buffers`, then `copy_of` each, and `finish`.
+    """One stage: call `number_tensors` with each value, then `take_buffers`, `copy_of` for each, and `finish`.
 
-    buffers: one for the tensors of GPUs, pinned, and one for those of the host."""
+    buffers: one pinned buffer for GPU tensors, and one for host tensors."""
 
     def __init__(self) -> None:
         self.buffers: dict[bool, _Buffer] = {}
         self._sizes = {True: 0, False: 0}
         self._ends = {True: 0, False: 0}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        # Kept until all are copied: a mapping may make its tensors when it is asked.
+        # Kept until all are copied, because a mapping may create its tensors when they are read.
         self._tensors: list[torch.Tensor] = []
         self._numbers: dict[int, _Number] = {}  # by id: tied tensors stay tied
         self._copies: dict[int, torch.Tensor] = {}
 
     def number_tensors(self, value: Any, name: str) -> Any:
-        """The value with copies of what it is made of, and numbers for its tensors. Raises
-        NotSupportedError and ArgumentError for those that cannot be copied."""
+        """Returns the value with containers copied and tensors replaced by numbers. Raises
+        NotSupportedError and ArgumentError for tensors that cannot be copied."""
         if isinstance(value, torch.Tensor):
             if (number := self._numbers.get(id(value))) is None:
                 local = value.to_local() if isinstance(value, DTensor) else value
@@ -121,20 +119,20 @@ class _Copying:
         return copy.deepcopy(value)
 
     def take_buffers(self, free: list[dict[bool, _Buffer]]) -> None:
-        """Takes those of an earlier stage that are large enough, or new ones."""
+        """Takes buffers of an earlier stage that are large enough, or allocates new ones."""
         for pinned, size in self._sizes.items():
             if not size:
                 continue
             some = [buffers[pinned] for buffers in free if pinned in buffers and buffers[pinned].memory.nbytes >= size]
             if not some:
                 for buffers in free:
-                    buffers.pop(pinned, None)  # too small: given back before there is another
+                    buffers.pop(pinned, None)  # too small: freed before the new one is allocated
                 memory = host_memory(size, pinned)
                 some = [_Buffer(memory, users_of(memory))]
             self.buffers[pinned] = some[0]
 
     def copy_of(self, value: Any) -> Any:
-        """What `number_tensors` has made of a value, with the copies of its tensors."""
+        """Returns what `number_tensors` made of a value, with copies of its tensors."""
         if type(value) is _Number:
             if (staged := self._copies.get(value)) is None:
                 staged = self._copies[value] = self._copy_tensor(self._tensors[value])
@@ -179,13 +177,13 @@ def _check_tensor(tensor: torch.Tensor, name: str) -> None:
     if isinstance(tensor, LAZY):
         why = "it is not initialized: run its module once"
     elif tensor.is_meta:
-        why = "a tensor of the meta device has no memory"
+        why = "a tensor on the meta device has no memory"
     elif tensor.is_quantized:
-        why = "a quantised tensor is more than its memory: save what it is made of, such as its int_repr()"
+        why = "a quantised tensor is more than its elements: save its parts, such as its int_repr()"
     else:
         check_memory(tensor, where, name)
         if type(tensor) not in PLAIN:
-            why = f"a {type(tensor).__name__} may be more than its memory: give the tensors that it is made of"
+            why = f"a {type(tensor).__name__} may be more than its memory: save the tensors that it is made of"
     if why:
         raise NotSupportedError(f"{where}: {why}", tensor=name)
 

@@ -1,4 +1,4 @@
-"""CheckpointWriter: what torch.distributed.checkpoint saves through."""
+"""CheckpointWriter: saves checkpoints for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -32,40 +32,38 @@ from .manifest import NAME, SAVE, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Located, Place
 from .schedule import Duty, Round, bytes_of, is_bytes, schedule
 
-# Files that a rank writes at once: file systems let one writer at a time into a file.
+# Files that a rank writes at a time, because file systems allow one writer per file.
 _AT_ONCE = 4
 
 
 class CheckpointWriter(Located, StorageWriter):
-    """Writes a checkpoint as a folder of overwire, for `dcp.save` and `dcp.async_save`.
+    """Writes a checkpoint as an overwire folder, for `dcp.save` and `dcp.async_save`.
 
-    path: the folder, on a file system that all ranks share, or s3://bucket/prefix; None: the
-        `checkpoint_id` of the save. The checkpoint appears whole or not at all; an older
-        one of that name stays until then, and is whole whatever ends the save. In a store
-        none is replaced, and of several saves at once one makes it.
-    model: the key of the state whose tensors are the model's: they are the folder's own
-        tensors, under their names below that key, and all else is in its folder
-        `training`. Of a state that is not nested, or lacks the key, all tensors are the
-        model's.
+    path: the folder, on a file system that all ranks share, or s3://bucket/prefix; None uses the
+        `checkpoint_id` of the save. The checkpoint appears complete or not at all. An older checkpoint with that
+        name stays complete until then, however the save ends. In a store none is replaced, and if several saves
+        run at once, one of them succeeds.
+    model: the key in the state for the model. The tensors below that key are the folder's own tensors,
+        named without the key, and everything else goes to its subfolder `training`. If the state is not nested
+        or lacks the key, all tensors are the model's.
     compress, level: as for `save_file`.
-    max_shard_size: the most tensor bytes in a file. Each rank writes four files at once, and
-        needs memory for as many on the device where it gathers sharded tensors.
+    max_shard_size: the most tensor bytes in a file. Each rank writes four files at a time. To gather sharded
+        tensors, it needs memory for them on the device where it gathers.
     overwrite: whether an older checkpoint may be replaced.
     process_group: the group through which the ranks send one another blocks of tensors. By default it is
         the group that torch was given for the save. If torch was given none, `dcp.save` uses the default
         group, and `dcp.async_save` a gloo group that the writer makes and training does not use.
     storage_options: as for `load_file`.
 
-    All tensors are stored whole: the blocks of a sharded one (FSDP, DTensor) are sent to the
-    rank that writes it by the group's own backend, or copied from what a stager of the
-    same host has in memory. What is no tensor is stored as torch.save
-    writes it. A tensor whose type safetensors lacks (complex128, complex32) is stored as its bytes, U8
-    with one dimension more, and comes back as it was.
+    All tensors are stored whole. The blocks of a sharded tensor (FSDP, DTensor) are sent to the rank that writes it
+    by the group's own backend, or copied from a stager's memory on the same host. Objects other than tensors are
+    stored as torch.save writes them. A tensor with a dtype that safetensors lacks (complex128, complex32) is stored as
+    U8 bytes with an extra last dimension, and is restored with its own dtype.
 
-    The save raises torch's CheckpointException, whose `failures` has the error of each rank:
-    ArgumentError for a folder that is no checkpoint, NotSupportedError for tensors without bytes of
-    their own (quantised, sparse), NotFoundError where the coordinator has ended, IOFailure, and what
-    `save_file` raises.
+    The save raises torch's CheckpointException, and its `failures` has the error of each rank:
+    ArgumentError for a folder that is not a checkpoint, NotSupportedError for tensors that are more than their bytes
+    (quantised, sparse), NotFoundError if the coordinator has ended, IOFailure, and the errors of
+    `save_file`. A rank raises IOFailure itself if the others do not begin the save next to training.
     """
 
     _schemes = ("s3",)
@@ -87,14 +85,14 @@ class CheckpointWriter(Located, StorageWriter):
         self._how: dict[str, Any] = {"compress": compress, "level": level, "storage_options": storage_options}
         self._most = parse_size(max_shard_size)
         if self._most <= 0:
-            raise ArgumentError(f"overwire: max_shard_size: expected bytes, got {max_shard_size!r}")
+            raise ArgumentError(f"overwire: max_shard_size: expected a number of bytes, got {max_shard_size!r}")
         self._overwrite = overwrite
         self._group = process_group
         self._options = storage_options
         self._path = None if path is None else local(path)
         self._place: Place | None = None
-        self._duty: Duty | None = None  # the coordinator's
-        self._plans: list[SavePlan] = []  # the last ones of all ranks, for planners that keep theirs
+        self._duty: Duty | None = None  # on the coordinator
+        self._plans: list[SavePlan] = []  # the last plans of all ranks, for planners that cache them
         self._save = ""
         self._group_of_save: Any = None
         self._own_groups: list[OwnGroup] = []
@@ -118,7 +116,7 @@ class CheckpointWriter(Located, StorageWriter):
             raise ArgumentError("overwire: CheckpointWriter: neither a path nor a checkpoint_id was given")
         if not kwargs.get("use_collectives", True):
             raise NotSupportedError(
-                "overwire: CheckpointWriter: a checkpoint is one for all ranks: use_collectives=False is not supported"
+                "overwire: CheckpointWriter: all ranks make one checkpoint: use_collectives=False is not supported"
             )
         self._place = Place(self._path, self._options, self._overwrite)
 
@@ -127,7 +125,7 @@ class CheckpointWriter(Located, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Called by torch, on the coordinator: decides who writes what, and takes the place."""
+        """Called by torch on the coordinator: decides which rank writes what, and locks the destination."""
         assert self._place is not None
         plans = self._merge_plans(plans)
         duties = schedule(plans, self._model, self._most, self._place.save, self._place.mark)
@@ -136,7 +134,7 @@ class CheckpointWriter(Located, StorageWriter):
         return [replace(plan, storage_data=duty) for plan, duty in zip(plans, duties, strict=True)]
 
     def _merge_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Planners with enable_plan_caching send a plan that has not changed only once.
+        # Planners with enable_plan_caching send an unchanged plan only once.
         if any(not getattr(plan, "usable", True) for plan in plans):
             if len(self._plans) != len(plans):
                 raise NotSupportedError(
@@ -147,7 +145,7 @@ class CheckpointWriter(Located, StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Called by torch: writes this rank's files, and sends others what they write."""
+        """Called by torch: writes this rank's files, and sends blocks to the ranks that write them."""
         assert self._place is not None
         duty: Duty = plan.storage_data
         self._place.join_save(duty.save)
@@ -203,20 +201,20 @@ class CheckpointWriter(Located, StorageWriter):
         report = save_file(
             cast(dict[str, TensorLike], tensors), self._place.make(step.file), metadata, **self._how
         )
-        sizes = [report.bytes_out] + [0] * len(step.entries)  # the first stands for the file
+        sizes = [report.bytes_out] + [0] * len(step.entries)  # the first entry counts for the whole file
         return [
             WriteResult(entry.blocks[0].index, size, {"name": entry.name, "file": step.file})
             for entry, size in zip(step.entries, sizes, strict=False)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called by torch, on the coordinator: publishes the checkpoint."""
+        """Called by torch on the coordinator: publishes the checkpoint."""
         assert self._place is not None and self._duty is not None and self._duty.manifest is not None
         place, manifest = self._place, self._duty.manifest
         files = [file for part in manifest.parts for file in part.files]
         place.take_over(files)
         try:
-            place.write(NAME, encode(manifest))  # in a store one of several saves goes on
+            place.write(NAME, encode(manifest))  # in a store, only one of several saves gets past this
             _write_indexes(place, manifest, results)
         except BaseException:
             self._drop_place()
@@ -246,14 +244,15 @@ def _as_bytes(tensor: Gathered, name: str) -> Gathered:
     try:
         return bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
     except (RuntimeError, NotImplementedError) as error:
-        raise NotSupportedError(f"overwire: {name!r} is {tensor.dtype}: {error}", tensor=name) from error
+        raise NotSupportedError(f"overwire: {name!r} has dtype {tensor.dtype}: {error}", tensor=name) from error
 
 
 def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     value = planner.resolve_data(item)
     if not isinstance(value, torch.Tensor):
         raise NotSupportedError(
-            f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn
+            f"overwire: {item.index.fqn!r}: expected a tensor from the planner, got a {type(value).__name__}",
+            tensor=item.index.fqn,
         )
     check_memory(value, f"overwire: CheckpointWriter: {item.index.fqn!r}", item.index.fqn)
     return value.detach()
@@ -263,7 +262,8 @@ def _bytes_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     value = planner.resolve_data(item)
     if not isinstance(value, io.BytesIO):
         raise NotSupportedError(
-            f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn
+            f"overwire: {item.index.fqn!r}: expected bytes from the planner, got a {type(value).__name__}",
+            tensor=item.index.fqn,
         )
     return (
         torch.frombuffer(bytearray(value.getbuffer()), dtype=torch.uint8)

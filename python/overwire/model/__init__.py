@@ -1,1 +1,1 @@
-"""An opened model: its sources, table, selection, plan, and loads of it."""
+"""Opens models: their sources, tensor tables, selections, plans, and loads."""

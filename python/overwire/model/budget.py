@@ -1,4 +1,4 @@
-"""Memory budgets: what the engine says that a load would take, and whether that fits."""
+"""Memory budgets: asks the engine how much memory a load takes, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def outlook(
     stream: bool = False,
     keep: int | None = None,
 ) -> LoadEstimate:
-    """What the engine says that a load takes: parts of the model, (tensor, how many of its
-    elements, -1 for all); None for what it has chosen.
+    """Returns the engine's estimate of the memory for a load. parts: parts of the model as (tensor, number of its
+    elements, or -1 for all); None for what the model has chosen.
 
-    keep: bytes of blocks that an offload would keep, which it then says, too. Raises
-    OutOfMemoryError for more than max_memory; stream: for a single tensor.
+    keep: bytes of blocks that an offload would keep; the estimate then includes an offload. stream: for one tensor
+    at a time. Raises OutOfMemoryError for more than max_memory.
     """
     numbers = array("q")
     if parts is None and model.chosen is not None:
@@ -56,6 +56,6 @@ def fit(
     max_memory: int | str | None,
     parts: Iterable[tuple[int, int]] | None = None,
 ) -> None:
-    """Raises OutOfMemoryError where a load would take more than the budget; see `outlook`."""
+    """Raises OutOfMemoryError if a load would take more than the budget; see `outlook`."""
     if max_memory is not None:
         outlook(model, frame, wanted, parts, max_memory)

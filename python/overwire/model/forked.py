@@ -1,10 +1,10 @@
-"""Local files in children of fork, which cannot use the engine: what `safe_open`, `load_file`,
-`stream` and `load_model` read there.
+"""Reads local files in forked children, which cannot use the engine. `safe_open`, `load_file`, `stream` and
+`load_model` work there.
 
-Workers of a DataLoader are such children, on Linux by default up to Python 3.13. Plain files
-are mapped, and their tensors copied; compressed ones are decoded by the reader of `portable`,
-which is slow and needs numpy. No tensor is copied or cast by torch's threads, which the child
-does not have. URIs, GPUs and all else need the engine: ForkedError.
+DataLoader workers are such children, on Linux by default up to Python 3.13. Plain files are mapped, and their
+tensors copied. Compressed files are decoded by the reader of `portable`, which is slow and needs numpy. Tensors are
+never copied or cast by torch's threads, which a forked child lacks. URIs, GPUs and everything else
+need the engine and raise ForkedError.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .opened import Model
 from .sources import resolve
 from .storage import storage
 
-# What reading a folder, a pipe or a socket says, which its own reader refuses.
+# Errors from reading a folder, a pipe or a socket. Each kind has its own reader, which refuses it.
 _SPECIAL = (errno.EISDIR, errno.ESPIPE, errno.ENXIO)
 
 # The longest header that the format allows.
 _HEADER = 100_000_000
 
-# How an index.json, and a shard that an index or its number among others belongs to, are called.
+# The names of an index.json, and of a shard that belongs to an index or is numbered.
 _INDEX = re.compile(r"[^.].*\.safetensors(\.[^.]+)?\.index(\.[^.]+)?\.json")
 _SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
@@ -43,10 +43,9 @@ _warnings: list[None] = []
 
 
 def is_compressed(source: Any) -> bool | None:
-    """Whether a path of a local file, an open file or a file's bytes are a container
-    of overwire's; None for what is no safetensors file, or not there. Reads the header only,
-    without the engine. Raises where the disk fails: a container that was not seen would be
-    taken for a plain file, and its stored bytes for tensors."""
+    """Whether a local file (a path, an open file, or a file's bytes) is an overwire container. None if it is not a
+    safetensors file or does not exist. Reads only the header, without the engine. Raises if the disk fails: an
+    unrecognised container would be read as a plain file, and its stored bytes taken for tensors."""
     try:
         if isinstance(source, (bytes, bytearray, memoryview)):
             view = memoryview(source)
@@ -61,7 +60,7 @@ def is_compressed(source: Any) -> bool | None:
                 os.close(number)
         if not header.startswith(b"{"):
             return None
-        may_be = b'"overwire"' in header or b"\\u00" in header  # letters may be spelled by their numbers
+        may_be = b'"overwire"' in header or b"\\u00" in header  # JSON may escape letters as numbers
         return may_be and "overwire" in json.loads(header).get("__metadata__", ())
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return None
@@ -77,7 +76,7 @@ def _read_header(number: int) -> bytes:
 
 
 def _read_all(number: int, size: int, at: int) -> bytes:
-    # A read may give less than it was asked for: a container would be no JSON.
+    # Reads may return fewer bytes than requested, and a truncated header is not valid JSON.
     parts = []
     while size and (part := os.pread(number, size, at)):
         parts.append(part)
@@ -86,7 +85,7 @@ def _read_all(number: int, size: int, at: int) -> bytes:
 
 
 class _PlainFile:
-    # A plain file, mapped: what is written to the map stays in this process.
+    # A plain file, mapped. Writes to the map stay in this process.
 
     def __init__(self, path: str) -> None:
         from ..portable.container import parse
@@ -97,7 +96,7 @@ class _PlainFile:
         self.entries, self.metadata, self.is_compressed = parse(self._data, path)
 
     def bytes_of(self, name: str) -> memoryview:
-        """The bytes of a tensor in the map."""
+        """Returns the bytes of a tensor, in the map."""
         entry = self.entries[name]
         return self._data[entry.offset : entry.offset + entry.nbytes]
 
@@ -112,21 +111,21 @@ class _CompressedFile:
         self.entries, self.metadata = self._file.entries(), self._file.metadata()
 
     def bytes_of(self, name: str) -> memoryview:
-        """The bytes of a tensor, in memory of their own."""
+        """Returns a copy of the bytes of a tensor."""
         return memoryview(self._file.get_tensor(name))
 
     def read_all(self, names: set[str]) -> Iterator[tuple[str, memoryview]]:
-        """Those of several, decoded together."""
+        """Yields the bytes of several tensors, decoded together."""
         holders = [holder for holder, own in self._file.holders().items() if not names.isdisjoint(own)]
         return ((name, data) for name, data in self._file.tensors(holders) if name in names)
 
 
 class ForkedModel(Model):
-    """A model of local files: its table, and tensors, each of which is the caller's own.
+    """A model of local files, with a table and tensors. Each tensor belongs to the caller.
 
-    table: that of the same files as the parent has it, which decides the places of tensors.
+    table: the parent's table of the same files, which defines the positions of tensors.
 
-    Raises ForkedError for what needs the engine, and what opening the files raises.
+    Raises ForkedError for everything that needs the engine, and errors of opening the files.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class ForkedModel(Model):
             raise errors.forked()
         self.device = self.lands = device
         uris, self._keep = resolve(source)
-        storage(storage_options, uris)  # refused for a local path
+        storage(storage_options, uris)  # refuses options for a local path
         uris = [path_of(uri) if is_file(uri) else uri for uri in uris]
         parts = [one for uri in uris for one in _files_of(uri)]
         self.uris = [path for path, _ in parts]
@@ -150,8 +149,8 @@ class ForkedModel(Model):
         if not _warnings and any(isinstance(file, _CompressedFile) for file in self._files):
             _warnings.append(None)
             warnings.warn(
-                "overwire: this process was forked from one that had started the engine: compressed files are decoded "
-                "slowly here, without it: use the spawn or forkserver start method",
+                "overwire: this process was forked after the engine had started, so it decodes compressed files "
+                "slowly, without the engine: use the spawn or forkserver start method",
                 stacklevel=3,
             )
         if [one for uri in uris for one in _files_of(uri)] != parts:
@@ -163,7 +162,8 @@ class ForkedModel(Model):
         ]
         if table is not None:
             if {row[:4] + row[5:6] for row in table} - {row[:4] + row[5:6] for row in self.table}:
-                raise errors.CorruptError(f"overwire: open {uris[0]}: it was replaced since it was opened", source=uris[0])
+                why = f"overwire: open {uris[0]}: it was replaced since it was opened"
+                raise errors.CorruptError(why, source=uris[0])
             self.table = table
         self._refuse_twins()
         self.chosen = self.choose(keys, filter)
@@ -172,23 +172,25 @@ class ForkedModel(Model):
         return [{"uri": uri, "metadata": file.metadata} for uri, file in zip(self.uris, self._files, strict=True)]
 
     def read_alone(self, at: int, frame: Frame, index: Any = None) -> Any:
-        """One tensor, or `tensor[index]` of it."""
+        """Returns one tensor, or `tensor[index]`."""
         row = self.row(at)
         file = self._files[row.source]
         data = file.bytes_of(row.name)
         cut = None if index is None else plan(index, row.shape, dims=0).cut
         if cut and frame.name == "bytes":
             raise errors.forked("a part of a tensor as bytes")
-        if cut and isinstance(file, _PlainFile):  # only what is wanted of it is read
+        if cut and isinstance(file, _PlainFile):  # reads only the requested part
             part = frame.index(frame.of_bytes(data, row.dtype, row.shape), cut, row.dtype)
             if math.prod(part.shape) != math.prod(row.shape):
                 return part
         tensor = frame.of_bytes(bytearray(data) if isinstance(file, _PlainFile) else data, row.dtype, row.shape)
         return frame.index(tensor, cut, row.dtype) if cut else tensor
 
-    def iter_tensors(self, chosen: Iterable[int], frame: Frame, wanted: Any, in_order: bool) -> Iterator[tuple[str, Any]]:
-        """Name and tensor, cast; those of a compressed file together, unless `in_order`."""
-        frame.raw({self.table[at][1] for at in chosen})  # refuses what the framework lacks
+    def iter_tensors(
+        self, chosen: Iterable[int], frame: Frame, wanted: Any, in_order: bool
+    ) -> Iterator[tuple[str, Any]]:
+        """Yields names and tensors, cast. Tensors of a compressed file are decoded together, unless `in_order`."""
+        frame.raw({self.table[at][1] for at in chosen})  # refuses dtypes that the framework lacks
         groups: dict[int, list[int]] = {}
         for number, at in enumerate(chosen):
             groups.setdefault(number if in_order else self.table[at][5], []).append(at)
@@ -216,7 +218,7 @@ def _open_file(path: str) -> _PlainFile | _CompressedFile:
         plain = _PlainFile(path)
         return _CompressedFile(path) if plain.is_compressed else plain
     except ImportError:
-        raise errors.forked(f"{path}, which is compressed and read here only where numpy is installed,") from None
+        raise errors.forked(f"{path}, which is compressed and can only be read here with numpy,") from None
     except OSError as error:
         raise error_of_system(error, "open", path) from error
 
@@ -225,12 +227,13 @@ def _entries_of(file: _PlainFile | _CompressedFile, path: str, names: list[str] 
     if names is None:
         return file.entries.items()
     if lacking := [name for name in names if name not in file.entries]:
-        raise FormatError(f"overwire: open {path}: it lacks {lacking[0]!r}, which its index.json lists", source=path, tensor=lacking[0])
+        why = f"overwire: open {path}: it lacks {lacking[0]!r}, which its index.json lists"
+        raise FormatError(why, source=path, tensor=lacking[0])
     return ((name, entry) for name, entry in file.entries.items() if name in set(names))
 
 
 def _files_of(path: str) -> list[tuple[str, list[str] | None]]:
-    # The files that a path stands for, each with the tensors that an index lists; None: all.
+    # Yields the files of a path, each with the tensors that an index lists (None: all).
     if "://" in path:
         return [(path, None)]
     if _INDEX.fullmatch(os.path.basename(path)) and not os.path.isdir(path):

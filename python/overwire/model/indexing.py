@@ -1,8 +1,8 @@
-"""Index arithmetic of slices: which block to read, and what to cut from it.
+"""Index arithmetic for slices: decides which block to read, and what to cut from it.
 
-The engine reads a contiguous range of dim 0 times a contiguous range of dim 1.
-Any basic index (ints, slices with steps, Ellipsis, None) is split into the
-smallest such block and an index into it, which the framework applies.
+The engine reads a contiguous range of dim 0 times a contiguous range of dim 1. Any basic index (ints, slices
+with steps, Ellipsis, None) is split into the smallest such block, and an index into the block, which the framework
+applies.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ Entry = int | slice | None
 
 
 class Plan(NamedTuple):
-    """What an index asks for.
+    """How to read an index.
 
-    block: the range of each of the first two dimensions, (lo, hi) each, whole
-    where there is nothing to cut. shape: of the block. cut: an index into the
-    block; () when it is the block itself. empty: the result has no elements.
+    block: the (lo, hi) ranges of the first two dimensions; the whole range if nothing is cut. shape: of the block.
+    cut: an index into the block; () for the whole block. empty: the result has no elements.
     """
 
     block: tuple[tuple[int, int], tuple[int, int]]
@@ -32,7 +31,7 @@ class Plan(NamedTuple):
 
 
 def _expand_index(index: Any, rank: int) -> list[Any]:
-    """The index as a list with one entry a dimension (and the Nones)."""
+    """Returns the index as a list with one entry per dimension, plus the Nones."""
     entries = list(index) if isinstance(index, tuple) else [index]
     count = sum(1 for e in entries if e is not None and e is not Ellipsis)
     dots = [at for at, e in enumerate(entries) if e is Ellipsis]
@@ -52,15 +51,15 @@ def _check_entry(entry: Any, size: int, dim: int) -> int | range:
         except (TypeError, ValueError) as error:
             raise SliceError(f"overwire: slice of dimension {dim}: {error}") from error
     if isinstance(entry, bool) or str(getattr(entry, "dtype", "")).endswith("bool"):
-        raise SliceError("overwire: slice: masks are not supported; index the loaded tensor")
+            raise SliceError("overwire: slice: masks are not supported: load the tensor and index that")
     try:
-        if getattr(entry, "shape", ()) != ():  # a list of one index, which keeps the dimension
+        if getattr(entry, "shape", ()) != ():  # a list with one index, which keeps the dimension
             raise TypeError
         number = operator.index(entry)
     except TypeError:
         raise SliceError(
             f"overwire: slice of dimension {dim}: expected an int, a slice, '...' or None, "
-            f"got {type(entry).__name__}; index the loaded tensor instead"
+            f"got {type(entry).__name__}: load the tensor and index that"
         ) from None
     if not -size <= number < size:
         raise SliceError(f"overwire: index {number} is out of range for dimension {dim} of {size}")
@@ -68,10 +67,10 @@ def _check_entry(entry: Any, size: int, dim: int) -> int | range:
 
 
 def plan(index: Any, shape: tuple[int, ...], dims: int = 2) -> Plan:
-    """Splits an index of a tensor of this shape. SliceError if it is none.
+    """Splits an index of a tensor with this shape. Raises SliceError for an invalid index.
 
-    dims: how many leading dimensions the block may cut; with 0 it is the whole
-    tensor, and the cut is the index itself, normalised.
+    dims: the number of leading dimensions that the block may cut. With 0 the block is the whole tensor, and
+    the cut is the normalised index.
     """
     block = [(0, size) for size in shape[:2]] + [(0, 1)] * (2 - len(shape[:2]))
     cut: list[Entry] = []
@@ -100,7 +99,7 @@ def plan(index: Any, shape: tuple[int, ...], dims: int = 2) -> Plan:
                 lo, hi = min(selection[0], selection[-1]), max(selection[0], selection[-1]) + 1
                 block[dim] = (lo, hi)
             relative = range(selection.start - lo, selection.stop - lo, selection.step)
-            # A falling range may end at -1, which a slice would read from the end.
+            # A descending range may end at -1, which a slice would count from the end.
             cut.append(slice(relative.start, None if relative.stop < 0 else relative.stop, relative.step))
             cuts = cuts or relative != range(hi - lo)
         dim += 1

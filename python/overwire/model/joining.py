@@ -1,4 +1,4 @@
-"""How loads take what was preloaded of their files."""
+"""Lets loads take tensors that were preloaded from their files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _started = False
 
 
 def started() -> None:
-    """Notes that there is a preload; until then no load looks for one."""
+    """Records that there is a preload. Until then no load looks for one."""
     global _started
     _started = True
 
 
 def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
-    """Lets loads of an open model take what was preloaded: where it lies, "cpu" or
-    the GPU; None if there is nothing. alone: drops it."""
+    """Lets loads of an open model take preloaded tensors. Returns their device, "cpu" or the GPU, or None if there
+    are none. alone: drops the preload instead."""
     if not _started:
         return None
     number = _verbs.join({"device": device, "read": read or "", "alone": alone}, model)
@@ -32,8 +32,8 @@ def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
 
 
 def written(path: str) -> None:
-    """Drops preloads of a path or URI whose file was replaced or changed by other means
-    than the engine's save."""
+    """Drops preloads of a path or URI whose file was changed by anything other than the engine's
+    save."""
     if _started and not forked():
         _log_notes(_verbs.sweep(path))
 

@@ -1,5 +1,5 @@
-"""Local files that are opened once and read from several times: libraries open a file for
-its metadata first, and again for its tensors."""
+"""Keeps a local file open between reads, because libraries open a file for its metadata first, and again for its
+tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .opened import Model
 
 
 class Kept:
-    """A file that is open, as verbs take it for a source. It is closed when the last
-    model of it has gone, and `keep` no longer has it."""
+    """An open file that functions accept as a source. It is closed when its last
+    model is gone and `keep` no longer has it."""
 
     has_bytes = False
 
     def __init__(self, path: str) -> None:
         self._model = Model(path)
         sources = self._model.info()
-        #: Whether it is a container of overwire's.
+        #: Whether it is an overwire container.
         self.compressed = any(part["overwire"] for part in sources)
-        #: Whether it is no more than this file: an index.json names others.
+        #: Whether it is only this file. An index.json names others.
         self.alone = [part["uri"] for part in sources] == [path]
 
     def shared_model(self) -> Model:
-        """The open model."""
+        """Returns the open model."""
         return self._model
 
 
@@ -39,14 +39,14 @@ _last: Kept | None = None  # stays open between one reader and the next
 
 
 def keep(path: str | os.PathLike[str]) -> Kept:
-    """The file as it is open already, if it is the same one in the same state; else
-    opened now. OSError where there is no regular file, and what opening raises."""
+    """Returns the open file if it has not changed since, else opens it. Raises OSError
+    if it is not a regular file, and errors of opening."""
     global _last
     name = local(path)
     now = os.stat(name)
     if not stat.S_ISREG(now.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", name)
-    # While it is open, no other file gets its number.
+    # While it is open, no other file can get its inode number.
     state = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
     with _lock:
         model = _open.get((name, state))

@@ -1,15 +1,14 @@
-"""Where the pieces of a pickled bundle lie, and nyacomp's meta.csv.
+"""Finds the files of a pickled bundle, and reads and writes nyacomp's meta.csv.
 
-For `D/x.pkl`: the pickle itself, and `D/tensors/x.safetensors`, which has every tensor of
-it. What nyacomp's verbs write lies in `D/nya` instead, beside `D/nya/meta.csv`; readers
-look into both. The csv has nyacomp's form, so that scripts that upload what it lists, or
-point PRELOAD_PATH at it, keep working:
+`D/x.pkl` is the pickle, and `D/tensors/x.safetensors` has all its tensors. nyacomp's functions write to `D/nya`
+instead, with `D/nya/meta.csv`; readers look into both. The csv has nyacomp's format, so that scripts that upload
+the files it lists, or set PRELOAD_PATH to it, still work:
 
     line 1        thread bins: commas between threads, semicolons between files
     other lines   filename shape dtype decompressed_size compressed_size
 
-where a shape has semicolons between dims, and ours is one line: the container
-as a tensor of bytes. This module opens no tensor file and imports little.
+A shape has semicolons between dimensions. Our csv has one line, for the container as a tensor of bytes. This module
+opens no tensor file and imports little.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ..paths import is_remote, is_there, raise_unless_absent
 from .reading import read_bytes
 
 OWN, NYACOMP = "tensors", "nya"
-#: The folders beside a pickle that may have its container, in the order in which they are looked into.
+#: The folders next to a pickle that may have its container, in the order in which they are searched.
 FOLDERS = (OWN, NYACOMP)
 META = "meta.csv"
 _MODEL_ENDINGS = (".safetensors", ".json")
@@ -46,9 +45,9 @@ class MetaRow(NamedTuple):
 
 
 def container_of(pickle_path: str, folder: str) -> str:
-    """The container of a pickle: D/x.pkl -> D/FOLDER/x.safetensors; or, where that
-    is another's (D/x.pth), D/FOLDER/x.pkl.safetensors."""
-    for other in store_containers_of(pickle_path, folder):  # the second choice, or a copy out of a store
+    """Returns the container of a pickle: D/x.pkl -> D/FOLDER/x.safetensors; or, if that
+    belongs to another pickle (D/x.pth), D/FOLDER/x.pkl.safetensors."""
+    for other in store_containers_of(pickle_path, folder):  # the second choice, or a copy from a store
         if is_there(other):
             return other
     parent, name = os.path.split(pickle_path)
@@ -56,19 +55,19 @@ def container_of(pickle_path: str, folder: str) -> str:
 
 
 def containers_of(pickle_path: str) -> list[str]:
-    """Where the container of a pickle may be; first of those that are there, or else in a folder that is."""
+    """Returns the possible containers of a pickle: existing ones first, then those in existing folders."""
     places = [container_of(pickle_path, folder) for folder in FOLDERS]
     return sorted(places, key=lambda path: (not os.path.exists(path), not os.path.isdir(os.path.dirname(path))))
 
 
 def second_container_of(pickle_path: str, folder: str) -> str:
-    """The name for a pickle whose first choice is taken."""
+    """Returns the container's name if another pickle has the first choice."""
     parent, name = os.path.split(pickle_path)
     return os.path.join(parent, folder, name + ".safetensors")
 
 
 def rivals_of(pickle_path: str) -> list[str]:
-    """Other pickles in the folder with the same first choice."""
+    """Returns other pickles in the folder that have the same first choice."""
     folder, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0]
     paths = [os.path.join(folder, other) for other in os.listdir(folder) if other != name]
@@ -76,7 +75,7 @@ def rivals_of(pickle_path: str) -> list[str]:
 
 
 def previous_of(container: str) -> str:
-    """Where the container before it is kept while a bundle is replaced."""
+    """Returns where the previous container is kept while a bundle is replaced."""
     folder, name = os.path.split(container)
     if len(os.fsencode(name)) > 251:  # of the 255 bytes that names have
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
@@ -84,8 +83,8 @@ def previous_of(container: str) -> str:
 
 
 def lock_of(pickle_path: str, folder: str) -> str:
-    """The file that says whose turn it is to write a bundle: the same for pickles that
-    differ in their ending only, which may have the same container."""
+    """Returns the lock file for writing a bundle. Pickles that differ only in their endings share it,
+    because they may have the same container."""
     parent, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0]
     if len(os.fsencode(stem)) > 240:  # of the 255 bytes that names have
@@ -94,33 +93,33 @@ def lock_of(pickle_path: str, folder: str) -> str:
 
 
 def store_containers_of(uri: str, folder: str) -> tuple[str, str]:
-    """The two names that the container of a pickle in a store takes in turn.
-    Neither is that of a pickle with another ending."""
+    """Returns the two names that alternate for a pickle's container in a store.
+    Pickles with another ending never use them."""
     first = second_container_of(uri, folder)
     return first, first.removesuffix(".safetensors") + ".b.safetensors"
 
 
 def meta_of(pickle_path: str) -> str:
-    """The csv of a pickle that nyacomp's verbs write: D/x.pkl -> D/nya/meta.csv."""
+    """Returns the csv for a pickle that nyacomp's functions write: D/x.pkl -> D/nya/meta.csv."""
     return os.path.join(os.path.dirname(pickle_path), NYACOMP, META)
 
 
 def meta_text(container: str, size: int) -> str:
-    """The csv for one container of `size` bytes. It is found beside the csv; a
-    line has room for its folder, unless that has a line break in its name."""
+    """Returns the csv for one container of `size` bytes, which is next to the csv. The line includes its folder,
+    unless the folder's name has a line break."""
     name = os.path.basename(container) if "\n" in container else container
     return f"0\n{name} {size} uint8 {size} {size}"
 
 
 def read_meta(path: str) -> list[MetaRow]:
-    """The rows of a meta.csv (a path or a URI), ours or nyacomp's. FormatError
-    if it is none."""
+    """Returns the rows of a meta.csv (a path or a URI), ours or nyacomp's. Raises FormatError for
+    other files."""
     return meta_rows(path, os.fsdecode(read_bytes(path, 1 << 24)))  # names may be any bytes
 
 
 def meta_rows(path: str, text: str) -> list[MetaRow]:
-    """The rows in the text of a meta.csv; the path is for messages. FormatError; AccessError
-    for a file of this machine, which may come from anywhere, that names a Redis server."""
+    """Returns the rows in the text of a meta.csv. path: for messages. Raises FormatError; and AccessError for a local
+    csv that names a Redis server, because it may come from an attacker."""
     rows = []
     for number, line in enumerate(text.split("\n")[1:], start=2):
         line = line.removesuffix("\r")
@@ -143,17 +142,17 @@ def meta_rows(path: str, text: str) -> list[MetaRow]:
         scheme = filename.partition("://")[0].lower()
         if scheme in ("redis", "rediss") and not is_remote(path):
             raise AccessError(
-                f"overwire: open {path} line {number}: it names {shown(filename)}; REDISCLI_AUTH goes to servers "
-                "that a program names, not to one that a file names: name it yourself",
+                f"overwire: open {path} line {number}: it names {shown(filename)}: REDISCLI_AUTH is sent only to "
+                "servers that the program names, not to one that a file names: pass the URI yourself",
                 source=path,
             )
     return rows
 
 
 def containers_in(path: str) -> list[str]:
-    """The containers that a meta.csv (a path or a URI) lists, wherever its
-    folder is now. Raw entries are not containers and are left out."""
-    # D/meta.csv is nyacomp's older place of D/nya/meta.csv.
+    """Returns the containers that a meta.csv (a path or a URI) lists, even if its
+    folder was moved. Raw entries are not containers and are left out."""
+    # nyacomp used to put D/nya/meta.csv at D/meta.csv.
     if not os.path.exists(path) and os.path.basename(path) == META:
         newer = os.path.join(os.path.dirname(path), NYACOMP, META)
         path = newer if os.path.exists(newer) else path
@@ -174,17 +173,17 @@ def _listed_names(meta: str, rows: list[MetaRow]) -> list[str]:
 
 
 def _by_nyacomp(meta: str, filename: str) -> NotSupportedError:
-    """What is said of a file in a meta.csv that is no container."""
+    """Returns the error for a file in a meta.csv that is not a container."""
     name = os.path.basename(filename)
     return NotSupportedError(
-        f"overwire: open {meta}: {name!r} was written by nyacomp itself; compress the model again with overwire",
+        f"overwire: open {meta}: {name!r} was written by nyacomp itself: compress the model again with overwire",
         source=meta,
     )
 
 
 def remote_containers_of(uri: str, folders: Sequence[str]) -> list[str]:
-    """Where the container of a pickle behind a URI may be, folder by folder: as
-    `container_of`, which of the names it has only opening tells."""
+    """Returns the possible containers of a pickle behind a URI, folder by folder. As with
+    `container_of`, only opening them tells which one exists."""
     name = _verbs.beside({"uri": uri})["name"]
     stem = os.path.splitext(name)[0]
     parts = (stem, name, name + ".b")
@@ -193,8 +192,8 @@ def remote_containers_of(uri: str, folders: Sequence[str]) -> list[str]:
 
 
 def remote_containers_in(uri: str, text: str) -> list[str]:
-    """The containers that a meta.csv behind a URI lists: each is beside it, or,
-    of a csv in nyacomp's older place, in the folder nya beside it."""
+    """Returns the containers that a meta.csv behind a URI lists. Each is next to the csv or, for a csv at nyacomp's
+    older path, in the folder nya next to it."""
     folder = _verbs.beside({"uri": uri})["path"].rpartition("/")[0] + "/"
     names = _listed_names(shown(uri), meta_rows(uri, text))
     for name in names:
@@ -204,29 +203,29 @@ def remote_containers_in(uri: str, text: str) -> list[str]:
 
 
 def beside(folder: str, filename: str) -> str:
-    """Where a file that a csv lists is from the csv's folder (with its slash) on."""
+    """Returns the path of a file that a csv lists, relative to the csv's folder (which ends with a slash)."""
     parent, name = os.path.split(filename)
     below = os.path.basename(parent) == NYACOMP and not folder.endswith(f"/{NYACOMP}/")
     return f"{NYACOMP}/{name}" if below else name
 
 
 def refuse_urls(meta: str) -> None:
-    """What an import may not do for a meta.csv of this machine, which may come from
-    anywhere: ask the URLs in it, unless DOWNLOAD (nyacomp's) says so. AccessError."""
+    """Raises AccessError if a local meta.csv names URLs. An import must not request them, because the
+    file may come from an attacker, unless nyacomp's DOWNLOAD allows it."""
     if truth("DOWNLOAD"):
         return
     for place in containers_in(meta):
         if is_remote(place):
             raise AccessError(
-                f"overwire: open {meta}: it names {shown(place)}; a preload at import follows URLs of a local manifest "
-                "only with DOWNLOAD=1: set that, or call preload by hand",
+                f"overwire: open {meta}: it names {shown(place)}: a preload at import follows URLs in a local manifest "
+                "only with DOWNLOAD=1: set that, or call preload yourself",
                 source=meta,
             )
 
 
 def place_of(meta: str, filename: str) -> str:
-    """Where a file that a meta.csv lists is now: beside the csv, or as its name
-    stands. Names of nyacomp's begin with a slash that is not always meant."""
+    """Returns the current path of a file that a meta.csv lists: next to the csv, or exactly as named.
+    nyacomp's names begin with a slash that may not mean the root."""
     folder, name = os.path.split(meta)[0], os.path.basename(filename)
     standing = filename if "://" in filename else os.path.join(folder, filename)
     candidates = [os.path.join(folder, name), os.path.join(folder, NYACOMP, name), standing, filename.lstrip("/")]
@@ -237,8 +236,8 @@ def place_of(meta: str, filename: str) -> str:
 
 
 def preload_uris(path: str) -> list[str]:
-    """What a preload of this path reads: a container, folder or index.json is
-    read itself; a pickle or a meta.csv stands for its containers."""
+    """Returns what a preload of this path reads: a container, folder or index.json
+    itself; for a pickle or a meta.csv, its containers."""
     if path.endswith(".csv"):
         return containers_in(path)
     if "://" in path:
@@ -253,30 +252,30 @@ def preload_uris(path: str) -> list[str]:
 
 
 def not_beside(path: str, container: str) -> NotFoundError | FormatError:
-    """What is said of a local pickle without its container."""
+    """Returns the error for a local pickle without a container."""
     kind = kind_of_file(path, _read_head(path, HEAD_BYTES))
     if kind is not None and kind.what != "a pickle":
         return FormatError(f"overwire: open {path}: this is {kind.what}, not a bundle: {kind.do}", source=path)
     return NotFoundError(
-        f"overwire: open {path}: its tensors are not at {container}; copy the folder beside the pickle with it; "
-        "what save_bundle or compress_pickle did not write is read by load_file (safetensors), torch.load or pickle",
+        f"overwire: open {path}: its tensors are not at {container}: copy the folder next to the pickle with it; "
+        "if save_bundle or compress_pickle did not write it, use load_file (safetensors), torch.load or pickle",
         source=path,
     )
 
 
 def is_pickle(path: str) -> bool:
-    """Whether a file begins as pickles of protocol 2 and later do."""
+    """Whether a file begins like a pickle of protocol 2 or later."""
     head = _read_head(path)
     return head[:1] == b"\x80" and not _is_header(head)
 
 
 def is_container(path: str) -> bool:
-    """Whether a file begins as safetensors files do, whatever its name."""
+    """Whether a file begins like a safetensors file, whatever its name."""
     return _is_header(_read_head(path))
 
 
 def _is_header(head: bytes) -> bool:
-    # The length of a header has 8 bytes, of which it needs fewer than 4.
+    # The header's length has 8 bytes, and the upper 4 are always 0.
     return head[4:9] == b"\0\0\0\0{"
 
 
@@ -286,6 +285,6 @@ def _read_head(path: str, size: int = 9) -> bytes:
             return file.read(size)
     except (IsADirectoryError, ArgumentError):
         return b""
-    except OSError as error:  # what the disk does not tell may be a pickle, whose container must stay
+    except OSError as error:  # an unreadable file may be a pickle, and its container must be kept
         raise_unless_absent(error, path)
         return b""  # opening it reports why

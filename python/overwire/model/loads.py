@@ -1,4 +1,4 @@
-"""A load that runs: how tensors are made of what lands."""
+"""Makes tensors of the bytes that a running load delivers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from .._imports import pause_collector, resume_collector
 from ..frameworks.frame import Frame
 from ..jobs import Job
 
-# At this many tensors in the engine's memory, they are taken over while the rest
-# arrives, not afterwards; the pause for more to arrive, in seconds.
+# With this many tensors in the engine's memory, they are made while the rest arrives
+# instead of afterwards; and the pause to wait for more, in seconds.
 _CROWD = 2000
 _PAUSE = 0.004
 
 
 class many_objects:
-    """A context manager: keeps the cycle collector still while thousands of objects are made.
+    """A context manager that pauses the cycle collector while thousands of objects are made.
 
-    None of them is garbage, yet their number alone would start full
-    collections, which cost more than the objects.
+    None of them is garbage, but their number would start full collections, which cost more
+    than the objects.
     """
 
     __slots__ = ("_pauses",)
@@ -33,12 +33,12 @@ class many_objects:
 
 
 class Load:
-    """The tensors of a load by request: take all of them, or each as it arrives.
+    """The tensors of a load, by request. Take all of them, or each as it arrives.
 
-    job: what runs; `tensors` ends it, else the caller does. rows: of each request, as it
-    lands. raw: whether the engine exports plain integers. places: by request, tensors that
-    the engine writes to. device: where the tensors shall be. moved: they land elsewhere: a
-    preload's, on the host. wanted: the framework's dtype to cast to; None: as they are.
+    job: the running job; `tensors` ends it, otherwise the caller does. rows: for each request, as it lands. raw:
+    whether the engine exports plain integers. places: by request, tensors that the engine writes to. device: the
+    device for the tensors. moved: they land elsewhere first, for example in a preload on the host. wanted: the
+    framework's dtype to cast to; None: unchanged.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Load:
         self._frame, self._raw, self._device, self._moved, self._wanted = frame, raw, device, moved, wanted
 
     def next(self) -> list[tuple[int, Any, int]]:
-        """Waits for what lands next, for `tensor`: request, capsule and address. Empty at the
-        end; raises an error of the load then."""
+        """Waits for the next tensors, for `tensor`. Returns request, capsule and address of each; nothing at the
+        end, when it raises the load's error if there is one."""
         news = self.job.next(None, self._raw)
         if news is None or not news.capsules:
             self.job.wait()
@@ -65,7 +65,7 @@ class Load:
         return list(zip(news.positions, news.capsules, news.addresses, strict=True))
 
     def tensor(self, at: int, capsule: Any, address: int) -> Any:
-        """The tensor of a request that has landed."""
+        """Returns the tensor of a request that has landed."""
         row = self.rows[at]
         tensor = self.places.pop(at, None)
         if tensor is None:
@@ -76,11 +76,11 @@ class Load:
 
     @property
     def crowded(self) -> bool:
-        """Whether `tensors` takes them over while the rest arrives."""
+        """Whether `tensors` makes the tensors while the rest arrives."""
         return self._device != "cpu" and len(self.rows) - len(self.places) >= _CROWD
 
     def tensors(self) -> list[Any]:
-        """Waits for the end: the tensors in the order of the requests. Ends the job."""
+        """Waits for the end. Returns the tensors in the order of the requests, and ends the job."""
         rows, frame, places = self.rows, self._frame, self.places
         with self.job, many_objects():
             if frame.make is not None and not self._raw:
@@ -93,7 +93,7 @@ class Load:
                         zip(self.job.take(self._raw).pairs(), rows, strict=True)
                     )
                 ]
-        # One at a time, so that only one is held twice.
+        # One at a time, so that only one tensor is in memory twice.
         if self._moved:
             for at, tensor in enumerate(tensors):
                 tensors[at] = tensor.to(self._device)
@@ -103,8 +103,8 @@ class Load:
         return tensors
 
     def _make_tensors(self, make: Callable[[Any], Any], early: bool) -> list[Any]:
-        # Of capsules that need nothing but `make`. early: while the job runs: tensors by the
-        # ten thousand are made beside the bytes that still arrive.
+        # For capsules that need only `make`. early: while the job runs, so that tens of thousands of tensors are made
+        # while bytes still arrive.
         tensors: list[Any] = [None] * len(self.rows)
         for at, tensor in self.places.items():
             tensors[at] = tensor

@@ -1,4 +1,4 @@
-"""Which files a path or URI stands for: those of a bundle, or itself."""
+"""Finds the files for a path or URI: those of a bundle, or the path itself."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from . import layout
 from .opened import Model
 from .reading import read_uri
 
-# A manifest, and a pickle without its tensors.
+# The largest manifest, or pickle without its tensors, in bytes.
 _MANIFEST = 1 << 24
 _PICKLE_ENDINGS = (".pkl", ".pickle", ".pth", ".pt")
 
 
 def uris_of(path: str, options: Mapping[str, object] | None) -> list[str]:
-    """`layout.preload_uris`, for URIs too: a manifest is read, and a pickle
-    stands for its container."""
+    """Works like `layout.preload_uris`, and also for URIs: reads a manifest, and replaces a pickle
+    by its container."""
     if not is_remote(path):
         return layout.preload_uris(path)
     name = path.partition("?")[0].partition("#")[0]

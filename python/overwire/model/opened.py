@@ -1,4 +1,4 @@
-"""An opened model on the Python side: its table of tensors, and loads of it."""
+"""Opens a model in Python: reads its table of tensors, and starts loads."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ if TYPE_CHECKING:
     from .._engine import ModelNumber
     from .._requests import LoadRequest, OpenRequest
 
-#: What is wanted: (tensor, destination, lo0, hi0, lo1, hi1); a destination of 0
-#: lets the engine allocate.
+#: A requested block: (tensor, destination, lo0, hi0, lo1, hi1). With destination 0
+#: the engine allocates the memory.
 Request = tuple[int, int, int, int, int, int]
 
 #: The end of a range that means "all of it".
 WHOLE = -1
 
-# Bytes from which a tensor on a GPU comes from torch's own allocator, how many of them are
-# made before the load has the first, and how many at a time at most.
+# The size from which a GPU tensor comes from torch's own allocator, in bytes; how many of them are made before the
+# load has the first; and the most made at a time.
 _LARGE = 1 << 20
 _FIRST_BATCH, _BATCH = 4, 32
 
-# The destination of a request whose address is set while the load runs.
+# The destination of a request that gets its address while the load runs.
 _LATER = 1
 
-# How many names a missing one is compared with, to guess what was meant.
+# The most names that a missing name is compared with to suggest another.
 _NEAR = 500
 
 
 class Row(NamedTuple):
-    """One tensor of the table, as the engine gives it."""
+    """One tensor of the table, as the engine returns it."""
 
     name: str
     dtype: str
@@ -69,28 +69,28 @@ class Row(NamedTuple):
     alias: int
 
 
-#: Keywords of `Model` among the options of the verbs.
+#: Keywords of `Model` among the functions' options.
 _OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read")
 
 
 def opening(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a verb that `Model` takes."""
+    """Returns the options of a function that `Model` takes."""
     return {name: options[name] for name in _OPENS if name in options}
 
 
 class Model:
-    """An open model. Not more than a handle and its table; `close` ends it,
-    tensors and running loads live on."""
+    """An open model: just a handle and its table. `close` ends it;
+    tensors and running loads stay valid."""
 
     read: str | None = None
-    chosen: list[int] | None = None  # what keys and filter leave, None for all
-    #: Where `start` lands tensors: `device`, but for a preload to the host that a
-    #: load to a GPU joins. None: not known yet; see `join`.
+    chosen: list[int] | None = None  # the positions that keys and filter leave, None for all
+    #: Where `start` lands tensors: `device`, or the host if a load to a GPU joins a preload
+    #: to the host. None: not known yet; see `join`.
     lands: str | None = None
-    #: Whether loads take tensors that were preloaded.
+    #: Whether loads take preloaded tensors.
     joined = False
-    handle: ModelNumber  # the engine's number of it
-    _open = False  # it has to free the handle
+    handle: ModelNumber  # the engine's number for it
+    _open = False  # whether it has to free the handle
     _places: dict[str, int] | None = None
 
     def __init__(
@@ -107,11 +107,11 @@ class Model:
         opened: int = 0,
         parts: bool = False,
     ):
-        """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
-        with an index.json only the shards that hold some of it are opened.
-        probe: one of several names is tried; metrics count no error then.
-        opened: the engine's number of the source, a .tensors file that is open already.
-        parts: take files whose tensors are parts of tensors, by their metadata."""
+        """keys, filter: select what will be loaded; the result is in `chosen`. Of a model
+        with an index.json, only shards with selected tensors are opened.
+        probe: one of several names is tried, so metrics do not count an error.
+        opened: the engine's number for a .tensors file that is open already.
+        parts: accept files whose metadata says that their tensors are parts of tensors."""
         self.device = device
         self.read = read
         check_values(keys=keys, filter=filter)
@@ -122,11 +122,11 @@ class Model:
             self.read = read
             self._shared = source
             if getattr(source, "has_bytes", True):
-                self.lands = device  # it has the files' bytes itself
+                self.lands = device  # a preload there has the files' bytes
             self.chosen = self.choose(keys, filter)
             return
         uris, called, keep, _ = resolve_plain(source)  # keep: until the engine has its own descriptors
-        #: As people may see them.
+        #: As shown to people.
         self.uris = [shown(name) for name in called]
         spec: OpenRequest = {"uris": uris}
         if access := storage(storage_options, uris):
@@ -140,7 +140,7 @@ class Model:
             if names is not None:
                 filter = _filter_of(filter, names)
                 spec["keys"] = keys = [name for name in names if filter(name)]
-                filter = None  # it has spoken
+                filter = None  # it has been applied
         elif keys is not None:
             spec["keys"] = [key for key in keys if isinstance(key, str)]
         if opened:
@@ -154,7 +154,7 @@ class Model:
             if not probe:
                 note("open", "", type(error).__name__)
             if isinstance(error, (CorruptError, FormatError, NotFoundError)):
-                written(uris[0])  # what was preloaded of them is of no use either
+                written(uris[0])  # what was preloaded from them is useless also
             raise
         finally:
             heed(uris)
@@ -164,7 +164,7 @@ class Model:
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table
         self._sources = text
         try:
-            if self.table and self.table[-1][5] > 0:  # several files
+            if self.table and self.table[-1][5] > 0:  # there are several files
                 self._refuse_twins()
             self.chosen = self.choose(keys, filter)
         except BaseException:
@@ -173,7 +173,7 @@ class Model:
 
     @classmethod
     def held(cls, name: str, table: list[Any], number: ModelNumber, device: str) -> Model:
-        """A model that the engine has in memory, for loads to the device; name: in errors."""
+        """Returns a model that is in the engine's memory, for loads to the device. name: for errors."""
         model = object.__new__(cls)
         model.device = model.lands = device
         model.uris, model.table, model._sources = [name], table, '{"sources": []}'
@@ -181,15 +181,15 @@ class Model:
         return model
 
     def close(self) -> None:
-        """Closes the handle. What a preload has of the files and no load took is
-        freed, if some of it was taken."""
+        """Closes the handle. If some tensors of a preload were taken, the rest of it is
+        freed."""
         if self._open:
             self._open = False
             release(self.handle)
 
     def join(self) -> str:
-        """Joins what was preloaded of the files, if it is what loads of this model
-        to its device give. Returns where `start` lands tensors."""
+        """Joins a preload of the files if it has what loads of this model to its
+        device return. Returns where `start` lands tensors."""
         if self.lands is None:
             number = join(self.handle, self.device, self.read, False)
             self.joined = number is not None
@@ -199,13 +199,13 @@ class Model:
         return self.lands
 
     def alone(self) -> None:
-        """For loads that cannot take what was preloaded of the files: it is dropped."""
+        """Drops a preload of the files. Used by loads that cannot take from it."""
         if self.lands is None:
             join(self.handle, self.device, self.read, True)
             self.lands = self.device
 
     def on(self, device: str) -> Model:
-        """The same model, as long as it is open, for loads to another device."""
+        """Returns the same open model for loads to another device."""
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__, device=device, lands=None, joined=False, _open=False)
         return view
@@ -223,25 +223,25 @@ class Model:
             if first != source:
                 uris = [part["uri"] for part in self.info()]
                 raise ArgumentError(
-                    f'overwire: open {uris[source]} tensor "{name}": it is in {uris[first]} too; '
-                    "open one of the files, or each by itself",
+                    f'overwire: open {uris[source]} tensor "{name}": {uris[first]} has it also: '
+                    "open only one of the files, or each separately",
                     source=uris[source],
                     tensor=name,
                 )
 
     @property
     def places(self) -> dict[str, int]:
-        """Name to position in the table."""
+        """Positions in the table, by name."""
         if self._places is None:
             self._places = {row[0]: at for at, row in enumerate(self.table)}
         return self._places
 
     def place(self, name: str) -> int:
-        """The position of a tensor; TensorNotFoundError if it is not there."""
+        """Returns the position of a tensor. Raises TensorNotFoundError if it does not exist."""
         at = self.places.get(name) if isinstance(name, str) else None
         if at is None:
             near = ""
-            if isinstance(name, str):  # few are compared: programs may ask for many names that are not there
+            if isinstance(name, str):  # compares only a few: programs may ask for many missing names
                 near = did_you_mean(name, [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR])
             raise TensorNotFoundError(
                 f"overwire: no tensor {name!r} in {', '.join(self.uris)}{near}", source=self.uris[0], tensor=str(name)
@@ -249,25 +249,25 @@ class Model:
         return at
 
     def row(self, at: int) -> Row:
-        """One row of the table, with names."""
+        """Returns one row of the table, with named fields."""
         return Row(*self.table[at])
 
     def info(self) -> list[dict[str, Any]]:
-        """For each source: uri, size, metadata, overwire, remote."""
+        """Returns for each source: uri, size, metadata, overwire, remote."""
         sources: list[dict[str, Any]] = json.loads(self._sources)["sources"]
         return sources
 
     def room(self) -> int:
-        """The most that one chunk takes of a relay's buffer for each rank."""
+        """Returns the most bytes that one chunk takes of a relay's buffer for each rank."""
         room: int = json.loads(self._sources).get("room", 0)
         return room
 
     def metadata(self) -> dict[str, str]:
-        """Of the first source."""
+        """Returns the metadata of the first source."""
         return self.info()[0].get("metadata") or {}
 
     def choose(self, keys: Iterable[str] | None, filter: Callable[[str], bool] | None) -> list[int] | None:
-        """The positions that `keys=` and `filter=` leave, None for all."""
+        """Returns the positions that `keys=` and `filter=` leave, None for all."""
         if keys is None and filter is None:
             return None
         check_values(keys=keys, filter=filter)
@@ -285,10 +285,10 @@ class Model:
         end: float | None = None,
         after: int = 0,
     ) -> Job:
-        """Starts a load of requests, as they are or packed by `pack_wholes`; None for
-        every tensor, whole. cast: as `_cast_rows` has it. end: of `jobs.time_limit`. after: the
-        job of a load that has to end before this one reads; 0: none. Tensors land on what
-        `join` returns; whole ones without a destination may come out of a preload."""
+        """Starts a load of requests, either unpacked or packed by `pack_wholes`; None for every tensor,
+        whole. cast: see `_cast_rows`. end: from `jobs.time_limit`. after: a load's job that has to end before this
+        one reads; 0: none. Tensors land on the device that `join` returns. Whole tensors without a destination may
+        come from a preload."""
         lands = self.join()
         rows = requests if isinstance(requests, bytes) else pack_requests(requests or ())
         options: LoadRequest = {}
@@ -310,7 +310,7 @@ class Model:
                 raise
             from ..frameworks.torch import give_back
 
-            # Memory that torch only keeps is no reason to fail.
+            # Memory that torch only caches must not make this fail.
             give_back(lands)
             number = _verbs.load(options, self.handle, requests is None, rows)
         return Job(number, "load", watcher, end)
@@ -318,12 +318,12 @@ class Model:
     def begin(
         self, chosen: list[int] | None, frame: Frame, wanted: Any = None, watcher: Watcher | None = None, after: int = 0
     ) -> Load:
-        """Starts a load of whole tensors; chosen: by position, None for all. wanted: the
-        framework's dtype to cast to, None as they are. after: as for `start`.
+        """Starts a load of whole tensors. chosen: positions, None for all. wanted: the framework's
+        dtype to cast to, None for no cast. after: see `start`.
 
-        Large ones on a GPU land in tensors of torch's allocator. The others land in the
-        engine's memory, on `lands`: small ones, which torch makes more slowly than the engine
-        loads them, all on the host, and all of a load that joined a preload.
+        Large tensors for a GPU land in tensors of torch's allocator. All others land in the engine's memory on
+        `lands`: small ones, which torch makes more slowly than the engine loads them; all on the host; and all of a
+        load that has joined a preload.
         """
         rows, cast = self._cast_rows(self.table if chosen is None else [self.table[at] for at in chosen], wanted)
         numbers = range(len(rows)) if chosen is None else chosen
@@ -336,8 +336,8 @@ class Model:
     def begin_blocks(
         self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame, after: int = 0
     ) -> Load:
-        """The same for blocks of tensors: (position, ranges of dims 0 and 1), with
-        rows whose shape and bytes are the block's."""
+        """Works like `begin`, for blocks of tensors: (position, ranges of dims 0 and 1), with
+        rows that have the shape and bytes of the block."""
 
         def requests_of(pointers: list[int]) -> list[Request]:
             return [(at, pointer, *block) for (at, block), pointer in zip(blocks, pointers, strict=True)]
@@ -362,13 +362,13 @@ class Model:
                     check_empty(dtype, shape, name)
         pointers = [0] * len(rows)
         large = [] if self.join() == "cpu" or self.joined else [at for at, row in enumerate(rows) if row[3] >= _LARGE]
-        large.sort(key=numbers.__getitem__)  # as they are read
+        large.sort(key=numbers.__getitem__)  # in the order in which they are read
         for at in large:
             pointers[at] = _LATER
         job = self.start(requests(pointers), watcher, cast, after=after)
         places: dict[int, Any] | None = None
         try:
-            # What follows another load has time, and memory that is asked for at once has fewer gaps.
+            # A load after another one has time, and memory allocated at once has fewer gaps.
             first = len(large) if after else _FIRST_BATCH
             places = self._settle_targets(job, large, rows, frame, first) if large else {}
         except OutOfMemoryError:
@@ -376,7 +376,7 @@ class Model:
         except BaseException:
             job.abandon()
             raise
-        if places is None:  # again, now that what the load itself had allocated is free
+        if places is None:  # tries again, because the load's own memory is free now
             places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
             for at, tensor in places.items():
                 pointers[at] = tensor.data_ptr()
@@ -386,8 +386,8 @@ class Model:
     def _settle_targets(
         self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame, count: int
     ) -> dict[int, Any]:
-        # The tensors are made while the first bytes are on their way: growing
-        # torch's allocator takes some 50 us a tensor.
+        # The tensors are made while the first bytes are on their way, because growing
+        # torch's allocator takes about 50 us per tensor.
         from ..frameworks.torch import stream_of
 
         places: dict[int, Any] = {}
@@ -398,9 +398,8 @@ class Model:
         return places
 
     def _cast_rows(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
-        """The rows as they land when the engine casts to a torch dtype on the way,
-        and its name for that; "" where it does not: on the host, for other types,
-        out of a preload."""
+        """Returns the rows as they land, and the engine's name for the dtype to which it casts while loading; "" if
+        it does not cast: on the host, for other dtypes, and from a preload."""
         if wanted is None or self.join() == "cpu" or self.joined:
             return rows, ""
         from ..frameworks.torch import SAVED
@@ -413,7 +412,7 @@ class Model:
         ], name
 
     def load(self, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> dict[str, Any]:
-        """The chosen tensors, whole, in a dict in the order of `chosen`; see `begin`."""
+        """Loads the chosen tensors, whole. Returns a dict in the order of `chosen`; see `begin`."""
         if not (self.table if chosen is None else chosen):
             return {}
         load = self.begin(chosen, frame, wanted, watcher)
@@ -425,38 +424,37 @@ def _filter_of(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[
 
 
 def start_engine(source: Any) -> None:
-    """Refuses what can be no source while the engine is closed, so that a program that catches that can still fork;
-    then Go's runtime starts, which takes as long as what verbs import next."""
+    """Refuses invalid sources before the engine is started, so that a program that catches the error can still fork.
+    Then starts Go's runtime, which takes as long as the imports that follow."""
     check_source(source)
     open_library()
 
 
 def check_target(source: Any, framework: Any, device: Any, dtype: Any) -> tuple[Frame, str, Any]:
-    """The frame, the device and the dtype of a load, whose arguments they are. What source and
-    framework cannot be is refused while the engine is closed: a program that catches that can
-    still fork."""
+    """Returns the frame, the device and the dtype for a load's arguments. Refuses invalid sources and frameworks
+    before the engine is started, so that a program that catches the error can still fork."""
     check_source(source)
     check_framework(framework)
-    open_library()  # what is imported next takes as long as Go's runtime to start
+    open_library()  # the imports below take as long as Go's runtime needs to start
     frame = frame_for(framework)
     return frame, check_device(device, frame), check_dtype(frame, dtype)
 
 
 def prepare(device: str, exchange: bool = False) -> None:
-    """Begins to make a GPU ready, so that a load need not wait for it: by this process, or
-    by ranks that exchange what they read."""
+    """Begins to initialise a GPU, so that a load need not wait for it. exchange: for
+    ranks that exchange what they read."""
     if device != "cpu":
         _verbs.prepare(device, int(exchange))
 
 
 def pack_requests(requests: Iterable[Sequence[int]]) -> bytes:
-    """Requests as the engine takes them: position, address, and the ranges of dims 0 and 1."""
+    """Packs requests for the engine: position, address, and the ranges of dims 0 and 1."""
     return array("q", [number for request in requests for number in request]).tobytes()
 
 
 def pack_wholes(numbers: Sequence[int], pointers: Sequence[int]) -> bytes:
-    """The requests for many whole tensors, packed, in the engine's memory or at pointers
-    that are not 0: a few C calls in all."""
+    """Packs requests for many whole tensors with few C calls. The engine allocates the memory of
+    those with pointer 0."""
     flat = array("q", bytes(6 * 8 * len(numbers)))
     flat[0::6] = array("q", numbers)
     flat[1::6] = array("q", pointers)

@@ -1,4 +1,4 @@
-"""The options of the verbs, as types, of loads, saves, bundles and stores; and the checks of what is passed."""
+"""Defines the options of loads, saves, bundles and stores as types, and checks the values that are passed."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ TensorLike = Union["torch.Tensor", "numpy.ndarray[Any, Any]", "numpy.generic", "
 TorchName = Literal["pt", "torch", "pytorch"]
 ArrayName = Literal["np", "numpy"]
 BytesName = Literal["bytes"]
-#: What `framework=` takes beside None.
+#: Values of `framework=` other than None.
 FrameworkName = Literal["pt", "torch", "pytorch", "np", "numpy", "bytes"]
 
-#: What `read=` takes beside None.
+#: Values of `read=` other than None.
 ReadWay = Literal["auto", "buffered", "direct", "gds"]
 
-#: What `level=` takes.
+#: Values of `level=`.
 Level = Literal["default", "smaller"]
 
-#: What `placement=` of `experts` takes.
+#: Values of the argument `placement=` of `experts`.
 Placement = Literal["linear", "round_robin"]
 
-#: Which dimension each tensor is cut along: a mapping by name, or a callable of
-#: (name, shape) that returns it, or None for a tensor that stays whole.
+#: The dimension to cut each tensor along: a mapping by name, or a callable of
+#: (name, shape) that returns it. None keeps a tensor whole.
 ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | None
 
 _Text = Union[str, "PathLike[str]", None]
@@ -51,40 +51,34 @@ _Secret = str | bytes | None
 
 
 class StorageOptions(TypedDict, total=False):
-    """How to reach URIs that are no local files, by names of the scheme. None is as if
-    not given; an option of another scheme is an ArgumentError.
+    """How to reach URIs other than local files, by scheme. None means not given. An option of
+    another scheme is an ArgumentError.
 
-    http, https, hf: headers (a mapping), token (bearer), cacert, capath, insecure;
-    timeout (seconds without progress, 30), connections (at most, 64: as many are open as
-    bring more than fewer did), retries (8; a server that has not answered once is asked 3
-    times in all). Headers, token, and a URL's user and password go to the scheme, host
-    and port that they were given for, and over no redirect to others. A server with
-    neither an ETag nor a date is read by one request, in order. Files of hf:// are those
-    of one commit. `cache`, a folder, or "on" for the user's, keeps whole files: they are
-    fetched once, compared with their hash on every use, and used if the store cannot be
-    reached; "" keeps none. Without it OVERWIRE_CACHE decides.
+    http, https, hf: headers (a mapping), token (bearer), cacert, capath, insecure; timeout (seconds without
+    progress, 30), connections (at most, 64: connections are added while they make the load faster), retries (8; a
+    server that has never answered is asked 3 times in all). Headers, token, and a URL's user and password are sent
+    only to the scheme, host and port that they were given for, and never to another one after a redirect. A server
+    without ETags and dates is read by a single request, in order. Files of hf:// all come from one commit. `cache`, a
+    folder, or "on" for the user's cache, keeps whole files: they are fetched once, compared with their hash on every
+    use, and used if the store cannot be reached; "" keeps none. Without it OVERWIRE_CACHE decides.
 
-    s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile; anon
-    (unsigned); region, endpoint_url, path_style, sse_customer_key (32 bytes or their
-    base64), cacert, timeout, connections, retries; the names of boto3 and obstore are the same
-    options: aws_access_key_id, access_key_id, aws_secret_access_key, secret_access_key,
-    aws_session_token, session_token, region_name, aws_region, aws_endpoint_url, endpoint,
-    profile_name. Without them credentials, region and
-    endpoint are found as AWS's own tools find them: AWS_* of os.environ, shared files,
-    web identity, SSO, processes, containers, machines; where there are none, requests are
-    unsigned. A store with neither ETags nor dates is read as such a server is.
+    s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile; anon (unsigned); region,
+    endpoint_url, path_style, sse_customer_key (32 bytes or their base64), cacert, timeout, connections, retries. The
+    names of boto3 and obstore are accepted also: aws_access_key_id, access_key_id, aws_secret_access_key,
+    secret_access_key, aws_session_token, session_token, region_name, aws_region, aws_endpoint_url, endpoint,
+    profile_name. By default credentials, region and endpoint are found as AWS's own tools find them: AWS_* in
+    os.environ, shared files, web identity, SSO, processes, containers, machines. If there are no credentials,
+    requests are unsigned. A store without ETags and dates is also read by a single request.
 
-    redis, rediss (redis://user:password@host:port/key, all but host and key optional):
-    username, password (else those of the URI, else REDISCLI_AUTH), db,
-    cacert, timeout, connections, retries; one value, or tensorizer's keys
-    `key:...:offset`.
+    redis, rediss (redis://user:password@host:port/key, everything but host and key optional): username, password
+    (default: from the URI, or else REDISCLI_AUTH), db, cacert, timeout, connections, retries. Reads a
+    single value, or tensorizer's keys `key:...:offset`.
 
-    .tensors files, wherever they lie: decryption_key (32 bytes or 64 hex digits) or
-    decryption_password to read, encryption_key or encryption_password to write them;
-    other_dtypes_as_bytes takes tensors whose dtype safetensors lacks as "U8" with one
-    dimension more; verify_crc32 holds plain tensors to their CRC32.
+    .tensors files, in any location: decryption_key (32 bytes or 64 hex digits) or decryption_password to read,
+    encryption_key or encryption_password to write; other_dtypes_as_bytes loads tensors with a dtype that
+    safetensors lacks as "U8" with an extra dimension; verify_crc32 checks the CRC32 of plain tensors.
 
-    What is replaced in a store while it is read is a CorruptError, never a mixture.
+    If an object is replaced in a store while it is read, the read raises CorruptError and never mixes both.
     """
 
     headers: Mapping[str, str] | None
@@ -177,48 +171,41 @@ class StreamOptions(PlanOptions, _Together, total=False):
 
 
 class LoadOptions(StreamOptions, total=False):
-    """What `load_file` takes beside source, device and framework. Each may be left out;
-    other verbs take some of them, by the same names.
+    """The options of `load_file` in addition to source, device and framework. All are optional. Other functions take
+    some of them, under the same names.
 
-    dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds):
-        on a GPU as it lands, where source and target are of the usual kinds,
-        else after it; a torch or numpy dtype, or a name ("bfloat16", "bf16",
-        "torch.bfloat16", "BF16"). Integers, BOOL and packed types stay as they are.
-    keys, filter: read only these names; only names for which filter is true
-        (see `experts`). Of a model with an index.json only the shards that hold
-        some of them are opened, and filter chooses among the names of the index.
+    dtype: casts every floating-point tensor (F16, BF16, F32, F64 and the fp8 dtypes). For common dtypes on a GPU it
+        casts while loading, otherwise afterwards. A torch or numpy dtype, or a name ("bfloat16", "bf16",
+        "torch.bfloat16", "BF16"). Integers, BOOL and packed dtypes are not cast.
+    keys, filter: load only these names; only names for which filter returns true (see `experts`). Of a model with an
+        index.json only shards with such tensors are opened, and filter gets the names in the index.
     progress: True for a bar, or a callable that gets a `Progress`.
-    mmap: whether plain tensors of local files are mapped copy-on-write instead
-        of read; None: yes. Compressed tensors are never mapped, nor is a file for
-        less than 64 KiB. One mapping serves all loads of an opened file. A file that
-        is mapped must not be truncated while its tensors live.
-    read: how local files are read, as OVERWIRE_READ says it, which None means:
-        "auto", "buffered" (through the page cache), "direct" (past it), "gds":
-        plain tensors to a GPU by GPUDirect Storage. Where that is not real
-        (`doctor()["gpudirect_storage"]`), or does not reach a file, a warning
-        says so once, and reading is "auto". Not with group.
-    storage_options: how to reach URIs that are no local files; see `StorageOptions`.
-    lenient: accepts plain files that other readers let pass: bytes after the
-        last tensor, a name or key twice (the last one counts), metadata that is
-        not strings (kept as its JSON text). False holds the format's rules.
-    max_memory: the most bytes that tensors may take on the device (int,
-        "20GB", "512MiB"); a load that would take more is refused with the
-        numbers before anything is allocated. `plan` tells them in advance, and what
-        reading takes beside the tensors. The engine counts: not in a forked child.
-    group: a torch.distributed process group whose ranks all make this call:
-        they share the reading, and what fails on one raises on all. None: no
-        collective.
-    shard: with group: name -> dimension to cut a tensor along; this rank gets
-        its block of ceil(size / ranks).
-    base: source is a delta (or a list of them, a chain) of this model: a path or URI, or
-        tensors by name or a module, which are copied. See `apply_delta`.
+    mmap: whether plain tensors of local files are mapped copy-on-write instead of read; None means True.
+        Compressed tensors are never mapped, nor is a file for less than 64 KiB. One mapping serves all loads of an
+        opened file. A mapped file must not be truncated while its tensors exist.
+    read: how local files are read; None means OVERWIRE_READ. "auto", "buffered" (through the page cache), "direct"
+        (past the page cache), "gds": plain tensors go to a GPU by GPUDirect Storage. If that is not available
+        (`doctor()["gpudirect_storage"]`) or does not support a file, a warning is given once, and "auto" is used.
+        Not with group.
+    storage_options: how to reach URIs other than local files; see `StorageOptions`.
+    lenient: accepts plain files with errors that other readers ignore: bytes after the last tensor, a name or key
+        that appears twice (the last one counts), metadata that is not strings (kept as its JSON text). False
+        enforces the format's rules.
+    max_memory: the most bytes that tensors may take on the device (int, "20GB", "512MiB"). A load that would
+        take more is refused with the numbers before anything is allocated. `plan` returns them in advance, and the
+        memory that reading takes in addition. The engine counts, so this does not work in a forked child.
+    group: a torch.distributed process group. All its ranks make this call and share the reading, and an error on one
+        rank is raised on all. None: no collective.
+    shard: with group: the dimension to cut a tensor along, by name. This rank gets its block of ceil(size / ranks).
+    base: source is a delta (or a list of deltas, a chain) of this model: a path or URI, or tensors by name or a
+        module, which are copied. See `apply_delta`.
     """
 
     base: Any
 
 
 class BundleOptions(TypedDict, total=False):
-    """The options of `save_bundle`, `compress` and `compress_pickle`, which explains them."""
+    """The options of `save_bundle`, `compress` and `compress_pickle`. `compress_pickle` explains them."""
 
     compress: bool
     progress: ProgressLike
@@ -227,7 +214,7 @@ class BundleOptions(TypedDict, total=False):
 
 
 class SaveOptions(BundleOptions, total=False):
-    """The options of `save_file` and `save_model`, which `save_file` explains."""
+    """The options of `save_file` and `save_model`. `save_file` explains them."""
 
     level: Level
     digests: bool
@@ -235,7 +222,7 @@ class SaveOptions(BundleOptions, total=False):
 
 
 class UnpickleOptions(TypedDict, total=False):
-    """The options of `load_bundle` and its twins, which `load_compressed_pickle` explains."""
+    """The options of `load_bundle` and its variants. `load_compressed_pickle` explains them."""
 
     trust: bool
     device: Any
@@ -248,10 +235,10 @@ for _kind in (LoadOptions, StorageOptions):
     _kind.__module__ = "overwire"  # where users find them
 
 
-# Options whose default is neither False nor None.
+# Options with a default other than False and None.
 _DEFAULTS = {"compress": True, "level": "default"}
 
-# Options of other libraries, and what stands for them here in the verbs that have another option.
+# Options of other libraries, for functions that have the named option: the advice what to write instead.
 _INSTEAD = {
     "map_location": ("device", "write device='cpu' or device='cuda'"),
     "device_map": ("device", "write device='cuda', or offload(model) for a model larger than the GPU"),
@@ -261,8 +248,8 @@ _INSTEAD = {
 
 
 def spell_out(function: Callable[..., Any], kind: Any) -> None:
-    """Lets `inspect.signature`, and so the Tab key of a notebook, show the options that a
-    function takes as **options: those of a kind of options."""
+    """Makes `inspect.signature`, and so a notebook's Tab key, show the options that a
+    function takes as **options."""
     here = inspect.signature(function)
     options = []
     for name, annotation in kind.__annotations__.items():
@@ -274,7 +261,7 @@ def spell_out(function: Callable[..., Any], kind: Any) -> None:
 
 
 def check_choice(value: object, what: str, literal: Any) -> None:
-    """Raises ArgumentError for a value that is none of a Literal's; `what` names the argument."""
+    """Raises ArgumentError for a value outside of a Literal. what: the name of the argument."""
     choices = literal.__args__
     if not isinstance(value, str) or value not in choices:
         names = ", ".join(map(repr, choices[:-1]))
@@ -282,7 +269,7 @@ def check_choice(value: object, what: str, literal: Any) -> None:
 
 
 def check_switches(**switches: object) -> None:
-    """Raises ArgumentError for a value that is no bool: "no" would count as yes."""
+    """Raises ArgumentError for a value that is not a bool, because "no" would count as true."""
     for what, value in switches.items():
         if not isinstance(value, int) or value not in (0, 1):
             raise ArgumentError(f"overwire: {what} {value!r}: expected True or False")
@@ -293,8 +280,8 @@ _CHOICES = {"level": Level, "read": ReadWay}
 
 
 def check_values(**values: object) -> None:
-    """Raises ArgumentError for a value that no verb takes for an argument of that name. A verb asks
-    this before it opens or starts anything; names that mean something else in each verb pass."""
+    """Raises ArgumentError for a value that no function accepts for an argument with that name. Functions call it
+    before they open or start anything. Names that differ in meaning between functions are not checked."""
     for what, value in values.items():
         if what in _SWITCHES or what in ("lenient", "mmap") and value is not None:
             check_switches(**{what: value})
@@ -312,16 +299,16 @@ def check_values(**values: object) -> None:
             kind = "one str: put it into a list" if isinstance(value, str) else type(value).__name__
             raise ArgumentError(f"overwire: keys: expected several names, got {kind}")
         elif what == "filter" and not callable(value):
-            raise ArgumentError(f"overwire: filter: expected a callable, got {type(value).__name__}; keys= takes names")
+            raise ArgumentError(f"overwire: filter: expected a callable, got {type(value).__name__}: keys= takes names")
 
 
 def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
-    """Raises TypeError, as a call with a wrong keyword does, for names that are not those of a kind of options,
-    and ArgumentError for their values: see `check_values`."""
+    """Raises TypeError, like a call with a wrong keyword, for names outside of these options, and
+    ArgumentError for their values: see `check_values`."""
     names = kind.__optional_keys__
     for name in options:
         if name not in names:
-            # Loads have these by name.
+            # Loads have these as named arguments.
             own = {"device", "framework"} if "dtype" in names else {"device"} if "lenient" in names else set[str]()
             option, text = _INSTEAD.get(name, ("", ""))
             hint = f"; {text}" if option in names | own else did_you_mean(name, (names | own) - {name})
@@ -336,12 +323,12 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 def setting(name: str) -> str | int | bool:
-    """What an environment variable of overwire's says, or its default."""
+    """Returns the value of one of overwire's environment variables, or its default."""
     return next(row["value"] for row in knobs() if row["name"] == name)
 
 
 def parse_size(size: object, what: str = "max_shard_size") -> int:
-    """Bytes of "5GB" (10^9), "512MiB" (2^20) or a number; 0 for None."""
+    """Returns the bytes of "5GB" (10^9), "512MiB" (2^20) or a number; 0 for None."""
     if size is None:
         return 0
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
@@ -351,4 +338,4 @@ def parse_size(size: object, what: str = "max_shard_size") -> int:
         unit = _UNITS.get(match[2].upper()) if match else None
         if match and unit and float(match[1]) * unit >= 1:
             return int(float(match[1]) * unit)
-    raise ArgumentError(f"overwire: {what} {size!r}: expected bytes, or a text as '5GB' or '512MiB'")
+    raise ArgumentError(f"overwire: {what} {size!r}: expected a number of bytes, or a text like '5GB' or '512MiB'")

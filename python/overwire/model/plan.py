@@ -1,4 +1,4 @@
-"""plan: what a load would take, before it takes anything."""
+"""plan: tells how much memory a load takes, without loading anything."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class PlannedTensor:
     """One tensor that would be loaded.
 
-    dtype, shape: those of the file.
+    dtype, shape: as in the file.
     nbytes: bytes in memory, after a cast.
     stored: bytes in the file.
-    file: where it is.
+    file: the file that has it.
     """
 
     __module__ = "overwire"
@@ -37,7 +37,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file that would be read: its wanted tensors, their bytes in memory
+    """One file that would be read: its selected tensors, their bytes in memory
     and in the file, and the size of the file."""
 
     __module__ = "overwire"
@@ -53,11 +53,11 @@ class PlannedFile:
 class PlannedOffload:
     """What `offload` would do with a model, in bytes.
 
-    rest: of weights that lie in no block, which stay on the device.
-    kept: of blocks that stay there.
-    streamed: of the blocks that come and go; stored: the most that they take of host memory.
-    ring: of device memory for them, with two slots.
-    blocks: names of those that are streamed, in the order of the file.
+    rest: weights outside of blocks, which stay on the device.
+    kept: blocks that stay on the device.
+    streamed: blocks that are streamed; stored: the most host memory that they take.
+    ring: device memory for streaming, with two slots.
+    blocks: names of the streamed blocks, in the order of the file.
     """
 
     __module__ = "overwire"
@@ -71,7 +71,7 @@ class PlannedOffload:
 
     @property
     def device(self) -> int:
-        """Bytes of the device that weights take, the ring included."""
+        """Bytes of device memory for the weights, including the ring."""
         return self.rest + self.kept + self.ring
 
 
@@ -79,16 +79,15 @@ class PlannedOffload:
 class LoadPlan:
     """What `plan` returns: bytes by tensor and by file.
 
-    nbytes: bytes of all tensors once they are loaded.
-    peak: the most that tensors hold at any moment, which is more where `dtype=` casts.
+    nbytes: bytes of all tensors after loading.
+    peak: the most bytes that tensors take at any time; more than nbytes if `dtype=` casts.
     stored: bytes that are read or mapped.
-    staging: bytes of the slots on the device, through which stored bytes go, beside the
-        tensors while they load; none where the GPU's link is coherent (see `doctor`), which
-        `plan` does not ask.
-    pinned: bytes of host memory that a GPU's load has for them.
+    staging: bytes of slots on the device for stored bytes, in addition to the tensors while they load. None if the
+        GPU's link is coherent (see `doctor`), but `plan` does not check that.
+    pinned: bytes of host memory for a load to a GPU.
     offload: with keep=, what `offload` would keep and stream, a `PlannedOffload`.
 
-    Files without a wanted tensor are not listed.
+    Files without selected tensors are not listed.
     """
 
     __module__ = "overwire"
@@ -141,13 +140,13 @@ def plan(
     keep: int | str | None = None,
     **options: Unpack[PlanOptions],
 ) -> LoadPlan:
-    """What `load_file` with the same arguments would load, by headers alone.
+    """Tells what `load_file` with the same arguments would load. Reads only headers.
 
-    keep: bytes of the device as for `offload` ("8GB", int; 0 for none): the plan then has
-        what that would keep and stream, as far as names tell the model's blocks.
+    keep: bytes of device memory as for `offload` ("8GB", int; 0 for none). The plan then includes
+        what that would keep and stream, if the names show the model's blocks.
 
-    Returns a `LoadPlan`. Allocates nothing and reads no tensor byte; a GPU is
-    not touched. Raises what the opening of `load_file` raises.
+    Returns a `LoadPlan`. Allocates nothing, reads no tensor bytes, and does not use a GPU. Raises
+    the errors of opening a model, as `load_file` does.
     """
     check_options("plan", options, PlanOptions)
     size = None if keep is None else parse_size(None if keep == 0 else keep, "keep")

@@ -1,4 +1,4 @@
-"""The bytes of whole small files: manifests, indexes, pickles without their tensors."""
+"""Reads small files whole: manifests, indexes, pickles without their tensors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from .storage import storage
 
 
 def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, storage_options: Any = None) -> bytes:
-    """The bytes of one whole file: a path or a URI.
+    """Returns the bytes of one whole file: a path or a URI.
 
-    For what stands beside models: manifests, indexes, raw tensors.
+    For small files that belong to models: manifests, indexes, raw tensors.
 
-    limit: the most bytes that are read; a file that has more is refused.
+    limit: the most bytes to read; a larger file is refused.
     storage_options: as for `load_file`.
-    Raises NotFoundError, AccessError, IOFailure, FormatError above the limit,
-    ArgumentError for what is no regular file, OutOfMemoryError for what does not fit
-    into memory, NotSupportedError for other schemes.
+    Raises NotFoundError, AccessError, IOFailure, FormatError above the limit, ArgumentError if it is not a regular
+    file, OutOfMemoryError if it does not fit into memory, NotSupportedError for other schemes.
     """
     uri = local(source)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise ArgumentError(f"overwire: limit {limit!r}: expected a number of bytes, or None")
     if is_remote(uri):
         return read_uri(uri, storage_options, (1 << 62) if limit is None else limit)
-    storage(storage_options, [uri])  # refused for a local path
+    storage(storage_options, [uri])  # refuses options for a local path
     return read_file(path_of(uri) if is_file(uri) else uri, limit, uri)
 
 
 def read_uri(uri: str, options: Mapping[str, object] | None, most: int) -> bytes:
-    """All bytes of a URI; FormatError if there are more than `most`."""
+    """Returns all bytes of a URI. Raises FormatError if there are more than `most`."""
     try:
         with os.fdopen(os.memfd_create("overwire"), "w+b") as memory:
             fd, spec = memory.fileno(), storage(options, [uri])

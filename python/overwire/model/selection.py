@@ -1,4 +1,4 @@
-"""experts: the filter of a rank that holds some of a model's experts."""
+"""experts: the filter for a rank that has some of a model's experts."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from collections.abc import Iterable
 from ..errors import ArgumentError
 from .options import Placement, check_choice
 
-# `model.layers.3.mlp.experts.17.up_proj.weight`; `shared_experts.0` is none.
+# Matches `model.layers.3.mlp.experts.17.up_proj.weight`, but not `shared_experts.0`.
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(?:.*\.)?([^.]+)$")
 
-# The tensors that an expert's bytes are in. All else that bears its number
-# (scales, zero points, g_idx, shapes) is small, and what computes a common
-# scale needs those of every expert.
+# The names of the tensors that hold an expert's bytes. All other tensors with its number (scales, zero points,
+# g_idx, shapes) are small, and code that computes a common scale needs those of every expert.
 _WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
 
 class Experts:
-    """What `experts` returns: true for the names that the rank needs."""
+    """The result of `experts`: returns true for the names that the rank needs."""
 
     def __init__(self, rank: int, world: int, count: int | None = None, placement: Placement = "linear") -> None:
         for what, value in (("rank", rank), ("world", world), ("count", count)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise ArgumentError(f"overwire: experts: {what}: expected an int, got {value!r}")
         if not 0 <= rank < world:
-            raise ArgumentError(f"overwire: experts: rank {rank} of a world of {world}")
+            raise ArgumentError(f"overwire: experts: rank {rank} of a world of {world}: expected 0 <= rank < world")
         if count is not None and count < 1:
-            raise ArgumentError(f"overwire: experts: count {count}: expected at least 1")
+            raise ArgumentError(f"overwire: experts: count {count}: expected 1 or more")
         check_choice(placement, "experts: placement", Placement)
         self.rank, self.world, self.count, self.placement = rank, world, count, placement
 
@@ -35,18 +34,18 @@ class Experts:
         return f"experts({self.rank}, {self.world}, {self.count}, {self.placement!r})"
 
     def over(self, names: Iterable[str]) -> Experts:
-        """The filter with the number of experts that the names tell; itself where that is given."""
+        """Returns the filter with the number of experts found in the names; itself if the number was given."""
         if self.count is not None:
             return self
         numbers = [int(match[1]) for match in map(_EXPERT.search, names) if match]
         return Experts(self.rank, self.world, max(numbers, default=0) + 1, self.placement)
 
     def owner(self, expert: int) -> int:
-        """The rank that holds an expert."""
+        """Returns the rank that has an expert."""
         if self.count is None:
-            raise ArgumentError("overwire: experts: the number of experts is not known: give count=")
+            raise ArgumentError("overwire: experts: the number of experts is unknown: pass count=")
         if not 0 <= expert < self.count:
-            raise ArgumentError(f"overwire: experts: expert {expert} of {self.count}")
+            raise ArgumentError(f"overwire: experts: expert {expert}: the number of experts is {self.count}")
         if self.placement == "round_robin":
             return expert % self.world
         each, more = divmod(self.count, self.world)
@@ -60,20 +59,18 @@ class Experts:
 
 
 def experts(rank: int, world: int, count: int | None = None, placement: Placement = "linear") -> Experts:
-    """A `filter=` for expert parallelism: the weights of this rank's experts,
+    """Returns a `filter=` for expert parallelism: it selects the weights of this rank's experts,
     and everything that is not an expert's weight.
 
-    Only names with an expert's number (`.experts.17.`) that end in `weight`,
-    `weight_packed`, `qweight` or `bias` are ever left out. Scales, zero points
-    and shared experts are kept on every rank, and so are tensors that hold all
-    experts in one (`.experts.gate_up_proj`): cut those with `get_slice`.
+    It leaves out only names with an expert's number (`.experts.17.`) that end in `weight`, `weight_packed`,
+    `qweight` or `bias`. Every rank keeps scales, zero points and shared experts, and tensors that hold
+    all experts (`.experts.gate_up_proj`): cut those with `get_slice`.
 
     rank, world: of the expert-parallel group, 0 <= rank < world.
-    count: how many experts a layer has; None: as many as the names tell.
-    placement: "linear" gives rank 0 the first experts, and one more each to the
-        first ranks where they do not divide; "round_robin" deals them out.
+    count: the number of experts in a layer; None finds it in the names.
+    placement: "linear" gives rank 0 the first experts, and the first ranks one more each if the number
+        does not divide evenly; "round_robin" deals them out one by one.
 
-    Of a model with an index.json only the shards that hold a wanted tensor are
-    opened. Raises ArgumentError.
+    Of a model with an index.json, only shards with selected tensors are opened. Raises ArgumentError.
     """
     return Experts(rank, world, count, placement)

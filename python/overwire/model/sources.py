@@ -1,4 +1,4 @@
-"""Turns what a user passes as a model (a path, a list, a folder, an open file) into URIs, which the engine opens."""
+"""Turns what a user passes as a model (a path, a list, a folder, an open file) into URIs that the engine opens."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class BinaryFile(Protocol):
 
 
 class Shared(Protocol):
-    """A model that is open already: a `Pinned` one."""
+    """A model that is already open, such as a `Pinned`."""
 
     def shared_model(self) -> Any: ...
 
 
-#: A path or URI of a file, a folder or an index.json; several of them; a binary file open for reading, which is read
-#: from where it stands, or, where that is its end, from its beginning; or a `Pinned` model.
+#: A path or URI of a file, a folder or an index.json; a list of them; a binary file open for reading (read from its
+#: current position, or, at its end, from its beginning); or a `Pinned` model.
 SourceLike = Union[str, "os.PathLike[str]", Iterable[Union[str, "os.PathLike[str]"]], BinaryFile, Shared]
 
 
 def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
-    """The source of a call that may give it by safetensors' word, `filename=`."""
+    """Returns the source of a call that may also pass it by safetensors' name, `filename=`."""
     if filename is None:
         return source
     if source is not None:
@@ -42,7 +42,7 @@ def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
 
 
 def check_source(source: Any) -> None:
-    """Refuses what is no source by its type and text alone."""
+    """Refuses invalid sources by their type and text, without opening anything."""
     if isinstance(source, (str, bytes, os.PathLike)):
         local(source)
     elif not hasattr(source, "read") and not hasattr(source, "shared_model"):
@@ -58,7 +58,7 @@ def _source_error(source: Any) -> ArgumentError:
 
 
 def resolve(source: Any) -> tuple[list[str], Any]:
-    """The URIs of a source, and what must stay alive until they are open."""
+    """Returns the URIs of a source, and an object to keep alive until they are open."""
     if isinstance(source, (str, bytes, os.PathLike)):
         return [local(source)], None
     if hasattr(source, "read"):
@@ -73,8 +73,8 @@ def resolve(source: Any) -> tuple[list[str], Any]:
 
 
 class Opened(NamedTuple):
-    """uris: what the engine opens. names: as people know them, one for each. keep: must stay alive until
-    they are open. kinds: of files of other libraries, by their names."""
+    """uris: for the engine. names: for people, one for each URI. keep: must stay alive until
+    the URIs are open. kinds: the kinds of other libraries' files, by name."""
 
     uris: list[str]
     names: list[str]
@@ -83,8 +83,8 @@ class Opened(NamedTuple):
 
 
 def resolve_plain(source: Any, is_header: bool = False) -> Opened:
-    """As `resolve`, for functions that only read a model: local files and folders of other libraries become plain
-    files in memory. is_header: only their headers will be read."""
+    """Works like `resolve`, for functions that only read a model: turns local files and folders of other libraries into
+    plain files in memory. is_header: only their headers will be read."""
     uris, keep = resolve(source)
     found: dict[str, list[InMemory]] = {}
     if keep is None:
@@ -97,9 +97,9 @@ def resolve_plain(source: Any, is_header: bool = False) -> Opened:
 
 
 def _open_file(file: Any) -> tuple[list[str], Any]:
-    # What remains of it from where it stands; of one at its end, which was just written, all of it. A file of the disk
-    # at either place is opened again by its number, which also finds unlinked ones. Everything else that reads is
-    # copied to anonymous memory first.
+    # Reads the rest of the file from its current position. At the end, as for a file that was just written, reads it
+    # from the beginning. A file on disk is opened again through its descriptor, which works for unlinked files. Other
+    # readable objects are copied to anonymous memory first.
     if isinstance(file, io.TextIOBase):
         raise ArgumentError("overwire: source: the file is not open in binary mode")
     with contextlib.suppress(AttributeError, OSError):
@@ -111,7 +111,7 @@ def _open_file(file: Any) -> tuple[list[str], Any]:
     number = number_of(file)
     if number is not None:
         if stat.S_ISCHR(os.fstat(number).st_mode):
-            raise ArgumentError("overwire: source: the file is a device, which has no end")
+            raise ArgumentError("overwire: source: the file is a device without an end")
         with contextlib.suppress(OSError, ValueError):
             size = os.fstat(number).st_size
             if size and file.tell() in (0, size):

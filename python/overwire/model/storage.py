@@ -1,4 +1,4 @@
-"""What a caller says about reaching a store, in the engine's words."""
+"""Translates a caller's storage_options for the engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 
 def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes: bool = False) -> FormatAccess:
-    """What a request says about reaching its URIs: {} for local paths. options: see
-    `StorageOptions`; those that encrypt are refused unless `writes`.
+    """Returns a request's options for reaching its URIs; {} for local paths. options: see
+    `StorageOptions`. Options for encryption are refused unless `writes`.
 
-    Values become text; `headers`, a mapping, becomes one entry a header. Which names a
-    scheme has the engine says. ArgumentError for options of another kind, or beside local
-    paths alone.
+    Values become text, and each header in `headers`, a mapping, becomes one entry. The engine knows the names for
+    each scheme. Raises ArgumentError for values of other types, and for options with local paths only.
     """
     check_values(storage_options=options)
     is_any_remote = any(map(is_remote, uris))
@@ -40,13 +39,13 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
     if encrypt := _take_key(settings, "encryption"):
         if not writes:
             raise ArgumentError(
-                "overwire: storage_options: encryption_key and encryption_password are for what writes .tensors files"
+                "overwire: storage_options: encryption_key and encryption_password are only for writing .tensors files"
             )
         access["encrypt"] = encrypt
     if is_any_remote:
         access["storage"], access["env"] = _option_texts(settings), environment()
     elif settings:
-        raise ArgumentError("overwire: storage_options: they are for URIs; a local path takes none")
+        raise ArgumentError("overwire: storage_options: only URIs take them, not local paths")
     return access
 
 
@@ -60,7 +59,7 @@ def _option_texts(options: Mapping[str, object]) -> dict[str, str]:
         elif isinstance(value, Mapping):
             texts.update({f"header.{key}": _option_text("headers", part) for key, part in value.items()})
         else:
-            raise ArgumentError("overwire: storage_options: headers: expected a mapping of names to texts")
+            raise ArgumentError("overwire: storage_options: headers: expected a mapping of names to strings")
     if texts.get("insecure") == "true":
         _warn_once()
     return texts
@@ -75,10 +74,10 @@ def _warn_once() -> None:
 
 
 def _take_key(options: dict[str, object], prefix: str) -> dict[str, str]:
-    """Takes the key or the password of .tensors files out of options: as the engine has it, in hex digits."""
+    """Takes the key or password for .tensors files out of options and returns it for the engine, in hex digits."""
     key, password = options.pop(f"{prefix}_key", None), options.pop(f"{prefix}_password", None)
     if key is not None and password is not None:
-        raise ArgumentError(f"overwire: storage_options: {prefix}_key and {prefix}_password exclude each other")
+        raise ArgumentError(f"overwire: storage_options: pass only one of {prefix}_key and {prefix}_password")
     if key is not None:
         if isinstance(key, (bytes, bytearray, memoryview)):
             key = bytes(key).hex()
@@ -89,7 +88,7 @@ def _take_key(options: dict[str, object], prefix: str) -> dict[str, str]:
         if isinstance(password, str):
             password = password.encode()
         if not isinstance(password, (bytes, bytearray, memoryview)) or not len(password):
-            raise ArgumentError(f"overwire: storage_options: {prefix}_password: expected a text or bytes, not empty")
+            raise ArgumentError(f"overwire: storage_options: {prefix}_password: expected non-empty str or bytes")
         return {"password": bytes(password).hex()}
     return {}
 
@@ -102,5 +101,5 @@ def _option_text(name: str, value: object) -> str:
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
     raise ArgumentError(
-        f"overwire: storage_options: {name}: expected a text, a number or a bool, got {type(value).__name__}"
+        f"overwire: storage_options: {name}: expected a str, a number or a bool, got {type(value).__name__}"
     )

@@ -1,2 +1,2 @@
-"""Models larger than their device: blocks of weights that lie compressed in host memory
-and come while they run. `offload` is the door; `ring` moves the bytes."""
+"""Runs models that are larger than their device: weights stay compressed in host memory, and each block's are
+loaded while it runs. `offload` is the entry point; `ring` moves the bytes."""

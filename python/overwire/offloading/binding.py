@@ -1,8 +1,7 @@
-"""Weights that are bound to a slot's memory: what else holds that memory, and whether it was changed.
+"""Finds out what else uses the memory of weights in a slot, and whether the weights were changed.
 
-torch counts the users of a storage, which views, numpy arrays and tensors that autograd has
-saved are, and those of a tensor itself. It counts changes of a tensor and of its views, but
-not those by `.data`, by numpy or by a kernel of one's own.
+torch counts the users of a storage (views, numpy arrays, tensors saved by autograd) and of a tensor.
+It also counts changes to a tensor and its views, but not changes through `.data`, numpy or custom kernels.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from ..frameworks.memory import users_of
 
 
 class Binding(NamedTuple):
-    """Parameters in a slot's memory, as they were when they got it: the users of that memory, and
-    of each parameter its users, the number of its changes and its address.
+    """The state of parameters when they got a slot's memory: the number of users of the memory, and each
+    parameter's number of users, number of changes, and address.
 
-    is_owned: only their module and this have the parameters; else they are the user's, whose own
-    references mean nothing."""
+    is_owned: only the module and this object refer to the parameters. If not, they belong to the user, who may
+    keep references to them, and their number of users is not compared."""
 
     memory: torch.Tensor
     users: int
@@ -30,8 +29,8 @@ class Binding(NamedTuple):
     is_owned: bool
 
     def compare_states(self) -> tuple[bool, bool]:
-        """Whether anything else uses the memory; and whether torch has counted a change of a
-        parameter, or it has other memory."""
+        """Returns two answers: whether anything else uses the memory, and whether a parameter was changed (by
+        torch's count) or has other memory."""
         is_held, now = users_of(self.memory) > self.users, _states_of(self.parameters, self.is_owned)
         if now == self.states:
             return is_held, False
@@ -39,22 +38,22 @@ class Binding(NamedTuple):
         return is_held or any(new[0] > old[0] for old, new in pairs), any(new[1:] != old[1:] for old, new in pairs)
 
     def counts_changes(self) -> bool:
-        """Whether torch counts changes of the parameters: not of those made in inference mode."""
+        """Whether torch counts changes to the parameters. It does not for parameters made in inference mode."""
         return not any(one.is_inference() for one in self.parameters)
 
     def has_memory_of(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter lies in the memory."""
+        """Whether a parameter is in this memory."""
         return bool(parameter.untyped_storage()._cdata == self.memory.untyped_storage()._cdata)
 
 
 def binding_of(memory: torch.Tensor, parameters: Iterable[torch.Tensor], is_owned: bool = False) -> Binding:
-    """What parameters are that have just got a slot's memory."""
+    """Records the state of parameters that have just got a slot's memory."""
     tensors = list(parameters)
     return Binding(memory, users_of(memory), tensors, _states_of(tensors, is_owned), is_owned)
 
 
 def _states_of(parameters: list[Any], is_owned: bool) -> list[tuple[int, int, int]]:
-    # In one place, as the references of this code count. Those of inference mode have no `_version`.
+    # Counted in one place, because this code's own references count also. Inference tensors have no `_version`.
     if any(one.is_inference() for one in parameters):
         return [(one._use_count(), 0, one.data_ptr()) for one in parameters]
     if is_owned:

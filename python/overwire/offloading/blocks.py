@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, and which of their parameters can go away."""
+"""Decides which modules of a model are its blocks, and which of their parameters can be offloaded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..frameworks.memory import check_memory
 from ..frameworks.torch import SAVED
 from ..verbs.sleeping import _fills_extent
 
-# A module with more of a model's bytes than this share is cut where it has lists of modules.
-# The engine, which plans by names alone, has both numbers, too.
+# A module that has more of the model's bytes than this is divided if it has lists of modules.
+# The engine plans from names only, and has the same two numbers.
 _LARGEST_SHARE = 1 / 16
-# It is cut only if its lists have this share of it: what is in none stays on the device.
+# It is divided only if its lists have this share of its bytes. Weights outside of lists stay on the device.
 _LISTED_SHARE = 0.8
 
 
 class Weight(NamedTuple):
-    """A parameter that goes and comes with its block."""
+    """A parameter that is offloaded with its block."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -28,7 +28,7 @@ class Weight(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A module whose weights come while it runs."""
+    """A module whose weights are on the device only while it runs."""
 
     name: str
     module: torch.nn.Module
@@ -36,22 +36,21 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
+        """Returns the bytes of its weights."""
         return sum(weight.parameter.nbytes for weight in self.weights)
 
 
 def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: str = "") -> list[Block]:
-    """The blocks of a model, in the order of its modules. Blocks that the caller names are
-    modules, names of modules, or a ModuleList; else they are the children of its lists of
-    modules, where a child with more than a sixteenth of the model is cut further.
+    """Returns the blocks of a model in the order of its modules. The caller may name them: modules, names
+    of modules, or a ModuleList. By default they are the children of the model's lists of modules, and a child
+    with more than a sixteenth of the model is divided further.
 
-    Raises ArgumentError for what is no module of the model, for blocks that contain one
-    another, for memory that was freed, and where there is no list; NotSupportedError for a compiled model and for
-    parameters that are made of other tensors.
+    Raises ArgumentError for modules outside of the model, blocks that contain one another, freed memory, and
+    a model without lists; NotSupportedError for a compiled model and for parameters made of other tensors.
     """
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise NotSupportedError(
-            "overwire: offload: a model compiled as a whole: compile its blocks, or offload before and compile these"
+            "overwire: offload: the whole model is compiled: compile its blocks, or offload it before you compile it"
         )
     _check_memory(model)
     names = {module: name for name, module in model.named_modules()}
@@ -59,13 +58,13 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
     if not modules:
         kind = type(model).__name__
         raise ArgumentError(
-            f"overwire: offload: {kind} has no ModuleList with parameters: say what its blocks are, blocks=[...]"
+            f"overwire: offload: {kind} has no ModuleList with parameters: name its blocks, blocks=[...]"
         )
     modules = list(ones := dict.fromkeys(modules))  # a block may run in several places
     for module in modules:
         for inner in module.modules():
             if inner is not module and inner in ones:
-                raise ArgumentError(f"overwire: offload: block {names[inner]!r} is a part of block {names[module]!r}")
+                raise ArgumentError(f"overwire: offload: block {names[inner]!r} is part of block {names[module]!r}")
     owners = _count_places(model, modules)
     return [
         Block(prefix + names[module], module, list(weights_of(module, prefix + names[module], owners)))
@@ -74,7 +73,7 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
 
 
 def weights_of(module: torch.nn.Module, prefix: str, owners: dict[int, int]) -> Iterator[Weight]:
-    """The parameters of a block that no other module uses and whose memory is theirs alone."""
+    """Yields the parameters of a block that no other module uses and that share no memory."""
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "__tensor_flatten__"):
             kind = type(parameter).__name__
@@ -100,13 +99,13 @@ def _find_modules(
                 raise ArgumentError(f"overwire: offload: blocks: {error}") from None
         if not isinstance(module, torch.nn.Module) or module not in names or module is model:
             what = block if isinstance(block, str) else type(block).__name__
-            raise ArgumentError(f"overwire: offload: blocks: {what!r} is no part of the model")
-        modules += module if isinstance(module, torch.nn.ModuleList) else [module]  # no one calls a list
+            raise ArgumentError(f"overwire: offload: blocks: {what!r} is not part of the model")
+        modules += module if isinstance(module, torch.nn.ModuleList) else [module]  # a list is never called itself
     return modules
 
 
 def cut_model(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The children of a model's lists of modules; those with much of it are cut further."""
+    """Returns the children of a model's lists of modules. Large ones are divided further."""
     return list(_cut_lists(model, _LARGEST_SHARE * _bytes_of(model)))
 
 
@@ -128,8 +127,8 @@ def _bytes_of(module: torch.nn.Module) -> int:
 
 
 def _count_places(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> dict[int, int]:
-    # By id, in how many places a parameter or a part of its memory is used: blocks, and all
-    # that is in none. One that two use, tied weights, cannot go with one of them.
+    # By id: the number of places that use a parameter or part of its memory. A place is a block, or everything
+    # outside of blocks. Weights that two places use (tied weights) cannot be offloaded with one of them.
     inside: dict[torch.nn.Module, set[int]] = {}
     for at, block in enumerate(blocks):
         for module in block.modules():
@@ -147,7 +146,7 @@ def _count_places(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> 
         if t.numel() and t.device.type != "meta"
     )
     counts = {key: len(where) for key, where in places.items()}
-    reach: tuple[str, int, int] = ("", 0, 0)  # device, end, id of what reaches furthest so far
+    reach: tuple[str, int, int] = ("", 0, 0)  # device, end, and id of the tensor that reaches furthest so far
     for device, low, high, key in spans:
         if reach[0] == device and low < reach[1]:
             counts[key] += 1
@@ -158,7 +157,7 @@ def _count_places(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> 
 
 
 def _check_memory(model: torch.nn.Module) -> None:
-    # ArgumentError where memory was freed, as that of tensors that sleep, or never was there.
+    # Raises ArgumentError for memory that was freed (a sleeping model's) or never allocated.
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
             check_memory(tensor, f"overwire: offload: {name!r}", name)
@@ -170,6 +169,6 @@ def _extent_of(tensor: torch.Tensor) -> int:
 
 
 def can_store(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be stored as a weight that comes and goes: dense, not empty, of a dtype that files have."""
+    """Whether a tensor can be offloaded: it is dense, not empty, and files have its dtype."""
     plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return plain and tensor.numel() > 0 and tensor.dtype in SAVED and _fills_extent(tensor)

@@ -1,9 +1,8 @@
-"""Blocks whose parameters another library takes away and puts back: while one runs, the
-library's modules have parameters in a slot, and the library's own way serves all else.
+"""Streams blocks of modules that another library offloads itself.
 
-Between runs the modules have what the library left there, such as parameters of the meta
-device. Nothing is refused that the library can do: a run that needs gradients, or a read
-between runs, takes the values from `Hosted.read`, in memory of their own.
+While a block runs, its modules have parameters in a slot. At all other times they have what the library put
+there, for example parameters on the meta device. Everything that the library supports still works: a run with
+gradients, or a read between runs, gets copies of the values from `Hosted.read`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .stored import decode_tensor, encode_block
 
 
 class HostedWeight(NamedTuple):
-    """A parameter by the module that has it, and its values, for which `can_store` holds."""
+    """A parameter, the module that has it, and its values, for which `can_store` is true."""
 
     name: str
     owner: torch.nn.Module
@@ -31,7 +30,7 @@ class HostedWeight(NamedTuple):
 
 
 class Hosted(Offloaded):
-    """Blocks of a model that run on `device`: `add` each, then `run`. It lives as long as the
+    """Blocks of a model that run on `device`. Call `add` for each block, then `run`. It lives as long as the
     modules."""
 
     def __init__(self, device: torch.device) -> None:
@@ -41,15 +40,16 @@ class Hosted(Offloaded):
         self._places: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, module: torch.nn.Module, weights: Iterable[HostedWeight]) -> None:
-        """Compresses the weights of a block, at least one, into host memory; `read` has them from now on.
+        """Compresses the weights of a block (at least one) into host memory. `read` returns them from then on.
 
-        Raises OutOfMemoryError and DeviceError; nothing is changed then.
+        Raises OutOfMemoryError and DeviceError, and changes nothing then.
         """
         weights, at = list(weights), len(self._away)
         with torch.inference_mode(False), torch.no_grad():
             block = encode_block([weight.values for weight in weights], self._device)
         self._away.append(_Away(Block(name, module, []), block, []))
-        self._parameters.append([(one.owner, one.key, one.owner._parameters[one.key]) for one in weights])  # type: ignore[misc]
+        parameters = [(one.owner, one.key, one.owner._parameters[one.key]) for one in weights]
+        self._parameters.append(parameters)  # type: ignore[arg-type]
         self._owners.update((weight.owner, at) for weight in weights)
         self._places.update((weight.name, (at, number)) for number, weight in enumerate(weights))
         self.blocks.append(name)
@@ -57,15 +57,15 @@ class Hosted(Offloaded):
         self.stored += block.memory.nbytes
 
     def run(self, slots: int = 2) -> None:
-        """Lets the blocks fetch their weights when they are called. Raises OutOfMemoryError."""
+        """Starts to load the blocks' weights when they are called. Raises OutOfMemoryError."""
         with torch.inference_mode(False):
             self._run_by(slots)
 
     def __deepcopy__(self, memo: object) -> Hosted:
-        return self  # a copy of a module takes its weights by `read`
+        return self  # a copy of a module gets its weights from `read`
 
     def read(self, name: str) -> torch.Tensor:
-        """The values of a weight, in host memory of its own. Raises KeyError for another name."""
+        """Returns a copy of a weight's values in host memory. Raises KeyError for an unknown name."""
         at, number = self._places[name]
         one = self._away[at]
         if one.binding is not None and (one.was_held or one.is_changed):
@@ -73,12 +73,12 @@ class Hosted(Offloaded):
         return decode_tensor(one.stored, number)
 
     def runs(self, owner: torch.nn.Module) -> bool:
-        """Whether this thread runs the block of a module, whose parameters are there then."""
+        """Whether this thread is running the block of a module, so that its parameters are there."""
         at, ring = self._owners.get(owner), self._ring
         return at is not None and ring is not None and ring.runs(at)
 
     def drop(self, owner: torch.nn.Module) -> None:
-        """Ends the streaming of a module's block; its weights can still be read."""
+        """Stops streaming a module's block. Its weights can still be read."""
         at = self._owners.get(owner)
         for hook in self._hooks[2 * at : 2 * at + 2] if at is not None else ():
             hook.remove()
@@ -87,12 +87,13 @@ class Hosted(Offloaded):
         one = self._away[at]
         if one.binding is not None:
             for (owner, key, _), parameter in zip(self._parameters[at], one.binding.parameters, strict=True):
-                if _is_placeholder(owner._parameters.get(key)):  # the library has taken it away
+                if _is_placeholder(owner._parameters.get(key)):  # the library has taken the parameter away
                     owner._parameters[key] = parameter  # type: ignore[assignment]
             return
         for (owner, key, left), view in zip(self._parameters[at], slot.views[at], strict=True):
             owner._parameters[key] = torch.nn.Parameter(view, left.requires_grad)
-        one.binding = binding_of(slot.memory, (owner._parameters[key] for owner, key, _ in self._parameters[at]), is_owned=True)  # type: ignore[misc]
+        parameters = (owner._parameters[key] for owner, key, _ in self._parameters[at])
+        one.binding = binding_of(slot.memory, parameters, is_owned=True)  # type: ignore[arg-type]
 
     def _compare_states(self, at: int) -> tuple[bool, bool]:
         is_held, is_changed = super()._compare_states(at)
@@ -123,6 +124,6 @@ def _is_placeholder(parameter: torch.Tensor | None) -> bool:
 
 
 def listed_blocks(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """What `offload` takes as the blocks of a model, by name; none if it has no lists of modules."""
+    """Returns the blocks that `offload` would choose, by name; none if the model has no lists of modules."""
     names = {module: name for name, module in model.named_modules()}
     return [(names[module], module) for module in dict.fromkeys(cut_model(model))]

@@ -1,4 +1,4 @@
-"""offload: a model larger than its device runs there, its blocks streamed compressed."""
+"""Runs a model that is larger than its device, by streaming its blocks from compressed host memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 
 
 class _Away:
-    # A block that is streamed: what is stored of it, and what its weights answer while they
-    # are away.
+    # A streamed block: its stored weights, and the records of its parameters while they are offloaded.
 
     def __init__(self, block: Block, stored: StoredBlock, records: list[Record]) -> None:
         self.block, self.stored, self.records = block, stored, records
-        self.binding: Binding | None = None  # while its weights are there
-        self.was_held = False  # by something else, which may have changed them, since they were compared
-        self.is_changed = False  # for good: they are not what is stored
+        self.binding: Binding | None = None  # while its weights are on the device
+        self.was_held = False  # something else used its memory and may have changed it since the last comparison
+        self.is_changed = False  # permanently: its weights differ from the stored ones
         self.runs = 0
 
 
@@ -47,15 +46,15 @@ class Offloaded:
     __module__ = "overwire"
 
     def __init__(self, device: torch.device, inference: bool) -> None:
-        # inference: the tensors were made in inference mode, and stay such ones.
-        #: Bytes of the weights that are streamed, and of host memory that they take.
+        # inference: the tensors were made in inference mode, and stay inference tensors.
+        #: Bytes of the streamed weights, and bytes of host memory that they take compressed.
         self.nbytes: int = 0
         self.stored: int = 0
-        #: Bytes of the device that the ring takes, beside what stays there, at first.
+        #: Bytes of device memory that the ring takes at first, in addition to the weights that stay there.
         self.ring: int = 0
         #: Bytes of the blocks that stay on the device.
         self.kept: int = 0
-        #: Names of the blocks that are streamed, in the order of the model.
+        #: Names of the streamed blocks, in the order of the model.
         self.blocks: list[str] = []
         self._device = device
         self._inference = inference
@@ -66,19 +65,19 @@ class Offloaded:
         self._closed = False
 
     def close(self) -> None:
-        """Puts the weights back where they were, bit for bit, and frees what the offload has
-        taken of host and device. A second call does nothing, nor does one in a forked child,
-        where blocks that are streamed raise ForkedError.
+        """Puts the weights back where they were, bit for bit, and frees the offload's host and device
+        memory. A second call does nothing. In a forked child it does nothing either, and streamed blocks
+        raise ForkedError there.
 
-        Raises NotSupportedError while a block runs, OutOfMemoryError where the weights have
-        no memory, CorruptError for stored bytes that have changed; what is not back yet
-        stays away, and `close` can be called again.
+        Raises NotSupportedError while a block runs, OutOfMemoryError if there is no memory for the weights,
+        CorruptError if stored bytes have changed. Weights that are not back yet stay offloaded, and `close`
+        can be called again.
         """
         import torch
 
         if forked():
             return
-        if (ring := self._ring) is not None:  # it lives until all is back
+        if (ring := self._ring) is not None:  # it lives until all weights are back
             ring.close()
         self._ring = None
         with torch.inference_mode(self._inference), torch.no_grad():
@@ -94,7 +93,7 @@ class Offloaded:
 
         while self._away:
             one = self._away[-1]
-            if one.binding is not None:  # they are what they are now; what holds their memory goes on to share it
+            if one.binding is not None:  # keep their current memory: what uses it goes on to share it
                 is_held = one.binding.compare_states()[0]
                 for parameter, device in ((weight.parameter, weight.device) for weight in one.block.weights):
                     if parameter.device != device or one.binding.has_memory_of(parameter) and not is_held:
@@ -126,7 +125,7 @@ class Offloaded:
         limit: int = 0,
         source: _Source | None = None,
     ) -> None:
-        # Lets blocks that are not kept come and go; the tensors that do not are moved to the device.
+        # Starts to stream the blocks that are not kept, and moves all other tensors to the device.
         staying = set(_verbs.kept_blocks(keep, array("q", (block.nbytes for block in blocks)).tobytes()))
         away = [block for at, block in enumerate(blocks) if at not in staying]
         going = {id(weight.parameter) for block in away for weight in block.weights}
@@ -199,16 +198,16 @@ class Offloaded:
             return
         one = self._away[at]
         block = one.block
-        if module is not block.module:  # a copy of it, which has hooks and no weights of ours
+        if module is not block.module:  # a copy of it, which has our hooks but not our weights
             return
-        if forked():  # runs of the parent's threads have the slots, and end nowhere here
+        if forked():  # the slots belong to runs of the parent's threads, which never end here
             raise errors.forked()
         if torch.is_grad_enabled() and _needs_grad(module, args, kwargs):
             self._meet_gradients(block.name)
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise NotSupportedError(
-                f"overwire: offload: {block.name}: a CUDA graph cannot hold weights that come and go"
+                f"overwire: offload: {block.name}: a CUDA graph cannot capture streamed weights"
             )
         with ring.lock:
             slot = ring.acquire(at, _frame_of_run(sys._getframe(1)))
@@ -229,8 +228,8 @@ class Offloaded:
             self._meet_gradients(self._away[at].block.name, ran=True)
 
     def _vacate_block(self, at: int) -> bool:
-        # Lets the weights of a block go that no one runs: not those that something else holds,
-        # nor those that are not what is stored. These stay, as those of a resident model.
+        # Takes the weights of a block that is not running out of the slot, unless something else uses their
+        # memory or they have changed. Then they stay on the device, as a resident model's would.
         one, ring = self._away[at], self._ring
         if one.binding is None or ring is None:
             self._send_away(at)
@@ -239,7 +238,8 @@ class Offloaded:
         one.was_held = one.was_held or is_held
         if is_held and not is_changed and not one.is_changed:
             return False
-        if not is_changed and not one.is_changed and (one.was_held or not one.binding.counts_changes() or ring.compares_bytes(one.runs)):
+        may_differ = one.was_held or not one.binding.counts_changes() or ring.compares_bytes(one.runs)
+        if not is_changed and not one.is_changed and may_differ:
             is_changed = not ring.is_as_stored(at)
         if is_changed and not one.is_changed:
             one.is_changed = True
@@ -252,15 +252,15 @@ class Offloaded:
         return not one.is_changed
 
     def _compare_states(self, at: int) -> tuple[bool, bool]:
-        # Whether something else holds the weights of a block that are there, and whether they were changed.
+        # Whether something else uses the weights of a loaded block, and whether they were changed.
         binding = self._away[at].binding
         assert binding is not None
         return binding.compare_states()
 
     def _meet_gradients(self, name: str, ran: bool = False) -> None:
-        # What happens with a forward of a block whose weights are needed again, before it ran or after.
+        # Called for a forward whose backward would need the weights again, before the block runs or after.
         raise NotSupportedError(
-            f"overwire: offload: {name}: a forward with gradients, whose weights are away when they are needed again: "
+            f"overwire: offload: {name}: a forward with gradients needs weights again after they are offloaded: "
             "use torch.inference_mode() or torch.no_grad()"
         )
 
@@ -278,7 +278,7 @@ class Offloaded:
         from .away import send_away
 
         one = self._away[at]
-        one.binding = None  # first: Ctrl-C may come between any two, and they are sent away again then
+        one.binding = None  # first: after Ctrl-C between any two, they are sent away again
         for weight, record in zip(one.block.weights, one.records, strict=True):
             send_away(weight.parameter, record)
 
@@ -299,12 +299,12 @@ class Offloaded:
 
 
 class _Hook:
-    # What a block calls. It is of one model: neither copied nor pickled with that.
+    # A hook of one model's block: it is neither copied nor pickled with the model.
 
     def __init__(self, call: Callable[..., None]) -> None:
         import torch
 
-        # Of a block that is compiled, hooks included, it runs as it is.
+        # In a compiled block hooks are compiled also; this one runs as plain Python.
         self._call: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> None:
@@ -327,44 +327,44 @@ def offload(
     max_memory: int | str | None = None,
     slots: int = 2,
 ) -> Offloaded:
-    """Lets a model run on a device that its weights do not fit on: they lie compressed in
-    pinned host memory, and the weights of each block come while the block before it runs.
+    """Runs a model on a device that its weights do not fit on: they stay compressed in pinned host memory, and
+    the weights of each block are loaded while the block before it runs.
 
         with ow.offload(model, "cuda", keep="8GB"), torch.inference_mode():
             model.generate(...)
 
-    model: a `torch.nn.Module`, or a diffusers pipeline, for all its models. All that is
-        in no block is moved to the device, buffers too.
+    model: a `torch.nn.Module`, or a diffusers pipeline for all its models. Everything outside of blocks is
+        moved to the device, including buffers.
     device: "cuda", "cuda:1"; or "cpu", where weights take two thirds of the memory.
-    keep: bytes of the device ("8GB", int) for blocks that stay there, spread evenly; None: none stays.
-    source: a file or folder, as for `load_file`, whose names are the model's: the weights
-        are read from it and not from the model, which may be on the meta device.
-    blocks: modules, or their names, whose weights come and go as one. None: the children of
-        the model's ModuleLists; one with more than a sixteenth of the model is cut further.
+    keep: bytes of device memory ("8GB", int) for blocks that stay there, spread evenly; None keeps none.
+    source: a file or folder, as for `load_file`, with the model's names: the weights are read from it and
+        not from the model, which may be on the meta device.
+    blocks: modules, or their names, that are loaded as one block each. By default they are the children of
+        the model's ModuleLists; one with more than a sixteenth of the model is divided further.
     max_memory: the most host memory that the stored weights may take ("12GB", int).
-    slots: blocks that have memory on the device at a time, at least 2 for copies to be
-        hidden. The ring has `slots` times the largest block, and twice its stored bytes.
+    slots: the number of blocks with device memory at a time; at least 2 to hide copies. The ring takes
+        `slots` times the largest block, and twice its stored bytes.
 
-    Inference only. Outputs are bit for bit those of the resident model. Parameters keep their
-    objects, names, dtypes, shapes and ties, and take the values of a source in their own dtype;
-    while a block does not run, to read or write its parameters is a NotSupportedError that names
-    the parameter. Weights that several modules share, those of dtypes that files lack, and views
-    of others' memory stay on the device. A block whose weights something still holds when it has
-    run (a view that it returned or kept, numpy, DLPack, what autograd has saved) stays on the
-    device until nothing does. One that changes its weights in `forward` stays for good, with a
-    warning in the log: they are never those of an earlier run. Each run's changes are noticed
-    that torch counts, and on the CPU all others (`.data`, numpy, kernels); on a GPU these are
-    looked for after a block's 1st, 2nd, 4th, 8th ... run.
+    Inference only. Outputs are bit for bit those of the resident model. Parameters keep their objects, names,
+    dtypes, shapes and ties; values from a source are cast to the parameters' dtypes. While a block does not
+    run, reading or writing its parameters raises NotSupportedError, which names the parameter.
 
-    Returns an `Offloaded`, to be kept: the model stays offloaded until its `close`. On an error the
-    model is as it was; one that had weights beside those of a source may have some of either.
-    Raises ArgumentError, also for memory that was freed and a model that is offloaded already;
-    NotSupportedError for parameters that are made of other tensors and for a model that is
-    compiled as a whole; ModelMismatchError for a source that lacks weights; OutOfMemoryError for
-    max_memory, host and device; and what `load_file` raises. A forward with gradients, or in
-    the capture of a CUDA graph, is a NotSupportedError.
+    Some weights stay on the device: weights that several modules share, weights with dtypes that files lack,
+    and views of other memory. If something still uses a block's weights after a run (a view that it returned or
+    kept, numpy, DLPack, tensors saved by autograd), the block stays on the device until nothing does. A
+    block that changes its weights in `forward` stays there permanently, and a warning is logged; it never gets
+    the weights of an earlier run. Changes that torch counts are noticed after each run. Others (through
+    `.data`, numpy, kernels) are noticed after each run on the CPU, and on a GPU after a block's 1st, 2nd, 4th,
+    8th ... run.
+
+    Returns an `Offloaded`. Keep it: the model stays offloaded until its `close`. After an error the model is
+    as it was, except that with a source a model that had weights may have some of both.
+    Raises ArgumentError, also for freed memory and a model that is offloaded already; NotSupportedError for
+    parameters made of other tensors and a model that is compiled as a whole; ModelMismatchError for a source
+    that lacks weights; OutOfMemoryError for max_memory, host and device; and the errors of `load_file`. A
+    forward with gradients, or during the capture of a CUDA graph, raises NotSupportedError.
     """
-    frame = frame_for("torch")  # says what to do where torch is not installed
+    frame = frame_for("torch")  # its error tells how to install torch
     import torch
 
     from ..frameworks.torch import _errors_of
@@ -375,17 +375,17 @@ def offload(
         raise ArgumentError(f"overwire: offload: slots {slots!r}: expected 1 or more")
     models = _models_of(model)
     if any(is_away(parameter) for part in models.values() for parameter in part.parameters()):
-        raise ArgumentError("overwire: offload: the model is offloaded already: close() that one first")
+        raise ArgumentError("overwire: offload: the model is offloaded already: call close() of that offload first")
     if len(models) != 1 and (source is not None or blocks is not None):
-        raise ArgumentError("overwire: offload: source= and blocks= go with one model, not with a pipeline")
+        raise ArgumentError("overwire: offload: source= and blocks= need a single model, but got a pipeline")
     inference = any(t.is_inference() for part in models.values() for t in [*part.parameters(), *part.buffers()])
     if inference and not torch.is_inference_mode_enabled():
         raise NotSupportedError(
-            "overwire: offload: a model that was made in inference mode runs only there: offload it there"
+            "overwire: offload: a model that was made in inference mode can only be offloaded in inference mode"
         )
     where = check_device(device, frame)
     with _errors_of(where):
-        torch.empty(0, device=where)  # that there is no such device is found out before anything changes
+        torch.empty(0, device=where)  # fails before anything changes if the device does not exist
     handle = Offloaded(torch.device(where), inference)
     weights = _Source(models[""], source, handle._device) if source is not None else None
     try:
@@ -411,10 +411,10 @@ def stream_blocks(
     moved: Iterable[torch.Tensor],
     keep: int = 0,
 ) -> Offloaded:
-    """What `offload` does with blocks of a model that another program has put together: of
-    all else only `moved` goes to the device. Bytes of blocks up to `keep` stay there.
+    """Streams blocks that another program has chosen. Apart from the blocks, only `moved` goes to the device.
+    Blocks up to `keep` bytes stay there.
 
-    Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError; the model is as it was then.
+    Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError, and leaves the model as it was then.
     """
     import torch
 
@@ -430,7 +430,7 @@ def stream_blocks(
 
 
 class _Source:
-    # A file that has a model's weights by name.
+    # A file that has a model's weights under their names.
 
     def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device) -> None:
         from ..verbs.open import safe_open
@@ -441,7 +441,7 @@ class _Source:
         self._tables: list[dict[str, Any]] = [
             table for part in model.modules() for table in (part._parameters, part._buffers)
         ]
-        self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # of the meta device
+        self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # the model's meta tensors
         file_names, (state, _) = set(self._file.keys()), tensors_of_module(model, "offload")
         self._names: dict[int, str] = {}
         needs: dict[int, str] = {}
@@ -457,7 +457,7 @@ class _Source:
             raise ModelMismatchError(f"overwire: offload: {source} lacks {len(missing)} weights of the model: {first}")
 
     def give_memory(self) -> None:
-        """Puts a tensor of the host in the place of each of the meta device, under all its names."""
+        """Replaces each tensor on the meta device by one in host memory, under all its names."""
         import torch
 
         tensors: dict[int, torch.Tensor] = {}
@@ -465,7 +465,7 @@ class _Source:
             for key, old in table.items():
                 if old is None or old.device.type != "meta":
                     continue
-                if id(old) not in tensors:  # memory that is not touched takes none
+                if id(old) not in tensors:  # takes no memory until it is written
                     new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
                     if isinstance(old, torch.nn.Parameter):
                         new = torch.nn.Parameter(new, old.requires_grad)
@@ -488,7 +488,7 @@ class _Source:
 
         from ..frameworks.torch import _errors_of
 
-        # On the device, which encodes them: stored bytes alone pass its link.
+        # A GPU encodes its own tensors, so that only stored bytes cross the PCIe link.
         with _errors_of(str(self._device), sum(weight.parameter.nbytes for weight in weights)):
             tensors = [torch.empty_like(weight.parameter.detach(), device=self._device) for weight in weights]
         self._file.load_into(
@@ -524,13 +524,13 @@ def _blocks_of(model: torch.nn.Module, blocks: Iterable[Any] | None, name: str, 
     try:
         return find_blocks(model, blocks, f"{name}." if name else "")
     except ArgumentError:
-        if optional:  # a model of a pipeline without lists of modules stays on the device
+        if optional:  # a pipeline's model without lists of modules stays on the device
             return []
         raise
 
 
 def _copy_once(tensor: torch.Tensor, device: torch.device, copies: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
-    # Tensors of the same memory share it there, too.
+    # Tensors that share memory share it on the device also.
     key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), device)
     if key not in copies:
         copies[key] = _copy_to(tensor, device)
@@ -554,7 +554,7 @@ def _needs_grad(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 def _not_copied() -> NotSupportedError:
     return NotSupportedError(
-        "overwire: offload: a model is not pickled or copied while its weights are away: "
+        "overwire: offload: a model cannot be pickled or copied while it is offloaded: "
         "save it after Offloaded.close()"
     )
 
@@ -570,7 +570,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _frame_of_run(frame: FrameType) -> FrameType:
-    # The frame that lasts as long as the module's call.
+    # The frame of the module's call, which lasts until the block has run.
     one: FrameType | None = frame
     for _ in range(8):
         if one is None or one.f_code.co_name in ("_call_impl", "_wrapped_call_impl"):

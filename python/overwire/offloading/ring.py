@@ -1,16 +1,15 @@
-"""The ring: a few slots of device memory that the blocks of a model pass through.
+"""The ring: a few slots of device memory, which a model's blocks take one after another.
 
-A block's stored bytes are copied into one of two staging buffers on a stream of their
-own, and decoded from there into a slot on another. What computes waits for a slot on
-the device, by an event, and a slot is written again only after what has read it; the
-host waits for neither. While a block runs, those that followed it the last time are
-fetched. On the CPU there is nothing to hide: a block is decoded when it is asked for.
+A block's stored bytes are copied into one of two staging buffers on one stream, and decoded from there into
+a slot on another. The computing stream waits for the slot by an event, on the device. A slot is filled again
+only after everything that reads it. The host waits for neither. While a block runs, the blocks that followed it
+last time are loaded. On the CPU there is nothing to overlap: a block is decoded when it is needed.
 
-A slot whose memory something still holds after a run is never written again: it leaves the
-ring with its block, and the ring gets another one. It is freed once nothing holds it.
+If something still uses a slot's memory after a run, the slot is never written again. It leaves the ring with
+its block, and the ring gets a new slot. It is freed once nothing uses it.
 
-Threads may share a ring. Each holds the slots of the blocks that it runs; one that finds
-all slots held waits until one is released.
+Threads may share a ring. Each holds the slots of the blocks that it is running. A thread that finds all slots
+held waits until one is released.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from .stored import CHUNK, StoredBlock, decode_on_host
 
 
 class Hold(NamedTuple):
-    """One run of a block: its thread, the frame that is on that thread's stack as long as it
-    runs, and the stream that it computes on."""
+    """One run of a block: its thread, a frame that stays on that thread's stack while the block runs, and the
+    stream that it computes on."""
 
     thread: int
     frame: FrameType
@@ -40,22 +39,22 @@ class Hold(NamedTuple):
 
 
 class Slot:
-    """Device memory for one block, and who uses it."""
+    """Device memory for one block, and the runs that use it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.views: dict[int, list[torch.Tensor]] = {}  # by block: its weights in this memory
+        self.views: dict[int, list[torch.Tensor]] = {}  # by block: its weights, as views of this memory
         self.block: int | None = None
-        self.ready: Any = None  # the event behind which its bytes are there
-        self.readers: list[Any] = []  # events behind which nothing reads it
-        self.streams: set[Any] = set()  # that they are of
+        self.ready: Any = None  # an event: the bytes are there
+        self.readers: list[Any] = []  # events: the slot's readers are done
+        self.streams: set[Any] = set()  # the readers' streams
         self.holds: list[Hold] = []
 
 
 class Ring:
-    """Slots for blocks, which `acquire` fills and `release` gives back. `vacate` is called with
-    the number of a block when its last run ends: it takes the weights out of the slot, and
-    returns False where they have to stay there."""
+    """Slots for blocks: `acquire` fills them and `release` gives them back. When the last run of a block ends,
+    the ring calls `vacate` with its number. `vacate` takes the weights out of the slot, or returns False if they
+    have to stay there."""
 
     def __init__(
         self,
@@ -67,8 +66,8 @@ class Ring:
         self._blocks = blocks
         self._device = device
         self._vacate = vacate or (lambda at: True)
-        self._inference = torch.is_inference_mode_enabled()  # that its tensors are made in
-        #: Held by every change of the ring; it may be held around several.
+        self._inference = torch.is_inference_mode_enabled()  # the ring's tensors are made in this mode
+        #: Held during every change of the ring. Callers may hold it around several changes.
         self.lock = threading.Condition(new_lock())
         self._following = {at: (at + 1) % len(blocks) for at in range(len(blocks))}
         self._previous: dict[int, int] = {}  # by thread: the block that it ran last
@@ -84,12 +83,11 @@ class Ring:
         self._carrier.follow_current()
 
     def acquire(self, at: int, frame: FrameType) -> Slot:
-        """A slot that has block `at`, its views included, for what the current stream does from
-        now on, until `release`. frame: see `Hold`. Begins to fetch the blocks that followed
-        it the last time.
+        """Returns a slot that has block `at` and its views, for work that the current stream is given
+        from now until `release`. frame: see `Hold`. Starts to load the blocks that followed it last time.
 
-        Raises CorruptError where stored bytes have changed, NotSupportedError where those who
-        hold all slots wait for another: this thread, or several.
+        Raises CorruptError if stored bytes have changed, NotSupportedError if all slots are held by threads
+        that wait for another one: this thread, or several.
         """
         thread = threading.get_ident()
         with self.lock:
@@ -103,7 +101,7 @@ class Ring:
                         raise NotSupportedError(
                             f"overwire: offload: {len(self._slots)} blocks run within one another: give more slots="
                         )
-                    self.lock.wait(1.0)  # a thread that holds a slot may end without a word
+                    self.lock.wait(1.0)  # a thread that holds a slot may end without notice
                 finally:
                     self._waiting.pop(thread, None)
             before = self._previous.get(thread)
@@ -116,13 +114,12 @@ class Ring:
             if at not in slot.views:
                 with torch.inference_mode(self._inference), torch.no_grad():
                     slot.views[at] = [place.view(slot.memory) for place in self._blocks[at].places]
-            slot.holds.append(Hold(thread, frame, self._carrier.stream()))  # if what precedes fails, nothing runs
+            slot.holds.append(Hold(thread, frame, self._carrier.stream()))  # last: nothing runs if anything above fails
         return slot
 
     def release(self, at: int) -> bool:
-        """Ends this thread's run of block `at`: its slot may be filled anew behind what the
-        current stream has been given. Returns whether that is so: no other run holds it, and
-        its weights are out of it."""
+        """Ends this thread's run of block `at`. Its slot may be filled again after the current stream's work.
+        Returns whether the slot is free: no other run holds it, and the weights are out of it."""
         thread = threading.get_ident()
         with self.lock:
             slot = self._slot_of(at)
@@ -135,28 +132,28 @@ class Ring:
             return not slot.holds and self._empty_slot(slot)
 
     def runs(self, at: int) -> bool:
-        """Whether this thread runs block `at`."""
+        """Whether this thread is running block `at`."""
         slot, thread = self._slot_of(at), threading.get_ident()
         return slot is not None and any(hold.thread == thread for hold in slot.holds)
 
     def compares_bytes(self, runs: int) -> bool:
-        """Whether a block's bytes are compared with what is stored after this many runs: always on
-        the host. On a GPU that makes the host wait: after the first run, the 2nd, 4th, 8th ..."""
+        """Whether to compare a block's bytes with the stored ones after this many runs. On the host: always.
+        On a GPU the host has to wait for it: after the 1st, 2nd, 4th, 8th ... run."""
         return not self._carrier.ahead or runs & (runs - 1) == 0
 
     def is_as_stored(self, at: int) -> bool:
-        """Whether the slot of block `at` has the bytes that are stored. Waits for the current stream."""
+        """Whether the slot of block `at` has exactly the stored bytes. Waits for the current stream."""
         slot = self._slot_of(at)
         assert slot is not None
         return self._blocks[at].is_in(slot.memory)
 
     def close(self) -> None:
-        """Waits for what is under way; the slots are freed with the ring. Raises NotSupportedError
+        """Waits for running copies. The slots are freed together with the ring. Raises NotSupportedError
         while a block runs."""
         with self.lock:
             self._drop_stale_holds()
             if any(slot.holds for slot in self._slots):
-                raise NotSupportedError("overwire: offload: close: a block runs, in this thread or another")
+                raise NotSupportedError("overwire: offload: close: a block is running, in this thread or another")
             self._carrier.wait()
             self._free_left()
 
@@ -170,7 +167,7 @@ class Ring:
         return slot
 
     def _empty_slot(self, slot: Slot) -> bool:
-        # Takes a block that no one runs out of its slot, or else the slot out of the ring.
+        # Takes a block that is not running out of its slot. If it has to stay, takes the slot out of the ring.
         at = slot.block
         if at is None:
             return True
@@ -191,15 +188,15 @@ class Ring:
                 self._empty_slot(slot)
 
     def _fetch_block(self, at: int, spare: Sequence[int] = ()) -> Slot | None:
-        # Fills a slot that no one holds and that has none of the blocks `spare`.
+        # Fills a slot that is not held and has none of the blocks in `spare`.
         self._free_left()
         slot = self._free_slot(spare)
         if slot is None:
             return None
-        slot.block = None  # if what follows fails, it has nothing
+        slot.block = None  # if anything below fails, the slot is empty
         self._carrier.fetch(self._blocks[at], slot)
         slot.block = at
-        self._slots.append(self._slots.pop(self._slots.index(slot)))  # what was filled last is replaced last
+        self._slots.append(self._slots.pop(self._slots.index(slot)))  # the slot filled last is replaced last
         return slot
 
     def _free_slot(self, spare: Sequence[int]) -> Slot | None:
@@ -208,7 +205,7 @@ class Ring:
                 return slot
         if len(self._slots) == self._count:
             return None
-        self._slots.append(self._make_slot())  # in the place of one that has left
+        self._slots.append(self._make_slot())  # replaces a slot that has left the ring
         return self._slots[-1]
 
     def _fetch_following(self, at: int) -> None:
@@ -221,12 +218,12 @@ class Ring:
                 return
 
     def _is_stuck(self) -> bool:
-        # Every slot is held by a thread that waits for a block that is in none.
+        # True if every slot is held by a thread that waits for a block without a slot.
         waiting = {thread for thread, at in self._waiting.items() if self._slot_of(at) is None}
         return all(any(hold.thread in waiting for hold in one.holds) for one in self._slots)
 
     def _drop_stale_holds(self) -> bool:
-        # A run that Ctrl-C ended has called no hook: its frame has ended, too.
+        # A run that ended by Ctrl-C has called no hook, but its frame has ended.
         any_stale = False
         for slot in [*self._slots, *self._left.values()]:
             stale = [hold for hold in slot.holds if _has_ended(hold.frame)]
@@ -240,10 +237,10 @@ class Ring:
 
 
 def _has_ended(frame: FrameType) -> bool:
-    # Asked of the frame: to walk the stack of a thread that runs can end the process.
+    # Asks the frame itself, because walking the stack of a running thread can crash the process.
     try:
         frame.clear()
-    except RuntimeError:  # it runs
+    except RuntimeError:  # it is running
         return False
     return True
 
@@ -253,7 +250,7 @@ def _carrier_for(device: torch.device, staging_bytes: int) -> _HostCarrier | _GP
 
 
 class _HostCarrier:
-    """Decodes on the host's cores, at once."""
+    """Decodes on the host's cores, immediately."""
 
     ahead = False
     nbytes = 0
@@ -284,7 +281,7 @@ class _HostCarrier:
 
 
 class _GPUCarrier:
-    """Copies and decodes on two streams of a GPU, beside what computes."""
+    """Copies and decodes on two streams of a GPU, next to the computation."""
 
     ahead = True
 
@@ -294,10 +291,10 @@ class _GPUCarrier:
         with _errors_of(str(device), self.nbytes):
             self._copying, self._decoding = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
             self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._decoded: list[Any] = [None, None]  # by staging buffer: the event behind which it is free
+        self._decoded: list[Any] = [None, None]  # by staging buffer: an event after which it is free
         self._turn = 0
-        self._tasks: dict[tuple[int, int, int], bytes] = {}  # what is decoded, by block, staging buffer and slot
-        self._batches: deque[gpu.Batch] = deque()  # whose results are not known yet
+        self._tasks: dict[tuple[int, int, int], bytes] = {}  # decoding tasks, by block, staging buffer and slot
+        self._batches: deque[gpu.Batch] = deque()  # batches without known results
 
     def fetch(self, block: StoredBlock, slot: Slot) -> None:
         number = self._device.index
@@ -341,12 +338,12 @@ class _GPUCarrier:
         slot.streams.add(stream)
 
     def adopt_slot(self, slot: Slot) -> None:
-        # The allocator gives memory that the current stream may still use.
+        # The allocator returns memory that the current stream may still use.
         slot.readers.append(self.stream().record_event())
         slot.memory.record_stream(self._decoding)
 
     def leave(self, slot: Slot) -> None:
-        # Its memory may be freed at any time: not before the streams that read it are done.
+        # The memory may be freed at any time, but not before the streams that read it are done.
         for stream in slot.streams:
             slot.memory.record_stream(stream)
         slot.readers, slot.streams = [], set()
@@ -354,7 +351,7 @@ class _GPUCarrier:
         self._tasks = {key: tasks for key, tasks in self._tasks.items() if key[2] != address}
 
     def follow_current(self) -> None:
-        # The allocator's memory may still be used by what the current stream was given.
+        # Work given to the current stream may still use the allocator's memory.
         for stream in (self._copying, self._decoding):
             stream.wait_stream(self.stream())
 

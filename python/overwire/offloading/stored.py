@@ -1,7 +1,7 @@
-"""The weights of one block, compressed in host memory, and where each lies in a slot.
+"""Stores the weights of one block compressed in host memory, and their offsets in a slot.
 
-A tensor becomes one native X16 stream (overwire.codecs), encoded where it is: by the
-GPU for a GPU, whose link then carries stored bytes only, else by the host's cores.
+Each tensor becomes one native X16 stream (overwire.codecs), encoded where the tensor is. A GPU encodes its own
+tensors, so that only stored bytes cross its PCIe link. The host's cores encode all others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK = 1 << 20
 
 
 class Place(NamedTuple):
-    """A tensor of a block: its bytes in a slot, and how they are seen there."""
+    """A tensor of a block: its bytes in a slot, and how to view them."""
 
     offset: int
     nbytes: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor in a slot's memory, of uint8."""
+        """Returns the tensor in a slot's memory, which has dtype uint8."""
         return (
             memory[self.offset : self.offset + self.nbytes]
             .view(self.dtype)
@@ -44,9 +44,8 @@ class Place(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """A block as it is stored: `streams` has of each tensor the offset in `memory` and the
-    length of its stream. `nbytes` are those of the block in a slot, gaps included; `digests`
-    those of its tensors' bytes."""
+    """A stored block. streams: each tensor's stream, as its offset in `memory` and its length.
+    nbytes: bytes of the decoded block in a slot, including gaps. digests: of each tensor's bytes."""
 
     places: list[Place]
     streams: list[tuple[int, int]]
@@ -56,11 +55,12 @@ class StoredBlock(NamedTuple):
 
     def is_in(self, memory: torch.Tensor) -> bool:
         """Whether a slot's memory has the bytes of every tensor. Waits for torch's current stream."""
-        return _digest_rows([(memory.data_ptr() + one.offset, one.nbytes) for one in self.places], memory) == self.digests
+        rows = [(memory.data_ptr() + one.offset, one.nbytes) for one in self.places]
+        return _digest_rows(rows, memory) == self.digests
 
 
 class HostMemory:
-    """Host memory that a GPU copies from, page-locked for `device` unless that is the host.
+    """Host memory that a GPU copies from, page-locked unless `device` is the host.
     Freed with its last reference."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -70,14 +70,14 @@ class HostMemory:
             self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise OutOfMemoryError(
-                f"overwire: offload: {nbytes} bytes of host memory: {error}", asked=nbytes
+                f"overwire: offload: cannot allocate {nbytes} bytes of host memory: {error}", asked=nbytes
             ) from error
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel lacks huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address: int = self.tensor.data_ptr()
         if device.type == "cuda" and nbytes:
-            self.tensor.zero_()  # all cores touch its pages; the driver would, one after the other
+            self.tensor.zero_()  # all cores touch its pages, faster than the driver would one by one
             with torch.cuda.device(device):
                 status = int(torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0))  # type: ignore[no-untyped-call]
             if status:
@@ -92,7 +92,7 @@ class HostMemory:
 
 
 def place_tensors(tensors: list[torch.Tensor]) -> tuple[list[Place], int]:
-    """Where the tensors of a block lie in a slot, one behind the other, and the bytes of all."""
+    """Returns the place of each tensor in a slot, one after the other, and the bytes of all."""
     places, end = [], 0
     for tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
@@ -102,8 +102,8 @@ def place_tensors(tensors: list[torch.Tensor]) -> tuple[list[Place], int]:
 
 
 def encode_block(tensors: list[torch.Tensor], device: torch.device) -> StoredBlock:
-    """Compresses the tensors of a block into host memory. Each is dense, in any order of
-    its dimensions; they are only read.
+    """Compresses the tensors of a block into host memory. Each tensor is dense, with its dimensions in any
+    order. The tensors are only read.
 
     Raises OutOfMemoryError and DeviceError.
     """
@@ -118,7 +118,7 @@ def encode_block(tensors: list[torch.Tensor], device: torch.device) -> StoredBlo
 
 
 def _digest_rows(rows: list[tuple[int, int]], memory: torch.Tensor) -> bytes:
-    # The digests of contiguous bytes, by address and length, that lie where `memory` does.
+    # The digests of contiguous bytes on the device of `memory`, given as addresses and lengths.
     number = memory.device.index if memory.is_cuda else -1
     numbers = array("q", [address for address, _ in rows] + [nbytes for _, nbytes in rows])
     stream = gpu.current_stream(number) if memory.is_cuda else 0
@@ -131,7 +131,7 @@ def _digest_rows(rows: list[tuple[int, int]], memory: torch.Tensor) -> bytes:
 
 
 def decode_tensor(block: StoredBlock, number: int) -> torch.Tensor:
-    """A tensor of a block in host memory of its own. Raises CorruptError and OutOfMemoryError."""
+    """Returns a copy of a block's tensor in host memory. Raises CorruptError and OutOfMemoryError."""
     place = block.places[number]
     with _errors_of("cpu", place.nbytes):
         memory = torch.empty(place.nbytes, dtype=torch.uint8)
@@ -140,7 +140,7 @@ def decode_tensor(block: StoredBlock, number: int) -> torch.Tensor:
 
 
 def decode_on_host(block: StoredBlock, numbers: Iterable[int], memory: torch.Tensor, base: int = 0) -> None:
-    """Decodes tensors of a block into memory whose first byte is byte `base` of a slot, by the
+    """Decodes tensors of a block into memory that begins at byte `base` of a slot, on the
     host's cores. Raises CorruptError."""
     sources, outs = [], []
     for number in numbers:
@@ -205,7 +205,7 @@ def _place_streams(lengths: list[int]) -> tuple[list[tuple[int, int]], int]:
 def _transform_of(tensor: torch.Tensor, row: torch.Tensor) -> int:
     dtype = SAVED.get(tensor.dtype)
     number = gpu.transform(dtype)
-    if number is None:  # several may do: the middle says which
+    if number is None:  # several may fit: the middle of the address tells which
         middle = max(0, row.numel() // 2 - (128 << 10)) & ~15
         sample = row[middle : middle + (256 << 10)].cpu()
         number = gpu.transform(dtype, codecs.Span(sample.data_ptr(), sample.numel(), sample))
