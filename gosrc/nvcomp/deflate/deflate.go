@@ -101,7 +101,7 @@ func (r *reader) openMember() error {
 	return err
 }
 
-// members reads the members of Gzip, one after the other. Zeros after a member are padding, as gzip and Python take them.
+// members reads the members of Gzip in order. Zeros after a member are padding, as for gzip and Python.
 type members reader
 
 // Read reads from a member, or from the next one.

@@ -65,7 +65,8 @@ func (w *walk) listFolder(uri, below string) error {
 		return errs.New(errs.ErrNotSupported, "this server lists no folders: its answer is no list of files")
 	}
 	if w.seen += len(entries); w.seen > mostEntries || strings.Count(below, "/") > mostDepth {
-		return errs.New(errs.ErrNotSupported, "more than %d entries, or folders %d below each other", mostEntries, mostDepth)
+		return errs.New(errs.ErrNotSupported, "more than %d entries, or folders %d below each other",
+			mostEntries, mostDepth)
 	}
 	for _, e := range entries {
 		if !filepath.IsLocal(e.Name) || e.Name == "." || strings.ContainsAny(e.Name, "/\\\x00") {

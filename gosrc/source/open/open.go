@@ -193,7 +193,8 @@ func RecipeOf(scheme string) error {
 
 // recipes say how to reach stores that speak another store's protocol.
 var recipes = map[string]string{
-	"gs": gcs, "gcs": gcs, "az": azure, "azure": azure, "abfs": azure, "abfss": azure, "adl": azure, "wasb": azure, "wasbs": azure,
+	"gs": gcs, "gcs": gcs, "az": azure, "azure": azure, "abfs": azure, "abfss": azure,
+	"adl": azure, "wasb": azure, "wasbs": azure,
 }
 
 const (

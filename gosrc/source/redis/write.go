@@ -154,7 +154,8 @@ func (u *upload) sendValue(ctx context.Context, off int64, value []byte) error {
 	isLost := false
 	judge := func(err error) (retry.Verdict, time.Duration) {
 		_, isAnswer := errors.AsType[*answer](err)
-		if isLost = !isAnswer && (errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout)); isLost && len(value) > smallValue {
+		isLost = !isAnswer && (errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout))
+		if isLost && len(value) > smallValue {
 			return retry.Never, 0
 		}
 		return judgeError(err)
@@ -168,7 +169,8 @@ func (u *upload) sendValue(ctx context.Context, off int64, value []byte) error {
 	case len(value) > smallValue:
 		return errLarge
 	}
-	return fmt.Errorf("%w, while a value of %d bytes was sent: does the server limit their size (proto-max-bulk-len)?", err,
+	return fmt.Errorf("%w, while a value of %d bytes was sent: does the server limit their size (proto-max-bulk-len)?",
+		err,
 		len(value))
 }
 

@@ -55,7 +55,8 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 	var err error
 	switch {
 	case o["key"] != "" && o["secret"] != "":
-		p, err = staticKeys(aws.Credentials{AccessKeyID: o["key"], SecretAccessKey: o["secret"], SessionToken: o["token"]},
+		p, err = staticKeys(aws.Credentials{AccessKeyID: o["key"], SecretAccessKey: o["secret"],
+			SessionToken: o["token"]},
 			errs.ErrArgument, "storage_options: key", "storage_options: secret", "storage_options: token")
 	case o["key"] != "" || o["secret"] != "" || o["token"] != "":
 		return nil, errs.New(errs.ErrArgument, "storage_options: key and secret come together (and token with both)")
@@ -135,7 +136,8 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 		base, err = c.fromProfile(ctx, p.Source, depth+1)
 	case p.Credentials.HasKeys():
 		name := fmt.Sprintf("profile %q: ", p.Profile)
-		base, err = staticKeys(p.Credentials, errs.ErrPermission, name+"aws_access_key_id", name+"aws_secret_access_key",
+		base, err = staticKeys(p.Credentials, errs.ErrPermission, name+"aws_access_key_id",
+			name+"aws_secret_access_key",
 			name+"aws_session_token")
 	case p.CredentialSource != "":
 		base, err = c.namedProvider(p.CredentialSource)

@@ -77,7 +77,8 @@ func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
 	}
 	_, _ = callWithRetries(ctx, u.client, u.bucket,
 		func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
-			return api.AbortMultipartUpload(ctx, &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: id})
+			in := &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: id}
+			return api.AbortMultipartUpload(ctx, in)
 		})
 	u.id, u.isSummed = nil, true
 	return ctx.Err() == nil
@@ -121,7 +122,8 @@ func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, e
 func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why error) error {
 	_, err := api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &u.bucket, Key: &u.key})
 	if err != nil {
-		return errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with sse_customer_key, and the "+
+		return errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
+			"sse_customer_key, and the "+
 			"object, which it now has unencrypted, could not be removed: %v", classifyError(ctx, err))
 	}
 	return why

@@ -127,7 +127,8 @@ func classOf(err error) error {
 	}
 	for {
 		inner := errors.Unwrap(err)
-		if inner == nil || !errs.Classed(inner) || errors.Unwrap(inner) == nil || errs.RuleOf(inner) != errs.RuleOf(err) {
+		if inner == nil || !errs.Classed(inner) || errors.Unwrap(inner) == nil ||
+			errs.RuleOf(inner) != errs.RuleOf(err) {
 			return err
 		}
 		err = inner

@@ -41,7 +41,8 @@ func withOwnNames(opt source.Options) (source.Options, error) {
 	for _, name := range slices.Sorted(maps.Keys(opt.Storage)) {
 		to := cmp.Or(aliases[name], name)
 		if had, isTwice := own[to]; isTwice && had != opt.Storage[name] {
-			return opt, errs.New(errs.ErrArgument, "storage_options: %s and %s are the same option, with two values", to, name)
+			return opt, errs.New(errs.ErrArgument, "storage_options: %s and %s are the same option, with two values",
+				to, name)
 		}
 		own[to] = opt.Storage[name]
 	}

@@ -198,13 +198,15 @@ func (u *upload) putObject(ctx context.Context, whole []byte) error {
 				SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}
 			out, err := api.PutObject(ctx, in, u.client.signBody)
 			if err != nil && !u.isSummed && mayWantSum(ctx, err) {
-				in.Body, in.ChecksumAlgorithm, in.ChecksumCRC32C = bodyOf(ctx, all), algorithmOf(true), checksumOf(all, true)
+				in.Body, in.ChecksumAlgorithm = bodyOf(ctx, all), algorithmOf(true)
+				in.ChecksumCRC32C = checksumOf(all, true)
 				if out, err = api.PutObject(ctx, in, u.client.signBody); err == nil {
 					u.client.noteSums(u.bucket)
 				}
 			}
 			if err == nil {
-				if why := u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata); why != nil {
+				why := u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata)
+				if why != nil {
 					return out, u.removeUnencrypted(ctx, api, why)
 				}
 			}

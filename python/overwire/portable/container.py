@@ -206,7 +206,9 @@ def _check_note(text: str, path: str) -> None:
         raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader knows 1", source=path)
 
 
-def _read_index(data: Bytes | memoryview, base: int, size: int, entries: dict[str, Tensor], checks: _Checks) -> dict[str, Tensor]:
+def _read_index(
+    data: Bytes | memoryview, base: int, size: int, entries: dict[str, Tensor], checks: _Checks
+) -> dict[str, Tensor]:
     import numpy as np
 
     from .sums import crc32c
