@@ -203,20 +203,14 @@ func (s *settings) customerKey() error {
 		key = b
 	}
 	algorithm, text := "AES256", base64.StdEncoding.EncodeToString(key)
-	if u, err := url.Parse(s.endpoint); err == nil && u.Scheme == "http" && !isLoopback(u.Hostname()) {
-		return errs.New(errs.ErrArgument, "sse_customer_key: it would cross the network readable, since endpoint_url "+
+	if u, err := url.Parse(s.endpoint); err == nil && u.Scheme == "http" {
+		return errs.New(errs.ErrArgument, "sse_customer_key: the key would be sent readable, because endpoint_url "+
 			"is http://%s: use an https:// endpoint", u.Host)
 	}
 	sum := md5.Sum(key) // the protocol sends it with the key
 	check := base64.StdEncoding.EncodeToString(sum[:])
 	s.sse = sse{&algorithm, &text, &check}
 	return nil
-}
-
-// isLoopback reports whether a host is this machine.
-func isLoopback(host string) bool {
-	ip := net.ParseIP(host)
-	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()
 }
 
 // validRegion only allows a single label, since the region becomes part of a host name.
