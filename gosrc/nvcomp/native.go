@@ -10,9 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
-// The Native container: a header of 64 bytes, u64 offset of each chunk in the
-// payload, u64 stored size of each chunk, checksums, the payload with every
-// chunk at a multiple of 8 (X16: 16). All is little-endian:
+// The Native container: a header of 64 bytes, u64 offset of each chunk in the payload, u64 stored size of each
+// chunk, checksums, and the payload with every chunk at a multiple of 8 (X16: 16). Everything is little-endian:
 //
 //	 0  u32     magic: "OWBS"
 //	 4  u8      1, the version of this layout
@@ -27,17 +26,15 @@ import (
 //	48  u64     content bytes of a chunk
 //	56  u32     offset of the payload
 //
-// Checksums are CRC-32 (IEEE): of the header and tables with the checksum itself
-// zero, and behind the table of sizes u32 for each stored chunk and then for each
-// content.
+// Checksums are CRC-32 (IEEE). One is of the header and tables, with the checksum itself zero. After the table of
+// sizes there is a u32 for each stored chunk and then one for the content of each chunk.
 //
-// The fields are those of nvCOMP's last open release, 2.2 (BSD-3:
-// CommonHeader of hlif_shared_types.hpp, BatchManager.hpp, github.com/NVIDIA/nvcomp
-// branch-2.2). Those streams are also read. They have 0 as magic, the writer's version at
-// 4, the algorithm's own header behind the common one, tables at the next multiple
-// of 8, room for two checksums a chunk behind them whether they were computed or
-// not, and chunks in any order without gaps. How nvCOMP computes its checksums, and
-// what its later releases write, is not public: only nvCOMP reads that.
+// The fields are those of nvCOMP's last open release, 2.2 (BSD-3: CommonHeader of hlif_shared_types.hpp,
+// BatchManager.hpp, github.com/NVIDIA/nvcomp branch-2.2). Streams of that release can also be read. They have 0
+// as magic, the writer's version at 4, the algorithm's own header after the common one, tables at the next
+// multiple of 8, then room for two checksums per chunk, even if they were not computed, and chunks in any order
+// without gaps. How nvCOMP computes its checksums, and the format of its later releases, are not public; only
+// nvCOMP reads them.
 const (
 	headBytes = 64
 	magic     = 'O' | 'W'<<8 | 'B'<<16 | 'S'<<24
@@ -52,7 +49,7 @@ type header struct {
 	chunk                 uint64
 	offset                uint32
 	starts, stored, plain bool
-	open                  bool // of nvCOMP's open release
+	open                  bool // from nvCOMP's open release
 }
 
 func parseHeader(src []byte) (h header, err error) {
@@ -79,7 +76,7 @@ func parseHeader(src []byte) (h header, err error) {
 	return h, nil
 }
 
-// tablesPlace is the offset of a stream's tables, and the bytes of a chunk in them.
+// tablesPlace returns the offset of a stream's tables, and the bytes in them for each chunk.
 func (h *header) tablesPlace() (at, row uint64) {
 	if !h.open {
 		row = 16
@@ -177,9 +174,8 @@ func headSum(p []byte) uint32 {
 	return crc32.Update(sum, crc32.IEEETable, p[headSumAt+4:])
 }
 
-// nativeTables is the offset of the payload for n chunks. What follows the head of
-// an X16 block is aligned to 16 for GPUs: the payload begins 8 before a multiple of
-// 16, and so do its chunks.
+// nativeTables is the offset of the payload for n chunks. The bytes after the head of an X16 block are aligned to
+// 16 for GPUs, so the payload and its chunks begin 8 before a multiple of 16.
 func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
 	row := int64(16)
 	if sums {
@@ -200,9 +196,8 @@ func (a *algorithm) paddedBytes(n int64) int64 {
 	return (n + 7) &^ 7
 }
 
-// putNative writes header and tables into dst, which has nativeTables bytes of
-// zeros, for chunks of these stored blocks and checksums. It returns the offset of
-// each chunk.
+// putNative writes header and tables into dst, which has nativeTables bytes of zeros, for chunks with these
+// stored blocks and checksums. It returns the offset of each chunk.
 func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte, sums [][2]uint32) (at []int64) {
 	le := binary.LittleEndian
 	head, count := int64(len(dst)), len(stored)

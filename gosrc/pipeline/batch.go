@@ -1,6 +1,6 @@
 package pipeline
 
-// This file gives workers their next pieces, as reads or as ranges.
+// This file hands workers their next pieces, as reads or as ranges.
 
 import (
 	"context"

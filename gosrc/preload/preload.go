@@ -2,9 +2,9 @@
 // need neither Python nor its lock: they open, read and decode while the interpreter imports other modules.
 //
 // A load takes over a preload file by file, and only for exactly the bytes that it would read itself. It opens
-// its files and skips reading those whose identity equals that of a preloaded file (device, inode, size and
-// times; for an object of a store its ETag or date). Each tensor is given out once. A preload is dropped if its
-// file was replaced or written to, or if its tensors differ from what the load asks for. A preload that failed is
+// its files and skips reading files with the identity of a preloaded file (device, inode, size and times; for an
+// object of a store its ETag or date). Each tensor is given out once. A preload is dropped if its file was
+// replaced or written to, or if its tensors differ from what the load asks for. A preload that failed is
 // forgotten: the load then gets its own error, or none.
 package preload
 

@@ -1,6 +1,6 @@
 package save
 
-// This file is the table of formats that are written.
+// This file lists the formats that can be written.
 
 import (
 	"context"

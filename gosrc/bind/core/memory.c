@@ -60,8 +60,8 @@ PyObject *ow_buffer_of(PyObject *self, PyObject *args)
 	return Py_BuildValue("(KnN)", (unsigned long long)(uintptr_t)v->buf, v->len, holder);
 }
 
-// Exporter: a base class whose instances are buffers. A subclass has a method
-// _buffer(), which returns an object with the buffer protocol.
+// Exporter is a base class of buffers. A subclass has a method _buffer(), which returns an object with the buffer
+// protocol.
 static int getbuffer(PyObject *self, struct ow_view *view, int flags)
 {
 	view->obj = NULL;

@@ -151,7 +151,7 @@ func codeStarts(length *[classes]uint8) (start [classes]int, sum int) {
 	return start, sum
 }
 
-// riceParameter is the parameter k for n elements of which c have changed, at least one.
+// riceParameter is the parameter k for n elements with c changes, at least one.
 func riceParameter(n, c int) int {
 	return bits.Len64(63 * uint64(2*n-c) / (262 * uint64(c))) // R. Rice's optimum: log2(0.48 (mean gap + 1/2)) + 1
 }

@@ -339,8 +339,8 @@ func (t *Target) endAt(size int64) error {
 	return err
 }
 
-// FinishUnless is Finish, which may take long, but it does not wait after ctx has ended.
-// The sync then continues, on a file whose name Drop removes.
+// FinishUnless is Finish, which may take long, but it does not wait after ctx has ended. The sync then continues,
+// and Drop removes the file's name.
 func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	if f, ok := t.file.(*os.File); ok && regular.SyncsAtOnce(int(f.Fd())) {
 		return t.Finish(size)

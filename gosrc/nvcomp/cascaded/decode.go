@@ -8,8 +8,8 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, "Cascaded: "+format, args...)
 }
 
-// Size returns the length of the content as the block states it, compared with what
-// its bytes can give. Errors are errs.ErrCorrupt.
+// Size returns the length of the content as the block states it, after comparing it with the most that its bytes
+// can decode to. Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	n, _, err := parseHead(src)
 	return n, err
@@ -33,8 +33,8 @@ func parseHead(src []byte) (n int64, o Options, err error) {
 	return n, o, nil
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad block is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	n, o, err := parseHead(src)
 	if err != nil {
@@ -166,7 +166,7 @@ func readArray(out []uint64, src []byte, size int, packed bool, most int) (int, 
 	return n, nil
 }
 
-// addUp computes values from the first of them and differences.
+// addUp computes values from the first one and the differences.
 func addUp(out, in []uint64, first []byte, size, most int) (int, error) {
 	if len(in) >= most {
 		return 0, corruptError("more than %d elements in a chunk", most)

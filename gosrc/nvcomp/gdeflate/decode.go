@@ -9,17 +9,17 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A decoder reads one stream. With dst nil it only counts.
+// A decoder reads one stream. If dst is nil it only counts bytes.
 type decoder struct {
 	src  []byte
-	at   int // the next word
+	at   int // offset of the next word
 	lane [lanes]struct {
 		bits uint64
-		n    int // of bits, 32 at least
+		n    int // number of bits, at least 32
 	}
 	dst  []byte
-	out  int64 // bytes so far, those of matches without distance included
-	want int64 // the most of them
+	out  int64 // bytes so far, including those of matches that lack their distance
+	want int64 // the most bytes
 
 	lit, dist, lens table
 	err             error
@@ -31,7 +31,7 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, "GDeflate: "+format, args...)
 }
 
-// dropBits removes n bits of a lane, and reads its next word when it is due.
+// dropBits removes n bits of a lane and reads the lane's next word when it is due.
 func (d *decoder) dropBits(lane, n int) bool {
 	l := &d.lane[lane]
 	l.bits >>= n
@@ -198,7 +198,7 @@ func (d *decoder) readCodes() error {
 
 func (d *decoder) decodeBlock() error {
 	var due [lanes]int32 // lengths of matches; their distance comes next
-	var to [lanes]int64  // where they go
+	var to [lanes]int64  // their offsets in the output
 	for isLast := false; ; {
 		final := isLast // one more round, for the remaining distances
 		for lane := range d.lane {
@@ -258,7 +258,7 @@ func (d *decoder) decodeBlock() error {
 	}
 }
 
-// repeatPattern fills b after its first dist bytes with what is dist bytes before.
+// repeatPattern fills b after its first dist bytes with copies of the bytes dist before.
 func repeatPattern(b []byte, dist int) {
 	for n := dist; n < len(b); n *= 2 {
 		copy(b[n:], b[:n])
@@ -277,8 +277,8 @@ func Size(src []byte) (int64, error) {
 	return d.out, nil
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad stream is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d := decoders.Get().(*decoder)
 	defer d.free()

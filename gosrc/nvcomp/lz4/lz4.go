@@ -1,7 +1,6 @@
-// Package lz4 is LZ4's block format: sequences of a token, literals, a two-byte
-// offset and a match; the last has only literals. A block does not store
-// the length of its content; Size computes it. Other writers: liblz4, numcodecs,
-// nvCOMP.
+// Package lz4 implements LZ4's block format: sequences of a token, literals, a two-byte offset and a match. The
+// last sequence only has literals. A block does not store the length of its content; Size computes it. Other
+// writers: liblz4, numcodecs, nvCOMP.
 package lz4
 
 import (
@@ -15,13 +14,13 @@ import (
 
 var compressors = sync.Pool{New: func() any { return new(lz4.Compressor) }}
 
-// Bound is the most bytes that Encode appends for n.
+// Bound is the most bytes that Encode appends for n bytes.
 func Bound(n int) int { return lz4.CompressBlockBound(n) }
 
-// Encode appends the block of src to dst. Safe for concurrent use.
+// Encode appends the block of src to dst. It is safe for concurrent use.
 func Encode(dst, src []byte) ([]byte, error) {
 	if len(src) == 0 {
-		return append(dst, 0), nil // the library leaves out the token of no literals
+		return append(dst, 0), nil // the library omits the token of an empty block
 	}
 	n := Bound(len(src))
 	dst = slices.Grow(dst, n)
@@ -34,14 +33,14 @@ func Encode(dst, src []byte) ([]byte, error) {
 	return dst[:len(dst)+size], nil
 }
 
-// Size returns how many bytes the block decodes to, and refuses a block that
-// is cut short or reaches back before its beginning (errs.ErrCorrupt).
+// Size returns how many bytes the block decodes to. It refuses a block that is truncated or refers back to before
+// its beginning (errs.ErrCorrupt).
 func Size(src []byte) (int64, error) {
 	n, _, err := walkBlock(src)
 	return n, err
 }
 
-// walkBlock goes through a block: the length of its content, and its last token.
+// walkBlock walks a block. It returns the length of its content and the offset of its last token.
 func walkBlock(src []byte) (out int64, last int, err error) {
 	for at := 0; ; {
 		if at >= len(src) {
@@ -73,7 +72,7 @@ func walkBlock(src []byte) (out int64, last int, err error) {
 	}
 }
 
-// readLength reads the rest of a length that has n as its first four bits.
+// readLength reads the rest of a length. n is its first four bits.
 func readLength(src []byte, at, n int) (int64, int, bool) {
 	total := int64(n)
 	if n < 15 {
@@ -88,11 +87,11 @@ func readLength(src []byte, at, n int) (int64, int, bool) {
 	return 0, at, false
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad block is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	if len(dst) == 0 {
-		// The one sequence of no literals.
+		// The only sequence has no literals.
 		if n, err := Size(src); err == nil && n == 0 {
 			return nil
 		}
@@ -100,8 +99,8 @@ func Decode(dst, src []byte) error {
 	}
 	n, err := lz4.UncompressBlock(src, dst)
 	if err != nil {
-		// The last sequence has no match, so that its token's match length is
-		// meaningless (lz4_Block_format.md); but the library refuses bits there.
+		// The last sequence has no match, so its token's match length is meaningless (lz4_Block_format.md), but
+		// the library refuses bits there.
 		if _, at, bad := walkBlock(src); bad == nil && src[at]&15 != 0 {
 			own := slices.Clone(src)
 			own[at] &^= 15

@@ -1,6 +1,6 @@
-// Package snappy is Snappy's block format: a varint of the content's length, then
-// literals and copies. Other writers: libsnappy, nvCOMP. The extensions of S2, which the
-// library decodes, are refused, as by libsnappy and on a GPU.
+// Package snappy implements Snappy's block format: a varint of the content's length, then literals and copies.
+// Other writers: libsnappy, nvCOMP. The extensions of S2, which the library decodes, are refused, as they are by
+// libsnappy and on a GPU.
 package snappy
 
 import (
@@ -12,11 +12,10 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Bound is the most bytes that Encode appends for n; -1 for a length that the
-// format cannot store.
+// Bound is the most bytes that Encode appends for n bytes, -1 for a length that the format cannot store.
 func Bound(n int) int { return snappy.MaxEncodedLen(n) }
 
-// Encode appends the block of src to dst. Safe for concurrent use.
+// Encode appends the block of src to dst. It is safe for concurrent use.
 func Encode(dst, src []byte) ([]byte, error) {
 	n := Bound(len(src))
 	if n < 0 {
@@ -27,9 +26,8 @@ func Encode(dst, src []byte) ([]byte, error) {
 	return dst[:len(dst)+len(block)], nil
 }
 
-// Size returns how many bytes the block decodes to. It walks the block and refuses
-// one that is truncated, refers back before its beginning, or has another length
-// than it states (errs.ErrCorrupt).
+// Size returns how many bytes the block decodes to. It walks the block and refuses one that is truncated, refers
+// back to before its beginning, or has another length than it states (errs.ErrCorrupt).
 func Size(src []byte) (int64, error) {
 	size, at := binary.Uvarint(src)
 	if at <= 0 || size > 1<<32-1 {
@@ -80,8 +78,8 @@ func Size(src []byte) (int64, error) {
 	return out, nil
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad block is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	n, err := Size(src)
 	if err != nil {

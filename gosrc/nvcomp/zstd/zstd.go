@@ -1,5 +1,5 @@
-// Package zstd is Zstandard: one or more frames (RFC 8878), without
-// dictionaries. Other writers: libzstd, nvCOMP.
+// Package zstd implements Zstandard: one or more frames (RFC 8878), without dictionaries. Other writers: libzstd,
+// nvCOMP.
 package zstd
 
 import (
@@ -27,11 +27,11 @@ const (
 
 var (
 	encoders = sync.Pool{New: func() any {
-		// CRC off: containers have checksums. All literals: weights have no
-		// matches, but entropy coding is worth it.
+		// There is no CRC, because containers have checksums. All literals are entropy-coded: weights have no
+		// matches, but entropy coding pays off.
 		e, _ := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true),
 			zstd.WithEncoderCRC(false),
-			zstd.WithAllLitEntropyCompression(true)) // fails for invalid options only
+			zstd.WithAllLitEntropyCompression(true)) // only fails for invalid options
 		return e
 	}}
 	decoders = sync.Pool{New: func() any {
@@ -41,20 +41,18 @@ var (
 	}}
 )
 
-// Bound is the most bytes that Encode appends for n.
+// Bound is the most bytes that Encode appends for n bytes.
 func Bound(n int) int { return n + 3*(n/maxBlock+1) + 18 }
 
-// Encode appends one frame of src to dst, which says the content's length.
-// Safe for concurrent use.
+// Encode appends one frame of src to dst, which states the content's length. It is safe for concurrent use.
 func Encode(dst, src []byte) ([]byte, error) {
 	e := encoders.Get().(*zstd.Encoder)
 	defer encoders.Put(e)
 	return e.EncodeAll(src, dst), nil
 }
 
-// Size returns how many bytes the frames decode to. Lengths in frames are compared
-// with what their blocks can give; frames without one are decoded without output.
-// Errors are errs.ErrCorrupt.
+// Size returns how many bytes the frames decode to. A length stated in a frame is compared with the most that its
+// blocks can decode to; frames without a length are decoded without output. Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	var total int64
 	frames := 0
@@ -105,7 +103,7 @@ func Size(src []byte) (int64, error) {
 	return total, nil
 }
 
-// walkBlocks walks the blocks of a frame: the most they can decode to, and the end.
+// walkBlocks walks the blocks of a frame. It returns the most bytes they can decode to, and the frame's end.
 func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	for {
 		if len(src)-at < 3 {
@@ -114,11 +112,11 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 		h := uint32(src[at]) | uint32(binary.LittleEndian.Uint16(src[at+1:]))<<8
 		n := int(h >> 3)
 		at += 3
-		if n > maxBlock { // or a few bytes would claim memory for megabytes
+		if n > maxBlock { // otherwise a few bytes could claim megabytes of memory
 			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d of %d bytes, %d at most", at-3, n, maxBlock)
 		}
 		switch h >> 1 & 3 {
-		case 0: // as it is
+		case 0: // raw
 			most += int64(n)
 		case 1: // one byte, repeated
 			most += int64(n)
@@ -138,11 +136,11 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	}
 }
 
-// countFrame decodes one frame of at most `most` bytes without output. The library takes memory for the
-// window that the frame names, and clears it: a frame of nine bytes may name 128 MiB. No window larger than
-// the content makes a difference.
+// countFrame decodes one frame of at most `most` bytes without output. The library allocates and clears memory
+// for the window that the frame names, and a frame of nine bytes may name 128 MiB. A window larger than the
+// content makes no difference, so it is reduced.
 func countFrame(frame []byte, most int64) (int64, error) {
-	const at = 5 // where a frame that does not state its size names its window: 2^(10 + v/8), and eighths of it
+	const at = 5 // window descriptor of a frame that does not state its size: 2^(10 + v/8), and eighths of it
 	if v := byte(bits.Len64(uint64(max(most, 1<<10)-1))-10) << 3; v < frame[at] && frame[at] <= (maxWindowLog-10)<<3 {
 		frame = slices.Clone(frame)
 		frame[at] = v
@@ -167,8 +165,8 @@ func corruptError(err error) error {
 	return errs.New(errs.ErrCorrupt, "Zstandard: %v", err)
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad frame is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d := decoders.Get().(*zstd.Decoder)
 	defer decoders.Put(d)

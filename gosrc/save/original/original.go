@@ -95,7 +95,7 @@ func (f *File) refuseChanged() error {
 
 // A Copy is an original that is being written again.
 type Copy struct {
-	Front   []byte          // what precedes the data section
+	Front   []byte          // the bytes before the data section
 	Tensors []tensor.Tensor // in the order of their bytes, which follow without gaps
 	// Compared is set by Done if the container has the SHA-256 of the file.
 	Compared bool

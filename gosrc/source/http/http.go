@@ -160,7 +160,7 @@ type object struct {
 
 	way   route.Way
 	mu    sync.Mutex
-	moved *route.Hop // where redirects led, if anywhere
+	moved *route.Hop // end of the redirects, if any
 }
 
 func (o *object) URI() string  { return o.uri }

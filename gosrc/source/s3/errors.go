@@ -1,6 +1,6 @@
 package s3
 
-// This file gives S3 errors a class and a text without secrets.
+// This file classifies S3 errors and makes their texts without secrets.
 
 import (
 	"context"
