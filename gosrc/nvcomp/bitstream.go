@@ -141,7 +141,8 @@ func Names() []string {
 func byName(name string) (*algorithm, error) {
 	i := slices.IndexFunc(algorithms, func(a algorithm) bool { return strings.EqualFold(a.name, name) })
 	if i < 0 {
-		return nil, errs.New(errs.ErrArgument, "no such algorithm: %q; there are %s", name, strings.Join(Names(), ", "))
+		return nil, errs.New(errs.ErrArgument, "unknown algorithm %q: expected one of %s",
+			name, strings.Join(Names(), ", "))
 	}
 	return checkSupported(&algorithms[i])
 }
@@ -149,7 +150,7 @@ func byName(name string) (*algorithm, error) {
 func byID(id Algorithm) (*algorithm, error) {
 	i := slices.IndexFunc(algorithms, func(a algorithm) bool { return a.id == id })
 	if i < 0 {
-		return nil, errs.New(errs.ErrFormat, "a native stream of format %d", id)
+		return nil, errs.New(errs.ErrFormat, "unknown format %d of a native stream", id)
 	}
 	return checkSupported(&algorithms[i])
 }
@@ -157,7 +158,7 @@ func byID(id Algorithm) (*algorithm, error) {
 // checkSupported refuses an algorithm if only its name is known here.
 func checkSupported(a *algorithm) (*algorithm, error) {
 	if a.decode == nil {
-		return nil, errs.New(errs.ErrNotSupported, "%s streams are not decoded or made here", a.name)
+		return nil, errs.New(errs.ErrNotSupported, "%s streams are not supported", a.name)
 	}
 	return a, nil
 }
@@ -185,7 +186,7 @@ func (a *algorithm) checkLength(src []byte, n int64) error {
 		return err
 	}
 	if n < 0 || n > most {
-		return errs.New(errs.ErrCorrupt, "%d bytes of %s cannot decode to %d", len(src), a.name, n)
+		return errs.New(errs.ErrCorrupt, "%d bytes of %s cannot decode to %d bytes", len(src), a.name, n)
 	}
 	return nil
 }
@@ -217,7 +218,7 @@ func parseStream(src []byte, s *Spec, algo *algorithm) (layout, error) {
 		return parseNative(src, s, algo)
 	}
 	if algo == nil {
-		return layout{}, errs.New(errs.ErrArgument, "the algorithm of a stream that is not native must be said")
+		return layout{}, errs.New(errs.ErrArgument, "name the algorithm: only native streams state theirs")
 	}
 	if s.Kind == Raw {
 		n, err := algo.size(src)
@@ -228,11 +229,11 @@ func parseStream(src []byte, s *Spec, algo *algorithm) (layout, error) {
 	}
 	k := algo.prefixBytes()
 	if len(src) < k {
-		return layout{}, errs.New(errs.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
+		return layout{}, errs.New(errs.ErrCorrupt, "%d bytes are too few for the length of the content", len(src))
 	}
 	n, rest := readPrefix(src[:k]), src[k:]
 	if n > 1<<62 {
-		return layout{}, errs.New(errs.ErrCorrupt, "a content of %d bytes", n)
+		return layout{}, errs.New(errs.ErrCorrupt, "a content of %d bytes is too large", n)
 	}
 	if err := algo.checkLength(rest, int64(n)); err != nil {
 		return layout{}, err

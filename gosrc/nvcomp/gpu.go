@@ -54,7 +54,8 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 func GPUEncode(index int, on stream.Order, streams []stream.Bitstream, scratch uint64,
 	room int64) (*stream.Batch, error) {
 	if need := stream.EncodeScratchSize(streams); need > room || scratch%16 != 0 {
-		return nil, errs.New(errs.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
+		return nil, errs.New(errs.ErrArgument, "invalid scratch memory: %d bytes at %#x, expected %d",
+			room, scratch, need)
 	}
 	d, err := cuda.Open(index)
 	if err != nil {
@@ -82,7 +83,8 @@ func GPUPeek(index int, on stream.Order, kind Kind, name string, streams []strea
 		id = uint32(a.id)
 	}
 	if kind == Raw && id != uint32(X16) && id != uint32(Snappy) {
-		return nil, errs.New(errs.ErrNotSupported, "a raw block of %s does not say its length at a fixed place", name)
+		return nil, errs.New(errs.ErrNotSupported, "a raw block of %s does not state its length at a fixed offset",
+			name)
 	}
 	d, err := cuda.Open(index)
 	if err != nil {
@@ -99,12 +101,12 @@ func GPUPeek(index int, on stream.Order, kind Kind, name string, streams []strea
 		switch {
 		case p.Err != nil:
 		case p.Format > 255 || err != nil:
-			out[i].Err = errs.New(errs.ErrFormat, "a native stream of format %d", p.Format)
+			out[i].Err = errs.New(errs.ErrFormat, "unknown format %d of a native stream", p.Format)
 			if err != nil {
 				out[i].Err = err
 			}
 		case name != "" && uint32(a.id) != id:
-			out[i].Err = errs.New(errs.ErrArgument, "the stream is %s, not %s", a.name, name)
+			out[i].Err = errs.New(errs.ErrArgument, "the stream is %s, expected %s", a.name, name)
 		default:
 			out[i].Algorithm = a.name
 		}

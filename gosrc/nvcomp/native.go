@@ -54,7 +54,7 @@ type header struct {
 
 func parseHeader(src []byte) (h header, err error) {
 	if len(src) < headBytes {
-		return h, errs.New(errs.ErrFormat, "%d bytes are no native stream", len(src))
+		return h, errs.New(errs.ErrFormat, "%d bytes are too few for a native stream", len(src))
 	}
 	le := binary.LittleEndian
 	h = header{
@@ -65,13 +65,14 @@ func parseHeader(src []byte) (h header, err error) {
 	switch first := le.Uint32(src); {
 	case first == magic && src[4] == layoutOne:
 	case first == magic:
-		return h, errs.New(errs.ErrFormat, "a native stream of layout %d: a later overwire reads it", src[4])
+		return h, errs.New(errs.ErrFormat, "native stream of layout %d: upgrade overwire to read it", src[4])
 	case first == 0 && src[4] >= 2 && src[4] <= 4:
 		h.open = true
 	default:
-		return h, errs.New(errs.ErrFormat, "no native stream of overwire or nvCOMP 2.2: it begins with %x; "+
-			"what a later nvCOMP wrote is only read by nvCOMP: overwire.compat.nvcomp asks it where "+
-			"nvidia-nvcomp-cu13 or -cu12 is installed", src[:5])
+		return h, errs.New(errs.ErrFormat,
+			"not a native stream of overwire or nvCOMP 2.2, because it begins with %x; only nvCOMP reads streams "+
+				"of later versions: overwire.compat.nvcomp uses nvCOMP if nvidia-nvcomp-cu13 or -cu12 is installed",
+			src[:5])
 	}
 	return h, nil
 }
@@ -108,20 +109,20 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		return layout{}, err
 	}
 	if want != nil && want != algo {
-		return layout{}, errs.New(errs.ErrArgument, "the stream is %s, not %s", algo.name, want.name)
+		return layout{}, errs.New(errs.ErrArgument, "the stream is %s, expected %s", algo.name, want.name)
 	}
 	n := uint64(len(src))
 	switch {
 	case h.size > 1<<62 || h.chunk > 1<<40:
-		return bad("%d bytes in chunks of %d", h.size, h.chunk)
+		return bad("invalid header: %d bytes in chunks of %d", h.size, h.chunk)
 	case uint64(h.offset) > n || h.payload > n-uint64(h.offset):
-		return bad("%d bytes at %d of %d", h.payload, h.offset, n)
+		return bad("invalid payload: %d bytes at %d of %d", h.payload, h.offset, n)
 	case h.size > 0 && (h.chunk == 0 || sizes.CeilDiv(h.size, h.chunk) != h.chunks):
-		return bad("%d chunks of %d bytes for %d", h.chunks, h.chunk, h.size)
+		return bad("invalid header: %d chunks of %d bytes for %d bytes", h.chunks, h.chunk, h.size)
 	case h.size == 0 && h.chunks > 0:
-		return bad("%d chunks of nothing", h.chunks)
+		return bad("invalid header: %d chunks of an empty content", h.chunks)
 	case h.size > 0 && !h.starts:
-		return layout{}, errs.New(errs.ErrNotSupported, "a native stream without the offsets of its chunks")
+		return layout{}, errs.New(errs.ErrNotSupported, "a native stream lacks the offsets of its chunks")
 	}
 	tables, row := h.tablesPlace()
 	if h.chunks > n/row || tables+h.chunks*row > uint64(h.offset) {
@@ -132,7 +133,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	case s.Verify == VerifyNever:
 	case h.open && (h.stored || h.plain):
 		return layout{}, errs.New(errs.ErrNotSupported,
-			"the stream has checksums of nvCOMP's, which are not public: decode without verifying them")
+			"the stream has nvCOMP's checksums, which are not documented publicly: decode without verifying them")
 	case out.summed:
 		out.damaged = headSum(src[:h.offset]) != binary.LittleEndian.Uint32(src[headSumAt:])
 	case s.Verify == VerifyAlways:
@@ -149,7 +150,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	for i := range out.blocks {
 		off, size := le.Uint64(offsets[8*i:]), le.Uint64(sizes[8*i:])
 		if off > h.payload || size > h.payload-off {
-			return bad("chunk %d has %d bytes at %d of %d", i, size, off, h.payload)
+			return bad("invalid chunk %d, with %d bytes at %d of %d", i, size, off, h.payload)
 		}
 		if storedBytes += size; storedBytes > h.payload {
 			return bad("its chunks overlap")

@@ -90,7 +90,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 	}
 	if s.Op != OpDecode && s.Op != OpSize {
 		if algo == nil {
-			return nil, errs.New(errs.ErrArgument, "an algorithm must be said")
+			return nil, errs.New(errs.ErrArgument, "name an algorithm")
 		}
 		if s.Chunk == 0 {
 			s.Chunk = defaultChunk
@@ -99,7 +99,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 			}
 		}
 		if s.Chunk < 1 || s.Chunk > algo.maxChunk {
-			return nil, errs.New(errs.ErrArgument, "chunks of %d bytes: %s takes 1 to %d", s.Chunk, algo.name,
+			return nil, errs.New(errs.ErrArgument, "invalid chunk size %d: %s takes 1 to %d", s.Chunk, algo.name,
 				algo.maxChunk)
 		}
 		if s.Sums && s.Kind != Native {
@@ -107,7 +107,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		}
 	}
 	if s.Kind < Native || s.Kind > WithSize {
-		return nil, errs.New(errs.ErrArgument, "kind of bitstream %d", s.Kind)
+		return nil, errs.New(errs.ErrArgument, "unknown kind of bitstream: %d", s.Kind)
 	}
 	switch s.Op {
 	case OpEncode:
@@ -126,7 +126,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		out := make([]Result, len(s.Sizes))
 		for i, n := range s.Sizes {
 			if n < 0 || n > 1<<50 {
-				return nil, errs.New(errs.ErrArgument, "a content of %d bytes", n)
+				return nil, errs.New(errs.ErrArgument, "a content of %d bytes is too large", n)
 			}
 			out[i].Bytes = streamBound(&s, algo, n)
 		}
@@ -364,7 +364,7 @@ func fillDefaults(s *Spec, algo *algorithm) (d tensor.DType, known bool, err err
 		o.Type = elementType(d)
 		s.Cascaded = &o
 		if s.Kind == Native && s.Chunk%int64(s.Cascaded.Type.Size()) != 0 {
-			return d, known, errs.New(errs.ErrArgument, "chunks of %d bytes are no whole number of elements of %d",
+			return d, known, errs.New(errs.ErrArgument, "chunk size %d is not a multiple of the element size, %d",
 				s.Chunk, s.Cascaded.Type.Size())
 		}
 	}
@@ -378,7 +378,7 @@ func fillDefaults(s *Spec, algo *algorithm) (d tensor.DType, known bool, err err
 // dtypeNamed is the dtype with a safetensors name; known is false for "".
 func dtypeNamed(name string) (d tensor.DType, known bool, err error) {
 	if d, known = tensor.ParseDType(name); !known && name != "" {
-		err = errs.New(errs.ErrArgument, "no such dtype: %q", name)
+		err = errs.New(errs.ErrArgument, "unknown dtype %q", name)
 	}
 	return d, known, err
 }

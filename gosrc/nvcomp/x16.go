@@ -21,7 +21,7 @@ var x16Encoders = sync.Pool{New: func() any { return new(x16.Encoder) }}
 
 func x16Encode(dst, src []byte, s *Spec) ([]byte, error) {
 	if len(src) > tensor.MaxChunkBytes {
-		return dst, errs.New(errs.ErrArgument, "X16 takes %d bytes a block at most, not %d: use a native stream",
+		return dst, errs.New(errs.ErrArgument, "X16 blocks have at most %d bytes, got %d: use a native stream",
 			tensor.MaxChunkBytes, len(src))
 	}
 	e := x16Encoders.Get().(*x16.Encoder)
@@ -63,7 +63,7 @@ func x16Size(src []byte) (int64, error) {
 	case c.Codec == tensor.CodecX16:
 		err = x16.Check(src[x16Head:], c)
 	case c.Codec != tensor.CodecRaw:
-		err = errs.New(errs.ErrCorrupt, "X16 block of codec %d", uint8(c.Codec))
+		err = errs.New(errs.ErrCorrupt, "unknown codec %d of an X16 block", uint8(c.Codec))
 	}
 	return int64(c.Logical), err
 }
@@ -74,7 +74,7 @@ func x16Decode(dst, src []byte) error {
 		return err
 	}
 	if uint64(c.Logical) != uint64(len(dst)) {
-		return errs.New(errs.ErrCorrupt, "X16 block has %d bytes, not %d", c.Logical, len(dst))
+		return errs.New(errs.ErrCorrupt, "X16 block has %d bytes, expected %d", c.Logical, len(dst))
 	}
 	switch {
 	case c.Codec == tensor.CodecX16:

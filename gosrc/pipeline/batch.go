@@ -19,7 +19,7 @@ type batch struct {
 // gap is the most bytes that are read and discarded instead of starting a new range.
 const gap = 256 << 10
 
-// A feed hands out shares to workers, in order.
+// A feed passes shares to workers, in order.
 type feed struct {
 	task    *Task
 	facts   []source.Facts  // by source

@@ -152,7 +152,7 @@ func (p *Place) IsFile() bool { return p.old != nil && p.old.Mode().IsRegular() 
 func (p *Place) refuseUnwritable() error {
 	if p.isBlob() {
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument,
-			"the path leads to %s in a Hugging Face cache, whose files are named by content and shared by all "+
+			"the path leads to %s in a Hugging Face cache, where files are named by content and shared by all "+
 				"snapshots: "+
 				"write to another folder", p.Path))
 	}

@@ -76,7 +76,8 @@ func (t Type) Size() int { return 1 << (t / 2) }
 func (o Options) Check() error {
 	if o.Type > ULongLong || o.RLEs < 0 || o.RLEs > maxRLEs || o.Deltas < 0 || o.Deltas > maxDeltas {
 		return errs.New(errs.ErrArgument,
-			"Cascaded: %d run-length and %d difference layers of type %d: at most %d of each, types to %d",
+			"Cascaded: invalid options: %d run-length and %d difference layers of type %d: expected at most %d "+
+				"of each, and types up to %d",
 			o.RLEs, o.Deltas, o.Type, maxRLEs, ULongLong)
 	}
 	return nil
@@ -292,7 +293,8 @@ func (o Options) checkContent(src []byte) error {
 		return err
 	}
 	if size := o.Type.Size(); len(src)%size != 0 || uint64(len(src)) > 1<<32-1 {
-		return errs.New(errs.ErrArgument, "Cascaded: %d bytes are no whole number of elements of %d", len(src), size)
+		return errs.New(errs.ErrArgument, "Cascaded: %d bytes are not a multiple of the element size, %d",
+			len(src), size)
 	}
 	return nil
 }

@@ -33,7 +33,8 @@ var writers [2][len(levels)]sync.Pool
 // Encode appends src to dst, as Gzip or as bare Deflate. It is safe for concurrent use.
 func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
 	if level < 0 || level >= len(levels) {
-		return dst, errs.New(errs.ErrArgument, "level (algorithm_type) %d is not 0 to %d", level, len(levels)-1)
+		return dst, errs.New(errs.ErrArgument, "invalid level (algorithm_type) %d: expected 0 to %d",
+			level, len(levels)-1)
 	}
 	kind := 0
 	if gz {
@@ -165,11 +166,11 @@ func Decode(dst, src []byte, gz bool) error {
 		return err
 	}
 	if n, err := io.ReadFull(from, dst); err != nil {
-		return errs.New(errs.ErrCorrupt, "Deflate: %d of %d bytes: %v", n, len(dst), err)
+		return errs.New(errs.ErrCorrupt, "Deflate: decoded only %d of %d bytes: %v", n, len(dst), err)
 	}
 	var more [1]byte
 	if n, err := from.Read(more[:]); n != 0 || err != io.EOF {
-		return errs.New(errs.ErrCorrupt, "Deflate: more than %d bytes (%v)", len(dst), err)
+		return errs.New(errs.ErrCorrupt, "Deflate: the content has more than %d bytes (%v)", len(dst), err)
 	}
 	return r.end()
 }

@@ -88,10 +88,11 @@ var fixedCodes = sync.OnceValues(makeFixedCodes)
 // is safe for concurrent use.
 func Encode(dst, src []byte, level int) ([]byte, error) {
 	if level < 0 || level >= len(efforts) {
-		return dst, errs.New(errs.ErrArgument, "level (algorithm_type) %d is not 0 to %d", level, len(efforts)-1)
+		return dst, errs.New(errs.ErrArgument, "invalid level (algorithm_type) %d: expected 0 to %d",
+			level, len(efforts)-1)
 	}
 	if len(src) > 1<<31-2 {
-		return dst, errs.New(errs.ErrArgument, "GDeflate takes no %d bytes", len(src))
+		return dst, errs.New(errs.ErrArgument, "GDeflate cannot encode %d bytes", len(src))
 	}
 	e := encoders.Get().(*encoder)
 	defer encoders.Put(e)

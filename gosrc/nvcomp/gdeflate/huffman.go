@@ -30,13 +30,13 @@ func (t *table) buildFrom(lengths []uint8) error {
 	for n := 1; n <= maxBits; n++ {
 		remaining = remaining<<1 - int(t.count[n])
 		if remaining < 0 {
-			return corruptError("a Huffman code with too many symbols")
+			return corruptError("a Huffman code has too many symbols")
 		}
 		used += int(t.count[n])
 		next[n+1] = next[n] + t.count[n]
 	}
 	if remaining > 0 && (used > 1 || used == 1 && t.count[1] != 1) {
-		return corruptError("a Huffman code that is not full")
+		return corruptError("a Huffman code is incomplete")
 	}
 	clear(t.fast[:])
 	code, codes := 0, [maxBits + 1]int{}

@@ -28,7 +28,7 @@ func Encode(dst, src []byte) ([]byte, error) {
 	defer compressors.Put(c)
 	size, err := c.CompressBlock(src, dst[len(dst):len(dst)+n])
 	if err != nil || size == 0 {
-		return dst, errs.New(errs.ErrEngine, "LZ4 of %d bytes: %v", len(src), err)
+		return dst, errs.New(errs.ErrEngine, "LZ4: cannot encode %d bytes: %v", len(src), err)
 	}
 	return dst[:len(dst)+size], nil
 }
@@ -44,7 +44,7 @@ func Size(src []byte) (int64, error) {
 func walkBlock(src []byte) (out int64, last int, err error) {
 	for at := 0; ; {
 		if at >= len(src) {
-			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 block ends without its last literals")
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 block ends before its last literals")
 		}
 		last = at
 		token := src[at]
@@ -59,14 +59,14 @@ func walkBlock(src []byte) (out int64, last int, err error) {
 			return out, last, nil
 		}
 		if len(src)-at < 2 {
-			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset at %d is cut", at)
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset at %d is truncated", at)
 		}
 		back := int64(src[at]) | int64(src[at+1])<<8
 		if back == 0 || back > out {
-			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset %d at %d of %d bytes", back, at, out)
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset %d at %d is invalid after %d bytes", back, at, out)
 		}
 		if n, at, ok = readLength(src, at+2, int(token&15)); !ok {
-			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 match length is cut")
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 match length is truncated")
 		}
 		out += n + 4
 	}
@@ -111,7 +111,7 @@ func Decode(dst, src []byte) error {
 		return errs.New(errs.ErrCorrupt, "LZ4: %v", err)
 	}
 	if n != len(dst) {
-		return errs.New(errs.ErrCorrupt, "LZ4 block has %d bytes, not %d", n, len(dst))
+		return errs.New(errs.ErrCorrupt, "LZ4 block has %d bytes, expected %d", n, len(dst))
 	}
 	return nil
 }

@@ -19,7 +19,7 @@ func Bound(n int) int { return snappy.MaxEncodedLen(n) }
 func Encode(dst, src []byte) ([]byte, error) {
 	n := Bound(len(src))
 	if n < 0 {
-		return dst, errs.New(errs.ErrArgument, "Snappy takes no %d bytes", len(src))
+		return dst, errs.New(errs.ErrArgument, "Snappy cannot encode %d bytes", len(src))
 	}
 	dst = slices.Grow(dst, n)
 	block := snappy.Encode(dst[len(dst):len(dst)+n], src)
@@ -31,7 +31,7 @@ func Encode(dst, src []byte) ([]byte, error) {
 func Size(src []byte) (int64, error) {
 	size, at := binary.Uvarint(src)
 	if at <= 0 || size > 1<<32-1 {
-		return 0, errs.New(errs.ErrCorrupt, "Snappy block without a length")
+		return 0, errs.New(errs.ErrCorrupt, "Snappy block has no valid length")
 	}
 	var out int64
 	for at < len(src) {
@@ -44,7 +44,7 @@ func Size(src []byte) (int64, error) {
 			extra = [4]int{0, 1, 2, 4}[tag&3]
 		}
 		if extra > len(src)-at {
-			return 0, errs.New(errs.ErrCorrupt, "Snappy element at %d is cut", at-1)
+			return 0, errs.New(errs.ErrCorrupt, "Snappy element at %d is truncated", at-1)
 		}
 		var v int64
 		for i := extra - 1; i >= 0; i-- {
@@ -68,12 +68,12 @@ func Size(src []byte) (int64, error) {
 			n = int64(tag>>2&7) + 4
 		}
 		if v == 0 || v > out {
-			return 0, errs.New(errs.ErrCorrupt, "Snappy offset %d at %d of %d bytes", v, at, out)
+			return 0, errs.New(errs.ErrCorrupt, "Snappy offset %d at %d is invalid after %d bytes", v, at, out)
 		}
 		out += n
 	}
 	if out != int64(size) {
-		return 0, errs.New(errs.ErrCorrupt, "Snappy block says %d bytes and has %d", size, out)
+		return 0, errs.New(errs.ErrCorrupt, "Snappy block states %d bytes but has %d", size, out)
 	}
 	return out, nil
 }
@@ -86,7 +86,7 @@ func Decode(dst, src []byte) error {
 		return err
 	}
 	if n != int64(len(dst)) {
-		return errs.New(errs.ErrCorrupt, "Snappy block says %d bytes, not %d", n, len(dst))
+		return errs.New(errs.ErrCorrupt, "Snappy block states %d bytes, expected %d", n, len(dst))
 	}
 	out, err := snappy.Decode(dst, src)
 	if err != nil || len(out) != len(dst) || len(out) > 0 && &out[0] != &dst[0] {

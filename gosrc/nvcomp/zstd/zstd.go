@@ -65,14 +65,14 @@ func Size(src []byte) (int64, error) {
 		at += h.HeaderSize
 		if h.Skippable {
 			if int64(h.SkippableSize) > int64(len(src)-at) {
-				return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is cut", start)
+				return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is truncated", start)
 			}
 			at += int(h.SkippableSize)
 			continue
 		}
 		frames++
 		if h.DictionaryID != 0 {
-			return 0, errs.New(errs.ErrNotSupported, "Zstandard frame at %d wants a dictionary", start)
+			return 0, errs.New(errs.ErrNotSupported, "Zstandard frame at %d needs a dictionary", start)
 		}
 		most, end, err := walkBlocks(src, at)
 		if err != nil {
@@ -83,7 +83,7 @@ func Size(src []byte) (int64, error) {
 			at += 4
 		}
 		if at > len(src) {
-			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is cut", start)
+			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is truncated", start)
 		}
 		n := int64(h.FrameContentSize)
 		if !h.HasFCS {
@@ -92,13 +92,13 @@ func Size(src []byte) (int64, error) {
 			}
 		}
 		if n < 0 || n > most {
-			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d says %d bytes, its blocks have %d at most",
+			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d states %d bytes, but its blocks have at most %d",
 				start, n, most)
 		}
 		total += n
 	}
 	if frames == 0 {
-		return 0, errs.New(errs.ErrCorrupt, "no Zstandard frame in %d bytes", len(src))
+		return 0, errs.New(errs.ErrCorrupt, "there is no Zstandard frame in %d bytes", len(src))
 	}
 	return total, nil
 }
@@ -107,13 +107,14 @@ func Size(src []byte) (int64, error) {
 func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	for {
 		if len(src)-at < 3 {
-			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is cut", at)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is truncated", at)
 		}
 		h := uint32(src[at]) | uint32(binary.LittleEndian.Uint16(src[at+1:]))<<8
 		n := int(h >> 3)
 		at += 3
 		if n > maxBlock { // otherwise a few bytes could claim megabytes of memory
-			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d of %d bytes, %d at most", at-3, n, maxBlock)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d has %d bytes, expected at most %d",
+				at-3, n, maxBlock)
 		}
 		switch h >> 1 & 3 {
 		case 0: // raw
@@ -124,10 +125,10 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 		case 2:
 			most += maxBlock
 		default:
-			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d of no known kind", at-3)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d has an unknown kind", at-3)
 		}
 		if n > len(src)-at {
-			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is cut", at-3)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is truncated", at-3)
 		}
 		at += n
 		if h&1 != 0 {
@@ -160,7 +161,7 @@ func countFrame(frame []byte, most int64) (int64, error) {
 
 func corruptError(err error) error {
 	if errors.Is(err, zstd.ErrWindowSizeExceeded) {
-		return errs.New(errs.ErrNotSupported, "Zstandard: a window over %d bytes", maxWindow)
+		return errs.New(errs.ErrNotSupported, "Zstandard: the window is larger than %d bytes", maxWindow)
 	}
 	return errs.New(errs.ErrCorrupt, "Zstandard: %v", err)
 }
@@ -175,7 +176,7 @@ func Decode(dst, src []byte) error {
 		return corruptError(err)
 	}
 	if len(out) != len(dst) || len(src) == 0 {
-		return errs.New(errs.ErrCorrupt, "Zstandard frames have %d bytes, not %d", len(out), len(dst))
+		return errs.New(errs.ErrCorrupt, "Zstandard frames have %d bytes, expected %d", len(out), len(dst))
 	}
 	if len(out) > 0 && &out[0] != &dst[0] {
 		copy(dst, out)

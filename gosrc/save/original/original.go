@@ -153,7 +153,7 @@ func (p *Copy) Done() error {
 	sum := hex.EncodeToString(p.sum.Sum(nil))
 	if p.file.SHA256 != "" && sum != p.file.SHA256 {
 		return errs.In("check", p.file.src.URI(), errs.New(errs.ErrCorrupt,
-			"the file that was compressed has the SHA-256 %s, and what is decompressed %s", p.file.SHA256, sum))
+			"the file that was compressed has the SHA-256 %s, but the decompressed file has %s", p.file.SHA256, sum))
 	}
 	p.Compared, p.file.SHA256 = p.file.SHA256 != "", sum
 	return nil
