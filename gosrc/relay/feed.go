@@ -91,7 +91,7 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 	first := cap(all) - cap(tasks) // position in all
 	if len(tasks) == 0 || first < 0 || first >= len(all) || &all[first] != &tasks[0] {
 		q.Put(s)
-		return errs.New(errs.ErrEngine, "relay: tasks that are not the fetch's")
+		return errs.New(errs.ErrEngine, "relay: these are not tasks of the fetch")
 	}
 	q.waiting.Add(1)
 	q.counts.countFlight(n)

@@ -78,7 +78,7 @@ type validator struct {
 	names names
 	src   int   // the source of the previous tensor
 	began bool  // the previous tensor had one
-	next  int64 // where the next tensor's bytes begin
+	next  int64 // offset of the next tensor's bytes
 	chunk int   // the first chunk that belongs to no tensor so far
 }
 

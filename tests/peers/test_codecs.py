@@ -195,7 +195,7 @@ def test_cascaded_of_every_type(dtype: str) -> None:
             assert codecs.decode(made, "Cascaded", bitstream=kind) == plain
             assert made.nbytes <= codecs.max_size(len(plain), "Cascaded", bitstream=kind)
     if numbers.itemsize > 1:
-        with pytest.raises(ow.ArgumentError, match="no whole number"):
+        with pytest.raises(ow.ArgumentError, match="not a multiple"):
             codecs.encode(plain[:-1], "Cascaded", dtype=dtype)
     with pytest.raises(ow.ArgumentError, match="at most 7"):
         codecs.encode(numbers, "Cascaded", dtype=dtype, cascaded=(8, 0, True))

@@ -153,7 +153,7 @@ def test_customer_key(servers: dict[str, Store]) -> None:
             lambda: ow.load_file(base + "sse", framework="np", storage_options=through),
             lambda: ow.inspect(base + "sse", storage_options=through),
         ):
-            with pytest.raises(ow.ArgumentError, match="sse_customer_key: the key would be sent readable"):
+            with pytest.raises(ow.ArgumentError, match="sse_customer_key: the key would be sent unencrypted"):
                 call()
         assert not front.asked
 

@@ -98,7 +98,7 @@ func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) 
 		return nil
 	}
 	return errs.WithRule(ruleNoKey, errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
-		"sse_customer_key, and would keep the object readable for all who may read the bucket: nothing was saved"))
+		"sse_customer_key, so anyone who can read the bucket could read the object: nothing was saved"))
 }
 
 // publishWithKey makes a small object in two steps. The first shows whether the store uses the customer's key; if
@@ -132,9 +132,9 @@ func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why erro
 // explainKey adds to the error of a refused read that a customer's key may be missing.
 func (c *client) explainKey(err error) error {
 	if r, ok := errors.AsType[*refusal](err); ok && r.class == errs.ErrArgument && says[r.code] == "" {
-		r.message = "if the object was saved with a customer's key, its readers need storage_options sse_customer_key"
+		r.message = "if the object was saved with a customer's key, set sse_customer_key in storage_options"
 		if c.sse.key != nil {
-			r.message = "the object may have been saved with another sse_customer_key, or without one"
+			r.message = "the object may have been saved with a different sse_customer_key, or without one"
 		}
 	}
 	return err
